@@ -12,7 +12,7 @@ def test_plain_values() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [('{"a": 1, "a": 2}', "key 'a' occurs twice"), ("[NaN]", "NaN is no JSON number"), ("{", "Expecting")]
+    ("text", "words"), [('{"a": 1, "a": 2}', "key 'a' occurs twice"), ("[NaN]", "NaN is not a JSON number"), ("{", "Expecting")]
 )
 def test_surprises_are_refused(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):

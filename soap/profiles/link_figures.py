@@ -20,7 +20,7 @@ LEAST_LATENCY_SECONDS = 1e-9
 
 
 def modelled_seconds(communication: Communication, probe: Probe) -> float:
-    """Simulated time of a probe on the topology's links; None for a restart."""
+    """Simulated seconds of a probe on the topology's links; 0 for a probe of the cold penalty, which no link has."""
     size, devices = probe.size_bytes, probe.devices
     match probe.operation:
         case Operation.MESSAGE | Operation.STEP_MESSAGE:
@@ -159,7 +159,7 @@ def _collectives(topology: Topology, lines: Lines) -> list[tuple[tuple[Operation
 
 
 def _cold_penalty(timings: Sequence[LinkTiming]) -> ColdPenalty:
-    """How much longer tiles took behind sums, by how long they take on one device. Longer tiles get no less than shorter ones."""
+    """The cold penalty: how much longer tiles take after a sum, by how long they take without one. Longer tiles get no smaller penalty."""
     points: list[tuple[int, int]] = []
     own = [timing for timing in timings if timing.probe.operation is Operation.STEP_RESTART]
     for timing in sorted(own, key=lambda timing: timing.cpu_seconds):

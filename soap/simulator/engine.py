@@ -318,7 +318,7 @@ class Engine:
         lower_all(self.world, variants, replicas, devices)
 
     def _renew_state(self) -> None:
-        """Drop what accepted changes have left behind; if there is nothing to drop, grow. Then lower and simulate again."""
+        """Drop the old blocks of accepted changes; if there are none, grow. Then lower and simulate again."""
         C, count = self.state, len(self.graph.operators)
         tiles = zip(C.dev_ptr[:count].tolist(), C.tiles[:count].tolist(), strict=True)
         devices = np.concatenate([C.dev[first : first + own] for first, own in tiles])

@@ -146,9 +146,9 @@ def fold(graph: OperatorGraph, topology: Topology, strategy: Strategy) -> Foldin
         if sync.contract.folding:
             return sync.contract.folding
     if topology.ports:
-        return "devices are busy with communication"
+        return "communication costs the devices CPU overhead"
     if topology.cold_penalty.points:
-        return "devices that have waited are slower"
+        return "devices have a cold penalty after a wait"
     no_copies: list[str] = []
     unlike_copies: list[str] = []
     for count in candidates(strategy):
@@ -180,7 +180,7 @@ class _Folding:
         found = {devices: self._sum_over_all(devices) for devices in _common_groups(plan, self.images[0], self.copies.devices)}
         signatures = self._signatures(options for _, options in found.values())
         if (signatures[local[2:]] != signatures[local[1]]).any():
-            raise UnfoldableError(f"sums over {len(self.images)} copies hold other links in some of them")
+            raise UnfoldableError(f"sums over {len(self.images)} copies do not hold corresponding links in all of them")
         kept, alike = self._stand_ins(local, signatures, near | bridge)
         small = self._small_topology(kept)
         common = {
@@ -198,7 +198,7 @@ class _Folding:
             raise UnfoldableError(f"{len(self.images)} copies on devices of different types")
         hosts = np.array([device.host for device in devices])[self.images]
         if any(_pattern(own) != _pattern(hosts[0]) for own in hosts):
-            raise UnfoldableError(f"{len(self.images)} copies lie differently on hosts")
+            raise UnfoldableError(f"{len(self.images)} copies are spread over hosts in different ways")
 
     def _route(self, source_copy: int, target_copy: int) -> tuple[int, ...]:
         return self.topology.route(int(self.images[source_copy, 0]), int(self.images[target_copy, 0]))
@@ -222,7 +222,7 @@ class _Folding:
         if len(np.unique(local)) < local.size:
             raise UnfoldableError(f"{len(self.images)} copies share links")
         if any((figures[local] != figures[local[0]]).any() for figures in self.topology.link_figures):
-            raise UnfoldableError(f"{len(self.images)} copies have links of different figures")
+            raise UnfoldableError(f"{len(self.images)} copies have links of different bandwidth or latency")
         return local
 
     def _links(self, devices: Sequence[int], pairs: Iterable[tuple[int, int]]) -> list[tuple[int, ...]]:
@@ -241,7 +241,9 @@ class _Folding:
         for fetch in plan.fetches:
             if fetch.tensor in self.copies.folded or all(plan.holdings[piece.holding].device == fetch.device for piece in fetch.pieces):
                 continue
-            raise UnfoldableError(f"tensor {fetch.tensor!r}, the same for {len(self.images)} copies, is read where it does not lie")
+            raise UnfoldableError(
+                f"tensor {fetch.tensor!r} is the same in {len(self.images)} copies, but is read on a device that does not hold it"
+            )
 
     def _sum_over_all(self, devices: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[AllReduceOption, ...]]:
         """The devices of all copies that correspond to these of both copies, and the options for an all-reduce over them."""

@@ -177,14 +177,14 @@ def check_config(op: Operator, config: OpConfig, device_count: int, *, empty_til
     if settled is not None and config.placed_like(settled) is not config:
         raise StrategyError(
             f"operator {op.name!r} {_SETTLED[op.kind]}: expected devices {_few(settled.devices)}, found {_few(config.devices)} with "
-            f"{config.replicas} replicas; soap.strategy.config.settled puts it right"
+            f"{config.replicas} replicas; soap.strategy.config.settled corrects it"
         )
     if max(config.devices) >= device_count:
         device = next(device for device in config.devices if device >= device_count)
         raise StrategyError(f"operator {op.name!r}: device {device} does not exist; expected 0 to {device_count - 1} on this cluster")
 
 
-_SETTLED = {NEXT_STATE: "brings together the buffers that the forward pass moves", KEEP_STATE: "keeps moved buffers on every device"}
+_SETTLED = {NEXT_STATE: "assembles the buffers that the forward pass changes", KEEP_STATE: "keeps changed buffers on every device"}
 """Kinds of operators that may have only one configuration, and why."""
 
 

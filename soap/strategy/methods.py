@@ -50,7 +50,7 @@ class Contract:
     most_partitions: int = 1
     wire_bits: int | None = None
     state: tuple[str, ...] = ()
-    folding: str = "its sums over copies are not known to stand in two of them"
+    folding: str = "the method of synchronization is not known to fold"
 
     @property
     def by_rows(self) -> bool:
@@ -94,7 +94,7 @@ METHODS: list[Contract] = [
         residence="kept",
         parameters="sparse",
         exact=True,
-        folding="gradients are gathered by rows",
+        folding="parameters are synchronized by sparse all-gather",
     ),
     Contract(
         name="parameter_server",

@@ -110,7 +110,7 @@ def test_other_configurations_than_the_settled_ones_are_refused(files: dict[str,
     graph, topology = load_model(files["codebook"]).graph, local_topology(2)
     strategy = CLASSICAL["data_parallel"](graph, topology)
     strategy.validate(graph, 2)
-    for name, words in ((KEEP_STATE, "keeps moved buffers on every device"), (NEXT_STATE, "brings together the buffers")):
+    for name, words in ((KEEP_STATE, "keeps changed buffers on every device"), (NEXT_STATE, "assembles the buffers")):
         wrong = strategy.with_operator(name, OpConfig((), (1,)))
         with pytest.raises(StrategyError, match=words):
             wrong.validate(graph, 2)

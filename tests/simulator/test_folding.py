@@ -165,11 +165,11 @@ def test_reasons_why_not() -> None:
     tensor = megatron(graph, wide)
     assert isinstance(fold(graph, wide, tensor), Folding)
     links = [replace(link, latency_seconds=1.0) if link.source == "host1/device0" else link for link in wide.links]
-    assert _reason(graph, replace(wide, links=tuple(links)), tensor) == "4 copies have links of different figures"
+    assert _reason(graph, replace(wide, links=tuple(links)), tensor) == "4 copies have links of different bandwidth or latency"
 
 
 def test_sums_that_hold_other_links_in_some_copies_are_not_folded() -> None:
     """Every pair of devices has a cable. Of twelve devices, halving and doubling pairs the first eight in other ways than the last four."""
     graph, topology = transformer(batch=6), pairwise_cluster(4, 4, 4)
     topology = replace(topology, devices=tuple(replace(device, type=GPU) for device in topology.devices))  # gloo has the ring alone
-    assert _reason(graph, topology, megatron(graph, topology)) == "sums over 3 copies hold other links in some of them"
+    assert _reason(graph, topology, megatron(graph, topology)) == "sums over 3 copies do not hold corresponding links in all of them"

@@ -1,4 +1,4 @@
-"""What ``numpy`` does with arrays in place, for compiled code: its own versions take numba many times longer to compile."""
+"""In-place array functions for compiled code. numba takes many times longer to compile numpy's own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def copy(target: Ints | Longs, at: int, source: Ints | Longs, first: int, last: 
 
 @compiled
 def sort(array: Ints | Longs, first: int, last: int) -> None:
-    """``array[first:last].sort()``: by heapsort, which needs no room; what is in order already is only looked at."""
+    """``array[first:last].sort()``, by heapsort, which needs no extra memory. An array that is in order already is only read."""
     ascending = True
     for i in range(first + 1, last):
         ascending &= array[i - 1] <= array[i]
@@ -32,7 +32,7 @@ def sort(array: Ints | Longs, first: int, last: int) -> None:
     for step in range(count // 2 + count - 1):
         if step < count // 2:  # make a heap, the largest on top
             root, size = count // 2 - 1 - step, count
-        else:  # the largest goes behind the others
+        else:  # move the largest to the end of the heap
             root, size = 0, count - 1 - (step - count // 2)
             array[first], array[first + size] = array[first + size], array[first]
         value = array[first + root]

@@ -1,4 +1,4 @@
-"""Which messages and collectives carry the pieces that must move (compiled). The counterpart of ``delivery.Carriers``."""
+"""Assigns the pieces that must move to messages and collectives (compiled). The counterpart of ``delivery.Carriers``."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ MESSAGE, ALL_GATHER, ALL_TO_ALL, BROADCAST = range(4)
 """Patterns of carriers."""
 
 DTYPES = 1 << 6
-"""More than torch has."""
+"""More dtypes than torch has."""
 
 
 @compiled
 def carry(W: World, op: int) -> None:
-    """Divide the remote pieces among carriers; ``p_carrier`` says which."""
+    """Assign every remote piece to a carrier, noted in ``p_carrier``."""
     G, V, C, S = W.graph, W.variants, W.state, W.scratch
     S.count[CARRIERS] = 0
     S.count[PARTS] = 0
@@ -47,7 +47,7 @@ def _is_free(S, piece, out):  # type: ignore[no-untyped-def]
 
 @compiled
 def open_carrier(S: Scratch, pattern: int) -> int:
-    """A carrier without parts."""
+    """Open a carrier without parts; returns its number."""
     n = S.count[CARRIERS]
     if n + 2 > len(S.k_pattern):
         raise MemoryError(FULL)
@@ -59,7 +59,7 @@ def open_carrier(S: Scratch, pattern: int) -> int:
 
 @compiled
 def add_part(S: Scratch, piece: int) -> None:
-    """One more part of the last carrier."""
+    """Add a part to the last carrier."""
     n = S.count[PARTS]
     if n + 2 > len(S.part):
         raise MemoryError(FULL)
@@ -71,7 +71,7 @@ def add_part(S: Scratch, piece: int) -> None:
 
 @compiled
 def _is_complete(S, pieces):  # type: ignore[no-untyped-def]
-    """Whether at least three devices take part, and each gives something to each other one."""
+    """Whether at least three devices take part, and each sends something to every other."""
     S.count[STAMP] += 1
     members = 0
     for piece in pieces:
@@ -97,7 +97,7 @@ def _is_complete(S, pieces):  # type: ignore[no-untyped-def]
 
 @compiled
 def _gathers(V, S, out, rank):  # type: ignore[no-untyped-def]
-    """One region on several devices, of which each holds a part, goes to all."""
+    """Make an all-gather where several devices each hold a part of one region and all need the whole."""
     n = 0
     for piece in range(S.count[PIECES]):
         if _is_free(S, piece, out):
@@ -154,7 +154,7 @@ def _root(S, device):  # type: ignore[no-untyped-def]
 
 @compiled
 def _all_to_alls(C, S, out):  # type: ignore[no-untyped-def]
-    """Pieces whose devices hang together, if each gives something to each other one."""
+    """Make an all-to-all of pieces whose devices are connected by pieces, if each device sends something to every other."""
     S.count[STAMP] += 1
     count = 0
     for piece in range(S.count[PIECES]):
@@ -194,7 +194,7 @@ def _all_to_alls(C, S, out):  # type: ignore[no-untyped-def]
 
 @compiled
 def _broadcasts(C, S, out):  # type: ignore[no-untyped-def]
-    """One piece goes to many. A device that needs it for two regions gets it by a message the second time."""
+    """Make a broadcast where one piece goes to many devices. A device that needs it for a second region gets that by a message."""
     n = 0
     for piece in range(S.count[PIECES]):
         if _is_free(S, piece, out):
@@ -232,7 +232,7 @@ def _broadcasts(C, S, out):  # type: ignore[no-untyped-def]
 
 @compiled
 def tree_depth(devices: int) -> int:
-    """Rounds of a binomial tree over so many devices."""
+    """Rounds of a binomial tree over this many devices."""
     rounds, reached = 0, 1
     while reached < devices:
         reached *= 2
@@ -242,7 +242,7 @@ def tree_depth(devices: int) -> int:
 
 @compiled
 def _messages(W, op):  # type: ignore[no-untyped-def]
-    """What one device sends another from the same moment on, of one dtype, in one go."""
+    """Join the pieces that are left into messages: those of equal source, target, ready time and dtype."""
     G, C, S = W.graph, W.state, W.scratch
     S.count[STAMP] += 1
     mask = len(S.hash_key) - 1

@@ -1,8 +1,8 @@
-"""Changing operators' configurations and parameters' synchronization in a state, and taking the change back (compiled).
+"""Changes operators' configurations and parameters' synchronization in a state, and undoes such a change (compiled).
 
-A change gives the operators' tiles new slots, and makes the blocks of these operators and of those that they read anew. Nothing is
-overwritten but pointers and what slots wait for; ``Undo`` holds what they were. Blocks are added behind all others, so that taking a change
-back frees them at once.
+A change gives the operators' tiles new slots. It makes new blocks for these operators and for those whose outputs they read. It overwrites
+only pointers and the numbers of tasks that slots wait for; ``Undo`` saves these. New blocks come after all others, so undoing a change
+frees them at once.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ from soap.simulator.compiled.world import World
 
 UNDER_WAY, CHANGED, SYNCHRONIZED, OLD_SLOTS, OLD_ARENA, OLD_DEVICES, OLD_SYNCS, OLD_SYNC_SLOT, ALIVE_SAVED, LIST_SAVED = range(10)
 REPLACED, RESYNCED, REPULLED, OLD_PULLS, OLD_PULL_SLOT = 10, 11, 12, 13, 14
-"""Places in ``Undo.what``: whether anything is changed, number of blocks, whether gradients' sums were made anew, what was taken before,
-how much of ``alive`` and ``rows`` is taken; how many of the blocks (the first ones) are those of operators that got new tiles;
-number of parameters that are synchronized in another way; whether pulls were made anew (2: completely), and which they were."""
+"""Places in ``Undo.what``. ``UNDER_WAY``: whether a change was made. ``CHANGED``: number of changed blocks. ``SYNCHRONIZED``: whether the
+sums of gradients were made anew (2: completely). ``OLD_``: the values before the change. ``ALIVE_SAVED``, ``LIST_SAVED``: how much of
+``alive`` and ``rows`` is used. ``REPLACED``: how many of the blocks (the first ones) belong to operators with new tiles. ``RESYNCED``:
+number of parameters with another synchronization. ``REPULLED``: whether the pulls were made anew (2: completely)."""
 
 OPERATORS, EDIT_DEVICES, PARAMETERS, REPLACED_OPERATORS = range(4)
-"""Places in ``Edit.count``: how many there are of each; and how many operators get new tiles: behind those that are given another
-configuration ``evaluate`` puts those whose tiles take another time because of how a parameter is synchronized."""
+"""Places in ``Edit.count``: the number of each. ``REPLACED_OPERATORS``: number of operators that get new tiles. After the operators with
+another configuration, ``evaluate`` adds those whose tiles take another time because a parameter is synchronized differently."""
 
 
 class Edit(NamedTuple):
-    """What is to be changed: operators (``operator``, each once; ``variant``, ``replicas``, devices ``dev[dev_ptr[i]:dev_ptr[i + 1]]``)
-    and parameters (``parameter``, each once; ``sync``: as in ``State``)."""
+    """A change: operators (``operator``, each once; ``variant``, ``replicas``, devices ``dev[dev_ptr[i]:dev_ptr[i + 1]]``) and parameters
+    (``parameter``, each once; ``sync``: as in ``State``)."""
 
     count: Longs  # type: ignore[assignment]  # not tuple's method
     operator: Ints
@@ -51,7 +52,7 @@ class Edit(NamedTuple):
 
 
 def make_edit(operators: int, parameters: int, devices: int) -> Edit:
-    """Room for a change of anything, with so many devices in all."""
+    """Room for a change of any operators and parameters, with this many devices in all."""
     ints = lambda n: np.zeros(n + 1, np.int32)  # noqa: E731
     return Edit(
         count=np.zeros(4, np.int64),
@@ -68,15 +69,18 @@ def make_edit(operators: int, parameters: int, devices: int) -> Edit:
 FIELDS = 13
 
 DONE = 12
-"""Place in ``Undo.fields`` of whether the new block is complete: not if what was lacking stopped its making."""
+"""Place in ``Undo.fields``: whether the new block is complete. It is not if an exception has stopped its lowering."""
 
 
 class Undo(NamedTuple):
-    """``fields``: per changed block, what it was (operator, row, own_slot, own_count, block, block_end, tile_slot, tiles, variant,
-    replicas,
-    dev_ptr, where its ``back_row`` begin in ``rows``, ``DONE``). ``alive``: of the changed operators' backward tiles. ``sync_row``,
-    ``update_ns``, ``update_alive``: of all. ``dirty``: stamps of operators to be lowered; ``entry``: which of the changed blocks is theirs;
-    ``saved``: stamps of those that have one. ``parameter``, ``sync``: how parameters were synchronized."""
+    """What a change has overwritten.
+
+    ``fields``: for each changed block, its old values (operator, row, own_slot, own_count, block, block_end, tile_slot, tiles, variant,
+    replicas, dev_ptr, where its ``back_row`` begin in ``rows``, ``DONE``). ``alive``: of the changed operators' backward tiles, from
+    ``alive_ptr`` on. ``sync_row`` (by operator), ``update_ns``, ``update_alive`` (by device): of all. ``dirty``: stamps of operators to be
+    lowered. ``entry``: which of the changed blocks is an operator's; ``saved``: stamps of the operators that have one. ``parameter``,
+    ``sync``: changed parameters, and how they were synchronized.
+    """
 
     what: Longs
     fields: Ints
@@ -94,7 +98,7 @@ class Undo(NamedTuple):
 
 
 def make_undo(operators: int, readers: int, parameters: int, devices: int, slots: int) -> Undo:
-    """Room for a change of anything."""
+    """Room for undoing any change."""
     longs, ints = (lambda n: np.zeros(n, np.int64)), (lambda n: np.zeros(n, np.int32))
     return Undo(
         what=longs(16),
@@ -115,7 +119,7 @@ def make_undo(operators: int, readers: int, parameters: int, devices: int, slots
 
 @compiled
 def find_replaced(G: GraphTables, C: State, E: Edit) -> None:
-    """Add the operators whose tiles will be on rows and are not, or the other way round. They keep their configurations."""
+    """Add to the edit the operators whose tiles become sparse lookups, or cease to be. They keep their configurations."""
     replaced = E.count[OPERATORS]
     for i in range(E.count[PARAMETERS]):
         parameter = E.parameter[i]
@@ -133,7 +137,7 @@ def find_replaced(G: GraphTables, C: State, E: Edit) -> None:
 
 @compiled
 def change(W: World, E: Edit) -> None:
-    """Do what an edit says. Gradients' sums are left as they were: ``change_sums``, if ``needs_sums``."""
+    """Carry out an edit, except for the sums of gradients: call ``change_sums`` if ``needs_sums``."""
     G, C, U = W.graph, W.state, W.undo
     what = U.what
     what[UNDER_WAY], what[CHANGED], what[SYNCHRONIZED], what[ALIVE_SAVED], what[LIST_SAVED] = 1, 0, 0, 0, 0
@@ -162,7 +166,7 @@ def change(W: World, E: Edit) -> None:
 
 @compiled
 def _change_operators(W, E):  # type: ignore[no-untyped-def]
-    """All tiles first: blocks lead to the tiles of those that read. Then the blocks, readers first."""
+    """Place all tiles first, because blocks have edges to readers' tiles. Then make the blocks, readers first."""
     G, V, C, S, U = W.graph, W.variants, W.state, W.scratch, W.undo
     S.count[STAMP] += 1
     stamp = S.count[STAMP]
@@ -197,14 +201,14 @@ def _change_operators(W, E):  # type: ignore[no-untyped-def]
 
 @compiled
 def _mark(G, U, op, stamp):  # type: ignore[no-untyped-def]
-    """What an operator reads is to be lowered."""
+    """Mark the producers of what an operator reads as to be lowered."""
     for k in range(G.read_ptr[op], G.read_ptr[op + 1]):
         U.dirty[G.read_producer[k]] = stamp
 
 
 @compiled
 def _save(W, op, stamp):  # type: ignore[no-untyped-def]
-    """Note what an operator's block is, and take away its edges and backward tiles."""
+    """Save an operator's block, and stop counting its edges and tiles."""
     G, C, U = W.graph, W.state, W.undo
     n = U.what[CHANGED]
     U.entry[op], U.saved[op] = n, stamp
@@ -229,7 +233,7 @@ def _save(W, op, stamp):  # type: ignore[no-untyped-def]
 
 @compiled
 def needs_sums(W: World) -> bool:
-    """Whether the change has to do with gradients' sums."""
+    """Whether the change affects sums of gradients."""
     G, C, U = W.graph, W.state, W.undo
     if U.what[RESYNCED] > 0:
         return True
@@ -252,7 +256,7 @@ def _alive_changed(C, U, n):  # type: ignore[no-untyped-def]
 
 @compiled
 def change_sums(W: World) -> None:
-    """Make gradients' sums and updates anew."""
+    """Make sums of gradients and updates anew."""
     G, R, C, U = W.graph, W.groups, W.state, W.undo
     U.what[OLD_SYNCS], U.what[OLD_SYNC_SLOT] = C.used[SYNCS], C.sync_slot[0]
     for op in range(len(G.backward)):
@@ -267,7 +271,7 @@ def change_sums(W: World) -> None:
 
 @compiled
 def undo(W: World) -> None:
-    """Take the last change back, whole or (after an exception) in part."""
+    """Undo the last change, even if an exception has stopped it halfway."""
     G, R, C, U = W.graph, W.groups, W.state, W.undo
     if not U.what[UNDER_WAY]:
         return

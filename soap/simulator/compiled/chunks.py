@@ -1,4 +1,4 @@
-"""Sums of gradients, and rows given to all, in chunks (compiled). The counterpart of ``soap.simulator.chunks``."""
+"""Cuts sums of gradients and sparse all-gathers into chunks (compiled). The counterpart of ``soap.simulator.chunks``."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from soap.simulator.compiled.task_keys import CROWDED
 
 @compiled
 def cut_sums(R: Groups, C: State, S: Scratch, slot0: int) -> None:
-    """Where links have ports, cut the sums among the ``count[TASKS]`` tasks from ``slot0`` on. A sum's first chunk has the slot that it
-    had, since tiles lead to it; the others stand behind all tasks. Devices' updates wait for the last."""
+    """If links have ports, cut the sums among the ``count[TASKS]`` tasks from ``slot0`` on. A sum's first chunk keeps the sum's slot,
+    because edges from tiles lead there; the other chunks come after all tasks. Devices' updates wait for the last chunk."""
     if not _has_ports(R):
         return
     for slot in range(slot0, slot0 + S.count[TASKS]):
@@ -33,7 +33,7 @@ def _has_ports(R):  # type: ignore[no-untyped-def]
 
 @compiled
 def _cut(C, first, others, count):  # type: ignore[no-untyped-def]
-    """A sum becomes ``count`` chunks, those behind the first in the slots from ``others`` on."""
+    """Cut a sum into ``count`` chunks: the first in slot ``first``, the others from slot ``others`` on."""
     row = C.used[ARENA]
     if others + count > len(C.key) or row + 3 * count > len(C.arena):
         raise MemoryError(CROWDED)

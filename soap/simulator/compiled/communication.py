@@ -1,5 +1,5 @@
-"""How long messages and collectives take, and what they hold (compiled). The counterpart of ``plan.collectives``; the order of
-operations on floats is the same, so that results are equal to the bit."""
+"""Durations of messages and collectives, and the links that they hold (compiled). The counterpart of ``plan.collectives``, with the same
+order of operations on floats, so that results are equal to the bit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from soap.simulator.compiled.state import Groups, Lists
 
 REDUCE_TRAFFIC = 3
 MISSING = "a list is not known yet"
-"""What compiled code raises after it has put a list into ``Lists.missing``."""
+"""Message of the LookupError that compiled code raises after it has put a list into ``Lists.missing``."""
 
 
 @compiled
@@ -26,38 +26,38 @@ def nanoseconds(seconds: float) -> int:
 
 @compiled
 def transfer_ns(K: ClusterTables, source: int, target: int, size: int) -> int:
-    """A message: latency of the route, and its bytes through the narrowest link."""
+    """Duration of a message: latency of the route, then the bytes at the rate of the slowest link."""
     return nanoseconds(K.latency_seconds[source, target] + K.seconds_per_byte[source, target] * size)
 
 
 @compiled
 def latency_ns(K: ClusterTables, source: int, target: int, duration: int) -> int:
-    """How much of a message's duration it holds no link for."""
+    """The end of a message's duration, in which it holds no link."""
     return min(duration - 1, floor(K.latency_seconds[source, target] * 1e9))
 
 
 @compiled
 def message_overhead_ns(K: ClusterTables, source: int, target: int, held: int) -> int:
-    """For how long a message that holds links for so long keeps each of its ports' devices busy."""
+    """CPU overhead of a message that holds its links for ``held`` ns: for how long it keeps each of its ports' devices busy."""
     return K.message_ns[source, target] + K.message_permille[source, target] * held // 1000
 
 
 @compiled
 def exchange_overhead_ns(K: ClusterTables, S: Scratch, duration: int) -> int:
-    """The same of an exchange whose rounds have been made since ``begin_links``."""
+    """CPU overhead of an exchange, whose rounds have been priced since ``begin_links``."""
     messages = min(S.count[BUSIEST], len(K.exchange_ns) - 1)
     return K.exchange_ns[messages] + K.exchange_permille[messages] * duration // 1000
 
 
 @compiled
 def sum_overhead_ns(K: ClusterTables, devices: int, duration: int) -> int:
-    """The same of a sum over so many devices, or of a broadcast."""
+    """CPU overhead of a sum over this many devices, or of a broadcast."""
     return K.sum_ns[devices - 1] + K.sum_permille[devices - 1] * duration // 1000
 
 
 @compiled
 def find_list(L: Lists, entry) -> int:  # type: ignore[no-untyped-def]
-    """Number of a list of whole numbers (of devices, say). LookupError if it is not known, with the list left in ``missing``."""
+    """Number of a list of whole numbers, such as devices. LookupError if it is not known; the list is then in ``missing``."""
     found = seek_list(L, entry)
     if found >= 0:
         return found
@@ -94,7 +94,7 @@ def _hash_place(entry, mask):  # type: ignore[no-untyped-def]
 
 @entry
 def fill_table(L: Lists, first: int) -> None:
-    """Enter the lists from number ``first`` on into the table, which has those before."""
+    """Enter the lists from number ``first`` on into the hash table, which has all earlier ones."""
     mask = len(L.table) - 1
     for number in range(first, len(L.ptr) - 1):
         place = _hash_place(L.item[L.ptr[number] : L.ptr[number + 1]], mask)
@@ -105,7 +105,7 @@ def fill_table(L: Lists, first: int) -> None:
 
 @compiled
 def allreduce(R: Groups, group: int, size: int) -> tuple[int, int]:
-    """(duration in ns, number of the way) of the quickest way to sum ``size`` bytes; the first of equals."""
+    """(duration in ns, number of the way) of the fastest way to sum ``size`` bytes; the first one if several are equal."""
     best_ns, best = -1, -1
     for way in range(R.way_ptr[group], R.way_ptr[group + 1]):
         duration = nanoseconds(R.latency_seconds[way] + R.seconds_per_byte[way] * size)
@@ -122,14 +122,14 @@ def begin_flows(S: Scratch) -> None:
 
 @compiled
 def begin_links(S: Scratch) -> None:
-    """Begin a collective: what follows in ``res`` are its resources."""
+    """Begin a collective: resources added to ``res`` from now on are its own."""
     S.count[STAMP] += 1
     S.count[LINKS], S.count[BUSIEST] = S.count[STAMP], 0
 
 
 @compiled
 def add_flow(S: Scratch, source: int, target: int, size: int) -> None:
-    """One device sends another so many bytes in this round."""
+    """Add a flow of ``size`` bytes to this round."""
     n = S.count[FLOWS]
     if 3 * n + 3 > len(S.flow):
         raise MemoryError(FULL)
@@ -139,7 +139,7 @@ def add_flow(S: Scratch, source: int, target: int, size: int) -> None:
 
 @compiled
 def begin_joining(S: Scratch) -> int:
-    """Forget the flows of the last round, for ``join_flow``; its stamp."""
+    """Forget the flows of the last round; returns a stamp for ``join_flow``."""
     begin_flows(S)
     S.count[STAMP] += 1
     return S.count[STAMP]
@@ -147,7 +147,7 @@ def begin_joining(S: Scratch) -> int:
 
 @compiled
 def join_flow(S: Scratch, stamp: int, devices: int, source: int, target: int, size: int) -> None:
-    """As ``add_flow``, added to what the same two devices have already (since the hash table was stamped)."""
+    """``add_flow``, but bytes for the same two devices are added up in one flow. ``stamp``: from ``begin_joining``."""
     mask = len(S.hash_key) - 1
     key = source * devices + target
     place = hash_place(key, mask)
@@ -162,8 +162,8 @@ def join_flow(S: Scratch, stamp: int, devices: int, source: int, target: int, si
 
 @compiled
 def round_ns(K: ClusterTables, S: Scratch, reduced: int, tree: int = 0) -> int:
-    """Duration of the flows at once, after which each target adds up ``reduced`` bytes; notes their links, and how many messages a device
-    has at most. ``tree``: of how many devices this is a round of a broadcast, if it is one."""
+    """Duration in ns of the round's flows at once, after which each target adds up ``reduced`` bytes. Adds the flows' links to ``res``, and
+    updates ``BUSIEST``. ``tree``: if this is a round of a broadcast, its number of devices; else 0."""
     if S.count[FLOWS] == 0:
         return nanoseconds(0.0)
     devices = len(K.device_type)
@@ -203,7 +203,7 @@ def round_ns(K: ClusterTables, S: Scratch, reduced: int, tree: int = 0) -> int:
 
 @compiled
 def _hold(S, resource):  # type: ignore[no-untyped-def]
-    """Note a link once per collective."""
+    """Add a resource to ``res``, once per collective."""
     n = S.count[RESOURCES]
     if n + 2 > len(S.res):
         raise MemoryError(FULL)
@@ -215,7 +215,7 @@ def _hold(S, resource):  # type: ignore[no-untyped-def]
 
 @compiled
 def hold_ends(S: Scratch) -> None:
-    """The devices that send or receive in this round are held as well."""
+    """Hold the devices that send or receive in this round as well."""
     for i in range(S.count[FLOWS]):
         _hold(S, S.flow[3 * i])
         _hold(S, S.flow[3 * i + 1])
@@ -223,7 +223,7 @@ def hold_ends(S: Scratch) -> None:
 
 @compiled
 def forget_sizes(S: Scratch) -> None:
-    """The same flows, of no bytes."""
+    """Set the bytes of this round's flows to 0."""
     for i in range(S.count[FLOWS]):
         S.flow[3 * i + 2] = 0
 

@@ -13,7 +13,7 @@ from soap.simulator.compiled.world import World
 
 @entry
 def deliver(W: World, op: int) -> None:
-    """Holdings, reductions, fetches with their pieces, and carriers of an operator, in the scratch."""
+    """Fill the scratch with an operator's holdings, reductions, fetches with their pieces, and carriers."""
     S = W.scratch
     S.count[CELL_BOXES] = S.count[BOUNDS] = 0
     make_holdings(W, op)

@@ -1,5 +1,4 @@
-"""How long tiles take on a device (compiled). The counterpart of ``cluster.device_clock``: the only point of a penalty of nothing is
-(0, 0)."""
+"""How long tiles take on a device (compiled). The counterpart of ``cluster.device_clock``. No cold penalty: the only point is (0, 0)."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from soap.simulator.compiled.trial import Trial
 
 @inlined
 def tile_end(R: Groups, T: Trial, device: int, start: int, duration: int) -> int:
-    """When a tile ends that starts at this time, and by itself takes so long."""
+    """End in ns of a tile that starts at ``start`` and takes ``duration`` on a warm device. Advances the device's clock."""
     lasts, end = R.cold_penalty[len(R.cold_penalty) - 2], start + duration
     if start > T.computed[device]:
         T.slower[device] = lasts

@@ -1,8 +1,8 @@
 """Delta simulation: the time of a strategy that differs from the current one in some operators or parameters (compiled).
 
-What is saved against a full simulation: blocks that do not change are kept (``change``); what comes before the first difference is not
-played again (``history``); the rest follows the earlier order, without a heap (``events``). With a bound, a proposal is given up as soon as
-it is certain to exceed it: before anything is lowered, if a device has too much to do; or while it is played.
+It saves work against a full simulation in three ways: it keeps unchanged blocks (``change``), it does not play again what comes before the
+first difference (``history``), and it follows the earlier order without a heap where possible (``events``). With a bound, it stops as soon
+as the proposal is certain to exceed the bound: before lowering, if a device has too much work, or while it plays.
 """
 
 from __future__ import annotations
@@ -44,9 +44,11 @@ from soap.simulator.compiled.world import World
 
 @entry
 def evaluate(W: World, P: Trial, T: Trial, E: Edit, at_most: int) -> int:
-    """Make a change and simulate; the makespan in ns, or STOPPED if that would exceed ``at_most``. ``P``: the simulation of what is
-    changed, complete, with its snapshots in ``history``; ``T``: room for the new one. The change stays, if any was made: ``take_back``
-    undoes it."""
+    """Make a change and simulate it; the makespan in ns, or STOPPED if it would exceed ``at_most``.
+
+    ``P``: the complete simulation of the strategy before the change, with its snapshots in ``history``. ``T``: room for the new simulation.
+    The change stays until ``confirm`` keeps it or ``take_back`` undoes it.
+    """
     G, R, C, H = W.graph, W.groups, W.state, W.history
     find_replaced(G, C, E)
     _expect_updates(W, E, at_most)
@@ -59,7 +61,8 @@ def evaluate(W: World, P: Trial, T: Trial, E: Edit, at_most: int) -> int:
 
 @compiled
 def _expect_updates(W, E, at_most):  # type: ignore[no-untyped-def]
-    """``floor``: what updates take without the parameters of the operators that change. 0 if nothing is bounded, or may be served."""
+    """Fill ``floor``: by device, ns of updates without the parameters of the changed operators, a lower bound of its new updates. 0 if
+    there is no bound, or the edit changes synchronizations."""
     C, S = W.state, W.scratch
     fill(S.floor, 0, len(S.floor), 0)
     if at_most == NO_BOUND or E.count[PARAMETERS] > 0:
@@ -73,7 +76,7 @@ def _expect_updates(W, E, at_most):  # type: ignore[no-untyped-def]
 
 @compiled
 def _simulate(W, P, T, at_most):  # type: ignore[no-untyped-def]
-    """Simulate what was changed."""
+    """Simulate the changed strategy."""
     G, R, C, S, U, H = W.graph, W.groups, W.state, W.scratch, W.undo, W.history
     match_slots(W, P)
     sums = needs_sums(W)
@@ -91,7 +94,7 @@ def _simulate(W, P, T, at_most):  # type: ignore[no-untyped-def]
     change_sums(W)
     match_sums(W, P)
     if any_sum_is_ready(C):
-        begin(G, C, P, T, P.size[TAKEN], True)  # they are the first to be played
+        begin(G, C, P, T, P.size[TAKEN], True)  # such sums are played first, so begin again
     else:
         make_sums_ready(C, P, T)
         for device in range(len(C.busy)):
@@ -103,7 +106,7 @@ def _simulate(W, P, T, at_most):  # type: ignore[no-untyped-def]
 
 @compiled
 def overworked(W: World, E: Edit, at_most: int) -> bool:
-    """Whether the tiles and the update (at least ``floor``) of some device alone would certainly take longer than ``at_most``."""
+    """Whether some device's tiles and update (at least ``floor``) alone would certainly take longer than ``at_most``."""
     G, C, S = W.graph, W.state, W.scratch
     for device in range(len(C.busy)):
         S.update[device] = C.busy[device] - C.doubtful[device] + S.floor[device]
@@ -127,8 +130,8 @@ def overworked(W: World, E: Edit, at_most: int) -> bool:
 
 @compiled
 def _add_tiles(W, E, op, variant, replicas, devices, first, last):  # type: ignore[no-untyped-def]
-    """What the tiles of an operator of the edit take at least on ``devices[first:last]``: if parameters are synchronized in another way,
-    they may be on rows or not."""
+    """Add to ``update`` the least time that an operator's tiles take on ``devices[first:last]``. If the edit changes synchronizations, the
+    tiles may or may not be sparse lookups, so the cheaper one counts."""
     G, V, K, C, S = W.graph, W.variants, W.cluster, W.state, W.scratch
     row = V.rows[variant]
     cells, costs, others = row[CELLS], row[COSTS], row[ROW_COSTS]
@@ -146,7 +149,7 @@ def _add_tiles(W, E, op, variant, replicas, devices, first, last):  # type: igno
 
 @entry
 def take_back(W: World) -> None:
-    """Undo what ``evaluate`` has changed, if it has."""
+    """Undo what ``evaluate`` has changed, if anything."""
     C, U = W.state, W.undo
     if U.what[UNDER_WAY]:
         forget_matches(C, U)
@@ -155,7 +158,7 @@ def take_back(W: World) -> None:
 
 @entry
 def confirm(W: World, P: Trial, T: Trial) -> None:
-    """Keep what ``evaluate`` has changed. ``T``, its simulation, takes the place of ``P``: call ``keep_order`` and ``retrace``."""
+    """Keep what ``evaluate`` has changed. Its simulation ``T`` replaces ``P``; call ``keep_order`` and ``retrace`` next."""
     C, U = W.state, W.undo
     forget_matches(C, U)
     U.what[UNDER_WAY] = 0
@@ -164,7 +167,7 @@ def confirm(W: World, P: Trial, T: Trial) -> None:
 
 @compiled
 def adopt(W: World, P: Trial, T: Trial) -> None:
-    """``confirm``, and make ``T`` the simulation that the next proposal is compared with."""
+    """``confirm``, and make ``T`` the simulation that the next delta simulation starts from."""
     confirm(W, P, T)
     keep_order(T)
     retrace(W.graph, W.state, T, W.history)

@@ -1,11 +1,10 @@
 """The event loop (compiled). The counterpart of ``reference.simulate``.
 
-Tasks are taken in the order of (ready time, key): see ``readiness``. The same loop plays a whole strategy, what of it comes behind the
-first difference from an earlier simulation, and an earlier simulation once more up to some place, to note how far all is there
-(``history``).
+Tasks are taken in the order of (ready time, key): see ``readiness``. The same loop plays a whole strategy; the part of one after the first
+difference from an earlier simulation; and an earlier simulation once more, up to some place, to take a snapshot there (``history``).
 
-A simulation may be bounded. On each device all tiles that have not been taken are still to come, one after the other, and its update: as
-soon as a device that has just been idle cannot be done in time, nor can the iteration.
+A simulation may have a bound. Each device still has to run all its tiles that were not taken, one after the other, and its update. As soon
+as a device that has just been idle cannot finish these in time, the iteration cannot either.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ from soap.simulator.compiled.state import (
 from soap.simulator.compiled.trial import MAKESPAN, RUN, TAKEN, Trial
 
 STOPPED, PAUSED = -1, -2
-"""Instead of a makespan: the bound cannot be kept; a backward pass is next, and gradients' sums are to be made first."""
+"""In place of a makespan. STOPPED: the bound cannot be kept. PAUSED: a backward pass is next, and sums of gradients must be made first."""
 
 NO_BOUND = 1 << 62
 
 
 @compiled
 def begin(G: GraphTables, C: State, P: Trial, T: Trial, run: int, sums: bool) -> None:
-    """Before the first task. ``run``: how much of the earlier simulation's order is one; 0 for none. ``sums``: whether those of
-    gradients are made, or will be when the simulation has paused."""
+    """Set up ``T`` before the first task. ``run``: how many places of the earlier simulation's order are used as the run; 0 for none.
+    ``sums``: whether the sums of gradients are made already; if not, the simulation will pause for that."""
     slots = C.used[SLOTS]
     fill(T.clocks, 0, len(T.clocks), 0)
     for device in range(len(C.busy)):
@@ -64,7 +63,8 @@ def begin(G: GraphTables, C: State, P: Trial, T: Trial, run: int, sums: bool) ->
 
 @compiled
 def make_sums_ready(C: State, P: Trial, T: Trial) -> None:
-    """Sums and updates, none of whose predecessors has ended: those of parameters to which no gradient flows are ready."""
+    """Set up sums and updates, none of whose predecessors has ended. Those that wait for nothing (their parameters get no gradient) become
+    ready."""
     Q = queue_of(C, P, T)
     for part in range(2):
         first, last = (0, len(C.busy)) if part else (C.sync_slot[0], C.sync_slot[0] + C.used[SYNCS])
@@ -76,7 +76,7 @@ def make_sums_ready(C: State, P: Trial, T: Trial) -> None:
 
 @compiled
 def any_sum_is_ready(C: State) -> bool:
-    """Whether some sum or update waits for nothing at all."""
+    """Whether some sum or update waits for nothing."""
     found = False
     for slot in range(len(C.busy)):
         found |= C.waits[slot] == 0
@@ -87,7 +87,7 @@ def any_sum_is_ready(C: State) -> bool:
 
 @compiled
 def is_late(T: Trial, at_most: int) -> bool:
-    """Whether some device cannot be done in time."""
+    """Whether some device cannot finish in time."""
     late = False
     for device in range(len(T.rest)):
         late |= T.free[device] + T.rest[device] > at_most
@@ -96,9 +96,11 @@ def is_late(T: Trial, at_most: int) -> bool:
 
 @compiled
 def play(graph: GraphTables, state: State, groups: Groups, earlier: Trial, trial: Trial, at_most: int, count: int, pause: bool) -> int:
-    """Take tasks until none is left or ``count`` have been taken, and return the latest end in ns, which is the makespan if none is left;
-    or STOPPED if that would exceed ``at_most``; or PAUSED, if ``pause``, before the first backward pass of a tile. ``earlier``: the
-    simulation whose order is the run."""
+    """Take tasks until none is left or ``count`` have been taken; returns the latest end in ns, which is the makespan if none is left.
+
+    Returns STOPPED if that would exceed ``at_most``. With ``pause`` returns PAUSED before the first backward pass of a tile. ``earlier``:
+    the simulation whose order is the run.
+    """
     G, C, R, P, T = arrays_of(graph), arrays_of(state), arrays_of(groups), arrays_of(earlier), arrays_of(trial)
     Q, size = queue_of(C, P, T), T.size
     while size[TAKEN] < count:
@@ -127,7 +129,7 @@ def play(graph: GraphTables, state: State, groups: Groups, earlier: Trial, trial
 
 @inlined
 def _compute(C, R, T, slot):  # type: ignore[no-untyped-def]
-    """Serve a pass over a tile, or a device's update; its end."""
+    """Run a pass of a tile, or a device's update; returns its end."""
     device, duration, start = C.resource[slot], C.duration[slot], T.ready[slot]
     tile = C.kind[slot] <= BACKWARD_TILE
     if tile:
@@ -144,7 +146,7 @@ def _compute(C, R, T, slot):  # type: ignore[no-untyped-def]
 
 @inlined
 def _settle_successors(G, C, R, Q, slot, end):  # type: ignore[no-untyped-def]
-    """What waits for a slot does so no longer."""
+    """Tell all that wait for a slot that it has ended."""
     kind, op = C.kind[slot], C.owner[slot]
     if kind == FORWARD_TILE:
         _settle_row(C, Q, C.row[op] + C.index[slot], end)
@@ -172,16 +174,16 @@ def _settle_row(C, Q, row, end):  # type: ignore[no-untyped-def]
 
 @entry
 def simulate_all(G: GraphTables, C: State, R: Groups, P: Trial, T: Trial, run: int, at_most: int) -> int:
-    """Play all tasks; the makespan in ns, or STOPPED if that would exceed ``at_most``. Start and end are left in ``T``. ``P``: an earlier
-    simulation, of whose order the first ``run`` places are used."""
+    """Play all tasks; the makespan in ns, or STOPPED if it would exceed ``at_most``. Starts and ends are in ``T``. ``P``: an earlier
+    simulation; the first ``run`` places of its order are the run."""
     begin(G, C, P, T, run, True)
     return play(G, C, R, P, T, at_most, len(T.order), False)
 
 
 @entry
 def keep_order(T: Trial) -> None:
-    """Make the order of a complete simulation fit to be a run. What was not taken (tiles without a backward pass, devices without an
-    update) has no place in it, whatever this trial held before."""
+    """Prepare the order of a complete simulation for use as a run: set every slot's place in it, -1 for slots that were not taken (tiles
+    without a backward pass, devices without an update)."""
     fill(T.place, 0, len(T.place), -1)
     for place in range(T.size[TAKEN]):
         T.place[T.order[place]] = place

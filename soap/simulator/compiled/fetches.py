@@ -1,4 +1,4 @@
-"""From which holdings each region that is read is put together, the nearest first (compiled). The counterpart of ``coverage``."""
+"""Which holdings each region that is read is assembled from, nearest first (compiled). The counterpart of ``coverage``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def common_volume(V: VariantTables, S: Scratch, a: int, b: int, rank: int) -> in
 
 @compiled
 def contains_box(V: VariantTables, S: Scratch, outer: int, inner: int, rank: int) -> bool:
-    """Whether a region lies in another."""
+    """Whether region ``outer`` contains region ``inner``."""
     for dim in range(rank):
         if edge(V, S, outer, 2 * dim) > edge(V, S, inner, 2 * dim) or edge(V, S, outer, 2 * dim + 1) < edge(V, S, inner, 2 * dim + 1):
             return False
@@ -43,7 +43,7 @@ def contains_box(V: VariantTables, S: Scratch, outer: int, inner: int, rank: int
 
 @compiled
 def add_box(S: Scratch, rank: int) -> int:
-    """Room for a region's bounds; its number among the cells. The caller fills ``cell`` from ``cell_ptr[number]`` on."""
+    """Make room for a region's bounds; returns its number among the cells. The caller fills ``cell`` from ``cell_ptr[number]`` on."""
     n = S.count[CELL_BOXES]
     if n + 2 > len(S.cell_volume) or S.count[BOUNDS] + 2 * rank > len(S.cell):
         raise MemoryError(FULL)
@@ -55,7 +55,10 @@ def add_box(S: Scratch, rank: int) -> int:
 
 @compiled
 def cover_all(W: World, op: int, scattered: bool) -> None:
-    """The pieces of every fetch. ``scattered``: some sums lie in cells, so that the outputs' grids say nothing."""
+    """Find the pieces of every fetch. ``scattered``: some sums are left in cells, so the outputs' grids do not apply.
+
+    ValueError if a region is not covered.
+    """
     V, C, S = W.variants, W.state, W.scratch
     S.count[PIECES] = 0
     S.f_piece[0] = 0
@@ -76,7 +79,7 @@ def cover_all(W: World, op: int, scattered: bool) -> None:
 
 @compiled
 def _cover_by_grid(W, op, row, fetch, grid):  # type: ignore[no-untyped-def]
-    """The holdings' distinct regions are disjoint: those met are found by bisection per dimension, each from its nearest holder."""
+    """If the holdings' distinct regions are disjoint: bisection per dimension finds those that overlap, each from its nearest holder."""
     V, K, S = W.variants, W.cluster, W.scratch
     box, device, out = S.f_box[fetch], S.f_dev[fetch], S.f_out[fetch]
     rank = V.data[grid]
@@ -87,7 +90,7 @@ def _cover_by_grid(W, op, row, fetch, grid):  # type: ignore[no-untyped-def]
     for dim in range(rank):
         count, intervals = V.data[grid + 3 + 2 * dim], V.data[grid + 4 + 2 * dim]
         start, stop = V.bounds[at + 2 * dim], V.bounds[at + 2 * dim + 1]
-        a, b = 0, count  # first interval that ends behind the start
+        a, b = 0, count  # first interval that ends after the start
         while a < b:
             middle = (a + b) // 2
             if V.data[intervals + 2 * middle + 1] <= start:
@@ -96,7 +99,7 @@ def _cover_by_grid(W, op, row, fetch, grid):  # type: ignore[no-untyped-def]
                 b = middle
         low[dim] = a
         b = count
-        while a < b:  # first interval that begins at the stop or behind it
+        while a < b:  # first interval that begins at the stop or after it
             middle = (a + b) // 2
             if V.data[intervals + 2 * middle] < stop:
                 a = middle + 1
@@ -175,7 +178,7 @@ def _insert(K, S, device, hold, found):  # type: ignore[no-untyped-def]
 
 @compiled
 def _cover_by_scan(W, op, fetch, rank):  # type: ignore[no-untyped-def]
-    """Any holdings: from one that has all of it on the device itself, else from all that meet it, each giving what those before lack."""
+    """For any holdings: take the region from one on the device that has all of it; else from all that overlap, nearest first."""
     V, K, S = W.variants, W.cluster, W.scratch
     box, device, out = S.f_box[fetch], S.f_dev[fetch], S.f_out[fetch]
     best, found = -1, 0
@@ -195,7 +198,7 @@ def _cover_by_scan(W, op, fetch, rank):  # type: ignore[no-untyped-def]
     for i in range(2 * rank):
         S.cell[S.cell_ptr[whole] + i] = V.bounds[V.box_ptr[box] + i]
     half = len(S.work) // 2
-    S.work[0], missing = whole, 1  # the first half: what is missing; the second: what is missing afterwards
+    S.work[0], missing = whole, 1  # first half: the missing regions; second half: those still missing after one more holding
     for i in range(found):
         hold, rest = S.order[i], 0
         for k in range(missing):
@@ -216,7 +219,8 @@ def _cover_by_scan(W, op, fetch, rank):  # type: ignore[no-untyped-def]
 
 @compiled
 def _take(V, S, fetch, hold, region, size, rank, rest):  # type: ignore[no-untyped-def]
-    """Take what a holding has of a missing region. What is left, in parts as ``regions.subtract``, goes behind the others; their number."""
+    """Take what a holding has of a missing region. Append the rest, cut as by ``regions.subtract``, to the second half of ``work``; returns
+    the number of regions there."""
     half = len(S.work) // 2
     taken = add_box(S, rank)
     for i in range(2 * rank):
@@ -241,7 +245,7 @@ def _take(V, S, fetch, hold, region, size, rank, rest):  # type: ignore[no-untyp
 
 @compiled
 def _add_piece(S, fetch, hold, volume, box):  # type: ignore[no-untyped-def]
-    """``box``: number of the cell with the piece's bounds; -1: the fetch's region as far as the holding has it."""
+    """Add a piece. ``box``: number of the cell with its bounds; -1 if it is the common part of the fetch and the holding."""
     n = S.count[PIECES]
     if n + 2 > len(S.p_hold):
         raise MemoryError(FULL)
@@ -266,7 +270,7 @@ def is_remote(S: Scratch, piece: int) -> bool:
 
 @compiled
 def identify(V: VariantTables, S: Scratch, out: int, rank: int) -> None:
-    """``p_id`` of an output's remote pieces: equal exactly for the same region of the same holding."""
+    """Set ``p_id`` of an output's remote pieces: equal if and only if they are the same region of the same holding."""
     S.count[STAMP] += 1
     mask = len(S.hash_key) - 1
     for piece in range(S.count[PIECES]):

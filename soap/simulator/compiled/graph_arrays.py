@@ -1,4 +1,4 @@
-"""What compiled code knows of a graph and a cluster, as arrays of integers and floats. Made once per simulator."""
+"""A graph and a cluster for compiled code, as arrays of integers and floats. Made once per simulator."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ Floats = NDArray[np.float64]
 class GraphTables(NamedTuple):
     """An operator graph. Pairs of arrays ``x_ptr``, ``x_…`` are lists per operator: operator p's are ``x_…[x_ptr[p]:x_ptr[p + 1]]``.
 
-    ``read``: activations that an operator reads (``read_operand``: position among its inputs, ``read_producer`` and ``read_output``: whose
-    output it is, ``read_slot``: which of the producer's readers the operator is). ``reader``: operators that read an operator's outputs,
-    ascending; ``source``: where in ``reader`` an operator stands itself. ``output``: size of an element, and of one of partial results,
-    whether it carries a gradient, number of its dtype. ``parameter``: trainable parameters that an operator uses, each once, ascending.
-    ``user``: operators that use a parameter (all of them, trainable or not), ascending; ``user_place``: which of their ``parameter`` it
-    is, -1 if it is frozen.
-    ``bucket_kinds``: numbers of dtypes and of methods: what differs in one of them is summed in buffers of its own.
-    ``parameter_dtype``, ``parameter_itemsize``: by parameter, as are ``first_server`` (``placement.first_servers``) and of sparse ones
-    ``touched`` from ``touched_ptr`` on: how many rows a batch looks up, how many there are, ``RowAccess.touched``. ``backward``: whether
-    any output carries a gradient. ``loss``: operator and output that make the loss. ``solid``: whether at least one replica of every tile
-    has a backward pass, whatever the strategy.
+    - ``read``: activations that an operator reads. ``read_operand``: position among its inputs. ``read_producer``, ``read_output``: whose
+      output it is. ``read_slot``: which of the producer's readers the operator is.
+    - ``reader``: operators that read an operator's outputs, ascending. ``source``: where an operator itself occurs in ``reader``.
+    - ``output``: bytes of an element, and of an element of partial results; whether it has a gradient; number of its dtype.
+    - ``parameter``: trainable parameters that an operator uses, each once, ascending.
+    - ``user`` (lists per parameter): operators that use the parameter, trainable or not, ascending. ``user_place``: which of the operator's
+      ``parameter`` it is, -1 if it is frozen.
+
+    By parameter: ``parameter_dtype``, ``parameter_itemsize``, ``first_server`` (``placement.first_servers``), and for sparse ones
+    ``touched`` from ``touched_ptr`` on: how many rows a batch looks up, how many rows there are, ``RowAccess.touched``. ``bucket_kinds``:
+    (number of dtypes, number of methods); a bucket has one of each. ``backward``: whether any output has a gradient. ``loss``: operator and
+    output that make the loss. ``solid``: whether at least one replica of every tile has a backward pass under every strategy.
     """
 
     read_ptr: Ints
@@ -68,17 +69,21 @@ class GraphTables(NamedTuple):
 
 
 class ClusterTables(NamedTuple):
-    """A cluster. ``distance[s, t]``: 0, 1 or 2, as ``Topology.distance``. The route from s to t holds the resources
-    ``route[route_ptr[s * n + t]:route_ptr[s * n + t + 1]]`` (device count + link number), with ``latency_seconds[s, t]`` in all and
-    ``seconds_per_byte[s, t]`` at its narrowest. ``link_bandwidth``: by link, bytes per second. By device: ``memory_bandwidth`` in bytes per
-    second, ``device_type``; of its host the lowest device (``host_device``), first core (``core``, a resource) and number of cores
-    (``cores``). ``server``: devices beside which servers are. Of such a device: whether it does the work (``serves_itself``) or a core,
-    ``core_bandwidth`` of what does it in bytes per second, and the first host where the same type does it (``core_host``). ``hosts``: their
-    number.
-    ``row_seconds``: by device, as ``servers.row_seconds``. A message from s to t keeps devices busy for ``message_ns[s, t]`` and
-    ``message_permille[s, t]`` of its time. By how many messages a device has in an exchange, the last for all further numbers:
-    ``latency_factor``, ``Topology.latency_factor``, and ``exchange_ns``, ``exchange_permille``, ``Topology.cpu_overhead``. By the number of
-    devices, less one: ``tree_latency_factor``, ``sum_ns``, ``sum_permille``.
+    """A cluster of n devices.
+
+    - By pair of devices (s, t): ``distance[s, t]`` (0, 1 or 2, as ``Topology.distance``). The route holds the resources
+      ``route[route_ptr[s * n + t]:route_ptr[s * n + t + 1]]`` (device count + link number). ``latency_seconds[s, t]``: of the whole route.
+      ``seconds_per_byte[s, t]``: of its slowest link. A message keeps devices busy for ``message_ns[s, t]`` plus
+      ``message_permille[s, t]`` thousandths of the time for which it holds links.
+    - By link: ``link_bandwidth``, bytes per second.
+    - By device: ``memory_bandwidth`` in bytes per second, ``device_type``, ``row_seconds`` (``servers.row_seconds``). Of its host: the
+      lowest device (``host_device``), the first core (``core``, a resource), the number of cores (``cores``). Of the server beside it:
+      whether the device does the work (``serves_itself``) rather than a core, ``core_bandwidth`` of what does it in bytes per second, and
+      the first host whose server has the same type (``core_host``).
+    - ``server``: devices beside which servers are. ``hosts``: number of hosts.
+    - By the number of messages that a device has in an exchange (the last entry also for larger numbers): ``latency_factor``
+      (``Topology.latency_factor``), ``exchange_ns`` and ``exchange_permille`` (``Topology.cpu_overhead``).
+    - By the number of devices, less one: ``tree_latency_factor``, ``sum_ns``, ``sum_permille``.
     """
 
     distance: NDArray[np.int8]
@@ -109,7 +114,7 @@ class ClusterTables(NamedTuple):
 
 
 def graph_tables(graph: OperatorGraph, topology: Topology) -> GraphTables:
-    """The arrays of a graph, whose parameters may be kept on the cluster's servers."""
+    """The arrays of a graph. Servers on this cluster may own its parameters."""
     readers = [sorted({r for out in op.outputs for r, _ in graph.consumers.get(out.tensor, ())}) for op in graph.operators]
     dtypes = {name: i for i, name in enumerate(sorted({t.dtype for t in graph.tensors.values()}))}
     numbers = {tensor.name: i for i, tensor in enumerate(graph.parameters)}
@@ -179,7 +184,8 @@ def _touched(access: RowAccess | None) -> tuple[int, ...]:
 
 
 def _solid(graph: OperatorGraph) -> list[bool]:
-    """The loss is; so is an operator if all of an output, of which every tile makes a part, is read by one that is."""
+    """For each operator, whether it is solid (``GraphTables``): it makes the loss, or a solid operator reads the whole of an output, and
+    every tile makes a part of that output."""
     solid = [False] * len(graph.operators)
     for position in range(len(graph.operators) - 1, -1, -1):
         op = graph.operators[position]
@@ -205,7 +211,7 @@ def cluster_tables(communication: Communication) -> ClusterTables:
     pairs = np.arange(count * count)
     routes = topology.routes((pairs // count).tolist(), (pairs % count).tolist())
     bandwidths, latencies = topology.link_figures
-    latencies, per_byte = np.append(latencies, 0.0), np.append(1 / bandwidths, 0.0)  # the last for where no link is needed
+    latencies, per_byte = np.append(latencies, 0.0), np.append(1 / bandwidths, 0.0)  # the last entry means: no link
     latency = np.zeros(len(pairs))
     for column in routes.T:  # added up in the order of the route
         latency += latencies[column]

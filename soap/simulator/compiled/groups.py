@@ -1,4 +1,4 @@
-"""Sets of devices that sum together, with the ways in which they may, for compiled code (``state.Groups``)."""
+"""Sets of devices that sum together, and the all-reduces that they may use, for compiled code (``state.Groups``)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from soap.simulator.compiled.state import Groups
 
 
 class DeviceGroups:
-    """Grows as sets are asked for. ``tables``: for compiled code, valid until the next ``add``."""
+    """Grows as compiled code asks for sets. ``arrays``: for compiled code, valid until the next ``add``."""
 
     def __init__(self, communication: Communication, cluster: ClusterTables) -> None:
         self._communication = communication
@@ -30,7 +30,7 @@ class DeviceGroups:
         self.arrays = self._make()
 
     def add(self, devices: tuple[int, ...]) -> None:
-        """One more set, ascending."""
+        """Add a set of devices, ascending."""
         self._sets.add(devices)
         count = self._communication.topology.device_count
         for option in self._communication.allreduce_options(devices):
@@ -56,7 +56,7 @@ class DeviceGroups:
 
 
 def _port_devices(topology: Topology) -> Ints:
-    """By resource: the device of its port, or -1."""
+    """For each resource, the device of its port, or -1."""
     device = np.full(topology.device_count + len(topology.links) + len(core_names(topology)), -1, np.int32)
     for port in topology.ports:
         device[topology.device_count + port.link] = -1 if port.device is None else port.device

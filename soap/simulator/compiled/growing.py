@@ -1,4 +1,4 @@
-"""Arrays that are appended to."""
+"""Arrays that grow at their end."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 
 
 class Growing:
-    """One dimension, one type. What is added takes time in proportion to its own length."""
+    """An array of one dimension and one type. Adding values takes time in proportion to their number."""
 
     def __init__(self, kind: type[np.integer[Any] | np.floating[Any]]) -> None:
         self._kind, self._room = kind, np.zeros(64, kind)
         self.size = 0
 
     def add(self, values: NDArray[Any] | Sequence[float]) -> int:
-        """Append; where the values begin."""
+        """Append values; returns where they begin."""
         part = np.asarray(values, self._kind).ravel()
         first, self.size = self.size, self.size + len(part)
         if self.size > len(self._room):

@@ -1,9 +1,9 @@
-"""Handles: the structures of this package as compiled code receives them, one pointer instead of dozens of arrays.
+"""Handles: how compiled code receives the structures of this package: one pointer instead of dozens of arrays.
 
-Python keeps a structure as a named tuple of arrays; ``handle`` gives what compiled functions take for it, which shares the arrays. To
-compiled code it is the address of a table: each array's address and shape (arrays are contiguous), and for a structure in a structure the
-address of its table. Tables never change, which the compiler is told, so that it looks things up once per loop. (Passing tuples of so many
-arrays would cost microseconds per call; these and numba's own mutable structures take minutes to compile.)
+Python keeps a structure as a named tuple of arrays. ``handle`` makes the object that compiled functions take in its place; it shares the
+arrays. To compiled code it is the address of a table, which has each array's address and shape (arrays are contiguous), and for a structure
+inside the structure the address of its table. Tables never change; the compiler is told so, and looks things up once per loop. Passing
+tuples of so many arrays would cost microseconds per call; such tuples, and numba's own mutable structures, take minutes to compile.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Structure = TypeVar("Structure", bound=NamedTuple)
 
 
 class HandleType(types.Type):
-    """What a handle is to the compiler. ``structure``: of which named tuple. ``fields``: name -> (place in the table, type)."""
+    """The type of a handle for the compiler. ``structure``: the named tuple. ``fields``: name -> (place in the table, type)."""
 
     def __init__(self, structure: type, layout: tuple[tuple[str, Any], ...]) -> None:
         self.structure, name = structure, structure.__name__
@@ -37,7 +37,7 @@ class HandleType(types.Type):
 
     @property
     def key(self) -> str:
-        """What types are told apart by: code that was compiled for other fields is not taken."""
+        """Identifies the type: code that was compiled for other fields is not used."""
         return self._described
 
 
@@ -46,7 +46,7 @@ _handle_type = cache(HandleType)
 
 
 class _Handle:
-    """A handle, and all arrays that its table leads to. numba looks for its type under the name ``_numba_type_``."""
+    """A handle. It keeps alive all arrays that its table points to. numba looks for its type under the name ``_numba_type_``."""
 
     address: int
     _numba_type_: HandleType
@@ -73,8 +73,8 @@ class _Handle:
 
 
 def handle(structure: Structure) -> Structure:
-    """What compiled functions take for a structure, parts of which may be handles already. To the type checker it is the structure itself;
-    only compiled code can read it."""
+    """The handle of a structure, parts of which may be handles already. To the type checker it is the structure itself, but only compiled
+    code can read it."""
     return cast(Structure, _Handle(structure))
 
 
@@ -102,7 +102,7 @@ class _Fields(AttributeTemplate):
 
 @lower_getattr_generic(HandleType)
 def _look_up(context, builder, kind, table, name):  # type: ignore[no-untyped-def]
-    """A field: one of the addresses in the table, and the shape behind it."""
+    """A field: its address in the table, and its shape, which follows there."""
     place, field = kind.fields[name]
     integer = context.get_value_type(types.intp)
     words = builder.bitcast(table, integer.as_pointer())
@@ -137,5 +137,5 @@ def _arrays_of(_context, kind):  # type: ignore[no-untyped-def]
 
 
 arrays_of: Callable[[Structure], Structure] = cast(Any, _arrays_of)
-"""For compiled code: the named tuple of a handle's arrays. A loop that looks things up in branches does so in registers then, and in each
-turn again in the handle's table otherwise."""
+"""For compiled code: the named tuple of a handle's arrays. It keeps their addresses in registers for a loop that uses them in branches;
+from the handle such a loop would read them again in each turn."""

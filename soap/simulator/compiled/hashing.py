@@ -1,7 +1,7 @@
-"""Numbers that are scattered evenly, for hash tables and random draws (compiled).
+"""Hashes for hash tables, and random numbers (compiled).
 
-In unsigned numbers, which wrap around: of signed ones the compiler assumes that they never get too large, and leaves out what would only be
-needed then.
+Arithmetic is unsigned, so that it wraps around. The compiler assumes that signed numbers never overflow, and leaves out code that would
+only matter if they did.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from soap.simulator.compiled.jit import compiled
 
 @compiled
 def hash_place(key: int | np.int64, mask: int) -> np.int64:
-    """Where in a table of ``mask`` + 1 places to look for a key first, whichever of its bits differ from other keys'."""
+    """Where to look first for a key in a table of ``mask`` + 1 places. All bits of the key count."""
     bits = np.uint64(key)
     return np.int64(((bits ^ (bits >> np.uint64(29))) * np.uint64(0x9E3779B97F4A7C1)) >> np.uint64(32)) & mask
 
 
 @compiled
 def hash_join(key: int | np.int64, item: int) -> np.int64:
-    """The key of a list that is one item longer."""
+    """The key of a list with one more item."""
     return np.int64(np.uint64(key) * np.uint64(1_000_003) + np.uint64(item))
 
 
 @compiled
 def draw(state: Longs, place: int) -> np.int64:
-    """splitmix64 (Steele, Lea & Flood, 2014): 63 random bits. ``state[place]``: the generator's."""
+    """63 random bits, by splitmix64 (Steele, Lea & Flood, 2014). ``state[place]``: the generator's state."""
     z = np.uint64(state[place]) + np.uint64(0x9E3779B97F4A7C15)
     state[place] = np.int64(z)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

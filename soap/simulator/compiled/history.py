@@ -1,4 +1,4 @@
-"""Snapshots of the current strategy's simulation, so that the next one may begin where it first differs (compiled)."""
+"""Snapshots of the current strategy's simulation, so that the next simulation can start near its first difference (compiled)."""
 
 from __future__ import annotations
 
@@ -18,22 +18,24 @@ from soap.simulator.compiled.trial import CURSOR, DELAY, IN_RUN, MAKESPAN, RUN, 
 
 LEAST_SNAPSHOTS, MOST_SNAPSHOTS = 4, 24
 MOST_BYTES = 2**26
-"""What all snapshots may take together."""
+"""Most bytes of all snapshots together."""
 
 MADE, COUNT, SINCE, BETWEEN = range(4)
-"""Places in ``History.at``: snapshots that are made; how many there are to be; proposals since something was accepted; and how many it has
-been of late (times ``SMOOTHING``)."""
+"""Places in ``History.at``. ``MADE``: snapshots made so far. ``COUNT``: how many there will be. ``SINCE``: proposals since the last
+accepted one. ``BETWEEN``: a running mean of proposals between two accepted ones, times ``SMOOTHING``."""
 
 SMOOTHING = 8
 
 
 class History(NamedTuple):
-    """Snapshot k is of the time before the task at ``place[k]`` of the order is taken. Per slot: ``met`` (predecessors that have ended),
-    ``ready`` (by these). ``clocks``: see ``Trial``. Per device: ``gone`` (ns of tiles that have been taken). ``pending[k, :pending_n[k]]``:
-    ready slots. Snapshots are made when they are first needed, one after the other, while ``now`` takes the same tasks again.
+    """Snapshot k shows the simulation before it takes the task at ``place[k]`` of the order. ``makespan[k]``: the latest end so far. Per
+    slot: ``met`` (number of predecessors that have ended), ``ready`` (their latest end). ``clocks``: see ``Trial``. Per device: ``gone``
+    (ns of tiles that have been taken). ``pending[k, :pending_n[k]]``: ready slots. Snapshots are made when they are first needed, one after
+    the other, while ``now`` takes the same tasks again.
 
-    ``first_sum``: place of the first backward pass or sum of gradients. ``first_update``: a place before which no device has done its last
-    backward pass, nor its update; ``last_backward``: places of these passes."""
+    ``first_sum``: place of the first backward pass or sum of gradients. ``last_backward``: by device, place of its last backward pass.
+    ``first_update``: a place before which no device has done its last backward pass or its update.
+    """
 
     place: Longs
     makespan: Longs
@@ -51,7 +53,7 @@ class History(NamedTuple):
 
 
 def make_history(slots: int, resources: int, devices: int) -> History:
-    """Room for snapshots of a state with so many slots."""
+    """Room for snapshots of a state with this many slots."""
     count = min(MOST_SNAPSHOTS, max(1, MOST_BYTES // (16 * slots + 8 * resources)))
     longs, ints = (lambda *n: np.zeros(n, np.int64)), (lambda *n: np.zeros(n, np.int32))
     return History(
@@ -73,7 +75,7 @@ def make_history(slots: int, resources: int, devices: int) -> History:
 
 @entry
 def retrace(G: GraphTables, C: State, P: Trial, H: History) -> None:
-    """Begin with the history of ``P``, a complete simulation of the current state."""
+    """Begin the history of ``P``, a complete simulation of the current state. No snapshot is made yet."""
     total = P.size[TAKEN]
     begin(G, C, P, H.now, total, True)
     fill(H.last_backward, 0, len(H.last_backward), 0)
@@ -95,12 +97,13 @@ def retrace(G: GraphTables, C: State, P: Trial, H: History) -> None:
     _choose_count(H)
     count = H.at[COUNT]
     for k in range(count):
-        H.place[k] = k * (last_forward + 1) // count  # a change makes a difference to a tile's forward pass, if to anything
+        H.place[k] = k * (last_forward + 1) // count  # the first difference that a change makes is among forward passes
 
 
 @compiled
 def _choose_count(H):  # type: ignore[no-untyped-def]
-    """Making k snapshots takes time in proportion to k, once per strategy; they save each proposal what is proportional to 1 - 1/k."""
+    """Choose the number of snapshots. Making k of them takes time proportional to k, once per strategy, and saves each proposal time
+    proportional to 1 - 1/k."""
     H.at[BETWEEN] += H.at[SINCE] - H.at[BETWEEN] // SMOOTHING
     H.at[SINCE] = 0
     count = LEAST_SNAPSHOTS
@@ -111,7 +114,7 @@ def _choose_count(H):  # type: ignore[no-untyped-def]
 
 @compiled
 def take_snapshots(G: GraphTables, C: State, R: Groups, P: Trial, H: History, latest: int) -> None:
-    """Make those that are not behind the place ``latest``. Before anything is changed."""
+    """Make the snapshots up to the place ``latest``. Call it before anything is changed."""
     H.at[SINCE] += 1
     while H.at[MADE] < H.at[COUNT] and H.place[H.at[MADE]] <= latest:
         k = H.at[MADE]
@@ -122,7 +125,7 @@ def take_snapshots(G: GraphTables, C: State, R: Groups, P: Trial, H: History, la
 
 @compiled
 def _note(C, P, H, T, k):  # type: ignore[no-untyped-def]
-    """Snapshot k is how far ``T`` is. With all of ``P`` as its run, what is ready in ``T`` waits in that."""
+    """Make snapshot k of ``T``. All of ``P`` is the run of ``T``, so the slots that are ready in ``T`` wait in the run."""
     for slot in range(C.used[SLOTS]):
         H.met[k, slot] = C.waits[slot] - max(0, T.left[slot])
         H.ready[k, slot] = T.ready[slot]
@@ -142,7 +145,7 @@ def _note(C, P, H, T, k):  # type: ignore[no-untyped-def]
 
 @compiled
 def first_tile(C: State, P: Trial, E: Edit) -> int:
-    """The place of the first tile of the operators that are to be changed."""
+    """The first place of a tile of the operators that the edit changes."""
     place = P.size[TAKEN]
     for i in range(E.count[REPLACED_OPERATORS]):
         op = E.operator[i]
@@ -153,7 +156,7 @@ def first_tile(C: State, P: Trial, E: Edit) -> int:
 
 @compiled
 def first_difference(G: GraphTables, C: State, U: Undo, P: Trial) -> int:
-    """A place of the order of ``P`` before which a change makes no difference: no source of an edge of a changed block is taken before."""
+    """A place in the order of ``P`` before which a change makes no difference: no source of a changed block's edges is taken before it."""
     place = P.size[TAKEN]
     if U.what[REPULLED]:
         return 0
@@ -180,9 +183,12 @@ def first_difference(G: GraphTables, C: State, U: Undo, P: Trial) -> int:
 
 @compiled
 def resume(C: State, U: Undo, P: Trial, T: Trial, H: History, latest: int, sums: bool) -> bool:
-    """Begin a simulation at the last snapshot that is not behind the place ``latest``. False if there is none but the beginning itself.
-    Without ``sums``, those of gradients are left out: they will be made when the simulation has paused. With them, no device's update was
-    ready before ``latest``; one whose last tile has gone to another device may be now."""
+    """Begin a simulation at the last snapshot up to the place ``latest``. False if that is the beginning itself.
+
+    ``sums``: whether the sums of gradients are made already; if not, they are left out, and will be made when the simulation pauses. If
+    they are, no device's update was ready before ``latest``, but an update may be ready now if its device's last tile has moved to another
+    one.
+    """
     k = 0
     while k + 1 < H.at[MADE] and H.place[k + 1] <= latest:
         k += 1
@@ -219,7 +225,7 @@ def _copy_met(left, ready, waits, met, ready_then, old, slots):  # type: ignore[
 
 @entry
 def complete(P: Trial, T: Trial) -> None:
-    """Take over from the earlier simulation what was skipped."""
+    """Copy from the earlier simulation the tasks that were skipped."""
     for place in range(T.size[SKIPPED]):
         slot = P.order[place]
         T.order[place] = slot

@@ -1,6 +1,6 @@
-"""What an operator leaves on devices, and which regions of it are read where (compiled).
+"""What an operator leaves on devices, and which regions of it are read on which device (compiled).
 
-The counterpart of ``planning._reductions``, ``_holdings`` and ``_gather_reads``; sums that are scattered follow in ``scattering``.
+The counterpart of ``planning._reductions``, ``_holdings`` and ``_gather_reads``. ``scattering`` then turns some sums into reduce-scatters.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def tile_count(V: VariantTables, C: State, op: int) -> int:
 
 @compiled
 def make_holdings(W: World, op: int) -> None:
-    """Reductions with whole sums, and all holdings, of an operator."""
+    """Make an operator's reductions, all as all-reduces, and its holdings."""
     G, V, C, S = W.graph, W.variants, W.state, W.scratch
     row = V.rows[C.variant[op]]
     cells, replicas, groups = row[CELLS], C.replicas[op], row[GROUPS]
@@ -57,7 +57,7 @@ def make_holdings(W: World, op: int) -> None:
 
 @compiled
 def add_holding(S: Scratch, box: int, out: int, device: int, tile: int, red: int) -> int:
-    """A region that lies on a device."""
+    """Add a holding; returns its number."""
     n = S.count[HOLDINGS]
     if n + 2 > len(S.h_box):
         raise MemoryError(FULL)
@@ -68,7 +68,7 @@ def add_holding(S: Scratch, box: int, out: int, device: int, tile: int, red: int
 
 @compiled
 def _group_members(V: VariantTables, S: Scratch, row) -> None:  # type: ignore[no-untyped-def]
-    """Tiles of one replica by group, ascending."""
+    """Fill ``member``: the tiles of one replica by group, ascending."""
     cells, groups = row[CELLS], row[GROUPS]
     for group in range(groups + 1):
         S.member_ptr[group] = 0
@@ -108,12 +108,12 @@ def _add_reduction(C: State, S: Scratch, op: int, cells: int, out: int, replica:
 
 @compiled
 def hold_sum(C: State, S: Scratch, op: int, cells: int, red: int) -> None:
-    """What a sum leaves on each of its devices: all of it, or its cell (``r_cells``: number of the first device's cell)."""
+    """Add the holdings of a sum: on each of its devices the whole sum, or the device's cell (``r_cells``: number of the first cell)."""
     group, first = S.r_group[red], S.r_dev_ptr[red]
     count = S.r_dev_ptr[red + 1] - first
     S.r_hold[red] = S.count[HOLDINGS]
     S.count[STAMP] += 1
-    for i in range(S.member_ptr[group + 1] - 1, S.member_ptr[group] - 1, -1):  # the lowest tile remains
+    for i in range(S.member_ptr[group + 1] - 1, S.member_ptr[group] - 1, -1):  # downwards, so that a device's lowest tile is left
         tile = S.r_rep[red] * cells + S.member[i]
         device = C.dev[C.dev_ptr[op] + tile]
         S.mark[device] = S.count[STAMP]
@@ -131,7 +131,8 @@ def hold_sum(C: State, S: Scratch, op: int, cells: int, red: int) -> None:
 
 @compiled
 def gather_reads(W: World, op: int) -> None:
-    """Distinct regions of the operator's outputs on each device that reads them, with their readers, in the order of first readers."""
+    """Make the fetches: distinct regions of the operator's outputs on each device that reads them, in the order of their first readers,
+    each with all its readers."""
     G, V, C, S = W.graph, W.variants, W.state, W.scratch
     S.count[FETCHES] = 0
     S.count[CONSUMERS] = 0

@@ -1,8 +1,8 @@
-"""How this package's functions are compiled: few are called from Python, all others from compiled code alone.
+"""How this package's functions are compiled: Python calls a few (``entry``), only compiled code calls the others (``compiled``).
 
-Compiling all of it took more than a minute until these functions were made cheap to compile. So they count no references (which forbids
-making arrays, and with it ``sort`` and assignments to slices: see ``arrays``), and do not check for divisions by zero. Whole numbers are
-handed over as int64, whatever array they come from: one version of each function is enough.
+Three things keep compiling fast. Functions count no references; so they cannot make arrays, which rules out ``sort`` and assignments to
+slices (see ``arrays``). They do not check for division by zero. Whole numbers are passed as int64, whatever array they come from, so each
+function is compiled once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _OPTIONS = {"nopython": True, "nogil": True, "error_model": "numpy", "_nrt": Fal
 
 
 def entry(function: Function) -> Function:
-    """Compile what Python calls when it is first called, keep the machine code on disk, and let other threads of Python run meanwhile."""
+    """For functions that Python calls: compiled at the first call; the machine code is kept on disk; other Python threads run meanwhile."""
     made = _Dispatcher(py_func=function, targetoptions=_OPTIONS)
     with suppress(RuntimeError):  # nowhere to write: it is compiled again in every process
         made.enable_caching()
@@ -40,22 +40,22 @@ def is_compiled(function: Callable[..., Any]) -> bool:
 
 
 def compiled(function: Function) -> Function:
-    """Compile what compiled code calls, as a part of that; Python cannot call it. Structures and arrays need no type hints in it: it is
-    compiled for what its callers hand in."""
+    """For functions that only compiled code calls: compiled as a part of their callers, for the types that these pass, with or without type
+    hints. Python cannot call them."""
     return cast(Function, _Part(py_func=function, targetoptions=_OPTIONS | {"no_cpython_wrapper": True}, pipeline_class=PartCompiler))
 
 
 def inlined(function: Function) -> Function:
-    """``compiled``, and a part of its caller's machine code: for what a loop does in each turn."""
+    """``compiled``, and always inlined into the caller: for what a loop does in each turn."""
     options = _OPTIONS | {"no_cpython_wrapper": True, "forceinline": True}
     return cast(Function, _Part(py_func=function, targetoptions=options, pipeline_class=PartCompiler))
 
 
 class _Dispatcher(CPUDispatcher):
-    """A function, and its versions by types of arguments."""
+    """A function, and its compiled versions by argument types."""
 
     def get_call_template(self, args: Any, kws: Any) -> Any:
-        """Which version compiled code calls with arguments of such types."""
+        """The version that compiled code calls for these argument types; whole numbers count as int64."""
         return super().get_call_template([_wide(kind) for kind in args], {name: _wide(kind) for name, kind in kws.items()})
 
 
@@ -63,7 +63,7 @@ class _Part(_Dispatcher):
     """A function without machine code of its own."""
 
     def add_overload(self, cres: Any) -> None:
-        """For compiled code alone."""
+        """Register a version for compiled code only."""
         self.overloads[tuple(cres.signature.args)] = cres
 
     def _compile_for_args(self, *_arguments: Any, **_named: Any) -> Any:
@@ -76,7 +76,7 @@ def _wide(kind: Any) -> Any:
 
 
 class _MachineCode(IndexDataCacheFile):
-    """An entry's machine code on disk. Its ``stamp`` is asked for at the first call, when all modules are loaded."""
+    """An entry's machine code on disk. Its ``stamp`` is computed at the first call, when all modules are loaded."""
 
     def __init__(self, function: CPUDispatcher, cache_path: str, filename_base: str) -> None:
         self._function = function
@@ -88,4 +88,4 @@ class _MachineCode(IndexDataCacheFile):
 
     @_source_stamp.setter
     def _source_stamp(self, value: object) -> None:
-        """numba's own is of the entry's file alone."""
+        """Ignored: numba's own stamp covers only the entry's file."""

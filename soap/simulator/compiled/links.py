@@ -1,5 +1,5 @@
-"""When communication can start, how long it takes, and what it holds (compiled). The counterpart of what ``reference`` does for what is no
-tile."""
+"""Runs communications: when they start and end, and what they hold (compiled). The counterpart of ``reference`` for all tasks but tiles and
+devices' updates."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from soap.simulator.compiled.trial import TAKEN, Trial
 
 @inlined
 def communicate(C: State, R: Groups, T: Trial, slot: int) -> int:
-    """Serve something that is no tile, the last task that was taken; its end."""
+    """Run the last task that was taken, a communication or a server's work; returns its end."""
     resource = C.resource[slot]
     if resource >= 0:
         return _serve(C, R, T, slot, R.static, resource)
@@ -19,7 +19,7 @@ def communicate(C: State, R: Groups, T: Trial, slot: int) -> int:
 
 @inlined
 def _serve(C, R, T, slot, held, first):  # type: ignore[no-untyped-def]
-    """It holds ``held[first:first + resource_n]``."""
+    """Run a task that holds ``held[first:first + resource_n]``."""
     last, start = first + C.resource_n[slot], T.ready[slot]
     for i in range(first, last):
         start = max(start, T.free[held[i]])
@@ -34,8 +34,8 @@ def _serve(C, R, T, slot, held, first):  # type: ignore[no-untyped-def]
 
 @inlined
 def _charge(C, R, T, slot, resource, start):  # type: ignore[no-untyped-def]
-    """The device that has a port at this link is busy with the last task that was taken, from its start on: once, whatever links that
-    holds."""
+    """Charge the last task's CPU overhead to the device that has a port at this link, from the task's start on. A device is charged once,
+    however many of its links the task holds."""
     device = R.port_device[resource]
     if device >= 0 and T.charged[device] != T.size[TAKEN]:
         T.charged[device] = T.size[TAKEN]

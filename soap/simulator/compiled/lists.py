@@ -1,4 +1,4 @@
-"""Numbered lists of whole numbers, for compiled code to look up (``state.Lists``)."""
+"""Numbered lists of whole numbers that compiled code looks up (``state.Lists``)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from soap.simulator.compiled.handles import handle
 from soap.simulator.compiled.state import Lists
 
 LONGEST = 1 << 17
-"""Items that a list may have at most."""
+"""Most items of a list."""
 
 
 class GrowingLists:
-    """Lists under numbers in the order in which they were added. What is added takes time in proportion to its own length."""
+    """Lists, numbered in the order in which they are added. Adding one takes time in proportion to its length."""
 
     def __init__(self) -> None:
         self._ptr, self._item = Growing(np.int64), Growing(np.int32)
@@ -25,12 +25,12 @@ class GrowingLists:
         self._missing = np.zeros(LONGEST + 1, np.int32)
 
     def add(self, entry: Sequence[int]) -> None:
-        """One more list, which is not there yet."""
+        """Add a list that is not there yet."""
         self._item.add(entry)
         self._ptr.add([self._item.size])
 
     def arrays(self) -> Lists:
-        """For compiled code, valid until the next call. Nothing is missing."""
+        """The tables for compiled code, valid until the next call. Clears ``missing``."""
         count = self._ptr.size - 1
         if 4 * count > len(self._table):
             size = len(self._table)
@@ -46,5 +46,5 @@ class GrowingLists:
 
 
 def missing_entry(lists: Lists) -> tuple[int, ...]:
-    """What compiled code has looked for in vain."""
+    """The list that compiled code has not found."""
     return tuple(lists.missing[1 : 1 + lists.missing[0]].tolist())

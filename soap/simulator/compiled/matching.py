@@ -1,4 +1,4 @@
-"""Which new slot stands for which old one after a change, so that an earlier simulation's order can guide the next (compiled)."""
+"""Which new slot replaces which old one after a change, so that the next simulation can follow an earlier one's order (compiled)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NOWHERE = -1
 
 @compiled
 def match_slots(W: World, P: Trial) -> None:
-    """Give new slots the places of the old ones with the same keys in the earlier simulation ``P``."""
+    """Give each new slot the place that the old slot with the same key has in the earlier simulation ``P``."""
     C, S, U = W.state, W.scratch, W.undo
     for slot in range(U.what[OLD_SLOTS], C.used[SLOTS]):
         C.alias[slot] = slot
@@ -43,7 +43,7 @@ def match_slots(W: World, P: Trial) -> None:
 
 @compiled
 def match_sums(W: World, P: Trial) -> None:
-    """The same for the sums of gradients, once they were made anew."""
+    """``match_slots`` for the sums of gradients, once they have been made anew."""
     C, S, U = W.state, W.scratch, W.undo
     for slot in range(C.sync_slot[0], C.used[SLOTS]):
         C.alias[slot] = slot
@@ -53,7 +53,7 @@ def match_sums(W: World, P: Trial) -> None:
 
 @compiled
 def _match(C, S, P, old, olds, new, news):  # type: ignore[no-untyped-def]
-    """Blocks that begin and end alike need no table for that."""
+    """Match a block's old slots with its new ones by key. Equal beginnings and ends are matched first, without the hash table."""
     while olds > 0 and news > 0 and _is_same(C, old, new):
         _stand_for(C, P, old, new)
         old, new, olds, news = old + 1, new + 1, olds - 1, news - 1
@@ -96,7 +96,7 @@ def _stand_for(C, P, old, new):  # type: ignore[no-untyped-def]
 
 @compiled
 def forget_matches(C: State, U: Undo) -> None:
-    """Old slots stand for themselves again. Before ``undo``."""
+    """Let old slots stand for themselves again. Call it before ``undo``."""
     for n in range(U.what[CHANGED]):
         at = n * FIELDS
         for slot in range(U.fields[at + 6], U.fields[at + 6] + 2 * U.fields[at + 7]):

@@ -1,8 +1,9 @@
-"""Bounds of each device's peak memory, for strategies on their way through a search (compiled).
+"""Lower and upper bounds of each device's peak memory, for the strategies of a search (compiled).
 
-``memory.peaks`` says what is counted and is the judge; its sums are ours, but where it looks at a whole plan for what is there twice.
-So our upper bound is more where operators read the same part of the batch, where a parameter's users cut it differently (their regions
-count one by one), of buckets, and of what servers keep. The lower bound leaves these out. What is between them, the judge has to be asked.
+The exact model is ``memory.peaks``. The sums here are the same, except that the exact model finds in the whole plan what is held only once.
+So the upper bound here is larger where operators read the same part of the batch, where a parameter's users cut it differently (their
+regions are counted one by one), for buckets, and for what servers own. The lower bound leaves all these out. If a device's limit lies
+between the two bounds, ask the exact model.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from soap.simulator.compiled.world import World
 
 @entry
 def bound_memory(W: World, M: MemoryTables) -> int:
-    """``total`` and ``least`` of the strategy that the state holds; FITS, UNKNOWN or LACKING."""
+    """Fill ``total`` and ``least`` for the strategy that the state holds; returns FITS, UNKNOWN or LACKING."""
     G, K, C, S = W.graph, W.cluster, W.state, W.scratch
     devices, operators = len(C.busy), len(G.backward)
     fill(M.step, 0, len(M.step), 0)
@@ -93,7 +94,7 @@ def _sum_up(K, M, operators, device):  # type: ignore[no-untyped-def]
 
 @compiled
 def _parameter(W, M, parameter):  # type: ignore[no-untyped-def]
-    """What all users of a parameter make their devices hold of it."""
+    """Add what devices hold of a parameter because of all its users."""
     G, V, C = W.graph, W.variants, W.state
     first, last = M.user_ptr[parameter], M.user_ptr[parameter + 1]
     if first == last:
@@ -134,7 +135,7 @@ def _parameter(W, M, parameter):  # type: ignore[no-untyped-def]
                 M.seen[place] += 1
                 part[COLLECTED, device] += size if disjoint and M.trainable[parameter] else 0
     whole = M.elements[parameter] * itemsize
-    rest = 0  # what nobody reads lies on one of the devices
+    rest = 0  # what no tile reads is held by one of the devices, so the upper bound adds it to each
     if M.trainable[parameter] and not covered:
         rest = whole - (M.cut_volume[cut] * itemsize if disjoint else 0)
     for device in range(devices):
@@ -173,7 +174,7 @@ def _tiles(W, M, op):  # type: ignore[no-untyped-def]
 
 @compiled
 def _gradient(W, M, op, cell, size):  # type: ignore[no-untyped-def]
-    """Bytes of a tile's parameters' gradients, of some of which it has rows only: at most, and at least."""
+    """(at most, at least) bytes of a tile's parameter gradients, if it has only rows of some of the parameters."""
     G, V, C = W.graph, W.variants, W.state
     row, most, sure = C.variant[op], size, size
     cells = V.rows[row, CELLS]

@@ -1,7 +1,7 @@
-"""Lowering one operator: its tiles, and all tasks and edges that have to do with its outputs (compiled). The counterpart of ``lowering``.
+"""Lowers one operator: makes its tiles, and all tasks and edges of its outputs (compiled). The counterpart of ``lowering``.
 
-An operator's block depends on its own configuration, on those of its readers, and on which of their tiles have a backward pass; on nothing
-else. So a change of one operator replaces its block and those of the operators that it reads.
+An operator's block depends only on its own configuration, on its readers' configurations, and on which of their tiles have a backward pass.
+So a change of one operator replaces its own block and the blocks of the operators whose outputs it reads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from soap.simulator.compiled.world import World
 
 @compiled
 def place_tiles(W: World, op: int) -> None:
-    """New slots for the tiles of an operator, by its current configuration; none has a backward pass yet."""
+    """Give an operator's tiles new slots, for its current configuration. None has a backward pass yet."""
     G, V, K, C = W.graph, W.variants, W.cluster, W.state
     row = V.rows[C.variant[op]]
     cells, costs, operators = row[CELLS], row[COSTS], len(G.backward)
@@ -51,7 +51,8 @@ def place_tiles(W: World, op: int) -> None:
 
 @compiled
 def lower_operator(W: World, op: int) -> bool:
-    """Make an operator's block anew, from the current configurations. Whether other tiles of it have a backward pass than before."""
+    """Make an operator's block anew, from the current configurations. True if it has changed which of the operator's tiles have a backward
+    pass."""
     G, V, C, S = W.graph, W.variants, W.state, W.scratch
     count = tile_count(V, C, op)
     S.count[TASKS] = S.count[EDGES] = S.count[RESOURCES] = S.count[GRADIENTS] = 0
@@ -85,7 +86,7 @@ def _first_tile(S, red, cells):  # type: ignore[no-untyped-def]
 
 @compiled
 def _after_holding(S, cells, hold, own, target):  # type: ignore[no-untyped-def]
-    """Edges from the tasks after which a holding is there."""
+    """Add edges from the tasks that make a holding to ``target``."""
     red = S.h_red[hold]
     if red < 0:
         _edge(S, S.h_tile[hold], target)
@@ -104,7 +105,7 @@ def _after_sum(S, cells, red, own, target):  # type: ignore[no-untyped-def]
 
 @compiled
 def _forward(W, op, own, own_slot):  # type: ignore[no-untyped-def]
-    """Sums, messages, exchanges, and what the readers' tiles wait for."""
+    """Add sums, messages and exchanges of the forward pass, and the edges to readers' tiles."""
     G, V, C, S = W.graph, W.variants, W.state, W.scratch
     cells = V.rows[C.variant[op], CELLS]
     first_output = G.output_ptr[op]
@@ -140,7 +141,7 @@ def _forward(W, op, own, own_slot):  # type: ignore[no-untyped-def]
 
 @compiled
 def _add_gradient(S, hold, source):  # type: ignore[no-untyped-def]
-    """A task after which a part of a holding's gradient is there."""
+    """Note a task that makes or brings a part of a holding's gradient."""
     n = S.count[GRADIENTS]
     if n + 1 > len(S.gradient_task):
         raise MemoryError(FULL)
@@ -151,7 +152,8 @@ def _add_gradient(S, hold, source):  # type: ignore[no-untyped-def]
 
 @compiled
 def _backward(W, op, own, own_slot):  # type: ignore[no-untyped-def]
-    """Gradients on their way back to the holdings, sums of them, and what the operator's backward tiles wait for."""
+    """Add the tasks that return gradients to the holdings, sums of these, and the edges to the operator's backward tiles. True if it has
+    changed which tiles have a backward pass."""
     G, V, C, S = W.graph, W.variants, W.state, W.scratch
     cells = V.rows[C.variant[op], CELLS]
     count = tile_count(V, C, op)
@@ -219,7 +221,7 @@ def _return_gradients(W, op, own, own_slot):  # type: ignore[no-untyped-def]
 
 @compiled
 def _after_consumers(W, first_reader, fetch, target):  # type: ignore[no-untyped-def]
-    """Edges from the backward passes of all that have read a region."""
+    """Add edges from the backward passes of all tiles that read a region to ``target``."""
     G, V, C, S = W.graph, W.variants, W.state, W.scratch
     consumer = S.f_first[fetch]
     while consumer >= 0:
@@ -231,7 +233,7 @@ def _after_consumers(W, first_reader, fetch, target):  # type: ignore[no-untyped
 
 @compiled
 def _reduce_gradient(W, op, red, own, own_slot, target, got):  # type: ignore[no-untyped-def]
-    """What becomes of the gradient of a sum: every tile of the group gets it."""
+    """Give the gradient of a sum to every tile of the group."""
     G, V, C, S = W.graph, W.variants, W.state, W.scratch
     cells = V.rows[C.variant[op], CELLS]
     first, last = S.member_ptr[S.r_group[red]], S.member_ptr[S.r_group[red] + 1]
@@ -259,7 +261,7 @@ def _reduce_gradient(W, op, red, own, own_slot, target, got):  # type: ignore[no
 
 @compiled
 def _start_from_loss(W, cells, own, target, got):  # type: ignore[no-untyped-def]
-    """The loss's tiles of replica 0 start the backward pass when the loss is there."""
+    """Let the loss's tiles of replica 0 start the backward pass once the loss is ready."""
     G, S = W.graph, W.scratch
     summed = S.count[REDUCTIONS] > 0
     for red in range(S.count[REDUCTIONS]):
@@ -275,7 +277,7 @@ def _start_from_loss(W, cells, own, target, got):  # type: ignore[no-untyped-def
 
 @compiled
 def _install(C, S, op, own, own_slot, first_reader, last_reader):  # type: ignore[no-untyped-def]
-    """Write tasks, edges and resources where the simulation finds them."""
+    """Copy tasks, edges and resources from the scratch to the state."""
     tasks, edges, resources = S.count[TASKS], S.count[EDGES], S.count[RESOURCES]
     sources = own + tasks
     base = C.used[ARENA]
@@ -317,7 +319,7 @@ def _install(C, S, op, own, own_slot, first_reader, last_reader):  # type: ignor
 
 @compiled
 def count_edges(C: State, op: int, sign: int) -> None:
-    """Add (1) or take away (-1) the edges of an operator's block from what their targets wait for."""
+    """Count (1) or stop counting (-1) the edges of an operator's block in what their targets wait for."""
     base = C.block[op]
     first = C.arena[base]
     last = C.arena[first - 1]

@@ -1,4 +1,4 @@
-"""The tasks that bring an operator's outputs to their readers, and sum partial results of them (compiled)."""
+"""The tasks that bring an operator's outputs to their readers and sum its partial results (compiled)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from soap.simulator.compiled.task_keys import BACKWARD, FORWARD, task_key
 
 @compiled
 def add_task(S, key, duration, overhead, resource, resource_n, size):  # type: ignore[no-untyped-def]
-    """``resource``: as ``State.resource``, but -1 - place in ``Scratch.res``."""
+    """Add a task to the scratch; returns its number. ``resource``: as ``State.resource``, but negative ones are -1 - place in
+    ``Scratch.res``."""
     n = S.count[TASKS]
     if n + 2 > len(S.t_key):
         raise MemoryError(FULL)
@@ -39,7 +40,7 @@ def add_task(S, key, duration, overhead, resource, resource_n, size):  # type: i
 
 @compiled
 def add_sum(W, first_output, red, key, gradient):  # type: ignore[no-untyped-def]
-    """An all-reduce, or if the sum is left in cells a reduce-scatter (of gradients: an all-gather)."""
+    """Add an all-reduce; if the sum is left in cells, a reduce-scatter (for gradients an all-gather)."""
     G, V, K, R, S = W.graph, W.variants, W.cluster, W.groups, W.scratch
     first, last = S.r_dev_ptr[red], S.r_dev_ptr[red + 1]
     out = first_output + S.r_out[red]
@@ -65,19 +66,19 @@ def add_sum(W, first_output, red, key, gradient):  # type: ignore[no-untyped-def
 
 @compiled
 def _add_collective(S, key, duration, overhead, resources, moved):  # type: ignore[no-untyped-def]
-    """One whose links are those in ``res`` from place ``resources`` on."""
+    """Add a collective whose links are in ``res`` from place ``resources`` on."""
     return add_task(S, key, duration, overhead, -1 - resources, S.count[RESOURCES] - resources, moved)
 
 
 @compiled
 def is_active(S, carrier, piece):  # type: ignore[no-untyped-def]
-    """Whether a part's gradient travels, given that any of the carrier's does: in the tree of a broadcast, who has none adds zeros."""
+    """Whether a part's gradient travels, if any of the carrier's does. In a broadcast's tree all do: devices without one send zeros."""
     return S.f_alive[S.p_fetch[piece]] > 0 or S.k_pattern[carrier] == BROADCAST
 
 
 @compiled
 def add_carrier(W, op, carrier, gradient):  # type: ignore[no-untyped-def]
-    """The task of a message or exchange, or of the gradients on their way back."""
+    """Add the task of a message or exchange, or with ``gradient`` of the gradients that return."""
     G, K, S = W.graph, W.cluster, W.scratch
     first_output, devices = G.output_ptr[op], len(K.device_type)
     piece = S.part[S.k_part[carrier]]
@@ -127,8 +128,8 @@ def add_carrier(W, op, carrier, gradient):  # type: ignore[no-untyped-def]
 
 @compiled
 def _tree(W, carrier, size, gradient):  # type: ignore[no-untyped-def]
-    """A broadcast along a binomial tree from the holder to the others in ascending order, or the sum of gradients the other way round: its
-    duration, bytes moved, and number of devices."""
+    """(duration, bytes moved, number of devices) of a broadcast along a binomial tree from the holder to the others in ascending order, or
+    with ``gradient`` of its transpose, the sum of gradients."""
     K, S = W.cluster, W.scratch
     source = S.h_dev[S.p_hold[S.part[S.k_part[carrier]]]]
     count = 1

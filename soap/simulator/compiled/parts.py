@@ -1,7 +1,7 @@
-"""Functions that only compiled code calls, as numba compiles them here: to LLVM's intermediate language and no further.
+"""How numba compiles functions that only compiled code calls: to LLVM's intermediate language and no further.
 
-Usually numba optimizes each function together with all that it calls, and makes machine code of both: what lies ten calls deep is optimized
-ten times. Here this is done once, for what Python calls.
+Usually numba optimizes each function together with everything that it calls, and makes machine code of both, so a function ten calls deep
+is optimized ten times. Here this happens once, for the function that Python calls.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numba.core.typed_passes import NativeLowering
 
 
 class _Part(JITCodeLibrary):
-    """A function with all that it calls, for its callers to take in."""
+    """A function with everything that it calls, for its callers to link in."""
 
     def finalize(self) -> None:
         for library in dict.fromkeys(self._linking_libraries):
@@ -26,7 +26,8 @@ class _Part(JITCodeLibrary):
 
 @register_pass(mutates_CFG=False, analysis_only=False)
 class _Offer(LoweringPass):
-    """Makes the function known to its callers. The library stands for what Python would call, which numba looks implementations up by."""
+    """Makes the function known to its callers. numba looks implementations up by the address that Python would call; the library takes its
+    place."""
 
     _name = "offer_part"
 
@@ -40,8 +41,8 @@ class _Offer(LoweringPass):
 
 
 class _SharedFlags(Flags):
-    """The same object for all functions with equal flags, which is equal to itself alone. For every operator numba looks up each of its
-    implementations by flags too; comparing these option by option takes a fifth of the whole time."""
+    """Flags that are compared by identity; functions with equal flags share one object. numba compares flags for each implementation of
+    each operator that it looks up; comparing them option by option takes a fifth of the compile time."""
 
     __slots__ = ()
     __hash__ = object.__hash__
@@ -65,7 +66,7 @@ class PartCompiler(CompilerBase):
         self.state.flags = _shared(self.state.flags)
 
     def define_pipelines(self) -> list[Any]:
-        """numba's usual passes, but for the last step."""
+        """numba's usual passes, without the last step."""
         self.state.library = _Part(self.state.targetctx.codegen(), self.state.func_id.func_qualname)
         passes = DefaultPassBuilder.define_nopython_pipeline(self.state)
         passes.add_pass_after(_Offer, NativeLowering)

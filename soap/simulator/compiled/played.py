@@ -1,4 +1,4 @@
-"""Tasks as a compiled simulation has played them, for Python."""
+"""The tasks that a compiled simulation has played, for Python."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from soap.simulator.compiled.trial import TAKEN, Trial
 
 
 class PlayedTask(NamedTuple):
-    """A task, as it was played. ``key``: its id as two numbers (``task_keys``)."""
+    """A task that was played. ``key``: its id as two numbers (``task_keys``)."""
 
     key: tuple[int, int]
     duration_ns: int
@@ -39,14 +39,14 @@ def played_alike(a: PlayedTasks, b: PlayedTasks) -> bool:
 
 
 def all_tasks(C: State, trial: Trial) -> PlayedTasks:
-    """Those of a simulation of what is held."""
+    """The tasks of a simulation of the held strategy."""
     taken = trial.order[: trial.size[TAKEN]]
     key = np.stack([C.key[taken], C.subkey[taken]], axis=1)
     return PlayedTasks(key, C.duration[taken], trial.start[taken], trial.end[taken], C.moved[taken])
 
 
 def each_task(C: State, T: Trial, static: Ints) -> Iterator[PlayedTask]:
-    """The same, one after the other, with what they hold. ``static``: resources of groups of devices."""
+    """The tasks of a simulation, one by one, with the resources that they hold. ``static``: as in ``Groups``."""
     for slot in T.order[: T.size[TAKEN]].tolist():
         first, count = int(C.resource[slot]), int(C.resource_n[slot])
         pool, at = (static, first) if first >= 0 else (C.arena, -1 - first)

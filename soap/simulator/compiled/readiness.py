@@ -1,8 +1,8 @@
 """Which task is taken next (compiled): the first in the order of (ready time, key).
 
-Beside a heap, the loop knows the order of an earlier simulation, its *run*. As long as tasks become ready with one and the same delay
-against the earlier simulation, their order then is their order now, and they need no heap. What becomes ready with another delay goes
-through the heap. The first of both is taken, so that the outcome never depends on the run.
+Besides a heap, the loop uses the order of an earlier simulation, its *run*. As long as tasks become ready with the same delay against the
+earlier simulation, their order is the same as then, and they need no heap. A task with another delay goes into the heap. The loop takes the
+earlier one of the run's next task and the heap's first, so the outcome never depends on the run.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from soap.simulator.compiled.trial import CURSOR, DELAY, HEAP, HEAPED, IN_RUN, R
 
 
 class Queue(NamedTuple):
-    """What of a trial and a state says which task is next: plain arrays, which are looked up once for a whole loop. ``run``, ``place``,
-    ``before``: order, places and ready times of the earlier simulation."""
+    """The arrays of a trial and a state that decide which task is next, looked up once for a whole loop. ``run``, ``place``, ``before``:
+    order, places and ready times of the earlier simulation."""
 
     size: Longs
     left: Ints
@@ -44,7 +44,7 @@ def queue_of(C: State, P: Trial, T: Trial) -> Queue:
 
 @inlined
 def _is_before(Q, i, ready, key, slot):  # type: ignore[no-untyped-def]
-    """Whether entry ``i`` of the heap is taken before a slot, by when they are ready, then by their keys."""
+    """Whether entry ``i`` of the heap comes before a slot, by ready time, then by key."""
     if Q.heap_ready[i] != ready:
         return Q.heap_ready[i] < ready
     return Q.heap_key[i] < key or (Q.heap_key[i] == key and Q.subkey[Q.heap_slot[i]] < Q.subkey[slot])
@@ -57,7 +57,7 @@ def _put(Q, i, ready, key, slot):  # type: ignore[no-untyped-def]
 
 @compiled
 def push(Q: Queue, slot: int, ready: int) -> None:
-    """Into a heap of four children per node."""
+    """Put a slot into the heap, which has four children per node."""
     key = Q.key[slot]
     i = Q.size[HEAP]
     Q.size[HEAP] = i + 1
@@ -73,7 +73,7 @@ def push(Q: Queue, slot: int, ready: int) -> None:
 
 @compiled
 def _pop(Q):  # type: ignore[no-untyped-def]
-    """Remove the first entry."""
+    """Remove the heap's first entry."""
     last = Q.size[HEAP] - 1
     Q.size[HEAP] = last
     ready, key, slot = Q.heap_ready[last], Q.heap_key[last], Q.heap_slot[last]
@@ -95,7 +95,7 @@ def _pop(Q):  # type: ignore[no-untyped-def]
 
 @inlined
 def make_ready(Q: Queue, slot: int, ready: int) -> None:
-    """A slot whose predecessors have all ended joins the run, or the heap."""
+    """Put a slot whose predecessors have all ended into the run if it fits there, else into the heap."""
     size, at = Q.size, Q.place[slot]
     if size[CURSOR] <= at < size[RUN]:
         delay = ready - Q.before[slot]
@@ -109,7 +109,7 @@ def make_ready(Q: Queue, slot: int, ready: int) -> None:
 
 @inlined
 def settle(Q: Queue, slot: int, end: int) -> None:
-    """One more predecessor of a slot has ended."""
+    """Note that one more predecessor of a slot has ended, at ``end``."""
     left, ready = Q.left[slot] - 1, max(Q.ready[slot], end)
     Q.left[slot], Q.ready[slot] = left, ready
     if left == 0:
@@ -118,7 +118,7 @@ def settle(Q: Queue, slot: int, end: int) -> None:
 
 @inlined
 def first_ready(Q: Queue) -> int:
-    """The slot that is to be taken next; -1 if none is ready."""
+    """The slot to take next; -1 if none is ready."""
     size = Q.size
     if size[WAITING] == 0:
         return Q.heap_slot[0] if size[HEAP] > 0 else -1
@@ -135,7 +135,7 @@ def first_ready(Q: Queue) -> int:
 
 @inlined
 def take(Q: Queue, slot: int) -> None:
-    """Take the slot that ``first_ready`` has found."""
+    """Take the slot that ``first_ready`` has returned."""
     size = Q.size
     if Q.left[slot] == IN_RUN:
         size[CURSOR] += 1

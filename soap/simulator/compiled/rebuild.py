@@ -1,4 +1,4 @@
-"""Lowering a whole strategy (compiled)."""
+"""Lowers a whole strategy (compiled)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from soap.simulator.compiled.world import World
 
 @entry
 def lower_all(W: World, variants: Ints, replicas: Ints, devices: Ints) -> None:
-    """Begin with a strategy: variant and replicas by operator, devices one operator after the other."""
+    """Make the state of a strategy from scratch. ``variants``, ``replicas``: by operator. ``devices``: one operator after the other."""
     G, V, C = W.graph, W.variants, W.state
     operators = len(G.backward)
     if len(devices) > len(C.dev):

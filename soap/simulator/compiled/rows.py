@@ -1,4 +1,4 @@
-"""Rows of sparse parameters that devices touch (compiled). The counterpart of ``sparse_access.RowAccess`` and ``row_counts``."""
+"""How many rows of sparse parameters devices touch (compiled). The counterpart of ``sparse_access.RowAccess`` and ``row_counts``."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ INDEX_BYTES = 8
 
 @compiled
 def is_sparse(G: GraphTables, parameter: int) -> bool:
-    """Whether steps touch some rows of it only."""
+    """Whether a parameter is sparse: a step touches only some of its rows."""
     return G.touched_ptr[parameter + 1] > G.touched_ptr[parameter]
 
 
 @compiled
 def is_on_rows(G: GraphTables, C: State, op: int) -> bool:
-    """Whether an operator is one of ``row_counts.operators_on_rows``."""
+    """Whether an operator's tiles are sparse lookups: it is one of ``row_counts.operators_on_rows``."""
     by_rows, as_a_whole = 0, 0
     for k in range(G.parameter_ptr[op], G.parameter_ptr[op + 1]):
         if is_sparse(G, G.parameter[k]):
@@ -32,7 +32,7 @@ def is_on_rows(G: GraphTables, C: State, op: int) -> bool:
 
 @compiled
 def touched_by(G: GraphTables, parameter: int, lookups: int) -> int:
-    """``RowAccess.touched_by``."""
+    """The counterpart of ``RowAccess.touched_by``."""
     at = G.touched_ptr[parameter]
     total, first, levels = G.touched[at], at + 2, G.touched_ptr[parameter + 1] - at - 2
     if lookups >= total:
@@ -49,15 +49,15 @@ def touched_by(G: GraphTables, parameter: int, lookups: int) -> int:
 
 @compiled
 def part_of_rows(G: GraphTables, parameter: int, touched: int, rows: int) -> int:
-    """Of so many touched rows of a parameter, how many are in a region of so many, rounded up."""
+    """How many of ``touched`` rows of a parameter are in a region of ``rows`` rows, rounded up."""
     total = G.touched[G.touched_ptr[parameter] + 1]
     return (touched * rows + total - 1) // total
 
 
 @compiled
 def count_lookups(S: Scratch) -> int:
-    """``lookups``: by reader (place in ``members``, from 0 on), how many rows its tiles look up; how many all do. What replicas look up
-    alike counts once. After ``find_members``."""
+    """Fill ``lookups``: by reader (place in ``members``, from 0 on), how many rows its tiles look up. Returns how many all readers look up
+    together. Equal tiles of replicas count once. Call it after ``find_members``."""
     if S.members[0] > len(S.lookups):
         raise MemoryError(FULL)
     S.count[STAMP] += 1
@@ -76,7 +76,7 @@ def count_lookups(S: Scratch) -> int:
 
 @compiled
 def count_together(S: Scratch) -> None:
-    """``together``: by place of a group's ``leader``, how many rows the group looks up. After ``count_lookups``."""
+    """Fill ``together``: by place of a group's ``leader``, how many rows the group looks up. Call it after ``count_lookups``."""
     for i in range(S.members[0]):
         S.together[i], S.seen[i] = 0, -1
         S.mark_value[S.members[1 + i]] = S.leader[i]

@@ -1,4 +1,4 @@
-"""Where a sum is left in cells instead of whole (compiled). The counterpart of ``plan.scattering`` and ``planning._scattered``."""
+"""Which sums are reduce-scatters instead of all-reduces (compiled). The counterpart of ``plan.scattering`` and ``planning._scattered``."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from soap.simulator.compiled.world import World
 
 @compiled
 def scatter_sums(W: World, op: int) -> bool:
-    """Leave cells where the readers are better served so; whether that is anywhere. Needs the fetches."""
+    """Leave sums in cells where that moves fewer bytes to the readers. True if any sum is. Needs the fetches."""
     V, C, S = W.variants, W.state, W.scratch
     row = V.rows[C.variant[op]]
     any_cells = False
     if C.replicas[op] > 1:
-        return False  # a device's readers may be served by another replica's sum
+        return False  # a device's readers may take their values from another replica's sum
     for red in range(S.count[REDUCTIONS]):
         if S.r_dev_ptr[red + 1] - S.r_dev_ptr[red] > 1:
             rank = V.data[V.data[row[GRIDS] + S.r_out[red]]]
@@ -33,7 +33,7 @@ def scatter_sums(W: World, op: int) -> bool:
 
 @compiled
 def _choose(V, S, red, rank):  # type: ignore[no-untyped-def]
-    """Number of the first of the cells, one per device; -1 if the sum is better left whole."""
+    """Number of the first cell (there is one per device); -1 if an all-reduce is better."""
     first = S.r_dev_ptr[red]
     count = S.r_dev_ptr[red + 1] - first
     box = S.r_box[red]
@@ -42,7 +42,7 @@ def _choose(V, S, red, rank):  # type: ignore[no-untyped-def]
         S.mark[S.r_dev[first + i]] = S.count[STAMP]
         S.mark_value[S.r_dev[first + i]] = i
     base = S.count[CELL_BOXES]
-    for _ in range(count):  # hulls of what is read; volume -1: nothing
+    for _ in range(count):  # hulls of what each device reads; volume -1 if it reads nothing
         S.cell_volume[add_box(S, rank)] = -1
     for fetch in range(S.count[FETCHES]):
         device = S.f_dev[fetch]
@@ -106,7 +106,7 @@ def _make_empty(V, S, cell, box, rank):  # type: ignore[no-untyped-def]
 
 @compiled
 def _as_they_are(V, S, base, count, box, rank):  # type: ignore[no-untyped-def]
-    """Whether the hulls are disjoint and all of the box; they are the cells then."""
+    """True if the hulls are disjoint and together make up the box; they are then the cells."""
     total = 0
     for i in range(count):
         if S.cell_volume[base + i] >= 0:
@@ -128,7 +128,8 @@ def _as_they_are(V, S, base, count, box, rank):  # type: ignore[no-untyped-def]
 
 @compiled
 def _cut_along_one(V, S, base, count, box, rank):  # type: ignore[no-untyped-def]
-    """Cells in the order of what is read of the dimension in which that differs most, borders in the middle of overlaps and gaps."""
+    """Cut cells along the dimension in which most reads differ, in the order of the reads. Borders are in the middle of overlaps and gaps.
+    False if that is impossible."""
     found = 0
     for i in range(count):
         if S.cell_volume[base + i] >= 0:

@@ -1,6 +1,6 @@
-"""Working memory of the lowering of one operator: holdings, fetches, pieces, carriers, tasks and edges, as arrays that are used again.
+"""Working memory for operator lowering: holdings, fetches, pieces, carriers, tasks and edges of one operator, in arrays that are reused.
 
-Positions in these arrays are the identities of ``plan.plan`` counted from the operator's own first, as in ``planning.Delivery``.
+Positions in these arrays count from the operator's own first, as in ``planning.Delivery``.
 """
 
 from __future__ import annotations
@@ -13,24 +13,32 @@ from soap.simulator.compiled.graph_arrays import Ints, Longs
 
 HOLDINGS, REDUCTIONS, FETCHES, CONSUMERS, PIECES, CARRIERS, PARTS, TASKS = range(8)
 EDGES, RESOURCES, CELL_BOXES, BOUNDS, LINKS, FLOWS, STAMP, GRADIENTS, USES, EXPECTED, PRICES, BUSIEST = range(8, 20)
-"""Places in ``Scratch.count``: how much of each kind there is; what is stamped with ``count[STAMP]`` is current. ``BUSIEST``: of a
-collective under work, how many messages a device has at most in one of its rounds."""
+"""Places in ``Scratch.count``: the number of each kind. Entries stamped with ``count[STAMP]`` are current. ``BUSIEST``: for the collective
+being made, the most messages of any one device in a round."""
 
 FULL = "scratch is full"
-"""What compiled code raises when an array is too small: it is made larger, and the work begins anew."""
+"""Message of the MemoryError that compiled code raises when an array is too small. Python then makes it larger and starts the work
+again."""
 
 
 class Scratch(NamedTuple):
-    """``h_``: holdings (``h_box``: a region's number, or -2 - k for the k-th cell of a scattered sum; ``h_red``: reduction or -1).
-    ``hold_of``: [output, tile] -> holding or -1. ``r_``: reductions (``r_task``: its task or -1). ``red_of``: [output, replica, group] ->
-    reduction or -1. ``member_ptr``, ``member``: tiles of a group. ``f_``: fetches. ``c_``: their consumers, linked. ``p_``: pieces
-    (``p_id``: equal for equal regions of one holding). ``k_``: carriers, with ``part`` their pieces. ``t_``: tasks. ``e_``: edges. ``res``:
-    resources of exchanges. ``cell``: bounds of cells and of pieces. ``hash_key``, ``hash_stamp``, ``hash_value``: a hash table. By device:
-    ``update`` in ns; ``floor``, the least that it takes whatever becomes of the operator that is changed; ``taken``, partitions on the
-    cores of the host whose lowest device it is. ``geometry``, ``expected`` (a stamp): by parameter. ``use_slot``, ``use_device``,
-    ``use_lookups``, ``use_block`` (equal for replicas): the tiles that use a shard; ``lookups``, ``seen``, ``leader``, ``touched``,
-    ``together``, ``received``: by place in ``members`` (from 0 on), and ``p_rows``, ``p_server``: by partition, as in ``traffic``. The
-    rest: lists under work.
+    """The arrays, by prefix or name.
+
+    - ``h_``: holdings. ``h_box``: a region's number, or -2 - k for the k-th cell. ``h_red``: reduction or -1. ``hold_of``: [output, tile]
+      -> holding or -1.
+    - ``r_``: reductions. ``r_task``: its task or -1. ``red_of``: [output, replica, group] -> reduction or -1. ``member_ptr``, ``member``:
+      tiles of a group.
+    - ``f_``: fetches. ``c_``: their consumers, in linked lists. ``p_``: pieces. ``p_id``: equal for equal regions of one holding.
+    - ``k_``: carriers; ``part``: their pieces. ``t_``: tasks. ``e_``: edges. ``res``: resources of exchanges. ``cell``: bounds of cells and
+      of pieces. ``hash_key``, ``hash_stamp``, ``hash_value``: a hash table.
+    - By device: ``update`` in ns; ``floor``: least ns of its update, whatever the changed operator becomes; ``taken``: partitions on the
+      cores of a host, for the host's lowest device.
+    - By parameter: ``geometry``, ``expected`` (a stamp).
+    - The tiles that use a shard: ``use_slot``, ``use_device``, ``use_lookups``, ``use_block`` (equal for replicas of one tile).
+    - By place in ``members``, from 0 on: ``lookups``, ``seen``, ``leader``, ``touched``, ``together``, ``received``; by partition:
+      ``p_rows``, ``p_server``. See ``syncs.server_traffic``.
+
+    The others are lists for intermediate results.
     """
 
     count: Longs  # type: ignore[assignment]  # not tuple's method
@@ -129,7 +137,7 @@ class Scratch(NamedTuple):
 
 
 def make_scratch(size: int, devices: int, links: int) -> Scratch:
-    """Room for ``size`` of everything, on a cluster of so many devices and links."""
+    """Room for ``size`` of everything, on a cluster with this many devices and links."""
     table = 1
     while table < 4 * size:
         table *= 2

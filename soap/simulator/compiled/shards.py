@@ -1,6 +1,6 @@
-"""Geometries: how a parameter is cut into shards when its users are cut in certain ways. No devices yet.
+"""Geometries: how a parameter is cut into shards, given how its users are cut. A geometry knows no devices.
 
-The counterpart of ``planning._make_cells``: the grid of all regions that tiles need cuts the parameter.
+The counterpart of ``planning._make_cells``: the grid of all regions that tiles read cuts the parameter.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Geometries:
         self._use_ptr.add([0])
 
     def add(self, parameter: str, users: Sequence[int], needs: Sequence[Need]) -> int:
-        """Number of a new geometry. ``users``: positions of the operators that use the parameter."""
+        """Add a geometry; returns its number. ``users``: positions of the operators that use the parameter."""
         tensor = self._graph.tensors[parameter]
         active = [position in self._graph.backward_operators for position in users]
         needed: dict[Box, list[tuple[int, int]]] = {}
@@ -78,14 +78,14 @@ class Geometries:
         return self._cut.add([self._cuts.setdefault(tuple(grid), len(self._cuts))])
 
     def tie(self, key: tuple[int, ...], parameter: str, users: Sequence[int]) -> None:
-        """The geometry of a parameter of several users, by (parameter, cuts of its users)."""
+        """Add the geometry of a parameter that several operators use. ``key``: (parameter, its users' cuts)."""
         known = list(self._cuts)
         needs = [(user, place, box) for user, cut in enumerate(key[1:]) for place, box in enumerate(known[cut])]
         self._tied.add(key)
         self._tied_geometry.add([self.add(parameter, users, needs)])
 
     def price(self, missing: Sequence[int]) -> None:
-        """Find out what updates take; ``missing``: entries of ``price``, one after the other."""
+        """Ask the cost model for the prices of updates. ``missing``: entries of ``price``, one after the other."""
         hosts = len(self._topology.hosts)
         for owner, high, low in dict.fromkeys(zip(missing[::3], missing[1::3], missing[2::3], strict=True)):
             place = owner % (hosts + len(self._types))
@@ -96,7 +96,7 @@ class Geometries:
             self._price_ns.add([table_update_ns(self._costs, size, size, kind) if of_rows else self._costs.update_ns(size, kind)])
 
     def arrays(self) -> ShardTables:
-        """All of them as arrays."""
+        """All geometries and prices as arrays."""
         return ShardTables(
             ptr=self._ptr.array(),
             bytes=self._bytes.array(),
@@ -117,7 +117,7 @@ class Geometries:
 
 
 def _grid(needed: dict[Box, list[tuple[int, int]]]) -> list[Box]:
-    """``regions.cells``, at once where the regions lie in a grid already."""
+    """``regions.cells``, with a shortcut if the regions are a grid already."""
     if needed:
         dims = zip(*needed, strict=True)
         if all(a[1] <= b[0] for intervals in dims for a, b in pairwise(sorted(set(intervals)))):

@@ -1,7 +1,7 @@
-"""Whether machine code on disk is still that of its function.
+"""Stamps that tell whether machine code on disk is still that of its function.
 
-numba looks at the function's own file alone. But all that it calls is compiled into it, and so are the values of constants, wherever they
-come from.
+numba checks only the function's own file. But everything that the function calls is compiled into it, and so are the values of constants
+from any module.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import numpy as np
 from numba.core.registry import CPUDispatcher
 
 CONSTANTS = (bool, int, float, complex, str, bytes, tuple, type(None), np.generic)
-"""What compiled code may take from modules beside compiled functions and what numpy, math and Python itself have: the values are compiled
-in."""
+"""Types of constants that compiled code may take from modules; their values are compiled in. It may also use compiled functions, and what
+numpy, math and Python itself have."""
 
 
 @cache
 def stamp(function: CPUDispatcher) -> str:
-    """Changes with all that is compiled into a function: the sources of compiled code, and the values of the constants that it and all that
-    it calls take from whatever module."""
+    """A hash of everything that is compiled into a function: the sources of compiled code, and the values of the constants that the
+    function and everything it calls take from any module."""
     digest = hashlib.sha256(_sources())
     for called in _all_called(function):
         digest.update(repr((called.py_func.__qualname__, _known_constants(called))).encode())
@@ -43,7 +43,7 @@ def _sources() -> bytes:
 
 
 def _all_called(function: CPUDispatcher) -> list[CPUDispatcher]:
-    """A compiled function and all that it calls, whether directly or not, each once."""
+    """A compiled function and everything that it calls, directly or not, each once."""
     found = {function: None}
     todo = [function]
     while todo:
@@ -60,8 +60,8 @@ def _known_constants(function: CPUDispatcher) -> tuple[tuple[str, Any], ...]:
 
 @cache
 def _used(function: CPUDispatcher) -> tuple[tuple[tuple[str, Any], ...], tuple[CPUDispatcher, ...]]:
-    """Constants with their names, and compiled functions, that a function takes from its module, as defaults of arguments, or from an
-    enclosing function. A name that it mentions as an attribute only may be one more of its module's."""
+    """(constants with their names, compiled functions) that a function takes from its module, from defaults of its arguments, or from an
+    enclosing function. A name that occurs only as an attribute counts as well if its module has that name."""
     python = function.py_func
     known = python.__globals__
     taken = [(name, known[name]) for name in _names(python.__code__) if name in known]

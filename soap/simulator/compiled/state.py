@@ -2,8 +2,8 @@
 
 A *slot* is a task's place in the arrays. Each operator has a block of slots for the forward passes of its tiles, followed by as many for
 their backward passes (``alive`` says whether one takes place), and a block for the tasks that move its outputs and sum its partial
-results. Who follows whom is kept per operator in ``arena``: for each source of edges a row of slots. Blocks are never changed, only
-replaced: what was there before is still there when a change is undone.
+results. ``arena`` has the edges, operator by operator: for each source a row with the slots of its successors. Blocks are never changed,
+only replaced, so the old ones are still there when a change is undone.
 """
 
 from __future__ import annotations
@@ -15,34 +15,39 @@ import numpy as np
 from soap.simulator.compiled.graph_arrays import Floats, Ints, Longs
 
 SLOTS, ARENA, DEVICES, SYNCS, PULLS = range(5)
-"""Places in ``State.used``: slots, arena and devices that are taken, number of sums of gradients and of parameter servers'
-tasks behind the backward pass, number of pulls before the forward pass."""
+"""Places in ``State.used``: how much of slots, ``arena`` and ``dev`` is used; number of synchronization tasks after the backward pass (sums
+of gradients, and tasks of parameter servers); number of pulls before the forward pass."""
 
 NONE, FORWARD_TILE, BACKWARD_TILE, OTHER, SYNC_BUCKET, UPDATE_DEVICE = range(6)
-"""What a slot is (``State.kind``). Slot d is the update of device d."""
+"""Kinds of slots (``State.kind``). Slot d is the update of device d."""
 
 NEVER = 1 << 29
 """Added to ``waits`` of a device's update if there is nothing to update."""
 
 LOW_BITS = 30
-"""A number of bytes is two items of a list of small numbers: so many bits of it are the second."""
+"""A number of bytes takes two items of a list of 32-bit numbers; this many of its low bits are the second item."""
 
 
 class State(NamedTuple):
-    """Per operator: ``variant``, ``replicas``, number of ``tiles``, where its ``dev`` begin (``dev_ptr``), its slots (``tile_slot``;
-    ``own_slot``, ``own_count``), where in ``arena`` the rows of its forward tiles and of its other tasks begin (``row``), how much of the
-    arena is its block (``block``, ``block_end``). ``back_row``: the same for the backward tiles of each reader (as ``GraphTables.reader``),
-    ``sync_row``: for an operator's backward tiles, what waits for their gradients. ``loose``: operators that may have tiles without
-    predecessors. ``sync``: by parameter, as ``sync_codes``. ``sync_slot``: first slot of the sums and of what parameter servers do behind
-    the backward pass; ``pull_slot``: first slot of the pulls before the forward pass.
+    """A strategy and its tasks.
 
-    Per slot: ``key``, ``subkey`` (stable identity, breaks ties: ``task_ids``), ``duration`` in ns, ``launch`` (of a tile, in ns),
-    ``latency`` (of a message, in ns, for which it holds nothing), ``overhead`` (of communication, in ns, for which it keeps devices busy
-    that have ports at its links), ``resource`` (>= 0: in ``static``, else -1 - place in ``arena``) and ``resource_n``, ``waits`` (number of
-    edges into it), ``kind``, ``owner`` (operator; -1 behind the backward pass), ``index`` (tile, row of another task, or group of a sum),
-    ``moved`` bytes, ``alias`` (the slot that stands for this one in a trial, -1 if none does).
-    ``busy``: per device, ns of all its tiles, forward and backward; ``doubtful``: of these, backward passes that may not take place any
-    more when another operator changes.
+    By operator: ``variant``, ``replicas``, ``tiles`` (their number), ``dev_ptr`` (where its devices begin in ``dev``), ``tile_slot`` (first
+    slot of its tiles), ``own_slot`` and ``own_count`` (slots of its other tasks), ``row`` (where the rows of its forward tiles, then of its
+    other tasks, begin in ``arena``), ``block`` and ``block_end`` (its part of ``arena``), ``sync_row`` (where the rows begin of what waits
+    for its backward tiles' parameter gradients; -1 if nothing does), ``loose`` (whether it may have tiles without predecessors).
+    ``back_row``: by ``GraphTables.reader``, where the rows of that reader's backward tiles begin.
+
+    ``sync``: by parameter, its code (``sync_codes``). ``sync_slot``: first slot of the synchronization tasks after the backward pass.
+    ``pull_slot``: first slot of the pulls before the forward pass.
+
+    By slot: ``key``, ``subkey`` (stable identity, breaks ties: ``task_ids``); ``duration`` in ns; ``launch`` of a tile, in ns; ``latency``
+    of a message, in ns, for which it holds nothing; ``overhead`` of communication, in ns, for which it keeps devices busy that have ports
+    at its links; ``resource`` (>= 0: in ``static``, else -1 - place in ``arena``) and ``resource_n``; ``waits`` (number of edges into it);
+    ``alive`` (whether it takes place); ``kind``; ``owner`` (operator, -1 after the backward pass); ``index`` (tile, row of another task, or
+    group of a sum); ``moved`` bytes; ``alias`` (the slot that replaces this one in a trial, -1 if none does).
+
+    By device: ``busy``, ns of all its tiles, forward and backward; ``doubtful``, ns of those backward passes that may vanish when another
+    operator changes.
     """
 
     used: Longs
@@ -84,8 +89,8 @@ class State(NamedTuple):
 
 
 class Lists(NamedTuple):
-    """Lists of whole numbers that are known by a number of their own: ``item[ptr[k]:ptr[k + 1]]``. ``table``: open addressing, -1 where
-    empty. ``missing``: the length of one that was looked for in vain (or of several together, by ``serving.ask_prices``), then the list."""
+    """Numbered lists of whole numbers: list k is ``item[ptr[k]:ptr[k + 1]]``. ``table``: a hash table with open addressing, -1 where empty.
+    ``missing``: the length of a list that was not found, then the list; ``syncs.pricing.ask_prices`` puts several there, joined."""
 
     ptr: Longs
     item: Ints
@@ -94,10 +99,10 @@ class Lists(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """Sets of devices that sum together (``Lists``, ascending). Group g may do so in the ways ``way_ptr[g]:way_ptr[g + 1]``, each of
-    which takes ``latency_seconds`` + ``seconds_per_byte`` * bytes and holds ``static[resource:resource + resource_n]``. ``static`` begins
-    with the devices one by one and the routes of messages. By resource: ``port_device`` (-1: none). ``cold_penalty``: the points of
-    ``Topology.cold_penalty``, from (0, 0) on.
+    """Sets of devices that sum together (``sets``, each ascending). Group g has the ways ``way_ptr[g]:way_ptr[g + 1]`` to sum; each takes
+    ``latency_seconds`` + ``seconds_per_byte`` * bytes and holds ``static[resource:resource + resource_n]``. ``static`` begins with the
+    devices one by one and the routes of messages. ``port_device``: by resource, the device of its port, or -1. ``cold_penalty``: the points
+    of ``Topology.cold_penalty``, from (0, 0) on.
     """
 
     sets: Lists
@@ -112,13 +117,16 @@ class Groups(NamedTuple):
 
 
 class ShardTables(NamedTuple):
-    """How parameters may be cut: geometry g has the shards ``ptr[g]:ptr[g + 1]``. ``lowest``: which of the parameter's users gives the last
-    gradient (-1: nobody gives any). ``update_ns``: [device type, shard]. Uses ``use_ptr[s]:use_ptr[s + 1]``: (``use_user``: which user,
-    ``use_place``: tile of one replica, or of a tied geometry: shard of the user's own). ``cut``: equal for geometries whose shards are
-    the same, whoever uses them. ``tied``: geometries of parameters that several operators use, by [parameter, cuts of its users].
-    ``rows``, ``row_bytes``: of the shard. ``price_ns``: updates by ``price``: [owner, bytes >> LOW_BITS, rest of the bytes]; owner: a host
-    for its server, or number of hosts + a type of device, and both together more for tables with gradients of some rows. ``rows_alone``:
-    whether these rows are all that is updated of a table.
+    """How parameters may be cut: geometry g has the shards ``ptr[g]:ptr[g + 1]``.
+
+    By shard: ``bytes``, ``rows``, ``row_bytes``; ``lowest``: which of the parameter's users gives the last gradient (-1: none does);
+    ``update_ns``: [device type, shard]; its uses ``use_ptr[s]:use_ptr[s + 1]``. Of a use: ``use_user``: which user; ``use_place``: tile of
+    one replica, or, in a tied geometry, shard of the user's own geometry. ``cut``: by geometry, equal if the shards are the same, whoever
+    uses them. ``tied``, ``tied_geometry``: geometries of parameters that several operators use, by [parameter, cuts of its users].
+
+    ``price_ns``: updates by ``price``: [owner, bytes >> LOW_BITS, the low bits of the bytes]. The owner is a host, for its server, or the
+    number of hosts + a device type; for tables with gradients of some rows, the number of hosts and of types is added. ``rows_alone``:
+    whether an update of a table changes only the rows with a gradient.
     """
 
     ptr: Longs
@@ -139,7 +147,7 @@ class ShardTables(NamedTuple):
 
 
 def make_state(operators: int, readers: int, parameters: int, devices: int, slots: int, arena: int) -> State:
-    """Room for a graph's state, with so many slots and places in the arena."""
+    """Room for a graph's state, with this many slots and places in the arena."""
     sizes = {"used": 8, "dev": arena, "back_row": readers, "sync": parameters, "arena": arena, "busy": devices}
     sizes |= {"sync_slot": 1, "pull_slot": 1}
     per_operator = {"variant", "replicas", "tiles", "dev_ptr", "tile_slot", "own_slot", "own_count", "row", "block", "block_end"}

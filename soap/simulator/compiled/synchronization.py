@@ -1,6 +1,7 @@
-"""Sums of gradients in buckets, and the devices' updates (compiled). The counterpart of ``buckets`` and ``lowering.synchronize``.
+"""Lowers the synchronization of parameters after the backward pass, and the devices' updates (compiled).
 
-In ``State`` the tasks of parameter servers and gathered rows (``serving``) stand behind the sums.
+The counterpart of ``plan.syncs.buckets`` and ``communication.synchronizing``. In ``State`` the sums in buckets come first, then the tasks
+of parameter servers and sparse all-gathers, which the methods' own files in ``syncs`` add.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from soap.simulator.compiled.world import World
 
 @compiled
 def begin_updates(C: State) -> None:
-    """The first slots are the devices' updates."""
+    """Set up the devices' updates in the first slots."""
     devices = len(C.busy)
     for device in range(devices):
         set_key(C, device, task_key(UPDATE, device, 0, 0, 0, 0))
@@ -35,7 +36,7 @@ def begin_updates(C: State) -> None:
 
 @compiled
 def count_backward(G: GraphTables, C: State, op: int, sign: int) -> None:
-    """Add (1) or take away (-1) the tiles of an operator: what keeps their devices busy, and what these devices' updates wait for."""
+    """Count (1) or stop counting (-1) an operator's tiles: their time on their devices, and what these devices' updates wait for."""
     count = C.tiles[op]
     for tile in range(count):
         device, slot = C.dev[C.dev_ptr[op] + tile], C.tile_slot[op] + tile
@@ -55,9 +56,9 @@ def is_certain(G: GraphTables, C: State, op: int) -> bool:
 
 @compiled
 def count_sums(R: Groups, C: State, sign: int) -> None:
-    """The same for the sums of gradients, and for the edges into these."""
+    """Count (1) or stop counting (-1) the sums of gradients in what the devices' updates wait for."""
     for slot in range(C.sync_slot[0], C.sync_slot[0] + C.used[SYNCS]):
-        if C.kind[slot] == SYNC_BUCKET:  # a sum or gathered rows: no device waits for parameter servers
+        if C.kind[slot] == SYNC_BUCKET:  # a sum or a sparse all-gather: no update waits for parameter servers
             for i in range(R.sets.ptr[C.index[slot]], R.sets.ptr[C.index[slot] + 1]):
                 C.waits[R.sets.item[i]] += sign
 
@@ -84,7 +85,7 @@ def synchronize(W: World) -> None:
             first_user = G.user_ptr[parameter]
             for shard in range(D.ptr[geometry], D.ptr[geometry + 1]):
                 lowest = D.lowest[shard]
-                if lowest < 0:  # no gradient, but an update: it is counted with the parameter's first shard
+                if lowest < 0:  # an idle shard has an update, which is counted with the parameter's first shard
                     if G.user[first_user + first_lowest] == op:
                         find_members(W, parameter, shard)
                         _add_update(W, parameter, shard)
@@ -108,7 +109,8 @@ def synchronize(W: World) -> None:
 
 @compiled
 def _synchronize_shard(W, parameter, shard, opened, slot0):  # type: ignore[no-untyped-def]
-    """Its readers update it, and it joins a sum, unless it is owned by servers or gathered: these come behind all sums."""
+    """Add a shard's updates on its readers, and put it into a bucket. A shard that servers own gets neither here, and a gathered one no
+    bucket: their tasks come after all sums."""
     find_members(W, parameter, shard)
     if not owned_by_servers(W, parameter):
         _add_update(W, parameter, shard)
@@ -118,7 +120,7 @@ def _synchronize_shard(W, parameter, shard, opened, slot0):  # type: ignore[no-u
 
 @compiled
 def expect_updates(W: World, op: int) -> None:
-    """Take from ``floor`` what the devices' updates of an operator's parameters take, none of which has been taken before."""
+    """Subtract from ``floor`` the devices' updates of an operator's parameters, each parameter once per ``count[EXPECTED]``."""
     G, D, S = W.graph, W.shards, W.scratch
     S.count[PRICES] = 0
     for k in range(G.parameter_ptr[op], G.parameter_ptr[op + 1]):
@@ -141,7 +143,7 @@ def expect_updates(W: World, op: int) -> None:
 
 @compiled
 def _add_update(W, parameter, shard):  # type: ignore[no-untyped-def]
-    """The readers of a shard update it."""
+    """Add the updates of a shard on its readers."""
     S = W.scratch
     own, rows = _gathered(W, parameter, shard)
     for i in range(S.members[0]):
@@ -151,8 +153,7 @@ def _add_update(W, parameter, shard):  # type: ignore[no-untyped-def]
 
 @compiled
 def _gathered(W, parameter, shard):  # type: ignore[no-untyped-def]
-    """How many bytes of a shard each reader updates, if rows of its gradient are gathered, and how many rows it adds up for that; else
-    -1."""
+    """(bytes that each reader updates, rows that it adds up for that) of a shard with a sparse all-gather; else (-1, 0)."""
     D, C = W.shards, W.state
     if not gathers_rows(C.sync[parameter]) or D.lowest[shard] < 0:
         return -1, 0
@@ -172,7 +173,7 @@ def _update_ns(W, device, shard, gathered, rows):  # type: ignore[no-untyped-def
 
 @compiled
 def _install(W, slot0):  # type: ignore[no-untyped-def]
-    """Edges by operator and tile."""
+    """Copy the edges from the scratch to the state, by operator and tile."""
     C, S = W.state, W.scratch
     base, edges = C.used[ARENA], S.count[EDGES]
     at = base
@@ -198,7 +199,7 @@ def _install(W, slot0):  # type: ignore[no-untyped-def]
             fill = C.arena[row + C.tiles[op]]
     if fill > len(C.arena):
         raise MemoryError(CROWDED)
-    for i in range(edges):  # a row's pointer is moved on while the row is filled, and put back
+    for i in range(edges):  # a row's pointer advances while the row is filled, and is put back afterwards
         row = C.sync_row[C.owner[S.e_src[i]]] + C.index[S.e_src[i]]
         C.arena[C.arena[row]] = S.e_dst[i]
         C.arena[row] += 1

@@ -6,7 +6,7 @@ from soap.simulator.compiled.jit import compiled, entry
 from soap.simulator.task_ids import CHUNKS, MICRO_BATCHES, OPERANDS, PHASES, PIECES, POSITIONS, STAGES, TILES, UNNUMBERED
 
 CROWDED = "the state is full"
-"""What compiled code raises when the state's arrays are too small."""
+"""Message of the MemoryError that compiled code raises when the state's arrays are too small."""
 
 FORWARD, BACKWARD, SYNC, UPDATE = range(4)
 """Phases, as in ``lowering``."""
@@ -14,14 +14,14 @@ FORWARD, BACKWARD, SYNC, UPDATE = range(4)
 
 @entry
 def task_key(phase: int, position: int, stage: int, a: int, b: int, c: int, chunk: int = 0) -> tuple[int, int]:
-    """A task's id as two numbers, in the order of the parts: see ``task_ids``. ValueError if one of them is too large."""
+    """A task's id as two numbers that order like the id's parts: see ``task_ids``. ValueError if a part is too large."""
     above = phase // PHASES | position // POSITIONS | stage // STAGES | a // TILES | b // OPERANDS | c // PIECES | chunk // CHUNKS
-    if above:  # limits are powers of two: what is negative stays so
+    if above:  # not 0 if some part is too large, or negative
         raise ValueError(UNNUMBERED)
     return ((phase * MICRO_BATCHES * POSITIONS + position) * STAGES + stage) * TILES + a, (b * PIECES + c) * CHUNKS + chunk
 
 
 @compiled
 def set_key(C, slot, key):  # type: ignore[no-untyped-def]
-    """What ``task_key`` has found is that of a slot."""
+    """Set a slot's key to what ``task_key`` has returned."""
     C.key[slot], C.subkey[slot] = key

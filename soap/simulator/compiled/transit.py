@@ -1,5 +1,5 @@
-"""Memory of what an operator leaves on devices and of how that reaches its readers (compiled): the operator's share of what
-``simulator.memory.transit`` and ``simulator.memory.peaks`` count. The scratch holds its delivery."""
+"""Memory of what an operator leaves on devices, and of bringing that to its readers (compiled): the operator's share of what
+``simulator.memory.transit`` and ``simulator.memory.peaks`` count. The scratch must hold the operator's delivery."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _volume(V, S, box):  # type: ignore[no-untyped-def]
 
 @compiled
 def add_fetches(G: GraphTables, S: Scratch, M: MemoryTables, op: int) -> None:
-    """As ``transit.fetched_bytes``."""
+    """Add the operator's share of ``transit.fetched_bytes``."""
     first = G.output_ptr[op]
     for fetch in range(S.count[FETCHES]):
         begin, end, device = S.f_piece[fetch], S.f_piece[fetch + 1], S.f_dev[fetch]
@@ -48,7 +48,7 @@ def add_fetches(G: GraphTables, S: Scratch, M: MemoryTables, op: int) -> None:
 
 @compiled
 def add_sent(W: World, M: MemoryTables, op: int) -> None:
-    """As ``transit.sent_bytes``, without sums."""
+    """Add the operator's share of ``transit.sent_bytes``, without sums."""
     G, V, S = W.graph, W.variants, W.scratch
     first = G.output_ptr[op]
     for carrier in range(S.count[CARRIERS]):
@@ -76,7 +76,7 @@ def add_sent(W: World, M: MemoryTables, op: int) -> None:
 
 @compiled
 def add_sums(W: World, M: MemoryTables, op: int) -> None:
-    """Partial results that are summed: what is left of them, what cells need besides, and the buffers."""
+    """Add sums of partial results: the sums or cells, what the reduce-scatters send, and the buffers that are summed."""
     G, V, S = W.graph, W.variants, W.scratch
     part = M.part
     for red in range(S.count[REDUCTIONS]):
@@ -99,12 +99,12 @@ def add_sums(W: World, M: MemoryTables, op: int) -> None:
 
 @compiled
 def add_holdings(W: World, M: MemoryTables, op: int) -> None:
-    """Gradients that wait between operators, as ``peaks._frontier_bytes``, and additions of two."""
+    """Add the gradients that wait between operators, as in ``peaks._frontier_bytes``, and additions of two gradients."""
     G, V, S = W.graph, W.variants, W.scratch
     width = len(G.backward) + 2
     if S.count[HOLDINGS] + S.count[REDUCTIONS] > len(S.work):
         raise MemoryError(FULL)
-    latest = S.work  # by holding: its last reader; then by reduction that leaves cells
+    latest = S.work  # for each holding its last reader; then the same for each reduction that leaves cells
     for i in range(S.count[HOLDINGS] + S.count[REDUCTIONS]):
         latest[i] = -1
     _add_regions(G, S, M, op, latest, width)
@@ -128,7 +128,7 @@ def add_holdings(W: World, M: MemoryTables, op: int) -> None:
 
 @compiled
 def _add_regions(G, S, M, op, latest, width):  # type: ignore[no-untyped-def]
-    """Gradients of the regions that are fetched, and of what comes for them from elsewhere; of each holding the last reader."""
+    """Add the gradients of fetched regions and of their remote pieces. Fill ``latest``: the last reader of each holding."""
     for fetch in range(S.count[FETCHES]):
         out = G.output_ptr[op] + S.f_out[fetch]
         if not G.output_gradient[out]:

@@ -1,4 +1,4 @@
-"""A simulation under way, and its outcome, for compiled code."""
+"""A trial: a simulation in progress, and then its outcome, for compiled code."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ IN_RUN = -1
 """``left`` of a task that is ready and waits in the run."""
 
 HEAP, CURSOR, WAITING, DELAY, TAKEN, MAKESPAN, RUN, HEAPED, SKIPPED = range(9)
-"""Places in ``Trial.size``: entries of the heap; the run's next place; tasks that wait in the run, and their delay; tasks taken; latest
-end; length of the run; how many tasks went through the heap; how many at the beginning were as in the earlier simulation."""
+"""Places in ``Trial.size``. ``HEAP``: entries of the heap. ``CURSOR``: the run's next place. ``WAITING``, ``DELAY``: tasks that wait in the
+run, and their common delay. ``TAKEN``: tasks taken. ``MAKESPAN``: latest end. ``RUN``: length of the run. ``HEAPED``: tasks that went
+through the heap. ``SKIPPED``: tasks at the beginning that were not played because they are as in the earlier simulation."""
 
 PER_DEVICE = 4
 """Clocks of each device: ``Trial.charged`` to ``Trial.slower``."""
 
 
 class Trial(NamedTuple):
-    """Per slot: ``left`` (predecessors that have not ended), ``ready``, ``start``, ``end`` in ns. ``order``: slots as they were taken;
-    ``place``: where a slot stands in it (valid once it has become a run). ``rest``: per device, ns at least of what it has still to do.
-    ``heap_``: the heap.
+    """By slot: ``left`` (predecessors that have not ended), ``ready``, ``start``, ``end`` in ns. ``order``: slots in the order in which
+    they were taken. ``place``: a slot's place in that order, valid after ``keep_order``. ``rest``: by device, least ns of what it still has
+    to do. ``heap_``: the heap.
 
-    ``clocks``: all that says how far resources and devices are, one array behind the other, so that they are copied at once. ``free``: when
-    each resource is free. Per device, ``charged``: the place in the order, from 1 on, of the
-    communication that it was last busy with; ``launched``: ns until what was taken has been launched; ``computed``: when its last tile
-    ended; ``slower``: for how many ns of the next ones it is slower, as it has waited."""
+    ``clocks``: all arrays that show how far resources and devices are, one after the other, so that they are copied at once. They are
+    ``free``: when each resource is free; and by device ``charged``: place in the order, from 1 on, of the last communication that was
+    charged to it; ``launched``: when the last pass that was taken is launched; ``computed``: when its last tile ended; ``slower``: for how
+    many ns of its next tiles it is slower, because it has waited.
+    """
 
     size: Longs
     left: Ints
@@ -54,7 +56,7 @@ def clock_count(resources: int, devices: int) -> int:
 
 
 def make_trial(slots: int, resources: int, devices: int) -> Trial:
-    """Room for so many slots and resources."""
+    """Room for this many slots, resources and devices."""
     longs, ints = (lambda n: np.zeros(n, np.int64)), (lambda n: np.zeros(n, np.int32))
     clocks = longs(clock_count(resources, devices))
     ends = np.cumsum([resources, *(devices for _ in range(PER_DEVICE))])

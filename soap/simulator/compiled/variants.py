@@ -1,7 +1,7 @@
-"""Variants: an operator cut by certain degrees. Which region of each operand each of its tiles touches, and how long it takes.
+"""Variants: an operator cut by certain degrees. A variant knows which region of each operand each tile touches, and how long a tile takes.
 
-A variant knows no devices. Operators that differ in nothing but names (repeated layers) share their variants. Regions are numbered, so
-that equal numbers are equal regions; an empty region is -1.
+A variant knows no devices. Operators that differ only in names (repeated layers) share their variants. Regions are numbered; equal numbers
+mean equal regions, and -1 is an empty region.
 """
 
 from __future__ import annotations
@@ -26,21 +26,23 @@ from soap.simulator.costs import CostModel, launch_ns
 
 CELLS, READS, OUTPUTS, COSTS, GROUPS, GROUP_OF, GROUP_FIRST, GROUP_BOXES, GRIDS, GEOMETRIES, LOOKUPS = range(11)
 ROW_COSTS = 11
-"""Columns of ``VariantTables.rows``: number of tiles (of one replica); where in ``data`` its regions stand (READS: [activation input,
-tile], OUTPUTS: [output, tile]); where in ``costs`` [device type, forward or backward, tile]; number of groups of partial results (0:
-none), where each tile's group, each group's first tile, and [output, group] regions stand; where the pointers to the outputs' grids, and
-the numbers of the geometries into which it alone would cut its parameters stand; where [parameter, tile] the weighed numbers of rows
-that are looked up stand (-1: it looks up none); ``ROW_COSTS``: as COSTS, if its tiles are on rows (the same place if it looks up none)."""
+"""Columns of ``VariantTables.rows``. Except for CELLS and GROUPS they say where values begin, in ``data`` unless stated otherwise.
+
+CELLS: number of tiles of one replica. READS: regions, [activation input, tile]. OUTPUTS: regions, [output, tile]. COSTS: in ``costs``,
+[device type, forward or backward, tile]. GROUPS: number of groups of partial results, 0 if none. GROUP_OF: each tile's group. GROUP_FIRST:
+each group's first tile. GROUP_BOXES: regions, [output, group]. GRIDS: pointers to the outputs' grids. GEOMETRIES: the geometries into which
+the operator alone would cut its parameters. LOOKUPS: weighed numbers of rows that are looked up, [parameter, tile]; -1 if none are.
+ROW_COSTS: as COSTS, for tiles that are sparse lookups; equal to COSTS if no rows are looked up."""
 COLUMNS = 12
 
 
 class VariantTables(NamedTuple):
-    """``rows``: one per variant. ``launches``: what launching takes, as ``costs``. ``box_ptr``: where in ``bounds`` a region's (start,
-    stop) per dimension begin; ``box_volume``: elements.
+    """``rows``: one per variant. ``costs``: ns of tiles. ``launches``: ns of launching them, in the same places. ``box_ptr``: where a
+    region's (start, stop) per dimension begin in ``bounds``. ``box_volume``: a region's elements.
 
-    A *grid* is how the distinct regions of one output (of tiles, or of sums) lie: rank, whether they are disjoint, their number, for each
-    dimension the number of its intervals and where they stand, then where the map (position per dimension -> region, -1 if none), the
-    pointers to who holds a region, the holders (tiles or groups of one replica), and the regions' numbers stand.
+    A *grid* describes the distinct regions of one output (of tiles, or of sums): rank; whether they are disjoint; their number; for each
+    dimension the number of intervals and where these begin; then where the following begin: the map (position per dimension -> region, -1
+    if none), the pointers to each region's holders, the holders (tiles or groups of one replica), and the regions' numbers.
     """
 
     rows: Longs
@@ -82,19 +84,19 @@ class Variants:
         return found
 
     def durations(self, position: int, degrees: tuple[int, ...], *, on_rows: bool = False) -> Longs:
-        """Nanoseconds of the tiles, [device type, forward or backward, tile], without making a variant."""
+        """Nanoseconds of the tiles, [device type, forward or backward, tile]. Makes no variant."""
         return self._durations(position, *self.cut(position, degrees), on_rows=on_rows)[0]
 
     def position(self, number: int) -> int:
-        """An operator that a variant is of."""
+        """The position of an operator that has this variant."""
         return self._positions[number]
 
     def class_of(self, position: int) -> int:
-        """The first operator that differs from the one at ``position`` in nothing but names."""
+        """The first operator that differs from the one at ``position`` only in names."""
         return self._class_of[position]
 
     def arrays(self) -> VariantTables:
-        """All of them as arrays."""
+        """All variants as arrays."""
         return VariantTables(
             rows=self._rows.array().reshape(-1, COLUMNS),
             data=self._data.array(),
@@ -135,7 +137,7 @@ class Variants:
         return row
 
     def _lookups(self, position: int, cells: np.ndarray, regions: dict[Operand, np.ndarray]) -> int:
-        """Where the numbers of rows that tiles look up stand."""
+        """Store the numbers of rows that tiles look up; returns where they begin, -1 if no operand is sparse."""
         op, sparse = self.graph.operators[position], self.graph.sparse
         names = self._trainable(op)
         if not any(name in sparse for name in names):
@@ -145,14 +147,14 @@ class Variants:
         return self._data.add([count(name, tile) for name in names for tile in tiles])
 
     def cut(self, position: int, degrees: tuple[int, ...]) -> tuple[np.ndarray, dict[Operand, np.ndarray]]:
-        """The tiles' intervals, [tile, factor, start or stop], and the regions of each operand."""
+        """(the tiles' intervals, [tile, factor, start or stop]; operand -> its regions, [tile, dimension, start or stop])."""
         op = self.graph.operators[position]
         pieces = [balanced(factor.size, degree) for factor, degree in zip(op.factors, degrees, strict=True)]
         cells = np.array(list(product(*pieces)), np.int64).reshape(prod(degrees), len(pieces), 2)
         return cells, {o: self._regions(o, cells) for o in {*op.inputs, *op.parameters, *op.outputs}}
 
     def tie(self, key: tuple[int, ...]) -> None:
-        """Make the geometry of a parameter that several operators use; ``key``: its number, then its users' cuts."""
+        """Make the geometry of a parameter that several operators use. ``key``: the parameter's number, then its users' cuts."""
         name = self.graph.parameters[key[0]].name
         self.geometries.tie(key, name, sorted({position for position, _ in self.graph.parameter_users[name]}))
 
@@ -165,7 +167,7 @@ class Variants:
         return [(0, tile, _as_box(box)) for o in own for tile, box in enumerate(self._regions(o, cells))]
 
     def _regions(self, operand: Operand, cells: np.ndarray) -> np.ndarray:
-        """[tile, dimension, start or stop], as ``Operand.box``."""
+        """An operand's regions, [tile, dimension, start or stop]: ``Operand.box`` for each tile."""
         shape = self.graph.tensors[operand.tensor].shape
         found = np.zeros((len(cells), len(shape), 2), np.int64)
         for i, (dim, size) in enumerate(zip(operand.dims, shape, strict=True)):
@@ -178,7 +180,7 @@ class Variants:
         return found
 
     def _number_boxes(self, regions: np.ndarray) -> Ints:
-        """[tile]: number of its region."""
+        """[tile]: the number of its region."""
         flat = regions.reshape(len(regions), -1)
         distinct, place = np.unique(flat, axis=0, return_inverse=True) if flat.shape[1] else (flat[:1], np.zeros(len(flat), np.int64))
         known = np.array([self._box(tuple(zip(row[::2], row[1::2], strict=True))) for row in distinct.tolist()], np.int32)
@@ -196,7 +198,7 @@ class Variants:
         return found
 
     def _add_costs(self, position: int, cells: np.ndarray, regions: dict[Operand, np.ndarray], *, on_rows: bool) -> int:
-        """Write down how long tiles and their launches take; where both stand."""
+        """Store how long tiles and their launches take; returns where both begin."""
         durations, launches = self._durations(position, cells, regions, on_rows=on_rows)
         self._launches.add(launches)
         return self._costs.add(durations)
@@ -204,8 +206,8 @@ class Variants:
     def _durations(
         self, position: int, cells: np.ndarray, regions: dict[Operand, np.ndarray], *, on_rows: bool
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Of the tiles and of launching them, [device type, forward or backward, tile]. Tiles whose regions have the same shapes take the
-        same time."""
+        """Nanoseconds of (the tiles, launching them), each [device type, forward or backward, tile]. Tiles whose regions have equal shapes
+        take equal times, so the cost model is asked once for them."""
         op = self.graph.operators[position]
         parts = [cells, *(regions[o] for o in (*op.inputs, *op.parameters, *op.outputs))]
         shapes = np.concatenate([np.diff(part, axis=2).reshape(len(cells), -1) for part in parts], axis=1)
@@ -218,7 +220,7 @@ class Variants:
         return table[:, :, place.ravel()], launches[:, :, place.ravel()]
 
     def _grid(self, boxes: Ints, holders: np.ndarray) -> int:
-        """Write down how the distinct regions lie; where that stands."""
+        """Store the grid of an output's distinct regions; returns where it begins."""
         distinct = np.unique(boxes[boxes >= 0])
         known = [self._known[b] for b in distinct]
         rank = len(known[0]) if known else 0
@@ -241,7 +243,7 @@ class Variants:
 
 
 def _groups(op: Operator, degrees: tuple[int, ...], cells: np.ndarray) -> Ints | None:
-    """[tile]: number of the group whose partial results it adds to, in the order of first tiles; None if nothing is summed."""
+    """[tile]: the group whose sum its partial results belong to, numbered in the order of first tiles; None if nothing is summed."""
     if all(degrees[i] == 1 for i in op.summed):
         return None
     kept = [degree if i not in op.summed else 1 for i, degree in enumerate(degrees)]
@@ -262,7 +264,7 @@ def _as_box(table: np.ndarray) -> Box:
 
 
 def _likeness(graph: OperatorGraph, op: Operator, numbers: Mapping[str, int]) -> Hashable:
-    """Equal for operators that differ in nothing but names."""
+    """A value that is equal for operators that differ only in names."""
     operands = [
         [(o.dims, t.shape, t.dtype, t.itemsize, t.kind, t.requires_grad) for o in own for t in (graph.tensors[o.tensor],)]
         for own in (op.inputs, op.parameters, op.outputs)

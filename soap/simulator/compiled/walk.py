@@ -1,8 +1,8 @@
-"""A Metropolis walk over given configurations, in one compiled loop: propose, simulate, accept or take back.
+"""A Metropolis walk over given configurations, in one compiled loop: propose, simulate, accept or undo.
 
-Proposals are uniform over (operator, configuration), and so symmetric. The uniform number that decides is drawn before the simulation:
-with current cost c it turns min(1, exp(-beta * (new - c))) into the bound "new <= c - ln(u) / beta", which the simulation may use to give
-up early. The decision is the same either way.
+Proposals are uniform over (operator, configuration), so they are symmetric. The uniform number u that decides is drawn before the
+simulation: with current cost c it turns min(1, exp(-beta * (new - c))) into the bound "new <= c - ln(u) / beta", at which the simulation
+may stop early. The decision is the same either way.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from soap.simulator.compiled.world import World
 
 STEP, RANDOM, SWAPPED, COST, ACCEPTED, BEST, PLAYED, QUEUED, WITHOUT_PLAY, UNCHANGED, LOG = range(11)
 """Places in ``Choices.walk``: steps done; the generator's state; whether the two trials have changed places; current cost; accepted
-proposals; best cost; tasks played; tasks that went through a heap; proposals refused before anything was played; proposals of what is
-there already;
-how many steps are logged (cost after each, in ``Choices.log``)."""
+proposals; best cost; tasks played; tasks that went through a heap; proposals refused before anything was played; proposals of the current
+configuration; how many steps are logged (cost after each, in ``Choices.log``)."""
 
 
 class Choices(NamedTuple):
-    """Operators that may change (``operator``), their configurations (``ptr``, then ``variant``, ``dev_ptr`` and ``dev``; one replica)."""
+    """The operators that may change (``operator``), and their configurations (from ``ptr`` on: ``variant``, ``dev_ptr`` and ``dev``; one
+    replica). ``walk``: counters; ``log``: costs."""
 
     walk: Longs
     log: Longs
@@ -41,7 +41,8 @@ class Choices(NamedTuple):
 
 @entry
 def walk_on(W: World, A: Trial, B: Trial, E: Edit, choices: Choices, steps: int, beta: float, bounded: bool) -> None:
-    """Go on until ``steps`` steps are done. What is lacking raises, with all as it was before the step (after ``take_back``)."""
+    """Continue until ``steps`` steps are done. If a table or room is missing, it raises; ``take_back`` then restores the state before the
+    step."""
     C = W.state
     walk = choices.walk
     while walk[STEP] < steps:
@@ -80,7 +81,7 @@ def walk_on(W: World, A: Trial, B: Trial, E: Edit, choices: Choices, steps: int,
 
 @compiled
 def _set(E, op, variant, devices):  # type: ignore[no-untyped-def]
-    """An edit of one operator."""
+    """Make ``E`` an edit of one operator."""
     E.count[OPERATORS], E.count[PARAMETERS] = 1, 0
     E.operator[0], E.variant[0], E.replicas[0], E.dev_ptr[1] = op, variant, 1, len(devices)
     copy(E.dev, 0, devices, 0, len(devices))

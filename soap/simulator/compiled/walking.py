@@ -1,4 +1,4 @@
-"""The Python side of a walk: what may be chosen, and what came of it."""
+"""The Python side of a walk: its choices and its outcome."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from soap.strategy.config import OpConfig
 
 
 class Walk:
-    """Counts of a walk. ``proposals``: steps that proposed something else than what was there; ``played_tasks``: tasks simulated for
-    them."""
+    """The outcome of a walk. ``proposals``: steps that proposed another configuration than the current one. ``played_tasks``: tasks that
+    were simulated for them."""
 
     def __init__(self, choices: Choices) -> None:
         walk = choices.walk
@@ -26,14 +26,14 @@ class Walk:
 
 
 def make_choices(graph: OperatorGraph, variants: Variants, choices: Mapping[str, Sequence[OpConfig]], log: int) -> Choices:
-    """As arrays. ValueError if a configuration has replicas."""
+    """The choices of a walk as arrays. ValueError if a configuration has replicas."""
     walk = np.zeros(16, np.int64)
     walk[LOG] = log
     ptr, numbers, dev_ptr, dev = [0], list[int](), [0], list[int]()
     for position, op in enumerate(graph.operators):
         for config in choices.get(op.name, ()):
             if config.replicas != 1:
-                raise ValueError(f"operator {op.name!r}: {config.replicas} replicas; a walk chooses among configurations without")
+                raise ValueError(f"operator {op.name!r}: {config.replicas} replicas; expected 1: a walk takes no replicas")
             numbers.append(variants.number(position, config.degrees))
             dev += config.devices
             dev_ptr.append(len(dev))

@@ -1,4 +1,4 @@
-"""All that compiled functions read and write beside the simulations that they compare, as one structure."""
+"""Everything that compiled functions read and write, apart from trials, as one structure."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 class World(NamedTuple):
-    """What is simulated (``graph`` on ``cluster``), what grows as it is asked for (``variants``, ``groups``, ``shards``), the strategy that
-    is held (``state``), how it was before the last change (``undo``), snapshots of its simulation (``history``), and working memory
-    (``scratch``). Trials are not in it: they change places when a proposal is accepted.
+    """What is simulated (``graph`` on ``cluster``), tables that grow on demand (``variants``, ``groups``, ``shards``), the held strategy
+    (``state``), what its last change has overwritten (``undo``), snapshots of its simulation (``history``), and working memory
+    (``scratch``). Trials are not in it, because they change places when a proposal is accepted.
 
     Compiled functions that need three of these or more take a world, and read from it what they use, each under one letter:
     ``G, V, K, R, D = W.graph, W.variants, W.cluster, W.groups, W.shards``; ``C, S, U, H = W.state, W.scratch, W.undo, W.history``.

@@ -1,1 +1,1 @@
-"""How compiled code synchronizes parameters: a file for each method that has tasks of its own, and what they share."""
+"""Synchronization of parameters in compiled code: a file for each method that has tasks of its own, and what they share."""

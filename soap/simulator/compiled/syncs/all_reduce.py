@@ -14,7 +14,7 @@ from soap.simulator.compiled.task_keys import CROWDED, SYNC, task_key
 
 @compiled
 def join_bucket(W, parameter, shard, opened, slot0):  # type: ignore[no-untyped-def]
-    """A shard, whose members are known, joins the open bucket of its devices, method and dtype."""
+    """Put a shard into the open bucket of its devices, method and dtype. Call it after ``find_members``."""
     G, R, D, C, S = W.graph, W.groups, W.shards, W.state, W.scratch
     group = find_list(R.sets, S.members[1 : 1 + S.members[0]])
     place = (group * G.bucket_kinds[1] + method_of(C.sync[parameter])) * G.bucket_kinds[0] + G.parameter_dtype[parameter]
@@ -41,7 +41,7 @@ def join_bucket(W, parameter, shard, opened, slot0):  # type: ignore[no-untyped-
 
 @compiled
 def finish_bucket(W, bucket, slot):  # type: ignore[no-untyped-def]
-    """The task of a bucket in which nothing is missing."""
+    """Write the task of a complete bucket into its slot."""
     K, R, C, S = W.cluster, W.groups, W.state, W.scratch
     if slot + 1 > len(C.key):
         raise MemoryError(CROWDED)

@@ -1,4 +1,4 @@
-"""What comes before the forward pass: telling owners which rows are looked up, and their pulls (compiled). See ``plan.syncs.asking``."""
+"""Synchronization before the forward pass: the request for rows, and the pulls of rows (compiled). See ``plan.syncs.asking``."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from soap.simulator.compiled.world import World
 
 @compiled
 def make_pulls(W: World) -> None:
-    """Make the tasks anew that bring rows of sparse parameters, and the one before them that asks for rows. What waits for them is not
-    counted: ``count_pulls``."""
+    """Make anew the pulls of rows of sparse parameters, and the request for rows before them. Call ``count_pulls`` to count what waits for
+    them."""
     G, D, C, S = W.graph, W.shards, W.state, W.scratch
     C.pull_slot[0], C.used[PULLS] = C.used[SLOTS], 0
     for parameter in range(len(G.parameter_dtype)):
@@ -42,11 +42,11 @@ def is_asked_for(G, C, parameter):  # type: ignore[no-untyped-def]
 
 @compiled
 def _ask(W):  # type: ignore[no-untyped-def]
-    """The task of ``serving.asking``, behind the pulls, which wait for it."""
+    """Add the request for rows (``plan.syncs.asking``), in the slot after the pulls, which wait for it."""
     G, K, D, C, S = W.graph, W.cluster, W.shards, W.state, W.scratch
     begin_exchange(S)
     duration = moved = 0
-    for within in (True, False):  # those who speak for them, then those who keep rows
+    for within in (True, False):  # members tell their leaders, then leaders tell the owners
         stamp = begin_joining(S)
         for parameter in range(len(G.parameter_dtype)):
             code = C.sync[parameter]
@@ -74,7 +74,7 @@ def _ask(W):  # type: ignore[no-untyped-def]
 
 @compiled
 def _join_asked(W, parameter, shard, number, stamp, within):  # type: ignore[no-untyped-def]
-    """Who tells whom, for one shard. ``within``: those for whom others speak."""
+    """Add the flows of the request for one shard. ``within``: from members to their leaders, else from leaders to owners."""
     K, C, S = W.cluster, W.state, W.scratch
     devices, code = len(K.device_type), C.sync[parameter]
     if not has_server(code):
@@ -96,7 +96,7 @@ def _join_asked(W, parameter, shard, number, stamp, within):  # type: ignore[no-
 
 @compiled
 def count_pulls(C: State, sign: int) -> None:
-    """Add (1) or take away (-1) what waits for pulled rows."""
+    """Count (1) or stop counting (-1) the edges from pulls, and from the request, in what their targets wait for."""
     for slot in range(C.pull_slot[0], C.pull_slot[0] + C.used[PULLS]):
         row = C.index[slot]
         for i in range(C.arena[row], C.arena[row + 1]):

@@ -1,4 +1,4 @@
-"""Which method synchronizes a shard (compiled): the one place that leads from a parameter's code to the method's own tasks."""
+"""Which method synchronizes a shard (compiled): the only place that goes from a parameter's code to the method's own tasks."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from soap.simulator.compiled.world import World
 
 @compiled
 def owned_by_servers(W: World, parameter: int) -> bool:
-    """Whether servers keep a shard that gets a gradient, after ``find_members``. What one device reads needs none, unless by rows."""
+    """Whether servers own a shard that gets a gradient. A dense shard with a single reader needs no server. Call it after
+    ``find_members``."""
     G, C, S = W.graph, W.state, W.scratch
     return has_server(C.sync[parameter]) and (S.members[0] > 1 or is_sparse(G, parameter))
 
 
 @compiled
 def add_owners_tasks(W: World, slot0: int) -> None:
-    """Add the tasks of all regions on servers, and of all gathered shards, behind the ``count[TASKS]`` that stand from ``slot0`` on, in the
-    order of the parameters, whose geometries are known."""
+    """Add the tasks of all regions on servers, and all sparse all-gathers, in the order of the parameters, after the ``count[TASKS]`` tasks
+    from ``slot0`` on. Needs the parameters' geometries."""
     G, D, C, S = W.graph, W.shards, W.state, W.scratch
     fill(S.taken, 0, len(S.taken), 0)
     for parameter in range(len(G.parameter_dtype)):

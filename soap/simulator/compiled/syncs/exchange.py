@@ -1,4 +1,4 @@
-"""Tasks of synchronizations: what they hold and what waits for them (compiled)."""
+"""Building blocks for tasks of synchronizations: what they hold, and what waits for them (compiled)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from soap.simulator.compiled.task_keys import CROWDED, set_key
 
 @compiled
 def begin_exchange(S):  # type: ignore[no-untyped-def]
-    """Before the rounds of an exchange: it holds nothing yet."""
+    """Begin an exchange, which holds nothing yet. Call it before the exchange's rounds."""
     begin_links(S)
     S.count[RESOURCES] = 0
 
 
 @compiled
 def add_exchange(W, slot, key, duration, moved):  # type: ignore[no-untyped-def]
-    """A collective, whose links are ``res``."""
+    """Write a collective whose links are in ``res`` into a slot."""
     K, C, S = W.cluster, W.state, W.scratch
     at, count = C.used[ARENA], S.count[RESOURCES]
     if at + count > len(C.arena) or slot + 1 > len(C.key):
@@ -33,7 +33,7 @@ def add_exchange(W, slot, key, duration, moved):  # type: ignore[no-untyped-def]
 
 @compiled
 def wait_for_tiles(C, S, first, last):  # type: ignore[no-untyped-def]
-    """What waits for the backward passes of the shard's uses."""
+    """Let the slots ``first`` to ``last`` - 1 wait for the backward passes of the shard's uses."""
     for i in range(S.count[USES]):
         if C.alive[S.use_slot[i]]:
             for slot in range(first, last):
@@ -42,7 +42,7 @@ def wait_for_tiles(C, S, first, last):  # type: ignore[no-untyped-def]
 
 @compiled
 def add_sync_edge(S: Scratch, source: int, target: int) -> None:
-    """The task in slot ``target`` waits for the backward pass of a tile."""
+    """Let the task in slot ``target`` wait for a tile's backward pass, in slot ``source``."""
     n = S.count[EDGES]
     if n + 1 > len(S.e_src):
         raise MemoryError(FULL)
@@ -52,7 +52,7 @@ def add_sync_edge(S: Scratch, source: int, target: int) -> None:
 
 @compiled
 def new_row(C, count):  # type: ignore[no-untyped-def]
-    """A row of the arena for so many slots that wait for a task; they are to be written behind its two pointers."""
+    """Make a row of the arena for ``count`` slots that wait for a task. The caller writes them after the row's two pointers."""
     row = C.used[ARENA]
     if row + 2 + count > len(C.arena):
         raise MemoryError(CROWDED)
@@ -63,7 +63,7 @@ def new_row(C, count):  # type: ignore[no-untyped-def]
 
 @compiled
 def add_before(W, key, duration, moved, owner, row):  # type: ignore[no-untyped-def]
-    """A task before the forward pass; its slot."""
+    """Add a task before the forward pass; returns its slot."""
     C = W.state
     slot = C.used[SLOTS]
     add_exchange(W, slot, key, duration, moved)
@@ -75,5 +75,5 @@ def add_before(W, key, duration, moved, owner, row):  # type: ignore[no-untyped-
 
 @compiled
 def round_of_flows(K, S, reduced):  # type: ignore[no-untyped-def]
-    """(duration, bytes) of the flows that were joined; zeros if there are none."""
+    """(duration in ns, bytes) of a round of the flows that were joined; zeros if there are none."""
     return (round_ns(K, S, reduced), total_flow(S)) if S.count[FLOWS] > 0 else (0, 0)

@@ -1,4 +1,7 @@
-"""Who reads which shard of a parameter at present, and through which tiles (compiled). The counterpart of ``planning._make_cells``."""
+"""Who reads which shard of a parameter under the current strategy, and through which tiles (compiled).
+
+The counterpart of ``planning._make_cells``.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from soap.simulator.compiled.world import World
 
 @compiled
 def find_geometries(W: World) -> None:
-    """``geometry``: how each parameter that is trained is cut at present."""
+    """Fill ``geometry``: how each trained parameter is cut under the current strategy."""
     G, S = W.graph, W.scratch
     if len(G.parameter_dtype) > len(S.geometry):
         raise MemoryError(FULL)
@@ -23,15 +26,15 @@ def find_geometries(W: World) -> None:
 
 @compiled
 def find_geometry(W: World, parameter: int) -> None:
-    """The same for one of them."""
+    """``find_geometries`` for one parameter."""
     G, D, S = W.graph, W.shards, W.scratch
     first, last = G.user_ptr[parameter], G.user_ptr[parameter + 1]
     if last == first or G.user_place[first] < 0:
-        return  # nobody's, or frozen
+        return  # it has no users, or is frozen
     if last - first == 1:
         S.geometry[parameter] = _own_geometry(W, first)
         return
-    key = D.tied.missing[1 : 2 + last - first]  # where it is to stand if it is missing
+    key = D.tied.missing[1 : 2 + last - first]  # built in place: ``find_list`` leaves it there if it is missing
     key[0] = parameter
     for use in range(first, last):
         key[1 + use - first] = D.cut[_own_geometry(W, use)]
@@ -40,7 +43,7 @@ def find_geometry(W: World, parameter: int) -> None:
 
 @compiled
 def _own_geometry(W, use):  # type: ignore[no-untyped-def]
-    """How an operator cuts a parameter; ``use``: place in ``GraphTables.user``."""
+    """The geometry by which an operator alone would cut a parameter. ``use``: place in ``GraphTables.user``."""
     G, V, C = W.graph, W.variants, W.state
     return V.data[V.rows[C.variant[G.user[use]], GEOMETRIES] + G.user_place[use]]
 
@@ -56,11 +59,11 @@ def first_user_with_gradient(D: ShardTables, geometry: int) -> int:
 
 @compiled
 def find_members(W: World, parameter: int, shard: int) -> None:
-    """``use_slot`` (backward), ``use_device``, ``use_lookups``, ``use_block``: the tiles that use a shard, replicas one after the other.
-    ``members``: number of its readers, then these devices, ascending."""
+    """Fill ``use_slot`` (of the backward pass), ``use_device``, ``use_lookups``, ``use_block``: the tiles that use a shard, replicas of a
+    tile one after the other. Fill ``members``: the number of readers, then these devices, ascending."""
     D, S = W.shards, W.scratch
     first = D.ptr[S.geometry[parameter]]
-    unread = D.use_ptr[shard] == D.use_ptr[shard + 1]  # is kept by the first device of the first shard
+    unread = D.use_ptr[shard] == D.use_ptr[shard + 1]  # a shard that no tile reads is on the first device of the first shard
     _gather_uses(W, parameter, first if unread else shard)
     S.count[STAMP] += 1
     n = 0
@@ -92,7 +95,7 @@ def _gather_uses(W, parameter, shard):  # type: ignore[no-untyped-def]
 
 @compiled
 def _add_use(W, use, first):  # type: ignore[no-untyped-def]
-    """The tile ``first`` of all replicas of an operator; ``use``: place in ``GraphTables.user``."""
+    """Add the tile ``first`` of every replica of an operator. ``use``: place in ``GraphTables.user``."""
     G, V, C, S = W.graph, W.variants, W.state, W.scratch
     op = G.user[use]
     lookups = V.rows[C.variant[op], LOOKUPS]
@@ -110,6 +113,6 @@ def _add_use(W, use, first):  # type: ignore[no-untyped-def]
 
 @compiled
 def is_trained(G, parameter):  # type: ignore[no-untyped-def]
-    """Whether an operator uses a parameter that is not frozen."""
+    """Whether some operator uses the parameter, and it is not frozen."""
     first = G.user_ptr[parameter]
     return first < G.user_ptr[parameter + 1] and G.user_place[first] >= 0

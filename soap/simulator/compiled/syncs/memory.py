@@ -1,4 +1,7 @@
-"""Bounds of what a parameter that is not all-reduced takes beside what its users hold of it (compiled): ``simulator.memory.parameters``."""
+"""Bounds of the memory that synchronization takes for a parameter, beside what its users hold of it (compiled).
+
+The counterpart of ``simulator.memory.parameters``. All-reduces without another wire format take nothing here.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +28,16 @@ from soap.simulator.compiled.world import World
 
 @compiled
 def cut_of(C, M, user):  # type: ignore[no-untyped-def]
-    """Into which regions a user cuts its parameter, as a number."""
+    """The number of the set of regions into which a user cuts its parameter."""
     return M.cut[M.cut_ptr[C.variant[M.user[user]]] + M.user_operand[user]]
 
 
 @compiled
 def add_synchronized(W: World, M: MemoryTables, parameter: int, code: int, disjoint: bool) -> None:
-    """All of it is in doubt. ``disjoint``: regions that users need are equal or apart."""
+    """Add a parameter's copies and buffers to the upper bound; the lower bound leaves all of it out.
+
+    ``disjoint``: the regions that users need are equal or disjoint.
+    """
     G, V, K, C = W.graph, W.variants, W.cluster, W.state
     devices, sparse = len(C.busy), is_sparse(G, parameter)
     fill(M.total, 0, devices, 0)
@@ -59,7 +65,7 @@ def add_synchronized(W: World, M: MemoryTables, parameter: int, code: int, disjo
             for other in range(devices):
                 if K.host_device[other] == K.host_device[device]:
                     together += M.total[other] + 2 * M.looked_up[other] * INDEX_BYTES
-        # the rows, their gradient, what the optimizer's call may take; gradients of several tiles; and copies
+        # held: the rows, their gradient, and what the optimizer's call may take; sent: copies; collected: gradients of several tiles
         _add(M, device, 3 * own if sparse else 0, COPIES * (own + together) + own_indices)
         M.part[COLLECTED, device] += own
         M.part[COLLECTED_DOUBTFUL, device] += own
@@ -77,7 +83,7 @@ def _add(M, device, held, sent):  # type: ignore[no-untyped-def]
 
 @compiled
 def _pieces(V, C, M, parameter, cut):  # type: ignore[no-untyped-def]
-    """How many parts a region of such a cut may consist of at most, as other users of the parameter cut it in other ways."""
+    """The most parts that a region of this cut may consist of, because other users of the parameter cut it in other ways."""
     pieces = 1
     for i in range(M.user_ptr[parameter], M.user_ptr[parameter + 1]):
         other = cut_of(C, M, i)
@@ -91,8 +97,8 @@ def _pieces(V, C, M, parameter, cut):  # type: ignore[no-untyped-def]
 
 @compiled
 def _add_user(V, C, M, parameter, op, operand, by_rows, pieces):  # type: ignore[no-untyped-def]
-    """``total``, ``looked_up``: by device bytes of the parameter that tiles have, tile by tile, and how many rows they look up, which each
-    piece of a region is asked for."""
+    """Add a user to ``total`` and ``looked_up``: by device, bytes of the parameter that its tiles have, and rows that they look up, once
+    for each piece of a region."""
     row = C.variant[op]
     cells = V.rows[row, CELLS]
     for tile in range(C.tiles[op]):
@@ -108,7 +114,7 @@ def _add_user(V, C, M, parameter, op, operand, by_rows, pieces):  # type: ignore
 
 @compiled
 def _add_servers(K, M, parameter, code, regions, disjoint, values, indices):  # type: ignore[no-untyped-def]
-    """Partitions that CPUs keep: of each of at most so many regions, each server has at most so many parts of so many rows."""
+    """Add the partitions that servers on CPUs own: of each of at most ``regions`` regions, a server has at most ``parts`` partitions."""
     count, servers, whole = partitions_of(code), len(K.server), M.elements[parameter] * M.itemsize[parameter]
     parts = (count + servers - 1) // servers
     kept = min(whole, whole * parts // count + 1 + parts * regions * M.row_bytes[parameter]) if disjoint else whole
@@ -116,7 +122,7 @@ def _add_servers(K, M, parameter, code, regions, disjoint, values, indices):  # 
         server = K.server[i]
         if K.serves_itself[server]:
             received = parts * regions * (COPIES * values + indices + COUNT_BYTES)
-            if not disjoint:  # all parts of all readers, and indices of their rows, of which there are not more than elements
+            if not disjoint:  # everything from all readers, with indices of their rows: there are no more rows than elements
                 received = len(M.total) * (COPIES * whole + 2 * INDEX_BYTES * M.elements[parameter]) + COUNT_BYTES * M.elements[parameter]
             updating = 3 if M.fixed[1] > 1 else 1
             _add(M, server, (2 + M.fixed[1] + updating) * kept, received)

@@ -1,4 +1,4 @@
-"""Pushes, updates and pulls of what servers keep (compiled). The counterpart of ``plan.syncs.parameter_server`` and ``row_server``."""
+"""Pushes, updates and pulls of what servers own (compiled). The counterpart of ``plan.syncs.parameter_server`` and ``row_server``."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from soap.simulator.compiled.task_keys import CROWDED, SYNC, set_key, task_key
 
 @compiled
 def serve_region(W, parameter, shard, number, slot0):  # type: ignore[no-untyped-def]
-    """The tasks of one region: its push, the updates of its partitions, and the pull of a dense parameter."""
+    """Add the tasks of one region: its push, the updates of its partitions, and the pull if the parameter is dense."""
     G, K, C, S = W.graph, W.cluster, W.state, W.scratch
     count, sparse = prepare(W, parameter, shard, number, C.sync[parameter]), is_sparse(G, parameter)
     first = slot0 + S.count[TASKS]
-    base = C.used[ARENA]  # rows of the push, the updates and the pull; the updates, the pull, the updates' cores
+    base = C.used[ARENA]  # first the rows of the push, the updates and the pull; then slots of updates and pull; then the updates' cores
     updates, pulls, cores = base + 6, base + 6 + count, base + 7 + count
     if first + count + 3 > len(C.key) or cores + count > len(C.arena):
         raise MemoryError(CROWDED)
@@ -62,7 +62,7 @@ def serve_region(W, parameter, shard, number, slot0):  # type: ignore[no-untyped
 
 @compiled
 def _serve_ns(W, parameter, shard, part):  # type: ignore[no-untyped-def]
-    """``servers.serve_ns``."""
+    """Duration in ns of a server's work on one partition: adding up gradients, then the update."""
     G, K, D, S = W.graph, W.cluster, W.shards, W.scratch
     server = S.p_server[part]
     changed, host = updated_bytes(W, parameter, shard, part), K.core_host[server]
@@ -77,7 +77,7 @@ def _serve_ns(W, parameter, shard, part):  # type: ignore[no-untyped-def]
 
 @compiled
 def pull_region(W, parameter, shard, number):  # type: ignore[no-untyped-def]
-    """The task that brings the rows of a region before the forward pass."""
+    """Add the task that pulls the rows of a region before the forward pass, if anything travels."""
     C, S = W.state, W.scratch
     count = prepare(W, parameter, shard, number, C.sync[parameter])
     begin_exchange(S)
@@ -85,6 +85,6 @@ def pull_region(W, parameter, shard, number):  # type: ignore[no-untyped-def]
     if duration == 0:
         return
     row = new_row(C, S.count[USES])
-    for i in range(S.count[USES]):  # forward passes stand before backward passes
+    for i in range(S.count[USES]):  # a tile's forward pass is ``tiles`` slots before its backward pass
         C.arena[row + 2 + i] = S.use_slot[i] - C.tiles[C.owner[S.use_slot[i]]]
     add_before(W, task_key(SYNC, parameter, PULL, number, 0, 0), duration, moved, C.owner[S.use_slot[0]], row)

@@ -1,7 +1,7 @@
-"""What keeping parameters on servers, or gathering rows of gradients, moves (compiled). The counterpart of ``plan.serving``.
+"""How much travels between readers and servers (compiled). The counterpart of ``plan.syncs.amounts`` and ``plan.syncs.parameter_server``.
 
-Of one shard at a time, whose members are known (``members.find_members``). Its partitions are ``S.p_rows`` rows each, on the devices
-``S.p_server``.
+All functions are about one shard, after ``members.find_members``. Its partition i has ``S.p_rows[i]`` rows, on the device
+``S.p_server[i]``.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from soap.simulator.compiled.world import World
 
 @compiled
 def prepare(W: World, parameter: int, shard: int, number: int, code: int) -> int:
-    """Who reads together (``leader``: by reader, its group's first one's place), how much (``touched``: rows of the parameter; -1 of a
-    dense one: by reader, and ``together``: by group's leader), and where the partitions are; how many."""
+    """Prepare a shard for the other functions; returns its number of partitions.
+
+    Fills ``leader``: for each reader, the place of its group's first reader; ``touched``: rows of the parameter that each reader touches,
+    -1 if it is dense; ``together``: the same for each group, at its leader's place; ``p_rows`` and ``p_server``: by partition.
+    """
     G, K, D, S = W.graph, W.cluster, W.shards, W.scratch
     rows, servers = D.rows[shard], len(K.server)
     count = min(partitions_of(code), rows)
@@ -53,7 +56,7 @@ def _group(K, S, local):  # type: ignore[no-untyped-def]
 
 @compiled
 def _values(G, D, parameter, shard, touched, rows):  # type: ignore[no-untyped-def]
-    """Bytes of ``rows`` rows of a region, or of those of them that are touched."""
+    """Bytes of ``rows`` rows of a region, or of those of them that are touched if the parameter is sparse."""
     return (rows if touched < 0 else part_of_rows(G, parameter, touched, rows)) * D.row_bytes[shard]
 
 
@@ -64,7 +67,7 @@ def _indices(G, parameter, touched, rows):  # type: ignore[no-untyped-def]
 
 @compiled
 def added_bytes(W: World, parameter: int, shard: int, part: int) -> int:
-    """What a partition's server adds up."""
+    """Bytes that a partition's server adds up."""
     G, D, S = W.graph, W.shards, W.scratch
     groups = added = 0
     for i in range(S.members[0]):
@@ -78,7 +81,7 @@ def added_bytes(W: World, parameter: int, shard: int, part: int) -> int:
 
 @compiled
 def added_rows(W: World, parameter: int, part: int) -> int:
-    """How many rows that are; 0 of a dense parameter."""
+    """Rows that a partition's server adds up; 0 for a dense parameter."""
     G, S = W.graph, W.scratch
     rows = 0
     for i in range(S.members[0]):
@@ -89,7 +92,7 @@ def added_rows(W: World, parameter: int, part: int) -> int:
 
 @compiled
 def updated_bytes(W: World, parameter: int, shard: int, part: int) -> int:
-    """What it then updates."""
+    """Bytes that a partition's server then updates."""
     G, D, S = W.graph, W.shards, W.scratch
     touched = -1
     if is_sparse(G, parameter):
@@ -99,7 +102,7 @@ def updated_bytes(W: World, parameter: int, shard: int, part: int) -> int:
 
 @compiled
 def pull_ns(W: World, parameter: int, shard: int, count: int) -> tuple[int, int]:
-    """(duration, bytes) of a pull from so many partitions, whose links are added to ``res``; zeros if nothing travels."""
+    """(duration in ns, bytes) of a pull from ``count`` partitions; zeros if nothing travels. Its links are added to ``res``."""
     K, S = W.cluster, W.scratch
     _with_servers(W, parameter, shard, count, True)
     duration, moved = round_of_flows(K, S, 0)
@@ -110,7 +113,7 @@ def pull_ns(W: World, parameter: int, shard: int, count: int) -> tuple[int, int]
 
 @compiled
 def push_ns(W: World, parameter: int, shard: int, count: int) -> tuple[int, int]:
-    """The same of a push."""
+    """(duration in ns, bytes) of a push to ``count`` partitions; zeros if nothing travels. Its links are added to ``res``."""
     K, S = W.cluster, W.scratch
     most = _inside(W, parameter, shard, False)
     inner_ns, inner = round_of_flows(K, S, most)
@@ -121,7 +124,7 @@ def push_ns(W: World, parameter: int, shard: int, count: int) -> tuple[int, int]
 
 @compiled
 def _with_servers(W, parameter, shard, count, pull):  # type: ignore[no-untyped-def]
-    """Flows between servers and leaders."""
+    """Begin a round of the flows between servers and leaders."""
     G, K, D, S = W.graph, W.cluster, W.shards, W.scratch
     stamp, devices = begin_joining(S), len(K.device_type)
     for part in range(count):
@@ -141,7 +144,7 @@ def _with_servers(W, parameter, shard, count, pull):  # type: ignore[no-untyped-
 
 @compiled
 def _inside(W, parameter, shard, pull):  # type: ignore[no-untyped-def]
-    """Flows between leaders and the others of their groups; the most bytes that a leader gets."""
+    """Begin a round of the flows between leaders and the other readers of their groups. Returns the most bytes pushed to one leader."""
     G, K, D, S = W.graph, W.cluster, W.shards, W.scratch
     stamp, devices, rows = begin_joining(S), len(K.device_type), D.rows[shard]
     for i in range(S.members[0]):

@@ -1,4 +1,4 @@
-"""Rows of gradients that all readers give each other (compiled). The counterpart of ``plan.syncs.sparse_all_gather``."""
+"""Sparse all-gathers: all readers send each other the rows of their gradients (compiled). See ``plan.syncs.sparse_all_gather``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from soap.simulator.compiled.world import World
 
 @compiled
 def add_gather(W, parameter, shard, number, slot):  # type: ignore[no-untyped-def]
-    """The task of giving each other rows, which the readers' updates wait for."""
+    """Add the task of a sparse all-gather, which the readers' updates wait for."""
     R, C, S = W.groups, W.state, W.scratch
     group = find_list(R.sets, S.members[1 : 1 + S.members[0]])
     begin_exchange(S)
@@ -26,7 +26,7 @@ def add_gather(W, parameter, shard, number, slot):  # type: ignore[no-untyped-de
 
 @compiled
 def gather_ns(W: World, parameter: int, shard: int) -> tuple[int, int]:
-    """(duration, bytes) of giving each other the rows of a shard's gradient; links as in ``pull_ns``."""
+    """(duration in ns, bytes) of the sparse all-gather of a shard's gradient. Its links are added to ``res``."""
     G, K, D, S = W.graph, W.cluster, W.shards, W.scratch
     count_lookups(S)
     stamp, devices = begin_joining(S), len(K.device_type)
@@ -41,7 +41,7 @@ def gather_ns(W: World, parameter: int, shard: int) -> tuple[int, int]:
 
 @compiled
 def gathered_bytes(W: World, parameter: int, shard: int) -> int:
-    """What each device updates of a gathered shard, after ``find_members``: the rows that all touch."""
+    """Bytes of a gathered shard that each reader updates: the rows that any reader touches. Call it after ``find_members``."""
     G, D, S = W.graph, W.shards, W.scratch
     touched = touched_by(G, parameter, count_lookups(S))
     return part_of_rows(G, parameter, touched, D.rows[shard]) * D.row_bytes[shard]
@@ -49,7 +49,7 @@ def gathered_bytes(W: World, parameter: int, shard: int) -> int:
 
 @compiled
 def gathered_rows(W: World, parameter: int, shard: int) -> int:
-    """How many rows each device adds up then, its own and those of others; 0 if there are no others. After ``gathered_bytes``."""
+    """Rows that each reader adds up, its own and those of the others; 0 if there are no others. Call it after ``gathered_bytes``."""
     G, D, S = W.graph, W.shards, W.scratch
     rows = 0
     for i in range(S.members[0] if S.members[0] > 1 else 0):
