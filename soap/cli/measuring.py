@@ -158,8 +158,7 @@ def _timing(found: Sample) -> Timing:
 
 @contextmanager
 def _in_its_share(topology: Topology, environment: Environment) -> Iterator[None]:
-    """On emulated hosts, measure processor time on a rank's core, where nothing else works. There is no quota: paced ranks compute
-    without one from one communication to the next, and the links' measurements hold what a wait costs them (``Topology.cold_penalty``).
+    """On emulated hosts, measure processor time on a rank's core, where nothing else runs.
 
     There is no quota, because ranks with a virtual clock compute without one between two communications. What a wait costs them is measured
     with the links (``Topology.cold_penalty``). Several threads are timed by the wall clock instead: under a quota they would run and stop

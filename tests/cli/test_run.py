@@ -71,7 +71,7 @@ def test_no_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 
 
 def _version(document: dict[str, Any]) -> None:
-    document["version"] = 2
+    document["version"] = 3
 
 
 def _device(document: dict[str, Any]) -> None:
@@ -93,7 +93,7 @@ def _factor(document: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
-        (_version, ["version 2", "version 1"]),
+        (_version, ["version 3", "versions 1 to 2"]),
         (_device, ["token_embedding", "'node9/gpu0'", "node0/gpu0"]),
         (_number, ["blocks.0.up", "device 16 does not exist", "0 to 15"]),
         (_degree, ["blocks.0.up", "degree 1000", "'b'", "lower the degree"]),
