@@ -12,8 +12,8 @@ from soap.cluster.topology import Device, DeviceType, Host, Link, Topology
 from soap.model.graph import DimMap, Factor, Operator, OperatorGraph, TensorKind
 from soap.model.regions import Box
 from soap.strategy.config import OpConfig, Strategy, SyncConfig, settled_config
-from soap.strategy.methods import WITHIN
 from soap.strategy.sync import SPARSE_ALL_GATHER, parameter_server
+from soap.strategy.sync_contracts import WITHIN
 from tests.graph_builder import ATTRIBUTE, GraphBuilder
 
 CPU = DeviceType("test-cpu", "cpu", {"float32": 1e10}, 1e10, 2**30, 1e-6, "made up for tests")

@@ -13,8 +13,8 @@ from soap.errors import StrategyError
 from soap.search.record import MOST_FINALISTS
 from soap.simulator.costs import COST_SOURCES
 from soap.strategy.config import SyncConfig
-from soap.strategy.methods import words
 from soap.strategy.sync import worded
+from soap.strategy.sync_contracts import words
 
 MODEL_HELP = "a .pt2 file (torch.export.save, soap.export), or zoo:NAME[:SIZE][@BATCH]"
 CLUSTER_HELP = (

@@ -15,7 +15,7 @@ from soap.model.graph import Operator, OperatorGraph
 from soap.model.regions import Box
 from soap.plan.tiling import Tile
 from soap.strategy.config import Strategy
-from soap.strategy.methods import Contract, named
+from soap.strategy.sync_contracts import Contract, named
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ class Shard:
 class ShardSync:
     """Shards that one method synchronizes together, and who reads them.
 
-    ``method``: its name in ``strategy.methods``. ``parameter``, ``index``: name it in reports: a parameter, and the number of its first
+    ``method``: its name in ``sync_contracts``. ``parameter``, ``index``: name it in reports: a parameter, and the number of its first
     shard, or of the region if servers own it. ``box``: the region that readers read. ``shards``: the shards that it updates (positions in
     ``Plan.shards``): those whose gradients share one buffer, in the buffer's order, or the partitions of a region, in row order. Their
     ``devices`` are the owners. ``readers``: the devices (sorted, distinct) whose tiles read it; ``uses`` lists these tiles. ``leaders``:

@@ -25,8 +25,8 @@ from soap.runtime.training_options import DEFAULT_TRAINING, TrainingKeywords, Tr
 from soap.search.partition_tuning import BATCHES, ITERATIONS, Sample, Tuning, choose, next_partitions, settled_ns
 from soap.simulator.tasks import ExecutionOrder
 from soap.strategy.config import Strategy
-from soap.strategy.methods import MAX_PARTITIONS
 from soap.strategy.sync import server_count
+from soap.strategy.sync_contracts import MAX_PARTITIONS
 from soap.tracing.model import TracedModel
 
 Batches = Callable[[int], Sequence[torch.Tensor]]

@@ -17,7 +17,7 @@ from statistics import mean, median
 import numpy as np
 
 from soap.errors import SoapError
-from soap.strategy.methods import MAX_PARTITIONS
+from soap.strategy.sync_contracts import MAX_PARTITIONS
 
 MOST_SAMPLES = 5
 ITERATIONS = 20

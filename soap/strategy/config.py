@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from soap.errors import StrategyError
 from soap.model.graph import KEEP_STATE, NEXT_STATE, Operator, OperatorGraph
-from soap.strategy.methods import Contract, Owner, Residence, Within, find_contract
+from soap.strategy.sync_contracts import Contract, Owner, Residence, Within, find_contract
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class OpConfig:
 
 @dataclass(frozen=True, slots=True)
 class SyncConfig:
-    """How a parameter's shards are synchronized. ``soap.strategy.methods`` lists the combinations of fields that a method serves.
+    """How a parameter's shards are synchronized. ``soap.strategy.sync_contracts`` lists the combinations of fields that a method serves.
 
     ``owner``: who holds the updated value and the optimizer's state. ``payload``: what of a gradient travels. ``residence``: whether
     readers keep the value between uses. ``within``: what is done inside a host first. ``partitions``: into how many parts, by rows, servers

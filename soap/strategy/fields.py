@@ -11,7 +11,7 @@ from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any
 
 from soap.errors import StrategyError
-from soap.strategy.methods import MAX_PARTITIONS, METHODS, OWNERS, RESIDENCES, WITHIN
+from soap.strategy.sync_contracts import MAX_PARTITIONS, METHODS, OWNERS, RESIDENCES, WITHIN
 
 MAX_NUMBER = 2**31
 """Upper limit of degrees, replicas and sizes: above any real value, and small enough to compute with."""

@@ -22,10 +22,10 @@ from soap.model.graph import Operator, OperatorGraph
 from soap.strategy.config import OpConfig, Strategy, SyncConfig, check_config
 from soap.strategy.fields import OPERATOR_FIELDS, PARAMETER_FIELDS, STRATEGY_FIELDS, read, written
 from soap.strategy.json_text import parse_json
-from soap.strategy.methods import Within
 from soap.strategy.mismatch import cluster_differences, model_differences, one_line, short
 from soap.strategy.schema import FORMAT, VERSION, WORDS_1, schema
 from soap.strategy.sync import worded
+from soap.strategy.sync_contracts import Within
 
 MAX_CHARACTERS = 2**28
 MAX_TILES = 2**22

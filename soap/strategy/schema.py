@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from soap.strategy.fields import MAX_NUMBER, OPERATOR_FIELDS, PARAMETER_FIELDS, STRATEGY_FIELDS, properties
-from soap.strategy.methods import MAX_PARTITIONS
+from soap.strategy.sync_contracts import MAX_PARTITIONS
 
 FORMAT = "soap-strategy"
 VERSION = 2

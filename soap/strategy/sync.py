@@ -8,7 +8,7 @@ from dataclasses import replace
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.strategy.config import Strategy, SyncConfig
-from soap.strategy.methods import MAX_PARTITIONS, Within, by_word
+from soap.strategy.sync_contracts import MAX_PARTITIONS, Within, by_word
 
 PARTITIONS_PER_SERVER = 4
 """Partitions of a table per server, where the host has CPU cores beside its devices: a few cores then work at once. A default."""

@@ -31,8 +31,8 @@ from soap.strategy.classical import CLASSICAL, SYNCHRONIZED
 from soap.strategy.config import OpConfig, Strategy, SyncConfig, settled
 from soap.strategy.json_file import strategy_hash
 from soap.strategy.megatron import hybrid
-from soap.strategy.methods import Within
 from soap.strategy.sync import SPARSE_ALL_GATHER, parameter_server
+from soap.strategy.sync_contracts import Within
 
 Box = Sequence[tuple[int, int]]
 DIGITS = 6

@@ -31,8 +31,8 @@ from soap.runtime.sync.seam import rank_sync
 from soap.runtime.trainer import Trainer
 from soap.simulator.lowering import build_plan
 from soap.strategy.config import Strategy, SyncConfig
-from soap.strategy.methods import METHODS, named
 from soap.strategy.sync import ALL_REDUCE, SPARSE_ALL_GATHER, parameter_server
+from soap.strategy.sync_contracts import METHODS, named
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.export import export_model
 from soap.tracing.load import load_model

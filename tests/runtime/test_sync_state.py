@@ -20,7 +20,7 @@ from soap.runtime.sync.all_reduce import BucketedSum
 from soap.runtime.sync.seam import SyncContext
 from soap.runtime.trainer import Trainer
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
-from soap.strategy.methods import METHODS, Contract
+from soap.strategy.sync_contracts import METHODS, Contract
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.export import export_model
 from soap.tracing.load import load_model

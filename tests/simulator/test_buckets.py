@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from soap.cluster.topology import Topology
 from soap.model.graph import DimMap, Factor, OperatorGraph
 from soap.plan.plan import Plan, ShardSync
-from soap.plan.syncs import buckets
-from soap.plan.syncs.buckets import gradient_bytes, idle_shards, shard_bytes
+from soap.plan.syncs import bucketing as buckets
+from soap.plan.syncs.bucketing import gradient_bytes, idle_shards, shard_bytes
 from soap.simulator.lowering import build_plan
 from soap.strategy.config import Strategy
 from tests.graph_builder import ATTRIBUTE, GraphBuilder

@@ -12,7 +12,7 @@ from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph, TensorKind
 from soap.model.regions import volume
 from soap.plan.plan import sync_name, update_name
-from soap.plan.syncs.buckets import gradient_bytes, idle_shards
+from soap.plan.syncs.bucketing import gradient_bytes, idle_shards
 from soap.simulator.communication.allreduce import allreduce_bytes
 from soap.simulator.lowering import PlanBuilder, build_plan, lower
 from soap.simulator.reference import execution_order, simulate

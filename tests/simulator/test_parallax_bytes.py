@@ -10,8 +10,8 @@ from soap.model.graph import OperatorGraph
 from soap.plan.syncs.amounts import INDEX_BYTES
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.tasks import TaskGraph, TaskKind
-from soap.strategy.methods import Within
 from soap.strategy.sync import parameter_server
+from soap.strategy.sync_contracts import Within
 from tests.graph_builder import GraphBuilder
 from tests.simulator.examples import (
     PointCosts,

@@ -12,7 +12,7 @@ from soap.model.sparse_access import Lookup
 from soap.plan.plan import ASK_NAME, serve_name, sync_name, update_name
 from soap.plan.row_counts import DeviceLookups, operators_on_rows, row_bytes, touched_rows
 from soap.plan.syncs.amounts import INDEX_BYTES
-from soap.plan.syncs.buckets import shard_bytes
+from soap.plan.syncs.bucketing import shard_bytes
 from soap.plan.tiling import Tile
 from soap.simulator.analysis.timeline import busy_time_ns, chrome_trace, link_bytes, resource_names
 from soap.simulator.communication.servers import HOST_CORE, core_names, first_cores, server_resources, server_type

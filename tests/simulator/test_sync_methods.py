@@ -25,7 +25,7 @@ from soap.simulator.tasks import TaskKind
 from soap.strategy.classical import data_parallel, random_config, random_strategy
 from soap.strategy.config import Strategy, SyncConfig
 from soap.strategy.json_file import dumps, loads, strategy_hash
-from soap.strategy.methods import METHODS, Contract, find_contract
+from soap.strategy.sync_contracts import METHODS, Contract, find_contract
 from tests.graph_builder import GraphBuilder
 from tests.simulator.compiled.walks import Edit, check
 from tests.simulator.sync_cases import CASES

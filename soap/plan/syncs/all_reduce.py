@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from soap.model.graph import OperatorGraph
 from soap.plan.plan import Plan, Shard, ShardSync, sync_name
-from soap.plan.syncs.buckets import make_buckets, wire_bytes
+from soap.plan.syncs.bucketing import make_buckets, wire_bytes
 from soap.plan.syncs.seam import SUM, Hold, Phase, SyncMethod, SyncStep
 from soap.plan.tiling import Tile
-from soap.strategy.methods import named
+from soap.strategy.sync_contracts import named
 
 
 class BucketedSum(SyncMethod):

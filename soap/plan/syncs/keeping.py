@@ -12,7 +12,7 @@ from soap.plan.plan import Shard, ShardSync
 from soap.plan.syncs.seam import Servers, SyncMethod, method_of
 from soap.plan.tiling import Tile
 from soap.strategy.config import Strategy, SyncConfig
-from soap.strategy.methods import METHODS
+from soap.strategy.sync_contracts import METHODS
 
 Cell = tuple[Box, tuple[int, ...], tuple[tuple[int, int, int], ...]]
 """A region of a parameter that the same tiles read: (box, devices, uses as (operator, tile, parameter position))."""

@@ -16,7 +16,7 @@ from soap.plan.plan import Plan, ShardSync, serve_name, sync_name
 from soap.plan.syncs.amounts import COPIES, COUNT_BYTES, Amounts, moving_rounds, reading_groups
 from soap.plan.syncs.seam import PULL, PUSH, Hold, Phase, Servers, ShardUpdate, SyncMethod, SyncStep
 from soap.strategy.config import SyncConfig
-from soap.strategy.methods import named
+from soap.strategy.sync_contracts import named
 
 
 class ParameterServer(SyncMethod):

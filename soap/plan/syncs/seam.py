@@ -19,7 +19,7 @@ from soap.plan.placement import server_of
 from soap.plan.plan import Plan, Shard, ShardSync
 from soap.plan.tiling import Tile
 from soap.strategy.config import SyncConfig
-from soap.strategy.methods import Contract
+from soap.strategy.sync_contracts import Contract
 
 
 class Phase(IntEnum):

@@ -8,7 +8,7 @@ from soap.plan.plan import Plan, ShardSync, sync_name
 from soap.plan.row_counts import most_rows, row_bytes
 from soap.plan.syncs.amounts import COPIES, INDEX_BYTES, Amounts, moving_rounds
 from soap.plan.syncs.seam import SUM, Asked, Hold, Phase, ShardUpdate, SyncMethod, SyncStep
-from soap.strategy.methods import named
+from soap.strategy.sync_contracts import named
 
 
 class SparseAllGather(SyncMethod):

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from soap.plan.plan import Plan
-from soap.plan.syncs.buckets import idle_shards
+from soap.plan.syncs.bucketing import idle_shards
 from soap.runtime.program.action_order import backward_entries, forward_entries, in_order
 from soap.runtime.program.actions import Action, ActionKind
 from soap.runtime.program.activity import Activity, PlanIndex, ValueKey, count_readers, count_takers, find_activity

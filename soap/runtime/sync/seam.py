@@ -27,7 +27,7 @@ from soap.runtime.sync.row_update import parallel
 from soap.runtime.sync.shards import ShardStore
 from soap.runtime.trace import Watch, watch_nothing
 from soap.simulator.tasks import TaskKind
-from soap.strategy.methods import METHODS, Contract
+from soap.strategy.sync_contracts import METHODS, Contract
 
 Gradient = torch.Tensor | RowGradient
 """Gradient of a shard: of all of it, or of some rows."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 
 from soap.plan.plan import ASK_NAME, Plan
-from soap.plan.syncs.buckets import idle_shards, shard_bytes
+from soap.plan.syncs.bucketing import idle_shards, shard_bytes
 from soap.plan.syncs.seam import method_for
 from soap.simulator.task_list import BACKWARD, FORWARD, UPDATE
 from soap.simulator.tasks import Task, TaskGraph, TaskKind

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from soap.plan.plan import ASK_NAME, Plan, ShardSync, update_name
 from soap.plan.syncs.asking import asking_rounds
-from soap.plan.syncs.buckets import idle_shards, shard_bytes
+from soap.plan.syncs.bucketing import idle_shards, shard_bytes
 from soap.plan.syncs.seam import SERVE, Phase, ShardUpdate, SyncStep, method_for
 from soap.simulator.communication.servers import adding_ns, device_row_seconds, row_seconds, server_resources, server_type
 from soap.simulator.costs import CostModel, table_update_ns

@@ -14,7 +14,7 @@ from soap.model.sparse_access import RowAccess
 from soap.plan.placement import first_servers, server_devices
 from soap.simulator.communication.prices import Communication
 from soap.simulator.communication.servers import first_cores, row_seconds, server_type
-from soap.strategy.methods import METHODS
+from soap.strategy.sync_contracts import METHODS
 
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]

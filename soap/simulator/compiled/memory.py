@@ -8,7 +8,7 @@ between the two bounds, ask the exact model.
 
 from __future__ import annotations
 
-from soap.plan.syncs.buckets import BUCKET_BYTES
+from soap.plan.syncs.bucketing import BUCKET_BYTES
 from soap.simulator.compiled.arrays import fill
 from soap.simulator.compiled.delivery import deliver
 from soap.simulator.compiled.jit import compiled, entry

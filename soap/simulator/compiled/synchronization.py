@@ -1,6 +1,6 @@
 """Lowers the synchronization of parameters after the backward pass, and the devices' updates (compiled).
 
-The counterpart of ``plan.syncs.buckets`` and ``communication.synchronizing``. In ``State`` the sums in buckets come first, then the tasks
+The counterpart of ``plan.syncs.bucketing`` and ``communication.synchronizing``. In ``State`` the sums in buckets come first, then the tasks
 of parameter servers and sparse all-gathers, which the methods' own files in ``syncs`` add.
 """
 

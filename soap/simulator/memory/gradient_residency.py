@@ -7,7 +7,7 @@ from itertools import pairwise
 from soap.model.regions import Box
 from soap.plan.flows import box_bytes, reduced_tensor
 from soap.plan.plan import reduce_name, remote_parts
-from soap.plan.syncs.buckets import sums_of_one
+from soap.plan.syncs.bucketing import sums_of_one
 from soap.simulator.memory import peaks
 from soap.simulator.memory.ledger import Ledger
 from soap.simulator.memory.parameters import compact_parameters, operand_bytes

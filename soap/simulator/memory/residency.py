@@ -26,7 +26,7 @@ from soap.plan.plan import (
     update_name,
 )
 from soap.plan.syncs.amounts import COUNT_BYTES
-from soap.plan.syncs.buckets import idle_shards, sums_of_one
+from soap.plan.syncs.bucketing import idle_shards, sums_of_one
 from soap.plan.syncs.seam import method_for
 from soap.plan.tiling import made_bytes
 from soap.simulator.memory import peaks

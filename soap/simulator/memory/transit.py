@@ -9,7 +9,7 @@ from typing import NamedTuple
 from soap.model.regions import in_one_piece, lengths
 from soap.plan.flows import box_bytes, partial_bytes, reduced_tensor
 from soap.plan.plan import Exchange, Fetch, Message, Part, Pattern, Piece, Plan, local_pieces, remote_parts
-from soap.plan.syncs.buckets import gradient_bytes
+from soap.plan.syncs.bucketing import gradient_bytes
 
 
 def fetched_bytes(plan: Plan) -> list[int]:

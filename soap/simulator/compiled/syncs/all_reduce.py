@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from soap.plan.syncs.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from soap.plan.syncs.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from soap.simulator.compiled.communication import allreduce, find_list, sum_overhead_ns
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.scratch import FULL, TASKS, USES

@@ -15,7 +15,7 @@ from soap.model.graph import OperatorGraph
 from soap.simulator.compiled.graph_arrays import Ints
 from soap.simulator.compiled.jit import compiled
 from soap.strategy.config import Strategy, SyncConfig
-from soap.strategy.methods import METHODS
+from soap.strategy.sync_contracts import METHODS
 
 FIELDS = ("owner", "payload", "residence", "within", "partitions")
 """The fields of a ``SyncConfig`` that are in its code. Synchronizations that differ only in other fields are the same to compiled code."""
@@ -99,6 +99,6 @@ def is_as_it_travels(code: int) -> bool:
 
 @compiled
 def wire_bytes(code: int, gradient_bytes: int, itemsize: int) -> int:
-    """Bytes that ``gradient_bytes`` of gradients take on their way: the counterpart of ``plan.syncs.buckets.wire_bytes``."""
+    """Bytes that ``gradient_bytes`` of gradients take on their way: the counterpart of ``plan.syncs.bucketing.wire_bytes``."""
     bits = code >> _WIRE & 255
     return gradient_bytes if bits == 0 else (gradient_bytes // itemsize * bits + 7) // 8
