@@ -147,7 +147,7 @@ def test_prints_a_table_and_takes_data(run: Run, folder: Path) -> None:
     assert len(list(folder.glob("rank-*"))) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_streams_with_a_smaller_last_batch(run: Run) -> None:
     options = ["--data", "mydata:ragged", "--dtype", "float64", "--steps", "5", "--check", "--json", "--compare-data-parallel"]
     done = run(*options, "--accumulate", "2", "--clip-norm", "0.5", "--timeline", "t.json")
@@ -158,7 +158,7 @@ def test_streams_with_a_smaller_last_batch(run: Run) -> None:
     assert report["check"]["passed"] is True  # of the steps that are checked, the second holds the smaller batch
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_autocast_trains_and_is_checked(run: Run, folder: Path) -> None:
     assert run("--autocast", "bfloat16", "--steps", "2").returncode == 5  # the strategy is for another model
     model, cluster = soap.load(MODEL, plan_only=True, autocast="bfloat16"), soap.load_cluster(folder / "cluster.yaml")
@@ -191,7 +191,7 @@ def test_goes_on_from_a_checkpoint_under_another_strategy(run: Run, folder: Path
     assert "step 6, later than step 0 of this run; resume from it, or save to another folder" in again.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_groups_and_schedules_go_on_from_a_checkpoint(run: Run, folder: Path) -> None:
     """The same command with --resume behind it goes on as if it had never ended; another schedule, or other rates, are refused."""
     model, cluster = soap.load(MODEL, plan_only=True), soap.load_cluster(folder / "cluster.yaml")

@@ -22,6 +22,7 @@ from soap.runtime.updates.trial import optimizer_states, try_optimizer
 from soap.simulator.simulate import Simulator
 from soap.strategy.config import Strategy, SyncConfig
 from soap.strategy.sync import parameter_server
+from tests.extent import often
 from tests.runner import ranks
 from tests.runner.ranks import ITEMS, Model, Stream, Words, sgd
 from tests.runtime.pool import FirstOf, Pool
@@ -47,7 +48,7 @@ def alone(batch: int, passes: int) -> tuple[list[float], dict[str, torch.Tensor]
     return losses, {name: tensor.detach() for name, tensor in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("named", often([False, True], [True]))
 def test_ranks_train_as_one_process(two: Pool, named: bool) -> None:
     expected, state = alone(12, 2)
     (losses, trained), (others, nothing) = two.run(ranks.train, 2, 6, 2, named, {})

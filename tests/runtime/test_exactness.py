@@ -92,6 +92,11 @@ def some(found: Mapping[str, Strategy]) -> Mapping[str, Strategy]:
     return found if ALL else {kind: found[kind] for kind in SOME}
 
 
+def fewest(found: Mapping[str, Strategy]) -> Mapping[str, Strategy]:
+    """The last two of these, in types whose every step is compared with a process of its own."""
+    return found if ALL else {kind: found[kind] for kind in SOME[-2:]}
+
+
 def assert_exact(
     four: Pool,
     path: str,
@@ -176,7 +181,7 @@ def test_local_batch_norm_is_that_of_data_parallel_ranks(four: Pool, files: dict
 def test_local_batch_norm_is_checked_by_the_same_groups(four: Pool, files: dict[str, str]) -> None:
     reading = (("batch_norm", "local"),)
     graph = loaded(files["conv norm"], "float64", reading).graph
-    for kind, strategy in some(strategies(graph, 5)).items():
+    for kind, strategy in fewest(strategies(graph, 5)).items():
         result = four.run(checked, files["conv norm"], strategy, [6, 6, 2], "conv norm", reading, "float64")[0]
         assert result.passed and result.tolerance == TOLERANCE, (kind, result.worst)
 
@@ -191,7 +196,7 @@ def test_autocast_computes_as_torch_does(four: Pool, files: dict[str, str]) -> N
         graph = loaded(files[name], None, reading).graph
         assert graph.tensors[graph.loss].dtype == "float32"
         assert "bfloat16" in {graph.tensors[op.outputs[0].tensor].dtype for op in graph.operators}
-        for kind, strategy in some(strategies(graph, 2)).items():
+        for kind, strategy in fewest(strategies(graph, 2)).items():
             result = four.run(train, files[name], strategy, steps, None, reading, None)[0]
             assert worst(result, expected) < 2e-2, kind
             outcome = four.run(checked, files[name], strategy, [6, 5] if ALL else [6], name, reading, "float32")[0]
@@ -202,7 +207,7 @@ def test_autocast_computes_as_torch_does(four: Pool, files: dict[str, str]) -> N
 def test_everything_in_bfloat16(four: Pool, files: dict[str, str]) -> None:
     for name in ("shared", "weighted") if ALL else ("weighted",):
         graph = loaded(files[name], "bfloat16", ()).graph
-        for kind, strategy in some(strategies(graph, 1)).items():
+        for kind, strategy in fewest(strategies(graph, 1)).items():
             outcome = four.run(checked, files[name], strategy, [6, 5], name, (), "bfloat16")[0]
             assert outcome.passed and outcome.tolerance == 5e-2, (kind, outcome.worst)
 

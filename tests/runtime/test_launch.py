@@ -174,7 +174,7 @@ def test_a_signal_between_the_starts_of_ranks_waits_for_the_last(tmp_path: Path)
     assert len(ranks) == 2 and not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_ranks_are_ended_at_the_time_limit(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)

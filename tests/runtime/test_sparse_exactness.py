@@ -18,7 +18,7 @@ from soap.strategy.sync import parameter_server
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.export import export_model
 from soap.tracing.load import load_model
-from tests.extent import every
+from tests.extent import every, often
 from tests.runtime.exact_modules import Batch, Trained, worst
 from tests.runtime.pool import Pool
 from tests.runtime.sparse_modules import MODULES, OPTIMIZERS, ROWS, batch_of, module_of, train_alone
@@ -134,7 +134,7 @@ def test_clipped_by_the_norm_of_all_gradients(four: Pool, files: dict[str, str],
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sync", ["allgather", "servers", "local"])
+@pytest.mark.parametrize("sync", often(["allgather", "servers", "local"], ["local"]))
 def test_accumulated_over_batches_of_many_sizes(four: Pool, files: dict[str, str], sync: str) -> None:
     """Micro-batches touch other rows; of one or two samples, some ranks have none."""
     graph = loaded(files["words"]).graph

@@ -21,7 +21,7 @@ from soap.strategy.classical import CLASSICAL, random_strategy
 from soap.strategy.config import OpConfig, Strategy, settled, settled_config
 from soap.tracing.export import export_model
 from soap.tracing.load import load_model
-from tests.extent import so_many
+from tests.extent import often, so_many
 from tests.runtime.exact_modules import train_plainly, worst
 from tests.runtime.pool import Pool
 from tests.runtime.state_modules import EXAMPLES, SAMPLES, Noisy, batches_of, checked, go_on, module_of, train
@@ -64,7 +64,7 @@ def assert_exact(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 4])
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", often(list(EXAMPLES), ["teacher"]))
 def test_every_plan_moves_buffers_as_eager_does(four: Pool, files: dict[str, str], name: str, ranks: int) -> None:
     assert_exact(four, files[name], name, ranks, [[SAMPLES]] * 4, randoms=so_many(1, 6))
 

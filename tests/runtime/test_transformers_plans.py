@@ -27,7 +27,7 @@ pytest.importorskip("transformers")
 FOUR = local_topology(4)
 STRATEGIES = [("float64", None)] * so_many(1, 5) + [("float32", None)] + [("float64", name) for name in ("data_parallel", "megatron")]
 """Dtype, and name of a classical strategy or None for a random one."""
-OFTEN = ("t5", "resnet")
+OFTEN = ("resnet",)
 """The others, and many more (``test_architectures``), are for ``make test-all``."""
 
 

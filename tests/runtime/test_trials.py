@@ -27,7 +27,7 @@ def tried(names: Sequence[str], to_beat: bool, seconds: float) -> Times:
     return run_trial(Trial(job, to_beat, seconds))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_all_ranks_see_the_same_turns_and_decide_alike(pool: Pool) -> None:
     names = ["data_parallel", "megatron", "single_device"]
     first, *others = pool.run(tried, names, True, 1e6)

@@ -72,7 +72,7 @@ def test_flat_programs_compute_the_same(spec: str, monkeypatch: pytest.MonkeyPat
     assert sum(ran) > 10
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_compiled_programs_compute_the_same() -> None:
     if fused_tiles.missing_compiler():
         pytest.skip(f"{fused_tiles.missing_compiler()}")

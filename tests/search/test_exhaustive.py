@@ -86,7 +86,7 @@ def test_branch_and_bound_leaves_most_out() -> None:
     assert best_neighbour(simulator, space, found.strategy) is None
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_branch_and_bound_minds_memory_and_its_limit() -> None:
     graph, topology = mlp(), cluster([2])
     costs = RooflineCosts(topology)
