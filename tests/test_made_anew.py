@@ -18,7 +18,6 @@ MADE_ANEW = {
     "measure.neighbours", "measure.step_chains", "measure.tile_operands", "measure.upkeep_timing",
     "runtime.step.loss_epilogue", "runtime.sync.look_ups",
     "search.compiled.estimates", "search.dynamic", "search.oracles.exhaustive", "search.space",
-    "simulator.compiled.syncs.codes",
     "strategy.classical", "strategy.config", "strategy.grids", "strategy.json_file", "strategy.sync", "tracing.footprints",
 }  # fmt: skip
 """Modules that make configurations from nothing: classical strategies, files, the space, and single tiles to measure or to ask about."""
@@ -40,10 +39,15 @@ def made_in(tree: ast.AST) -> Iterator[tuple[str, ast.AST, int]]:
 
 
 def taken(name: str, scope: ast.AST) -> list[str]:
-    """What the function reads that looks like a field of another configuration of the class."""
+    """What the function reads that looks like a field of another configuration of the class.
+
+    Fields of a method's ``contract`` are no copy: they name the combination that it serves. A configuration's own contract does not count
+    as one, for a configuration made from it loses the other fields.
+    """
     wanted = {field.name for field in fields(CLASSES[name])}
     read = [node for node in ast.walk(scope) if isinstance(node, ast.Attribute) and node.attr in wanted]
-    return [ast.unparse(node) for node in read if not ast.unparse(node.value).endswith(("graph", "topology", "space"))]
+    sources = [(node, ast.unparse(node.value)) for node in read]
+    return [ast.unparse(node) for node, of in sources if of != "contract" and not of.endswith(("graph", "topology", "space"))]
 
 
 def sources() -> Mapping[str, ast.AST]:
@@ -78,6 +82,7 @@ def test_configurations_are_made_anew_in_few_modules_only() -> None:
     "def f(strategy, name, config):\n    return soap.strategy.config.Strategy({**strategy.operators, name: config}, strategy.parameters)",
     "def f(config):\n    degrees = config.degrees\n    return OpConfig(degrees=degrees, devices=(0,))",
     "def f(sync):\n    return SyncConfig(sync.owner, partitions=2)",
+    "def f(sync):\n    return SyncConfig(sync.contract.owner, partitions=2)",
 ])  # fmt: skip
 def test_the_search_for_copies_finds_some(edit: str) -> None:
     ((name, scope, line),) = made_in(ast.parse(edit))

@@ -236,7 +236,7 @@ def test_parameter_servers_are_written_and_read() -> None:
     assert data["parameters"] == {"fc0.weight": {**SERVED, "partitions": 4}, "fc1.weight": {**SERVED, "within": "host"}}
     assert loads(json.dumps(data), GRAPH, CLUSTER)[0].parameters == syncs
     data["parameters"]["fc0.weight"]["owner"] = "readers"
-    expected = "parameter 'fc0.weight': synchronization by allreduce in 4 partitions: expected 1 to 1"
+    expected = "parameter 'fc0.weight': synchronization by allreduce in 4 partitions: expected 1"
     assert refused(json.dumps(data)) == expected
 
 

@@ -14,7 +14,7 @@ from soap.search.record import MOST_FINALISTS
 from soap.simulator.costs import COST_SOURCES
 from soap.strategy.config import SyncConfig
 from soap.strategy.sync import worded
-from soap.strategy.sync_contracts import words
+from soap.strategy.sync_contracts import METHODS, words
 
 MODEL_HELP = "a .pt2 file (torch.export.save, soap.export), or zoo:NAME[:SIZE][@BATCH]"
 CLUSTER_HELP = (
@@ -208,15 +208,23 @@ def sync_method(text: str) -> SyncConfig:
     """Parse ``parameter_server:4+local``, a way of synchronizing a parameter."""
     rest, local, end = text.partition("+local")
     method, found, partitions = rest.partition(":")
-    number = partitions.isascii() and partitions.isdigit()
+    number = partitions.isascii() and partitions.isdigit() and len(partitions) < 10  # of thousands of digits, int() raises
     if end or (found and not number):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not allowed; expected one of {', '.join(words())}, such as parameter_server:PARTITIONS, with +local behind it"
-        )
+        raise argparse.ArgumentTypeError(f"{text[:100]!r} is not allowed; expected one of {_sync_forms()}")
     try:
         return worded(method, int(partitions) if found else 1, "host" if local else "none")
     except StrategyError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: {error}; the forms are {_sync_forms()}") from None
+
+
+def _sync_forms() -> str:
+    """What ``sync_method`` can parse, by what each method's contract allows."""
+    found = []
+    for word in words():
+        own = [contract for contract in METHODS if contract.word == word]
+        partitions = "[:PARTITIONS]" if any(contract.most_partitions > 1 for contract in own) else ""
+        found.append(word + partitions + ("[+local]" if any("host" in contract.within for contract in own) else ""))
+    return ", ".join(found)
 
 
 def at_least_one(text: str) -> float:

@@ -73,7 +73,8 @@ class SyncConfig:
         if self.within not in contract.within:
             raise StrategyError(f"{said} with {self.within!r} within hosts: expected one of {', '.join(contract.within)}")
         if not 1 <= self.partitions <= contract.most_partitions:
-            raise StrategyError(f"{said} in {self.partitions} partitions: expected 1 to {contract.most_partitions}")
+            allowed = "1 to " * (contract.most_partitions > 1) + str(contract.most_partitions)
+            raise StrategyError(f"{said} in {self.partitions} partitions: expected {allowed}")
 
     @property
     def contract(self) -> Contract:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.strategy.config import Strategy, SyncConfig
-from soap.strategy.sync_contracts import MAX_PARTITIONS, Within, by_word
+from soap.strategy.sync_contracts import MAX_PARTITIONS, Contract, Within, by_word
 
 PARTITIONS_PER_SERVER = 4
 """Partitions of a table per server, where the host has CPU cores beside its devices: a few cores then work at once. A default."""
@@ -37,6 +37,11 @@ def worded(word: str, partitions: int = 1, within: Within = "none", *, sparse: b
     """
     contract = by_word(word, sparse=sparse) or by_word(word, sparse=not sparse)
     assert contract is not None  # every method serves sparse or dense parameters
+    return of_method(contract, partitions, within)
+
+
+def of_method(contract: Contract, partitions: int = 1, within: Within = "none") -> SyncConfig:
+    """The synchronization by the method of a contract. StrategyError if it does not allow these ``partitions`` or this ``within``."""
     return SyncConfig(contract.owner, contract.payload, contract.residence, within, partitions)
 
 
@@ -55,7 +60,6 @@ def fitted(graph: OperatorGraph, parameter: str, sync: SyncConfig) -> SyncConfig
         sync.require_serves(parameter, graph)
         raise AssertionError  # the line above raises whenever ``fitting`` finds nothing
     return found
-
 
 
 def server_count(topology: Topology) -> int:

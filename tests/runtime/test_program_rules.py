@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from itertools import groupby
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from soap.cluster.topology import Topology
@@ -48,7 +48,6 @@ def made(case: Case) -> Plan:
 
 
 @given(cases(), st.randoms(use_true_random=False))
-@settings(max_examples=40, deadline=None)
 def test_sources_come_right_before_their_first_readers(case: Case, rng: random.Random) -> None:
     plan = made(case)
     index, order = PlanIndex(plan), random_order(plan, rng)
@@ -68,7 +67,6 @@ def test_sources_come_right_before_their_first_readers(case: Case, rng: random.R
 
 
 @given(cases(), st.randoms(use_true_random=False))
-@settings(max_examples=30, deadline=None)
 def test_the_epilogue_comes_last_and_nothing_else_moves(case: Case, rng: random.Random) -> None:
     plan = made(case)
     epilogue, order = ending(plan), random_order(plan, rng)
@@ -82,7 +80,6 @@ def test_the_epilogue_comes_last_and_nothing_else_moves(case: Case, rng: random.
 
 
 @given(cases(), st.randoms(use_true_random=False))
-@settings(max_examples=40, deadline=None)
 def test_what_is_set_apart_is_all_there_in_its_order(case: Case, rng: random.Random) -> None:
     plan = made(case)
     epilogue = usable_epilogue(plan, ending(plan))
@@ -101,7 +98,6 @@ def test_what_is_set_apart_is_all_there_in_its_order(case: Case, rng: random.Ran
 
 
 @given(cases(), st.randoms(use_true_random=False))
-@settings(max_examples=40, deadline=None)
 def test_answered_tiles_end_segments_and_the_epilogue_has_its_own(case: Case, rng: random.Random) -> None:
     plan = made(case)
     index, epilogue, order = PlanIndex(plan), ending(plan), random_order(plan, rng)

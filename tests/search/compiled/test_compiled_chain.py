@@ -69,9 +69,9 @@ def visits(chain: CompiledChain, proposals: int, beta: float, focus: float) -> C
     counts: Counter[Key] = Counter()
     state = key_of(chain.strategy)
     for _ in range(proposals):
-        before = int(chain.tables.at[STEP])
+        before = int(chain.arrays.at[STEP])
         chain.run(chain.proposals + 1, beta=beta, focus=focus)
-        counts[state] += int(chain.tables.at[STEP]) - before - 1
+        counts[state] += int(chain.arrays.at[STEP]) - before - 1
         if next(chain.log(chain.proposals - 1)).accepted:
             state = key_of(chain.strategy)
         counts[state] += 1
@@ -204,9 +204,9 @@ def test_what_does_not_fit_is_never_accepted() -> None:
     counts: Counter[Key] = Counter()
     state = key_of(start)
     for _ in range(proposals):
-        before = int(chain.tables.at[STEP])
+        before = int(chain.arrays.at[STEP])
         chain.run(chain.proposals + 1, beta=beta, focus=1.0, fits=fits)
-        counts[state] += int(chain.tables.at[STEP]) - before - 1
+        counts[state] += int(chain.arrays.at[STEP]) - before - 1
         state = key_of(chain.strategy)
         counts[state] += 1
     assert set(counts) <= fitting
@@ -264,7 +264,7 @@ def test_a_state_outside_of_the_space_is_left_for_good() -> None:
     config = outside.operators[name]
     outside = outside.with_operator(name, OpConfig((4, *(1 for _ in config.degrees[1:])), (0, 1, 0, 1)))
     chain = CompiledChain(CompiledSpace(case.space, case.topology, case.costs), outside, seed=5, proposals=300)
-    assert chain.tables.grid[0] == -1
+    assert chain.arrays.grid[0] == -1
     chain.run(300, beta=0.1, focus=0.0)
     assert key_of(chain.strategy) in case.cost_ns
     assert Simulator(case.graph, case.topology, case.costs).makespan_ns(chain.strategy) == chain.cost_ns

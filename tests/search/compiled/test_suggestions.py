@@ -31,7 +31,7 @@ def _drawn(Z, op):  # type: ignore[no-untyped-def]
 
 
 def config_in(chain: CompiledChain, space: CompiledSpace, position: int, slot: int) -> OpConfig:
-    X, devices = chain.tables, space.topology.device_count
+    X, devices = chain.arrays, space.topology.device_count
     grid = space.grid(position, int(X.c_grid[slot]))
     tiles = 1
     for length in grid:
@@ -58,7 +58,7 @@ def test_neighbours_suggest_what_alignment_says(model: str) -> None:
             count = int(_listed(chain.engine.world, chain.handle, position))
             found = [config_in(chain, compiled, position, 9 + i) for i in range(count)]
             assert found == wanted[:MOST_LISTED]
-            assert chain.tables.c_log[9 : 9 + count].tolist() == pytest.approx([own.log_weight(config) for config in found])
+            assert chain.arrays.c_log[9 : 9 + count].tolist() == pytest.approx([own.log_weight(config) for config in found])
 
 
 def test_draws_follow_the_weights() -> None:
@@ -72,7 +72,7 @@ def test_draws_follow_the_weights() -> None:
     for _ in range(total):
         _drawn(chain.handle, position)
         config = config_in(chain, compiled, position, 1)
-        assert chain.tables.c_log[1] == pytest.approx(own.log_weight(config))
+        assert chain.arrays.c_log[1] == pytest.approx(own.log_weight(config))
         counts[config] += 1
     assert sum(exp(own.log_probability(config)) for config in counts) == pytest.approx(1)
     distance = sum(abs(count / total - exp(own.log_probability(config))) for config, count in counts.items()) / 2

@@ -15,6 +15,7 @@ from soap.model.graph import OperatorGraph
 from soap.simulator.compiled.graph_arrays import Ints
 from soap.simulator.compiled.jit import compiled
 from soap.strategy.config import Strategy, SyncConfig
+from soap.strategy.sync import of_method
 from soap.strategy.sync_contracts import METHODS
 
 FIELDS = ("owner", "payload", "residence", "within", "partitions")
@@ -39,8 +40,7 @@ def sync_code(sync: SyncConfig) -> int:
 def sync_of(code: int) -> SyncConfig:
     """The synchronization that has this code."""
     contract = METHODS[code >> _METHOD & 63]
-    within = contract.within[code >> _HOSTS & 1]
-    return SyncConfig(contract.owner, contract.payload, contract.residence, within, 1 + (code >> _PARTITIONS))
+    return of_method(contract, 1 + (code >> _PARTITIONS), contract.within[code >> _HOSTS & 1])
 
 
 def known_sync(code: int, held: SyncConfig, choices: Iterable[SyncConfig]) -> SyncConfig:
