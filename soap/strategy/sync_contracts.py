@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from soap.errors import StrategyError
@@ -124,6 +125,7 @@ METHODS: list[Contract] = [
 """All methods, the default first. Their positions here are their numbers in compiled code."""
 
 
+@lru_cache(256)
 def find_contract(owner: object, payload: object, residence: object) -> Contract:
     """The contract of the method that serves a combination. StrategyError if none does."""
     for contract in METHODS:

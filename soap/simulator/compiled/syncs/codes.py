@@ -8,6 +8,7 @@ the method's number; partitions less one. The default, an all-reduce, is 0.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 
 import numpy as np
 
@@ -30,6 +31,7 @@ def sync_codes(graph: OperatorGraph, strategy: Strategy) -> Ints:
     return np.array([sync_code(strategy.sync(tensor.name)) for tensor in graph.parameters], np.int32)
 
 
+@lru_cache(4096)
 def sync_code(sync: SyncConfig) -> int:
     """The code of a synchronization."""
     contract = sync.contract
