@@ -59,6 +59,7 @@ def _same(spec: str) -> None:
         torch.testing.assert_close(state[name], tensor, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", CONFIGS)
 def test_flat_programs_compute_the_same(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[int] = []
