@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from benchmarks.accuracy import READING, soap_profile
 from benchmarks.end_to_end import machine
 from soap import api
-from soap.cli.options import not_negative, positive
+from soap.cli.options import Reading, not_negative, positive
 from soap.cli.run import start
 from soap.cli.training import Job
 from soap.cli.turns import in_turns, turns_of
@@ -52,7 +52,8 @@ def benchmark(model: str, args: argparse.Namespace) -> Result:
     """Profile, predict and measure one model."""
     topology = api.load_cluster(CLUSTER)
     states = states_of(args.optimizer)
-    graph = api.load(model, plan_only=True, **READING).graph
+    reading: Reading = {**READING, "autocast": args.autocast}
+    graph = api.load(model, plan_only=True, **reading).graph
     strategy = CLASSICAL[STRATEGY](graph, topology)
 
     def simulated(on: Topology, costs: CostSource) -> tuple[Simulator, Simulation]:
@@ -64,18 +65,20 @@ def benchmark(model: str, args: argparse.Namespace) -> Result:
         predicted["data sheet"] = simulated(local_topology(1, device_types()[args.sheet]), "estimate")[1].makespan_ns
     predicted["quick measurement"] = simulated(topology, "estimate")[1].makespan_ns
     if args.profile:
-        soap_profile([model, "--cluster", CLUSTER, "--budget", str(args.profile)])
+        autocast = ["--autocast", args.autocast] if args.autocast else []
+        soap_profile([model, "--cluster", CLUSTER, "--budget", str(args.profile), *autocast])
     simulator, simulation = simulated(topology, "auto")
     predicted["profile"] = simulation.makespan_ns
     job = Job(
         model=model,
-        reading=READING,
+        reading=reading,
         topology=topology,
         strategies=in_turns({STRATEGY: strategy}, {STRATEGY: simulation}, args.rounds),
         steps=args.steps,
         seed=0,
         optimizer=args.optimizer,
         weighed=True,
+        compiled=args.compile,
     )
     outcome = start(job)
     assert outcome is not None and outcome.peak_bytes is not None  # not under torchrun, and weighed
@@ -94,8 +97,8 @@ def line(result: Result) -> str:
     return f"| {result.model} | {ratios} | {result.measured_ns / 1e6:.1f} ms ({rounds}) | {memory} | {ratio:.3f} | {result.shares} |"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point."""
+def options() -> argparse.ArgumentParser:
+    """The benchmark's options."""
     parser = argparse.ArgumentParser(prog="single_device", description="Predicted against measured steps on one device.")
     parser.add_argument("models", nargs="*", metavar="MODEL", default=list(MODELS), help="default: " + " ".join(MODELS))
     parser.add_argument("--sheet", choices=sorted(device_types()), help="the device's data sheet")
@@ -103,8 +106,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=positive, default=20, help="in a round, warm-up included (default %(default)s)")
     parser.add_argument("--rounds", type=positive, default=3, help="default %(default)s")
     parser.add_argument("--optimizer", choices=["sgd", "adam"], default="adam", help="default %(default)s")
+    parser.add_argument("--autocast", choices=["bfloat16"], help="compute in this type what torch.autocast does")
+    parser.add_argument("--compile", action="store_true", help="measure by torch.compile (predictions are of eager steps)")
     parser.add_argument("--export", metavar="FILE", help="write the store's measurements")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point."""
+    args = options().parse_args(argv)
     print(f"{machine()}, {api.load_cluster(CLUSTER).devices[0].type.name}\n")
     names = [*(["data sheet"] if args.sheet else []), "quick measurement", "profile"]
     columns = ["model", *(f"{name} (÷ measured)" for name in names), "measured (rounds)", "memory predicted", "measured", "ratio"]

@@ -42,6 +42,7 @@ from tests.complex_modules import (
 )
 from tests.extent import ALL, often, so_many
 from tests.runtime.pool import Pool
+from tests.runtime.traced import DEVICE
 from tests.tracing.random_complex import random_plane
 
 TOLERANCE = 1e-9
@@ -87,7 +88,7 @@ def train(
 
 
 def checked(path: str, strategy: Strategy, steps: Sequence[Batch], dtype: str | None, optimizer: str = "sgd") -> CheckResult:
-    with Trainer(loaded(path, dtype), (strategy, FOUR), optimizer=OPTIMIZERS[optimizer]) as trainer:
+    with Trainer(loaded(path, dtype), (strategy, FOUR), optimizer=OPTIMIZERS[optimizer], device_kind=DEVICE) as trainer:
         return check(trainer, steps.__getitem__, OPTIMIZERS[optimizer], len(steps))
 
 

@@ -1,0 +1,90 @@
+"""Plans on a GPU that all ranks share, held against one process; and what is said when a run fails."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import soap
+
+SOAP_RUN = "from soap.cli.run import main; import sys; sys.exit(main(sys.argv[1:]))"
+MODELS = ("zoo:gpt:tiny", "zoo:rnnlm:tiny", "zoo:dlrm:tiny")
+PLANS = ("data_parallel", "megatron", "model_parallel")
+WAYS = (
+    ["--autocast", "bfloat16"], ["--dtype", "bfloat16"], ["--accumulate", "2"], ["--optimizer", "adam"], ["--clip-norm", "1"],
+    ["--compile"],
+)  # fmt: skip
+AT_ONCE = 4
+"""Runs beside each other: nothing is timed."""
+SUITES = ("test_kinds_plans", "test_complex", "test_architectures")
+"""Of these the tests whose ranks are held against one process, on the GPU: ``SOAP_TESTS_DEVICE``."""
+CHOICE = "a_kind_trains or random_programs_train or the_check_passes or (plans_train and (mixtral or qwen3_moe))"
+
+
+def checked_plans(device: str, tiny: bool) -> list[dict[str, Any]]:
+    """``soap-run --check`` of ranks over gloo that share the device, and of one over NCCL, by several strategies and ways to train."""
+    gloo = ["--device", device, "--backend", "gloo"]
+    runs = [(model, plan, 4, gloo) for model in MODELS for plan in PLANS]
+    runs += [("zoo:gpt:tiny", "megatron", 2, [*gloo, *way]) for way in WAYS]
+    if device == "cuda":
+        runs += [(model, "single_device", 1, ["--backend", "nccl"]) for model in (*MODELS, "zoo:resnet50:tiny")]
+    prepared = [_prepared(*run) for run in (runs[8:11] if tiny else runs)]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return list(pool.map(_run, prepared))
+
+
+def beside_plain(device: str, tiny: bool) -> list[dict[str, Any]]:
+    """``benchmarks.runtime``: a plan of one device and the plain module, in turns."""
+    models = ["single-gpt"] if tiny else ["single-resnet50-large", "single-gpt-large"]
+    words = ["-m", "benchmarks.runtime", "--device", device, "--rounds", "1" if tiny else "3", "--models", *models]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
+    return [{"command": " ".join(words[1:]), "code": done.returncode, "said": [*done.stdout.splitlines(), *done.stderr.splitlines()][-12:]}]
+
+
+def failures(device: str, tiny: bool) -> list[dict[str, Any]]:
+    """What cannot run has to say so in one line: two ranks of NCCL on one GPU, and more memory than there is."""
+    runs = [("zoo:gpt:tiny", "data_parallel", 2, ["--device", "cuda", *(["--backend", "nccl"] if device == "cuda" else [])])]
+    runs += [("zoo:gpt@512", "single_device", 1, [])] if device == "cuda" else []
+    return [_run(_prepared(*run, check=False)) for run in runs]
+
+
+def suites(device: str, tiny: bool) -> list[dict[str, Any]]:
+    """Tests of the repository, with all of their ranks on the GPU."""
+    words = ["-m", "pytest", "-q", "-n", str(AT_ONCE), "-p", "no:cacheprovider", *(f"tests/runtime/{suite}.py" for suite in SUITES)]
+    words += ["-k", "a_kind_trains and masked" if tiny else CHOICE]
+    environment = {**os.environ, "SOAP_TESTS_DEVICE": device}
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, env=environment)
+    return [{"command": " ".join(words[1:]), "code": done.returncode, "said": done.stdout.splitlines()[-60:]}]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One ``soap-run``. ``words``: its arguments."""
+
+    model: str
+    plan: str
+    devices: int
+    options: list[str]
+    words: list[str]
+
+
+def _prepared(model: str, plan: str, devices: int, options: list[str], check: bool = True) -> _Run:
+    """Write the strategy. Models are read one after the other, as reading is not for threads."""
+    autocast = "bfloat16" if "--autocast" in options else None
+    cluster, graph = f"local:{devices}", soap.load(model, plan_only=True, autocast=autocast).graph
+    path = Path(os.environ["XDG_CACHE_HOME"], "-".join([model.replace(":", "-"), plan, str(devices), *options]) + ".json")
+    topology = soap.load_cluster(cluster)
+    soap.save_strategy(path, soap.classical(plan, graph, topology), graph, topology)
+    words = [str(path), "--model", model, "--cluster", cluster, "--steps", "4", *options, *(["--check"] if check else [])]
+    return _Run(model, plan, devices, options, words)
+
+
+def _run(run: _Run) -> dict[str, Any]:
+    done = subprocess.run([sys.executable, "-c", SOAP_RUN, *run.words], capture_output=True, text=True)
+    said = [*done.stdout.splitlines(), *done.stderr.splitlines()]
+    return {**asdict(run), "code": done.returncode, "said": said[-8:]}
