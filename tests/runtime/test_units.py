@@ -14,6 +14,7 @@ from soap.runtime.program.program import compile_program
 from soap.runtime.trainer import Trainer
 from soap.simulator.lowering import build_plan
 from soap.strategy.classical import CLASSICAL
+from tests.extent import often
 
 CONFIGS = ("gpt:tiny", "resnet50:tiny", "rnnlm:tiny", "dlrm:tiny")
 
@@ -59,7 +60,7 @@ def _same(spec: str) -> None:
         torch.testing.assert_close(state[name], tensor, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("spec", CONFIGS)
+@pytest.mark.parametrize("spec", often(list(CONFIGS), {*CONFIGS} - {"resnet50:tiny"}))
 def test_flat_programs_compute_the_same(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[int] = []
 
