@@ -30,6 +30,7 @@ print(given_back, faults(use))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the GNU C library's allocator")
 def test_memory_is_used_again() -> None:
     done = subprocess.run([sys.executable, "-c", PAGES], capture_output=True, text=True, timeout=120, env={})

@@ -267,6 +267,7 @@ def test_a_store_that_cannot_be_read_is_a_warning_for_planners_and_an_error_here
     assert_refused(capsys, main, ["show", *COMMAND], 6, "cannot be used", "move it away")
 
 
+@pytest.mark.slow
 def test_files_take_measurements_along(brief: list[str], capsys: Capsys, tmp_path: Path) -> None:
     assert main([*COMMAND]) == 0
     path = tmp_path / "profile.json"

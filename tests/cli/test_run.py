@@ -241,6 +241,7 @@ def test_counts_the_states_of_any_optimizer(tmp_path: Path) -> None:
         assert prediction(tmp_path, "--optimizer", spec)[1]["strategy"].optimizer_states == states
 
 
+@pytest.mark.slow
 def test_parameters_get_the_groups_and_optimizers_that_were_asked_for(tmp_path: Path) -> None:
     asked = ["--optimizer", "*.bias=sgd:momentum=0.5", "--optimizer", "torch.optim.AdamW:betas=(0.8,0.9)", "--lr", "0.25"]
     job, *_ = prediction(tmp_path, *asked, "--weight-decay", "0.125", "--no-decay", "*embedding*")
@@ -254,6 +255,7 @@ def test_parameters_get_the_groups_and_optimizers_that_were_asked_for(tmp_path: 
     assert made.param_groups[0]["momentum"] == 0.5 and made.param_groups[1]["betas"] == (0.8, 0.9)
 
 
+@pytest.mark.slow
 def test_a_plan_that_cuts_what_the_optimizer_needs_whole_is_refused(
     strategy_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,6 +46,7 @@ def test_finds_saves_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert record["data_parallel_ns"] == soap.simulate(model, cluster, "data_parallel").makespan_ns
 
 
+@pytest.mark.slow
 def test_keeps_whole_what_the_optimizer_needs_whole(tmp_path: Path) -> None:
     path = tmp_path / "s.json"
     assert search("-o", str(path), "--start", "megatron", "--optimizer", "torch.optim.Adafactor:lr=0.01") == 0
@@ -60,6 +61,7 @@ def test_optimizers_that_are_not_there(capsys: pytest.CaptureFixture[str], tmp_p
     assert_refused(capsys, main, [*command, "torch.optim.LBFGS"], 8, "optimizer LBFGS computes the loss several times in a step")
 
 
+@pytest.mark.slow
 def test_same_command_writes_the_same_bytes(tmp_path: Path) -> None:
     paths = [tmp_path / "a.json", tmp_path / "b.json"]
     for path in paths:
@@ -78,6 +80,7 @@ def test_json_is_one_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert 0 < report["bound_ns"] <= report["predicted_ns"]
 
 
+@pytest.mark.slow
 def test_it_says_how_good_the_plan_is_among_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(tmp_path / "s.json")
     assert main([MODEL, "--cluster", "h200-8", "--budget", "20", "--start", "dynamic", "--margin", "1", "-o", path]) == 0
@@ -89,6 +92,7 @@ def test_it_says_how_good_the_plan_is_among_all(tmp_path: Path, capsys: pytest.C
     assert set(record["starts"]) == {"data_parallel", "dynamic"}
 
 
+@pytest.mark.slow
 def test_explains_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "s.json"
     assert search("-o", str(out), "--explain", "--json") == 0
@@ -127,6 +131,7 @@ def test_explains_to_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         assert word in out
 
 
+@pytest.mark.slow
 def test_pinned_and_forbidden(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "s.json"
     constraints = ["--pin", "blocks.*.up=sample:4@0-3", "--pin", "*norm*=sample:2", "--forbid", "*=reduction", "--forbid", "*=@7"]
@@ -182,6 +187,7 @@ def test_other_synchronizations_are_refused(method: str, said: str, tmp_path: Pa
     assert_refused(capsys, main, [MODEL, "--cluster", CLUSTER, "-o", str(tmp_path / "s.json"), "--sync", method], 2, "--sync", said)
 
 
+@pytest.mark.slow
 def test_the_bound_is_of_what_is_allowed() -> None:
     free, pinned = (soap.find(MODEL, CLUSTER, soap.SearchOptions(budget=5, pins=pins)) for pins in ({}, {"*": "@0"}))
     assert free.bound is not None and pinned.bound is not None

@@ -22,6 +22,7 @@ from tests.cli.refusals import assert_refused
 COMMAND = ["zoo:gpt:tiny", "--cluster", "p100-4x4"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["data_parallel", "megatron"])
 def test_prices_a_classical_strategy(name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     trace = tmp_path / "t.json"
@@ -36,6 +37,7 @@ def test_prices_a_classical_strategy(name: str, capsys: pytest.CaptureFixture[st
     assert (name == "data_parallel") == (report["unlike_data_parallel"] == [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["data_parallel", "megatron"])
 def test_says_what_decides_the_iteration(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*COMMAND, "--builtin", name, "--json"]) == 0
@@ -65,6 +67,7 @@ def test_says_it_to_people_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert "more; --json has all" in out  # this cluster has more links than are listed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "copies"), [("data_parallel", 8), ("megatron", 4)])
 def test_a_folded_report_is_the_whole_one(
     name: str, copies: int, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -167,6 +170,7 @@ network: {bandwidth: 10 Gbit/s, latency: 30 us}
 """
 
 
+@pytest.mark.slow
 def test_what_if_prices_a_strategy_elsewhere(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path, other = tmp_path / "s.json", tmp_path / "other.yaml"
     other.write_text(OTHER_CLUSTER)
@@ -185,6 +189,7 @@ def test_what_if_prices_a_strategy_elsewhere(capsys: pytest.CaptureFixture[str],
     assert json.loads(capsys.readouterr().out)["what_if"] is None  # at home there is nothing to say
 
 
+@pytest.mark.slow
 def test_what_if_needs_as_many_devices_and_the_same_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "s.json"
     graph, home = soap.load(COMMAND[0], plan_only=True).graph, soap.load_cluster(COMMAND[2])

@@ -227,6 +227,7 @@ def test_nothing_to_tune(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert not (folder / "out.json").exists()
 
 
+@pytest.mark.slow
 def test_bad_options(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     common = ["s.json", "--model", MODEL]
     refused(capsys, common, 2, "-o/--output")

@@ -45,6 +45,7 @@ def test_a_run_that_fails_says_why_in_one_line(code: str, message: str, temporar
     assert list(temporary_folder.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_run_that_hangs_is_ended(temporary_folder: Path) -> None:
     code = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1], str(os.getpid())).touch(); time.sleep(600)"
     pids = temporary_folder / "pids"

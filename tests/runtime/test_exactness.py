@@ -134,6 +134,7 @@ def test_batches_of_other_sizes(four: Pool, files: dict[str, str], name: str) ->
         assert_exact(four, files[name], name, [[6], [5], [1], [9], [6]], few=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("samples", [5])
 def test_uneven_shards_of_a_loss(four: Pool, tmp_path: Path, samples: int) -> None:
     path = tmp_path / "weighted.pt2"

@@ -67,6 +67,7 @@ class Watched:
         return outputs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["zoo:gpt:tiny", "zoo:rnnlm:tiny", "zoo:resnet50:tiny", "zoo:dlrm:tiny"])
 def test_every_operator_of_a_model_can_be_timed(spec: str) -> None:
     model = traced(spec, "float32")

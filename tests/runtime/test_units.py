@@ -38,6 +38,7 @@ def test_sums_end_units() -> None:
     assert any(unit[-1].endswith("attention.output") for unit in found)
 
 
+@pytest.mark.slow
 def test_running_statistics_stay_outside() -> None:
     names = [name for unit in _units("resnet50:tiny", "data_parallel", 2, 0) for name in unit]
     assert names
@@ -60,6 +61,7 @@ def _same(spec: str) -> None:
         torch.testing.assert_close(state[name], tensor, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", often(list(CONFIGS), {*CONFIGS} - {"resnet50:tiny"}))
 def test_flat_programs_compute_the_same(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[int] = []

@@ -107,6 +107,7 @@ def test_afterwards_no_cut_is_better(seed: int) -> None:
                 assert simulator.makespan_ns(engine.strategy.with_changes(changes)) >= costs[-1]
 
 
+@pytest.mark.slow
 def test_what_a_search_compares_at_cuts_is_bounded() -> None:
     graph = lenet()
     rounds = [round_count(build_space(graph, devices)) for devices in (2, 3, 4, 8)]

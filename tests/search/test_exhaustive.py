@@ -60,6 +60,7 @@ def test_large_spaces_are_refused() -> None:
         exhaustive_search(graph, 4, TileCosts(graph))
 
 
+@pytest.mark.slow
 @given(graphs(max_moves=1), st.integers(2, 3), st.booleans(), st.booleans())
 @FEW
 def test_branch_and_bound_finds_what_enumeration_finds(graph, device_count, points, split_hosts) -> None:  # type: ignore[no-untyped-def]

@@ -34,6 +34,7 @@ def distance(counts: Counter[object], weights: dict[object, float]) -> float:
     return sum(abs(counts[key] / steps - w / total) for key, w in weights.items()) / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("move", [None, "redraw", "informed"])
 def test_visits_follow_the_boltzmann_distribution(move: str | None) -> None:
     graph = layers(2)
@@ -53,6 +54,7 @@ def test_wrong_temperature_would_be_noticed() -> None:
     assert distance(visits(Kernel(space), costs, states[0], 40_000), wrong) > 0.05
 
 
+@pytest.mark.slow
 def test_shuffled_placements_are_visited_by_their_weight() -> None:
     space = build_space(layers(2), 2, shuffled=0.5)
     own = space.operators[0]

@@ -83,6 +83,7 @@ def test_the_best_neighbour_is_the_best_of_all() -> None:
     assert best_neighbour(costs, space, split) is None
 
 
+@pytest.mark.slow
 def test_polishing_is_the_same_every_time_and_stops_at_its_limit() -> None:
     graph, topology = transformer(), cluster([2, 2])
     simulator = Simulator(graph, topology, RooflineCosts(topology))
@@ -95,6 +96,7 @@ def test_polishing_is_the_same_every_time_and_stops_at_its_limit() -> None:
     assert runs[0].cost_ns < short.cost_ns <= simulator.makespan_ns(start)
 
 
+@pytest.mark.slow
 def test_a_search_ends_locally_optimal() -> None:
     graph, topology = transformer(layers=1), cluster([4])
     simulator = Simulator(graph, topology, RooflineCosts(topology))

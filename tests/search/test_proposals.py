@@ -69,6 +69,7 @@ def test_informed_move_states_its_ratio() -> None:
     assert_balanced(MOVES["informed"], space, list(all_strategies(space)), 2000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["redraw", "place", "split", "informed", "group"])
 def test_shuffled_states_balance(name: str) -> None:
     graph = layers(2)
@@ -80,6 +81,7 @@ def test_shuffled_states_balance(name: str) -> None:
     assert_balanced(MOVES[name], space, states, 1500)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["redraw", "place", "split", "informed", "group"])
 @pytest.mark.parametrize("pattern", ["layer.*", "layer.0"])
 def test_restricted_spaces_balance(name: str, pattern: str) -> None:

@@ -18,6 +18,7 @@ from soap.simulator.incremental import IncrementalSimulator
 from soap.strategy.json_file import dumps
 
 
+@pytest.mark.slow
 def test_equal_seeds_give_equal_files_on_one_core_and_on_two() -> None:
     simulator = api.simulator_for("zoo:rnnlm:tiny", "p100-4x4")
     graph, topology = simulator.graph, simulator.topology

@@ -95,6 +95,7 @@ def test_folded_is_whole(case: Case) -> None:
     check_outcome(graph, topology, strategy, folding)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tensor", "pipeline", "copies"), [(1, 1, 16), (2, 1, 8), (1, 4, 4), (2, 2, 4), (4, 1, 4)])
 def test_a_transformer_in_three_dimensions(tensor: int, pipeline: int, copies: int) -> None:
     graph, topology = api.load("zoo:gpt:tiny@16", plan_only=True).graph, api.load_cluster("p100-4x4")

@@ -62,6 +62,7 @@ def test_recurrent_layers_really_run_if_they_are_small() -> None:
     assert len(recurrent) == 4
 
 
+@pytest.mark.slow
 def test_with_and_without_values_alike() -> None:
     with_values, without = (load_model("zoo:gpt:tiny", plan_only=plan_only) for plan_only in (False, True))
     assert find_footprints(with_values) == dict(without.graph.footprints) == dict(with_values.graph.footprints)

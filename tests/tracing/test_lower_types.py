@@ -126,6 +126,7 @@ class Mixed(nn.Module):
         return F.cross_entropy(self.head(x.square().mean((2, 3))), labels)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_norm", ["global", "local"])
 @pytest.mark.parametrize("name", [*NORMS, "mixed"])
 def test_whole_tiles_normalise_as_eager_does_to_the_bit(name: str, batch_norm: BatchNorm) -> None:
@@ -171,6 +172,7 @@ def _by_sums(degree: int) -> Callable[..., OpConfig]:
     return choose
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", LOWER)
 @pytest.mark.parametrize("name", ["patches", "products", *NORMS])
 def test_parts_of_sums_are_no_farther_from_float64_than_eager(name: str, dtype: torch.dtype) -> None:
@@ -226,6 +228,7 @@ def test_strided_convolutions_of_one_column_are_no_farther_from_float64_than_eag
     assert tiled < 1.5 * alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NORMS)
 def test_norms_by_tiles_are_no_farther_from_float64_than_eager(name: str) -> None:
     module, x = made(name)

@@ -92,6 +92,7 @@ def _marked() -> list[ParameterSet]:
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", _marked())
 @pytest.mark.filterwarnings("ignore::soap.errors.SoapWarning")
 def test_tiles_give_the_whole(case: Case) -> None:
@@ -105,6 +106,7 @@ def test_tiles_give_the_whole(case: Case) -> None:
     assert case.whole != all(op.partitionable for op in model.graph.operators)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECURRENT)
 @pytest.mark.filterwarnings("ignore::soap.errors.SoapWarning")
 def test_recurrent_layers(name: str) -> None:

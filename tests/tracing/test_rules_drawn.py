@@ -118,6 +118,7 @@ IN_THE_PLANE = {
 """What has to be tried with complex numbers, at least; other rules are as far as torch takes these."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", registered())
 def test_drawn_calls_on_complex_numbers_by_tiles(name: str) -> None:
     tried = 0

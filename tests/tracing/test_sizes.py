@@ -130,6 +130,7 @@ def test_ranges_of_the_user_are_kept(tmp_path: Path) -> None:
         model.resized(shapes(9))
 
 
+@pytest.mark.slow
 def test_zoo_models_are_made_anew() -> None:
     model = load_model("zoo:dlrm:tiny")
     own = [model.graph.tensors[name].shape for name in model.input_names]

@@ -75,6 +75,7 @@ CALLS: dict[str, Make] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the program does not read input")
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("name", CALLS)

@@ -90,6 +90,7 @@ def test_dlrm_tables_have_the_shape_of_the_criteo_data() -> None:
     assert sum(p.numel() for p in unlimited.embeddings.parameters()) == 540_201_232
 
 
+@pytest.mark.slow
 def test_recurrent_benchmarks_are_unrolled_in_five_chunks_that_share_weights() -> None:
     calls = {}
     for name in ("rnntc", "rnnlm", "nmt"):
@@ -160,6 +161,7 @@ def test_tables_are_found_to_be_sparse_and_every_call_has_a_rule(name: str) -> N
     assert all(op.partitionable for op in graph.operators)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SPARSE)
 def test_data_touches_the_share_of_rows_that_is_asked_for(name: str) -> None:
     spec = f"zoo:{name}:emulation"

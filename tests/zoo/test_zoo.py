@@ -95,6 +95,7 @@ def test_tiny_model_exports_with_inputs_and_loss(name: str) -> None:
     assert program.module()(*model.args).item() == expected.item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_fake_model_exports_to_the_same_calls(name: str) -> None:
     real, fake = zoo.build(f"{name}:tiny"), zoo.build(f"{name}:tiny", fake=True)
@@ -118,6 +119,7 @@ def test_other_sizes(spec: str) -> None:
         assert 0.1 < 2 * 3 / 4 * sum(4 * p.numel() for p in model.module.parameters()) / 25e6 < 2
 
 
+@pytest.mark.slow
 def test_full_program_of_a_large_batch_is_exported_without_memory() -> None:
     model = zoo.build("inception_v3@1024", fake=True)
     program = torch.export.export(model.module, model.args, strict=False)

@@ -111,6 +111,7 @@ ALONE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("weights", "proposals"), [pytest.param(DEFAULT_WEIGHTS, 120_000, id="all"), *ALONE])
 def test_visits_follow_the_boltzmann_distribution(weights: dict[str, float], proposals: int) -> None:
     case = enumerated()
@@ -165,6 +166,7 @@ def _all_configs(own: OperatorSpace) -> list[OpConfig]:
     return [config for config in found if own.log_weight(config) > -inf]
 
 
+@pytest.mark.slow
 def test_steps_are_what_the_simulator_says() -> None:
     graph, topology = api.load("zoo:nmt:tiny", plan_only=True).graph, api.load_cluster("p100-4x4")
     starts = starting_strategies(graph, topology, None, None, 0)
@@ -185,6 +187,7 @@ def test_steps_are_what_the_simulator_says() -> None:
     assert any(entry.operators > 1 for entry in log)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_never_accepted() -> None:
     case = enumerated()
     peaks = {key_of(strategy): _peak_bytes(case, strategy) for strategy in all_strategies(case.space)}
@@ -270,6 +273,7 @@ def test_a_state_outside_of_the_space_is_left_for_good() -> None:
     assert Simulator(case.graph, case.topology, case.costs).makespan_ns(chain.strategy) == chain.cost_ns
 
 
+@pytest.mark.slow
 def test_constraints_are_obeyed() -> None:
     """A pinned operator, one that must not be cut along a factor, and a device that nobody may use."""
     graph, topology = api.load("zoo:nmt:tiny", plan_only=True).graph, api.load_cluster("p100-4x4")
@@ -289,6 +293,7 @@ def test_constraints_are_obeyed() -> None:
     assert all(counts.accepted > 0 for move, counts in chain.moves.items() if move not in ("segment", "sync"))
 
 
+@pytest.mark.slow
 def test_a_chain_goes_on_from_another_strategy() -> None:
     graph, topology = api.load("zoo:nmt:tiny", plan_only=True).graph, api.load_cluster("p100-4x4")
     starts = starting_strategies(graph, topology, None, None, 0)

@@ -39,6 +39,7 @@ def config_in(chain: CompiledChain, space: CompiledSpace, position: int, slot: i
     return OpConfig(grid[1:], tuple(X.c_dev[slot * devices : slot * devices + tiles].tolist()), grid[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["nmt", "gpt", "alexnet"])
 def test_neighbours_suggest_what_alignment_says(model: str) -> None:
     graph, topology = api.load(f"zoo:{model}:tiny", plan_only=True).graph, api.load_cluster("p100-4x4")
@@ -61,6 +62,7 @@ def test_neighbours_suggest_what_alignment_says(model: str) -> None:
             assert chain.arrays.c_log[9 : 9 + count].tolist() == pytest.approx([own.log_weight(config) for config in found])
 
 
+@pytest.mark.slow
 def test_draws_follow_the_weights() -> None:
     graph, topology = api.load("zoo:rnnlm:tiny", plan_only=True).graph, api.load_cluster("local:2")
     space = build_space(graph, 2, shuffled=0.5)

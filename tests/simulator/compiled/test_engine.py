@@ -61,6 +61,7 @@ def test_models(model: str) -> None:
         check(engine, costs, synchronized(strategy, graph, draw))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["spectral", "operator", "plane"])
 def test_models_with_complex_tensors(name: str) -> None:
     """Their sizes and types enter what travels, what is summed together, and what tiles take."""

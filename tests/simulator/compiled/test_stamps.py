@@ -98,6 +98,7 @@ print(is_compiled(twice), twice(1))
 """
 
 
+@pytest.mark.slow
 def test_machine_code_is_never_older_than_a_constant_that_another_module_works_out(tmp_path: Path) -> None:
     (tmp_path / "outside.py").write_text(OUTSIDE)
     (tmp_path / "inside.py").write_text(INSIDE)
