@@ -136,7 +136,7 @@ def _random_on_four_ranks(four: Pool, folder: Path, seed: int) -> None:
         assert worst(found, expected) < TOLERANCE, module.steps
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("seed", often(range(2), range(1)))
 def test_random_modules_train_as_a_plain_loop(four: Pool, tmp_path: Path, seed: int) -> None:
     _random_on_four_ranks(four, tmp_path, seed)
