@@ -149,6 +149,7 @@ def test_many_random_modules_train_as_a_plain_loop(four: Pool, tmp_path: Path, s
     _random_on_four_ranks(four, tmp_path, seed)
 
 
+@pytest.mark.slow
 def test_complex_activations_travel(files: dict[str, str]) -> None:
     """What the test above is about."""
     for name in ("operator", "plane", "in place"):
