@@ -241,7 +241,7 @@ def test_bad_usage_and_refusals_are_one_line_and_write_nothing(capsys: Capsys, t
     assert_refused(capsys, main, [str(path), "--calibrate"], 6, "cannot be used", "move it away")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_corrects_what_is_predicted_after_it(capsys: Capsys, tmp_path: Path, kept_ranks: None) -> None:
     model, cluster = "zoo:rnnlm:tiny", "local:2"
     graph, topology = soap.load(model, plan_only=True).graph, soap.load_cluster(cluster)

@@ -82,7 +82,7 @@ def test_first_cause_is_told(
     expect_first_cause(kind, ranks, place, tmp_path, capfd)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_under_torchrun_each_rank_tells_its_own(place: Path, tmp_path: Path) -> None:
     """Whoever only noticed either is ended before it says anything, or says so."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "soap.cli.run"]

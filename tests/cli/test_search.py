@@ -156,7 +156,7 @@ def test_pinned_and_forbidden(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert pinned > 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_parameters_may_be_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Tables of DLRM, if every device reads all of them, cost most of a step to all-reduce, and little to serve by rows."""
     model, out = "zoo:dlrm", tmp_path / "s.json"

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 120.0
 START_TIMEOUT_S = 120.0
 """Importing torch on a loaded machine."""
@@ -155,6 +156,7 @@ class FirstOf(Pool):
 
 def _serve(rank: int, port: int, timeout_s: float, pipe: Connection, stacks: str) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.chdir(ROOT)  # a test may have been in a folder of its own when ``multiprocessing``, which goes there, was imported
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout_s))
     world = 0

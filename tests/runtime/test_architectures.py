@@ -75,6 +75,7 @@ Files = Callable[[str], tuple[Path, dict[str, str]]]
 EACH = pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in QUICK else pytest.mark.long) for n in ARCHITECTURES])
 
 
+@pytest.mark.long
 @EACH
 def test_program_is_eagers(files: Files, reader: Pool, name: str, record_property: Callable[[str, object], None]) -> None:
     row: dict[str, Any] = {"name": name, **dict.fromkeys(WAYS, "failed")}

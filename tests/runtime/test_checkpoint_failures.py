@@ -78,7 +78,7 @@ def test_keep_must_keep_something(tmp_path: Path) -> None:
         trainer.save(tmp_path, keep=0)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_killed_at_any_change_of_the_folder_a_complete_checkpoint_is_left(tmp_path: Path) -> None:
     """In a process of its own, which forks while it has no threads."""

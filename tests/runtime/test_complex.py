@@ -137,7 +137,7 @@ def _random_on_four_ranks(four: Pool, folder: Path, seed: int) -> None:
         assert worst(found, expected) < TOLERANCE, module.steps
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("seed", often(range(2), range(1)))
 def test_random_modules_train_as_a_plain_loop(four: Pool, tmp_path: Path, seed: int) -> None:
     _random_on_four_ranks(four, tmp_path, seed)
@@ -150,6 +150,7 @@ def test_many_random_modules_train_as_a_plain_loop(four: Pool, tmp_path: Path, s
     _random_on_four_ranks(four, tmp_path, seed)
 
 
+@pytest.mark.slow
 def test_complex_activations_travel(files: dict[str, str]) -> None:
     """What the test above is about."""
     for name in ("operator", "plane", "in place"):

@@ -54,7 +54,7 @@ def halves() -> Plan:
     return build_plan(graph, Strategy(configs), cluster([2], CPU))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_training_on_launched_ranks() -> None:
     outcomes = launch(2, train_launched, (halves(),))
     assert outcomes[0].losses == outcomes[1].losses
@@ -191,7 +191,7 @@ def test_a_time_limit_that_is_not_reached_changes_nothing() -> None:
     assert launch(2, add_ranks, (5,), limit_s=100) == {0: 11, 1: 11}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_interrupt_ends_all_ranks_and_a_pause_none(tmp_path: Path) -> None:
     program = (

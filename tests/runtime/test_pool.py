@@ -98,7 +98,7 @@ def test_interrupted_run_leaves_no_answer_for_the_next(two: Pool) -> None:
     assert two.run(sum_of_ranks, 1) == [(3, 2)] * 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_rank_that_hangs_shows_where(two: Pool) -> None:
     with pytest.raises(RankError, match=r"(?s)^rank 1 gave no answer in 6 s; it stands at\n.*in hang_in_rank_one\n"):
         two.run(hang_in_rank_one)

@@ -206,6 +206,7 @@ def test_copies_on_rows_share_the_table() -> None:
     assert timer.operands.sparse_tables(replace(tile, on_rows=False)) == {}
 
 
+@pytest.mark.slow
 def test_statistics_that_nobody_reads_are_not_made() -> None:
     watched = Watched(traced("zoo:resnet50:tiny", "float32"))
     timer = TileTimer(watched, CPU)  # type: ignore[arg-type]

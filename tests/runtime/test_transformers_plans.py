@@ -27,8 +27,8 @@ pytest.importorskip("transformers")
 FOUR = local_topology(4)
 STRATEGIES = [("float64", None)] * so_many(1, 5) + [("float32", None)] + [("float64", name) for name in ("data_parallel", "megatron")]
 """Dtype, and name of a classical strategy or None for a random one."""
-OFTEN = ("resnet",)
-"""The others, and many more (``test_architectures``), are for ``make test-all``."""
+OFTEN: tuple[str, ...] = ()
+"""All, and many more, are for ``make test-all``; ``test_architectures`` has one of the library in ``make test``."""
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in OFTEN else pytest.mark.long) for n in MODELS])

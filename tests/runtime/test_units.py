@@ -14,6 +14,7 @@ from soap.runtime.program.program import compile_program
 from soap.runtime.trainer import Trainer
 from soap.simulator.lowering import build_plan
 from soap.strategy.classical import CLASSICAL
+from tests.extent import often
 
 CONFIGS = ("gpt:tiny", "resnet50:tiny", "rnnlm:tiny", "dlrm:tiny")
 
@@ -37,6 +38,7 @@ def test_sums_end_units() -> None:
     assert any(unit[-1].endswith("attention.output") for unit in found)
 
 
+@pytest.mark.slow
 def test_running_statistics_stay_outside() -> None:
     names = [name for unit in _units("resnet50:tiny", "data_parallel", 2, 0) for name in unit]
     assert names
@@ -60,7 +62,7 @@ def _same(spec: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spec", CONFIGS)
+@pytest.mark.parametrize("spec", often(list(CONFIGS), {*CONFIGS} - {"resnet50:tiny"}))
 def test_flat_programs_compute_the_same(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[int] = []
 

@@ -15,6 +15,7 @@ from soap.model.graph import OperatorGraph
 from soap.simulator.lowering import build_plan
 from soap.strategy.classical import CLASSICAL
 from soap.strategy.config import Strategy
+from tests.extent import often
 from tests.runtime.pool import Pool
 from tests.runtime.traced import traced
 from tests.runtime.updating import RECIPES, Together, Updated, checked_recipe, cutting, refusal, save_module, train_plain, train_recipe
@@ -59,7 +60,7 @@ def test_the_plan_cuts_parameters_by_rows_and_by_columns(tiny: str) -> None:
     assert ("embedding.weight", (12, 8)) not in shapes and ("both", (16, 8)) not in shapes
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", often(list(RECIPES), list(RECIPES)[::2]))
 def test_as_plain_torch(recipe: str, tiny: str, four: Pool) -> None:
     graph = traced(tiny, "float64").graph
     found = four.run(train_recipe, tiny, cutting(graph, 4), FOUR, recipe, STEPS)

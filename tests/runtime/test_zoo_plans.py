@@ -26,8 +26,18 @@ def pairs() -> Iterator[Pair]:
             yield Pair(model, number, PAIRS_PER_MODEL)
 
 
+LARGE = ("inception_v3", "resnet50", "resnet101")
+"""Of the same operators as smaller ones, and many of them."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("pair", [pytest.param(pair, id=f"{pair.model}-{pair.number}") for pair in every(39, list(pairs()))])
+@pytest.mark.parametrize(
+    "pair",
+    [
+        pytest.param(pair, id=f"{pair.model}-{pair.number}", marks=pytest.mark.long if pair.model in LARGE else ())
+        for pair in every(39, list(pairs()))
+    ],
+)
 def test_pair(four: Pool, pair: Pair, record_property: Callable[[str, object], None]) -> None:
     answers = four.run(train_pair, pair, ranks=pair.ranks)
     worst, tolerance = answers[0][1], TOLERANCES[DTYPES[pair.dtype]]
