@@ -37,7 +37,7 @@ def test_exactly_the_operators_that_differ_are_found(a: int, b: int) -> None:
         for entry, strategy in ((d.first, first), (d.second, second)):
             config, op = strategy.operators[d.operator], GRAPH.operators[GRAPH.index[d.operator]]
             degrees = {f.name: n for f, n in zip(op.factors, config.degrees, strict=True) if n > 1}
-            assert (entry.degrees, entry.replicas, entry.devices) == (degrees, config.replicas, config.devices)
+            assert (entry.degrees, entry.options.get("replicas", 1), entry.devices) == (degrees, config.replicas, config.devices)
 
 
 def test_parameters_and_defaults() -> None:

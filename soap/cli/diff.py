@@ -15,6 +15,7 @@ from soap.cli.plain_text import aligned, devices, layers, listed, milliseconds, 
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.simulate import Simulation
 from soap.strategy.diff import Comparison, compare, grouped
+from soap.strategy.fields import OPERATOR_FIELDS, texts
 from soap.strategy.json_file import OperatorEntry, StrategyContents
 from soap.strategy.mismatch import one_line, short
 from soap.units import format_bytes
@@ -101,6 +102,7 @@ def document(
         "parameters": [
             {"parameter": name, "first": sync_document(one), "second": sync_document(other)} for name, one, other in comparison.parameters
         ],
+        "options": [{"option": name, "first": one, "second": other} for name, one, other in comparison.options],
         "simulated": None if simulated is None else list(simulated),
     }
 
@@ -119,7 +121,8 @@ def _strategy(path: str, contents: StrategyContents) -> dict[str, Any]:
 
 
 def _entry(entry: OperatorEntry) -> dict[str, Any]:
-    return {"kind": entry.kind, "degrees": dict(entry.degrees), "replicas": entry.replicas, "devices": list(entry.devices)}
+    options = {"replicas": 1, **entry.options}
+    return {"kind": entry.kind, "degrees": dict(entry.degrees), **options, "devices": list(entry.devices)}
 
 
 def text(found: Mapping[str, Any], comparison: Comparison) -> str:
@@ -181,6 +184,10 @@ def _listings(comparison: Comparison, operators: int) -> list[str]:
         rest = len(comparison.parameters) - MOST_ROWS
         more = f"\n  and {rest} more; --json has all" if rest > 0 else ""
         sections.append("synchronized differently:\n" + listed(rows[: MOST_ROWS + 1]) + more)
+    if comparison.options:
+        rows = [("of the whole strategy", "A", "B")]
+        rows += [(name, *("default" if value is None else str(value) for value in values)) for name, *values in comparison.options]
+        sections.append("set differently:\n" + listed(rows))
     for letter, names in (("A", comparison.only_first), ("B", comparison.only_second)):
         if names:
             shown = ", ".join(short(name) for name in names[:4])
@@ -190,9 +197,7 @@ def _listings(comparison: Comparison, operators: int) -> list[str]:
 
 def _configured(entry: OperatorEntry, with_sizes: bool) -> str:
     """``b:4, replicas:2 on 0-7``, with the operator's kind if the files disagree about it."""
-    parts = [f"{name}:{degree}" for name, degree in entry.degrees.items()]
-    if entry.replicas > 1:
-        parts.append(f"replicas:{entry.replicas}")
+    parts = [*(f"{name}:{degree}" for name, degree in entry.degrees.items()), *texts(entry.options, OPERATOR_FIELDS)]
     sizes = " ".join([one_line(entry.kind, 40), *(f"{name}={size}" for name, size in entry.sizes.items())])
     return f"{', '.join(parts) or 'whole'} on {devices(entry.devices)}" + (f" ({sizes})" if with_sizes else "")
 

@@ -71,7 +71,8 @@ class SyncConfig:
         contract = self.contract
         said = f"synchronization by {contract.word}"
         if self.within not in contract.within:
-            raise StrategyError(f"{said} with {self.within!r} within hosts: expected one of {', '.join(contract.within)}")
+            expected = " or ".join(map(repr, contract.within))
+            raise StrategyError(f"{said}: within {self.within!r}, expected {expected} ('host': local aggregation)")
         if not 1 <= self.partitions <= contract.most_partitions:
             allowed = "1 to " * (contract.most_partitions > 1) + str(contract.most_partitions)
             raise StrategyError(f"{said} in {self.partitions} partitions: expected {allowed}")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from soap.strategy.config import SyncConfig
+from soap.strategy.fields import PARAMETER_FIELDS, WORDED, written
 from soap.strategy.json_file import OperatorEntry, StrategyContents
 
 _NUMBER = re.compile(r"\d+")
@@ -26,20 +28,22 @@ class Comparison:
     """How two files differ.
 
     ``differences``: operators that both have. ``only_first``, ``only_second``: operators that only one has. ``parameters``: name, and how
-    the first and the second file synchronize it, where that differs.
+    the first and the second file synchronize it, where that differs. ``options``: name, and the values of an optional field of the strategy
+    as a whole, where they differ; None where a file has the default.
     """
 
     differences: tuple[Difference, ...]
     only_first: tuple[str, ...]
     only_second: tuple[str, ...]
     parameters: tuple[tuple[str, SyncConfig, SyncConfig], ...]
+    options: tuple[tuple[str, Any, Any], ...]
     same_model: bool
     same_cluster: bool
 
     @property
     def equal(self) -> bool:
         """Whether both have the same configurations for the same model and cluster."""
-        found = self.differences or self.only_first or self.only_second or self.parameters
+        found = self.differences or self.only_first or self.only_second or self.parameters or self.options
         return not found and self.same_model and self.same_cluster
 
 
@@ -60,6 +64,7 @@ def compare(first: StrategyContents, second: StrategyContents) -> Comparison:
         tuple(name for name in first.operators if name not in second.operators),
         tuple(name for name in second.operators if name not in first.operators),
         tuple(pair for pair in pairs if said(pair[1]) != said(pair[2])),
+        tuple((name, a, b) for name, a, b in _options(first, second) if a != b),
         one.model_hash == other.model_hash,
         (one.cluster_hash, one.devices) == (other.cluster_hash, other.devices),
     )
@@ -70,8 +75,12 @@ def _whole(sync: SyncConfig) -> object:
 
 
 def _in_words(sync: SyncConfig) -> object:
-    """What files of version 1 can express of a synchronization."""
-    return sync.contract.word, sync.partitions, sync.within
+    """A synchronization without what files of version 1 do not tell: which method a word means."""
+    return sync.contract.word, sync.partitions, sync.within, written(sync, PARAMETER_FIELDS, WORDED)
+
+
+def _options(first: StrategyContents, second: StrategyContents) -> list[tuple[str, Any, Any]]:
+    return [(name, first.options.get(name), second.options.get(name)) for name in {**first.options, **second.options}]
 
 
 def grouped(differences: Iterable[Difference]) -> list[list[Difference]]:

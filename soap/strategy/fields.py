@@ -2,6 +2,7 @@
 
 A file contains only what differs from the default, and a reader refuses fields that are not listed here. So a later version of this program
 can add a field without a new version of the format: files that do not use the field stay as they are and keep their ``strategy_hash``.
+The schema, ``soap-diff`` and reports read this list as well, so that a new field needs nothing but its entry.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ MAX_NUMBER = 2**31
 
 @dataclass(frozen=True, slots=True)
 class OptionalField:
-    """A field of a configuration and of its entry in a file. ``schema``: makes its JSON schema. ``read``: converts its value."""
+    """A field of a configuration and of its entry in a file. ``schema``: makes its JSON schema. ``read``: converts its value. ``mark``:
+    stands between its name and its value in text."""
 
     name: str
     schema: Callable[[], Mapping[str, Any]]
     read: Callable[[Any], Any]
+    mark: str = " "
 
 
 def _one_of(names: Callable[[], Sequence[str]]) -> Callable[[], Mapping[str, Any]]:
@@ -43,7 +46,10 @@ PARAMETER_FIELDS = (
 )
 """Of ``SyncConfig``."""
 
-OPERATOR_FIELDS = (OptionalField("replicas", _count(MAX_NUMBER), int),)
+WORDED = ("owner", "payload", "residence", "within", "partitions")
+"""Those of ``SyncConfig`` that people are told in words (``parameter_server in 4 partitions with local aggregation``)."""
+
+OPERATOR_FIELDS = (OptionalField("replicas", _count(MAX_NUMBER), int, mark=":"),)
 """Of ``OpConfig``, beside its degrees and devices."""
 
 STRATEGY_FIELDS: tuple[OptionalField, ...] = ()
@@ -79,6 +85,11 @@ def written(config: Any, known: Sequence[OptionalField], beside: Sequence[str] =
 def read(entry: Mapping[str, Any], known: Sequence[OptionalField]) -> dict[str, Any]:
     """The reverse of ``written``: the values of these fields in an entry, as keyword arguments."""
     return {field.name: field.read(entry[field.name]) for field in known if field.name in entry}
+
+
+def texts(values: Mapping[str, Any], known: Sequence[OptionalField]) -> list[str]:
+    """What people are told of the fields in ``values``, such as ``replicas:2``, in the order of ``known``."""
+    return [f"{field.name}{field.mark}{values[field.name]}" for field in known if field.name in values]
 
 
 def _default(field: Field[Any]) -> Any:

@@ -20,7 +20,7 @@ from soap.cluster.topology import Topology
 from soap.errors import StrategyError
 from soap.model.graph import Operator, OperatorGraph
 from soap.strategy.config import OpConfig, Strategy, SyncConfig, check_config
-from soap.strategy.fields import OPERATOR_FIELDS, PARAMETER_FIELDS, STRATEGY_FIELDS, read, written
+from soap.strategy.fields import OPERATOR_FIELDS, PARAMETER_FIELDS, STRATEGY_FIELDS, WORDED, read, written
 from soap.strategy.json_text import parse_json
 from soap.strategy.mismatch import cluster_differences, model_differences, one_line, short
 from soap.strategy.schema import FORMAT, VERSION, WORDS_1, schema
@@ -49,13 +49,14 @@ class StrategyHeader:
 
 @dataclass(frozen=True, slots=True)
 class OperatorEntry:
-    """An operator's entry in a strategy file. ``sizes``, ``degrees``: by factor name; only degrees above 1."""
+    """An operator's entry in a strategy file. ``sizes``, ``degrees``: by factor name; only degrees above 1. ``options``: its optional
+    fields, as far as they are not the default."""
 
     kind: str
     sizes: Mapping[str, int]
     degrees: Mapping[str, int]
-    replicas: int
     devices: tuple[int, ...]
+    options: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +64,13 @@ class StrategyContents:
     """All of a strategy file, readable without its model.
 
     ``parameters``: those with a synchronization other than the default. In files of version 1 a word may mean one method for dense
-    parameters and another for sparse ones; it is read as for dense ones.
+    parameters and another for sparse ones; it is read as for dense ones. ``options``: optional fields of the strategy as a whole.
     """
 
     header: StrategyHeader
     operators: Mapping[str, OperatorEntry]
     parameters: Mapping[str, SyncConfig]
+    options: Mapping[str, Any]
     record: Mapping[str, Any]
     version: int = VERSION
 
@@ -136,21 +138,28 @@ def load_contents(text: str) -> StrategyContents:
     operators: dict[str, OperatorEntry] = {}
     room = MAX_TILES
     for name, entry in document["operators"].items():
-        degrees = {factor: int(degree) for factor, degree in entry.get("degrees", {}).items() if degree > 1}
-        replicas = int(entry.get("replicas", 1))
-        tiles = prod(degrees.values()) * replicas
-        _check_room(name, tiles, room)
-        try:
-            devices = expand_devices(entry["devices"], numbers, tiles)
-        except StrategyError as cause:
-            raise StrategyError(f"operator {short(name)}: {cause}") from None
-        if len(devices) != tiles:
-            raise StrategyError(f"operator {short(name)}: {len(devices)} devices for {tiles} tiles; expected one per tile")
-        operators[name] = OperatorEntry(entry["kind"], {f: int(n) for f, n in entry["sizes"].items()}, degrees, replicas, devices)
-        room -= tiles
+        operators[name] = _contents_of(name, entry, numbers, room)
+        room -= len(operators[name].devices)
     syncs = {name: _sync(name, entry, sparse=False) for name, entry in document.get("parameters", {}).items()}
     syncs = {name: sync for name, sync in syncs.items() if sync != SyncConfig()}
-    return StrategyContents(header, operators, syncs, document.get("record", {}), int(document["version"]))
+    options = written(Strategy({}, **read(document, STRATEGY_FIELDS)), STRATEGY_FIELDS, ("operators", "parameters"))
+    return StrategyContents(header, operators, syncs, options, document.get("record", {}), int(document["version"]))
+
+
+def _contents_of(name: str, entry: Mapping[str, Any], numbers: Mapping[str, int], room: int) -> OperatorEntry:
+    """An operator's entry. ``numbers``: device name -> number. ``room``: how many tiles the file may still have."""
+    degrees = {factor: int(degree) for factor, degree in entry.get("degrees", {}).items() if degree > 1}
+    more = read(entry, OPERATOR_FIELDS)
+    tiles = prod(degrees.values()) * more.get("replicas", 1)
+    _check_room(name, tiles, room)
+    try:
+        devices = expand_devices(entry["devices"], numbers, tiles)
+    except StrategyError as cause:
+        raise StrategyError(f"operator {short(name)}: {cause}") from None
+    if len(devices) != tiles:
+        raise StrategyError(f"operator {short(name)}: {len(devices)} devices for {tiles} tiles; expected one per tile")
+    options = written(OpConfig(tuple(degrees.values()), devices, **more), OPERATOR_FIELDS, ("degrees", "devices"))
+    return OperatorEntry(entry["kind"], {factor: int(size) for factor, size in entry["sizes"].items()}, degrees, devices, options)
 
 
 def _header(document: Mapping[str, Any]) -> StrategyHeader:
@@ -243,7 +252,8 @@ def _hashed_entry(sync: SyncConfig) -> dict[str, Any]:
     if word not in WORDS_1:
         return _sync_entry(sync)
     more: dict[str, Any] = {"partitions": sync.partitions} if sync.partitions > 1 else {}
-    return {"sync": word, **more, **({"local_aggregation": True} if sync.within == "host" else {})}
+    more |= {"local_aggregation": True} if sync.within == "host" else {}
+    return {"sync": word, **more, **written(sync, PARAMETER_FIELDS, WORDED)}
 
 
 def _sync(name: str, entry: Mapping[str, Any], *, sparse: bool) -> SyncConfig:

@@ -6,7 +6,6 @@ and one in ``soap.runtime.sync`` (what a rank does). All other code asks for the
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -155,6 +154,6 @@ def by_word(word: str, *, sparse: bool) -> Contract | None:
     return next((contract for contract in found if contract.serves(sparse=sparse)), None)
 
 
-def words(contracts: Iterable[Contract] = METHODS) -> tuple[str, ...]:
-    """The words of these methods, each once."""
-    return tuple(dict.fromkeys(contract.word for contract in contracts))
+def words() -> tuple[str, ...]:
+    """The words of all methods, each once."""
+    return tuple(dict.fromkeys(contract.word for contract in METHODS))

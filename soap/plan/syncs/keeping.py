@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
@@ -52,12 +53,8 @@ class Keeping:
                 leaders = self._leaders(readers) if used.within == "host" else readers
                 name = method.contract.name
                 syncs.setdefault(name, []).append(ShardSync(name, parameter, index, box, numbers, readers, leaders, places))
-        return tuple(shards), tuple(joined for method in self._in_order(syncs) for joined in self._groups(method, tiles, shards, syncs))
-
-    def _groups(
-        self, method: SyncMethod, tiles: Sequence[Tile], shards: Sequence[Shard], syncs: dict[str, list[ShardSync]]
-    ) -> Sequence[ShardSync]:
-        return method.groups(self._graph, tiles, shards, syncs[method.contract.name])
+        groups = [method.groups(self._graph, tiles, shards, syncs[method.contract.name]) for method in self._in_order(syncs)]
+        return tuple(shards), tuple(chain.from_iterable(groups))
 
     @staticmethod
     def _in_order(syncs: Iterable[str]) -> list[SyncMethod]:

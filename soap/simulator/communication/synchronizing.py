@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from soap.cluster.topology import DeviceType
 from soap.plan.plan import ASK_NAME, Plan, ShardSync, update_name
 from soap.plan.syncs.asking import asking_rounds
 from soap.plan.syncs.bucketing import idle_shards, shard_bytes
@@ -80,9 +81,7 @@ class Synchronization:
     def _serve(self, sync: ShardSync, part: ShardUpdate, resource: int, after: Iterable[int]) -> int:
         """Add the task of a server that adds up the gradients of one partition and updates it."""
         topology, shard = self._tasks.topology, self._plan.shards[part.shard]
-        kind, size = server_type(topology, shard.devices[0]), shard_bytes(self._plan.graph, shard)
-        update = table_update_ns(self._costs, part.updated_bytes, size, kind) if part.by_rows else self._costs.update_ns(size, kind)
-        duration = adding_ns(part, kind, row_seconds(topology, shard.devices[0])) + update
+        duration = self._update_ns(part, server_type(topology, shard.devices[0]), row_seconds(topology, shard.devices[0]))
         place = (*self._place(sync, SERVE)[:5], sync.shards.index(part.shard))
         return self._tasks.add(place, part.name, TaskKind.UPDATE, (resource,), duration, after)
 
@@ -94,13 +93,16 @@ class Synchronization:
         found: dict[int, int] = {}
         plan, topology = self._plan, self._tasks.topology
         for part in own_updates(plan, self._updates):
-            size = shard_bytes(plan.graph, plan.shards[part.shard])
             for device in plan.shards[part.shard].devices:
-                kind = topology.devices[device].type
-                update = table_update_ns(self._costs, part.updated_bytes, size, kind) if part.by_rows else self._costs.update_ns(size, kind)
-                adding = adding_ns(part, kind, device_row_seconds(topology, device))
-                found[device] = found.get(device, 0) + adding + update
+                duration = self._update_ns(part, topology.devices[device].type, device_row_seconds(topology, device))
+                found[device] = found.get(device, 0) + duration
         return dict(sorted(found.items()))
+
+    def _update_ns(self, part: ShardUpdate, kind: DeviceType, seconds_per_row: float) -> int:
+        """What a device of this type takes to add up a shard's gradients and to update it."""
+        size = shard_bytes(self._plan.graph, self._plan.shards[part.shard])
+        update = table_update_ns(self._costs, part.updated_bytes, size, kind) if part.by_rows else self._costs.update_ns(size, kind)
+        return adding_ns(part, kind, seconds_per_row) + update
 
 
 def own_updates(plan: Plan, updates: Iterable[Sequence[ShardUpdate]]) -> Iterator[ShardUpdate]:

@@ -48,7 +48,8 @@ def sync_of(code: int) -> SyncConfig:
 def known_sync(code: int, held: SyncConfig, choices: Iterable[SyncConfig]) -> SyncConfig:
     """``sync_of``, but ``held`` itself if it has this code, else the one of ``choices`` that has it: these may have fields beyond the
     code."""
-    return next((sync for sync in (held, *choices) if sync_code(sync) == code), sync_of(code))
+    found = next((sync for sync in (held, *choices) if sync_code(sync) == code), None)
+    return sync_of(code) if found is None else found
 
 
 @compiled
