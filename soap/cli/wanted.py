@@ -8,7 +8,7 @@ from math import prod
 
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
-from soap.plan.row_counts import operators_on_rows
+from soap.plan.row_counts import sparse_lookup_operators
 from soap.plan.tiling import Tile, tiles_of
 from soap.profiles.entries import COPY, RUNTIME, UPDATE, copy_key, runtime_key, update_key
 from soap.profiles.keys import TileKey, TileKeys, tile_kind
@@ -93,10 +93,10 @@ def _sizes(most: int) -> list[int]:
 
 def _tiles_of_strategies(graph: OperatorGraph, strategies: Iterable[Strategy]) -> Iterator[Tile]:
     for strategy in strategies:
-        on_rows = operators_on_rows(graph, strategy.parameters)
+        looked_up = sparse_lookup_operators(graph, strategy.parameters)
         for position, op in enumerate(graph.operators):
             for tile in tiles_of(graph, position, strategy.operators[op.name]):
-                yield replace(tile, on_rows=position in on_rows)
+                yield replace(tile, sparse_lookup=position in looked_up)
 
 
 def _tiles_of_space(graph: OperatorGraph, keys: TileKeys, topology: Topology) -> Iterator[Tile]:
@@ -112,4 +112,4 @@ def _tiles_of_space(graph: OperatorGraph, keys: TileKeys, topology: Topology) ->
         for degrees in dict.fromkeys(grid[1:] for grid in grids_of(op, topology.device_count)):
             tiles = tiles_of(graph, position, OpConfig(degrees, (0,) * prod(degrees)))
             yield from tiles
-            yield from (replace(tile, on_rows=True) for tile in tiles if accesses)
+            yield from (replace(tile, sparse_lookup=True) for tile in tiles if accesses)

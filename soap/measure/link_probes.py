@@ -35,10 +35,10 @@ class Operation(StrEnum):
     STEP_MESSAGE = "step_message"
     STEP_SUM = "step_sum"
     STEP_EXCHANGE = "step_exchange"
-    STEP_RESTART = "step_restart"
+    STEP_COLD_PENALTY = "step_restart"
 
 
-IN_STEPS = (Operation.STEP_MESSAGE, Operation.STEP_SUM, Operation.STEP_EXCHANGE, Operation.STEP_RESTART)
+IN_STEPS = (Operation.STEP_MESSAGE, Operation.STEP_SUM, Operation.STEP_EXCHANGE, Operation.STEP_COLD_PENALTY)
 NEEDED = (Operation.MESSAGE, Operation.EXCHANGE, *IN_STEPS)
 """Operations that must have been measured before predictions use any."""
 STEP_BYTES = 4
@@ -49,7 +49,7 @@ LAYERS, ROWS, WIDTH = 1, 64, 192
 SAMPLES, CHANNELS, SIDE, WINDOW = 2, 24, 16, 3
 BLOCK_BYTES = 4 * (LAYERS * WIDTH**2 + SAMPLES * CHANNELS * SIDE**2 + (CHANNELS * WINDOW) ** 2)
 """Bytes that one block of a tile's work reads: the weights of its layers, and the operands of its convolution."""
-RESTART_BYTES = (BLOCK_BYTES, 4 * BLOCK_BYTES, 12 * BLOCK_BYTES)
+COLD_PENALTY_BYTES = (BLOCK_BYTES, 4 * BLOCK_BYTES, 12 * BLOCK_BYTES)
 """Bytes read by the tiles that are timed behind sums: about one, four and twelve milliseconds on a device with 0.4 cores."""
 
 
@@ -71,7 +71,7 @@ class Probe:
 class LinkTiming:
     """Times of one probe, in seconds of the slowest rank (of a collective: the average over the ranks, each from when it was ready
     itself). A message's time is one way. ``cpu_seconds``: processor time that one operation takes from one of its devices' computation;
-    of a restart the tile's own time. ``measured_at``: ISO 8601, UTC. ``scale``: of the emulation in which it was measured; times are
+    of a cold penalty the tile's own time. ``measured_at``: ISO 8601, UTC. ``scale``: of the emulation in which it was measured; times are
     the cluster's."""
 
     probe: Probe
@@ -116,7 +116,7 @@ def probes_for(topology: Topology, sizes_bytes: Sequence[int] = SIZES_BYTES) -> 
         probes.append(Probe(Operation.STEP_SUM, everyone, STEP_BYTES))
         exchanged = STEP_SIZES_BYTES if len(everyone) >= SMALLEST_EXCHANGE else ()
         probes += [Probe(Operation.STEP_EXCHANGE, everyone, size) for size in exchanged]
-        probes += [Probe(Operation.STEP_RESTART, everyone, size) for size in RESTART_BYTES]
+        probes += [Probe(Operation.STEP_COLD_PENALTY, everyone, size) for size in COLD_PENALTY_BYTES]
     return probes
 
 

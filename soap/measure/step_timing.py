@@ -1,7 +1,7 @@
 """What a message, a sum or an exchange takes within a training step: steps of chains of tiles, on one device and across several.
 
 By itself a message is quicker. Within a step a tile ends before it and another begins behind it, each in a segment of its own. And a
-processor that has waited computes more slowly at first: how much longer a tile takes behind a sum is a *restart*. (Between emulated
+processor that has waited computes more slowly at first: how much longer a tile takes behind a sum is its *cold penalty*. (Between emulated
 hosts a sum delays a step by 1.3 ms, and by 2.2 where tiles of 2.3 ms are behind it, but takes 0.6 in a loop.)
 """
 
@@ -24,7 +24,7 @@ from soap.strategy.config import Strategy
 CHAINS = (3, 11)
 """Numbers of tiles of the two chains whose steps are compared."""
 STEPS, WARM_UP_STEPS = 6, 2
-TURNS, RESTART_TURNS = 3, 2
+TURNS, COLD_PENALTY_TURNS = 3, 2
 """How often all chains are run, one after the other, so that a slow phase of the machine does not hit one of them alone. Those with
 tiles that compute take longer."""
 
@@ -43,14 +43,14 @@ class _PerTile(NamedTuple):
 
 def measure_in_steps(comm: Communicator, probe: Probe, busy: Busy, known: Sequence[LinkTiming] = ()) -> LinkTiming:
     """The time of such a probe, on every rank; all ranks take part. ``seconds``: how much longer one operation makes a step.
-    ``cpu_seconds``: how long it keeps a device busy, at one of a message's two ends. Of a restart: how much longer tiles that compute
+    ``cpu_seconds``: how long it keeps a device busy, at one of a message's two ends. Of a cold penalty: how much longer tiles that compute
     make a step, beyond the sum itself (taken from ``known`` if it is there), and how long such a tile takes on one device."""
-    if probe.operation is not Operation.STEP_RESTART:
+    if probe.operation is not Operation.STEP_COLD_PENALTY:
         turns = [_turn(comm, probe, busy, 0) for _ in range(TURNS)]
         return _timing(probe, [one for turn in turns for one in turn.longer], median(turn.busier for turn in turns))
     summed = Probe(Operation.STEP_SUM, probe.devices, STEP_BYTES)
     own = next((timing for timing in known if timing.probe == summed), None) or measure_in_steps(comm, summed, busy)
-    turns = [_turn(comm, probe, busy, round(probe.size_bytes / BLOCK_BYTES)) for _ in range(RESTART_TURNS)]
+    turns = [_turn(comm, probe, busy, round(probe.size_bytes / BLOCK_BYTES)) for _ in range(COLD_PENALTY_TURNS)]
     longer = [one - own.typical_seconds for turn in turns for one in turn.longer]
     return _timing(probe, longer, median(turn.alone for turn in turns))
 

@@ -47,7 +47,7 @@ class TileOperands:
     def sparse_tables(self, tile: Tile) -> dict[int, torch.Tensor]:
         """By parameter (position), the tile's region of each parameter of which it takes rows."""
         operands = enumerate(zip(self.graph.operators[tile.operator].parameters, tile.parameters, strict=True))
-        own = [(place, o.tensor, box) for place, (o, box) in operands if tile.on_rows and o.tensor in self.graph.sparse]
+        own = [(place, o.tensor, box) for place, (o, box) in operands if tile.sparse_lookup and o.tensor in self.graph.sparse]
         return {place: self._region(name, box).contiguous() for place, name, box in own}
 
     def copy(self, tile: Tile, tables: Mapping[int, torch.Tensor]) -> Operands:

@@ -133,7 +133,7 @@ class TileTimer:
             with torch.no_grad():
                 for tensor in turn.written:
                     tensor.add_(0)
-            run = self._run_on_rows if turn.tile.on_rows else self.model.run_tile
+            run = self._run_sparse_lookup if turn.tile.sparse_lookup else self.model.run_tile
             with torch.set_grad_enabled(turn.active):
                 (forward[number],) = self._clocks[0].times_ns([partial(_keep, made[number], run, turn)])
         for number in reversed(range(len(turns))):
@@ -161,7 +161,7 @@ class TileTimer:
         def forward() -> None:
             with torch.set_grad_enabled(active):
                 for inputs, parameters in copies:
-                    run = self._run_on_rows if tile.on_rows else self.model.run_tile
+                    run = self._run_sparse_lookup if tile.sparse_lookup else self.model.run_tile
                     made.extend(run(tile, inputs, parameters, context))
 
         def ready() -> Callable[[], object]:
@@ -177,7 +177,7 @@ class TileTimer:
             times += self._clocks[1].times_ns([ready()])
         return times
 
-    def _run_on_rows(
+    def _run_sparse_lookup(
         self, tile: Tile, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], context: TileContext
     ) -> tuple[torch.Tensor, ...]:
         """As in a step: which rows there are, the rows, then the tile."""
@@ -190,7 +190,7 @@ class TileTimer:
                 rows[place] = self.model.rows_asked_for(tile, place, known, context)
                 taken = parameters[place].index_select(0, rows[place] - tile.parameters[place][0][0])
                 given[place] = taken.requires_grad_(active)
-        return self.model.run_on_rows(tile, inputs, given, rows, context)
+        return self.model.run_sparse_lookup(tile, inputs, given, rows, context)
 
 
 def _keep(outputs: list[torch.Tensor], run: Callable[..., Sequence[torch.Tensor]], turn: _Prepared) -> None:

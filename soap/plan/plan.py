@@ -172,8 +172,8 @@ class Plan:
     synchronization moves, updates and holds in memory.
 
     ``first_tile[i]``: the position of operator i's first tile; its tiles follow in index order. ``accelerators``: devices that are not
-    CPUs; a server beside such a device keeps its parameters in the host's memory. ``on_rows``: operators whose tiles are sparse lookups
-    (``row_counts.operators_on_rows``). ``strategy``: what the plan was built from; for a folded plan, the strategy of two copies.
+    CPUs; a server beside such a device keeps its parameters in the host's memory. ``sparse_lookups``: operators whose tiles look rows up
+    (``row_counts.sparse_lookup_operators``). ``strategy``: what the plan was built from; for a folded plan, the strategy of two copies.
     """
 
     strategy: Strategy
@@ -189,7 +189,7 @@ class Plan:
     reductions: tuple[Reduction, ...]
     shards: tuple[Shard, ...]
     syncs: tuple[ShardSync, ...]
-    on_rows: frozenset[int]
+    sparse_lookups: frozenset[int]
 
     @cached_property
     def on_servers(self) -> frozenset[int]:
@@ -210,8 +210,8 @@ class Plan:
         return tuple(sorted({*sync.readers, *self.owners(sync)}))
 
     def as_run(self, tile: Tile) -> Tile:
-        """The tile as cost models are asked for it: with ``on_rows`` filled in."""
-        return replace(tile, on_rows=True) if tile.operator in self.on_rows else tile
+        """The tile as cost models are asked for it: with ``sparse_lookup`` filled in."""
+        return replace(tile, sparse_lookup=True) if tile.operator in self.sparse_lookups else tile
 
     def operator(self, tile: Tile) -> Operator:
         """The operator that a tile belongs to."""

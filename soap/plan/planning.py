@@ -19,7 +19,7 @@ from soap.model.regions import Box, cells, contains, subtract, volume, whole
 from soap.plan.coverage import HolderIndex
 from soap.plan.delivery import Carriers, LocalFetch, Reader
 from soap.plan.plan import Exchange, Fetch, Holding, Message, Part, Piece, Plan, Reduction
-from soap.plan.row_counts import operators_on_rows
+from soap.plan.row_counts import sparse_lookup_operators
 from soap.plan.scattering import choose_cells
 from soap.plan.syncs.keeping import Cell, Keeping
 from soap.plan.tiling import Tile, tiles_of
@@ -123,7 +123,7 @@ class PlanBuilder:
             ),
             shards=shards,
             syncs=syncs,
-            on_rows=operators_on_rows(self.graph, strategy.parameters),
+            sparse_lookups=sparse_lookup_operators(self.graph, strategy.parameters),
         )
 
     def _make_part(self, position: int, config: OpConfig) -> OperatorPart:

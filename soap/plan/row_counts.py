@@ -68,7 +68,7 @@ class DeviceLookups:
         return sum(together.values())
 
 
-def operators_on_rows(graph: OperatorGraph, syncs: Mapping[str, SyncConfig]) -> frozenset[int]:
+def sparse_lookup_operators(graph: OperatorGraph, syncs: Mapping[str, SyncConfig]) -> frozenset[int]:
     """Positions of the operators whose tiles are sparse lookups: every sparse parameter that they use is synchronized by rows.
 
     ``syncs``: by parameter; parameters with the default synchronization may be missing.
@@ -82,7 +82,7 @@ def operators_on_rows(graph: OperatorGraph, syncs: Mapping[str, SyncConfig]) -> 
 
 def parameters_held(graph: OperatorGraph, tile: Tile) -> tuple[Box, ...]:
     """Boxes as large as what a tile holds of its parameters: its regions; in a sparse lookup, only as many rows as it looks up."""
-    if not tile.on_rows:
+    if not tile.sparse_lookup:
         return tile.parameters
     held = list(tile.parameters)
     for place, operand in enumerate(graph.operators[tile.operator].parameters):

@@ -20,7 +20,7 @@ class Tile:
 
     ``index``: its position in ``OpConfig.devices`` (row-major over replica and factors). ``intervals``: one per factor. ``inputs``,
     ``parameters``, ``outputs``: the region of each operand that it reads or writes, in the operator's operand order; some may be empty.
-    ``on_rows``: it is a sparse lookup: of its sparse parameters it has only the rows that it looks up. Always False in ``Plan.tiles``;
+    ``sparse_lookup``: whether it has, of its sparse parameters, only the rows that it looks up. Always False in ``Plan.tiles``;
     ``Plan.as_run`` fills it in.
     """
 
@@ -32,7 +32,7 @@ class Tile:
     inputs: tuple[Box, ...]
     parameters: tuple[Box, ...]
     outputs: tuple[Box, ...]
-    on_rows: bool = False
+    sparse_lookup: bool = False
 
     @property
     def size(self) -> int:

@@ -31,7 +31,7 @@ VERSIONS = {"cpu": 8, "cuda": 2}
 5 there by even time (``soap.emulation.reference_work``), since 6 with tiles in turns (``measure.tile_timing``), since 7 with reference
 work that is the same in all processes, since 8 with updates of tensors that are not in the caches."""
 
-ON_ROWS = "on rows"
+SPARSE_LOOKUP = "on rows"
 PART_OF_SUM = "part of a sum"
 """Mark of a part of a sum of a narrower type: it is computed in float32."""
 
@@ -70,7 +70,7 @@ class TileKeys:
         sizes = tuple([lengths(box) for box in (*tile.inputs, *tile.parameters, *tile.outputs)])
         held = (*tile.inputs, *parameters_held(self.graph, tile), *tile.outputs)
         regions = tuple([size for box in held for size in lengths(box)])
-        marks = (ON_ROWS,) * tile.on_rows + (PART_OF_SUM,) * is_widened(self.graph, tile)
+        marks = (SPARSE_LOOKUP,) * tile.sparse_lookup + (PART_OF_SUM,) * is_widened(self.graph, tile)
         return TileKey(self.family(tile.operator, marks), lengths(tile.intervals), regions, sizes == self._whole(tile.operator))
 
     def family(self, position: int, marks: tuple[str, ...] = ()) -> str:
@@ -168,7 +168,7 @@ def torch_version() -> str:
 def tile_kind(graph: OperatorGraph, tile: Tile) -> str:
     """The kind under which measurements and estimates are compared: an operator's kind; sparse lookups are a kind of their own."""
     kind = graph.operators[tile.operator].kind
-    return f"{kind} {ON_ROWS}" if tile.on_rows else kind
+    return f"{kind} {SPARSE_LOOKUP}" if tile.sparse_lookup else kind
 
 
 def call_kind(name: str) -> str:

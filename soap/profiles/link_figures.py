@@ -27,7 +27,7 @@ def modelled_seconds(communication: Communication, probe: Probe) -> float:
             return communication.transfer_ns(size, *devices) / 1e9
         case Operation.ALL_REDUCE | Operation.STEP_SUM:
             return communication.allreduce(size, devices)[0] / 1e9
-        case Operation.STEP_RESTART:
+        case Operation.STEP_COLD_PENALTY:
             return 0.0
     return communication.exchange_ns([(a, b, size) for a in devices for b in devices if a != b]) / 1e9
 
@@ -161,7 +161,7 @@ def _collectives(topology: Topology, lines: Lines) -> list[tuple[tuple[Operation
 def _cold_penalty(timings: Sequence[LinkTiming]) -> ColdPenalty:
     """The cold penalty: how much longer tiles take after a sum, by how long they take without one. Longer tiles get no smaller penalty."""
     points: list[tuple[int, int]] = []
-    own = [timing for timing in timings if timing.probe.operation is Operation.STEP_RESTART]
+    own = [timing for timing in timings if timing.probe.operation is Operation.STEP_COLD_PENALTY]
     for timing in sorted(own, key=lambda timing: timing.cpu_seconds):
         alone_ns, longer_ns = round(1e9 * timing.cpu_seconds), round(1e9 * timing.typical_seconds)
         before_ns, less_ns = points[-1] if points else (0, 0)

@@ -226,7 +226,7 @@ class ProfiledCosts:
 
     def answer(self, graph: OperatorGraph, tile: Tile, device: DeviceType, *, backward: bool) -> Answer:
         """One pass over a tile, and where that number comes from."""
-        held = parameters_held(graph, tile) if tile.on_rows else ()  # the graph's hash does not tell
+        held = parameters_held(graph, tile) if tile.sparse_lookup else ()  # the graph's hash does not tell
         asked = (graph.hash, tile.operator, tile.intervals, device.name, backward, held)
         found = self._answers.get(asked)
         if found is None:

@@ -91,7 +91,7 @@ class RooflineCosts:
     def _cached(self, graph: OperatorGraph, tile: Tile, device: DeviceType, *, backward: bool) -> int:
         """The key of a tile's answer: its intervals, which decide its regions. Replicas and devices of one type share the answer. The
         number of rows of a sparse lookup is included, because the graph's hash does not contain it."""
-        key = (graph.hash, tile.operator, tile.intervals, device, backward, parameters_held(graph, tile) if tile.on_rows else ())
+        key = (graph.hash, tile.operator, tile.intervals, device, backward, parameters_held(graph, tile) if tile.sparse_lookup else ())
         answer = self._tiles.get(key)
         if answer is None:
             if len(self._tiles) >= CACHE_ENTRIES:

@@ -61,7 +61,7 @@ def forward_work(graph: OperatorGraph, tile: Tile) -> tuple[Kernel, ...]:
     traffic = _bytes(graph, op.inputs, tile.inputs) + _bytes(graph, op.outputs, tile.outputs)
     traffic += _read_parameters(graph, op, tile) + SAVED_TRAFFIC * _saved_bytes(op, tile)
     kernel = _kernel(graph, tile, tile_flops(op, tile), traffic)
-    return (_finding_rows(graph, op, tile), kernel) if tile.on_rows else (kernel,)
+    return (_finding_rows(graph, op, tile), kernel) if tile.sparse_lookup else (kernel,)
 
 
 def backward_work(graph: OperatorGraph, tile: Tile) -> tuple[Kernel, ...]:

@@ -26,13 +26,13 @@ class TileDurations:
         self.type_count = len(names)
         self._known: dict[tuple[int, tuple[int, ...], bool], Longs] = {}
 
-    def __call__(self, position: int, degrees: tuple[int, ...], *, on_rows: bool = False) -> Longs:
-        """Nanoseconds, [device type, forward or backward, tile of one replica], of the operator at ``position``. ``on_rows``: whether
+    def __call__(self, position: int, degrees: tuple[int, ...], *, sparse_lookup: bool = False) -> Longs:
+        """Nanoseconds, [device type, forward or backward, tile of one replica], of the operator at ``position``. ``sparse_lookup``: whether
         its sparse parameters are synchronized by rows instead of all-reduced."""
         same = self.same(position)
-        found = self._known.get((same, degrees, on_rows))
+        found = self._known.get((same, degrees, sparse_lookup))
         if found is None:
-            found = self._known[same, degrees, on_rows] = self._variants.durations(same, degrees, on_rows=on_rows)
+            found = self._known[same, degrees, sparse_lookup] = self._variants.durations(same, degrees, sparse_lookup=sparse_lookup)
         return found
 
     def same(self, position: int) -> int:

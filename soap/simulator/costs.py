@@ -25,8 +25,8 @@ def nanoseconds(seconds: float) -> int:
 class CostModel(Protocol):
     """Durations of computations, in nanoseconds. Must be deterministic: equal questions get equal answers.
 
-    A sparse lookup (``Tile.on_rows``) costs something else than the same tile with its whole regions: it finds out which rows it looks up,
-    copies them from the table, looks them up in the copy, and gives a gradient to these rows alone.
+    A sparse lookup (``Tile.sparse_lookup``) costs something else than the same tile with its whole regions: it finds out which rows it
+    looks up, copies them from the table, looks them up in the copy, and gives a gradient to these rows alone.
     """
 
     @property

@@ -28,7 +28,7 @@ from soap.simulator.compiled.rebuild import lower_all
 from soap.simulator.compiled.scratch import FULL, make_scratch
 from soap.simulator.compiled.state import ARENA, SLOTS, State, make_state
 from soap.simulator.compiled.syncs.codes import known_sync, sync_code, sync_codes
-from soap.simulator.compiled.task_keys import CROWDED
+from soap.simulator.compiled.task_keys import STATE_FULL
 from soap.simulator.compiled.trial import Trial, make_trial
 from soap.simulator.compiled.variants import Variants
 from soap.simulator.compiled.walk import BEST, COST, RANDOM, SWAPPED, walk_on
@@ -341,7 +341,7 @@ class Engine:
                 if str(error) == FULL:
                     self._size *= 4
                     self._make_scratch()
-                elif str(error) == CROWDED:
+                elif str(error) == STATE_FULL:
                     (make_room or self._grow)()
                 else:
                     raise

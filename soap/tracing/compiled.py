@@ -17,9 +17,9 @@ from soap.model.regions import Box, contains, lengths, relative, volume, whole
 from soap.plan.tiling import Tile
 from soap.tracing.calls import Call, Ref, Value, argument, is_random, substitute, with_argument
 from soap.tracing.model import TileContext
-from soap.tracing.on_rows import look_up, rows_asked_for
 from soap.tracing.rules.notation import Local, Maps, Tiled
 from soap.tracing.rules.random import seeded
+from soap.tracing.sparse_lookup import look_up, rows_asked_for
 from soap.tracing.types import LOWER_TYPES, wide
 
 
@@ -72,14 +72,14 @@ class CompiledTile:
             self._steps[number].perform(made, context)
         return self._steps[look_up].rows_asked_for(made)
 
-    def run_on_rows(
+    def run_sparse_lookup(
         self,
         inputs: Sequence[torch.Tensor],
         parameters: Sequence[torch.Tensor],
         rows: Mapping[int, torch.Tensor],
         context: TileContext,
     ) -> tuple[torch.Tensor, ...]:
-        """See ``TracedModel.run_on_rows``."""
+        """See ``TracedModel.run_sparse_lookup``."""
         look_ups = {self._look_up_of(parameter): own for parameter, own in rows.items()}
         made: list[Any] = [*inputs, *parameters, *self._made_here]
         for number, step in enumerate(self._steps):

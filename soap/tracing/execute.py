@@ -68,7 +68,7 @@ class ExecutableModel:
         """See ``TracedModel.rows_asked_for``."""
         return self._tile(tile).rows_asked_for(parameter, inputs, context)
 
-    def run_on_rows(
+    def run_sparse_lookup(
         self,
         tile: Tile,
         inputs: Sequence[torch.Tensor],
@@ -76,8 +76,8 @@ class ExecutableModel:
         rows: Mapping[int, torch.Tensor],
         context: TileContext,
     ) -> tuple[torch.Tensor, ...]:
-        """See ``TracedModel.run_on_rows``."""
-        return self._tile(tile).run_on_rows(inputs, parameters, rows, context)
+        """See ``TracedModel.run_sparse_lookup``."""
+        return self._tile(tile).run_sparse_lookup(inputs, parameters, rows, context)
 
     def _tile(self, tile: Tile) -> CompiledTile:
         key = (tile.operator, tile.intervals)

@@ -95,7 +95,7 @@ class TracedModel(Protocol):
         """The different rows (dimension 0, in the whole parameter's numbers) that a tile looks up of its part of a sparse parameter,
         ascending. ``inputs``: those that exist before the tile runs; None for others. ModelError if there is no such row."""
 
-    def run_on_rows(
+    def run_sparse_lookup(
         self,
         tile: Tile,
         inputs: Sequence[torch.Tensor],
@@ -143,7 +143,7 @@ class PlainModel(TracedModel):
         """Nothing is looked up."""
         raise NotImplementedError
 
-    def run_on_rows(
+    def run_sparse_lookup(
         self,
         tile: Tile,
         inputs: Sequence[torch.Tensor],

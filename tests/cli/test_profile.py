@@ -186,7 +186,7 @@ def test_the_classical_strategies_come_before_the_search_space_and_the_expensive
 def test_lookups_are_wanted_as_they_are_and_on_rows() -> None:
     kinds = [(one.group, one.kind) for one in everything() if one.kind.startswith("embedding")]
     assert ("classical", "embedding") in kinds and ("classical", "embedding on rows") in kinds
-    assert all(one.tile.on_rows == one.kind.endswith(" on rows") for one in everything() if one.tile is not None)
+    assert all(one.tile.sparse_lookup == one.kind.endswith(" on rows") for one in everything() if one.tile is not None)
     graph, topology = soap.load(MODEL, plan_only=True).graph, soap.load_cluster(CLUSTER)
     space = [one.kind for one in wanted(graph, topology, {})]
     assert space.count("embedding on rows") == space.count("embedding") > 1

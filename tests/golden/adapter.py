@@ -193,7 +193,7 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     for position, tile in enumerate(plan.tiles):
         operands = (("reads", tile.inputs), ("uses", tile.parameters), ("makes", tile.outputs))
         regions = " ".join(f"{verb} {' '.join(map(_boxes, own))}" for verb, own in operands)
-        rows = " on rows" if plan.as_run(tile).on_rows else ""
+        rows = " on rows" if plan.as_run(tile).sparse_lookup else ""
         yield f"tile {_tile_name(plan, position)} replica {tile.replica} @{tile.device} {_boxes(tile.intervals)} {regions}{rows}"
     yield from _moving_lines(plan)
     yield from _summing_lines(plan)

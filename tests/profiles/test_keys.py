@@ -121,14 +121,14 @@ def lookups(alpha: float | None = None) -> OperatorGraph:
 def test_on_rows_a_tile_is_another_computation_known_by_how_many_rows() -> None:
     graph = lookups(alpha=0.01)
     keys, (tile,) = TileKeys(graph), tiles(graph, "table")
-    usual, on_rows = keys.key(tile), keys.key(replace(tile, on_rows=True))
-    assert (usual.regions, on_rows.regions) == ((4, 8, 1000, 8, 4, 8, 8), (4, 8, 10, 8, 4, 8, 8))
-    assert usual.family != on_rows.family and usual.lengths == on_rows.lengths
-    assert len({key.text for key in (usual, on_rows)}) == 2
-    assert [tile_kind(graph, replace(tile, on_rows=way)) for way in (False, True)] == ["embedding", "embedding on rows"]
+    usual, sparse_lookup = keys.key(tile), keys.key(replace(tile, sparse_lookup=True))
+    assert (usual.regions, sparse_lookup.regions) == ((4, 8, 1000, 8, 4, 8, 8), (4, 8, 10, 8, 4, 8, 8))
+    assert usual.family != sparse_lookup.family and usual.lengths == sparse_lookup.lengths
+    assert len({key.text for key in (usual, sparse_lookup)}) == 2
+    assert [tile_kind(graph, replace(tile, sparse_lookup=way)) for way in (False, True)] == ["embedding", "embedding on rows"]
     other = lookups(alpha=0.03)
     assert TileKeys(other).key(tile) == usual
-    assert TileKeys(other).key(replace(tile, on_rows=True)) == replace(on_rows, regions=(4, 8, 30, 8, 4, 8, 8))
+    assert TileKeys(other).key(replace(tile, sparse_lookup=True)) == replace(sparse_lookup, regions=(4, 8, 30, 8, 4, 8, 8))
 
 
 def test_empty_tiles_are_no_computations() -> None:

@@ -11,7 +11,7 @@ from soap.cluster.presets import preset
 from soap.cluster.topology import Topology
 from soap.errors import ProfileError
 from soap.measure.link_probes import (
-    RESTART_BYTES,
+    COLD_PENALTY_BYTES,
     STEP_BYTES,
     STEP_SIZES_BYTES,
     LinkTiming,
@@ -127,7 +127,7 @@ def test_ports_overheads_and_latency_factors_follow_from_what_was_measured() -> 
         seconds = modelled_seconds(communication, probe)
         if probe.operation in (Operation.ALL_REDUCE, Operation.STEP_SUM):
             seconds += 2 * modelled_seconds(communication, replace(probe, size_bytes=0))
-        restart = probe.operation is Operation.STEP_RESTART
+        restart = probe.operation is Operation.STEP_COLD_PENALTY
         timings.append(LinkTiming(probe, (max(1e-9, seconds),) * 5, 0.0 if restart else 2e-5 + 0.5 * probe.size_bytes / 1e8))
     measured = with_measured_links(topology, timings)
     devices = {port.link: port.device for port in measured.ports}
@@ -154,10 +154,10 @@ def test_a_wait_costs_a_part_of_what_follows_up_to_what_was_measured() -> None:
     """A tile of 2 ms takes 0.6 ms longer behind a sum, one of 6 ms takes 1.4, and one of 9 ms no less than that."""
     topology = cluster([1, 1], CPU)
     assert with_measured_links(topology, timed(topology)).cold_penalty == NO_COLD_PENALTY
-    taken = dict(zip(RESTART_BYTES, ((2e-3, 0.6e-3), (6e-3, 1.4e-3), (9e-3, 1.3e-3)), strict=True))
+    taken = dict(zip(COLD_PENALTY_BYTES, ((2e-3, 0.6e-3), (6e-3, 1.4e-3), (9e-3, 1.3e-3)), strict=True))
     timings = []
     for timing in timed(topology):
-        if timing.probe.operation is Operation.STEP_RESTART:
+        if timing.probe.operation is Operation.STEP_COLD_PENALTY:
             itself, longer = taken[timing.probe.size_bytes]
             timing = replace(timing, seconds=(longer,), cpu_seconds=itself)
         timings.append(timing)

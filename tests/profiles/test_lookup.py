@@ -107,16 +107,16 @@ def test_equal_layers_have_one_answer() -> None:
     assert found.answer(graph, cut(graph, twin), CPU, backward=False).source is Source.MEASURED
 
 
-def test_tiles_on_rows_are_measured_and_calibrated_apart() -> None:
+def test_sparse_lookups_are_measured_and_calibrated_apart() -> None:
     g = GraphBuilder()
     ids = g.input("ids", 64, 8, dtype="int64")
     graph = g.build(g.mean(g.embedding(ids, 1000, 8, name="table")))
     whole, part, half = cut(graph, 0), cut(graph, 0, 4, 1, 1, 1), cut(graph, 0, 2, 1, 1, 1)
-    on_rows = [replace(tile, on_rows=True) for tile in (whole, part)]
-    found = costs([entry(graph, whole, 5000.0, 7000.0), entry(graph, on_rows[0], 9000.0, 800.0), entry(graph, on_rows[1], 3000.0, 800.0)])
-    answers = [found.answer(graph, tile, CPU, backward=False) for tile in (whole, on_rows[0])]
+    by_rows = [replace(tile, sparse_lookup=True) for tile in (whole, part)]
+    found = costs([entry(graph, whole, 5000.0, 7000.0), entry(graph, by_rows[0], 9000.0, 800.0), entry(graph, by_rows[1], 3000.0, 800.0)])
+    answers = [found.answer(graph, tile, CPU, backward=False) for tile in (whole, by_rows[0])]
     assert [(answer.ns, answer.source) for answer in answers] == [(5100, Source.MEASURED), (9100, Source.MEASURED)]
-    sources = [found.answer(graph, tile, CPU, backward=True).source for tile in (half, replace(half, on_rows=True))]
+    sources = [found.answer(graph, tile, CPU, backward=True).source for tile in (half, replace(half, sparse_lookup=True))]
     assert sources == [Source.CALIBRATED, Source.INTERPOLATED]
     factors = {kind for kind, _ in found.profiles[CPU.name].factors}
     assert factors == {"embedding", "embedding on rows"}

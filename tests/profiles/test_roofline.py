@@ -138,7 +138,7 @@ def lookups(alpha: float | None = None) -> OperatorGraph:
 
 def test_on_rows_a_lookup_finds_copies_and_fills_just_these() -> None:
     graph = lookups(alpha=0.01)  # 10 of 32 rows are different ones
-    table = replace(whole(graph, "table"), on_rows=True)
+    table = replace(whole(graph, "table"), sparse_lookup=True)
     ids, out, rows = 32 * 8, 32 * 8 * 4, 10 * 8 * 4
     assert COSTS.forward_ns(graph, table, SLOW_MEMORY) == (32 * PLACE_TRAFFIC + 2 * rows) + (ids + out + rows)
     assert COSTS.backward_ns(graph, table, SLOW_MEMORY) == out + ids + rows
@@ -148,7 +148,7 @@ def test_on_rows_a_lookup_finds_copies_and_fills_just_these() -> None:
 
 def test_a_part_of_the_rows_has_its_part_of_those_looked_up() -> None:
     graph = lookups(alpha=0.01)
-    tile = replace(tiles_of(graph, 0, OpConfig((1, 1, 2, 1), (0, 0)))[0], on_rows=True)
+    tile = replace(tiles_of(graph, 0, OpConfig((1, 1, 2, 1), (0, 0)))[0], sparse_lookup=True)
     ids, out, rows = 32 * 8, 32 * 8 * 4, 5 * 8 * 4
     assert COSTS.backward_ns(graph, tile, SLOW_MEMORY) == out + ids + rows
 
@@ -158,7 +158,7 @@ def test_what_is_known_of_rows_tells_answers_apart() -> None:
     assert few.hash == many.hash
     table = whole(few, "table")
     assert COSTS.backward_ns(few, table, SLOW_MEMORY) == COSTS.backward_ns(many, table, SLOW_MEMORY)
-    table = replace(table, on_rows=True)
+    table = replace(table, sparse_lookup=True)
     assert COSTS.backward_ns(many, table, SLOW_MEMORY) - COSTS.backward_ns(few, table, SLOW_MEMORY) == 20 * 8 * 4
 
 

@@ -9,7 +9,7 @@ from soap.cluster.presets import local_topology
 from soap.measure.link_probes import BLOCK_BYTES, IN_STEPS, STEP_BYTES, LinkTiming, Operation, Probe
 from soap.measure.link_timing import LEAST_ROUNDS, measure_links
 from soap.measure.step_chains import chain_model, chain_strategy
-from soap.measure.step_timing import RESTART_TURNS, STEPS, TURNS
+from soap.measure.step_timing import COLD_PENALTY_TURNS, STEPS, TURNS
 from soap.plan.flows import exchange_rounds
 from soap.profiles.roofline import RooflineCosts
 from soap.simulator.lowering import build_plan, lower
@@ -58,11 +58,11 @@ def test_what_is_timed_within_steps(pool: Pool) -> None:
     """Parts of a chain's operators are added up behind each of them; alone, the same chain communicates nothing."""
     probes = [Probe(Operation.STEP_MESSAGE, (0, 2), STEP_BYTES)]
     probes += [Probe(operation, (0, 1, 2), STEP_BYTES) for operation in (Operation.STEP_SUM, Operation.STEP_EXCHANGE)]
-    probes.append(Probe(Operation.STEP_RESTART, (0, 1, 2), 2 * BLOCK_BYTES))
+    probes.append(Probe(Operation.STEP_COLD_PENALTY, (0, 1, 2), 2 * BLOCK_BYTES))
     results = pool.run(timed, probes, 3)
     assert results[0][0] == results[1][0] == results[2][0]
     for probe, timing in zip(probes, results[0][0], strict=True):
-        turns = RESTART_TURNS if probe.operation is Operation.STEP_RESTART else TURNS
+        turns = COLD_PENALTY_TURNS if probe.operation is Operation.STEP_COLD_PENALTY else TURNS
         assert timing.probe == probe and len(timing.seconds) == STEPS * turns and timing.cpu_seconds > 0
 
 

@@ -73,7 +73,7 @@ def test_synchronizations_stay_at_another_size(sync: SyncConfig) -> None:
         strategy = strategy.with_parameter(name, fitted(old, name, sync))
     resized = resized_plan(build_plan(old, strategy, devices), new, devices)
     whole = build_plan(new, strategy, devices)
-    assert whole.on_rows and any(sync.contract.by_rows for sync in whole.syncs)
+    assert whole.sparse_lookups and any(sync.contract.by_rows for sync in whole.syncs)
     assert {f.name for f in fields(Plan) if getattr(resized, f.name) != getattr(whole, f.name)} == set()
     assert durations(resized, devices) == durations(whole, devices)
 

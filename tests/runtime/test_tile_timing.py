@@ -41,7 +41,7 @@ class Watched:
     def __init__(self, model: ExecutableModel) -> None:
         self._model = model
         self.seen: list[tuple[Tile, list[torch.Tensor], list[torch.Tensor], tuple[torch.Tensor, ...], TileContext]] = []
-        self.on_rows: list[tuple[list[torch.Tensor], list[torch.Tensor], dict[int, torch.Tensor], tuple[torch.Tensor, ...]]] = []
+        self.sparse_lookup: list[tuple[list[torch.Tensor], list[torch.Tensor], dict[int, torch.Tensor], tuple[torch.Tensor, ...]]] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
@@ -54,7 +54,7 @@ class Watched:
         return outputs
 
 
-    def run_on_rows(
+    def run_sparse_lookup(
         self,
         tile: Tile,
         inputs: Sequence[torch.Tensor],
@@ -62,8 +62,8 @@ class Watched:
         rows: Mapping[int, torch.Tensor],
         context: TileContext,
     ) -> tuple[torch.Tensor, ...]:
-        outputs = self._model.run_on_rows(tile, inputs, parameters, rows, context)
-        self.on_rows.append((list(inputs), list(parameters), dict(rows), outputs))
+        outputs = self._model.run_sparse_lookup(tile, inputs, parameters, rows, context)
+        self.sparse_lookup.append((list(inputs), list(parameters), dict(rows), outputs))
         return outputs
 
 
@@ -182,16 +182,16 @@ def test_a_tile_on_rows_runs_on_what_it_takes_out_of_the_table(spec: str, degree
     *_, tile = parts(watched._model, op.name, **degrees)
     (usual,) = watched._model.run_tile(tile, *timer.operands.copy(tile, {}), TileContext())
     watched.seen.clear()
-    times = timed(timer, replace(tile, on_rows=True))
+    times = timed(timer, replace(tile, sparse_lookup=True))
     assert times.forward.ns > 0 and times.backward is not None and times.backward.ns > 0
-    assert watched.seen == [] and len(watched.on_rows) > 1
+    assert watched.seen == [] and len(watched.sparse_lookup) > 1
     region = watched.parameters[name][tuple(slice(*interval) for interval in tile.parameters[place])]
-    for _, parameters, rows, (output,) in watched.on_rows:
+    for _, parameters, rows, (output,) in watched.sparse_lookup:
         assert torch.equal(parameters[place].detach(), region[rows[place] - tile.parameters[place][0][0]])
         assert parameters[place].is_leaf and parameters[place].grad is not None
         assert parameters[place].grad.shape == parameters[place].shape and len(rows[place]) < len(watched.parameters[name])
         assert torch.equal(output.detach(), usual.detach())
-    places = {parameters[place].data_ptr() for _, parameters, _, _ in watched.on_rows}
+    places = {parameters[place].data_ptr() for _, parameters, _, _ in watched.sparse_lookup}
     assert len(places) > 1
 
 
@@ -199,11 +199,11 @@ def test_copies_on_rows_share_the_table() -> None:
     model = traced("zoo:rnnlm:tiny", "float32")
     timer = TileTimer(model, CPU)
     name, access = next(iter(model.graph.sparse.items()))
-    tile = replace(whole_tile(model.graph, access.lookups[0].operator), on_rows=True)
+    tile = replace(whole_tile(model.graph, access.lookups[0].operator), sparse_lookup=True)
     tables = timer.operands.sparse_tables(tile)
     copies = [timer.operands.copy(tile, tables)[1][access.lookups[0].parameter] for _ in range(2)]
     assert {copy.data_ptr() for copy in copies} == {timer.operands._values[name].data_ptr()}
-    assert timer.operands.sparse_tables(replace(tile, on_rows=False)) == {}
+    assert timer.operands.sparse_tables(replace(tile, sparse_lookup=False)) == {}
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from soap.errors import StrategyError
 from soap.model.graph import WHOLE, DimMap, Factor, OperatorGraph
 from soap.model.sparse_access import Lookup
 from soap.plan.plan import ASK_NAME, serve_name, sync_name, update_name
-from soap.plan.row_counts import DeviceLookups, operators_on_rows, row_bytes, touched_rows
+from soap.plan.row_counts import DeviceLookups, row_bytes, sparse_lookup_operators, touched_rows
 from soap.plan.syncs.amounts import INDEX_BYTES
 from soap.plan.syncs.bucketing import shard_bytes
 from soap.plan.tiling import Tile
@@ -201,10 +201,10 @@ class RowCosts(PointCosts):
     """On rows a tile takes ten units forward, and twenty backward."""
 
     def forward_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType) -> int:
-        return 10 * UNIT_NS if tile.on_rows else super().forward_ns(graph, tile, device)
+        return 10 * UNIT_NS if tile.sparse_lookup else super().forward_ns(graph, tile, device)
 
     def backward_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType) -> int:
-        return 20 * UNIT_NS if tile.on_rows else super().backward_ns(graph, tile, device)
+        return 20 * UNIT_NS if tile.sparse_lookup else super().backward_ns(graph, tile, device)
 
 
 class DenseCosts(PointCosts):
@@ -238,7 +238,7 @@ def test_a_tile_is_on_rows_where_rows_travel(sync: SyncConfig) -> None:
     found = [units(named[f"{way} find[1]"].duration_ns) for way in ("forward", "backward")]
     assert found == ([points, 2 * points] if sync == SyncConfig() else [10, 20])
     assert units(named["forward loss[1]"].duration_ns) == 2
-    assert not any(tile.on_rows for tile in plan.tiles)
+    assert not any(tile.sparse_lookup for tile in plan.tiles)
 
 
 def test_with_two_tables_both_have_to_travel_by_rows() -> None:
@@ -251,8 +251,8 @@ def test_with_two_tables_both_have_to_travel_by_rows() -> None:
         g.lookups[name] = [Lookup(0, place, (0,), 4)]
     graph = finish(g, found)
     for synced, expected in (((), set()), (("one",), set()), (("two",), set()), (names, {0})):
-        assert operators_on_rows(graph, dict.fromkeys(synced, GATHER)) == expected
-    mixed = operators_on_rows(graph, {"one": GATHER, "two": SyncConfig()})
+        assert sparse_lookup_operators(graph, dict.fromkeys(synced, GATHER)) == expected
+    mixed = sparse_lookup_operators(graph, {"one": GATHER, "two": SyncConfig()})
     assert mixed == set()
 
 

@@ -59,7 +59,7 @@ def resized_plan(plan: Plan, graph: OperatorGraph, topology: Topology) -> Plan:
         reductions=built.reductions,
         shards=shards,
         syncs=tuple(replace(sync, uses=_uses_of(sync, shards)) for sync in plan.syncs),
-        on_rows=frozenset(position for position, place in enumerate(places) if place in plan.on_rows),
+        sparse_lookups=frozenset(position for position, place in enumerate(places) if place in plan.sparse_lookups),
     )
 
 

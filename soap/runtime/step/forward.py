@@ -90,7 +90,7 @@ class ForwardPass:
         if tile.empty:  # fewer samples than tiles: an empty output, or zeros for a sum
             return [torch.zeros(shape, dtype=dtype, device=self.state.comm.device) for shape, dtype in tile.made]
         if tile.rows:
-            return self._on_rows(tile)
+            return self._look_up(tile)
         inputs = [self._input(source) for source in tile.inputs]
         parameters = [self._parameter(parameter) for parameter in tile.parameters]
         if not self.state.is_traced and torch.is_grad_enabled() is tile.active:
@@ -98,14 +98,14 @@ class ForwardPass:
         with self.state.task(tile.name, TaskKind.FORWARD), torch.set_grad_enabled(tile.active):
             return self.model.run_tile(tile.tile, inputs, parameters, self.context)
 
-    def _on_rows(self, tile: PreparedTile) -> Outputs:
+    def _look_up(self, tile: PreparedTile) -> Outputs:
         """Compute a tile with a sparse lookup."""
         inputs = [self._input(source) for source in tile.inputs]
         given = {own.place: rows_for(tile.number, own, self._asked, self._by_rows, self.shards) for own in tile.rows}
         parameters = [given[k][0] if k in given else self._parameter(parameter) for k, parameter in enumerate(tile.parameters)]
         rows = {place: own for place, (_, own) in given.items()}
         with self.state.task(tile.name, TaskKind.FORWARD), torch.set_grad_enabled(tile.active):
-            return self.model.run_on_rows(tile.tile, inputs, parameters, rows, self.context)
+            return self.model.run_sparse_lookup(tile.tile, inputs, parameters, rows, self.context)
 
     def ask(self, _: int) -> None:
         """Send requests for the rows that this rank's tiles look up."""

@@ -177,7 +177,7 @@ class _Least:
             if key not in self._found:
                 ways = (False, True) if position in looking_up else (False,)
                 every = dict.fromkeys(grid[1:] for grid in operator.grids)
-                tables = [self.durations(position, degrees, on_rows=way) for degrees in every for way in ways]
+                tables = [self.durations(position, degrees, sparse_lookup=way) for degrees in every for way in ways]
                 for table in tables:
                     ratios = np.maximum(ratios, (table[:1] / table).max(axis=(1, 2)))
                 tile, tile_both = min(int(t[:, 0].min()) for t in tables), min(int(t.sum(axis=1).min()) for t in tables)

@@ -21,7 +21,7 @@ from soap.simulator.compiled.state import ARENA, DEVICES, NEVER, PULLS, SLOTS, S
 from soap.simulator.compiled.synchronization import count_backward, count_sums, synchronize
 from soap.simulator.compiled.syncs.asking import count_pulls, make_pulls
 from soap.simulator.compiled.syncs.codes import travels_by_rows
-from soap.simulator.compiled.task_keys import CROWDED
+from soap.simulator.compiled.task_keys import STATE_FULL
 from soap.simulator.compiled.variants import CELLS
 from soap.simulator.compiled.world import World
 
@@ -181,7 +181,7 @@ def _change_operators(W, E):  # type: ignore[no-untyped-def]
     for i in range(E.count[OPERATORS]):
         op, count = E.operator[i], E.dev_ptr[i + 1] - E.dev_ptr[i]
         if C.used[DEVICES] + count > len(C.dev):
-            raise MemoryError(CROWDED)
+            raise MemoryError(STATE_FULL)
         C.variant[op], C.replicas[op], C.dev_ptr[op] = E.variant[i], E.replicas[i], C.used[DEVICES]
         C.tiles[op] = V.rows[E.variant[i], CELLS] * E.replicas[i]
         copy(C.dev, C.used[DEVICES], E.dev, E.dev_ptr[i], E.dev_ptr[i + 1])

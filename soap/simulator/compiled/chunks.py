@@ -6,7 +6,7 @@ from soap.simulator.chunks import MOST_CHUNKS
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.scratch import TASKS, Scratch
 from soap.simulator.compiled.state import ARENA, OTHER, SYNC_BUCKET, Groups, State
-from soap.simulator.compiled.task_keys import CROWDED
+from soap.simulator.compiled.task_keys import STATE_FULL
 
 
 @compiled
@@ -36,7 +36,7 @@ def _cut(C, first, others, count):  # type: ignore[no-untyped-def]
     """Cut a sum into ``count`` chunks: the first in slot ``first``, the others from slot ``others`` on."""
     row = C.used[ARENA]
     if others + count > len(C.key) or row + 3 * count > len(C.arena):
-        raise MemoryError(CROWDED)
+        raise MemoryError(STATE_FULL)
     duration, overhead, group, moved = C.duration[first], C.overhead[first], C.index[first], C.moved[first]
     for k in range(count):
         slot = others + k - 1 if k else first

@@ -34,7 +34,7 @@ from soap.simulator.compiled.events import (
 from soap.simulator.compiled.history import complete, first_difference, first_tile, resume, retrace, take_snapshots
 from soap.simulator.compiled.jit import compiled, entry
 from soap.simulator.compiled.matching import forget_matches, match_slots, match_sums
-from soap.simulator.compiled.rows import is_on_rows
+from soap.simulator.compiled.rows import is_sparse_lookup
 from soap.simulator.compiled.scratch import EXPECTED
 from soap.simulator.compiled.synchronization import expect_updates, is_certain
 from soap.simulator.compiled.trial import TAKEN, Trial
@@ -136,7 +136,7 @@ def _add_tiles(W, E, op, variant, replicas, devices, first, last):  # type: igno
     row = V.rows[variant]
     cells, costs, others = row[CELLS], row[COSTS], row[ROW_COSTS]
     if E.count[PARAMETERS] == 0:
-        costs = others if is_on_rows(G, C, op) else costs
+        costs = others if is_sparse_lookup(G, C, op) else costs
         others = costs
     certain = replicas == 1 and G.solid[op]  # every tile has a backward pass
     for tile in range(last - first):

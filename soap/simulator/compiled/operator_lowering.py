@@ -12,10 +12,10 @@ from soap.simulator.compiled.fetches import is_remote
 from soap.simulator.compiled.holdings import tile_count
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.operator_tasks import add_carrier, add_sum, is_active
-from soap.simulator.compiled.rows import is_on_rows
+from soap.simulator.compiled.rows import is_sparse_lookup
 from soap.simulator.compiled.scratch import CARRIERS, EDGES, FETCHES, FULL, GRADIENTS, HOLDINGS, REDUCTIONS, RESOURCES, TASKS
 from soap.simulator.compiled.state import ARENA, FORWARD_TILE, OTHER, SLOTS, State
-from soap.simulator.compiled.task_keys import BACKWARD, CROWDED, FORWARD, set_key, task_key
+from soap.simulator.compiled.task_keys import BACKWARD, FORWARD, STATE_FULL, set_key, task_key
 from soap.simulator.compiled.variants import CELLS, COSTS, ROW_COSTS
 from soap.simulator.compiled.world import World
 
@@ -26,12 +26,12 @@ def place_tiles(W: World, op: int) -> None:
     G, V, K, C = W.graph, W.variants, W.cluster, W.state
     row = V.rows[C.variant[op]]
     cells, costs, operators = row[CELLS], row[COSTS], len(G.backward)
-    if row[ROW_COSTS] != costs and is_on_rows(G, C, op):
+    if row[ROW_COSTS] != costs and is_sparse_lookup(G, C, op):
         costs = row[ROW_COSTS]
     count = tile_count(V, C, op)
     slot = C.used[SLOTS]
     if slot + 2 * count > len(C.key):
-        raise MemoryError(CROWDED)
+        raise MemoryError(STATE_FULL)
     C.tile_slot[op] = slot
     for backward in range(2):
         for tile in range(count):
@@ -282,7 +282,7 @@ def _install(C, S, op, own, own_slot, first_reader, last_reader):  # type: ignor
     sources = own + tasks
     base = C.used[ARENA]
     if base + sources + 1 + edges + resources > len(C.arena) or own_slot + tasks > len(C.key):
-        raise MemoryError(CROWDED)
+        raise MemoryError(STATE_FULL)
     if sources + 1 > len(S.fill):
         raise MemoryError(FULL)
     at = base + sources + 1

@@ -9,7 +9,7 @@ from soap.simulator.compiled.operator_lowering import lower_operator, place_tile
 from soap.simulator.compiled.state import ARENA, DEVICES
 from soap.simulator.compiled.synchronization import begin_updates, count_backward, synchronize
 from soap.simulator.compiled.syncs.asking import count_pulls, make_pulls
-from soap.simulator.compiled.task_keys import CROWDED
+from soap.simulator.compiled.task_keys import STATE_FULL
 from soap.simulator.compiled.variants import CELLS
 from soap.simulator.compiled.world import World
 
@@ -20,7 +20,7 @@ def lower_all(W: World, variants: Ints, replicas: Ints, devices: Ints) -> None:
     G, V, C = W.graph, W.variants, W.state
     operators = len(G.backward)
     if len(devices) > len(C.dev):
-        raise MemoryError(CROWDED)
+        raise MemoryError(STATE_FULL)
     copy(C.dev, 0, devices, 0, len(devices))
     C.used[ARENA], C.used[DEVICES] = 0, len(devices)
     begin_updates(C)

@@ -18,8 +18,8 @@ def is_sparse(G: GraphTables, parameter: int) -> bool:
 
 
 @compiled
-def is_on_rows(G: GraphTables, C: State, op: int) -> bool:
-    """Whether an operator's tiles are sparse lookups: it is one of ``row_counts.operators_on_rows``."""
+def is_sparse_lookup(G: GraphTables, C: State, op: int) -> bool:
+    """Whether an operator's tiles are sparse lookups: it is one of ``row_counts.sparse_lookup_operators``."""
     by_rows, as_a_whole = 0, 0
     for k in range(G.parameter_ptr[op], G.parameter_ptr[op + 1]):
         if is_sparse(G, G.parameter[k]):

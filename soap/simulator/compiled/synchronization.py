@@ -17,7 +17,7 @@ from soap.simulator.compiled.syncs.dispatch import add_owners_tasks, owned_by_se
 from soap.simulator.compiled.syncs.members import find_geometries, find_geometry, find_members, first_user_with_gradient
 from soap.simulator.compiled.syncs.pricing import adding_ns, ask_prices, table_price_ns
 from soap.simulator.compiled.syncs.sparse_all_gather import gathered_bytes, gathered_rows
-from soap.simulator.compiled.task_keys import CROWDED, UPDATE, set_key, task_key
+from soap.simulator.compiled.task_keys import STATE_FULL, UPDATE, set_key, task_key
 from soap.simulator.compiled.world import World
 
 
@@ -185,7 +185,7 @@ def _install(W, slot0):  # type: ignore[no-untyped-def]
             C.sync_row[op] = at
             at += C.tiles[op] + 1
             if at + edges > len(C.arena):
-                raise MemoryError(CROWDED)
+                raise MemoryError(STATE_FULL)
             C.arena[C.sync_row[op] : at] = 0
     for i in range(edges):
         C.arena[C.sync_row[C.owner[S.e_src[i]]] + C.index[S.e_src[i]] + 1] += 1
@@ -198,7 +198,7 @@ def _install(W, slot0):  # type: ignore[no-untyped-def]
                 C.arena[row + tile + 1] += C.arena[row + tile]
             fill = C.arena[row + C.tiles[op]]
     if fill > len(C.arena):
-        raise MemoryError(CROWDED)
+        raise MemoryError(STATE_FULL)
     for i in range(edges):  # a row's pointer advances while the row is filled, and is put back afterwards
         row = C.sync_row[C.owner[S.e_src[i]]] + C.index[S.e_src[i]]
         C.arena[C.arena[row]] = S.e_dst[i]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from soap.simulator.compiled.jit import compiled, entry
 from soap.simulator.task_ids import CHUNKS, MICRO_BATCHES, OPERANDS, PHASES, PIECES, POSITIONS, STAGES, TILES, UNNUMBERED
 
-CROWDED = "the state is full"
+STATE_FULL = "the state is full"
 """Message of the MemoryError that compiled code raises when the state's arrays are too small."""
 
 FORWARD, BACKWARD, SYNC, UPDATE = range(4)

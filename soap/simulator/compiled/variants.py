@@ -83,9 +83,9 @@ class Variants:
             self._rows.add(self._make(self._class_of[position], degrees))
         return found
 
-    def durations(self, position: int, degrees: tuple[int, ...], *, on_rows: bool = False) -> Longs:
+    def durations(self, position: int, degrees: tuple[int, ...], *, sparse_lookup: bool = False) -> Longs:
         """Nanoseconds of the tiles, [device type, forward or backward, tile]. Makes no variant."""
-        return self._durations(position, *self.cut(position, degrees), on_rows=on_rows)[0]
+        return self._durations(position, *self.cut(position, degrees), sparse_lookup=sparse_lookup)[0]
 
     def position(self, number: int) -> int:
         """The position of an operator that has this variant."""
@@ -118,9 +118,9 @@ class Variants:
         numbers = {o: self._number_boxes(regions[o]) for o in {*activations, *op.outputs}}
         for column, operands in ((READS, activations), (OUTPUTS, op.outputs)):
             row[column] = self._data.add(np.array([numbers[o] for o in operands], np.int32))
-        row[COSTS] = row[ROW_COSTS] = self._add_costs(position, cells, regions, on_rows=False)
+        row[COSTS] = row[ROW_COSTS] = self._add_costs(position, cells, regions, sparse_lookup=False)
         if any(o.tensor in self.graph.sparse for o in op.parameters):
-            row[ROW_COSTS] = self._add_costs(position, cells, regions, on_rows=True)
+            row[ROW_COSTS] = self._add_costs(position, cells, regions, sparse_lookup=True)
         groups = _groups(op, degrees, cells)
         holders = np.arange(len(cells))
         outputs = [numbers[o] for o in op.outputs]
@@ -197,14 +197,14 @@ class Variants:
             self._box_volume.add([volume(box)])
         return found
 
-    def _add_costs(self, position: int, cells: np.ndarray, regions: dict[Operand, np.ndarray], *, on_rows: bool) -> int:
+    def _add_costs(self, position: int, cells: np.ndarray, regions: dict[Operand, np.ndarray], *, sparse_lookup: bool) -> int:
         """Store how long tiles and their launches take; returns where both begin."""
-        durations, launches = self._durations(position, cells, regions, on_rows=on_rows)
+        durations, launches = self._durations(position, cells, regions, sparse_lookup=sparse_lookup)
         self._launches.add(launches)
         return self._costs.add(durations)
 
     def _durations(
-        self, position: int, cells: np.ndarray, regions: dict[Operand, np.ndarray], *, on_rows: bool
+        self, position: int, cells: np.ndarray, regions: dict[Operand, np.ndarray], *, sparse_lookup: bool
     ) -> tuple[np.ndarray, np.ndarray]:
         """Nanoseconds of (the tiles, launching them), each [device type, forward or backward, tile]. Tiles whose regions have equal shapes
         take equal times, so the cost model is asked once for them."""
@@ -212,7 +212,7 @@ class Variants:
         parts = [cells, *(regions[o] for o in (*op.inputs, *op.parameters, *op.outputs))]
         shapes = np.concatenate([np.diff(part, axis=2).reshape(len(cells), -1) for part in parts], axis=1)
         _, firsts, place = np.unique(shapes, axis=0, return_index=True, return_inverse=True)
-        tiles = [replace(_tile(op, position, int(i), cells, regions), on_rows=on_rows) for i in firsts]
+        tiles = [replace(_tile(op, position, int(i), cells, regions), sparse_lookup=sparse_lookup) for i in firsts]
         ask = (self.costs.forward_ns, self.costs.backward_ns)
         table = np.array([[[f(self.graph, tile, kind) for tile in tiles] for f in ask] for kind in self._types], np.int64)
         launch = lambda tile, kind, backward: launch_ns(self.costs, self.graph, tile, kind, backward=backward)  # noqa: E731

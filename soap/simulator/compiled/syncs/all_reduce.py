@@ -9,7 +9,7 @@ from soap.simulator.compiled.scratch import FULL, TASKS, USES
 from soap.simulator.compiled.state import SYNC_BUCKET
 from soap.simulator.compiled.syncs.codes import method_of, wire_bytes
 from soap.simulator.compiled.syncs.exchange import add_sync_edge
-from soap.simulator.compiled.task_keys import CROWDED, SYNC, task_key
+from soap.simulator.compiled.task_keys import STATE_FULL, SYNC, task_key
 
 
 @compiled
@@ -44,7 +44,7 @@ def finish_bucket(W, bucket, slot):  # type: ignore[no-untyped-def]
     """Write the task of a complete bucket into its slot."""
     K, R, C, S = W.cluster, W.groups, W.state, W.scratch
     if slot + 1 > len(C.key):
-        raise MemoryError(CROWDED)
+        raise MemoryError(STATE_FULL)
     group = S.t_res_n[bucket]
     size = wire_bytes(C.sync[S.t_res[bucket]], S.t_bytes[bucket], W.graph.parameter_itemsize[S.t_res[bucket]])
     duration, way = allreduce(R, group, size)

@@ -6,7 +6,7 @@ from soap.simulator.compiled.communication import begin_links, exchange_overhead
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.scratch import EDGES, FLOWS, FULL, RESOURCES, USES, Scratch
 from soap.simulator.compiled.state import ARENA, OTHER, PULLS, SLOTS
-from soap.simulator.compiled.task_keys import CROWDED, set_key
+from soap.simulator.compiled.task_keys import STATE_FULL, set_key
 
 
 @compiled
@@ -22,7 +22,7 @@ def add_exchange(W, slot, key, duration, moved):  # type: ignore[no-untyped-def]
     K, C, S = W.cluster, W.state, W.scratch
     at, count = C.used[ARENA], S.count[RESOURCES]
     if at + count > len(C.arena) or slot + 1 > len(C.key):
-        raise MemoryError(CROWDED)
+        raise MemoryError(STATE_FULL)
     for i in range(count):
         C.arena[at + i] = S.res[i]
     C.used[ARENA] = at + count
@@ -55,7 +55,7 @@ def new_row(C, count):  # type: ignore[no-untyped-def]
     """Make a row of the arena for ``count`` slots that wait for a task. The caller writes them after the row's two pointers."""
     row = C.used[ARENA]
     if row + 2 + count > len(C.arena):
-        raise MemoryError(CROWDED)
+        raise MemoryError(STATE_FULL)
     C.arena[row], C.arena[row + 1] = row + 2, row + 2 + count
     C.used[ARENA] = row + 2 + count
     return row

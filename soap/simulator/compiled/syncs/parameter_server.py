@@ -10,7 +10,7 @@ from soap.simulator.compiled.state import ARENA, OTHER
 from soap.simulator.compiled.syncs.exchange import add_before, add_exchange, begin_exchange, new_row, wait_for_tiles
 from soap.simulator.compiled.syncs.pricing import adding_ns, price_ns, table_price_ns
 from soap.simulator.compiled.syncs.server_traffic import added_bytes, added_rows, prepare, pull_ns, push_ns, updated_bytes
-from soap.simulator.compiled.task_keys import CROWDED, SYNC, set_key, task_key
+from soap.simulator.compiled.task_keys import STATE_FULL, SYNC, set_key, task_key
 
 
 @compiled
@@ -22,7 +22,7 @@ def serve_region(W, parameter, shard, number, slot0):  # type: ignore[no-untyped
     base = C.used[ARENA]  # first the rows of the push, the updates and the pull; then slots of updates and pull; then the updates' cores
     updates, pulls, cores = base + 6, base + 6 + count, base + 7 + count
     if first + count + 3 > len(C.key) or cores + count > len(C.arena):
-        raise MemoryError(CROWDED)
+        raise MemoryError(STATE_FULL)
     C.used[ARENA] = cores + count
     begin_exchange(S)
     duration, moved = push_ns(W, parameter, shard, count)

@@ -60,7 +60,7 @@ def both_ways(
     assert all(start <= row < stop for row in asked.tolist())
     rows = torch.tensor([row for row in range(start, stop) if row in set(asked.tolist()) or extra(row)], dtype=torch.int64)
     entire, compact = table.clone().requires_grad_(), table[rows - start].clone().requires_grad_()
-    found = model.run_on_rows(tile, inputs, [compact], {place: rows}, TileContext())[0]
+    found = model.run_sparse_lookup(tile, inputs, [compact], {place: rows}, TileContext())[0]
     expected = model.run_tile(tile, inputs, [entire], TileContext())[0]
     weights = torch.linspace(-1, 1, expected.numel(), dtype=torch.float64).reshape(expected.shape)
     gradients = [torch.zeros_like(table), torch.zeros_like(table)]
