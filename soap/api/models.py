@@ -64,13 +64,15 @@ def load(
     batch_dims: Mapping[str, int] | None = None,
     dtype: str | None = None,
     autocast: str | None = None,
+    autocast_device: str = "cpu",
     batch_norm: str = "global",
     imports: Sequence[str] = (),
 ) -> TracedModel:
     """Load a model from a ``.pt2`` file or the zoo (``zoo:NAME[:SIZE][@BATCH]``): a graph of operators that can be computed tile by tile.
 
     ``plan_only``: allocate no memory for its weights. ``batch_dims``: input name -> dimension of the samples, if it is not 0. ``dtype``:
-    replaces the floating-point type, for example ``float64`` for checks. ``autocast="bfloat16"``: use the casts of ``torch.autocast``.
+    replaces the floating-point type, for example ``float64`` for checks. ``autocast="bfloat16"``: use the casts of ``torch.autocast``
+    on ``autocast_device`` (``cpu`` or ``cuda``: the kind of the devices that will train; their lists of calls differ).
     ``batch_norm``: ``global`` normalises by the whole batch, ``local`` each tile by its own part of it. A strategy is valid only for models
     that were loaded with the same ``batch_norm``. ``imports``: modules that define custom operators of the model, imported first.
 
@@ -81,7 +83,8 @@ def load(
     if str(spec) and Path(spec).is_dir():
         raise ModelError(f"model {str(spec)!r} is a folder; expected a .pt2 file or zoo:NAME: name the file in it")
     return load_model(
-        str(spec), plan_only=plan_only, batch_dims=batch_dims, dtype=dtype, autocast=autocast, batch_norm=batch_norm, imports=imports
+        str(spec), plan_only=plan_only, batch_dims=batch_dims, dtype=dtype, autocast=autocast, autocast_device=autocast_device,
+        batch_norm=batch_norm, imports=imports,
     )
 
 

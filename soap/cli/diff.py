@@ -63,7 +63,7 @@ def execute(args: argparse.Namespace) -> int:
 
 def _simulated(args: argparse.Namespace) -> list[dict[str, Any]]:
     topology = api.load_cluster(args.cluster)
-    graph = api.load(args.model, plan_only=True, **reading(args)).graph
+    graph = api.load(args.model, plan_only=True, **reading(args, topology)).graph
     strategies = [api.load_strategy(path, graph, topology) for path in (args.first, args.second)]
     simulator = api.simulator_for(graph, topology, costs=args.costs)
     return [_outcome(simulator.predict(strategy)) for strategy in strategies]

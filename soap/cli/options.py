@@ -9,6 +9,7 @@ from math import isfinite
 from typing import TypedDict
 
 from soap.cli.command import Parser, UsageError
+from soap.cluster.topology import Topology
 from soap.errors import StrategyError
 from soap.search.record import MOST_FINALISTS
 from soap.simulator.costs import COST_SOURCES
@@ -32,6 +33,7 @@ class Reading(TypedDict):
     batch_dims: Mapping[str, int] | None
     batch_norm: str
     autocast: str | None
+    autocast_device: str
     imports: Sequence[str]
 
 
@@ -142,9 +144,16 @@ def refuse_overwriting(inputs: Mapping[str, str | None], outputs: Mapping[str, s
             raise UsageError(f"{option} {path!r} is the same file as {other}, and would overwrite it; choose another path for {option}")
 
 
-def reading(args: argparse.Namespace) -> Reading:
-    """Arguments of ``api.load``, from the options of ``add_reading``."""
-    return Reading(batch_dims=batch_dims(args.batch_dim), batch_norm=args.batch_norm, autocast=args.autocast, imports=args.imports)
+def reading(args: argparse.Namespace, topology: Topology | None) -> Reading:
+    """Arguments of ``api.load``, from the options of ``add_reading``, for a model that will be trained on these devices."""
+    devices = topology.devices if topology is not None else ()
+    return Reading(
+        batch_dims=batch_dims(args.batch_dim),
+        batch_norm=args.batch_norm,
+        autocast=args.autocast,
+        autocast_device="cuda" if any(device.type.kind == "cuda" for device in devices) else "cpu",
+        imports=args.imports,
+    )
 
 
 def batch_dims(pairs: Sequence[tuple[str, int]]) -> Mapping[str, int] | None:

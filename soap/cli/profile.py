@@ -125,7 +125,7 @@ def _measure(args: argparse.Namespace, topology: Topology, todo: Sequence[Wanted
             bar.set_postfix_str(one.name, refresh=False)
             bar.update()
 
-        return measure(args.model, reading(args), topology, place, todo, store, args.budget, progress)
+        return measure(args.model, reading(args, topology), topology, place, todo, store, args.budget, progress)
 
 
 def execute_show(args: argparse.Namespace) -> int:
@@ -157,7 +157,7 @@ def execute_import(args: argparse.Namespace) -> int:
 def _subject(args: argparse.Namespace) -> tuple[Topology, OperatorGraph, dict[str, Strategy]]:
     """The cluster, the model, and the strategies to report about."""
     topology = api.load_cluster(args.cluster)
-    graph = api.load(args.model, plan_only=True, **reading(args)).graph
+    graph = api.load(args.model, plan_only=True, **reading(args, topology)).graph
     strategies = {name: api.classical(name, graph, topology) for name in (NAMED if graph.sparse else CLASSICAL)}
     if args.strategy:
         strategies[args.strategy] = api.load_strategy(args.strategy, graph, topology)

@@ -9,6 +9,7 @@ from typing import Any
 from soap import api
 from soap.cli.options import reading
 from soap.cli.plain_text import aligned
+from soap.cluster.topology import Topology
 from soap.model import sparse_shares
 from soap.model.graph import OperatorGraph
 
@@ -18,9 +19,9 @@ MOST_ROWS = 16
 """Lines of the text; the JSON document has all."""
 
 
-def load_graph(args: argparse.Namespace) -> OperatorGraph:
+def load_graph(args: argparse.Namespace, topology: Topology | None) -> OperatorGraph:
     """The model's graph, with rows counted on ``--data`` and shares from ``--alpha``."""
-    model = api.load(args.model, plan_only=True, **reading(args))
+    model = api.load(args.model, plan_only=True, **reading(args, topology))
     graph = model.graph
     if args.data is not None:
         from soap.cli.batches import UserBatches  # imports torch, which reading the model has done already

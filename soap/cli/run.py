@@ -131,7 +131,7 @@ def execute(args: argparse.Namespace) -> int:
 def prepare(args: argparse.Namespace) -> tuple[Job, Mapping[str, Simulation], dict[str, Any]]:
     """The job for the ranks, the prediction for each strategy, and where these numbers come from."""
     topology = api.load_cluster(args.cluster or _recorded_cluster(args.strategy))
-    read = reading(args)
+    read = reading(args, topology)
     model = api.load(args.model, plan_only=True, **read)
     graph, record = model.graph, getattr(model, "record", None)
     del model

@@ -181,7 +181,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _explain(args: argparse.Namespace) -> int:
-    found = explain.document(rows.load_graph(args))
+    found = explain.document(rows.load_graph(args, api.load_cluster(args.cluster) if args.cluster else None))
     print(report.dump(found) if args.json else explain.text(found))
     return 0
 
@@ -193,7 +193,7 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
     if args.plot:
         check_plot(args.plot)
     topology = api.load_cluster(args.cluster)
-    graph = rows.load_graph(args)
+    graph = rows.load_graph(args, topology)
     wish = at_hand.wish(topology, args.profile, args.verify, args.costs)
     if wish.problem:
         note(PROG, wish.problem)
@@ -201,14 +201,14 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
     options = search_options(args, updating, graph)  # refuse impossible options before anything is measured
     measured: Measured | None = None
     if wish.profile_s:
-        measured, wish = at_hand.profile(PROG, args.model, reading(args), graph, topology, wish, stopping)
+        measured, wish = at_hand.profile(PROG, args.model, reading(args, topology), graph, topology, wish, stopping)
     outcome = api.find(graph, topology, options, progress=True, stopped=lambda: stopping.number is not None)
     verified_s: float | None = None
     if wish.finalists and not outcome.result.interrupted:
         with stopping.saving():
             outcome.save(args.output)  # before the runs, which may fail
         try:
-            outcome, verified_s = at_hand.verify(PROG, outcome, args.model, reading(args), args.seed, args.data, wish, updating)
+            outcome, verified_s = at_hand.verify(PROG, outcome, args.model, reading(args, topology), args.seed, args.data, wish, updating)
         except (KeyboardInterrupt, StoppedBySignal) as error:
             note(PROG, f"interrupted while verifying: what the search chose by its predictions is in {args.output}")
             return 128 + error.number if isinstance(error, StoppedBySignal) else stopping.exit_code

@@ -59,7 +59,7 @@ def execute(args: argparse.Namespace) -> int:
     if args.timeline:
         check_writable(args.timeline)
     topology = api.load_cluster(args.cluster)
-    graph = rows.load_graph(args)
+    graph = rows.load_graph(args, topology)
     strategy = api.classical(args.builtin, graph, topology) if args.builtin else _read(args, graph, topology)
     if args.strategy and not (args.data or args.alpha):
         graph = api.with_recorded_rows(graph, args.strategy)

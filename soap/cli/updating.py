@@ -26,7 +26,7 @@ LEARNING_RATE = 0.01
 NEEDS_PYTHON = ("lr_lambda", "schedulers", "optimizer")
 """Options whose values are neither numbers nor words."""
 OPTIMIZER_HELP = (
-    "sgd, adam, adamw (torch's, on CPUs in one pass), or any of torch's as torch.optim.NAME:key=value,key=value, such as "
+    "sgd, adam, adamw (torch's, fused), or any of torch's as torch.optim.NAME:key=value,key=value, such as "
     "torch.optim.AdamW:betas=(0.9,0.95),eps=1e-6; with GLOB= before it, of the parameters whose names match (repeatable): "
     "'*.bias=adamw:lr=0.001'"
 )

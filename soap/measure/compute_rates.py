@@ -22,7 +22,7 @@ MATMUL_SIZE = {"cpu": 512, "cuda": 4096}
 COPY_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
 """Bytes of all copies together, above the last cache level of usual processors; each core copies at least ``LEAST_COPY_BYTES``."""
 LEAST_COPY_BYTES = 4 * 2**20
-DTYPES = {"cpu": ("float32", "float64"), "cuda": ("float32", "float64", "bfloat16", "float16")}
+DTYPES = {"cpu": ("float32", "float64"), "cuda": ("float32", "tf32", "float64", "bfloat16", "float16")}
 TINY_LAYERS = 40
 """Length of the chain of tiny layers whose calls are timed."""
 TINY_CALLS = TINY_LAYERS * (3 + 4)
@@ -139,11 +139,29 @@ def _matmul(kind: str, dtype: str) -> Callable[[], Action]:
 
     def make() -> Action:
         size = MATMUL_SIZE[kind]
-        left, right = (torch.ones(size, size, dtype=getattr(torch, dtype), device=kind) for _ in range(2))
+        own = torch.float32 if dtype == "tf32" else getattr(torch, dtype)
+        left, right = (torch.ones(size, size, dtype=own, device=kind) for _ in range(2))
         result = torch.empty_like(left)
-        return lambda: torch.mm(left, right, out=result)
+
+        def multiply() -> None:
+            with _float32_precision("high" if dtype == "tf32" else "highest"):
+                torch.mm(left, right, out=result)
+
+        return multiply
 
     return make
+
+
+@contextmanager
+def _float32_precision(name: str) -> Iterator[None]:
+    import torch
+
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(name)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _copy(kind: str, size_bytes: int) -> Callable[[], Action]:

@@ -26,6 +26,9 @@ Kind = TypeVar("Kind", bound=DType)
 
 _INEXACT = ("float", "bfloat", "complex")
 
+TF32 = "tf32"
+"""Float32 whose operands the tensor cores of GPUs round to 10 bits of mantissa. It is a way to compute, and no tensor has this type."""
+
 COMPLEX_PRODUCT = 4
 """Number of real products in one complex product."""
 
@@ -43,6 +46,11 @@ def is_differentiable(dtype: DType | str) -> bool:
 def is_complex(dtype: DType | str) -> bool:
     """Whether it is a type of complex numbers."""
     return name_of(dtype).startswith("complex")
+
+
+def is_rounded_by_default(kind: str) -> bool:
+    """Whether torch computes this kind of operator in TF32 where there is hardware for it, unless that is switched off."""
+    return kind.startswith("conv") or kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
 def has_complex(dtype: DType | str) -> bool:

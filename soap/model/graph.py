@@ -140,6 +140,10 @@ class Operator:
     ``flops``: floating-point operations of the whole forward pass (a multiply-add counts two, of complex numbers eight).
     ``saved_bytes``: upper bound of what all tiles together keep for the backward pass besides inputs, parameters and outputs.
     ``calls``: names of the traced calls. ``partitionable`` is False for operators kept whole because no rule is known (or proven) for them.
+    ``arithmetic``: the type in which the anchor call computes (``tf32``: float32 rounded to it by the hardware); empty: that of its first
+    floating operand. ``skipped_share``: of ``flops``, what kernels leave out (causal attention: a half). ``fused_bytes``: of
+    ``saved_bytes``, what kernels on GPUs never write (attention's weights). These three only change what an operator costs, and are no
+    part of the graph's identity.
     """
 
     name: str
@@ -152,6 +156,9 @@ class Operator:
     saved_bytes: int = 0
     calls: tuple[str, ...] = ()
     partitionable: bool = True
+    arithmetic: str = ""
+    skipped_share: float = 0.0
+    fused_bytes: int = 0
 
     @property
     def summed(self) -> tuple[int, ...]:
@@ -164,6 +171,10 @@ class Operator:
             if factor.name == name:
                 return i
         raise KeyError(name)
+
+
+_PRICES = ("arithmetic", "skipped_share", "fused_bytes")
+"""Fields of an operator that its graph's hash leaves out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +304,6 @@ class OperatorGraph:
     @cached_property
     def hash(self) -> str:
         """Identity of the model's structure (not of its weights): 16 hex digits of SHA-256."""
-        text = json.dumps(
-            [[asdict(op) for op in self.operators], [asdict(t) for t in self.tensors.values()], self.loss], sort_keys=True
-        )
+        operators = [{name: value for name, value in asdict(op).items() if name not in _PRICES} for op in self.operators]
+        text = json.dumps([operators, [asdict(t) for t in self.tensors.values()], self.loss], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -127,11 +127,13 @@ def decode(record: Mapping[str, Any]) -> Entry:
 
 
 def _kernel(kernel: Kernel) -> list[Any]:
-    return [kernel.dtype, kernel.flops, kernel.traffic_bytes, kernel.calls, kernel.inner_calls]
+    own = [kernel.dtype, kernel.flops, kernel.traffic_bytes, kernel.calls, kernel.inner_calls]
+    more = [kernel.apart_bytes, kernel.fused_bytes, int(kernel.unaligned)]
+    return [*own, *more] if any(more) else own
 
 
 def _decode_kernel(values: Sequence[Any]) -> Kernel:
-    return Kernel(*values)
+    return Kernel(*values[:7], *map(bool, values[7:]))
 
 
 LAUNCH = "launch_ns"
@@ -149,7 +151,8 @@ def _tuple(*items: dict[str, Any]) -> dict[str, Any]:
 
 
 _TIMING = _tuple(_POSITIVE, _NOT_NEGATIVE)
-_WORK: dict[str, Any] = {"type": "array", "items": _tuple(_WORD, _NOT_NEGATIVE, _SIZE, _SIZE, _SIZE), "maxItems": 10}
+_KERNEL = {**_tuple(_WORD, _NOT_NEGATIVE, _SIZE, _SIZE, _SIZE, _SIZE, _SIZE, _SIZE), "minItems": 5}
+_WORK: dict[str, Any] = {"type": "array", "items": _KERNEL, "maxItems": 10}
 _PROPERTIES: dict[str, Any] = {
     "kind": _WORD,
     "family": _WORD,

@@ -20,6 +20,7 @@ from soap.cluster.emulated import FAMILY as EMULATED
 from soap.cluster.presets import family
 from soap.cluster.topology import DeviceType, Topology
 from soap.measure.this_machine import cpu_cores
+from soap.model.dtypes import TF32, is_rounded_by_default
 from soap.model.graph import DimMap, Operand, Operator, OperatorGraph
 from soap.model.regions import lengths
 from soap.plan.row_counts import parameters_held
@@ -37,6 +38,9 @@ PART_OF_SUM = "part of a sum"
 
 _NUMBER = re.compile(r"_\d+(?=$|:)")
 """Part of a call's name that only numbers it: ``linear_3``, ``batch_norm_1:sums``."""
+
+_CAST = re.compile(r".*:(bfloat16|float16|float32)(?:_\d+)?")
+"""Name of a cast under autocast: the value's name and the type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,13 +176,15 @@ def tile_kind(graph: OperatorGraph, tile: Tile) -> str:
 
 
 def call_kind(name: str) -> str:
-    """The kind of a traced call by its name: ``linear`` for ``linear_3``."""
-    return _NUMBER.sub("", name)
+    """The kind of a traced call by its name: ``linear`` for ``linear_3``, ``cast:bfloat16`` for a cast of whatever value."""
+    cast = _CAST.fullmatch(name)
+    return f"cast:{cast[1]}" if cast else _NUMBER.sub("", name)
 
 
 def _signature(graph: OperatorGraph, position: int) -> list[Any]:
     op = graph.operators[position]
     read = (*op.inputs, *op.parameters)
+    rounded = [op.arithmetic] if op.arithmetic == TF32 and not is_rounded_by_default(op.kind) else []
     return [
         op.kind,
         [call_kind(name) for name in op.calls],
@@ -187,6 +193,7 @@ def _signature(graph: OperatorGraph, position: int) -> list[Any]:
         [read.index(operand) for operand in read],  # an operand that occurs twice
         position in graph.backward_operators,
         _per_point(op),
+        *rounded,
     ]
 
 

@@ -83,7 +83,7 @@ class Profile:
                 if work or entry.kind == UPDATE:
                     self._families.setdefault((entry.key.family, backward), []).append((entry.key.lengths, entry.points, timing.ns))
                 if work:
-                    ratios.setdefault((entry.kind, backward), []).append(timing.ns / (1e9 * work_seconds(work, device)))
+                    ratios.setdefault((entry.kind, backward), []).append(timing.ns / (1e9 * work_seconds(work, device, entry.kind, backward=backward)))
         self.factors = {known: median(found) for known, found in ratios.items()}
         self._usual = {backward: self._median_of_kinds(backward) for backward in (False, True)}
         launches: dict[tuple[str, bool], list[float]] = {}
@@ -102,7 +102,7 @@ class Profile:
         between = _between(self._families.get((key.family, backward), ()), key.lengths)
         if between is not None:
             return between, Source.INTERPOLATED
-        estimated_ns = 1e9 * work_seconds(work, self.device)
+        estimated_ns = 1e9 * work_seconds(work, self.device, kind, backward=backward)
         factor = self.factors.get((kind, backward), self._usual[backward])
         return (estimated_ns, Source.ESTIMATED) if factor is None else (estimated_ns * factor, Source.CALIBRATED)
 

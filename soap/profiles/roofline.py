@@ -18,11 +18,10 @@ from soap.model.graph import OperatorGraph
 from soap.model.regions import Box
 from soap.plan.row_counts import parameters_held
 from soap.plan.tiling import Tile
+from soap.profiles import efficiency
+from soap.profiles.efficiency import PEAK_SHARE
 from soap.profiles.work import Kernel, backward_work, constants, forward_work
 from soap.simulator.costs import nanoseconds
-
-PEAK_SHARE = 0.75
-"""Share of a data sheet's peak rate that operators reach, as PyTorch's own estimator assumes (``torch.utils._runtime_estimation``)."""
 
 TILE_CALLS = 12
 """What the runtime's Python adds to a tile in each direction on a CPU, in calls (``kernel_seconds``), so that it follows the machine's
@@ -70,8 +69,8 @@ class RooflineCosts:
     def hash(self) -> str:
         """16 hex digits over every figure and constant that enters an answer."""
         figures = [[device.identity, device.is_measured] for device in self._types]
-        known = [PEAK_SHARE, *constants(), self.optimizer_states, TILE_CALLS, UPDATE_CALLS_PER_STATE]
-        text = json.dumps(["roofline", 6, known, figures])
+        known = [PEAK_SHARE, *constants(), self.optimizer_states, TILE_CALLS, UPDATE_CALLS_PER_STATE, efficiency.figures()]
+        text = json.dumps(["roofline", 7, known, figures])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def forward_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType) -> int:
@@ -83,10 +82,14 @@ class RooflineCosts:
         return self._cached(graph, tile, device, backward=True)
 
     def update_ns(self, parameter_bytes: int, device: DeviceType) -> int:
-        """Optimizer update: parameter, gradient and states are read, parameter and states written, by several calls."""
+        """Optimizer update: parameter, gradient and states are read, parameter and states written; on a CPU by several calls for each
+        tensor, on a GPU by kernels for many tensors."""
         traffic = (3 + 2 * self.optimizer_states) * parameter_bytes
-        calls = 1 + UPDATE_CALLS_PER_STATE * self.optimizer_states
-        return nanoseconds(traffic / device.memory_bandwidth_bytes_per_second + calls * device.kernel_seconds)
+        launching = efficiency.update_seconds(device, self.optimizer_states)
+        if launching is None:
+            launching = (1 + UPDATE_CALLS_PER_STATE * self.optimizer_states) * device.kernel_seconds
+        bandwidth = device.memory_bandwidth_bytes_per_second * efficiency.memory_share(device)
+        return nanoseconds(traffic / bandwidth + launching)
 
     def _cached(self, graph: OperatorGraph, tile: Tile, device: DeviceType, *, backward: bool) -> int:
         """The key of a tile's answer: its intervals, which decide its regions. Replicas and devices of one type share the answer. The
@@ -97,13 +100,14 @@ class RooflineCosts:
             if len(self._tiles) >= CACHE_ENTRIES:
                 self._tiles.clear()
             work = backward_work(graph, tile) if backward else forward_work(graph, tile)
-            answer = self._tiles[key] = nanoseconds(work_seconds(work, device) + runtime_seconds(device))
+            seconds = work_seconds(work, device, graph.operators[tile.operator].kind, backward=backward) + runtime_seconds(device)
+            answer = self._tiles[key] = nanoseconds(seconds)
         return answer
 
 
-def work_seconds(work: Iterable[Kernel], device: DeviceType) -> float:
-    """Time of these kernels, one after the other."""
-    return sum((_kernel_seconds(kernel, device) for kernel in work), 0.0)
+def work_seconds(work: Iterable[Kernel], device: DeviceType, kind: str, *, backward: bool) -> float:
+    """Time of these kernels of an operator of this kind, one after the other."""
+    return sum((_kernel_seconds(kernel, device, kind, backward) for kernel in work), 0.0)
 
 
 def runtime_seconds(device: DeviceType) -> float:
@@ -111,7 +115,12 @@ def runtime_seconds(device: DeviceType) -> float:
     return TILE_CALLS * device.kernel_seconds if device.kind == "cpu" else 0.0
 
 
-def _kernel_seconds(kernel: Kernel, device: DeviceType) -> float:
-    peak = device.flops(kernel.dtype) * (1.0 if device.is_measured else PEAK_SHARE)
-    calls = kernel.calls + (kernel.inner_calls if device.kind == "cpu" else 0)
-    return max(kernel.flops / peak, kernel.traffic_bytes / device.memory_bandwidth_bytes_per_second) + calls * device.kernel_seconds
+def _kernel_seconds(kernel: Kernel, device: DeviceType, kind: str, backward: bool) -> float:
+    """On a GPU light calls have kernels of their own, behind the operator's; on a CPU their operands are still in the caches."""
+    share = efficiency.shares(device, kind, kernel.dtype, backward=backward, unaligned=kernel.unaligned)
+    rate, bandwidth = device.flops(kernel.dtype) * share.arithmetic, device.memory_bandwidth_bytes_per_second * share.memory
+    calls = kernel.calls * device.kernel_seconds
+    if device.kind == "cpu":
+        return max(kernel.flops / rate, kernel.traffic_bytes / bandwidth) + calls + kernel.inner_calls * device.kernel_seconds
+    own_bytes = kernel.traffic_bytes - kernel.apart_bytes - kernel.fused_bytes
+    return max(kernel.flops / rate, own_bytes / bandwidth) + kernel.apart_bytes / bandwidth + calls

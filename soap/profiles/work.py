@@ -38,15 +38,28 @@ sorting, and their places by searching. On a shared 2-core machine whose calls t
 130 to 155 ns for each of many lookups."""
 
 
+LOWER_BYTES = {"bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+"""Bytes of an element of the types narrower than float32."""
+ALIGNED_BYTES = 16
+"""What tensor cores ask of rows of matrices in these types (NVIDIA, Matrix Multiplication Background User's Guide: dimensions that are
+multiples of 8 elements of two bytes)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One pass over an operator's data. ``dtype``: of the arithmetic. ``inner_calls``: further calls inside its own, on a CPU."""
+    """One pass over an operator's data. ``dtype``: of the arithmetic. ``inner_calls``: further calls inside its own, on a CPU.
+    ``apart_bytes``: of ``traffic_bytes``, what its light calls (casts, views, pointwise ones) pass to each other. ``fused_bytes``: of
+    ``traffic_bytes``, what kernels on GPUs neither write nor read. ``unaligned``: rows of an operand in a lower type do not begin at
+    multiples of ``ALIGNED_BYTES``."""
 
     dtype: str
     flops: float
     traffic_bytes: int
     calls: int
     inner_calls: int = 0
+    apart_bytes: int = 0
+    fused_bytes: int = 0
+    unaligned: bool = False
 
 
 def constants() -> list[object]:
@@ -58,9 +71,8 @@ def forward_work(graph: OperatorGraph, tile: Tile) -> tuple[Kernel, ...]:
     """One pass over inputs, parameters and outputs, and over what is kept between the fused calls. A sparse lookup has to find its rows
     first."""
     op = graph.operators[tile.operator]
-    traffic = _bytes(graph, op.inputs, tile.inputs) + _bytes(graph, op.outputs, tile.outputs)
-    traffic += _read_parameters(graph, op, tile) + SAVED_TRAFFIC * _saved_bytes(op, tile)
-    kernel = _kernel(graph, tile, tile_flops(op, tile), traffic)
+    traffic = _bytes(graph, op.inputs, tile.inputs) + _bytes(graph, op.outputs, tile.outputs) + _read_parameters(graph, op, tile)
+    kernel = _kernel(graph, tile, tile_flops(op, tile), traffic, saves=True)
     return (_finding_rows(graph, op, tile), kernel) if tile.sparse_lookup else (kernel,)
 
 
@@ -74,16 +86,16 @@ def backward_work(graph: OperatorGraph, tile: Tile) -> tuple[Kernel, ...]:
     contractions = _input_contractions(graph, op)
     kernels = []
     if contractions or not parameter_gradients:
-        traffic = received + input_gradients + _read_parameters(graph, op, tile) + SAVED_TRAFFIC * _saved_bytes(op, tile)
-        kernels.append(_kernel(graph, tile, flops * max(1, contractions), traffic))
+        traffic = received + input_gradients + _read_parameters(graph, op, tile)
+        kernels.append(_kernel(graph, tile, flops * max(1, contractions), traffic, saves=True))
     if parameter_gradients:
         kernels.append(_kernel(graph, tile, flops, received + parameter_gradients))
     return tuple(kernels)
 
 
 def tile_flops(op: Operator, tile: Tile) -> float:
-    """The tile's share of the operator's operations: its share of the iteration space."""
-    return op.flops * tile.size / iteration_points(op)
+    """The tile's share of the operator's operations, without those that kernels skip: its share of the iteration space."""
+    return op.flops * (1.0 - op.skipped_share) * tile.size / iteration_points(op)
 
 
 def _input_contractions(graph: OperatorGraph, op: Operator) -> int:
@@ -93,17 +105,26 @@ def _input_contractions(graph: OperatorGraph, op: Operator) -> int:
     return min(1 if op.parameters else 2, wanted)
 
 
-def _kernel(graph: OperatorGraph, tile: Tile, flops: float, traffic_bytes: int) -> Kernel:
+def _kernel(graph: OperatorGraph, tile: Tile, flops: float, traffic_bytes: int, *, saves: bool = False) -> Kernel:
+    """``saves``: with the traffic of what is kept or passed on between the fused calls."""
     op = graph.operators[tile.operator]
-    dtype = "float32" if is_widened(graph, tile) else _compute_dtype(graph, op)
-    return Kernel(dtype, flops, traffic_bytes, len(op.calls) or 1, _inner_calls(graph, op))
+    dtype = "float32" if is_widened(graph, tile) else arithmetic_of(graph, op)
+    saved, fused = (SAVED_TRAFFIC * _share(size, op, tile) if saves else 0 for size in (op.saved_bytes, op.fused_bytes))
+    calls, inner = len(op.calls) or 1, _inner_calls(graph, op)
+    return Kernel(dtype, flops, traffic_bytes + saved, calls, inner, saved - fused, fused, _is_unaligned(tile, dtype))
+
+
+def _is_unaligned(tile: Tile, dtype: str) -> bool:
+    itemsize = LOWER_BYTES.get(dtype)
+    rows = (box[-1] for box in (*tile.inputs, *tile.parameters, *tile.outputs) if len(box) > 1)
+    return itemsize is not None and any((stop - start) * itemsize % ALIGNED_BYTES for start, stop in rows)
 
 
 def _finding_rows(graph: OperatorGraph, op: Operator, tile: Tile) -> Kernel:
     """Finding the rows that are looked up, copying them out of the table, and finding each lookup's place among them."""
     held = [(o, box) for o, box in zip(op.parameters, parameters_held(graph, tile), strict=True) if o.tensor in graph.sparse]
     copied = 2 * _bytes(graph, [o for o, _ in held], [box for _, box in held])
-    return Kernel(_compute_dtype(graph, op), 0.0, copied + PLACE_TRAFFIC * all_lookups(graph, tile), ROW_CALLS)
+    return Kernel(arithmetic_of(graph, op), 0.0, copied + PLACE_TRAFFIC * all_lookups(graph, tile), ROW_CALLS)
 
 
 def _inner_calls(graph: OperatorGraph, op: Operator) -> int:
@@ -118,8 +139,10 @@ def _inner_calls(graph: OperatorGraph, op: Operator) -> int:
     return STEP_CALLS * layers * (sequence[0] * sequence[1] // samples)
 
 
-def _compute_dtype(graph: OperatorGraph, op: Operator) -> str:
-    """The dtype of the arithmetic: the first floating one of its parameters, outputs and inputs."""
+def arithmetic_of(graph: OperatorGraph, op: Operator) -> str:
+    """The type in which the operator computes. If it does not say: the first floating one of its parameters, outputs and inputs."""
+    if op.arithmetic:
+        return op.arithmetic
     for operand in (*op.parameters, *op.outputs, *op.inputs):
         dtype = graph.tensors[operand.tensor].dtype
         if is_differentiable(dtype):
@@ -132,8 +155,8 @@ def _read_parameters(graph: OperatorGraph, op: Operator, tile: Tile) -> int:
     return min(size, _bytes(graph, op.outputs, tile.outputs)) if op.kind in LOOKUP_KINDS else size
 
 
-def _saved_bytes(op: Operator, tile: Tile) -> int:
-    return ceil(op.saved_bytes * tile.size / iteration_points(op))
+def _share(size_bytes: int, op: Operator, tile: Tile) -> int:
+    return ceil(size_bytes * tile.size / iteration_points(op))
 
 
 def _bytes(graph: OperatorGraph, operands: Iterable[Operand], boxes: Iterable[Box]) -> int:

@@ -2,14 +2,16 @@
 
 To find in which type a call takes its operands, it is run under ``torch.autocast`` on tensors without values, and the casts that it
 makes are noted. Planning, tiles and the reference then compute in these types without any switch at run time, and data that travels
-between devices has the type that the operator made. The lists of types are those of autocast on CPUs.
+between devices has the type that the operator made. Autocast has one list of types for CPUs and another one for GPUs (where norms and
+exponentials are computed in float32, for example): a ``Caster`` follows the list of the devices that will train. No GPU is needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -18,6 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from soap.errors import ModelError
 from soap.tracing.calls import Call, Ref, Value, renamed, substitute
 from soap.tracing.types import LOWER_TYPES
+
+ListOf = Literal["cpu", "cuda"]
+"""Kind of device whose list of types autocast follows."""
 
 
 class Autocast:
@@ -63,17 +68,17 @@ class Recast:
 
 
 class Caster:
-    """Finds out what autocast does with calls. ``dtype``: the narrower of the two types."""
+    """Finds out what autocast does with calls. ``dtype``: the narrower of the two types. ``kind``: of the devices whose list counts."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, kind: ListOf = "cpu") -> None:
         if dtype not in LOWER_TYPES:
             raise ModelError(f"autocast to {str(dtype).removeprefix('torch.')}: expected bfloat16 or float16")
-        self.dtype = dtype
+        self.dtype, self.kind = dtype, kind
 
     def rewrite(self, call: Call, values: Mapping[str, Value], unique: Callable[[str], str]) -> Recast:
         """The casts and the call to write in place of a call. ``unique`` makes the name of a cast."""
         names = list(dict.fromkeys(call.operands))
-        found, made = _casts(call, names, values, self.dtype)
+        found, made = _casts(call, names, values, self.dtype, self.kind)
         own = _own_casts(call, names, values) if found else []
         added = [cast for cast in found if cast not in own]
         if any(name is None for name, _ in added):
@@ -89,19 +94,45 @@ class Caster:
 
 
 def _casts(
-    call: Call, names: Sequence[str], values: Mapping[str, Value], dtype: torch.dtype | None
+    call: Call, names: Sequence[str], values: Mapping[str, Value], dtype: torch.dtype | None, kind: ListOf = "cpu"
 ) -> tuple[list[tuple[str | None, torch.dtype]], list[torch.dtype]]:
     """Run a call without values, under autocast to ``dtype`` if given: (operand, new type) of each cast that it makes, None standing
     for a tensor that is no operand; and the types of its outputs."""
-    with FakeTensorMode(), torch.no_grad(), torch.autocast("cpu", dtype=dtype, enabled=dtype is not None, cache_enabled=False):
-        given = {name: torch.empty(values[name].shape, dtype=values[name].dtype) for name in names}
-        fill: Callable[[Any], Any] = lambda leaf: given[leaf.name] if isinstance(leaf, Ref) else leaf  # noqa: E731
+    with FakeTensorMode(), torch.no_grad(), _autocast(kind, dtype):
+        given = {name: torch.empty(values[name].shape, dtype=values[name].dtype, device=kind) for name in names}
+
+        def fill(leaf: Any) -> Any:
+            return given[leaf.name] if isinstance(leaf, Ref) else torch.device(kind) if isinstance(leaf, torch.device) else leaf
+
         args, kwargs = substitute(list(call.args), fill), substitute(dict(call.kwargs), fill)
+        operand = {id(tensor): name for name, tensor in given.items()}
         with _Casts() as casts:
-            made = call.target(*args, **kwargs)
-    leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(made) if isinstance(leaf, torch.Tensor)]
-    operand = {id(tensor): name for name, tensor in given.items()}
-    return [(operand.get(id(tensor)), to) for tensor, to in casts.found], [leaf.dtype for leaf in leaves]
+            try:
+                made = call.target(*args, **kwargs)
+            except RuntimeError:  # a few calls ask for a GPU even so, behind their casts
+                if kind == "cpu":
+                    raise
+                made = None
+    found = [(operand.get(id(tensor)), to) for tensor, to in casts.found]
+    if made is None:
+        cast = {name: replace(values[name], dtype=to) for name, to in found if name is not None}
+        return found, _casts(call, names, {**values, **cast}, None)[1]
+    return found, [leaf.dtype for leaf in torch.utils._pytree.tree_leaves(made) if isinstance(leaf, torch.Tensor)]
+
+
+@contextmanager
+def _autocast(kind: ListOf, dtype: torch.dtype | None) -> Iterator[None]:
+    """Autocast for tensors on such devices; none if ``dtype`` is None. ``torch.autocast`` refuses where there is no such device."""
+    before = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
+    torch.set_autocast_enabled(kind, dtype is not None)
+    torch.set_autocast_dtype(kind, dtype or before[1])
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(kind, before[0])
+        torch.set_autocast_dtype(kind, before[1])
+        torch.set_autocast_cache_enabled(before[2])
 
 
 def _own_casts(call: Call, names: Sequence[str], values: Mapping[str, Value]) -> list[tuple[str | None, torch.dtype]]:

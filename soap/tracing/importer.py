@@ -14,6 +14,8 @@ from torch.export import ExportedProgram
 from soap.errors import ModelError, SoapWarning
 from soap.model.dtypes import replaced
 from soap.model.graph import DimMap, Factor, FactorKind, Operand, Operator, OperatorGraph, Tensor, TensorKind, Unsplit
+from soap.tracing.arithmetic import arithmetic_of
+from soap.tracing.autocast import Caster, ListOf
 from soap.tracing.bags import find_equal_bags
 from soap.tracing.buffers import canonical_buffers
 from soap.tracing.calls import Program
@@ -47,13 +49,15 @@ def import_program(
     plan_only: bool = False,
     dtype: torch.dtype | None = None,
     autocast: torch.dtype | None = None,
+    autocast_device: ListOf = "cpu",
     batch_norm: BatchNorm = "global",
     shapes: Shapes | None = None,
 ) -> ExecutableModel:
     """The traced model of an exported training program that returns its scalar loss.
 
     ``batch_dims``: input name -> its batch dimension (default 0; -1: the input has none). ``plan_only``: shapes suffice, no values are
-    computed or kept. ``dtype`` replaces every floating-point dtype. ``autocast``: with the casts that ``torch.autocast`` would make.
+    computed or kept. ``dtype`` replaces every floating-point dtype. ``autocast``: with the casts that ``torch.autocast`` would make
+    on ``autocast_device``.
     ``batch_norm``: whether training batch norm normalises by the whole batch or each tile by itself. ``shapes``: of the inputs, if the
     program was exported with symbolic sizes; those of its examples if None.
 
@@ -61,7 +65,8 @@ def import_program(
     """
     if is_dynamic(exported):
         exported = at_sizes(exported, shapes)
-    program = Reader(exported, dtype, autocast=autocast, local_statistics=batch_norm == "local").read()
+    caster = None if autocast is None else Caster(autocast, autocast_device)
+    program = Reader(exported, dtype, caster=caster, local_statistics=batch_norm == "local").read()
     find_equal_bags(program)
     unsort_experts(program)
     fold(program, plan_only=plan_only)
@@ -175,6 +180,9 @@ class _Builder:
             saved_bytes=self._saved_bytes(steps, outputs),
             calls=tuple(s.call.name for s in steps),
             partitionable=partitionable,
+            arithmetic=arithmetic_of(anchor(group).call, self.program.values),
+            skipped_share=max(s.rule.skipped_share for s in steps),
+            fused_bytes=sum(s.rule.fused_bytes for s in steps),
         )
         whole = unsplit_dimensions(self.program, group, steps, (*inputs, *parameters), outputs, self.tensor_names)
         self.unsplit.update({name: whole} if whole else {})

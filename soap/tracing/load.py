@@ -18,6 +18,7 @@ from soap import zoo
 from soap.errors import ModelError, first_line
 from soap.logs import TRIALS, silenced
 from soap.tracing.archive import plain_archive
+from soap.tracing.autocast import ListOf
 from soap.tracing.execute import ExecutableModel, Source
 from soap.tracing.export import traced
 from soap.tracing.importer import BatchNorm, import_program
@@ -39,18 +40,22 @@ def load_model(
     batch_dims: Mapping[str, int] | None = None,
     dtype: str | None = None,
     autocast: str | None = None,
+    autocast_device: str = "cpu",
     batch_norm: str = "global",
     imports: Sequence[str] = (),
 ) -> ExecutableModel:
     """The traced model of a ``.pt2`` file or of a zoo model. ``plan_only`` reads shapes alone (zoo models are not even allocated).
     ``batch_dims``: input name -> batch dimension. ``dtype`` replaces all floating-point dtypes; ``autocast`` casts as
-    ``torch.autocast`` to this type does. ``batch_norm``: ``global`` or ``local``. ``imports``: modules that define custom operators,
-    imported first. Raises ModelError in one line."""
+    ``torch.autocast`` to this type does on ``autocast_device`` (cpu or cuda, whose lists of calls differ). ``batch_norm``: ``global`` or
+    ``local``. ``imports``: modules that define custom operators, imported first. Raises ModelError in one line."""
     import_all(imports, "--import")
     if batch_norm not in ("global", "local"):
         raise ModelError(f"batch norm {batch_norm!r}: expected global (over the whole batch) or local (over each tile's part of it)")
     local: BatchNorm = "local" if batch_norm == "local" else "global"
-    options = Options(batch_dims, _dtype("dtype", dtype, DTYPES), _dtype("autocast", autocast, LOWER), local)
+    if autocast_device not in ("cpu", "cuda"):
+        raise ModelError(f"autocast device {autocast_device!r}: expected cpu or cuda, the kind of the devices that will train")
+    lists: ListOf = "cuda" if autocast_device == "cuda" else "cpu"
+    options = Options(batch_dims, _dtype("dtype", dtype, DTYPES), _dtype("autocast", autocast, LOWER), lists, local)
     text = str(spec)
     source = ZooSource(text, options) if text.startswith("zoo:") else FileSource(Path(spec), options)
     with silenced(*TRIALS):
@@ -76,6 +81,7 @@ class Options:
     batch_dims: Mapping[str, int] | None = None
     dtype: torch.dtype | None = None
     autocast: torch.dtype | None = None
+    autocast_device: ListOf = "cpu"
     batch_norm: BatchNorm = "global"
 
 
@@ -142,6 +148,7 @@ def _imported(
         plan_only=plan_only,
         dtype=dtype or options.dtype,
         autocast=options.autocast,
+        autocast_device=options.autocast_device,
         batch_norm=options.batch_norm,
         shapes=shapes,
     )

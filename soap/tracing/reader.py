@@ -10,6 +10,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from soap.errors import ModelError, SoapWarning
+from soap.tracing.autocast import Caster
 from soap.tracing.buffers import about, canonical_buffers, check_memory
 from soap.tracing.calls import BufferRef, Call, Program, Ref, walk
 from soap.tracing.naming import canonical_names
@@ -20,8 +21,8 @@ aten = torch.ops.aten
 
 
 class Reader(NodeReader):
-    """One pass over the exported graph. ``dtype`` replaces every floating-point dtype of the program, if given. ``autocast``: the casts
-    that ``torch.autocast`` to this type would make are written as calls. ``local_statistics``: training batch norm normalises each tile
+    """One pass over the exported graph. ``dtype`` replaces every floating-point dtype of the program, if given. ``caster``: finds
+    the casts that ``torch.autocast`` would make, which are written as calls. ``local_statistics``: training batch norm normalises each tile
     by its own statistics."""
 
     def __init__(
@@ -29,10 +30,10 @@ class Reader(NodeReader):
         exported: ExportedProgram,
         dtype: torch.dtype | None,
         *,
-        autocast: torch.dtype | None = None,
+        caster: Caster | None = None,
         local_statistics: bool = False,
     ) -> None:
-        super().__init__(Program([], {}, [], {}, {}, {}, ""), dtype, autocast=autocast, local_statistics=local_statistics)
+        super().__init__(Program([], {}, [], {}, {}, {}, ""), dtype, caster=caster, local_statistics=local_statistics)
         self.exported = exported
         self._first: dict[torch.fx.Node, str] = {}  # placeholder -> its value
         self._frozen: dict[str, str] = {}  # value of a parameter that training does not change -> canonical name

@@ -18,12 +18,12 @@ class ProgramWriter:
     """Writes to ``program``; a ``forms.Writer``. ``dtype`` replaces every floating-point dtype, if given; see ``Reader`` for the rest."""
 
     def __init__(
-        self, program: Program, dtype: torch.dtype | None, *, autocast: torch.dtype | None = None, local_statistics: bool = False
+        self, program: Program, dtype: torch.dtype | None, *, caster: Caster | None = None, local_statistics: bool = False
     ) -> None:
         self.program = program
         self.buffers: dict[str, str] = {}  # value -> state-dict name
         self.local_statistics = local_statistics
-        self.caster = None if autocast is None else Caster(autocast)
+        self.caster = caster
         self.types = TypeMap(dtype)
         self._used_names: set[str] = set(program.values)
 

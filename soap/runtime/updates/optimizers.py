@@ -33,13 +33,14 @@ def plain_sgd(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
 
 
 def adam(tensors: Sequence[torch.Tensor], lr: float, **options: Any) -> torch.optim.Adam:
-    """Adam that is fused on CPUs: one pass over each tensor. Torch's default makes several passes. These take four times as long (fourteen
-    times if gradients have always been zero, as for rows that are never looked up) and allocate two tensors of the largest one's size."""
+    """Adam that is fused: one pass over each tensor. On CPUs torch's default makes several passes, which take four times as long (fourteen
+    times if gradients have always been zero, as for rows that are never looked up) and allocate two tensors of the largest one's size. On
+    GPUs its default takes three times as long for many small tensors (4.2 ms for 512 of 64 KiB on an H200, 1.3 ms fused)."""
     return torch.optim.Adam(tensors, lr=lr, **_in_one_pass(tensors, options))
 
 
 def adamw(tensors: Sequence[torch.Tensor], lr: float, **options: Any) -> torch.optim.AdamW:
-    """AdamW that is fused on CPUs, see ``adam``."""
+    """AdamW that is fused, see ``adam``."""
     return torch.optim.AdamW(tensors, lr=lr, **_in_one_pass(tensors, options))
 
 
@@ -54,9 +55,9 @@ OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {"sgd": sgd, "a
 
 def _in_one_pass(tensors: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
     flat = [t for own in tensors for t in (own["params"] if isinstance(own, dict) else [own])]
-    on_cpus = all(tensor.device.type == "cpu" and tensor.is_floating_point() for tensor in flat)  # torch's kernel has no complex numbers
+    known = all(tensor.device.type in ("cpu", "cuda") and tensor.is_floating_point() for tensor in flat)  # not complex numbers
     asked = any(options.get(key) for key in ("fused", "foreach", "capturable", "differentiable"))
-    return {**options, "fused": True} if on_cpus and not asked and options.get("fused") is not False else dict(options)
+    return {**options, "fused": True} if known and not asked and options.get("fused") is not False else dict(options)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from soap.model.graph import WHOLE, DimMap
+from soap.tracing.calls import argument
 from soap.tracing.rules.notation import Local, Maps, Scope, Tiled, View, blocks, broadcast
 from soap.tracing.rules.random import keep_mask
 from soap.tracing.rules.registry import rule
@@ -80,4 +81,6 @@ def attention(view: View) -> Tiled:
         run=run_attention,
         flops=flops,
         saved_bytes=saved,
+        skipped_share=0.5 if argument(view.call, "is_causal") else 0.0,
+        fused_bytes=0 if argument(view.call, "dropout_p") else saved,  # with dropout ``run_attention`` writes the weights
     )

@@ -35,7 +35,8 @@ class Tiled:
     and whose split gives partial sums. ``light``: may be fused into neighbours (views and pointwise calls). ``linear``: commutes with
     summing partial results (views). ``run``: computes the local outputs from a ``Local``; None runs the call's target on the local
     operands. ``flops``: of the whole call. ``saved_bytes``: kept for the backward pass beside operands and outputs. ``known``: False if
-    no rule covers the call. ``looks_up``: it reads rows (dimension 0) of its first operand by indices that are its second one, and no more.
+    no rule covers the call. ``skipped_share``: of ``flops``, what kernels leave out. ``fused_bytes``: of ``saved_bytes``, what kernels on
+    GPUs never write. ``looks_up``: it reads rows (dimension 0) of its first operand by indices that are its second one, and no more.
     ``picks``: which of these a tile looks up, from a ``Local`` in which operands that come from elsewhere may be missing; None for all.
     """
 
@@ -49,6 +50,8 @@ class Tiled:
     flops: int = 0
     saved_bytes: int = 0
     known: bool = True
+    skipped_share: float = 0.0
+    fused_bytes: int = 0
     looks_up: bool = False
     picks: Callable[[Local], torch.Tensor] | None = None
 

@@ -1,0 +1,88 @@
+"""Which share of a GPU's peak rates its kernels reach, by kind of operator and type of number; and what an update costs there.
+
+The shares stand in ``soap/profiles/data/efficiency.json`` beside the measurements that they come from. They hold for GPUs whose sheet has
+a rate for TF32. Other devices are priced as before there was a measurement: ``PEAK_SHARE`` of the peak, all of the bandwidth.
+
+Of a device whose rates were measured (products of 4096 x 4096, a large copy) a share counts relative to what such products reach.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from soap.cluster.topology import DeviceType
+from soap.model.dtypes import TF32
+from soap.model.graph import RECURRENT_KINDS
+
+PEAK_SHARE = 0.75
+"""Share of a data sheet's peak rate that operators reach, as PyTorch's own estimator assumes (``torch.utils._runtime_estimation``)."""
+
+ATTENTION = "scaled_dot_product_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """``arithmetic``: of the rate for the type. ``memory``: of the bandwidth."""
+
+    arithmetic: float
+    memory: float
+
+
+def shares(device: DeviceType, kind: str, dtype: str, *, backward: bool = False, unaligned: bool = False) -> Shares:
+    """What operators of this kind reach on a device, computing in this type. ``unaligned``: see ``work.Kernel``."""
+    if not _knows(device):
+        return Shares(1.0 if device.is_measured else PEAK_SHARE, 1.0)
+    product, family = _value("product").get(dtype, PEAK_SHARE), _family(kind, backward)
+    arithmetic = _value(family).get(dtype, product)
+    if unaligned and family == "product":
+        arithmetic = _value("unaligned_product").get(dtype, arithmetic)
+    memory = _value("kind_memory").get(kind, {}).get(dtype, _value("memory"))
+    if device.is_measured:
+        return Shares(arithmetic / _value("large_product").get(dtype, product), memory / _value("memory"))
+    return Shares(arithmetic, memory)
+
+
+def update_seconds(device: DeviceType, optimizer_states: int) -> float | None:
+    """What the update of one tensor takes beside its traffic, where one kernel updates many tensors; None on processors."""
+    if device.kind != "cuda":
+        return None
+    known = _value("update_seconds")
+    return float(known[min(optimizer_states, len(known) - 1)])
+
+
+def memory_share(device: DeviceType) -> float:
+    """Of the bandwidth, what calls that only read and write reach."""
+    return 1.0 if device.is_measured or not _knows(device) else float(_value("memory"))
+
+
+def figures() -> Mapping[str, Any]:
+    """All values, as plain JSON: what a cost model's hash depends on."""
+    return {name: entry["value"] for name, entry in _data().items()}
+
+
+def _knows(device: DeviceType) -> bool:
+    return device.kind == "cuda" and TF32 in device.flops_per_second
+
+
+def _family(kind: str, backward: bool) -> str:
+    if kind == ATTENTION:
+        return "attention_backward" if backward else "attention"
+    if kind in RECURRENT_KINDS:
+        return "recurrent"
+    return "convolution" if kind.startswith("conv") else "product"
+
+
+def _value(name: str) -> Any:
+    return _data()[name]["value"]
+
+
+@cache
+def _data() -> Mapping[str, Any]:
+    text = files("soap.profiles").joinpath("data", "efficiency.json").read_text("utf-8")
+    found: dict[str, Any] = json.loads(text)
+    return found
