@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from soap.cluster import yaml_file
+from soap.cluster.presets import device_types
 from soap.cluster.topology import Device, DeviceType, Host, Link, Topology
 from soap.cluster.yaml_file import dump_cluster, load_cluster, parse_cluster
 from soap.errors import TopologyError
@@ -211,7 +212,7 @@ MISTAKES = [
     (
         described(hosts=[host(devices={"type": "v100"})]),
         "cluster.yaml: hosts[0].devices.type: unknown device type 'v100'; "
-        "expected one of cpu-core, h200, k80, p100, titanxp: or add it to device_types",
+        f"expected one of {', '.join(sorted(device_types()))}: did you mean 'v100-32gb'? Else add it to device_types",
     ),
     (
         described(hosts=[host(links={"intra": {"bandwidth": "10 GB", "latency": "1 us"}})]),
@@ -265,8 +266,16 @@ MISTAKES = [
     (described(hosts=[host(), host()]), "cluster.yaml: host name 'a' occurs twice; expected unique names"),
     (
         described(device_types={"x": {"kind": "cuda", "flops": {"fp32": "1 TFLOP/s"}}}),
-        "cluster.yaml: device_types.x.flops.fp32: unknown key; expected one of float64, float32, float16, bfloat16, float8_e4m3fn, "
-        "float8_e5m2, complex64, complex128, int64, int32, int16, int8, uint8, bool: remove it",
+        "cluster.yaml: device_types.x.flops.fp32: unknown key; expected torch's name of the type: write 'float32'",
+    ),
+    (
+        described(device_types={"x": {"kind": "cuda", "flops": {"float32": "1 TFLOP/s", "fp8": "1 TFLOP/s"}}}),
+        "cluster.yaml: device_types.x.flops.fp8: unknown key; expected torch's name of the type: write 'float8_e4m3fn'",
+    ),
+    (
+        described(device_types={"x": {"kind": "cuda", "flops": {"decimal": "1 TFLOP/s"}}}),
+        "cluster.yaml: device_types.x.flops.decimal: unknown key; expected one of float64, float32, tf32, float16, bfloat16, "
+        "float8_e4m3fn, float8_e4m3fnuz, float8_e5m2, complex64, complex128, int64, int32, int16, int8, uint8, bool: remove it",
     ),
     (
         described(device_types={"x": {"kind": "cuda", "flops": {"float64": "1 TFLOP/s"}}}),

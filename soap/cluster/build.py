@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import permutations
 
-from soap.cluster.fields import Fields
+from soap.cluster.fields import Fields, nearest
 from soap.cluster.topology import DEVICE_KINDS, Device, DeviceType, Host, Link, Topology
 from soap.errors import TopologyError
 
@@ -18,10 +18,14 @@ HOST_KEYS = ("name", "count", "devices", "cpu_cores", "memory", "links")
 LINK_KEYS = ("name", "from", "to", "bandwidth", "latency", "duplex")
 INTRA_KINDS = ("switch", "full", "ring", "pairs")
 DTYPES = (
-    "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "complex64", "complex128",
+    "float64", "float32", "tf32", "float16", "bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "complex64", "complex128",
     "int64", "int32", "int16", "int8", "uint8", "bool",
 )  # fmt: skip
-"""Names under which a compute rate may be given: torch's, without the prefix."""
+"""Names under which a compute rate may be given: torch's, without the prefix, and ``tf32``: products of float32 matrices that tensor cores
+make of rounded operands."""
+
+SHORT_DTYPES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp8": "float8_e4m3fn"}
+"""How data sheets write some of them."""
 
 MAX_DEVICES = 65536
 MAX_FULL_MESH = 256
@@ -53,6 +57,10 @@ def own_types(fields: Fields) -> dict[str, DeviceType]:
 
 def device_type(name: str, fields: Fields) -> DeviceType:
     """Read one device type from its figures with units."""
+    given = fields.value("flops")
+    for short, dtype in SHORT_DTYPES.items() if isinstance(given, dict) else ():
+        if short in given:
+            raise TopologyError(f"{fields.at('flops')}.{short}: unknown key; expected torch's name of the type: write {dtype!r}")
     rates = fields.section("flops", DTYPES)
     if "float32" not in rates:
         raise TopologyError(f"{rates.at('float32')}: missing; expected a compute rate such as '9.3 TFLOP/s': other dtypes fall back to it")
@@ -109,8 +117,9 @@ class _Wiring:
     def _type(self, fields: Fields) -> DeviceType:
         name = fields.text("type")
         if name not in self.types:
-            known = ", ".join(sorted(self.types))
-            raise TopologyError(f"{fields.at('type')}: unknown device type {name!r}; expected one of {known}: or add it to device_types")
+            known, near = ", ".join(sorted(self.types)), nearest(name, self.types)
+            remedy = "or add it to device_types" if near is None else f"did you mean {near!r}? Else add it to device_types"
+            raise TopologyError(f"{fields.at('type')}: unknown device type {name!r}; expected one of {known}: {remedy}")
         return self.types[name]
 
     def _wire_host(self, fields: Fields, host: str, names: list[str]) -> None:

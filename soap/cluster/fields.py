@@ -4,7 +4,7 @@ line. Every message begins with the path of the value, e.g. ``cluster.yaml: host
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from soap.errors import TopologyError
 from soap.units import parse_bandwidth, parse_bytes, parse_flops, parse_seconds
@@ -109,6 +109,14 @@ class Fields:
         if not number > 0:
             raise TopologyError(f"{self.at(key)}: {self._values[key]!r}; expected more than 0: write the figure")
         return number
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that was perhaps meant: the most similar one with the same first part (``a100-…``), else a similar one, if any."""
+    names = list(known)
+    alike = [one for one in names if one.partition("-")[0] == name.partition("-")[0]]
+    found = difflib.get_close_matches(name, alike or names, 1, 0.0 if alike else 0.6)
+    return found[0] if found else None
 
 
 def _shown(value: object) -> str:

@@ -3,10 +3,10 @@
 .. code-block:: yaml
 
     name: two-boxes
-    device_types:                # own types; p100, k80, titanxp, h200 and cpu-core are known without
+    device_types:                # own types; h100, a100-80gb and others are known without (soap/profiles/data/device_types.json)
       small-gpu:
         kind: cuda               # or cpu
-        flops: {float32: 9.3 TFLOP/s, bfloat16: 18 TFLOP/s}   # float32 at least; other dtypes fall back to it
+        flops: {float32: 9.3 TFLOP/s, bfloat16: 18 TFLOP/s}   # float32 at least; other dtypes, and tf32, fall back to it
         memory_bandwidth: 732 GB/s
         memory: 16 GiB
         kernel_overhead: 5 us
