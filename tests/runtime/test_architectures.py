@@ -29,7 +29,7 @@ from tests.transformers_models import ARCHITECTURES
 pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 
 FOUR = local_topology(4)
-QUICK = ("qwen3_moe",)
+QUICK = ("mixtral",)
 """Attention, and experts that are chosen by sample; ``test_transformers_plans`` has three without experts."""
 MAY_BE_REFUSED = {
     "longformer": "control flow depends on data: which tokens see all others",

@@ -95,7 +95,7 @@ def test_what_a_rank_cannot_import_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         launch(2, module.entry)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform == "win32", reason="named pipes")
 def test_after_a_time_out_all_ranks_say_in_which_task_they_are() -> None:
     with pytest.raises(RuntimeFailure) as caught:

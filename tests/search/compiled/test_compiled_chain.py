@@ -130,7 +130,7 @@ def test_visits_follow_the_boltzmann_distribution(weights: dict[str, float], pro
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weights", [pytest.param(DEFAULT_WEIGHTS, id="all"), ONLY[MOVES.index("run")]])
+@pytest.mark.parametrize("weights", [pytest.param(DEFAULT_WEIGHTS, id="all", marks=pytest.mark.long), ONLY[MOVES.index("run")]])
 def test_runs_through_branches_follow_the_weighted_distribution(weights: dict[str, float]) -> None:
     """Two paths that meet again, and shuffled placements, which have less weight; distributions of each operator and of each pair."""
     g = GraphBuilder()
