@@ -66,6 +66,7 @@ def load(
     autocast: str | None = None,
     autocast_device: str = "cpu",
     batch_norm: str = "global",
+    matmul_precision: str | None = None,
     imports: Sequence[str] = (),
 ) -> TracedModel:
     """Load a model from a ``.pt2`` file or the zoo (``zoo:NAME[:SIZE][@BATCH]``): a graph of operators that can be computed tile by tile.
@@ -74,7 +75,10 @@ def load(
     replaces the floating-point type, for example ``float64`` for checks. ``autocast="bfloat16"``: use the casts of ``torch.autocast``
     on ``autocast_device`` (``cpu`` or ``cuda``: the kind of the devices that will train; their lists of calls differ).
     ``batch_norm``: ``global`` normalises by the whole batch, ``local`` each tile by its own part of it. A strategy is valid only for models
-    that were loaded with the same ``batch_norm``. ``imports``: modules that define custom operators of the model, imported first.
+    that were loaded with the same ``batch_norm``.
+    ``matmul_precision``: ``highest``, ``high`` or ``medium``, as for ``torch.set_float32_matmul_precision``, which is set for this process
+    (None: left as it is). Products of float32 matrices are priced by it.
+    ``imports``: modules that define custom operators of the model, imported first.
 
     ModelError in one line if the model cannot be read or planned.
     """
@@ -84,7 +88,7 @@ def load(
         raise ModelError(f"model {str(spec)!r} is a folder; expected a .pt2 file or zoo:NAME: name the file in it")
     return load_model(
         str(spec), plan_only=plan_only, batch_dims=batch_dims, dtype=dtype, autocast=autocast, autocast_device=autocast_device,
-        batch_norm=batch_norm, imports=imports,
+        batch_norm=batch_norm, matmul_precision=matmul_precision, imports=imports,
     )
 
 

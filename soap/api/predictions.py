@@ -85,18 +85,22 @@ def costs_for(
     topology: Topology, optimizer_states: int = OPTIMIZER_STATES, costs: CostSource = "auto", measured_updates: bool = True
 ) -> CostModel:
     """The cost model of a cluster. With ``costs="auto"``: the measurements of ``soap-profile`` for its devices, with the corrections of
-    ``soap-compare --calibrate``, if there are any. Otherwise estimates.
+    ``soap-compare --calibrate``, if there are any; for a preset's devices those that come with this package. Otherwise estimates.
 
     ``measured_updates``: whether ``soap-profile`` measures updates of this optimizer. A store that cannot be read is a warning, and counts
     as empty.
     """
     if _takes_measurements(costs):
         from soap.profiles.lookup import ProfiledCosts, read_corrections, read_profiles
+        from soap.profiles.shipped import shipped_entries
 
         nothing: tuple[dict[str, list[Entry]], dict[str, list[Correction]]] = {}, {}
         profiles, corrections = _from_store(lambda store: (read_profiles(topology, store), read_corrections(topology, store)), nothing)
+        shipped = {name: own for name, own in shipped_entries(topology).items() if name not in profiles}
+        profiles = {**profiles, **{name: list(entries) for name, (_, entries) in shipped.items()}}
         if profiles or corrections:
-            return ProfiledCosts(topology, profiles, optimizer_states, corrections, measured_updates)
+            origins = {name: f"{place.text}; comes with this package" for name, (place, _) in shipped.items()}
+            return ProfiledCosts(topology, profiles, optimizer_states, corrections, measured_updates, origins)
     return RooflineCosts(topology, optimizer_states)
 
 

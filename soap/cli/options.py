@@ -34,6 +34,7 @@ class Reading(TypedDict):
     batch_norm: str
     autocast: str | None
     autocast_device: str
+    matmul_precision: str | None
     imports: Sequence[str]
 
 
@@ -63,6 +64,8 @@ def add_reading(parser: Parser) -> None:
         help="normalise by the whole batch, as one process does, or each part of it by itself (default %(default)s)",
     )
     parser.add_argument("--autocast", choices=["bfloat16"], help="compute in this type what torch.autocast does")
+    precision = "torch.set_float32_matmul_precision: below highest, GPUs multiply float32 matrices in TF32 (default: torch's, highest)"
+    parser.add_argument("--matmul-precision", choices=["highest", "high", "medium"], help=precision)
     parser.add_argument(
         "--import",
         metavar="MODULE",
@@ -152,6 +155,7 @@ def reading(args: argparse.Namespace, topology: Topology | None) -> Reading:
         batch_norm=args.batch_norm,
         autocast=args.autocast,
         autocast_device="cuda" if any(device.type.kind == "cuda" for device in devices) else "cpu",
+        matmul_precision=args.matmul_precision,
         imports=args.imports,
     )
 

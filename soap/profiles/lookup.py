@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import exp, log
 from statistics import median
+from types import MappingProxyType
 
 from soap.cluster.topology import DeviceType, Topology
 from soap.model.graph import OperatorGraph
@@ -83,7 +84,8 @@ class Profile:
                 if work or entry.kind == UPDATE:
                     self._families.setdefault((entry.key.family, backward), []).append((entry.key.lengths, entry.points, timing.ns))
                 if work:
-                    ratios.setdefault((entry.kind, backward), []).append(timing.ns / (1e9 * work_seconds(work, device, entry.kind, backward=backward)))
+                    estimated_ns = 1e9 * work_seconds(work, device, entry.kind, backward=backward)
+                    ratios.setdefault((entry.kind, backward), []).append(timing.ns / estimated_ns)
         self.factors = {known: median(found) for known, found in ratios.items()}
         self._usual = {backward: self._median_of_kinds(backward) for backward in (False, True)}
         launches: dict[tuple[str, bool], list[float]] = {}
@@ -158,6 +160,9 @@ class Profile:
         return median(found) if len(found) >= LEAST_KINDS else None
 
 
+NOWHERE_ELSE: Mapping[str, str] = MappingProxyType({})
+
+
 class ProfiledCosts:
     """A ``CostModel`` from measurements where there are any, by device type's name, and from the roofline otherwise."""
 
@@ -168,12 +173,15 @@ class ProfiledCosts:
         optimizer_states: int = 2,
         corrections: Mapping[str, Iterable[Correction]] | None = None,
         measured_updates: bool = True,
+        origins: Mapping[str, str] = NOWHERE_ELSE,
     ) -> None:
         """``optimizer_states``: number of tensors of a parameter's size that the optimizer keeps for it. ``corrections``: by device
-        type's name. ``measured_updates``: whether the optimizer is one of those that are measured; the updates of others are estimated."""
+        type's name. ``measured_updates``: whether the optimizer is one of those that are measured; the updates of others are estimated.
+        ``origins``: by device type's name, where measurements come from, if not from this machine's user."""
         known = corrections or {}
         self.optimizer_states = optimizer_states
         self.measured_updates = measured_updates
+        self.origins = origins
         self.estimate = RooflineCosts(topology, optimizer_states)
         types = {device.type.name: device.type for device in topology.devices}
         asked = [name for name in sorted(types) if name in profiles or name in known]
@@ -184,9 +192,13 @@ class ProfiledCosts:
     @property
     def description(self) -> str:
         """The source of costs as one line."""
-        measured = [f"{self._operators(profile)} computations on {name}" for name, profile in self.profiles.items() if profile.entries]
+        measured = [
+            f"{self._operators(profile)} computations on {name} ({self.origins.get(name, 'soap-profile')})"
+            for name, profile in self.profiles.items()
+            if profile.entries
+        ]
         rest = self.estimate.description
-        said = f"profile of {' and '.join(measured)} (soap-profile), the rest: {rest}" if measured else rest
+        said = f"profile of {' and '.join(measured)}, the rest: {rest}" if measured else rest
         return f"{said}; {CORRECTED}" if any(profile.corrections for profile in self.profiles.values()) else said
 
     @property

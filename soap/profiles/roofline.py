@@ -69,7 +69,8 @@ class RooflineCosts:
     def hash(self) -> str:
         """16 hex digits over every figure and constant that enters an answer."""
         figures = [[device.identity, device.is_measured] for device in self._types]
-        known = [PEAK_SHARE, *constants(), self.optimizer_states, TILE_CALLS, UPDATE_CALLS_PER_STATE, efficiency.figures()]
+        known = [PEAK_SHARE, *constants(), self.optimizer_states, TILE_CALLS, UPDATE_CALLS_PER_STATE]
+        known += [efficiency.figures()] if any(device.kind == "cuda" for device in self._types) else []
         text = json.dumps(["roofline", 7, known, figures])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -30,6 +30,8 @@ from soap.tracing.sizes import Shapes, is_dynamic
 
 LOWER = {"bfloat16": torch.bfloat16}
 """Types to which autocast may cast. Float16 would need gradient scaling."""
+PRECISIONS = ("highest", "high", "medium")
+"""Of products of float32 matrices, as ``torch.set_float32_matmul_precision`` knows them: below highest in TF32 where hardware has it."""
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -42,18 +44,24 @@ def load_model(
     autocast: str | None = None,
     autocast_device: str = "cpu",
     batch_norm: str = "global",
+    matmul_precision: str | None = None,
     imports: Sequence[str] = (),
 ) -> ExecutableModel:
     """The traced model of a ``.pt2`` file or of a zoo model. ``plan_only`` reads shapes alone (zoo models are not even allocated).
     ``batch_dims``: input name -> batch dimension. ``dtype`` replaces all floating-point dtypes; ``autocast`` casts as
     ``torch.autocast`` to this type does on ``autocast_device`` (cpu or cuda, whose lists of calls differ). ``batch_norm``: ``global`` or
-    ``local``. ``imports``: modules that define custom operators, imported first. Raises ModelError in one line."""
+    ``local``. ``matmul_precision``: torch's, set for this process. ``imports``: modules that define custom operators, imported first.
+    Raises ModelError in one line."""
     import_all(imports, "--import")
     if batch_norm not in ("global", "local"):
         raise ModelError(f"batch norm {batch_norm!r}: expected global (over the whole batch) or local (over each tile's part of it)")
     local: BatchNorm = "local" if batch_norm == "local" else "global"
     if autocast_device not in ("cpu", "cuda"):
         raise ModelError(f"autocast device {autocast_device!r}: expected cpu or cuda, the kind of the devices that will train")
+    if matmul_precision is not None:
+        if matmul_precision not in PRECISIONS:
+            raise ModelError(f"matmul precision {matmul_precision!r}: expected one of {', '.join(PRECISIONS)}")
+        torch.set_float32_matmul_precision(matmul_precision)
     lists: ListOf = "cuda" if autocast_device == "cuda" else "cpu"
     options = Options(batch_dims, _dtype("dtype", dtype, DTYPES), _dtype("autocast", autocast, LOWER), lists, local)
     text = str(spec)

@@ -59,7 +59,8 @@ def correction(kind: str, factor: float, *, backward: bool = False) -> Correctio
 
 
 def estimated_ns(graph: OperatorGraph, tile: Tile, *, backward: bool = False) -> float:
-    return 1e9 * work_seconds((backward_work if backward else forward_work)(graph, tile), CPU)
+    work = (backward_work if backward else forward_work)(graph, tile)
+    return 1e9 * work_seconds(work, CPU, graph.operators[tile.operator].kind, backward=backward)
 
 
 LINEAR = second_linear(GRAPH)
