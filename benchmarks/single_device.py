@@ -52,7 +52,7 @@ def benchmark(model: str, args: argparse.Namespace) -> Result:
     """Profile, predict and measure one model."""
     topology = api.load_cluster(CLUSTER)
     states = states_of(args.optimizer)
-    reading: Reading = {**READING, "autocast": args.autocast}
+    reading: Reading = {**READING, "autocast": args.autocast, "autocast_device": topology.devices[0].type.kind}
     graph = api.load(model, plan_only=True, **reading).graph
     strategy = CLASSICAL[STRATEGY](graph, topology)
 
