@@ -59,9 +59,9 @@ def own_types(fields: Fields) -> dict[str, DeviceType]:
 def device_type(name: str, fields: Fields) -> DeviceType:
     """Read one device type from its figures with units."""
     given = fields.value("flops")
-    for short, dtype in SHORT_DTYPES.items() if isinstance(given, dict) else ():
-        if short in given:
-            raise TopologyError(f"{fields.at('flops')}.{short}: unknown key; expected torch's name of the type: write {dtype!r}")
+    for short in [key for key in given if key in SHORT_DTYPES] if isinstance(given, dict) else []:
+        meant = SHORT_DTYPES[short]
+        raise TopologyError(f"{fields.at('flops')}.{short}: unknown key; expected torch's name of the type: write {meant!r}")
     rates = fields.section("flops", DTYPES)
     if "float32" not in rates:
         raise TopologyError(f"{rates.at('float32')}: missing; expected a compute rate such as '9.3 TFLOP/s': other dtypes fall back to it")
