@@ -112,10 +112,11 @@ def _sum_scalars(g: GraphBuilder, scalars: list[str]) -> str:
 
 @st.composite
 def topologies(draw: st.DrawFn, *, max_devices: int = 4, ports: bool = True) -> Topology:
-    """One to three hosts with a switch each, joined by one more, with up to ``max_devices`` devices; with ``ports`` at some links,
-    and a price of waiting."""
+    """One to three hosts with a switch each, joined by one more, or by rails, too, with up to ``max_devices`` devices; with ``ports`` at
+    some links, and a price of waiting."""
     counts = draw(st.lists(st.integers(1, max_devices), min_size=1, max_size=3).filter(lambda c: sum(c) <= max_devices))
     made = cluster(counts, draw(st.sampled_from((CPU, GPU))), draw(st.sampled_from((1e8, 1e10))), draw(st.sampled_from((0.0, 1e-5))))
+    made = with_rails(made) if len(counts) > 1 and draw(st.booleans()) else made
     busy = draw(st.lists(st.integers(0, len(made.links) - 1), max_size=4 if ports else 0, unique=True))
     own = 2 * sum(counts)  # a device's links come first, two for each
     shares = st.builds(Share, st.sampled_from((0, 700, 90_000)), st.sampled_from((0, 333, 1000)))
@@ -140,6 +141,17 @@ def cluster(
     ends = [(a, b, rate) for x, y, rate in edges for a, b in ((x, y), (y, x))]
     links = tuple(Link(i, f"{a}>{b}", a, b, rate, latency_seconds) for i, (a, b, rate) in enumerate(ends))
     return Topology("test", devices, hosts, links)
+
+
+def with_rails(topology: Topology) -> Topology:
+    """The cluster with a NIC for each device of a host that leads to a switch of its place, as fast as the hosts' links to each other."""
+    places = [device.name.rpartition("device")[2] for device in topology.devices]
+    edges = [(device.name, f"rail{place}") for device, place in zip(topology.devices, places, strict=True) if places.count(place) > 1]
+    ends = [pair for a, b in edges for pair in ((a, b), (b, a))]
+    bandwidth, latency = topology.links[-1].bandwidth_bytes_per_second, topology.links[-1].latency_seconds
+    first = len(topology.links)
+    more = tuple(Link(first + i, f"{a}>{b}", a, b, bandwidth, latency) for i, (a, b) in enumerate(ends))
+    return replace(topology, links=topology.links + more)
 
 
 @st.composite

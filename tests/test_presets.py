@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.resources import files
 from typing import Any
 
@@ -15,6 +16,16 @@ from soap.cluster.presets import device_types, local_topology, preset, preset_na
 from soap.cluster.topology import DeviceType
 from soap.errors import TopologyError
 
+ALL = (
+    "local:N, emulated:HxD@RATE, p100-4x4, k80-16x4, titanxp-8x6, muradin, thesis-4x4, a100-40gb-[Nx]D, a100-80gb-[Nx]D, h100-[Nx]D, "
+    "h200-[Nx]D, b200-[Nx]D, mi300x-[Nx]D, l4-[Nx]D, rtx4090-D, piz-daint-N"
+)
+EXAMPLES = (
+    "p100-4x4", "k80-16x4", "titanxp-8x6", "muradin", "thesis-4x4", "a100-40gb-8", "a100-40gb-2x8", "a100-80gb-8", "a100-80gb-2x8",
+    "h100-8", "h100-2x8", "h200-8", "h200-2x8", "b200-8", "b200-2x8", "mi300x-8", "mi300x-2x8", "l4-4", "l4-2x4", "rtx4090-2", "piz-daint",
+    "piz-daint-2",
+)  # fmt: skip
+
 
 @pytest.mark.parametrize(
     ("name", "hosts", "devices", "device", "cores"),
@@ -23,6 +34,18 @@ from soap.errors import TopologyError
         ("k80-16x4", 16, 64, "k80", 20),
         ("titanxp-8x6", 8, 48, "titanxp", 36),
         ("h200-8", 1, 8, "h200", 112),
+        ("h200-4x8", 4, 32, "h200", 112),
+        ("a100-40gb-8", 1, 8, "a100-40gb", 128),
+        ("a100-80gb-2x8", 2, 16, "a100-80gb", 128),
+        ("h100-16x8", 16, 128, "h100", 112),
+        ("h100-3x5", 3, 15, "h100", 112),
+        ("b200-8", 1, 8, "b200", 112),
+        ("mi300x-8", 1, 8, "mi300x", 64),
+        ("l4-4", 1, 4, "l4", 24),
+        ("rtx4090-2", 1, 2, "rtx4090", 32),
+        ("muradin", 1, 8, "titanv", 10),
+        ("piz-daint", 16, 16, "p100-pcie", 12),
+        ("piz-daint-128", 128, 128, "p100-pcie", 12),
     ],
 )
 def test_shapes(name, hosts, devices, device, cores):
@@ -75,7 +98,7 @@ def leaves(node: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield path, node
 
 
-@pytest.mark.parametrize("name", ["device_types.json", "clusters.json"])
+@pytest.mark.parametrize("name", ["device_types.json", "clusters.json", "cluster_families.json"])
 def test_every_number_stands_beside_its_source(name):
     data = json.loads(files("soap").joinpath("profiles", "data", name).read_text(encoding="utf-8"))
     for path, leaf in leaves(data, name):
@@ -137,16 +160,9 @@ def test_local_is_the_same_cluster_every_time():
         ("local:-1", "cluster 'local:-1': '-1' is no number of devices; expected 1 to 1024, such as 'local:4'"),
         ("local:four", "cluster 'local:four': 'four' is no number of devices; expected 1 to 1024, such as 'local:4'"),
         ("local:99999", "cluster 'local:99999': '99999' is no number of devices; expected 1 to 1024, such as 'local:4'"),
-        (
-            "p100-4x8",
-            "unknown cluster 'p100-4x8'; expected one of local:N, emulated:HxD@RATE, "
-            "p100-4x4, k80-16x4, titanxp-8x6, h200-8: did you mean 'p100-4x4'?",
-        ),
-        (
-            "moon",
-            "unknown cluster 'moon'; expected one of local:N, emulated:HxD@RATE, "
-            "p100-4x4, k80-16x4, titanxp-8x6, h200-8: or give the path of a YAML file",
-        ),
+        ("p100-4x8", f"unknown cluster 'p100-4x8'; expected one of {ALL}: did you mean 'p100-4x4'?"),
+        ("h100", f"unknown cluster 'h100'; expected one of {ALL}: did you mean 'h100-8'?"),
+        ("moon", f"unknown cluster 'moon'; expected one of {ALL}: or give the path of a YAML file"),
     ],
 )
 def test_unknown_names_list_the_known_ones(name, line):
@@ -156,4 +172,75 @@ def test_unknown_names_list_the_known_ones(name, line):
 
 
 def test_names():
-    assert preset_names() == ("local:N", "emulated:HxD@RATE", "p100-4x4", "k80-16x4", "titanxp-8x6", "h200-8")
+    assert ", ".join(preset_names()) == ALL
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_every_preset_is_connected_and_found_again_by_its_name(name):
+    made = preset(name)
+    assert made.name == name and presets.says_all(name) and presets.family(name) is None
+    first, last = 0, made.device_count - 1
+    for source, target in ((first, last), (last, first), (first, 1), (made.device_count // 2, first)):
+        assert source == target or made.route(source, target)
+    assert preset(name).hash == made.hash
+
+
+def test_examples_name_every_preset_and_family():
+    fixed = [name for name in preset_names() if not name.endswith("D") and ":" not in name and not name.endswith("-N")]
+    families = {name.rpartition("-")[0] for name in preset_names() if name.endswith(("D", "-N")) and ":" not in name}
+    assert set(fixed) <= set(EXAMPLES)
+    assert families <= {name.rpartition("-")[0] for name in EXAMPLES}
+
+
+def test_clusters_of_before_keep_their_hashes():
+    """Strategies and measurements are kept for a hash. ``h200-8`` has another since its sheet has rates of TF32 and float8: its wires and
+    its host are the same."""
+    known = {"p100-4x4": "ceee9ceb91a36d01", "k80-16x4": "d2806cec2040365d", "titanxp-8x6": "0f39962fa67b34a6"}
+    assert {name: preset(name).hash for name in known} == known
+    h200 = preset("h200-8")
+    before = replace(h200.devices[0].type, flops_per_second={"float64": 34e12, "float32": 67e12, "bfloat16": 989.5e12, "float16": 989.5e12})
+    assert replace(h200, devices=tuple(replace(device, type=before) for device in h200.devices)).hash == "c6ae2b89858f5ba4"
+
+
+def test_hosts_of_several_differ_from_one_by_their_network_only():
+    one, four = preset("h100-8"), preset("h100-4x8")
+    assert [link.name.replace("host/", "host0/") for link in one.links] == [link.name for link in four.links[:16]]
+    assert {link.bandwidth_bytes_per_second for link in four.links if "rail" in link.name} == {50e9}
+    assert preset("h100-1x8").hash == one.hash
+
+
+def test_the_thesis_has_a_node_of_each_type():
+    made = preset("thesis-4x4")
+    assert [host.name for host in made.hosts] == ["titanv", "titanrtx", "rtx2060", "p4000"]
+    assert [device.type.name for device in made.devices] == [host.name for host in made.hosts for _ in range(4)]
+    assert min(made.links[i].bandwidth_bytes_per_second for i in made.route(0, 15)) == 7e9
+
+
+def test_nodes_with_one_device_sit_at_the_network():
+    made = preset("piz-daint-4")
+    assert [made.links[i].name for i in made.route(0, 3)] == ["node0/gpu0->network", "network->node3/gpu0"]
+    assert made.is_tree and preset("piz-daint").hash == preset("piz-daint-16").hash
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("h100-2x16", "cluster 'h100-2x16': 16 devices in a host; expected at most 8: h100-D for one host with D devices, such as "
+            "'h100-8', or h100-NxD for N hosts, such as 'h100-4x8'"),
+        ("h100-0x8", "cluster 'h100-0x8': expected h100-D for one host with D devices, such as 'h100-8', or h100-NxD for N hosts, such as "
+            "'h100-4x8'"),
+        ("h100-", "cluster 'h100-': expected h100-D for one host with D devices, such as 'h100-8', or h100-NxD for N hosts, such as "
+            "'h100-4x8'"),
+        ("h100-100000x8", "cluster 'h100-100000x8': 800000 devices; expected at most 4096: describe more in a file"),
+        ("rtx4090-2x2", "cluster 'rtx4090-2x2': what joins such hosts is not known; expected rtx4090-D, or a file with a network"),
+        ("rtx4090-x", "cluster 'rtx4090-x': expected rtx4090-D for one host with D devices, such as 'rtx4090-8'"),
+        ("piz-daint-4x2", "cluster 'piz-daint-4x2': expected piz-daint-N with N hosts, such as 'piz-daint-16'"),
+        ("piz-daint-9999", "cluster 'piz-daint-9999': 9999 devices; expected at most 4096: describe more in a file"),
+        ("a100-8", f"unknown cluster 'a100-8'; expected one of {ALL}: did you mean 'a100-80gb-8'?"),
+    ],
+)  # fmt: skip
+def test_impossible_sizes_get_one_line(name, line):
+    with pytest.raises(TopologyError) as refused:
+        preset(name)
+    assert str(refused.value) == line
+    assert not presets.says_all(name)

@@ -23,10 +23,15 @@ def blocks(language: str) -> list[str]:
 
 
 def test_cluster_description() -> None:
-    (text,) = blocks("yaml")
-    cluster = parse_cluster(text)
+    cluster = parse_cluster(blocks("yaml")[0])
     assert cluster.device_count == 8
     assert [host.name for host in cluster.hosts] == ["box0", "box1"]
+
+
+def test_cluster_description_with_rails() -> None:
+    (text,) = (text for text in blocks("yaml") if "rails" in text)
+    cluster = parse_cluster(text)
+    assert [cluster.links[i].name for i in cluster.route(7, 15)] == ["dgx0/gpu7->network/rail7", "network/rail7->dgx1/gpu7"]
 
 
 def test_python_from_export_to_strategy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,9 @@ from soap.strategy.sync_contracts import METHODS, words
 
 MODEL_HELP = "a .pt2 file (torch.export.save, soap.export), or zoo:NAME[:SIZE][@BATCH]"
 CLUSTER_HELP = (
-    "a cluster.yaml, or a preset: local:N, p100-4x4, k80-16x4, titanxp-8x6, h200-8, or emulated:HxD@RATE, such as "
-    "emulated:4x1@200Mbit/s: this machine as H hosts with D devices each, for soap-run --emulate"
+    "a cluster.yaml, or a preset: local:N; one host (h100-8) or several (h100-4x8); a published cluster (p100-4x4); or "
+    "emulated:HxD@RATE, such as emulated:4x1@200Mbit/s: this machine as H hosts with D devices each, for soap-run --emulate. "
+    "An unknown name lists all presets"
 )
 LARGEST_COUNT = 10**9
 ALPHA_BATCHES = 8

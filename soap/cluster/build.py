@@ -1,6 +1,7 @@
 """From the description of a cluster (nested mappings, see ``yaml_file``) to a ``Topology``: hosts are unrolled and wired.
 
-Node names: devices ``HOST/gpu0`` or ``HOST/cpu0``, a host's switch ``HOST/switch``, the switch between hosts ``network``.
+Node names: devices ``HOST/gpu0`` or ``HOST/cpu0``, a host's switch ``HOST/switch``, its NICs that serve several devices ``HOST/nic0``; the
+switch between hosts ``network``, or ``network/rail0``, … and ``network/spine`` (``nics``).
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from collections.abc import Mapping
 from itertools import permutations
 
 from soap.cluster.fields import Fields, nearest
+from soap.cluster.nics import NETWORK, Network, Nic, read_network, read_nics
 from soap.cluster.topology import DEVICE_KINDS, Device, DeviceType, Host, Link, Topology
 from soap.errors import TopologyError
 
 CLUSTER_KEYS = ("name", "device_types", "hosts", "network", "switches", "links")
 TYPE_KEYS = ("kind", "flops", "memory_bandwidth", "memory", "kernel_overhead", "source")
-HOST_KEYS = ("name", "count", "devices", "cpu_cores", "memory", "links")
+HOST_KEYS = ("name", "count", "devices", "cpu_cores", "memory", "links", "nics")
 LINK_KEYS = ("name", "from", "to", "bandwidth", "latency", "duplex")
 INTRA_KINDS = ("switch", "full", "ring", "pairs")
 DTYPES = (
@@ -31,8 +33,6 @@ MAX_DEVICES = 65536
 MAX_FULL_MESH = 256
 """A count above one of these is taken for a typing error: a full mesh has n² links."""
 
-NETWORK = "network"
-
 
 def build_cluster(description: object, known_types: Mapping[str, DeviceType], where: str) -> Topology:
     """Make the topology that a description states. ``where`` (a file's or a preset's name) begins every error message."""
@@ -41,6 +41,7 @@ def build_cluster(description: object, known_types: Mapping[str, DeviceType], wh
         wiring = _Wiring(fields, {**known_types, **own_types(fields)})
         for item, path in fields.items("hosts", required=True):
             wiring.add_hosts(Fields(item, path, HOST_KEYS))
+        wiring.add_spine()
         wiring.add_free_links()
         return Topology(fields.text("name", "cluster"), tuple(wiring.devices), tuple(wiring.hosts), tuple(wiring.links))
     except TopologyError as error:  # these errors come from the topology itself, which does not know the file
@@ -58,9 +59,9 @@ def own_types(fields: Fields) -> dict[str, DeviceType]:
 def device_type(name: str, fields: Fields) -> DeviceType:
     """Read one device type from its figures with units."""
     given = fields.value("flops")
-    for short, dtype in SHORT_DTYPES.items() if isinstance(given, dict) else ():
-        if short in given:
-            raise TopologyError(f"{fields.at('flops')}.{short}: unknown key; expected torch's name of the type: write {dtype!r}")
+    for short in [key for key in given if key in SHORT_DTYPES] if isinstance(given, dict) else []:
+        meant = SHORT_DTYPES[short]
+        raise TopologyError(f"{fields.at('flops')}.{short}: unknown key; expected torch's name of the type: write {meant!r}")
     rates = fields.section("flops", DTYPES)
     if "float32" not in rates:
         raise TopologyError(f"{rates.at('float32')}: missing; expected a compute rate such as '9.3 TFLOP/s': other dtypes fall back to it")
@@ -84,11 +85,8 @@ class _Wiring:
         self.hosts: list[Host] = []
         self.devices: list[Device] = []
         self.links: list[Link] = []
-        self.network: tuple[float, float] | None = None
-        if "network" in fields:
-            network = fields.section("network", ("bandwidth", "latency", "kind"))
-            network.choice("kind", ("switch",), "switch")
-            self.network = network.bandwidth("bandwidth"), network.seconds("latency")
+        self.network: Network | None = read_network(fields) if "network" in fields else None
+        self.on_rails: list[tuple[int, str]] = []
 
     def add_hosts(self, fields: Fields) -> None:
         base, count = fields.text("name", "host"), fields.whole("count", 1, most=MAX_DEVICES)
@@ -123,20 +121,43 @@ class _Wiring:
         return self.types[name]
 
     def _wire_host(self, fields: Fields, host: str, names: list[str]) -> None:
-        """Add the links inside the host, and its network card. A switch's latency is given from end to end: each of the two links gets
-        half."""
+        """Add the links inside the host, and its NICs. A switch's latency is given from end to end: each of the two links gets half."""
         hub = f"{host}/switch"
+        nics = read_nics(fields, len(names), self.network)
         if "links" in fields:
             section = fields.section("links", ("intra", "host"))
-            self._wire_inside(section, hub, names)
-        elif self.network is not None and len(names) == 1:
-            hub = names[0]  # a single device sits at the network card itself
-        elif self.network is not None and names:
+            self._wire_inside(section, hub, names, has_nics=nics is not None)
+        elif nics is None and self.network is not None and len(names) == 1:
+            hub = names[0]  # a single device sits at the NIC itself
+        elif nics is None and self.network is not None and names:
             raise TopologyError(f"{fields.at('links')}: missing; expected links.intra, by which {len(names)} devices reach the network")
-        if self.network is not None and names:
-            self._add_pair(hub, NETWORK, self.network[0], self.network[1] / 2)
+        if nics is not None and self.network is not None:
+            self._wire_nics(self.network, host, names, nics)
+        elif self.network is not None and names:
+            self._add_pair(hub, NETWORK, self.network.way.bandwidth_bytes_per_second, self.network.way.latency_seconds / 2)
 
-    def _wire_inside(self, section: Fields, hub: str, names: list[str]) -> None:
+    def _wire_nics(self, network: Network, host: str, names: list[str], nics: tuple[Nic, ...]) -> None:
+        """Add each NIC's link to its switch. A device with a NIC of its own sits at it; others reach theirs at its bandwidth. These links
+        come after those inside the host: of equally fast ways to another rail, routes take the one whose first hop is inside the host
+        (as NCCL's PXN), because its links have lower numbers."""
+        for number, nic in enumerate(nics):
+            card = names[nic.devices[0]] if len(nic.devices) == 1 else f"{host}/nic{number}"
+            for place in nic.devices if len(nic.devices) > 1 else ():
+                self._add_pair(names[place], card, nic.way.bandwidth_bytes_per_second, 0.0)
+            self._add_pair(card, network.switch(nic.rail), nic.way.bandwidth_bytes_per_second, nic.way.latency_seconds / 2)
+            self.on_rails += [(nic.rail, host)] if nic.rail is not None else []
+
+    def add_spine(self) -> None:
+        """Check that each rail joins hosts, and add the links between rails."""
+        network = self.network
+        if network is None:
+            return
+        network.check_rails(self.on_rails)
+        if (spine := network.spine) is not None:
+            for rail in range(network.rails or 0):
+                self._add_pair(network.switch(rail), network.spine_switch, spine.bandwidth_bytes_per_second, spine.latency_seconds / 2)
+
+    def _wire_inside(self, section: Fields, hub: str, names: list[str], *, has_nics: bool) -> None:
         intra = section.section("intra", ("bandwidth", "latency", "kind"))
         kind = intra.choice("kind", INTRA_KINDS, "switch")
         bandwidth, latency = intra.bandwidth("bandwidth"), intra.seconds("latency")
@@ -146,9 +167,11 @@ class _Wiring:
             self._pairs(hub, names, bandwidth, latency / 2)
         else:
             self._direct(intra, kind, names, bandwidth, latency)
+        if "host" in section and has_nics:
+            raise TopologyError(f"{section.at('host')}: not used with nics, at which the devices sit; remove it")
         if "host" in section and kind in ("switch", "pairs"):
             raise TopologyError(f"{section.at('host')}: not used with kind {kind!r}, whose switch has the network card; remove it")
-        if kind in ("full", "ring") and (self.network is not None or "host" in section):
+        if kind in ("full", "ring") and not has_nics and (self.network is not None or "host" in section):
             if "host" in section:
                 to_card = section.section("host", ("bandwidth", "latency"))
                 bandwidth, latency = to_card.bandwidth("bandwidth"), 2 * to_card.seconds("latency")

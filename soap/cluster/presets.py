@@ -6,7 +6,6 @@ assumptions are marked as such. ``local:N`` and ``emulated:HxD@RATE`` are made f
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 from collections.abc import Mapping
@@ -19,7 +18,8 @@ from typing import Any
 from soap.cluster.build import build_cluster, own_types
 from soap.cluster.emulated import FAMILY as EMULATED
 from soap.cluster.emulated import emulated_topology, parse_emulated
-from soap.cluster.fields import Fields
+from soap.cluster.fields import Fields, nearest
+from soap.cluster.preset_families import describe_family, family_names, largest_hosts, parse_family
 from soap.cluster.topology import Device, DeviceType, Host, Link, Topology
 from soap.errors import TopologyError
 
@@ -34,8 +34,9 @@ LOCAL = "local"
 
 
 def preset_names() -> tuple[str, ...]:
-    """The names that ``preset`` accepts. N is any number of devices; ``emulated:HxD@RATE`` is H hosts with D devices each."""
-    return (f"{LOCAL}:N", f"{EMULATED}:HxD@RATE", *_data("clusters.json"))
+    """The names that ``preset`` accepts. ``local:N`` is N devices, ``emulated:HxD@RATE`` H hosts with D devices each, and so is
+    ``h100-[Nx]D``: of one host if N is left out."""
+    return (f"{LOCAL}:N", f"{EMULATED}:HxD@RATE", *_data("clusters.json"), *family_names(_families()))
 
 
 def family(name: str) -> str | None:
@@ -46,7 +47,11 @@ def family(name: str) -> str | None:
 
 def says_all(name: str) -> bool:
     """Whether the name is a preset's, so that no file is needed."""
-    return family(name) is not None or name in _data("clusters.json")
+    try:
+        sized = parse_family(name, _families()) is not None
+    except TopologyError:
+        sized = False
+    return sized or family(name) is not None or name in _data("clusters.json")
 
 
 def preset(name: str) -> Topology:
@@ -57,12 +62,15 @@ def preset(name: str) -> Topology:
         shape = parse_emulated(name, MAX_LOCAL_DEVICES)
         return emulated_topology(shape, local_topology(shape.device_count))
     clusters = _data("clusters.json")
-    if name not in clusters:
-        near = difflib.get_close_matches(name, clusters, 1)
-        remedy = f"did you mean {near[0]!r}?" if near else "or give the path of a YAML file"
+    if name in clusters:
+        description = _plain(clusters[name], name)
+        description.pop("source")
+    elif (sized := parse_family(name, _families())) is not None:
+        description = describe_family(sized, _families())
+    else:
+        near = nearest(name, [*clusters, *largest_hosts(_families())])
+        remedy = "or give the path of a YAML file" if near is None else f"did you mean {near!r}?"
         raise TopologyError(f"unknown cluster {name!r}; expected one of {', '.join(preset_names())}: {remedy}")
-    description = _plain(clusters[name], name)
-    description.pop("source")
     return build_cluster({"name": name, **description}, device_types(), f"preset {name}")
 
 
@@ -71,6 +79,13 @@ def device_types() -> Mapping[str, DeviceType]:
     """The devices whose data comes with this package, by name."""
     description = {"device_types": _plain(_data("device_types.json"), "device_types")}
     return MappingProxyType(own_types(Fields(description, "device_types.json: ")))
+
+
+@cache
+def _families() -> Mapping[str, Mapping[str, Any]]:
+    """The families of presets without the sources beside their numbers (``preset_families``)."""
+    found: dict[str, Mapping[str, Any]] = _plain(_data("cluster_families.json"), "cluster_families")
+    return found
 
 
 def local_topology(

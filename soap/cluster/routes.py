@@ -24,6 +24,7 @@ PICOSECONDS = 10**12
 KEPT_PATHS = 2**17
 
 Path = tuple[int, ...]
+Reached = tuple[int, int, Path]
 Stretch = tuple[int, str, str]
 """One part on a path: (its number, node where the path enters, node where it leaves)."""
 
@@ -46,7 +47,7 @@ class Router:
         self._numbers = {(link.source, link.target): link.index for link in links}
         self._parts = NetworkParts(links)
         self._known: dict[tuple[str, str], Path | None] = {}
-        self._inside: dict[tuple[int, str, float], dict[str, tuple[int, int, Path]]] = {}
+        self._inside: dict[tuple[int, str, float], tuple[dict[str, Reached], list[tuple[int, int, Path, str]]]] = {}
 
     @property
     def is_tree(self) -> bool:
@@ -89,26 +90,24 @@ class Router:
         if all(self._parts.bridge[part] for part, *_ in stretches):
             found = [self._numbers.get((a, b)) for _, a, b in stretches]
             return None if None in found else tuple(link for link in found if link is not None)
-        keys = []
+        best: tuple[int, int, Path] | None = None
         for bandwidth in self._bandwidths:
-            pieces = [self._least_latency(part, a, bandwidth).get(b) for part, a, b in stretches]
+            limit_ps = None if best is None else best[0] - _moving_ps(bandwidth)  # a path that is new here has a link of this bandwidth
+            pieces = [self._least_latency(part, a, b, bandwidth, limit_ps) for part, a, b in stretches]
             whole = [piece for piece in pieces if piece is not None]
             if len(whole) == len(pieces):
                 path = tuple(link for *_, links in whole for link in links)
                 narrowest = min(self._links[i].bandwidth_bytes_per_second for i in path)
-                moving_ps = round(REFERENCE_MESSAGE_BYTES / narrowest * PICOSECONDS)
-                keys.append((sum(latency_ps for latency_ps, *_ in whole) + moving_ps, len(path), path))
-        return min(keys)[2] if keys else None
+                key = sum(latency_ps for latency_ps, *_ in whole) + _moving_ps(narrowest), len(path), path
+                best = key if best is None else min(best, key)
+        return None if best is None else best[2]
 
-    def _least_latency(self, part: int, source: str, bandwidth: float) -> dict[str, tuple[int, int, Path]]:
-        """Dijkstra over a part's links of at least ``bandwidth``: node -> (latency in whole ps, hops, links). Whole numbers make ties
-        exact."""
-        known = self._inside.get((part, source, bandwidth))
-        if known is not None:
-            return known
-        done: dict[str, tuple[int, int, Path]] = {}
-        queue: list[tuple[int, int, Path, str]] = [(0, 0, (), source)]
-        while queue:
+    def _least_latency(self, part: int, source: str, target: str, bandwidth: float, limit_ps: int | None) -> Reached | None:
+        """Dijkstra over a part's links of at least ``bandwidth``: (latency in whole ps, hops, links) to the target; None if it is not
+        reached, or not within the limit. Whole numbers make ties exact. The search stops at the target, and goes on from there when a
+        farther one is asked for."""
+        done, queue = self._inside.setdefault((part, source, bandwidth), ({}, [(0, 0, (), source)]))
+        while queue and target not in done and (limit_ps is None or queue[0][0] <= limit_ps):
             latency_ps, hops, path, node = heapq.heappop(queue)
             if node in done:
                 continue
@@ -118,8 +117,11 @@ class Router:
                 if inside and link.bandwidth_bytes_per_second >= bandwidth and link.target not in done:
                     step_ps = round(link.latency_seconds * PICOSECONDS)
                     heapq.heappush(queue, (latency_ps + step_ps, hops + 1, (*path, link.index), link.target))
-        self._inside[part, source, bandwidth] = done
-        return done
+        return done.get(target)
+
+
+def _moving_ps(bandwidth: float) -> int:
+    return round(REFERENCE_MESSAGE_BYTES / bandwidth * PICOSECONDS)
 
 
 class NetworkParts:

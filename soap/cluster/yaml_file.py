@@ -28,7 +28,32 @@
 
 Bandwidths are per direction. A latency of ``intra`` or ``network`` counts from end to end; that of a listed link, for that link.
 ``pairs`` is a PCIe tree: two neighbours on a switch of their own, these switches on the host's.
-Generated nodes that ``links`` may name: ``HOST/switch`` (where the host has one) and ``network``.
+
+Without ``nics`` a host's devices share one NIC with the network's figures. With them, each device has one, or a share of one:
+
+.. code-block:: yaml
+
+    hosts:
+      - name: dgx
+        count: 4
+        devices: {type: h100, count: 8}
+        cpu_cores: 112
+        memory: 2 TB
+        links:
+          intra: {bandwidth: 450 GB/s, latency: 5 us}
+        nics: 8                  # equal ones, which serve equal parts of the devices, in order; or {count, bandwidth, latency}, or a list
+    network:
+      bandwidth: 400 Gbit/s      # of a NIC that says nothing else
+      latency: 2 us
+      rails: 8                   # optional: NIC i of every host is joined to switch i. Else one switch joins all NICs
+      spine: {bandwidth: 3.2 Tbit/s, latency: 1 us}           # optional: from rail to rail
+
+One by one: ``nics: [{devices: [0, 1], rail: 0, bandwidth: 200 Gbit/s, latency: 2 us}, …]``. ``devices`` are places in the host, from 0.
+Without ``rail``, the place in the list counts; bandwidth and latency are the network's if left out. Messages take the fastest way: to
+a device on another rail over a neighbour in their own host that is on it, as NCCL does with PXN, or over the spine.
+
+Generated nodes that ``links`` may name: ``HOST/switch`` (where the host has one), ``HOST/nic0``, … (those that serve several devices),
+``network``, or ``network/rail0``, … and ``network/spine``.
 """
 
 from __future__ import annotations

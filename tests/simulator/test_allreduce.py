@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
 import pytest
@@ -20,8 +21,9 @@ from soap.simulator.communication.allreduce import (
     link_bytes,
     steps,
 )
+from soap.simulator.communication.ring_orders import ring_orders
 from tests.simulator.examples import pairwise_cluster
-from tests.strategies import CPU, cluster, topologies
+from tests.strategies import CPU, cluster, topologies, with_rails
 
 ADDING = 3 / 1e11
 """Seconds to add a byte on the devices of ``cluster``."""
@@ -165,3 +167,62 @@ def test_many_hops_at_once_are_the_same_hops(topology: Topology, data: st.DataOb
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(allreduce, "MANY_HOPS", 1)
         assert allreduce_options(pairs, devices) == singly
+
+
+RAILS = with_rails(cluster([4, 4, 4]))
+
+
+def test_between_hosts_with_several_nics_there_is_a_ring_for_each() -> None:
+    orders = ring_orders(RAILS, range(12))
+    assert orders[0] == tuple(range(12))
+    assert orders[1] == (1, 2, 3, 0, 5, 6, 7, 4, 9, 10, 11, 8)
+    assert [sorted(order) for order in orders] == [list(range(12))] * 4
+    for ring, order in enumerate(orders):  # each stays on its rail
+        crossed = {RAILS.links[i].name for a, b in pairs_around(order) if a // 4 != b // 4 for i in RAILS.route(a, b)}
+        assert {name.partition("rail")[2][:1] for name in crossed if "rail" in name} == {str(ring)}
+
+
+def test_rings_of_several_nics_share_the_bytes() -> None:
+    one, several = option(cluster([4, 4, 4]), Algorithm.RING, [*range(12)]), option(RAILS, Algorithm.RING, [*range(12)])
+    assert one.seconds_per_byte == pytest.approx(22 / 12 / 1e8 + 11 / 12 * ADDING)
+    assert several.seconds_per_byte == pytest.approx(22 / 12 / 4 / 1e8 + 11 / 12 * ADDING)
+    moved = link_bytes(RAILS, Algorithm.RING, range(12), 4800)
+    on_rails = {RAILS.links[link].name: size for link, size in moved.items() if "rail" in RAILS.links[link].name}
+    assert len(on_rails) == 24 and set(on_rails.values()) == {2200}
+    assert not any("network" in RAILS.links[link].name for link in moved)
+
+
+@pytest.mark.parametrize(
+    ("topology", "devices"),
+    [
+        (cluster([4, 4]), range(8)),  # one NIC for all
+        (RAILS, [0, 4, 8]),  # one device of each host: its own rail
+        (RAILS, [1, 2, 3]),  # one host
+        (RAILS, [0, 1, 2, 3, 8]),  # as many rings as the smallest host has devices
+        (with_rails(cluster([2, 2], CPU)), range(4)),  # gloo
+    ],
+)
+def test_otherwise_there_is_one_ring_in_ascending_order(topology: Topology, devices: Iterable[int]) -> None:
+    assert ring_orders(topology, [*devices][::-1]) == (tuple(devices),)
+
+
+def test_hosts_of_different_size_have_the_rings_of_the_smallest() -> None:
+    topology = with_rails(cluster([4, 2]))
+    assert ring_orders(topology, range(6)) == ((0, 1, 2, 3, 4, 5), (1, 2, 3, 0, 5, 4))
+    assert ring_orders(topology, [0, 2, 4, 5]) == ((0, 2, 4, 5), (2, 0, 5, 4))
+
+
+@given(topologies(max_devices=6, ports=False), st.sets(st.integers(0, 5), min_size=2))
+def test_several_rings_carry_what_one_does(topology: Topology, chosen: set[int]) -> None:
+    members = sorted(device for device in chosen if device < topology.device_count)
+    orders = ring_orders(topology, members)
+    assert [sorted(order) for order in orders] == [members] * len(orders)
+    for step in steps(Algorithm.RING, members, orders):
+        assert step.parts == len(members) * len(orders) and step.repeats == len(members) - 1
+        for place in range(len(members)):  # in each ring each device hands its part to the next
+            assert sum(source == members[place] for source, _ in step.hops) == len(orders)
+            assert sum(target == members[place] for _, target in step.hops) == len(orders)
+
+
+def pairs_around(order: Sequence[int]) -> list[tuple[int, int]]:
+    return [*zip(order, (*order[1:], order[0]), strict=True)]

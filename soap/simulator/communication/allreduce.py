@@ -3,11 +3,13 @@
 An algorithm is a list of *steps*. In a step all hops move an equal part of the buffer at once; in some steps the receivers add it up. Let
 a be the slowest hop's latency (its links' latencies added up in the order of the route), s the busiest link's share (seconds per byte of
 that link, times the hops that cross it), and g the slowest device's time to add one byte (``REDUCE_TRAFFIC`` bytes of memory traffic). A
-step that is repeated r times and moves 1/p of B bytes per hop takes r * (a + B/p * s), and r * B/p * g more if it adds. If the latency of
-a step has been measured to be longer than a message's, the algorithm's whole latency is multiplied by ``Topology.latency_factor``.
+step that is repeated r times and moves 1/p of B bytes per hop takes r * (a + B/p * s), and r * B/p * g more if it adds, for each hop that
+a receiver gets at once. If the latency of a step has been measured to be longer than a message's, the algorithm's whole latency is
+multiplied by ``Topology.latency_factor``.
 
 - *Ring*: reduce-scatter, then all-gather, n-1 steps of 1/n each (Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms", 2009). gloo
-  uses it, and NCCL for large buffers: 2(n-1)a + 2(n-1)/n B s + (n-1)/n B g on one switch.
+  uses it, and NCCL for large buffers: 2(n-1)a + 2(n-1)/n B s + (n-1)/n B g on one switch. Between hosts with several NICs it is a ring
+  for each of them, all at once, which sum equal parts (``ring_orders``).
 - *Recursive halving and doubling* (Rabenseifner, "Optimization of collective reduction operations", 2004): partners at distance 1, 2, 4, …
   swap halves, quarters, …, then go back: 2 lg(n) a + 2(n-1)/n B s + (n-1)/n B g, which is RedSync's eq. 2. If n is not a power of two,
   each extra device first sends its whole buffer to a neighbour, which sends it the sum at the end (Thakur, Rabenseifner & Gropp,
@@ -30,6 +32,7 @@ import numpy as np
 
 from soap.cluster.topology import Topology
 from soap.plan.collectives import REDUCE_TRAFFIC, tree_rounds
+from soap.simulator.communication.ring_orders import Orders, ring_orders
 from soap.simulator.costs import nanoseconds
 
 MANY_HOPS = 64
@@ -49,12 +52,14 @@ class Algorithm(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Each of ``hops`` moves 1/``parts`` of the buffer at once, ``repeats`` times. If ``adds``, receivers add it to their own buffer."""
+    """Each of ``hops`` moves 1/``parts`` of the buffer at once, ``repeats`` times. If ``adds``, receivers add it to their own buffer.
+    ``received``: how many of the hops end at one device."""
 
     hops: tuple[Hop, ...]
     parts: int
     repeats: int
     adds: bool
+    received: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +76,15 @@ class AllReduceOption:
         return nanoseconds(self.latency_seconds + self.seconds_per_byte * reduced_bytes)
 
 
-def steps(algorithm: Algorithm, devices: Sequence[int]) -> list[Step]:
-    """The steps of an algorithm over these devices, taken in ascending order, each once; none for a single device."""
+def steps(algorithm: Algorithm, devices: Sequence[int], orders: Orders = ()) -> list[Step]:
+    """The steps of an algorithm over these devices, taken in ascending order, each once; none for a single device. ``orders``: those of
+    several rings, where a ring is not one in ascending order (``ring_orders``)."""
     members = sorted(set(devices))
     if len(members) < 2:
         return []
     match algorithm:
         case Algorithm.RING:
-            return _ring(members)
+            return _rings(orders or [members])
         case Algorithm.HALVING_DOUBLING:
             return _halving_doubling(members)
         case Algorithm.TREE:
@@ -114,7 +120,7 @@ def link_bytes(topology: Topology, algorithm: Algorithm, devices: Sequence[int],
 
 def link_shares(topology: Topology, algorithm: Algorithm, devices: Sequence[int]) -> tuple[dict[int, int], int]:
     """({link number: share}, parts): ``share / parts`` of the summed bytes cross the link; link numbers ascend."""
-    todo = steps(algorithm, devices)
+    todo = _steps_on(topology, algorithm, devices)
     parts = lcm(*(step.parts for step in todo))
     shares: dict[int, int] = {}
     known: dict[tuple[Hop, ...], _Loads] = {}
@@ -128,10 +134,14 @@ def link_shares(topology: Topology, algorithm: Algorithm, devices: Sequence[int]
     return dict(sorted(shares.items())), parts
 
 
-def _ring(members: Sequence[int]) -> list[Step]:
-    count = len(members)
-    hops = (*pairwise(members), (members[-1], members[0]))
-    return [Step(hops, count, count - 1, True), Step(hops, count, count - 1, False)]
+def _steps_on(topology: Topology, algorithm: Algorithm, devices: Sequence[int]) -> list[Step]:
+    return steps(algorithm, devices, ring_orders(topology, devices) if algorithm is Algorithm.RING else ())
+
+
+def _rings(orders: Sequence[Sequence[int]]) -> list[Step]:
+    count, parts = len(orders[0]), len(orders[0]) * len(orders)
+    hops = tuple(hop for order in orders for hop in (*pairwise(order), (order[-1], order[0])))
+    return [Step(hops, parts, count - 1, adds, len(orders)) for adds in (True, False)]
 
 
 def _halving_doubling(members: Sequence[int]) -> list[Step]:
@@ -158,13 +168,14 @@ def _turned(hops: Sequence[Hop]) -> tuple[Hop, ...]:
 
 
 def _option(topology: Topology, algorithm: Algorithm, devices: Sequence[int]) -> AllReduceOption:
-    """The option of an algorithm. Steps are added up in order, each as ``repeats / parts * share``, then ``repeats / parts * adding``."""
+    """The option of an algorithm. Steps are added up in order, each as ``repeats / parts * share``, then
+    ``repeats / parts * adding * received``."""
     slowest = min((topology.devices[d].type.memory_bandwidth_bytes_per_second for d in devices), default=float("inf"))
     adding = REDUCE_TRAFFIC / slowest
     latency_seconds = seconds_per_byte = 0.0
     used: set[int] = set()
     known: dict[tuple[Hop, ...], _Loads] = {}
-    for step in steps(algorithm, devices):
+    for step in _steps_on(topology, algorithm, devices):
         loads = known.get(step.hops)
         if loads is None:
             loads = known[step.hops] = _loads(topology, step.hops)
@@ -172,7 +183,7 @@ def _option(topology: Topology, algorithm: Algorithm, devices: Sequence[int]) ->
         latency_seconds += step.repeats * loads.latency_seconds
         seconds_per_byte += step.repeats / step.parts * loads.share
         if step.adds:
-            seconds_per_byte += step.repeats / step.parts * adding
+            seconds_per_byte += step.repeats / step.parts * adding * step.received
     latency_seconds *= topology.latency_factor.of_all_reduce(len(set(devices)))
     return AllReduceOption(algorithm, latency_seconds, seconds_per_byte, tuple(sorted(used)))
 
