@@ -72,9 +72,10 @@ def add_reading(parser: Parser) -> None:
     )
 
 
-def add_cluster(parser: Parser, *, required: bool, note: str = "") -> None:
-    """Add ``--cluster SPEC``."""
-    parser.add_argument("--cluster", metavar="SPEC", required=required, help=CLUSTER_HELP + note)
+def add_cluster(parser: Parser, *, required: bool, note: str = "", several: bool = False) -> None:
+    """Add ``--cluster SPEC``. ``several``: it may be repeated, and its value is a list, or None."""
+    action = "append" if several else "store"
+    parser.add_argument("--cluster", metavar="SPEC", required=required, action=action, help=CLUSTER_HELP + note)
 
 
 def add_costs(parser: Parser) -> None:

@@ -9,12 +9,13 @@ from collections.abc import Mapping
 from itertools import permutations
 
 from soap.cluster.fields import Fields
+from soap.cluster.price import CURRENCY, PRICE, read_price
 from soap.cluster.topology import DEVICE_KINDS, Device, DeviceType, Host, Link, Topology
 from soap.errors import TopologyError
 
-CLUSTER_KEYS = ("name", "device_types", "hosts", "network", "switches", "links")
+CLUSTER_KEYS = ("name", "device_types", "hosts", "network", "switches", "links", PRICE, CURRENCY)
 TYPE_KEYS = ("kind", "flops", "memory_bandwidth", "memory", "kernel_overhead", "source")
-HOST_KEYS = ("name", "count", "devices", "cpu_cores", "memory", "links")
+HOST_KEYS = ("name", "count", "devices", "cpu_cores", "memory", "links", PRICE)
 LINK_KEYS = ("name", "from", "to", "bandwidth", "latency", "duplex")
 INTRA_KINDS = ("switch", "full", "ring", "pairs")
 DTYPES = (
@@ -38,7 +39,8 @@ def build_cluster(description: object, known_types: Mapping[str, DeviceType], wh
         for item, path in fields.items("hosts", required=True):
             wiring.add_hosts(Fields(item, path, HOST_KEYS))
         wiring.add_free_links()
-        return Topology(fields.text("name", "cluster"), tuple(wiring.devices), tuple(wiring.hosts), tuple(wiring.links))
+        parts = tuple(wiring.devices), tuple(wiring.hosts), tuple(wiring.links)
+        return Topology(fields.text("name", "cluster"), *parts, price=read_price(fields))
     except TopologyError as error:  # these errors come from the topology itself, which does not know the file
         raise TopologyError(str(error) if str(error).startswith(f"{where}: ") else f"{where}: {error}") from None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from math import inf
 
 from soap.errors import TopologyError
 from soap.units import parse_bandwidth, parse_bytes, parse_flops, parse_seconds
@@ -91,6 +92,13 @@ class Fields:
     def seconds(self, key: str) -> float:
         """Seconds, e.g. from ``2 us``; may be 0."""
         return parse_seconds(self.value(key), self.at(key))
+
+    def amount(self, key: str) -> float:
+        """A plain number without unit, at least 0."""
+        found = self.value(key)
+        if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 <= found < inf:
+            raise TopologyError(f"{self.at(key)}: {_shown(found)}; expected a number of at least 0, such as 2.5: write it without a unit")
+        return float(found)
 
     def section(self, key: str, allowed: Sequence[str] | None = None) -> Fields:
         """A nested mapping."""
