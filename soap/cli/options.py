@@ -9,6 +9,7 @@ from math import isfinite
 from typing import TypedDict
 
 from soap.cli.command import Parser, UsageError
+from soap.cluster.presets import LOCAL
 from soap.errors import StrategyError
 from soap.search.record import MOST_FINALISTS
 from soap.simulator.costs import COST_SOURCES
@@ -18,8 +19,8 @@ from soap.strategy.sync_contracts import METHODS, words
 
 MODEL_HELP = "a .pt2 file (torch.export.save, soap.export), or zoo:NAME[:SIZE][@BATCH]"
 CLUSTER_HELP = (
-    "a cluster.yaml, or a preset: local:N, p100-4x4, k80-16x4, titanxp-8x6, h200-8, or emulated:HxD@RATE, such as "
-    "emulated:4x1@200Mbit/s: this machine as H hosts with D devices each, for soap-run --emulate"
+    "a cluster.yaml, or a preset: local (this machine: its GPUs, or a few processes), local:N, p100-4x4, k80-16x4, titanxp-8x6, h200-8, "
+    "or emulated:HxD@RATE, such as emulated:4x1@200Mbit/s: this machine as H hosts with D devices each, for soap-run --emulate"
 )
 LARGEST_COUNT = 10**9
 ALPHA_BATCHES = 8
@@ -72,10 +73,11 @@ def add_reading(parser: Parser) -> None:
     )
 
 
-def add_cluster(parser: Parser, *, required: bool, note: str = "", several: bool = False) -> None:
-    """Add ``--cluster SPEC``. ``several``: it may be repeated, and its value is a list, or None."""
-    action = "append" if several else "store"
-    parser.add_argument("--cluster", metavar="SPEC", required=required, action=action, help=CLUSTER_HELP + note)
+def add_cluster(parser: Parser, note: str = "", *, several: bool = False) -> None:
+    """Add ``--cluster SPEC``. It is this machine by default, or None if ``note`` says what else. ``several``: it may be repeated, and its
+    value is a list, or None."""
+    action, default = "append" if several else "store", None if note else LOCAL
+    parser.add_argument("--cluster", metavar="SPEC", default=default, action=action, help=f"{CLUSTER_HELP} ({note or f'default {LOCAL}'})")
 
 
 def add_costs(parser: Parser) -> None:

@@ -63,7 +63,7 @@ def make_parser() -> Parser:
     )
     parser.add_argument("strategy", metavar="STRATEGY", help="what soap-search wrote")
     add_model(parser, positional=False)
-    add_cluster(parser, required=False, note=" (default: the strategy's, if it is a preset)")
+    add_cluster(parser, note="default: the strategy's, if it is a preset")
     add_costs(parser)
     parser.add_argument("--steps", metavar="N", type=positive, default=10, help="training steps (default %(default)s)")
     parser.add_argument("--check", action="store_true", help="compare loss and every gradient with a single process first")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -16,12 +17,13 @@ from soap.cli.search_options import add_budget, add_choices, add_runs, search_op
 from soap.cli.stopping import Stopping
 from soap.cli.timelines import predicted_text
 from soap.cli.updating import Updating, add_optimizer
-from soap.cluster.presets import family
-from soap.errors import RuntimeFailure, StoppedBySignal
+from soap.cluster.presets import LOCAL, family
+from soap.errors import RuntimeFailure, StoppedBySignal, StrategyError
 from soap.files import check_writable, write_text_atomically
 from soap.search.plot import check_plot
 
 PROG = "soap-search"
+OUTPUT = "strategy.json"
 
 
 def make_parser() -> Parser:
@@ -32,7 +34,7 @@ def make_parser() -> Parser:
         f"{PROG} zoo:rnnlm:tiny --cluster local:4 --budget 200 -o strategy.json",
     )
     add_model(parser, positional=True)
-    add_cluster(parser, required=False, several=True, note="; repeated: each is searched, and the best one's strategy is written")
+    add_cluster(parser, several=True, note=f"default {LOCAL}; repeated: each is searched, and the best one's strategy is written")
     parser.add_argument(
         "--objective",
         choices=clusters.OBJECTIVES,
@@ -42,7 +44,7 @@ def make_parser() -> Parser:
     )
     add_costs(parser)
     add_rows(parser)
-    parser.add_argument("-o", "--output", metavar="FILE", help="where the strategy goes (JSON)")
+    parser.add_argument("-o", "--output", metavar="FILE", help=f"where the strategy goes (default {OUTPUT})")
     parser.add_argument(
         "--explain-graph",
         action="store_true",
@@ -62,9 +64,8 @@ def execute(args: argparse.Namespace) -> int:
     """Search, save and report; after Ctrl-C or SIGTERM, save and report the best strategy so far. Returns the exit code."""
     if args.explain_graph:
         return _explain(args)
-    missing = [option for option, value in (("--cluster", args.cluster), ("-o/--output", args.output)) if value is None]
-    if missing:
-        raise UsageError(f"the following arguments are required: {', '.join(missing)} ({PROG} --help shows the options)")
+    args.cluster = args.cluster or [LOCAL]
+    args.output = _usual_output() if args.output is None else args.output
     clusters.check_different(args.cluster)
     if len(args.cluster) > 1:
         at_hand.check_none_asked(args.profile, args.verify)
@@ -78,6 +79,18 @@ def execute(args: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             note(PROG, "interrupted")
             return stopping.exit_code
+
+
+def _usual_output() -> str:
+    """Where the strategy goes if the user does not say. UsageError if something that is no strategy file has that name."""
+    if os.path.lexists(OUTPUT):
+        try:
+            if not os.path.isfile(OUTPUT):
+                raise StrategyError("no file")
+            api.load_strategy_header(OUTPUT)
+        except StrategyError:
+            raise UsageError(f"{OUTPUT} is there and is no strategy file; expected -o FILE, another place for the strategy") from None
+    return OUTPUT
 
 
 def _explain(args: argparse.Namespace) -> int:
