@@ -143,7 +143,7 @@ def test_gpus_of_several_kinds_each_have_their_own_figures(machine: Machine) -> 
     assert [(d.type.name, d.type.memory_bytes, d.type.flops("float32")) for d in found.devices] == [(*A, 50e12), (*A, 50e12), (*B, 20e12)]
     assert machine.rated == [0, 2] and soap.load_cluster("local") == found and machine.rated == [0, 2]
     assert set(environments(found)) == {A[0], B[0]}
-    with pytest.raises(ProfileError, match="cluster 'local:3' has devices of several kinds .*; expected one kind"):
+    with pytest.raises(ProfileError, match=r"cluster 'local:3' has devices of several kinds .*; expected one kind"):
         only_environment(found)
     assert only_environment(soap.load_cluster("local:2")).device == A[0]
 
