@@ -18,7 +18,7 @@ from tests.graph_builder import SAMPLE, Factor, GraphBuilder, convnet, transform
         ("zoo:rnnlm:tiny", 8, 8 * 6),
         ("zoo:nmt:tiny", 8, 8 * 8),  # of 7 source and 8 target steps, read in chunks
         ("zoo:dlrm:tiny", 8, None),  # columns of one input, one for each table
-        ("zoo:resnet50:tiny", 8, None),
+        ("zoo:alexnet:tiny", 8, None),
         ("zoo:lm1b:tiny", 8, 8 * 4),  # labels are looked up as well
         ("zoo:nmt_gnmt:tiny", 8, 8 * 4),  # of 4 source and 3 target steps
         ("zoo:rnntc:tiny", 8, 8 * 7),  # the last chunk has one step

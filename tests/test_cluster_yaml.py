@@ -293,15 +293,19 @@ MISTAKES = [
     (described(hosts=[host(), host()]), "cluster.yaml: host name 'a' occurs twice; expected unique names"),
     (
         described(price_per_hour="25 EUR"),
-        "cluster.yaml: price_per_hour: '25 EUR'; expected a number of at least 0, such as 2.5: write it without a unit",
+        "cluster.yaml: price_per_hour: '25 EUR'; expected a number from 0 to 1e+12, such as 2.5: write it without a unit",
     ),
     (
         described(price_per_hour=-1),
-        "cluster.yaml: price_per_hour: -1; expected a number of at least 0, such as 2.5: write it without a unit",
+        "cluster.yaml: price_per_hour: -1; expected a number from 0 to 1e+12, such as 2.5: write it without a unit",
+    ),
+    (
+        "price_per_hour: 1" + 400 * "0" + described().replace("name: small", "", 1),
+        "cluster.yaml: price_per_hour: 1" + 56 * "0" + "...; expected a number from 0 to 1e+12, such as 2.5: write it without a unit",
     ),
     (
         described(price_per_hour=float("inf")),
-        "cluster.yaml: price_per_hour: inf; expected a number of at least 0, such as 2.5: write it without a unit",
+        "cluster.yaml: price_per_hour: inf; expected a number from 0 to 1e+12, such as 2.5: write it without a unit",
     ),
     (
         described(price_per_hour=2, hosts=[host(price_per_hour=2)]),

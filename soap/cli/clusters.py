@@ -119,13 +119,14 @@ def text(candidates: Sequence[Candidate], objective: str) -> str:
             continue
         own = figures.document(one.outcome.throughput)
         rate, cost = own["samples_per_second"], own["cost_per_million_samples"]
+        unknown = "no price" if one.topology.price is None else "-"
         rows.append(
             (
                 one.spec,
                 milliseconds(one.outcome.time_ns),
                 figures.share(own["mfu"]),
                 "-" if rate is None else figures.rate(rate),
-                "no price" if cost is None else figures.cost(cost, own["currency"]),
+                unknown if cost is None else figures.cost(cost, own["currency"]),
                 _note(one, chosen),
             )
         )

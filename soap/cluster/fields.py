@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from math import inf
 
 from soap.errors import TopologyError
 from soap.units import parse_bandwidth, parse_bytes, parse_flops, parse_seconds
+
+MOST_AMOUNT = 1e12
 
 
 class Fields:
@@ -94,10 +95,11 @@ class Fields:
         return parse_seconds(self.value(key), self.at(key))
 
     def amount(self, key: str) -> float:
-        """A plain number without unit, at least 0."""
+        """A plain number without unit, from 0 to ``MOST_AMOUNT``."""
         found = self.value(key)
-        if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 <= found < inf:
-            raise TopologyError(f"{self.at(key)}: {_shown(found)}; expected a number of at least 0, such as 2.5: write it without a unit")
+        if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 <= found <= MOST_AMOUNT:
+            expected = f"a number from 0 to {MOST_AMOUNT:.0e}, such as 2.5"
+            raise TopologyError(f"{self.at(key)}: {_shown(found)}; expected {expected}: write it without a unit")
         return float(found)
 
     def section(self, key: str, allowed: Sequence[str] | None = None) -> Fields:
