@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from soap.cluster import yaml_file
 from soap.cluster.presets import device_types
+from soap.cluster.price import Price
 from soap.cluster.topology import Device, DeviceType, Host, Link, Topology
 from soap.cluster.yaml_file import dump_cluster, load_cluster, parse_cluster
 from soap.errors import TopologyError
@@ -20,7 +21,7 @@ from soap.errors import TopologyError
 
 def example() -> str:
     """The example in the module's docstring, so that it stays true."""
-    text = (yaml_file.__doc__ or "").split("code-block:: yaml", 1)[1].split("Bandwidths are", 1)[0]
+    text = (yaml_file.__doc__ or "").split("code-block:: yaml", 1)[1].split("A file may", 1)[0]
     return textwrap.dedent(text)
 
 
@@ -67,6 +68,7 @@ def test_the_documented_example():
     assert names(t, 1, 5) == ["box0/gpu1->box0/switch", "box0/switch->network", "network->box1/switch", "box1/switch->box1/gpu1"]
     assert seconds(t, 1, 5) == pytest.approx(2e-6 + 3e-6 + 2e-6)
     assert "spine" in t.switches
+    assert t.price == Price(24.5, "EUR")
 
 
 def test_devices_of_a_host_share_its_network_card():
@@ -179,9 +181,34 @@ def test_what_yaml_cannot_say_is_not_dumped():
     assert str(refused.value) == "cluster 't': its devices are not in the order of its hosts; list them host by host"
 
 
+def test_prices_of_hosts_add_up_to_the_cluster_s():
+    hosts = [host(count=3, price_per_hour=12.5), host(name="b", price_per_hour=0)]
+    wired = {"network": {"bandwidth": "1 GB/s", "latency": "1 us"}}
+    assert parse_cluster(described(hosts=hosts, currency="EUR", **wired)).price == Price(37.5, "EUR")
+    assert parse_cluster(described(price_per_hour=3, **wired)).price == Price(3.0)
+    assert parse_cluster(described(**wired)).price is None
+
+
+def test_a_price_is_no_part_of_the_identity_and_is_written_down():
+    plain, priced = parse_cluster(described()), parse_cluster(described(price_per_hour=2.25, currency="EUR"))
+    assert plain.hash == priced.hash and plain != priced
+    assert parse_cluster(dump_cluster(priced)) == priced
+    assert parse_cluster(described(hosts=[host(price_per_hour=9)])).hash == plain.hash
+
+
+def test_a_preset_with_a_price():
+    found = parse_cluster("preset: h200-8\nprice_per_hour: 24.5\n")
+    assert found == replace(load_cluster("h200-8"), price=Price(24.5))
+    assert parse_cluster("preset: h200-8") == load_cluster("h200-8")
+    with pytest.raises(TopologyError) as refused:
+        parse_cluster("preset: h200-9")
+    assert str(refused.value).startswith("cluster.yaml: preset: unknown cluster 'h200-9'; expected one of local:N, ")
+
+
 MISTAKES = [
     ("", "cluster.yaml: the file is empty; expected a cluster description with name and hosts"),
-    ("- 1", "cluster.yaml: a list of 1 elements; expected a mapping with the keys name, device_types, hosts, network, switches, links"),
+    ("- 1", "cluster.yaml: a list of 1 elements; expected a mapping with the keys name, device_types, hosts, network, switches, "
+     "links, price_per_hour, currency"),
     ("a: [", "cluster.yaml: no valid YAML at line 1 (expected the node content, but found '<stream end>'); mend it there"),
     ("name: a\nname: b\n", "cluster.yaml: no valid YAML at line 2 (key 'name' occurs twice); mend it there"),
     (
@@ -191,7 +218,8 @@ MISTAKES = [
     ),
     (
         described(host=1),
-        "cluster.yaml: host: unknown key; expected one of name, device_types, hosts, network, switches, links: did you mean 'hosts'?",
+        "cluster.yaml: host: unknown key; expected one of name, device_types, hosts, network, switches, links, "
+        "price_per_hour, currency: did you mean 'hosts'?",
     ),
     (described(hosts=None), "cluster.yaml: hosts: missing; expected a value: add 'hosts'"),
     (described(hosts=[]), "cluster.yaml: hosts: a list of 0 elements; expected a list with at least one element"),
@@ -265,6 +293,45 @@ MISTAKES = [
     ),
     (described(hosts=[host(), host()]), "cluster.yaml: host name 'a' occurs twice; expected unique names"),
     (
+        described(price_per_hour="25 EUR"),
+        "cluster.yaml: price_per_hour: '25 EUR'; expected a number from 0 to 1e+12, such as 2.5: write it without a unit",
+    ),
+    (
+        described(price_per_hour=-1),
+        "cluster.yaml: price_per_hour: -1; expected a number from 0 to 1e+12, such as 2.5: write it without a unit",
+    ),
+    (
+        "price_per_hour: 1" + 400 * "0" + described().replace("name: small", "", 1),
+        "cluster.yaml: price_per_hour: 1" + 56 * "0" + "...; expected a number from 0 to 1e+12, such as 2.5: write it without a unit",
+    ),
+    (
+        described(price_per_hour=float("inf")),
+        "cluster.yaml: price_per_hour: inf; expected a number from 0 to 1e+12, such as 2.5: write it without a unit",
+    ),
+    (
+        described(price_per_hour=2, hosts=[host(price_per_hour=2)]),
+        "cluster.yaml: hosts[0].price_per_hour: the whole cluster has a price as well; expected one of the two: remove one",
+    ),
+    (
+        described(hosts=[host(price_per_hour=2), host(name="b")], network={"bandwidth": "1 GB/s", "latency": "1 us"}),
+        "cluster.yaml: hosts[1].price_per_hour: missing, while other hosts have one; expected a price of every host: write it, if it is 0",
+    ),
+    (
+        described(currency="EUR"),
+        "cluster.yaml: currency: a currency without a price; expected price_per_hour of the cluster or of its hosts",
+    ),
+    (described(price_per_hour=2, currency=978), "cluster.yaml: currency: 978; expected text: write a name"),
+    (
+        described(price_per_hour=2, currency="per\nhour"),
+        "cluster.yaml: currency: 'per\\nhour'; expected at most 12 characters, such as EUR",
+    ),
+    (
+        "preset: h200-8\nhosts: []\n",
+        "cluster.yaml: hosts: unknown key; expected one of preset, price_per_hour, currency: remove it",
+    ),
+    ("preset: local:4\n", "cluster.yaml: preset: 'local:4' is this machine, measured when it is named; expected another preset's name"),
+    ("preset: [h200-8]\n", "cluster.yaml: preset: a list of 1 elements; expected text: write a name"),
+    (
         described(device_types={"x": {"kind": "cuda", "flops": {"fp32": "1 TFLOP/s"}}}),
         "cluster.yaml: device_types.x.flops.fp32: unknown key; expected torch's name of the type: write 'float32'",
     ),
@@ -300,7 +367,11 @@ JUNK = st.recursive(
 )
 
 
-@given(st.sampled_from(["name", "device_types", "hosts", "network", "switches", "links"]), JUNK, st.booleans())
+@given(
+    st.sampled_from(["name", "device_types", "hosts", "network", "switches", "links", "price_per_hour", "currency", "preset"]),
+    JUNK,
+    st.booleans(),
+)
 def test_junk_is_refused_in_one_line_or_read(key, junk, in_host):
     text = described(hosts=[host(**{"devices" if in_host else "links": junk})]) if key == "hosts" else described(**{key: junk})
     try:

@@ -26,6 +26,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "soap.strategy": ("soap.strategy", "soap.cluster", "soap.model", *GROUND_FLOOR),
     "soap.plan": PLANNING,
     "soap.simulator": ("soap.simulator", *PLANNING),
+    "soap.simulator.throughput": ("soap.profiles.work", *PLANNING),  # work is counted from the graph alone
     "soap.search": ("soap.search", "soap.simulator", *PLANNING),
     "soap.zoo": ("soap.zoo", "soap.errors"),
     "soap.tracing": ("soap.tracing", "soap.model", "soap.plan.tiling", *GROUND_FLOOR),

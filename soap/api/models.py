@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from soap.cluster import yaml_file
-from soap.cluster.presets import family
+from soap.cluster.presets import LOCAL, family
 from soap.cluster.topology import Topology
 from soap.errors import ModelError
 from soap.model.graph import OperatorGraph
@@ -109,7 +109,12 @@ def measure_rows(model: TracedModel | str | Path, batches: Iterable[Sequence[Any
 
 def load_cluster(spec: str | Path) -> Topology:
     """Load a cluster from a YAML file or a preset. ``local:N`` and ``emulated:HxD@RATE`` stand for this machine, which is measured once;
-    the result is remembered. TopologyError in one line if the description is wrong."""
+    the result is remembered. ``local`` is ``local:N`` with as many devices as torch sees GPUs; without GPUs, with 4 processes, or 2 on
+    fewer than 4 cores. TopologyError in one line if the description is wrong."""
+    if spec == LOCAL:
+        from soap.measure.this_machine import device_count
+
+        spec = f"{LOCAL}:{device_count()}"
     topology = yaml_file.load_cluster(spec)
     if isinstance(spec, str) and topology.name == spec and family(spec) is not None:
         from soap.measure.this_machine import measured_topology

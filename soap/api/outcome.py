@@ -19,6 +19,7 @@ from soap.search.plot import plot
 from soap.search.record import SearchResult
 from soap.search.starts import BASELINE
 from soap.simulator.simulate import Simulation, Simulator
+from soap.simulator.throughput import Throughput, throughput
 from soap.strategy.config import Strategy
 
 if TYPE_CHECKING:
@@ -151,6 +152,11 @@ class SearchOutcome:
     def speedup(self) -> float:
         """Data parallelism's predicted time, divided by that of ``strategy``."""
         return self.result.data_parallel_ns / self.time_ns
+
+    @cached_property
+    def throughput(self) -> Throughput:
+        """Predicted samples and tokens per second, utilisation and cost of ``strategy``."""
+        return throughput(self.simulator.graph, self.simulator.topology, self.time_ns)
 
     @property
     def history(self) -> pd.DataFrame:

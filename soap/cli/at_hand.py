@@ -54,6 +54,14 @@ def check_asked(cluster: str, profile_s: float | None, finalists: int | None, co
         verification.check_possible(cluster)
 
 
+def check_none_asked(profile_s: float | None, finalists: int | None) -> None:
+    """UsageError if the user has asked for measuring or running with several clusters. Plans that were run and plans that were only
+    predicted cannot be compared."""
+    for option, value in (("--profile", profile_s), ("--verify", finalists)):
+        if value:
+            raise UsageError(f"{option} with several --cluster, which are compared by predictions; expected one --cluster, or no {option}")
+
+
 def wish(topology: Topology, profile_s: float | None, finalists: int | None, costs: CostSource) -> Wish:
     """What to measure and run for this cluster. None stands for options that the user has not given."""
     problem, at_hand = "", family(topology.name) is not None and topology.device_count > 1 and "RANK" not in os.environ

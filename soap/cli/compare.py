@@ -42,7 +42,7 @@ def make_parser() -> Parser:
         "The next soap-profile that measures something there drops that. Communication is not corrected: soap-profile links measures it"
     )
     parser.add_argument("--calibrate", action="store_true", help=calibrate)
-    add_cluster(parser, required=False, note=" (for --calibrate; default: the timeline's, if it is a preset)")
+    add_cluster(parser, note="for --calibrate; default: the timeline's, if it is a preset")
     add_json(parser)
     return parser
 

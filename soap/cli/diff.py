@@ -42,7 +42,7 @@ def make_parser() -> Parser:
     parser.add_argument("second", metavar="B", help="what soap-search wrote")
     parser.add_argument("--model", metavar="MODEL", help=f"with --cluster, simulate both: {MODEL_HELP}")
     add_reading(parser)
-    add_cluster(parser, required=False)
+    add_cluster(parser, note="with --model")
     add_costs(parser)
     add_json(parser)
     return parser

@@ -23,7 +23,7 @@ from soap.cluster.topology import Topology
 from soap.errors import StoppedBySignal
 from soap.measure.link_probes import NEEDED, Probe, probes_for
 from soap.model.graph import OperatorGraph
-from soap.profiles.keys import Environment, environments
+from soap.profiles.keys import Environment, only_environment
 from soap.profiles.link_places import link_place
 from soap.profiles.measured_links import known_links
 from soap.profiles.store import Store
@@ -75,7 +75,7 @@ def measure_first(
     todo: list[Wanted] = []
     try:
         store = Store()
-        (place,) = environments(topology).values()
+        place = only_environment(topology)
         probes_todo, todo = _unknown_probes(topology, store), _unknown(graph, topology, place, store)
     except Exception as error:  # any error: a search can do without measurements
         problems.append(_line(error))

@@ -52,7 +52,7 @@ def make_parser() -> Parser:
         "bandwidths. Ctrl-C keeps what was measured; the same command goes on from there.",
         f"{PROG} --cluster local:4",
     )
-    add_cluster(parser, required=True)
+    add_cluster(parser)
     add_backend(parser)
     emulation.add_emulation(parser)
     parser.add_argument("--show", action="store_true", help="measure nothing, only say what is known")

@@ -9,6 +9,7 @@ from math import isfinite
 from typing import TypedDict
 
 from soap.cli.command import Parser, UsageError
+from soap.cluster.presets import LOCAL
 from soap.cluster.topology import Topology
 from soap.errors import StrategyError
 from soap.search.record import MOST_FINALISTS
@@ -19,8 +20,9 @@ from soap.strategy.sync_contracts import METHODS, words
 
 MODEL_HELP = "a .pt2 file (torch.export.save, soap.export), or zoo:NAME[:SIZE][@BATCH]"
 CLUSTER_HELP = (
-    "a cluster.yaml, or a preset: local:N; one host (h100-8) or several (h100-4x8); a published cluster (p100-4x4); or "
-    "emulated:HxD@RATE, such as emulated:4x1@200Mbit/s: this machine as H hosts with D devices each, for soap-run --emulate. "
+    "a cluster.yaml, or a preset: local (this machine: its GPUs, or a few processes), local:N; one host (h100-8) or several "
+    "(h100-4x8); a published cluster (p100-4x4); or emulated:HxD@RATE, such as emulated:4x1@200Mbit/s: this machine as H hosts with D "
+    "devices each, for soap-run --emulate. "
     "An unknown name lists all presets"
 )
 LARGEST_COUNT = 10**9
@@ -78,9 +80,11 @@ def add_reading(parser: Parser) -> None:
     )
 
 
-def add_cluster(parser: Parser, *, required: bool, note: str = "") -> None:
-    """Add ``--cluster SPEC``."""
-    parser.add_argument("--cluster", metavar="SPEC", required=required, help=CLUSTER_HELP + note)
+def add_cluster(parser: Parser, note: str = "", *, several: bool = False) -> None:
+    """Add ``--cluster SPEC``. It is this machine by default, or None if ``note`` says what else. ``several``: it may be repeated, and its
+    value is a list, or None."""
+    action, default = "append" if several else "store", None if note else LOCAL
+    parser.add_argument("--cluster", metavar="SPEC", default=default, action=action, help=f"{CLUSTER_HELP} ({note or f'default {LOCAL}'})")
 
 
 def add_costs(parser: Parser) -> None:
@@ -148,14 +152,18 @@ def refuse_overwriting(inputs: Mapping[str, str | None], outputs: Mapping[str, s
             raise UsageError(f"{option} {path!r} is the same file as {other}, and would overwrite it; choose another path for {option}")
 
 
+def has_gpus(topology: Topology) -> bool:
+    """Whether any device of the cluster is a GPU."""
+    return any(device.type.kind == "cuda" for device in topology.devices)
+
+
 def reading(args: argparse.Namespace, topology: Topology | None) -> Reading:
     """Arguments of ``api.load``, from the options of ``add_reading``, for a model that will be trained on these devices."""
-    devices = topology.devices if topology is not None else ()
     return Reading(
         batch_dims=batch_dims(args.batch_dim),
         batch_norm=args.batch_norm,
         autocast=args.autocast,
-        autocast_device="cuda" if any(device.type.kind == "cuda" for device in devices) else "cpu",
+        autocast_device="cuda" if topology is not None and has_gpus(topology) else "cpu",
         matmul_precision=args.matmul_precision,
         imports=args.imports,
     )

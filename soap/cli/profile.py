@@ -24,7 +24,7 @@ from soap.files import check_writable
 from soap.model.graph import OperatorGraph
 from soap.profiles.corrections import CORRECTED, Correction
 from soap.profiles.exchange import export_profiles, import_profiles, shipped_profiles
-from soap.profiles.keys import environments
+from soap.profiles.keys import environments, only_environment
 from soap.profiles.lookup import ProfiledCosts, Source, foreign, read_corrections
 from soap.profiles.shares import corrected, shares
 from soap.profiles.shares import text as shares_text
@@ -78,7 +78,7 @@ def make_file_parser(verb: str) -> Parser:
 
 def _add_subject(parser: Parser) -> None:
     add_model(parser, positional=True)
-    add_cluster(parser, required=True)
+    add_cluster(parser)
     parser.add_argument("--strategy", metavar="FILE", help="its computations, too, before those that a search may propose")
     add_json(parser)
 
@@ -89,7 +89,7 @@ def execute(args: argparse.Namespace) -> int:
         raise UsageError(f"--cluster {args.cluster!r}: this machine is what can be measured; expected local:N or emulated:HxD@RATE")
     store = Store()
     topology, graph, strategies = _subject(args)
-    (place,) = environments(topology).values()
+    place = only_environment(topology)
     everything = wanted(graph, topology, _groups(strategies))
     known = set() if args.again else {entry.key for entry in store.entries(place)}
     todo = [one for one in everything if one.key not in known]
@@ -118,7 +118,7 @@ def execute(args: argparse.Namespace) -> int:
 def _measure(args: argparse.Namespace, topology: Topology, todo: Sequence[Wanted], store: Store) -> int:
     from soap.cli.measuring import measure  # torch
 
-    (place,) = environments(topology).values()
+    place = only_environment(topology)
     with tqdm(total=len(todo), desc="measuring", unit="computation", disable=None, leave=False) as bar:
 
         def progress(one: Wanted) -> None:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from soap.api import SearchOutcome, costs_record
-from soap.cli import rows
+from soap.cli import figures, rows
 from soap.cli.plain_text import aligned, devices, listed, milliseconds, speed_up, split, sync_document, sync_text
 from soap.cluster.topology import Topology
 from soap.model import sparse_shares
@@ -50,6 +50,7 @@ def document(simulator: Simulator, strategy: Strategy, simulation: Simulation | 
         "fits": simulation.fits,
         "speedup": baselines[BASELINE]["predicted_ns"] / max(1, simulation.makespan_ns),
         "baselines": baselines,
+        "throughput": figures.document(simulation.throughput),
         "memory_bytes": [{**asdict(use), "total": use.total} for use in simulation.memory],
         "available_memory_bytes": [device.type.memory_bytes for device in topology.devices],
         "bytes_moved": simulation.bytes_moved,
@@ -198,6 +199,7 @@ def _resources(report: Mapping[str, Any]) -> str:
         ("memory per device", f"up to {format_bytes(totals[fullest])} of {available} ({names[fullest]})"),
         ("moved per iteration", f"{format_bytes(report['bytes_moved'])} ({BASELINE}: {format_bytes(report['data_parallel_bytes_moved'])})"),
         ("devices busy", f"{mean:.0%} of the time on average"),
+        ("throughput", figures.text(report["throughput"])),
     ]
     return listed(rows)
 

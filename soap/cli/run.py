@@ -8,11 +8,11 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from soap import api
-from soap.cli import emulation
+from soap.cli import emulation, figures
 from soap.cli.checkpoints import add_checkpoints, chosen
 from soap.cli.command import Parser, UsageError, note, run_command
 from soap.cli.options import (
@@ -37,6 +37,7 @@ from soap.errors import RuntimeFailure, SoapWarning, StrategyError
 from soap.files import check_writable, write_text_atomically
 from soap.simulator.reference import execution_order
 from soap.simulator.simulate import Simulation
+from soap.simulator.throughput import throughput
 from soap.units import format_bytes
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def make_parser() -> Parser:
     )
     parser.add_argument("strategy", metavar="STRATEGY", help="what soap-search wrote")
     add_model(parser, positional=False)
-    add_cluster(parser, required=False, note=" (default: the strategy's, if it is a preset)")
+    add_cluster(parser, note="default: the strategy's, if it is a preset")
     add_costs(parser)
     parser.add_argument("--steps", metavar="N", type=positive, default=10, help="training steps (default %(default)s)")
     parser.add_argument("--check", action="store_true", help="compare loss and every gradient with a single process first")
@@ -226,16 +227,20 @@ def document(
 ) -> dict[str, Any]:
     """What was predicted and measured, as plain JSON values. The keys are part of the command's interface.
 
-    Of a cluster that was emulated at another scale, predicted times are those at that scale.
+    Of a cluster that was emulated at another scale, predicted times are those at that scale; ``throughput`` is the cluster's own.
     """
     strategies = {}
     for name, simulation in predicted.items():
         measured = outcome.measured.get(name)
+        step_ns = simulation.step_ns(job.accumulate)
+        foreseen = throughput(simulation.plan.graph, job.topology, step_ns, job.accumulate)
+        seen = replace(foreseen, step_ns=round(measured.median_ns * scale)) if measured and measured.times_ns else None
         strategies[name] = {
-            "predicted_ns": round(simulation.step_ns(job.accumulate) / scale),
+            "predicted_ns": round(step_ns / scale),
             "measured_ns": measured.median_ns if measured else None,
             "steps_ns": list(measured.times_ns) if measured else None,
             "losses": list(measured.losses) if measured else None,
+            "throughput": {"predicted": figures.document(foreseen), "measured": figures.document(seen) if seen else None},
             "links": emulation.crossed(hosts, simulation, job.accumulate, measured) if hosts and measured else None,
         }
     return {
@@ -290,6 +295,7 @@ def text(report: Mapping[str, Any]) -> str:
     facts = [("predicted from", resting(report["costs"])), ("loss", f"{first}, {last}")]
     if report["costs"]["links"]:
         facts.insert(1, ("links", report["costs"]["links"]))
+    facts.append(("throughput", _throughput(own["throughput"], report["emulation"])))
     if report["checkpoint"]:
         facts.append(("checkpoint", report["checkpoint"]))
     if report["check"]:
@@ -300,6 +306,12 @@ def text(report: Mapping[str, Any]) -> str:
     held = [_held(report["memory"])] if report["memory"] else []
     links = emulation.text(report)
     return "\n\n".join([head, aligned(rows), *([links] if links else []), *held, listed(facts)])
+
+
+def _throughput(own: Mapping[str, Any], emulated: Mapping[str, Any] | None) -> str:
+    notes = [] if own["measured"] else ["predicted"]
+    notes += ["of the cluster at its full scale"] if emulated and emulated["scale"] != 1 else []
+    return figures.text(own["measured"] or own["predicted"]) + (f" ({', '.join(notes)})" if notes else "")
 
 
 def _held(memory: Sequence[Mapping[str, Any]]) -> str:

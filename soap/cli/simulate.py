@@ -33,7 +33,7 @@ def make_parser() -> Parser:
         f"{PROG} zoo:gpt:tiny --cluster p100-4x4 --builtin megatron --timeline trace.json",
     )
     add_model(parser, positional=True)
-    add_cluster(parser, required=True)
+    add_cluster(parser)
     add_costs(parser)
     add_rows(parser)
     which = parser.add_mutually_exclusive_group(required=True)

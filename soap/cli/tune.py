@@ -48,7 +48,7 @@ def make_parser() -> Parser:
     )
     parser.add_argument("strategy", metavar="STRATEGY", help="what soap-search wrote")
     add_model(parser, positional=False)
-    add_cluster(parser, required=False, note=" (default: the strategy's, if it is a preset)")
+    add_cluster(parser, note="default: the strategy's, if it is a preset")
     add_costs(parser)
     parser.add_argument("-o", "--output", metavar="FILE", required=True, help="where the tuned strategy goes (JSON)")
     parser.add_argument(

@@ -11,12 +11,13 @@ from itertools import permutations
 
 from soap.cluster.fields import Fields, nearest
 from soap.cluster.nics import NETWORK, Network, Nic, read_network, read_nics
+from soap.cluster.price import CURRENCY, PRICE, read_price
 from soap.cluster.topology import DEVICE_KINDS, Device, DeviceType, Host, Link, Topology
 from soap.errors import TopologyError
 
-CLUSTER_KEYS = ("name", "device_types", "hosts", "network", "switches", "links")
+CLUSTER_KEYS = ("name", "device_types", "hosts", "network", "switches", "links", PRICE, CURRENCY)
 TYPE_KEYS = ("kind", "flops", "memory_bandwidth", "memory", "kernel_overhead", "source")
-HOST_KEYS = ("name", "count", "devices", "cpu_cores", "memory", "links", "nics")
+HOST_KEYS = ("name", "count", "devices", "cpu_cores", "memory", "links", "nics", PRICE)
 LINK_KEYS = ("name", "from", "to", "bandwidth", "latency", "duplex")
 INTRA_KINDS = ("switch", "full", "ring", "pairs")
 DTYPES = (
@@ -43,7 +44,8 @@ def build_cluster(description: object, known_types: Mapping[str, DeviceType], wh
             wiring.add_hosts(Fields(item, path, HOST_KEYS))
         wiring.add_spine()
         wiring.add_free_links()
-        return Topology(fields.text("name", "cluster"), tuple(wiring.devices), tuple(wiring.hosts), tuple(wiring.links))
+        parts = tuple(wiring.devices), tuple(wiring.hosts), tuple(wiring.links)
+        return Topology(fields.text("name", "cluster"), *parts, price=read_price(fields))
     except TopologyError as error:  # these errors come from the topology itself, which does not know the file
         raise TopologyError(str(error) if str(error).startswith(f"{where}: ") else f"{where}: {error}") from None
 

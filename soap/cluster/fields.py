@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 from soap.errors import TopologyError
 from soap.units import parse_bandwidth, parse_bytes, parse_flops, parse_seconds
 
+MOST_AMOUNT = 1e12
+
 
 class Fields:
     """One mapping with its path. A getter with a default accepts a missing key; one without requires the key. The outermost path is the
@@ -91,6 +93,14 @@ class Fields:
     def seconds(self, key: str) -> float:
         """Seconds, e.g. from ``2 us``; may be 0."""
         return parse_seconds(self.value(key), self.at(key))
+
+    def amount(self, key: str) -> float:
+        """A plain number without unit, from 0 to ``MOST_AMOUNT``."""
+        found = self.value(key)
+        if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 <= found <= MOST_AMOUNT:
+            expected = f"a number from 0 to {MOST_AMOUNT:.0e}, such as 2.5"
+            raise TopologyError(f"{self.at(key)}: {_shown(found)}; expected {expected}: write it without a unit")
+        return float(found)
 
     def section(self, key: str, allowed: Sequence[str] | None = None) -> Fields:
         """A nested mapping."""

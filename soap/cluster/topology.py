@@ -26,6 +26,7 @@ from soap.cluster.overheads import (
     Port,
     check_not_negative,
 )
+from soap.cluster.price import Price
 from soap.cluster.routes import Router
 from soap.errors import TopologyError
 
@@ -158,7 +159,8 @@ class Topology:
     cluster, and its identity follows from these. ``links_source``: where such figures come from, in one line.
 
     ``ports`` (at most one per link), ``cpu_overhead``, ``latency_factor`` and ``cold_penalty``: what communication costs processors and
-    other communication, where that was measured (``soap.cluster.overheads``); no part of the identity.
+    other communication, where that was measured (``soap.cluster.overheads``); no part of the identity. ``price``: what the cluster
+    costs, if known; no part of the identity either, and no prediction depends on it.
     """
 
     name: str
@@ -173,6 +175,7 @@ class Topology:
     cpu_overhead: CpuOverhead = NO_CPU_OVERHEAD
     latency_factor: CollectiveLatencyFactor = NO_LATENCY_FACTOR
     cold_penalty: ColdPenalty = NO_COLD_PENALTY
+    price: Price | None = None
 
     def __post_init__(self) -> None:
         for attribute in ("devices", "hosts", "links", "described", "ports"):
@@ -190,7 +193,7 @@ class Topology:
     def __reduce__(self) -> tuple[object, ...]:
         measured = (self.measured, self.stated, self.described, self.links_source)
         between = (self.ports, self.cpu_overhead, self.latency_factor, self.cold_penalty)
-        return (Topology, (self.name, self.devices, self.hosts, self.links, *measured, *between))
+        return (Topology, (self.name, self.devices, self.hosts, self.links, *measured, *between, self.price))
 
     def device_clock(self) -> DeviceClock:
         """How long tiles take in the course of a simulation; one for each."""

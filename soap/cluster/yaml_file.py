@@ -25,6 +25,10 @@
     links:
       - {from: box0/gpu0, to: spine, bandwidth: 10 GB/s, latency: 1 us}   # both directions, unless duplex: false
       - {from: box1/gpu0, to: spine, bandwidth: 10 GB/s, latency: 1 us}
+    price_per_hour: 24.5                                      # optional: of the whole cluster, or under hosts of each host
+    currency: EUR                                             # optional
+
+A file may also give a preset a price, and nothing else: ``{preset: h200-8, price_per_hour: 24.5}``. Prices change no prediction.
 
 Bandwidths are per direction. A latency of ``intra`` or ``network`` counts from end to end; that of a listed link, for that link.
 ``pairs`` is a PCIe tree: two neighbours on a switch of their own, these switches on the host's.
@@ -59,6 +63,7 @@ Generated nodes that ``links`` may name: ``HOST/switch`` (where the host has one
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +71,16 @@ import yaml
 
 from soap.cluster.build import build_cluster
 from soap.cluster.emulated import FAMILY as EMULATED
-from soap.cluster.presets import device_types, preset
+from soap.cluster.fields import Fields
+from soap.cluster.presets import device_types, family, preset
+from soap.cluster.price import CURRENCY, PRICE, read_price
 from soap.cluster.topology import DeviceType, Topology
 from soap.errors import TopologyError
 from soap.files import read_text
 from soap.units import exact_bandwidth, exact_bytes, exact_flops, exact_seconds
 
 LIMIT_BYTES = 16 * 2**20
+PRESET = "preset"
 
 
 def load_cluster(spec: str | Path) -> Topology:
@@ -99,7 +107,20 @@ def parse_cluster(text: str, where: str = "cluster.yaml") -> Topology:
         raise TopologyError(f"{where}: no valid YAML ({' '.join(str(error).split())}); expected a cluster description") from None
     if description is None:
         raise TopologyError(f"{where}: the file is empty; expected a cluster description with name and hosts")
+    if isinstance(description, dict) and PRESET in description:
+        return _priced_preset(Fields(description, f"{where}: ", (PRESET, PRICE, CURRENCY)))
     return build_cluster(description, device_types(), where)
+
+
+def _priced_preset(fields: Fields) -> Topology:
+    name = fields.text(PRESET)
+    if family(name) is not None:
+        raise TopologyError(f"{fields.at(PRESET)}: {name!r} is this machine, measured when it is named; expected another preset's name")
+    try:
+        topology = preset(name)
+    except TopologyError as error:
+        raise TopologyError(f"{fields.at(PRESET)}: {error}") from None
+    return replace(topology, price=read_price(fields))
 
 
 def dump_cluster(topology: Topology) -> str:
@@ -132,6 +153,10 @@ def dump_cluster(topology: Topology) -> str:
     description: dict[str, Any] = {"name": topology.name, "device_types": {t.name: _type_fields(t) for t in types}, "hosts": hosts}
     if links:
         description |= {"switches": list(topology.switches), "links": links}
+    if topology.price is not None:
+        description[PRICE] = topology.price.per_hour
+        if topology.price.currency:
+            description[CURRENCY] = topology.price.currency
     return yaml.safe_dump(description, sort_keys=False, default_flow_style=None, width=140, allow_unicode=True)
 
 

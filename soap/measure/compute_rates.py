@@ -54,20 +54,23 @@ def cpu_rates(workers: int) -> Rates:
     return Rates(flops, copied, call)
 
 
-def cuda_rates() -> Rates:
-    """Rates of the first GPU. GPUs do not disturb each other."""
-    flops = {dtype: _flops(_on_gpu(_matmul("cuda", dtype)), "cuda") for dtype in DTYPES["cuda"]}
-    size = COPY_BYTES["cuda"]
-    return Rates(flops, 2 * size / _on_gpu(_copy("cuda", size)), _on_gpu(_tiny_calls("cuda")) / TINY_CALLS)
-
-
-def gpu_copy_seconds(copied_bytes: int) -> float:
-    """Seconds to copy from the first GPU to the second."""
+def cuda_rates(gpu: int = 0) -> Rates:
+    """Rates of a GPU. GPUs do not disturb each other."""
     import torch
 
-    source = torch.empty(copied_bytes, dtype=torch.uint8, device="cuda:0")
-    target = torch.empty(copied_bytes, dtype=torch.uint8, device="cuda:1")
-    return _on_gpu(lambda: lambda: target.copy_(source), devices=2)
+    with torch.cuda.device(gpu):
+        flops = {dtype: _flops(_on_gpus(_matmul("cuda", dtype), gpu), "cuda") for dtype in DTYPES["cuda"]}
+        size = COPY_BYTES["cuda"]
+        copied = 2 * size / _on_gpus(_copy("cuda", size), gpu)
+        return Rates(flops, copied, _on_gpus(_tiny_calls("cuda"), gpu) / TINY_CALLS)
+
+
+def gpu_copy_seconds(copied_bytes: int, source: int = 0, target: int = 1) -> float:
+    """Seconds to copy from one GPU to another."""
+    import torch
+
+    given, taken = (torch.empty(copied_bytes, dtype=torch.uint8, device=f"cuda:{gpu}") for gpu in (source, target))
+    return _on_gpus(lambda: lambda: taken.copy_(given), source, target)
 
 
 @contextmanager
@@ -104,16 +107,16 @@ def _together(workers: int, make: Callable[[], Action]) -> float:
         return median([future.result() for future in [pool.submit(work) for _ in range(workers)]])
 
 
-def _on_gpu(make: Callable[[], Action], devices: int = 1) -> float:
-    """Typical seconds of an action, from its call until the GPU has finished it."""
+def _on_gpus(make: Callable[[], Action], *gpus: int) -> float:
+    """Typical seconds of an action, from its call until these GPUs have finished it."""
     import torch
 
     action = make()
 
     def finished() -> None:
         action()
-        for device in range(devices):
-            torch.cuda.synchronize(device)
+        for gpu in gpus:
+            torch.cuda.synchronize(gpu)
 
     finished()
     return _typical_seconds(finished, time.perf_counter)

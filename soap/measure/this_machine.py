@@ -9,24 +9,30 @@ from __future__ import annotations
 import os
 import platform
 import warnings
+from collections.abc import Callable
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from soap.cluster.emulated import FAMILY as EMULATED
 from soap.cluster.emulated import emulated_topology, parse_emulated
+from soap.cluster.islands import with_islands, with_types
 from soap.cluster.presets import family, local_topology
 from soap.cluster.topology import MEASURED, DeviceType, Topology
 from soap.errors import ProfileError
 from soap.measure import machine_cache
 from soap.measure.compute_rates import Rates, cpu_rates, cuda_rates, gpu_copy_seconds
+from soap.measure.gpus import Gpus, first_gpus, gpu_count
 from soap.measure.link_probe import LinkRates, measure_link
-from soap.measure.machine_cache import Key
+from soap.measure.machine_cache import Key, Measurement
 
 SIGNIFICANT_DIGITS = 4
 """Digits kept: more than the measurement is exact to, and short numbers in the cache file and in reports."""
 GPU_COPY_BYTES = 256 * 2**20
 GIB = 2**30
-GPU_NODES = ("/dev/nvidiactl", "/dev/dxg")
+MOST_PROCESSES, FEWEST_PROCESSES = 4, 2
+"""Processes of ``local`` on a machine without GPUs: four where it has as many cores, else two. One would leave nothing to split; as many
+as there are cores would be many, each with one thread, of which sums over gloo make slow plans."""
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 CGROUP_USES = (("/sys/fs/cgroup/memory.stat", "anon"), ("/sys/fs/cgroup/memory/memory.stat", "total_rss"))
 """Container limits count files, and what processes hold in them; caches of files are dropped when memory is needed."""
@@ -43,35 +49,71 @@ def measured_topology(preset: Topology, cache: bool = True) -> Topology:
     )
 
 
+def device_count() -> int:
+    """How many devices ``local`` has: the GPUs that torch sees; on a machine without, a few processes on its cores."""
+    return gpu_count() or (MOST_PROCESSES if cpu_cores() >= MOST_PROCESSES else FEWEST_PROCESSES)
+
+
 def measured_local_topology(count: int, cache: bool = True, gpus: bool = True) -> Topology:
     """``local:count`` with the rates that this machine reaches: GPUs if it has as many (and ``gpus``), otherwise processes on its cores
     joined by gloo. With ``cache`` the first measurement is kept in the user's cache folder and used from then on: equal questions,
     equal answers."""
     local_topology(count)  # refuses an impossible number before anything is measured
-    kind = "cuda" if gpus and _gpu_count() >= count else "cpu"
-    key = _key(kind, count)
+    if gpus and gpu_count() >= count:
+        return _measured_gpus(count, first_gpus(count), cache)
+    measure_links = partial(_measure_link, "cpu", count) if count > 1 else None
+    return _joined(count, *_measured(_key("cpu", count), partial(measure_device, "cpu", count), measure_links, cache))
+
+
+def _measured_gpus(count: int, found: Gpus, cache: bool) -> Topology:
+    """One GPU of each kind is measured, and copies between two neighbours; and between two islands, if there are several."""
+    key = _key("cuda", count)
+    if not found.are_joined_alike:
+        key = {**key, "islands": " ".join(",".join(map(str, island)) for island in found.islands)}
+    measure_links = None if found.neighbours is None else partial(_measure_link, "cuda", count, found.neighbours)
+    first = _measured(key, partial(measure_device, "cuda", count), measure_links, cache)
+    host, types = _joined(count, *first), {found.kinds[0]: first[0]}
+    for gpu, kind in enumerate(found.kinds):
+        if kind not in types:
+            own = {**_key("cuda", count), "gpu": kind[0], "gpu_memory_bytes": kind[1]}
+            types[kind] = _measured(own, partial(measure_device, "cuda", count, gpu), None, cache)[0]
+    if len(types) > 1:
+        host = with_types(host, [types[kind] for kind in found.kinds])
+    if found.are_joined_alike:
+        return host
+    between = {**key, "between": "islands"}
+    _, way = _measured(between, lambda: first[0], partial(_measure_link, "cuda", count, found.strangers), cache)
+    return host if way is None else with_islands(host, found.islands, way.bandwidth_bytes_per_second, way.latency_seconds)
+
+
+def _measured(key: Key, device_of: Callable[[], DeviceType], link_of: Callable[[], LinkRates | None] | None, cache: bool) -> Measurement:
+    """What is kept under the key, or else measured now. ``link_of``: None if there are no links to measure."""
     known = machine_cache.load(key) if cache else None
-    device, link = known or (measure_device(kind, count), None)
-    if link is None and count > 1:
-        link = _measure_link(kind, count)
+    device, link = known or (device_of(), None)
+    if link is None and link_of is not None:
+        link = link_of()
     if cache and (device, link) != known:
         other = machine_cache.load(key)  # stored by another process that has measured at the same time and was first
         if other is not None and other != known:
             device, link = other[0], other[1] or link
         if (device, link) != other:
             machine_cache.save(key, (device, link))
+    return device, link
+
+
+def _joined(count: int, device: DeviceType, link: LinkRates | None) -> Topology:
     if link is None:
         return local_topology(count, device)
     return local_topology(count, device, link.bandwidth_bytes_per_second, link.latency_seconds)
 
 
-def measure_device(kind: str, count: int) -> DeviceType:
-    """Rates of one of ``count`` equal devices of this machine while all of them work. ``kind``: "cpu" or "cuda"."""
+def measure_device(kind: str, count: int, gpu: int = 0) -> DeviceType:
+    """Rates of one of ``count`` equal devices of this machine while all of them work. ``kind``: "cpu" or "cuda", then of this GPU."""
     if kind == "cuda":
         import torch
 
-        properties = torch.cuda.get_device_properties(0)
-        return _device_type(kind, properties.name, int(properties.total_memory), cuda_rates(), 1.0, 1.0)
+        properties = torch.cuda.get_device_properties(gpu)
+        return _device_type(kind, properties.name, int(properties.total_memory), cuda_rates(gpu), 1.0, 1.0)
     cores, threads = cpu_cores(), threads_per_process(count)
     share = min(1.0, cores / (count * threads))
     rates = cpu_rates(min(cores, count * threads))
@@ -135,15 +177,6 @@ def free_memory_bytes() -> int:
     return max(0, min(left))
 
 
-def _gpu_count() -> int:
-    """Number of CUDA devices. Does not import torch where there can be none, so that planning starts quickly."""
-    if not any(os.path.exists(node) for node in GPU_NODES) and platform.system() != "Windows":
-        return 0
-    import torch
-
-    return int(torch.cuda.device_count()) if torch.cuda.is_available() else 0
-
-
 def _key(kind: str, count: int) -> Key:
     try:
         torch_version = version("torch")
@@ -157,11 +190,11 @@ def _key(kind: str, count: int) -> Key:
     return {**key, "threads": threads_per_process(count), "memory_bytes": memory_bytes()}
 
 
-def _measure_link(kind: str, count: int) -> LinkRates | None:
+def _measure_link(kind: str, count: int, gpus: tuple[int, int] = (0, 1)) -> LinkRates | None:
     try:
-        link = _measure_gpu_link() if kind == "cuda" else _shared(measure_link(), count)
+        link = _measure_gpu_link(*gpus) if kind == "cuda" else _shared(measure_link(), count)
     except (ProfileError, RuntimeError) as cause:
-        warnings.warn(f"{cause}; going on with the usual figures for links of one machine", stacklevel=3)
+        warnings.warn(f"{cause}; going on with the usual figures for links of one machine", stacklevel=4)
         return None
     return LinkRates(_rounded(link.bandwidth_bytes_per_second), _rounded(link.latency_seconds))
 
@@ -173,9 +206,9 @@ def _shared(link: LinkRates, count: int) -> LinkRates:
     return LinkRates(link.bandwidth_bytes_per_second * share, link.latency_seconds / share)
 
 
-def _measure_gpu_link() -> LinkRates:
-    latency_seconds = gpu_copy_seconds(1)
-    return LinkRates(GPU_COPY_BYTES / max(gpu_copy_seconds(GPU_COPY_BYTES) - latency_seconds, 1e-9), latency_seconds)
+def _measure_gpu_link(source: int, target: int) -> LinkRates:
+    latency_seconds = gpu_copy_seconds(1, source, target)
+    return LinkRates(GPU_COPY_BYTES / max(gpu_copy_seconds(GPU_COPY_BYTES, source, target) - latency_seconds, 1e-9), latency_seconds)
 
 
 def _device_type(kind: str, name: str, size_bytes: int, rates: Rates, cores: float, share: float) -> DeviceType:

@@ -19,6 +19,7 @@ from typing import Any
 from soap.cluster.emulated import FAMILY as EMULATED
 from soap.cluster.presets import family
 from soap.cluster.topology import DeviceType, Topology
+from soap.errors import ProfileError
 from soap.measure.this_machine import cpu_cores
 from soap.model.dtypes import TF32, is_rounded_by_default
 from soap.model.graph import DimMap, Operand, Operator, OperatorGraph
@@ -141,6 +142,15 @@ def environments(topology: Topology, torch: str | None = None) -> dict[str, Envi
             processes = sum(other.host == device.host for other in topology.devices)
             busy[device.type.name] = device.type, processes, topology.hosts[device.host].cpu_cores
     return {name: environment(*found, torch) for name, found in busy.items()}
+
+
+def only_environment(topology: Topology) -> Environment:
+    """The environment of all devices; ProfileError if they are of several kinds, of which only one can be measured at a time."""
+    found = environments(topology)
+    if len(found) > 1:
+        kinds = ", ".join(found)
+        raise ProfileError(f"cluster {topology.name!r} has devices of several kinds ({kinds}); expected one kind: take fewer devices")
+    return next(iter(found.values()))
 
 
 def environment(device: DeviceType, processes: int, cores: int, torch: str | None = None) -> Environment:

@@ -19,6 +19,7 @@ from soap.simulator.memory.ledger import MemoryCurve
 from soap.simulator.memory.peaks import MemoryUse, memory_use, overflow_bytes
 from soap.simulator.memory.residency import expected_peaks, memory_over_time
 from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
+from soap.simulator.throughput import Throughput, throughput
 
 T = TypeVar("T")
 Longs = NDArray[np.int64]
@@ -70,6 +71,11 @@ class FoldedSimulation:
     def fits(self) -> bool:
         """Whether every device has enough memory."""
         return self.overflow_bytes == 0
+
+    @cached_property
+    def throughput(self) -> Throughput:
+        """Samples and tokens per second, utilisation and cost."""
+        return throughput(self.folding.plan.graph, self.topology, self.makespan_ns)
 
     @cached_property
     def bytes_moved(self) -> int:

@@ -22,6 +22,7 @@ from soap.simulator.memory.peaks import MemoryUse, memory_use, overflow_bytes, p
 from soap.simulator.memory.residency import expected_peaks, memory_over_time
 from soap.simulator.reference import simulate
 from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
+from soap.simulator.throughput import Throughput, throughput
 from soap.strategy.config import Strategy
 
 CACHED_STRATEGIES = 4096
@@ -86,6 +87,11 @@ class Simulation:
     def fits(self) -> bool:
         """Whether every device has enough memory."""
         return self.overflow_bytes == 0
+
+    @cached_property
+    def throughput(self) -> Throughput:
+        """Samples and tokens per second, utilisation and cost."""
+        return throughput(self.plan.graph, self.topology, self.makespan_ns)
 
     @cached_property
     def bytes_moved(self) -> int:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,9 @@ from soap.emulation import leftovers
 from soap.emulation.hosts import host_limits
 from soap.emulation.quota import CpuGroups
 from soap.measure.iteration import StepTimes
+from soap.model.graph import TensorKind
 from soap.simulator.analysis.timeline import link_bytes
+from soap.simulator.throughput import model_flops
 from tests.cli.refusals import assert_refused
 from tests.emulation.conftest import abandoned, groups
 
@@ -160,6 +163,28 @@ def test_what_people_see_at_half_the_scale(folder: Path, monkeypatch: pytest.Mon
     assert "link rates and CPU shares times 0.5; predicted times are divided by it" in text(half)
     plain = document(job, predicted, outcome, costs)
     assert plain["emulation"] is None and "bytes per step" not in text(plain)
+
+
+def test_throughput_is_of_the_whole_step_and_of_the_cluster_itself(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    job, predicted, costs = prepare(make_parser().parse_args(["s.json", "--model", "m.pt2", "--steps", "3"]))
+    outcome = Outcome("gloo", {"strategy": StepTimes((4000, 4000), (0.5,) * 3, ((1, 1, 1, 1), (1, 1, 1, 1)))}, None, ())
+    graph = predicted["strategy"].plan.graph
+    (samples,) = {tensor.shape[0] for tensor in graph.tensors.values() if tensor.kind is TensorKind.INPUT}
+    flops, peak = model_flops(graph), sum(device.type.flops("float32") for device in job.topology.devices)
+    plain, half = (document(job, predicted, outcome, costs, host_limits(job.topology, scale, 2), scale) for scale in (1.0, 0.5))
+    for report, measured_s in ((plain, 4e-6), (half, 2e-6)):  # at half the scale a step takes twice as long as on the cluster
+        own, usual = (report["strategies"][name]["throughput"] for name in ("strategy", "data_parallel"))
+        assert own["measured"]["samples_per_second"] == pytest.approx(samples / measured_s)
+        assert own["measured"]["mfu"] == pytest.approx(flops / measured_s / peak)
+        assert own["predicted"]["samples_per_second"] == pytest.approx(samples * 1e9 / predicted["strategy"].makespan_ns)
+        assert own["measured"]["tokens_per_second"] is own["measured"]["cost_per_million_samples"] is usual["measured"] is None
+    assert "(of the cluster at its full scale)" in text(half) and "full scale" not in text(plain)
+    three = document(replace(job, accumulate=3), predicted, outcome, costs)["strategies"]["strategy"]["throughput"]
+    assert three["measured"]["samples_per_second"] == pytest.approx(3 * samples / 4e-6)
+    assert three["predicted"]["samples_per_second"] == pytest.approx(3 * samples * 1e9 / predicted["strategy"].step_ns(3))
+    untimed = document(job, predicted, Outcome("gloo", {"strategy": StepTimes((), (0.5,))}, None, ()), costs)
+    assert untimed["strategies"]["strategy"]["throughput"]["measured"] is None and "(predicted)" in text(untimed)
 
 
 def test_planned_bytes_of_micro_batches_and_hosts(folder: Path) -> None:

@@ -13,7 +13,6 @@ from soap.cli.explain import LEGEND, document, text
 from soap.cli.rows import LEGEND as SPARSE_LEGEND
 from soap.cli.search import main
 from soap.model.graph import Unsplit
-from tests.cli.refusals import assert_refused
 
 
 class Model(torch.nn.Module):
@@ -89,8 +88,3 @@ def test_sparse_parameters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert " ".join(titles.split()) == "parameter rows look-ups touched by 1/2, 1/4, 1/8 alpha"
     # 100 * (1 - 0.99^18) = 16.5, by 9 look-ups 8.6, by 4.5 of them 4.4, by 2.25 2.2
     assert " ".join(line.split()) == "table.weight 100 18 17 9, 5, 3 0.17 assumed"
-
-
-def test_a_search_still_needs_a_cluster_and_a_place_for_the_strategy(capsys: pytest.CaptureFixture[str]) -> None:
-    assert_refused(capsys, main, ["zoo:gpt:tiny"], 2, "the following arguments are required: --cluster, -o/--output", "--help")
-    assert_refused(capsys, main, ["zoo:gpt:tiny", "--cluster", "local:2"], 2, "required: -o/--output")

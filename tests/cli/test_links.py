@@ -217,7 +217,6 @@ hosts:
 @pytest.mark.parametrize(
     ("command", "code", "words"),
     [
-        ([], 2, ["--cluster"]),
         (["--cluster", "local:1"], 2, ["has one device; expected at least two"]),
         (["--cluster", "p100-4x4"], 2, ["has 4 hosts, but this machine is one host", "torchrun"]),
         (["--cluster", EMULATED], 2, ["add --emulate"]),

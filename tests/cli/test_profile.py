@@ -315,7 +315,6 @@ def spoil(path: Path) -> None:
         (["import", "bad.json"], 6, ["bad.json", "profiles", "expected what soap-profile export wrote"]),
         (["export", "nowhere/x.json"], 6, ["nowhere", "create the folder"]),
         ([MODEL, "--cluster", "p100-4x4"], 2, ["p100-4x4", "expected local:N"]),
-        ([MODEL], 2, ["--cluster"]),
         ([*COMMAND, "--budget", "0"], 2, ["above 0"]),
         ([*COMMAND, "--strategy", "missing.json"], 5, ["missing.json"]),
         (["nosuch.pt2", "--cluster", CLUSTER], 3, ["nosuch.pt2"]),

@@ -109,6 +109,10 @@ def test_trains_checks_compares_and_traces(folder: Path, capsys: pytest.CaptureF
     assert len(own["losses"]) == 4 and len(own["steps_ns"]) == 2
     assert own["losses"] == pytest.approx(usual["losses"], rel=1e-9)  # the same training, however it is spread
     assert own["measured_ns"] > 0 and usual["measured_ns"] > 0
+    for entry in (own, usual):
+        rates, seconds = entry["throughput"]["measured"], entry["measured_ns"] / 1e9
+        assert (rates["samples_per_second"], rates["tokens_per_second"]) == pytest.approx((8 / seconds, 8 * 12 / seconds))
+        assert rates["arithmetic"] == "float64" and rates["mfu"] > 0
     assert report["check"]["passed"] is True
     assert report["check"]["worst"]["error"] <= report["check"]["tolerance"] == 1e-9
     assert report["check"]["compared_with_eager"] is None and "of the zoo" in report["check"]["eager"]

@@ -273,10 +273,6 @@ def test_usage_errors(arguments: list[str], words: list[str], capsys: pytest.Cap
     assert_refused(capsys, main, [MODEL, "--cluster", CLUSTER, "-o", str(tmp_path / "s.json"), *arguments], 2, *words)
 
 
-def test_missing_output_option(capsys: pytest.CaptureFixture[str]) -> None:
-    assert_refused(capsys, main, [MODEL, "--cluster", CLUSTER], 2, "-o/--output")
-
-
 @pytest.mark.parametrize("option", ["-o", "--timeline"])
 def test_unwritable_output_is_found_before_the_work(option: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     other = [] if option == "-o" else ["-o", str(tmp_path / "s.json")]

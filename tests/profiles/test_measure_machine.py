@@ -43,7 +43,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(this_machine, "cpu_cores", lambda: 4)
     monkeypatch.setattr(this_machine, "memory_bytes", lambda: 2**30)
-    monkeypatch.setattr(this_machine, "_gpu_count", lambda: 0)
+    monkeypatch.setattr(this_machine, "gpu_count", lambda: 0)
     monkeypatch.setattr(this_machine, "cpu_rates", made.rates)
     monkeypatch.setattr(this_machine, "measure_link", made.link)
     return made
@@ -125,7 +125,7 @@ def test_emulated_hosts_have_nearly_the_devices_of_so_many_processes(machine: Ma
     local = measured_topology(preset("local:4"))
     assert local == measured_local_topology(4)
     asked = list(machine.asked)
-    monkeypatch.setattr(this_machine, "_gpu_count", lambda: 8)  # emulated hosts have none
+    monkeypatch.setattr(this_machine, "gpu_count", lambda: 8)  # emulated hosts have none
     emulated = measured_topology(preset("emulated:2x2@200Mbit/s"))
     rates = {device.type.memory_bandwidth_bytes_per_second for device in emulated.devices}
     assert rates == {0.75 * local.devices[0].type.memory_bandwidth_bytes_per_second}

@@ -10,7 +10,8 @@ import pytest
 
 import soap
 from soap.cli import at_hand
-from soap.cli.search import main, make_parser, search_options
+from soap.cli.search import main, make_parser
+from soap.cli.search_options import search_options
 from soap.cli.updating import Updating
 from soap.errors import ProfileError, SoapError, StrategyError
 from soap.search.options import DEFAULT_BUDGET, SearchOptions

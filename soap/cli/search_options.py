@@ -1,0 +1,139 @@
+"""The options of ``soap-search`` about measuring, the search's length and what it may choose, and what they mean to ``soap.find``."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+
+from soap.cli import first_measuring, verification
+from soap.cli.command import Parser
+from soap.cli.options import (
+    at_least_one,
+    constraint,
+    finalists,
+    not_negative,
+    not_negative_number,
+    positive,
+    positive_number,
+    sync_method,
+)
+from soap.cli.updating import Updating
+from soap.model.graph import OperatorGraph
+from soap.search.metropolis import DEFAULT_BETA
+from soap.search.options import DEFAULT_BUDGET, SearchOptions
+from soap.search.starts import DYNAMIC, RANDOM
+from soap.strategy.classical import CLASSICAL, NAMED
+
+PATIENCE = 0.5
+
+
+def add_runs(parser: Parser) -> None:
+    """Options for measuring before the search and running its best strategies afterwards, and the margin if nothing is run."""
+    parser.add_argument(
+        "--profile",
+        metavar="SECONDS",
+        type=not_negative_number,
+        help="before the search, measure what is not known yet about links and the model's computations, as soap-profile does, for at most "
+        f"SECONDS (default {first_measuring.DEFAULT_S:g} with --cluster local:N or emulated:HxD@RATE, which are this machine; 0: do not)",
+    )
+    parser.add_argument(
+        "--verify",
+        metavar="K",
+        type=finalists,
+        nargs="?",
+        const=verification.DEFAULT_FINALISTS,
+        help="run the K best strategies (default %(const)s), the best start and data parallelism for real, and keep the fastest; if the "
+        f"cluster is this machine, that is done by default, for at most {verification.DEFAULT_S:g} seconds, and for up to "
+        f"{verification.ASKED_S:g} if asked for (0: do not)",
+    )
+    parser.add_argument(
+        "--margin",
+        metavar="X",
+        type=at_least_one,
+        help="take a plan that was not run instead of data parallelism only if it is predicted to be more than X times as fast "
+        "(default: the factor by which such predictions are known to err; 1: whatever is predicted to be faster)",
+    )
+
+
+def add_budget(parser: Parser) -> None:
+    """Options for the length of the search and its random draws."""
+    parser.add_argument("--budget", metavar="N", type=positive, default=DEFAULT_BUDGET, help="strategies to try (default %(default)s)")
+    parser.add_argument("--seconds", metavar="S", type=positive_number, help="stop trying after S seconds (results may then differ)")
+    parser.add_argument(
+        "--patience",
+        metavar="P",
+        type=positive_number,
+        default=PATIENCE,
+        help="stop when this share of the budget has brought nothing better (default %(default)g; 1: never)",
+    )
+    parser.add_argument("--seed", metavar="S", type=not_negative, default=0, help="equal seeds give equal results (default %(default)s)")
+    parser.add_argument(
+        "--beta",
+        metavar="B",
+        type=positive_number,
+        default=DEFAULT_BETA,
+        help="how strictly the search refuses slower strategies on its way (default %(default)g)",
+    )
+
+
+def add_choices(parser: Parser) -> None:
+    """Options for the starts of the search and what it may choose."""
+    parser.add_argument(
+        "--start",
+        metavar="NAME",
+        action="append",
+        choices=[*NAMED, RANDOM, DYNAMIC],
+        help=f"begin with this strategy (repeatable; default: {', '.join(CLASSICAL)}, and those that "
+        "other methods of synchronization allow, and dynamic if it takes seconds only); data_parallel is always among them",
+    )
+    parser.add_argument(
+        "--pin",
+        metavar="GLOB=SPEC",
+        type=constraint,
+        action="append",
+        default=[],
+        help="fix operators and search the rest: 'layers.*=sample:4,channel:2', 'loss=replicas:2'; @0-3, alone or behind that, fixes the "
+        "devices (repeatable; factors by name or kind)",
+    )
+    parser.add_argument(
+        "--forbid",
+        metavar="GLOB=SPEC",
+        type=constraint,
+        action="append",
+        default=[],
+        help="rule something out for operators: '*=reduction' splitting such factors, '*=replicas' copies, '*=@3' a device (repeatable)",
+    )
+    parser.add_argument(
+        "--sync",
+        metavar="METHOD",
+        type=sync_method,
+        action="append",
+        default=[],
+        help="allow this method of synchronizing parameters beside all-reduce: parameter_server:P (on servers in P partitions; +local "
+        "behind it: each host adds up first), or allgather (of sparse parameters' rows); allreduce allows nothing else (repeatable; "
+        "default: any method for sparse parameters, all-reduce for dense ones)",
+    )
+
+
+def search_options(args: argparse.Namespace, updating: Updating, graph: OperatorGraph) -> SearchOptions:
+    """The search options that the arguments ask for. Without ``--optimizer`` it is Adam, which is known; trying another needs torch."""
+    options = SearchOptions(
+        budget=args.budget,
+        seed=args.seed,
+        seconds=args.seconds,
+        patience=args.patience,
+        beta=args.beta,
+        starts=args.start,
+        pins=args.pin,
+        forbidden=args.forbid,
+        syncs=args.sync,
+        costs=args.costs,
+        margin=args.margin,
+    )
+    if not args.optimizer:
+        return options
+    from soap.runtime.updates.trial import optimizer_states
+
+    tried = updating.tried(graph)
+    states = optimizer_states(tried, sparse=bool(graph.sparse))
+    return replace(options, optimizer_states=states, measured_updates=tried.measured, uncut=tried.whole, together=tried.coupled)

@@ -1,0 +1,63 @@
+"""What ``soap-search`` reports of one search: a document for programs, and the same as text for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from soap import api
+from soap.cli import explanation, guard, report, verification
+from soap.cli.first_measuring import Measured
+
+SEARCHED = ("seed", "budget", "beta", "evaluations", "interrupted", "pins", "forbidden")
+
+
+def document(
+    outcome: api.SearchOutcome, *, explain: bool = False, measured: Measured | None = None, verified_s: float | None = None
+) -> dict[str, Any]:
+    """Plain JSON values. The keys are part of the command's interface. ``measured``: what was measured before the search, None if
+    nothing. ``verified_s``: seconds spent on running plans, None if none was to be run."""
+    recorded = outcome.record["search"]
+    found = {
+        **report.document(outcome.simulator, outcome.strategy, outcome.simulation),
+        "search": {key: recorded[key] for key in SEARCHED if key in recorded},
+        "bound_ns": None if outcome.bound is None else outcome.bound.bound_ns,
+    }
+    if measured is not None:
+        found["profiled"] = measured.document
+    if outcome.kept is not None and verified_s is not None:
+        found["measured"] = verification.document(outcome.runs, outcome.kept, verified_s)
+    elif outcome.guard is not None:
+        found["guard"] = guard.document(outcome.guard)
+    if explain:
+        found["explanation"] = explanation.document(outcome.simulator.graph, outcome.explanation, outcome.time_ns)
+        found["synchronization"] = explanation.synchronization(outcome.synchronization)
+    return found
+
+
+def text(
+    outcome: api.SearchOutcome,
+    found: Mapping[str, Any],
+    *,
+    told: Sequence[str] = (),
+    at_hand: bool = False,
+    measured: Measured | None = None,
+    verified_s: float | None = None,
+) -> str:
+    """The document for people. ``told``: the user's constraints. ``at_hand``: whether the cluster is this machine."""
+    sections = [report.text(found, report.FOUND), report.optimality(outcome)]
+    if measured is not None:
+        sections.append(measured.text)
+    if told:
+        sections[-1] += f"\nas the search was told: --{', --'.join(told)}; the other strategies above were not"
+    if "measured" in found:
+        sections.append(verification.text(found["measured"]))
+    elif verified_s is not None and outcome.kept is None:
+        sections.append("ran nothing: every other plan is predicted to be slower than data parallelism, by more than predictions err")
+    if "guard" in found:
+        sections.append(guard.text(found["guard"], at_hand=at_hand))
+    if "explanation" in found:
+        sections.append(explanation.text(found["explanation"], outcome.time_ns, outcome.simulator.topology))
+        if found["synchronization"]:
+            sections.append(explanation.synchronization_text(found["synchronization"], outcome.time_ns))
+    return "\n\n".join(sections)

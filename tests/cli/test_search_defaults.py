@@ -1,0 +1,45 @@
+"""``soap-search`` without options: for this machine, into ``strategy.json``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import soap
+from soap import api
+from soap.cli.search import main
+from tests.cli.refusals import assert_refused
+
+MODEL, CLUSTER = "zoo:gpt:tiny", "p100-4x4"
+
+
+def test_without_options_it_plans_for_this_machine_into_strategy_json(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("soap.measure.this_machine.device_count", lambda: 2)
+    command = [MODEL, "--budget", "5", "--profile", "0", "--verify", "0"]
+    for seed in ("0", "1"):  # the second time over the first strategy
+        assert main([*command, "--seed", seed]) == 0
+        assert capsys.readouterr().out.endswith("wrote strategy.json\n")
+        header = api.load_strategy_header("strategy.json")
+        assert header.cluster == "local:2" and json.loads(Path("strategy.json").read_text())["record"]["search"]["seed"] == int(seed)
+
+
+@pytest.mark.parametrize("content", ["precious notes", '{"model": {"layers": 3}}', None])
+def test_strategy_json_that_is_something_else_is_not_overwritten_unless_it_is_named(
+    content: str | None, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = Path("strategy.json")
+    if content is None:
+        path.symlink_to("nowhere")
+    else:
+        path.write_text(content)
+    command = [MODEL, "--cluster", CLUSTER, "--budget", "5", "--start", "data_parallel"]
+    assert_refused(capsys, main, command, 2, "strategy.json is there and is no strategy file", "-o FILE")
+    assert path.is_symlink() if content is None else path.read_text() == content
+    assert main([*command, "-o", "strategy.json"]) == 0  # as ever
+    assert soap.load_strategy("strategy.json", MODEL, CLUSTER)
