@@ -1,0 +1,272 @@
+"""Predicted beside published: step times and throughputs that others measured on real clusters, predicted from data sheets alone.
+
+    python -m benchmarks.published
+    python -m benchmarks.published --only dlperf-resnet50-8 libai-megatron-gpt2-tp8
+    python -m benchmarks.published --write docs/results/published.md --resume /tmp/predictions.json
+
+``published.json`` holds the figures with their sources. Nothing is fitted to them. Rows that need what SOAP does not simulate yet wait.
+Other clusters, models and rows are added in that file alone. All rows take about five minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import logging
+import sys
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from datetime import date
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from benchmarks.published_models import graph_of
+from benchmarks.published_table import Outcome, page
+from soap import api
+from soap.cluster.topology import Topology
+from soap.cluster.yaml_file import parse_cluster
+from soap.files import write_text_atomically
+from soap.model.graph import OperatorGraph
+from soap.strategy.classical import NAMED, data_parallel, hybrid, single_device
+from soap.strategy.config import Strategy
+from soap.strategy.grids import uniform_config
+
+DATA = Path(__file__).with_name("published.json")
+
+PRECISIONS: dict[str, dict[str, str]] = {
+    "float32": {},
+    "tf32": {},
+    "bfloat16": {"dtype": "bfloat16"},
+    "float16": {"dtype": "float16"},
+    "bfloat16 autocast": {"autocast": "bfloat16"},
+    "float16 autocast": {"autocast": "bfloat16"},
+}
+"""How a graph is loaded for a row's precision. Without ``autocast`` parameters have the type named. Float16 under autocast is simulated
+as bfloat16, which has as many bytes, at the device's rate for float16: SOAP refuses it because it would need gradient scaling."""
+
+WAITING = ("float8",)
+"""Precisions of rows that wait."""
+
+STRATEGIES = ("single", "data", "tensor", "table-wise", *NAMED)
+"""Of rows that do not wait."""
+
+UNITS = ("samples/s", "tokens/s", "tokens/s/device", "ms")
+
+OPTIONAL: dict[str, Any] = {"accumulate": 1, "tensor": 1, "needs": [], "assumed": []}
+REQUIRED = (
+    "id", "family", "source", "quote", "model", "batch", "precision", "strategy", "cluster", "hosts", "devices", "optimizer",
+    "optimizer_states", "figure", "unit",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """A published figure. ``batch``: samples of all devices in one iteration; ``accumulate``: iterations of a step. ``cluster``: of the
+    data file, or a preset; ``devices``: of each host. ``tensor``: devices of a tensor-parallel group. ``needs``: what keeps it waiting."""
+
+    id: str
+    family: str
+    source: str
+    quote: str
+    model: str
+    batch: int
+    precision: str
+    strategy: str
+    cluster: str
+    hosts: int
+    devices: int
+    optimizer: str
+    optimizer_states: int
+    figure: float
+    unit: str
+    accumulate: int
+    tensor: int
+    needs: Sequence[str]
+    assumed: Sequence[str]
+
+
+def read(path: Path = DATA) -> dict[str, Any]:
+    """The data file."""
+    data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return data
+
+
+def rows_of(data: Mapping[str, Any]) -> list[Row]:
+    """The rows; ValueError with everything that is wrong in them, a line each."""
+    found = problems(data)
+    if found:
+        raise ValueError("\n".join(found))
+    return [Row(**{**OPTIONAL, **row}) for row in data["rows"]]
+
+
+def problems(data: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the data file: missing or unknown fields, names that lead nowhere, figures without source or quotation."""
+    found: list[str] = []
+    for name, source in data["sources"].items():
+        lacking = [field for field in ("title", "url", "date", "software") if not str(source.get(field, "")).strip()]
+        found += [f"source {name}: no {field}" for field in lacking]
+        found += [f"source {name}: {source['url']!r} is no address"] if not str(source.get("url", "")).startswith("https://") else []
+    for name, cluster in [*data["clusters"].items(), *data["device_types"].items()]:
+        found += [] if str(cluster.get("source", "")).strip() else [f"{name}: no source"]
+    seen: set[str] = set()
+    for row in data["rows"]:
+        found += [f"row {row.get('id', '?')}: {problem}" for problem in _row_problems(row, data)]
+        found += [f"row {row.get('id')}: occurs twice"] if row.get("id") in seen else []
+        seen.add(row.get("id"))
+    return found
+
+
+def _row_problems(row: Mapping[str, Any], data: Mapping[str, Any]) -> list[str]:
+    found = [f"no {field}" for field in REQUIRED if row.get(field) in (None, "")]
+    found += [f"unknown field {field}" for field in row if field not in (*REQUIRED, *OPTIONAL)]
+    if found:
+        return found
+    for field, known in (("source", data["sources"]), ("model", data["models"]), ("unit", UNITS)):
+        found += [] if row[field] in known else [f"{field} {row[field]!r}; expected one of {', '.join(known)}"]
+    if row["cluster"] not in data["clusters"]:
+        try:
+            api.load_cluster(row["cluster"])
+        except Exception as error:
+            found.append(str(error))
+    for field in ("batch", "hosts", "devices", "figure", *(field for field in ("accumulate", "tensor") if field in row)):
+        found += [] if row[field] > 0 else [f"{field} {row[field]}; expected more than 0"]
+    known = (*PRECISIONS, *WAITING) if row.get("needs") else tuple(PRECISIONS)
+    found += [] if row["precision"] in known else [f"precision {row['precision']!r}; expected one of {', '.join(known)}"]
+    if not row.get("needs") and row["strategy"] not in STRATEGIES:
+        found.append(f"strategy {row['strategy']!r}; expected one of {', '.join(STRATEGIES)}, or what it needs")
+    if row["unit"].startswith("tokens") and "sequence" not in data["models"].get(row["model"], {}):
+        found.append(f"{row['unit']} of a model without sequence")
+    return found
+
+
+def published_seconds(row: Row, data: Mapping[str, Any]) -> float:
+    """The published time of a step."""
+    if row.unit == "ms":
+        return row.figure / 1e3
+    samples = row.batch * row.accumulate
+    if row.unit == "samples/s":
+        return samples / row.figure
+    tokens = samples * data["models"][row.model]["sequence"]
+    return tokens / row.figure / (row.hosts * row.devices if row.unit == "tokens/s/device" else 1)
+
+
+def topology_of(row: Row, data: Mapping[str, Any]) -> Topology:
+    """The row's cluster. Under TF32 products and convolutions of float32 run at the device's rate for TF32."""
+    if row.cluster not in data["clusters"]:
+        return api.load_cluster(row.cluster)
+    description = copy.deepcopy(data["clusters"][row.cluster])
+    del description["source"]
+    (host,) = description["hosts"]
+    host |= {"count": row.hosts, "devices": {**host["devices"], "count": row.devices}}
+    if row.hosts == 1:
+        description.pop("network", None)
+    types = copy.deepcopy(data["device_types"])
+    for device in types.values():
+        rates = device["flops"]
+        tf32 = rates.pop("tf32", rates["float32"])
+        rates |= {"float32": tf32} if row.precision == "tf32" else {}
+        rates |= {"bfloat16": rates["float16"]} if row.precision == "float16 autocast" else {}
+    return parse_cluster(yaml.safe_dump({"name": row.cluster, "device_types": types, **description}), "published.json")
+
+
+def strategy_of(row: Row, graph: OperatorGraph, topology: Topology) -> Strategy:
+    """The row's strategy: ``single``, ``data``, ``tensor``, ``table-wise``, or one that SOAP knows by name."""
+    if row.strategy == "single":
+        return single_device(graph, topology)
+    if row.strategy == "data":
+        return data_parallel(graph, topology)
+    if row.strategy == "tensor":
+        return hybrid(graph, topology, tensor=row.tensor)
+    return table_wise(graph, topology) if row.strategy == "table-wise" else NAMED[row.strategy](graph, topology)
+
+
+def table_wise(graph: OperatorGraph, topology: Topology) -> Strategy:
+    """Data parallelism, but each embedding table on one device, where the touched rows alone are updated: the largest table first, on the
+    device that has least so far."""
+    shapes = {name: graph.tensors[name].shape for name in (parameter.name for parameter in graph.parameters)}
+    tables = [(shapes[op.parameters[0].tensor][0], op) for op in graph.operators if op.kind == "embedding"]
+    load, configs = [0] * topology.device_count, {}
+    for rows, op in sorted(tables, key=lambda one: -one[0]):
+        device = load.index(min(load))
+        load[device] += rows
+        configs[op.name] = uniform_config(op, {}, (device,))
+    return NAMED["sparse_allgather"](graph, topology).with_changes(operators=configs)
+
+
+def predict(row: Row, data: Mapping[str, Any]) -> Outcome:
+    """Simulate a row that does not wait, with estimates alone."""
+    _quiet()
+    begin = time.process_time()
+    graph = graph_of(data["models"][row.model], row.batch, **PRECISIONS[row.precision])
+    topology = topology_of(row, data)
+    simulator = api.simulator_for(graph, topology, optimizer_states=row.optimizer_states, costs="estimate")
+    simulation = simulator.run(strategy_of(row, graph, topology))
+    seconds = simulation.step_ns(row.accumulate) / 1e9
+    bound_bytes = max(use.total for use in simulation.memory)
+    return Outcome(row.id, seconds, max(simulation.peak_bytes), bound_bytes, simulation.fits, round(time.process_time() - begin))
+
+
+def predictions(rows: Sequence[Row], data: Mapping[str, Any], processes: int, resume: Path | None) -> dict[str, Outcome]:
+    """Predictions of the rows that do not wait, by id. ``resume``: a file with earlier ones, which is kept up to date."""
+    known: dict[str, Outcome] = {}
+    if resume is not None and resume.exists():
+        known = {outcome["id"]: Outcome(**outcome) for outcome in json.loads(resume.read_text(encoding="utf-8"))}
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+        for outcome in pool.map(partial(predict, data=data), [row for row in rows if not row.needs and row.id not in known]):
+            known[outcome.id] = outcome
+            print(f"{outcome.id}: {outcome.seconds * 1e3:.1f} ms, {outcome.took_seconds} s", file=sys.stderr, flush=True)
+            if resume is not None:
+                write_text_atomically(resume, _json(known))
+    return {row.id: known[row.id] for row in rows if row.id in known}
+
+
+def _json(outcomes: Mapping[str, Outcome]) -> str:
+    return json.dumps([asdict(outcome) for outcome in outcomes.values()], indent=1)
+
+
+def _quiet() -> None:
+    warnings.simplefilter("ignore")
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(prog="published", description="Predicted beside published step times.")
+    parser.add_argument("--only", nargs="+", metavar="ID", help="these rows")
+    parser.add_argument("--json", action="store_true", help="print predictions as JSON")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the page here instead of printing it")
+    parser.add_argument("--resume", type=Path, metavar="FILE", help="do not simulate the rows in this JSON file again; others are added")
+    parser.add_argument("--processes", type=int, default=2, metavar="N", help="simulate so many rows at a time (2)")
+    args = parser.parse_args(argv)
+    data = read()
+    rows = rows_of(data)
+    unknown = sorted(set(args.only or ()) - {row.id for row in rows})
+    if unknown:
+        parser.error(f"no row {', '.join(unknown)}; expected ids of {DATA.name}")
+    if args.processes < 1:
+        parser.error(f"--processes {args.processes}; expected at least 1")
+    rows = [row for row in rows if not args.only or row.id in args.only]
+    outcomes = predictions(rows, data, args.processes, args.resume)
+    if args.json:
+        print(_json(outcomes))
+        return 0
+    text = page(rows, data, outcomes, {row.id: published_seconds(row, data) for row in rows}, date.today().isoformat())
+    if args.write is None:
+        print(text)
+    else:
+        write_text_atomically(args.write, text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,195 @@
+"""Predictions beside published figures: the data file, the page's numbers, and a row from end to end."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+import soap
+from benchmarks import published
+from benchmarks.published import Row, problems, published_seconds, read, rows_of, strategy_of, table_wise, topology_of
+from benchmarks.published_models import graph_of
+from benchmarks.published_table import Outcome, Pair, order, page
+from soap.model.graph import OperatorGraph
+
+TINY = {
+    "builder": "gpt",
+    "sequence": 8,
+    "vocabulary": 64,
+    "width": 16,
+    "layers": 2,
+    "heads": 4,
+    "dropout": 0.1,
+    "attention": "plain",
+    "tied": True,
+}
+BERT = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+
+
+def made(**changed: Any) -> Row:
+    """A row of the data file with other fields."""
+    row = {**published.OPTIONAL, **next(row for row in read()["rows"] if row["id"] == "libai-megatron-gpt2-dp4"), **changed}
+    return Row(**row)
+
+
+def with_tiny() -> dict[str, Any]:
+    """The data file with one small model more."""
+    data = read()
+    data["models"]["tiny"] = TINY
+    return data
+
+
+@pytest.fixture(scope="module")
+def tiny() -> OperatorGraph:
+    """Its graph for 8 samples."""
+    return graph_of(TINY, 8)
+
+
+def test_every_row_has_its_figure_from_a_quoted_source() -> None:
+    data = read()
+    assert problems(data) == []
+    rows = rows_of(data)
+    assert sum(not row.needs for row in rows) >= 16
+    assert sum(bool(row.needs) for row in rows) >= 16
+    for row in rows:
+        assert data["sources"][row.source]["url"].startswith("https://")
+        assert len(row.quote) > 10
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"quote": ""}, "no quote"),
+        ({"source": "hearsay"}, "source 'hearsay'"),
+        ({"unit": "furlongs"}, "unit 'furlongs'"),
+        ({"strategy": "fsdp"}, "strategy 'fsdp'"),
+        ({"precision": "float8"}, "precision 'float8'"),
+        ({"cluster": "nowhere"}, "unknown cluster 'nowhere'"),
+        ({"figure": -1}, "figure -1"),
+        ({"wind": 3}, "unknown field wind"),
+    ],
+)
+def test_what_is_wrong_with_a_row_is_said(change: dict[str, Any], problem: str) -> None:
+    data = read()
+    data["rows"][0].update(change)
+    found = problems(data)
+    assert len(found) == 1
+    assert found[0].startswith(f"row {data['rows'][0]['id']}: ")
+    assert problem in found[0]
+    with pytest.raises(ValueError, match="row "):
+        rows_of(data)
+
+
+def test_a_waiting_row_may_have_what_is_not_simulated_yet() -> None:
+    data = read()
+    data["rows"][0].update(strategy="fsdp", precision="float8", needs=["FSDP", "float8"])
+    assert problems(data) == []
+
+
+def test_a_row_twice_and_a_source_without_address() -> None:
+    data = read()
+    data["rows"].append(copy.deepcopy(data["rows"][0]))
+    data["sources"]["libai"]["url"] = "see there"
+    assert problems(data) == ["source libai: 'see there' is no address", f"row {data['rows'][0]['id']}: occurs twice"]
+
+
+def test_published_figures_as_seconds_of_a_step() -> None:
+    data = read()
+    seconds = {
+        unit: published_seconds(made(figure=2.0, unit=unit, batch=8, accumulate=3, hosts=2, devices=4), data) for unit in published.UNITS
+    }
+    assert seconds == {"samples/s": 12.0, "tokens/s": 12.0 * 1024, "tokens/s/device": 12.0 * 1024 / 8, "ms": 0.002}
+
+
+def test_clusters_have_the_rows_hosts_and_the_precisions_rate() -> None:
+    data = read()
+    topology = topology_of(made(cluster="dlperf-v100", hosts=2, devices=4), data)
+    assert (len(topology.hosts), topology.device_count) == (2, 8)
+    a100 = {precision: topology_of(made(cluster="dgx-a100-80gb", precision=precision), data) for precision in ("float32", "tf32")}
+    assert [cluster.devices[0].type.flops("float32") for cluster in a100.values()] == [19.5e12, 156e12]
+    v100 = {precision: topology_of(made(cluster="dlperf-v100", precision=precision), data) for precision in ("float32", "float16 autocast")}
+    assert [cluster.devices[0].type.flops("bfloat16") for cluster in v100.values()] == [15.7e12, 125e12]
+    assert topology_of(made(cluster="titanxp-8x6"), data).device_count == 48
+
+
+def test_one_row_from_end_to_end(tiny: OperatorGraph) -> None:
+    """What the program predicts is what ``soap.simulate`` says of the same model, cluster and strategy."""
+    data = with_tiny()
+    row = made(model="tiny", batch=8, devices=2, precision="float32", cluster="dlperf-v100", figure=4.0, unit="ms")
+    outcome = published.predict(row, data)
+    graph, topology = tiny, topology_of(row, data)
+    alone = soap.simulate(graph, topology, "data_parallel", costs="estimate")
+    assert outcome.seconds == alone.makespan_ns / 1e9
+    assert outcome.bound_bytes == max(use.total for use in alone.memory)
+    assert outcome.fits
+    text = page([row], data, {row.id: outcome}, {row.id: published_seconds(row, data)}, "2026-01-02")
+    error = outcome.seconds / 0.004 - 1
+    assert f"| {row.id} | 2 | data | float32 | 4 ms | 4.0 ms | {outcome.seconds * 1e3:.1f} ms | {error:+.0%} |" in text
+
+
+def test_steps_of_several_iterations_update_once(tiny: OperatorGraph, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(published, "graph_of", lambda *_, **__: tiny)
+    data = with_tiny()
+    row = made(model="tiny", batch=8, devices=2, precision="float32", accumulate=3)
+    simulation = soap.simulate(tiny, topology_of(row, data), "data_parallel", costs="estimate")
+    assert published.predict(row, data).seconds == simulation.step_ns(3) / 1e9
+    assert simulation.makespan_ns < simulation.step_ns(3) < 3 * simulation.makespan_ns
+
+
+def test_models_are_exported_without_values(tiny: OperatorGraph) -> None:
+    plain, fused = tiny, graph_of({**TINY, "attention": "fused", "tied": False}, 4)
+    assert [op.kind for op in plain.operators].count("softmax") == 2
+    assert "softmax" not in [op.kind for op in fused.operators]
+    assert len(fused.parameters) == len(plain.parameters) + 1
+    bert = {"builder": "transformers", "class": "BertForQuestionAnswering", "inputs": "question_answering", "sequence": 8, "config": BERT}
+    pytest.importorskip("transformers")
+    assert graph_of({**bert, "attention": "eager"}, 4).operators
+
+
+def test_tensor_and_table_wise_strategies(tiny: OperatorGraph) -> None:
+    data = with_tiny()
+    row = made(model="tiny", strategy="tensor", tensor=2, devices=4, batch=8)
+    topology = topology_of(row, data)
+    up = strategy_of(row, tiny, topology).operators["blocks.0.up"]
+    assert (up.degrees, up.devices) == ((2, 1, 1, 2), (0, 1, 2, 3))
+    dlrm = graph_of({"builder": "dlrm", "rows": [50, 40, 30, 20], "bottom": [13, 8, 4], "top": [8, 1]}, 8)
+    tables = {name: config.devices for name, config in table_wise(dlrm, topology).operators.items() if name.startswith("embeddings")}
+    assert list(tables.values()) == [(0,), (1,), (2,), (3,)]
+
+
+def test_order_counts_pairs() -> None:
+    assert order([(1, 10), (2, 20), (3, 15)]) == (2, 3)
+    assert order([(1, 10), (1, 20)]) == (0, 0)
+    assert order([(1, 10), (2, 10)]) == (0, 1)
+
+
+def test_numbers_of_the_page() -> None:
+    data = read()
+    rows = [
+        made(id="a", family="x", batch=8, devices=1, strategy="single"),
+        made(id="b", family="x", batch=32, devices=4),
+        made(id="c", family="y", batch=8, devices=4),
+        made(id="d", family="y", needs=["FSDP", "pipeline"], strategy="fsdp"),
+    ]
+    seconds = {"a": 0.1, "b": 0.2, "c": 2.0, "d": 0.4}
+    outcomes = {name: Outcome(name, time, 2**30, 2**34, name != "b", 1) for name, time in (("a", 0.11), ("b", 0.18), ("c", 3.0))}
+    assert Pair(0.1, 0.11, 8).error == pytest.approx(0.1)
+    lines = page(rows, data, outcomes, seconds, "2026-01-02").splitlines()
+    assert "| a | 1 | single | float16 | 53.3 samples/s | 100.0 ms | 110.0 ms | +10% | 1.00 GiB, 16.0 GiB |" in lines
+    assert "| b | 4 | data | float16 | 53.3 samples/s | 200.0 ms | 180.0 ms | -10% | 1.00 GiB, 16.0 GiB: refused |" in lines
+    assert "| x | 2 | 10% | -10% | +10% | 1 of 1 (100%) | 1 of 1 (100%) |" in lines
+    assert "| y | 1 | 50% | +50% | +50% | - | - |" in lines
+    assert "| all | 3 | 10% | -10% | +50% | 1 of 1 (100%) | 1 of 1 (100%) |" in lines
+    assert "Of all pairs of rows, whatever they are, the order of their step times is right in 3 of 3 (100%)." in lines
+    assert any(
+        line.startswith("| d | 4 | fsdp | float16 | 53.3 samples/s | 400.0 ms | FSDP, pipeline | [libai](https://") for line in lines
+    )
+
+
+def test_unknown_ids_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        published.main(["--only", "no-such-row"])
+    assert left.value.code == 2
+    assert "no row no-such-row" in capsys.readouterr().err
