@@ -13,7 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from soap import api
+from soap.cluster.presets import local_topology
 from soap.errors import ModelError
+from soap.model.graph import FactorKind
+from soap.strategy.classical import data_parallel
 from soap.tracing.autocast import Autocast, Caster
 from soap.tracing.export import export_model
 from soap.tracing.importer import import_program
@@ -151,3 +155,25 @@ def test_other_types_are_refused(tmp_path: Path) -> None:
         Caster(torch.float32)
     with pytest.raises(ModelError, match=r"^autocast 'float16': expected bfloat16"):
         load_model(tmp_path / "m.pt2", autocast="float16")
+
+
+class Images(nn.Module):
+    """Its first call reads the input with a halo, and so makes the cast of all of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 4, 3, padding=1)
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.second(self.first(images).relu()).mean((2, 3)), labels)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_casts_of_inputs_keep_their_samples(tmp_path: Path, device: str) -> None:
+    """Data parallelism would otherwise compute the whole batch on every device."""
+    api.export(Images(), (torch.randn(4, 3, 8, 8), torch.tensor([0, 1, 2, 3])), path=tmp_path / "m.pt2")
+    graph = load_model(str(tmp_path / "m.pt2"), autocast="bfloat16", autocast_device=device).graph
+    samples = {op.name: [f.size for f in op.factors if f.kind is FactorKind.SAMPLE] for op in graph.operators}
+    assert set(map(tuple, samples.values())) == {(4,)}
+    strategy = data_parallel(graph, local_topology(4))
+    assert all(config.replicas == 1 and max(config.degrees) == 4 for config in strategy.operators.values())
