@@ -15,9 +15,9 @@ ROOT = Path(__file__).parent.parent
 CLASSES = {"OpConfig": OpConfig, "SyncConfig": SyncConfig, "Strategy": Strategy}
 MADE_ANEW = {
     "cli.wanted",  # read from a table
-    "measure.neighbours", "measure.step_chains", "measure.tile_operands", "measure.upkeep_timing",
+    "measure.neighbours", "measure.step_chains", "measure.upkeep_timing", "plan.tiling",
     "runtime.step.loss_epilogue", "runtime.sync.look_ups",
-    "search.compiled.estimates", "search.dynamic", "search.oracles.exhaustive", "search.space", "simulator.throughput",
+    "search.compiled.estimates", "search.dynamic", "search.oracles.exhaustive", "search.space",
     "strategy.classical", "strategy.config", "strategy.grids", "strategy.json_file", "strategy.sync", "tracing.footprints",
 }  # fmt: skip
 """Modules that make configurations from nothing: classical strategies, files, the space, and single tiles to measure or to ask about."""
