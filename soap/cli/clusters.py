@@ -68,26 +68,31 @@ def search_each(
 ) -> list[Candidate]:
     """Search for each cluster in turn. Ctrl-C or SIGTERM ends the search that is under way, with its best so far; clusters behind it are
     not searched. KeyboardInterrupt if nothing is known then; InfeasibleError if the model fits on none of the clusters."""
-    found: list[Candidate] = []
-    ended = False
-    for spec, topology in clusters.items():
-        outcome, problem = None, NOT_SEARCHED
-        try:
-            outcome = None if ended else find(topology)
-        except KeyboardInterrupt:
-            ended = True
-        except InfeasibleError as error:
-            problem = NOT_SEARCHED if stopped() else str(error)  # a search that was ended may not have come to what fits
-        except SoapError as error:
-            error.args = (f"cluster {spec!r}: {error}", *error.args[1:])
+    outcomes: dict[str, api.SearchOutcome] = {}
+    problems: dict[str, str] = {}
+    try:
+        for spec, topology in clusters.items():
+            try:
+                outcomes[spec] = find(topology)
+            except InfeasibleError as error:
+                if not stopped():  # a search that was ended may not have come to what fits
+                    problems[spec] = str(error)
+            except SoapError as error:
+                error.args = (f"cluster {spec!r}: {error}", *error.args[1:])
+                raise
+            if stopped():
+                break
+    except KeyboardInterrupt:
+        if not outcomes:
             raise
-        ended = ended or stopped()
-        found.append(Candidate(spec, topology, outcome, "" if outcome else problem))
-    if all(candidate.outcome is None for candidate in found):
-        if ended:
+    if not outcomes:
+        if len(problems) < len(clusters):
             raise KeyboardInterrupt
-        raise InfeasibleError("; ".join(f"cluster {one.spec!r}: {one.problem}" for one in found))
-    return found
+        raise InfeasibleError("; ".join(f"cluster {spec!r}: {problem}" for spec, problem in problems.items()))
+    return [
+        Candidate(spec, topology, outcomes.get(spec), "" if spec in outcomes else problems.get(spec, NOT_SEARCHED))
+        for spec, topology in clusters.items()
+    ]
 
 
 def best_of(candidates: Sequence[Candidate], objective: str) -> Candidate:

@@ -8,11 +8,10 @@ from collections.abc import Mapping
 import torch
 
 from soap.model.dtypes import is_differentiable
-from soap.model.graph import OperatorGraph, TensorKind
+from soap.model.graph import TensorKind
 from soap.model.regions import Box, relative, volume, whole
 from soap.plan.row_counts import parameters_held
-from soap.plan.tiling import Tile, tiles_of
-from soap.strategy.config import OpConfig
+from soap.plan.tiling import Tile, whole_tile
 from soap.tracing.model import TileContext, TracedModel
 
 Operands = tuple[list[torch.Tensor], list[torch.Tensor]]
@@ -100,11 +99,6 @@ class TileOperands:
                 outputs = self.model.run_tile(tile, inputs, parameters, context)
                 values.update({operand.tensor: output for operand, output in zip(op.outputs, outputs, strict=True)})
         return values
-
-
-def whole_tile(graph: OperatorGraph, position: int) -> Tile:
-    """The whole operator as one tile."""
-    return tiles_of(graph, position, OpConfig((1,) * len(graph.operators[position].factors), (0,)))[0]
 
 
 def _dense(region: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

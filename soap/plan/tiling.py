@@ -73,6 +73,11 @@ def tiles_of(graph: OperatorGraph, position: int, config: OpConfig) -> list[Tile
     ]
 
 
+def whole_tile(graph: OperatorGraph, position: int) -> Tile:
+    """The whole operator at ``position`` as one tile, on device 0."""
+    return tiles_of(graph, position, OpConfig((1,) * len(graph.operators[position].factors), (0,)))[0]
+
+
 def _boxes(
     operands: Sequence[Operand], shapes: Mapping[str, tuple[int, ...]], pieces: Sequence[Sequence[Interval]], places: Sequence[Place]
 ) -> list[tuple[Box, ...]]:

@@ -13,9 +13,8 @@ from soap.cluster.price import Price
 from soap.cluster.topology import Topology
 from soap.model.batch import samples_of, tokens_of
 from soap.model.graph import OperatorGraph
-from soap.plan.tiling import tiles_of
+from soap.plan.tiling import whole_tile
 from soap.profiles.work import forward_work
-from soap.strategy.config import OpConfig
 
 TRAINED_PASSES = 3
 """Operations of a forward and backward pass, in forward passes."""
@@ -96,8 +95,7 @@ def model_flops(graph: OperatorGraph) -> int:
 def arithmetic_of(graph: OperatorGraph) -> str:
     """The type in which most operations of the forward pass are computed."""
     flops: dict[str, float] = {}
-    for position, op in enumerate(graph.operators):
-        (tile,) = tiles_of(graph, position, OpConfig((1,) * len(op.factors), (0,)))
-        for kernel in forward_work(graph, tile):
+    for position in range(len(graph.operators)):
+        for kernel in forward_work(graph, whole_tile(graph, position)):
             flops[kernel.dtype] = flops.get(kernel.dtype, 0.0) + kernel.flops
     return max(flops, key=lambda dtype: flops[dtype], default="float32")

@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from soap.measure import tile_operands, tile_timing
-from soap.measure.tile_operands import whole_tile
 from soap.measure.tile_timing import TOGETHER, TileTimer, TileTimes
 from soap.model.graph import TensorKind
-from soap.plan.tiling import Tile, tiles_of
+from soap.plan.tiling import Tile, tiles_of, whole_tile
 from soap.strategy.config import OpConfig
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.model import TileContext
