@@ -13,9 +13,19 @@ from soap.model.graph import FactorKind, Operator, OperatorGraph
 from soap.strategy.classical import sample_factor
 from soap.strategy.config import OpConfig, Strategy
 from tests.simulator.examples import pairwise_cluster
-from tests.strategies import MOVES, cluster, graphs
+from tests.strategies import MOVES, cluster, graphs, with_rails
 
 Case = tuple[OperatorGraph, Topology, Strategy]
+
+
+def switched(*counts: int) -> Topology:
+    """Hosts with one NIC each."""
+    return cluster([*counts])
+
+
+def on_rails(*counts: int) -> Topology:
+    """Hosts with a NIC for each device, too."""
+    return with_rails(cluster([*counts]))
 
 
 @st.composite
@@ -29,7 +39,8 @@ def copied(draw: st.DrawFn) -> Case:
         images = np.ascontiguousarray(np.arange(count).reshape(width, copies).T)  # the copies' devices lie between each other
     hosts = draw(st.sampled_from([hosts for hosts in (1, copies, width, count) if count % hosts == 0]))
     per_host = [count // hosts] * hosts
-    topology = pairwise_cluster(*per_host) if draw(st.booleans()) else cluster(per_host)
+    made = draw(st.sampled_from((pairwise_cluster, switched, on_rails)))
+    topology = made(*per_host)
     configs = {op.name: draw(config(op, images)) for op in graph.operators}
     return graph, topology, Strategy(configs)
 

@@ -26,7 +26,7 @@ from tests.extent import MANY
 from tests.graph_builder import GraphBuilder, transformer
 from tests.simulator.copied import Case, copied
 from tests.simulator.examples import LaunchedCosts, pairwise_cluster
-from tests.strategies import CPU, GPU, cluster
+from tests.strategies import CPU, GPU, cluster, with_rails
 
 
 def place(task: Task) -> tuple[int, ...]:
@@ -137,6 +137,19 @@ def test_copies_that_share_a_cable_are_folded_in_pairs() -> None:
     folding = fold(graph, topology, strategy)
     assert isinstance(folding, Folding)
     assert folding.copies.images.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    check(graph, topology, strategy, folding)
+    check_outcome(graph, topology, strategy, folding)
+
+
+@pytest.mark.parametrize("per_host", [1, 2, 4])
+def test_copies_on_rails_are_folded(per_host: int) -> None:
+    """Sums over all hosts are rings on all rails; each copy has its own NICs."""
+    g = GraphBuilder()
+    graph = g.build(g.mean(g.linear(g.linear(g.input("x", 12, 4), 4, name="first"), 4, name="second"), name="loss"))
+    topology = with_rails(cluster([per_host] * 3))
+    strategy = data_parallel(graph, topology)
+    folding = fold(graph, topology, strategy)
+    assert isinstance(folding, Folding) and folding.count == 3 * per_host
     check(graph, topology, strategy, folding)
     check_outcome(graph, topology, strategy, folding)
 
