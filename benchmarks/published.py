@@ -5,7 +5,8 @@
     python -m benchmarks.published --write docs/results/published.md --resume /tmp/predictions.json
 
 ``published.json`` holds the figures with their sources. Nothing is fitted to them. Rows that need what SOAP does not simulate yet wait.
-Other clusters, models and rows are added in that file alone. All rows take about five minutes on two cores.
+Other clusters, models and rows are added in that file alone. All rows take some ten minutes on two cores, most of them for exporting and
+reading 55 models.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from functools import partial
 from multiprocessing import get_context
@@ -39,6 +40,7 @@ from soap.model.graph import OperatorGraph
 from soap.strategy.classical import NAMED, data_parallel, hybrid, single_device
 from soap.strategy.config import Strategy
 from soap.strategy.grids import uniform_config
+from soap.units import parse_flops
 
 DATA = Path(__file__).with_name("published.json")
 
@@ -155,27 +157,37 @@ def published_seconds(row: Row, data: Mapping[str, Any]) -> float:
     samples = row.batch * row.accumulate
     if row.unit == "samples/s":
         return samples / row.figure
-    tokens = samples * data["models"][row.model]["sequence"]
+    tokens: int = samples * data["models"][row.model]["sequence"]
     return tokens / row.figure / (row.hosts * row.devices if row.unit == "tokens/s/device" else 1)
 
 
 def topology_of(row: Row, data: Mapping[str, Any]) -> Topology:
-    """The row's cluster. Under TF32 products and convolutions of float32 run at the device's rate for TF32."""
+    """The row's cluster, with the rates of its precision. Other device types than the data file's own are those that SOAP knows."""
+    types = copy.deepcopy(data["device_types"])
+    tf32 = {name: parse_flops(device["flops"].pop("tf32"), name) for name, device in types.items() if "tf32" in device["flops"]}
     if row.cluster not in data["clusters"]:
-        return api.load_cluster(row.cluster)
+        return _at_precision(api.load_cluster(row.cluster), row.precision, tf32)
     description = copy.deepcopy(data["clusters"][row.cluster])
     del description["source"]
     (host,) = description["hosts"]
     host |= {"count": row.hosts, "devices": {**host["devices"], "count": row.devices}}
     if row.hosts == 1:
         description.pop("network", None)
-    types = copy.deepcopy(data["device_types"])
-    for device in types.values():
-        rates = device["flops"]
-        tf32 = rates.pop("tf32", rates["float32"])
-        rates |= {"float32": tf32} if row.precision == "tf32" else {}
-        rates |= {"bfloat16": rates["float16"]} if row.precision == "float16 autocast" else {}
-    return parse_cluster(yaml.safe_dump({"name": row.cluster, "device_types": types, **description}), "published.json")
+    text = yaml.safe_dump({"name": row.cluster, "device_types": types, **description})
+    return _at_precision(parse_cluster(text, DATA.name), row.precision, tf32)
+
+
+def _at_precision(topology: Topology, precision: str, tf32: Mapping[str, float]) -> Topology:
+    """The same cluster. Under TF32 products and convolutions of float32 run at the device's rate for TF32, if it has one."""
+    devices = []
+    for device in topology.devices:
+        rates = dict(device.type.flops_per_second)
+        if precision == "tf32":
+            rates["float32"] = tf32.get(device.type.name, rates.get("tf32", rates["float32"]))
+        if precision == "float16 autocast":
+            rates["bfloat16"] = rates.get("float16", rates["float32"])
+        devices.append(replace(device, type=replace(device.type, flops_per_second=rates)))
+    return replace(topology, devices=tuple(devices))
 
 
 def strategy_of(row: Row, graph: OperatorGraph, topology: Topology) -> Strategy:

@@ -73,7 +73,7 @@ def _transformers(model: Mapping[str, Any], batch: int) -> tuple[nn.Module, Inpu
     config._attn_implementation = model["attention"]
     words = torch.zeros(batch, model["sequence"], dtype=torch.int64)
     places = torch.zeros(batch, dtype=torch.int64)
-    task = {
+    task: dict[str, dict[str, Any]] = {
         "language_model": {"labels": words.clone(), "use_cache": False},
         "pretraining": {"attention_mask": torch.ones_like(words), "labels": words.clone(), "next_sentence_label": places},
         "question_answering": {"attention_mask": torch.ones_like(words), "start_positions": places, "end_positions": places.clone()},

@@ -24,8 +24,8 @@ published figures. Their sources, with quotations and what was assumed where the
 
 NOTES = """\
 "Error" is predicted / published step time less 1. Memory is that of the fullest device: what is expected, and the bound for any order of
-the tasks; "refused" says that the device has less than the bound, although the run was real. Float16 under autocast is simulated as
-bfloat16 at the device's rate for float16.
+the tasks. Float16 under autocast is simulated as bfloat16 at the device's rate for float16. "Refused" says that the device has less
+memory than the bound, so that no search would take this plan, although it ran.
 """
 
 
@@ -77,18 +77,22 @@ def page(rows: Sequence[Row], data: Mapping[str, Any], outcomes: Mapping[str, Ou
     pairs = {row.id: Pair(published[row.id], outcomes[row.id].seconds, row.batch * row.accumulate) for row in done}
     parts = [HEAD + f"`python -m benchmarks.published --write docs/results/published.md`, {day}.\n"]
     if done:
-        parts += ["## Simulated\n\n" + NOTES, _simulated(done, outcomes, pairs), "## Errors and order\n\n" + _summary(done, pairs)]
+        refused = sum(not outcomes[row.id].fits for row in done)
+        notes = f"{NOTES}So it is for {refused} of {len(done)}.\n"
+        parts += ["## Simulated\n\n" + notes, _simulated(done, outcomes, pairs), "## Errors and order\n\n" + _summary(done, pairs)]
     waiting = [row for row in rows if row.id not in outcomes]
     if waiting:
         head = ("row", "devices", "strategy", "precision", "published", "step", "needs", "source")
         parts.append("## Waiting\n\n" + _table(head, _waiting(waiting, data, published)))
     used = dict.fromkeys(row.source for row in rows)
-    parts.append("## Sources\n\n" + "\n".join(_source(name, data["sources"][name]) for name in used) + "\n")
+    parts.append(
+        "## Sources\n\n" + _table(("source", "title", "date", "software"), (_source(name, data["sources"][name]) for name in used))
+    )
     return "\n".join(parts)
 
 
 def _simulated(rows: Sequence[Row], outcomes: Mapping[str, Outcome], pairs: Mapping[str, Pair]) -> str:
-    head = ("row", "devices", "strategy", "precision", "published", "step", "predicted", "error", "memory")
+    head = ("row", "devices", "strategy", "precision", "published", "published step", "predicted step", "error", "memory")
     lines = []
     for row in rows:
         outcome, pair = outcomes[row.id], pairs[row.id]
@@ -112,14 +116,25 @@ def _summary(rows: Sequence[Row], pairs: Mapping[str, Pair]) -> str:
     for family in dict.fromkeys(row.family for row in rows):
         members = [row for row in rows if row.family == family]
         own = order(pairs[row.id].rates for row in members)
-        each = order(tuple(rate / (row.hosts * row.devices) for rate in pairs[row.id].rates) for row in members)
+        each = order(_per_device(row, pairs[row.id].rates) for row in members)
         samples, devices = _sum(samples, own), _sum(devices, each)
         lines.append((family, len(members), *_errors([pairs[row.id] for row in members]), _share(own), _share(each)))
     lines.append(("all", len(rows), *_errors(list(pairs.values())), _share(samples), _share(devices)))
     steps = _share(order((pair.published, pair.predicted) for pair in pairs.values()))
     head = ("family", "rows", "median error", "from", "to", "order of samples/s", "order of samples/s per device")
     text = 'Median of errors without their signs. The order is counted in pairs of rows of one family; "all" adds the families up.\n\n'
-    return text + _table(head, lines) + f"\nOf all pairs of rows, whatever they are, the order of their step times is right in {steps}.\n"
+    text += _table(head, lines) + f"\nOf all pairs of rows, whatever they are, the order of their step times is right in {steps}.\n\n"
+    return text + _table(("precision", "rows", "median error", "from", "to"), _by_precision(rows, pairs))
+
+
+def _by_precision(rows: Sequence[Row], pairs: Mapping[str, Pair]) -> Iterable[Sequence[object]]:
+    for precision in dict.fromkeys(row.precision for row in rows):
+        members = [pairs[row.id] for row in rows if row.precision == precision]
+        yield precision, len(members), *_errors(members)
+
+
+def _per_device(row: Row, rates: tuple[float, float]) -> tuple[float, float]:
+    return rates[0] / (row.hosts * row.devices), rates[1] / (row.hosts * row.devices)
 
 
 def _errors(pairs: Sequence[Pair]) -> tuple[str, str, str]:
@@ -150,8 +165,8 @@ def milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:,.1f} ms" if seconds < 1 else f"{seconds * 1e3:,.0f} ms"
 
 
-def _source(name: str, source: Mapping[str, str]) -> str:
-    return f"- {name}: [{source['title']}]({source['url']}), {source['date']}. {source['software']}."
+def _source(name: str, source: Mapping[str, str]) -> tuple[str, ...]:
+    return name, f"[{source['title']}]({source['url']})", source["date"], source["software"]
 
 
 def _table(head: Sequence[str], lines: Iterable[Sequence[object]]) -> str:

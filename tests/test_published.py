@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from benchmarks.published import Row, problems, published_seconds, read, rows_of
 from benchmarks.published_models import graph_of
 from benchmarks.published_table import Outcome, Pair, order, page
 from soap.model.graph import OperatorGraph
+
+PAGE = Path(__file__).parent.parent / "docs" / "results" / "published.md"
 
 TINY = {
     "builder": "gpt",
@@ -111,7 +114,8 @@ def test_clusters_have_the_rows_hosts_and_the_precisions_rate() -> None:
     assert [cluster.devices[0].type.flops("float32") for cluster in a100.values()] == [19.5e12, 156e12]
     v100 = {precision: topology_of(made(cluster="dlperf-v100", precision=precision), data) for precision in ("float32", "float16 autocast")}
     assert [cluster.devices[0].type.flops("bfloat16") for cluster in v100.values()] == [15.7e12, 125e12]
-    assert topology_of(made(cluster="titanxp-8x6"), data).device_count == 48
+    preset = topology_of(made(cluster="titanxp-8x6", precision="tf32"), data)
+    assert (preset.device_count, preset.devices[0].type.flops("float32")) == (48, 12.15e12)
 
 
 def test_one_row_from_end_to_end(tiny: OperatorGraph) -> None:
@@ -186,6 +190,13 @@ def test_numbers_of_the_page() -> None:
     assert any(
         line.startswith("| d | 4 | fsdp | float16 | 53.3 samples/s | 400.0 ms | FSDP, pipeline | [libai](https://") for line in lines
     )
+
+
+def test_the_page_in_the_documentation_has_every_row() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    simulated, _, waiting = text.partition("## Waiting")
+    for row in rows_of(read()):
+        assert f"| {row.id} |" in (waiting if row.needs else simulated)
 
 
 def test_unknown_ids_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
