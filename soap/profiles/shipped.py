@@ -1,12 +1,14 @@
 """Measurements that come with this package, for the devices of presets: used where the user has measured nothing on such a device.
 
 A preset's device type (``h200``) is the device that was measured (``NVIDIA H200``) if its name is a word of that one's, and if its figures
-are the package's own. They were measured under another version of torch than the user's, perhaps, and beside another processor, and say so.
+are the package's own. They were measured under another version of torch than the user's, perhaps, and say so. What launching took is left
+out: that is work of the processor beside the device, and clusters of which no measurements come along know no launches either.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 
 from soap.cluster.presets import device_types
@@ -38,5 +40,5 @@ def _all() -> tuple[tuple[Environment, tuple[Entry, ...]], ...]:
         for profile in json.loads(path.read_text("utf-8"))["profiles"]:
             environment = Environment(**profile["environment"])
             if environment.version == VERSIONS[environment.kind]:
-                found.append((environment, tuple(decode(entry) for entry in profile["entries"])))
+                found.append((environment, tuple(replace(decode(entry), launch_ns=None) for entry in profile["entries"])))
     return tuple(found)

@@ -72,6 +72,10 @@ class Fuser:
             reads = group.uses()[name]  # one derived value may have come in with another already
             found = match(source, group, source.made[name], reads, shape)
             if found is None or found.drop_consumer:
+                halo = None if group.light or name not in group.reads() else self._halo(source, group, name)
+                if halo is not None:  # a window: compute its region, halo included
+                    group = without_repeats(halo)
+                    continue
                 found = Match(drop_producer=set(source.sizes))  # compute all of it, read the region
             group = without_repeats(merge(source, group, found))
         return group

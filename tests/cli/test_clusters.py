@@ -95,7 +95,7 @@ def test_cost_and_time_may_choose_differently(tmp_path: Path, capsys: Capsys, pr
     two = clusters(priced[SLOW], priced[FAST])
     reports = {}
     for objective in ("time", "cost"):
-        assert search(*two, "--objective", objective, "-o", str(tmp_path / "s.json"), "--json") == 0
+        assert search(*two, "--objective", objective, "--costs", "estimate", "-o", str(tmp_path / "s.json"), "--json") == 0
         reports[objective] = json.loads(capsys.readouterr().out)
     slow_ns, fast_ns = (entry["predicted_ns"] for entry in reports["time"]["clusters"])
     assert fast_ns < slow_ns < 1000 * fast_ns

@@ -72,7 +72,7 @@ def files(exporter: Exporter, tmp_path_factory: pytest.TempPathFactory) -> Calla
 
 
 Files = Callable[[str], tuple[Path, dict[str, str]]]
-EACH = pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in QUICK else pytest.mark.long) for n in ARCHITECTURES])
+EACH = pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long) for n in ARCHITECTURES])
 
 
 @pytest.mark.long

@@ -187,7 +187,7 @@ def test_a_checkpoint_goes_on_under_another_plan(four: Pool, files: dict[str, st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [None, pytest.param("float64", marks=pytest.mark.long)])
+@pytest.mark.parametrize("dtype", ["float64", pytest.param(None, marks=pytest.mark.long)])
 def test_the_check_passes(four: Pool, files: dict[str, str], dtype: str | None) -> None:
     """In complex64 and in complex128, of which the tolerances are those of their parts; Adam's on all numbers as torch has it."""
     for name in ("spectral", "plane", "operator", "short time") if ALL else ("plane", "operator"):

@@ -129,7 +129,7 @@ def test_durations_are_those_of_the_cost_model(make) -> None:  # type: ignore[no
 
 @pytest.mark.slow
 def test_a_large_batch_on_quick_links_comes_near_the_bound() -> None:
-    simulator = simulator_for("zoo:resnet50@1024", load_cluster("h200-8"))
+    simulator = simulator_for("zoo:resnet50@4096", load_cluster("h200-8"))
     bound = lower_bound(build_space(simulator.graph, 8), simulator.topology, simulator.costs)
     found_ns = simulator.makespan_ns(data_parallel(simulator.graph, simulator.topology))
     assert 0.8 * found_ns < bound.bound_ns < found_ns

@@ -35,7 +35,7 @@ from soap.strategy.classical import random_strategy
 from soap.strategy.config import OpConfig, Strategy
 from tests.extent import often
 from tests.graph_builder import GraphBuilder, transformer
-from tests.search.toys import layers
+from tests.search.toys import ManyCalls, layers
 from tests.strategies import cluster
 
 
@@ -136,8 +136,9 @@ def test_what_does_not_fit_is_not_taken() -> None:
 
 def test_a_strategy_of_two_halves_is_reached_from_a_local_optimum() -> None:
     """LeNet on three devices: the convolutions on two of them, the rest on the third; from one device, polishing alone ends elsewhere."""
-    simulator = api.simulator_for(lenet(), small_cluster(3))
-    graph, space = simulator.graph, build_space(simulator.graph, 3)
+    graph, topology = lenet(), small_cluster(3)
+    simulator = Simulator(graph, topology, ManyCalls(topology))
+    space = build_space(graph, 3)
     assert round_count(space) == MAX_ROUNDS
     engine = held(simulator, api.classical("single_device", graph, simulator.topology))
     polished = polish(engine, space, simulator.overflow_bytes)

@@ -20,7 +20,7 @@ from soap.strategy.classical import random_strategy, single_device
 from soap.strategy.config import OpConfig, Strategy
 from tests.extent import FEW, often
 from tests.graph_builder import convnet, mlp, transformer
-from tests.search.toys import TileCosts, layers
+from tests.search.toys import ManyCalls, TileCosts, layers
 from tests.simulator.examples import PointCosts
 from tests.strategies import cases, cluster
 
@@ -50,7 +50,7 @@ def test_what_was_polished_has_no_better_neighbour(case: tuple) -> None:  # type
 @pytest.mark.parametrize("make", [mlp, convnet])
 def test_neighbours_that_do_not_fit_are_left_out(make: Callable[[], OperatorGraph]) -> None:
     graph, topology = make(), cluster([2, 2])
-    simulator = Simulator(graph, topology, RooflineCosts(topology))
+    simulator = Simulator(graph, topology, ManyCalls(topology))
     space = build_space(graph, 4)
     start = single_device(graph, topology, 1)
     first = graph.operators[0].name
@@ -99,7 +99,7 @@ def test_polishing_is_the_same_every_time_and_stops_at_its_limit() -> None:
 @pytest.mark.slow
 def test_a_search_ends_locally_optimal() -> None:
     graph, topology = transformer(layers=1), cluster([4])
-    simulator = Simulator(graph, topology, RooflineCosts(topology))
+    simulator = Simulator(graph, topology, ManyCalls(topology))
     evaluator = IncrementalSimulator(simulator)
     plain = search(graph, topology, evaluator, SearchOptions(budget=20), polish_up_to=0)
     assert not plain.locally_optimal and plain.polished == 0
@@ -120,7 +120,7 @@ def test_evaluators_that_are_no_engine_are_not_polished() -> None:
 
 def test_ctrl_c_while_polishing_keeps_what_was_taken() -> None:
     graph, topology = transformer(layers=1), cluster([4])
-    simulator = Simulator(graph, topology, RooflineCosts(topology))
+    simulator = Simulator(graph, topology, ManyCalls(topology))
 
     class Stopping(IncrementalSimulator):
         """Presses Ctrl-C when the third better strategy is about to be taken."""

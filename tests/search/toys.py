@@ -5,7 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+from soap.cluster.topology import DeviceType
 from soap.model.graph import OperatorGraph
+from soap.profiles.roofline import RooflineCosts
+from soap.simulator.costs import nanoseconds
 from soap.strategy.config import OpConfig, Strategy
 from tests.graph_builder import SAMPLE, DimMap, Factor, GraphBuilder
 
@@ -86,3 +89,12 @@ class TileCosts(Both):
             if self.device_bytes is not None:
                 overflow_bytes = max(overflow_bytes, fullest * 1200 // tiles - self.device_bytes)
         return time_ns, overflow_bytes
+
+
+class ManyCalls(RooflineCosts):
+    """Updates of seven calls for each tensor, on whatever device: what is computed on several devices then gains where its parameters are
+    apart."""
+
+    def update_ns(self, parameter_bytes: int, device: DeviceType) -> int:
+        """Traffic of Adam, and the calls."""
+        return nanoseconds(7 * parameter_bytes / device.memory_bandwidth_bytes_per_second + 7 * device.kernel_seconds)

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.tracing.emulation import compare, draw_configs
 from tests.tracing.programs import Lambda, described, imported
 
 
@@ -101,3 +103,22 @@ def test_pointwise_calls_move_over_a_halo_into_the_convolution() -> None:
     (source,) = model.graph.operators[1].inputs
     halo = source.dims[2]
     assert (halo.scale, halo.lo, halo.hi) == (1, -1, 2)
+
+
+def test_what_inputs_alone_make_is_computed_on_a_window_s_region() -> None:
+    """Images are made ready before the first convolution: each tile does so with its own samples and region, halo included."""
+
+    def forward(self: Any, images: Tensor) -> Tensor:
+        ready = (images - 0.5) / 0.25
+        return (self.conv(ready).square().mean() + F.avg_pool2d(ready * self.scale, 3, 1, 1).square().mean()).sqrt()
+
+    module = Lambda(forward, conv=nn.Conv2d(3, 4, 3, padding=1), scale=nn.Parameter(torch.ones(3, 1, 1)))
+    model = imported(module.double(), torch.randn(4, 3, 6, 6, dtype=torch.float64))
+    convolution = next(op for op in model.graph.operators if op.kind == "conv2d")
+    assert any(name.startswith("sub") for name in convolution.calls)
+    assert described([convolution]) == ["conv conv2d b=4s c=3r+ o=4p h=6a w=6a"]
+    (images,) = convolution.inputs
+    assert images.dims[0].exact and images.dims[1].exact
+    assert [(dim.scale, dim.lo, dim.hi) for dim in images.dims[2:]] == 2 * [(1, -1, 2)]
+    for seed in range(6):
+        compare(model, draw_configs(model.graph, random.Random(seed)))

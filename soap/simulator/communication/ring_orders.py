@@ -31,12 +31,18 @@ def ring_orders(topology: Topology, devices: Sequence[int]) -> Orders:
     return tuple(tuple(device for group in groups for device in (*group[start:], *group[:start])) for start in starts)
 
 
-def _apart(topology: Topology, groups: Sequence[Sequence[int]]) -> list[int]:
+def _apart(topology: Topology, groups: Sequence[Sequence[int]]) -> Sequence[int]:
     """Places that all hosts have, and whose routes from host to host share no link with those of other places here."""
-    steps = [*pairwise(groups), (groups[-1], groups[0])]
+    steps, places = [*pairwise(groups), (groups[-1], groups[0])], range(min(map(len, groups)))
+    return _disjoint(topology, steps, _disjoint(topology, steps[:1], places))  # most clusters are told by their first two hosts
+
+
+def _disjoint(topology: Topology, steps: Sequence[tuple[Sequence[int], Sequence[int]]], places: Sequence[int]) -> Sequence[int]:
+    if len(places) < 2:
+        return places
     chosen: list[int] = []
     taken: set[int] = set()
-    for place in range(min(map(len, groups))):
+    for place in places:
         links = {link for one, following in steps for link in topology.route(one[place], following[place])}
         if not links & taken:
             chosen.append(place)

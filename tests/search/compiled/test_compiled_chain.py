@@ -112,7 +112,7 @@ ALONE = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("weights", "proposals"), [pytest.param(DEFAULT_WEIGHTS, 120_000, id="all"), *ALONE])
+@pytest.mark.parametrize(("weights", "proposals"), [pytest.param(DEFAULT_WEIGHTS, 120_000, id="all", marks=pytest.mark.long), *ALONE])
 def test_visits_follow_the_boltzmann_distribution(weights: dict[str, float], proposals: int) -> None:
     case = enumerated()
     assert len(case.cost_ns) >= 500
