@@ -118,6 +118,7 @@ def test_clusters_have_the_rows_hosts_and_the_precisions_rate() -> None:
     assert (preset.device_count, preset.devices[0].type.flops("float32")) == (48, 12.15e12)
 
 
+@pytest.mark.slow
 def test_one_row_from_end_to_end(tiny: OperatorGraph) -> None:
     """What the program predicts is what ``soap.simulate`` says of the same model, cluster and strategy."""
     data = with_tiny()
@@ -142,6 +143,7 @@ def test_steps_of_several_iterations_update_once(tiny: OperatorGraph, monkeypatc
     assert simulation.makespan_ns < simulation.step_ns(3) < 3 * simulation.makespan_ns
 
 
+@pytest.mark.slow
 def test_models_are_exported_without_values(tiny: OperatorGraph) -> None:
     plain, fused = tiny, graph_of({**TINY, "attention": "fused", "tied": False}, 4)
     assert [op.kind for op in plain.operators].count("softmax") == 2

@@ -74,6 +74,7 @@ def test_the_fastest_cluster_s_strategy_is_written(tmp_path: Path, capsys: Capsy
     assert said.out.endswith(f"wrote {out}\n") and said.err == ""
 
 
+@pytest.mark.slow
 def test_json_has_all_clusters(tmp_path: Path, capsys: Capsys, priced: dict[str, str]) -> None:
     given = list(priced.values())
     assert search(*clusters(*given), "--objective", "cost", "-o", str(tmp_path / "s.json"), "--json") == 0
@@ -91,6 +92,7 @@ def test_json_has_all_clusters(tmp_path: Path, capsys: Capsys, priced: dict[str,
     assert report["predicted_ns"] == report["clusters"][list(priced).index(cheapest)]["predicted_ns"]
 
 
+@pytest.mark.slow
 def test_cost_and_time_may_choose_differently(tmp_path: Path, capsys: Capsys, priced: dict[str, str]) -> None:
     two = clusters(priced[SLOW], priced[FAST])
     reports = {}
@@ -116,6 +118,7 @@ def test_prices_are_asked_for_before_anything_is_searched(tmp_path: Path, capsys
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_one_cluster_with_a_price_is_searched_as_ever(tmp_path: Path, capsys: Capsys, priced: dict[str, str]) -> None:
     paths = [tmp_path / "a.json", tmp_path / "b.json"]
     assert search(*clusters(SLOW), "-o", str(paths[0])) == 0
@@ -169,6 +172,7 @@ def test_an_option_that_one_cluster_cannot_have(tmp_path: Path, capsys: Capsys) 
     assert_refused(capsys, main, command, 5, "cluster 'p100-4x4': ", "device 20", "0 to 15")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 @pytest.mark.parametrize(("search_number", "number", "code"), [(1, signal.SIGINT, 130), (2, signal.SIGINT, 130), (2, signal.SIGTERM, 143)])
 def test_interrupted_it_keeps_what_is_known(

@@ -15,6 +15,7 @@ from tests.cli.refusals import assert_refused
 MODEL, CLUSTER = "zoo:gpt:tiny", "p100-4x4"
 
 
+@pytest.mark.slow
 def test_without_options_it_plans_for_this_machine_into_strategy_json(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
