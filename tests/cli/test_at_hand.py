@@ -89,6 +89,7 @@ def search(out: Path, *options: str) -> int:
     return main([MODEL, "--cluster", CLUSTER, "--budget", "5", "-o", str(out), *options])
 
 
+@pytest.mark.slow
 def test_by_default_it_measures_then_runs(made: MadeUp, tmp_path: Path, capsys: Capsys) -> None:
     assert search(tmp_path / "s.json") == 0
     said = capsys.readouterr()

@@ -63,6 +63,7 @@ def test_json_is_one_document(model: Path, capsys: pytest.CaptureFixture[str]) -
     assert inverse["unsplit"][0]["tensor"] == "linalg_inv"
 
 
+@pytest.mark.slow
 def test_a_model_of_the_zoo_with_hundreds_of_operators() -> None:
     graph = soap.load("zoo:nmt:tiny", plan_only=True).graph
     operators, _, _ = text(document(graph)).partition(f"\n\n{SPARSE_LEGEND}")

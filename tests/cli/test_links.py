@@ -98,6 +98,7 @@ def test_what_is_left_is_said(capsys: Capsys) -> None:
     assert "until all messages and exchanges are measured" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_planners_take_them_and_say_so(capsys: Capsys, tmp_path: Path) -> None:
     topology = soap.load_cluster(EMULATED)
     graph = soap.load(MODEL, plan_only=True).graph

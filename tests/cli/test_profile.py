@@ -195,6 +195,7 @@ def test_lookups_are_wanted_as_they_are_and_on_rows() -> None:
     assert "embedding on rows" in first and "embedding" not in first
 
 
+@pytest.mark.slow
 def test_a_strategys_computations_are_measured_before_the_space(brief: list[str], capsys: Capsys, tmp_path: Path) -> None:
     graph, topology = soap.load(MODEL, plan_only=True).graph, soap.load_cluster(CLUSTER)
     path = tmp_path / "s.json"

@@ -53,6 +53,7 @@ def test_says_what_decides_the_iteration(name: str, capsys: pytest.CaptureFixtur
     assert sum(link["bytes"] for link in told["links"]) >= report["bytes_moved"] > 0
 
 
+@pytest.mark.slow
 def test_says_it_to_people_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*COMMAND, "--builtin", "megatron"]) == 0
     out = capsys.readouterr().out
@@ -123,6 +124,7 @@ def test_data_parallelism_is_reported_as_such(capsys: pytest.CaptureFixture[str]
     assert "operators are configured as in data parallelism" in out
 
 
+@pytest.mark.slow
 def test_prices_a_strategy_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "s.json"
     model, cluster = soap.load("zoo:gpt:tiny", plan_only=True), soap.load_cluster("p100-4x4")

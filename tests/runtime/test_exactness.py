@@ -120,7 +120,8 @@ def assert_exact(
         assert worst(results[0], expected) < TOLERANCE, (kind, worst(results[0], expected))
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "weighted" else pytest.mark.slow) for n in EXAMPLES])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_every_example_trains_as_a_plain_loop(four: Pool, files: dict[str, str], name: str) -> None:
     assert_exact(four, files[name], name, [[6], [6], [6]])
 
@@ -241,6 +242,7 @@ def refused(path: str, sizes: Sequence[int], accumulate: int) -> list[str]:
     return said
 
 
+@pytest.mark.slow
 def test_one_line_for_a_program_of_one_batch_size(four: Pool, tmp_path: Path) -> None:
     path = tmp_path / "fixed.pt2"
     export_model(module_of("shared"), batches("shared", [5])[0], path=path)

@@ -73,6 +73,7 @@ def test_a_rank_without_a_place_is_named() -> None:
         launch(2, tell_mark, place=refuse_place)
 
 
+@pytest.mark.slow
 def test_failing_rank_is_named_in_one_line() -> None:
     with pytest.raises(RuntimeFailure) as caught:
         launch(2, fail_in_rank_one)

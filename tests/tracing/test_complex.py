@@ -178,6 +178,7 @@ def test_one_line_for_types_that_have_no_complex_numbers(files: dict[str, str]) 
         )
 
 
+@pytest.mark.slow
 def test_autocast(files: dict[str, str]) -> None:
     """Transforms compute in float32, as under torch.autocast; what torch cannot put together from bfloat16 is refused in one line."""
     for name in ("spectral", "operator", "short time"):

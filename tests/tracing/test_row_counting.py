@@ -141,6 +141,7 @@ def test_example_inputs_are_counted_unless_they_are_placeholders(tmp_path: Path)
     assert graphs["real"].hash == graphs["zeros"].hash
 
 
+@pytest.mark.slow
 def test_models_of_the_zoo_are_counted_without_being_allocated() -> None:
     planned, loaded = soap.load("zoo:dlrm:tiny", plan_only=True), soap.load("zoo:dlrm:tiny")
     assert {tensor.device.type for tensor in planned.parameters.values()} == {"meta"}
