@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 
-import torch
 from tqdm import tqdm
 
 from soap import api
 from soap.cluster.presets import device_types
 from soap.cluster.topology import Device, DeviceType, Host, Topology
 from soap.files import write_text_atomically
+from soap.measure.compute_rates import float32_precision
 from soap.model.graph import OperatorGraph
 from soap.plan.planning import build_plan
 from soap.profiles import efficiency
@@ -67,17 +67,15 @@ def page(device: str, models: Sequence[str]) -> str:
     """As Markdown."""
     topology = one_device(device_types()[device])
     lines = []
-    before = torch.get_float32_matmul_precision()
     for model in tqdm(models, disable=None):
         cells, first = [], 0.0
         for precision, reading in READINGS.items():
-            torch.set_float32_matmul_precision("highest")
-            graph = api.load(model, plan_only=True, **reading).graph  # type: ignore[arg-type]
+            with float32_precision("highest"):
+                graph = api.load(model, plan_only=True, **reading).graph  # type: ignore[arg-type]
             step_ms, share = predicted(graph, topology)
             first = first or step_ms
             cells += [f"{step_ms:.1f} ms" + (f" ({step_ms / first:.2f})" if precision != "float32" else ""), f"{share:.0%}"]
         lines.append("| " + " | ".join([model.removeprefix("zoo:"), *cells]) + " |")
-    torch.set_float32_matmul_precision(before)
     head = ["model", *(cell for precision in READINGS for cell in (precision, "bound by memory"))]
     return "\n".join(
         [

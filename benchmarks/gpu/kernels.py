@@ -9,7 +9,6 @@ takes when nothing hides its launch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from math import ceil, prod
@@ -20,6 +19,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from soap.measure.compute_rates import float32_precision
 
 CACHE_BYTES = 192 * 2**20
 """Operands of the calls together: several times the last cache of the largest GPU that is known here (60 MB)."""
@@ -145,7 +146,7 @@ def _operators(device: str, tiny: bool) -> Iterator[partial[Timed]]:
 
 def _product(kind: str, device: str, dtype: str, shape: tuple[int, int, int]) -> Timed:
     (m, n, k), own = shape, getattr(torch, "float32" if dtype == "tf32" else dtype)
-    with _tf32(dtype == "tf32"):
+    with float32_precision("high" if dtype == "tf32" else "highest"):
         left, right = _operands(device, own, (m, k), (k, n))
         forward = _time(device, [partial(torch.mm, a, b) for a, b in zip(left, right, strict=True)], graphed=True)
     return Timed(kind, dtype, shape, 2.0 * m * n * k, (m * k + k * n + m * n) * own.itemsize, forward, graphed=True)
@@ -292,13 +293,3 @@ def _operands(
 
 def _shrunk(shapes: Sequence[tuple[int, ...]], tiny: bool) -> Sequence[tuple[int, ...]]:
     return [tuple(min(LEAST_SIZE, size) for size in shape) for shape in shapes[:2]] if tiny else shapes
-
-
-@contextmanager
-def _tf32(wanted: bool) -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if wanted else "highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)

@@ -147,7 +147,7 @@ def _matmul(kind: str, dtype: str) -> Callable[[], Action]:
         result = torch.empty_like(left)
 
         def multiply() -> None:
-            with _float32_precision("high" if dtype == "tf32" else "highest"):
+            with float32_precision("high" if dtype == "tf32" else "highest"):
                 torch.mm(left, right, out=result)
 
         return multiply
@@ -156,7 +156,8 @@ def _matmul(kind: str, dtype: str) -> Callable[[], Action]:
 
 
 @contextmanager
-def _float32_precision(name: str) -> Iterator[None]:
+def float32_precision(name: str) -> Iterator[None]:
+    """Within this context torch multiplies float32 matrices so, as ``torch.set_float32_matmul_precision`` says."""
     import torch
 
     before = torch.get_float32_matmul_precision()

@@ -48,11 +48,6 @@ def is_complex(dtype: DType | str) -> bool:
     return name_of(dtype).startswith("complex")
 
 
-def is_rounded_by_default(kind: str) -> bool:
-    """Whether torch computes this kind of operator in TF32 where there is hardware for it, unless that is switched off."""
-    return kind.startswith("conv") or kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")
-
-
 def has_complex(dtype: DType | str) -> bool:
     """Whether torch has complex numbers whose parts are of this floating-point type."""
     return name_of(dtype) in ("float32", "float64")

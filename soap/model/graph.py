@@ -22,6 +22,11 @@ RECURRENT_KINDS = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 """Kinds of operators that are recurrent layers."""
 
 
+def is_rounded_by_default(kind: str) -> bool:
+    """Whether torch computes this kind of operator in TF32 where there is hardware for it, unless that is switched off."""
+    return kind.startswith("conv") or kind in RECURRENT_KINDS
+
+
 NEXT_STATE = "next_state"
 """Kind of the operator that takes the buffers' values at the end of the forward pass, on one device."""
 KEEP_STATE = "keep_state"

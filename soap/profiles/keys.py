@@ -21,8 +21,8 @@ from soap.cluster.presets import family
 from soap.cluster.topology import DeviceType, Topology
 from soap.errors import ProfileError
 from soap.measure.this_machine import cpu_cores
-from soap.model.dtypes import TF32, is_rounded_by_default
-from soap.model.graph import DimMap, Operand, Operator, OperatorGraph
+from soap.model.dtypes import TF32
+from soap.model.graph import DimMap, Operand, Operator, OperatorGraph, is_rounded_by_default
 from soap.model.regions import lengths
 from soap.plan.row_counts import parameters_held
 from soap.plan.tiling import Tile, is_widened, iteration_points

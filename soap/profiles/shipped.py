@@ -1,8 +1,9 @@
 """Measurements that come with this package, for the devices of presets: used where the user has measured nothing on such a device.
 
-A preset's device type (``h200``) is the device that was measured (``NVIDIA H200``) if its name is a word of that one's, and if its figures
-are the package's own. They were measured under another version of torch than the user's, perhaps, and say so. What launching took is left
-out: that is work of the processor beside the device, and clusters of which no measurements come along know no launches either.
+A preset's device type (``h200``) is the device that was measured (``NVIDIA H200``) if that name is known to be its (``gpu_names``), and
+if its figures are the package's own. They were measured under another version of torch than the user's, perhaps, and say so. What
+launching took is left out: that is work of the processor beside the device, and clusters of which no measurements come along know no
+launches either.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 from dataclasses import replace
 from functools import cache
 
+from soap.cluster.gpu_names import known_gpu
 from soap.cluster.presets import device_types
 from soap.cluster.topology import DeviceType, Topology
 from soap.profiles.entries import Entry, decode
@@ -30,7 +32,7 @@ def shipped_entries(topology: Topology) -> dict[str, tuple[Environment, tuple[En
 def _measured_as(kind: DeviceType) -> tuple[Environment, tuple[Entry, ...]] | None:
     if device_types().get(kind.name) != kind:
         return None
-    return next((own for own in _all() if kind.name.upper() in own[0].device.upper().split()), None)
+    return next((own for own in _all() if known_gpu(own[0].device, device_types()) == kind.name), None)
 
 
 @cache

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 
 import torch
 
-from soap.model.dtypes import TF32, is_differentiable, is_rounded_by_default, name_of
+from soap.model.dtypes import TF32, is_differentiable, name_of
+from soap.model.graph import is_rounded_by_default
 from soap.tracing.autocast import Autocast
 from soap.tracing.calls import Call, Value
 

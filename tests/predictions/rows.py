@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from soap import api
 from soap.cli.options import has_gpus
+from soap.measure.compute_rates import float32_precision
 from soap.model.graph import OperatorGraph
 
 REFERENCE = Path(__file__).parent / "reference.json"
@@ -53,13 +54,8 @@ ROWS += [Row(*row) for row in FURTHER]
 @cache
 def graph_of(model: str, precision: str) -> OperatorGraph:
     """On GPUs, as all of the clusters have them."""
-    import torch
-
-    before = torch.get_float32_matmul_precision()
-    try:
+    with float32_precision("highest"):  # as before afterwards
         return api.load(model, plan_only=True, autocast_device="cuda", **READINGS[precision]).graph  # type: ignore[arg-type]
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def predicted_ms(row: Row) -> float:
