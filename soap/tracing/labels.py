@@ -34,8 +34,6 @@ def batch_dimensions(program: Program, groups: Sequence[Group], given: Mapping[s
                 for dim, m in enumerate(maps):
                     if m.factor in marked:
                         labels.setdefault(value, dim)
-            if step.call.kind == "to":  # a cast that a reader with a halo makes of the whole tensor follows no factor
-                labels.update({made: labels[v] for v, made in zip(step.call.operands, step.call.outputs, strict=True) if v in labels})
     return labels
 
 
