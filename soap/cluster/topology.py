@@ -298,13 +298,18 @@ class Topology:
         return tuple(own if kind is None else own * kind.share for own, kind in zip(stated, kinds, strict=True))
 
     @cached_property
+    def gpu_library(self) -> str:
+        """What GPUs communicate by: RCCL if some link is AMD's, else NCCL."""
+        return next((link.kind.library for link in self.links if link.kind is not None and link.kind.library != "NCCL"), "NCCL")
+
+    @cached_property
     def call_seconds(self) -> float:
         """What a call of the communication library takes beside the latency of messages: nothing where links were measured, or do not name
         their interconnect, since then it is part of their latency, and on processors."""
         names = {link.interconnect for link in self.links}
         if not names or "" in names or not self._has_gpus_alone or self.measured or self.has_measured_links:
             return 0.0
-        return max(library(interconnects()[name].library).call_seconds for name in names)
+        return library(self.gpu_library).call_seconds
 
     @cached_property
     def direct_links(self) -> Mapping[tuple[int, int], int]:

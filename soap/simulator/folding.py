@@ -42,6 +42,7 @@ from soap.plan.copies import LEFT, Copies, UnfoldableError, candidates, find_cop
 from soap.plan.plan import Plan
 from soap.plan.planning import PlanBuilder
 from soap.plan.tiling import Tile
+from soap.simulator.chunks import shortest_chunk_ns
 from soap.simulator.communication.allreduce import allreduce_bytes, allreduce_options
 from soap.simulator.communication.options import AllReduceOption
 from soap.simulator.communication.prices import Communication
@@ -249,6 +250,8 @@ class _Folding:
         whole = self.topology
         described = own if whole.described else ()  # which says that links were measured
         made = Topology(whole.name, devices, _hosts(whole, hosts), own, measured=whole.measured, described=described)
+        if _ways(made) != _ways(whole):
+            raise UnfoldableError(f"{len(self.images)} copies without links or devices that change what communication costs")
         return replace(made, latency_factor=whole.latency_factor)
 
     def _check_fetches(self, plan: Plan) -> None:
@@ -313,3 +316,8 @@ def _pattern(hosts: Ints) -> list[int]:
 
 def _hosts(topology: Topology, numbers: Sequence[int]) -> tuple[Host, ...]:
     return tuple(topology.hosts[number] for number in numbers)
+
+
+def _ways(topology: Topology) -> tuple[object, ...]:
+    """What prices of communication take from the cluster as a whole."""
+    return topology.gpu_library, topology.call_seconds, shortest_chunk_ns(topology)

@@ -81,7 +81,6 @@ class _Sums:
         hops = [hop for step in steps(Algorithm.RING, members, orders)[:1] for hop in step.hops]
         near = [(a, b) for a, b in hops if hosts[a] == hosts[b]]
         far = [(a, b) for a, b in hops if hosts[a] != hosts[b]]
-        rccl = any(link.kind is not None and link.kind.library == "RCCL" for link in topology.links)
         return _Sums(
             topology,
             groups,
@@ -89,7 +88,7 @@ class _Sums:
             hosts,
             _way(topology, near, across=False) if near else None,
             _way(topology, far, across=True) if far else None,
-            library("RCCL" if rccl else "NCCL"),
+            library(topology.gpu_library),
         )
 
     @property

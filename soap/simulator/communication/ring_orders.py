@@ -25,7 +25,7 @@ def is_gloo(topology: Topology, devices: Sequence[int]) -> bool:
 def ring_orders(topology: Topology, devices: Sequence[int]) -> Orders:
     """The orders of the rings over these devices, each host by host. One ring in ascending order, unless they are GPUs, and either are
     joined by a mesh inside a host, or, on several hosts, messages between those of the same places in their hosts take ways of their own:
-    then rings start at each place that has one."""
+    then rings start at each place that has one. Rings over a mesh that share the way to other hosts start at all places."""
     members = tuple(sorted(set(devices)))
     if len(members) < 2 or is_gloo(topology, members):  # gloo has one ring
         return (members,)
@@ -34,11 +34,13 @@ def ring_orders(topology: Topology, devices: Sequence[int]) -> Orders:
         hosts.setdefault(topology.devices[device].host, []).append(device)
     groups = list(hosts.values())
     rings = [_mesh_rings(topology, group) for group in groups]
-    starts = _apart(topology, groups) if len(groups) > 1 else (0,)
+    numbers, starts = range(max(map(len, rings))), _apart(topology, groups) if len(groups) > 1 else (0,)
+    if len(groups) > 1 and len(starts) < 2:
+        starts = range(min(map(len, groups))) if len(numbers) > 1 else (0,)
     return tuple(
         tuple(device for group, own in zip(groups, rings, strict=True) for device in _turned(own[number % len(own)], group[start]))
-        for start in starts or (0,)
-        for number in range(max(map(len, rings)))
+        for start in starts
+        for number in numbers
     )
 
 
