@@ -45,10 +45,13 @@ SIZES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["alexnet", "dlrm", "nmt", "rnnlm"])
-def test_walks_over_models(model: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "cluster_name"),
+    [*((model, "p100-4x4") for model in ("alexnet", "dlrm", "nmt", "rnnlm")), ("alexnet", "v100-8"), ("rnnlm", "h100-2x4")],
+)
+def test_walks_over_models(model: str, cluster_name: str) -> None:
     """Data parallelism as the start, most parameters synchronized in any way, then a dozen edits."""
-    graph, topology = api.load(f"zoo:{model}:tiny", plan_only=True).graph, api.load_cluster("p100-4x4")
+    graph, topology = api.load(f"zoo:{model}:tiny", plan_only=True).graph, api.load_cluster(cluster_name)
     draw = random.Random(0)
     start = api.classical("data_parallel", graph, topology)
     strategy = synchronized(start, graph, draw, 0.8)
