@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from soap.cluster.topology import Topology
 from soap.plan.copies import LEFT
 from soap.simulator.analysis.timeline import critical_path_ns, sum_groups, task_links
-from soap.simulator.communication.allreduce import Algorithm, allreduce_bytes, link_shares
+from soap.simulator.communication.algorithms import Algorithm
+from soap.simulator.communication.allreduce import allreduce_bytes, link_shares
 from soap.simulator.folding import Folding
 from soap.simulator.memory.ledger import MemoryCurve
 from soap.simulator.memory.peaks import MemoryUse, memory_use, overflow_bytes
