@@ -30,7 +30,8 @@ from tests.runtime.pool import Pool
 from tests.runtime.traced import sgd
 
 STATES = 1
-MOST_OVER = 1.2
+MOST_OVER = 1.06
+"""Of which 4.5% are an allowance for what comes later than simulated."""
 
 
 class Convolutions(nn.Module):

@@ -18,7 +18,7 @@ def with_backward(graph: OperatorGraph) -> frozenset[int]:
     readers: dict[str, list[tuple[Operator, Operand]]] = {}
     for position in range(len(graph.operators) - 1, -1, -1):
         op = graph.operators[position]
-        made = {out.tensor for out in op.outputs if graph.tensors[out.tensor].requires_grad}
+        made = {out.tensor for out in op.outputs if graph.tensors[out.tensor].requires_grad} - graph.sums_of.keys()  # may be unread
         read = chain.from_iterable(readers.get(tensor, ()) for tensor in made)
         if graph.loss in made or any(_reads_all(reader, operand, graph.tensors[operand.tensor].shape) for reader, operand in read):
             found.add(position)

@@ -33,7 +33,7 @@ class _Sums(torch.autograd.Function):
         return torch.stack([sums, squares.sum(_all_but_channels(x))])
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         (x,) = ctx.saved_tensors
         shift, slope = (part.to(_wide(x.dtype)).view(_by_channel(x)) for part in (grad[0], 2 * grad[1]))
@@ -49,7 +49,7 @@ class _Applied(torch.autograd.Function):
         return _product(x, scale.view(_by_channel(x))).add_(shift.view(_by_channel(x))).to(x.dtype)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, scale = ctx.saved_tensors
         for_x, for_scale, for_shift = ctx.needs_input_grad

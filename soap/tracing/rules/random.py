@@ -76,7 +76,7 @@ class _Dropped(torch.autograd.Function):
         return (x * keep).mul_(scale)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (keep,) = ctx.saved_tensors
         return (grad * keep).mul_(ctx.scale), None, None
