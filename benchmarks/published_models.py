@@ -24,7 +24,6 @@ def graph_of(model: Mapping[str, Any], batch: int, *, dtype: str | None = None, 
     """The operators of a model of the data file for a batch of all devices together. Batch normalization is by device, as
     DistributedDataParallel has it."""
     options: dict[str, Any] = {"plan_only": True, "batch_norm": "local", "dtype": dtype, "autocast": autocast}
-    options["autocast_device"] = "cuda"  # all of them trained on GPUs
     if model["builder"] == "zoo":
         return soap.load(f"zoo:{model['spec']}@{batch}", **options).graph
     with tempfile.TemporaryDirectory() as folder:
