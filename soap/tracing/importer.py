@@ -157,7 +157,8 @@ class _Builder:
         loss = self.tensor_names[program.loss]
         graph = OperatorGraph(self.name, tuple(operators), self._tensors(operators), loss, aliases, self.unsplit)
         applied = [call.operands[:2] for call in program.calls if call.target is batch_norm_apply]
-        sums_of = {self.tensor_names[sums]: self.tensor_names[x] for x, sums in applied}
+        between = [(x, sums) for x, sums in applied if {x, sums} <= self.tensor_names.keys()]  # others stay within an operator
+        sums_of = {self.tensor_names[sums]: self.tensor_names[x] for x, sums in between}
         return replace(graph, sparse=find_sparse(graph, programs, program.values), sums_of=sums_of), programs
 
     def _operator(self, group: Group, name: str, outputs: Sequence[str]) -> tuple[Operator, OperatorProgram]:
