@@ -228,6 +228,9 @@ class OperatorGraph:
     is only the first entry, it holds for all tiles. For operators left out, ``saved_bytes`` is the bound.
 
     ``sparse``: by parameter, which of its rows a step touches; all other parameters are dense.
+
+    ``sums_of``: by tensor of batch norm's sums, the tensor that they are of. Nobody reads sums if the tiles of their readers see all of
+    that tensor, or all of some channels (dimension 1): these find them by themselves, and nobody makes the sums either.
     """
 
     name: str
@@ -238,6 +241,7 @@ class OperatorGraph:
     unsplit: Mapping[str, tuple[Unsplit, ...]] = field(default_factory=dict)
     footprints: Mapping[str, tuple[Footprint, ...]] = field(default_factory=dict)
     sparse: Mapping[str, RowAccess] = field(default_factory=dict)
+    sums_of: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         names: set[str] = set()

@@ -32,6 +32,7 @@ from soap.tracing.naming import anchor, canonical_names, group_outputs, operator
 from soap.tracing.reader import Reader
 from soap.tracing.reasons import no_rule, unsplit_dimensions
 from soap.tracing.row_counting import measured_by_examples
+from soap.tracing.rules.norm import batch_norm_apply
 from soap.tracing.rules.notation import Maps
 from soap.tracing.rules.registry import target_name
 from soap.tracing.sizes import Shapes, at_sizes, is_dynamic
@@ -155,7 +156,10 @@ class _Builder:
         }
         loss = self.tensor_names[program.loss]
         graph = OperatorGraph(self.name, tuple(operators), self._tensors(operators), loss, aliases, self.unsplit)
-        return replace(graph, sparse=find_sparse(graph, programs, program.values)), programs
+        applied = [call.operands[:2] for call in program.calls if call.target is batch_norm_apply]
+        between = [(x, sums) for x, sums in applied if {x, sums} <= self.tensor_names.keys()]  # others stay within an operator
+        sums_of = {self.tensor_names[sums]: self.tensor_names[x] for x, sums in between}
+        return replace(graph, sparse=find_sparse(graph, programs, program.values), sums_of=sums_of), programs
 
     def _operator(self, group: Group, name: str, outputs: Sequence[str]) -> tuple[Operator, OperatorProgram]:
         partitionable = all(step.rule.known for step in group.steps)
