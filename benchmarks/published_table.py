@@ -24,8 +24,7 @@ published figures. Their sources, with quotations and what was assumed where the
 
 NOTES = """\
 "Error" is predicted / published step time less 1. Memory is that of the fullest device: what is expected, and the bound for any order of
-the tasks. Float16 under autocast is simulated as bfloat16 at the device's rate for float16. "Refused" says that the device has less
-memory than the bound, so that no search would take this plan, although it ran.
+the tasks. "Refused" says that the device has less memory than the bound, so that no search would take this plan, although it ran.
 """
 
 
