@@ -41,7 +41,7 @@ def shares(device: DeviceType, kind: str, dtype: str, *, backward: bool = False,
     arithmetic = _value(family).get(dtype, product)
     if unaligned and family == "product":
         arithmetic = _value("unaligned_product").get(dtype, arithmetic)
-    memory = _value("kind_memory").get(kind, {}).get(dtype, _value("memory"))
+    memory = _value("kind_memory_backward" if backward else "kind_memory").get(kind, {}).get(dtype, _value("memory"))
     if device.is_measured:
         return Shares(arithmetic / _value("large_product").get(dtype, product), memory / _value("memory"))
     return Shares(arithmetic, memory)
