@@ -121,6 +121,8 @@ def problems(data: Mapping[str, Any]) -> list[str]:
         found += [f"source {name}: {source['url']!r} is no address"] if not str(source.get("url", "")).startswith("https://") else []
     for name, cluster in [*data["clusters"].items(), *data["device_types"].items()]:
         found += [] if str(cluster.get("source", "")).strip() else [f"{name}: no source"]
+    families = {row.get("family") for row in data["rows"]}
+    found += [f"causes: no row is of family {family!r}" for family in data.get("causes", {}) if family not in families]
     seen: set[str] = set()
     for row in data["rows"]:
         found += [f"row {row.get('id', '?')}: {problem}" for problem in _row_problems(row, data)]

@@ -79,6 +79,9 @@ def page(rows: Sequence[Row], data: Mapping[str, Any], outcomes: Mapping[str, Ou
         refused = sum(not outcomes[row.id].fits for row in done)
         notes = f"{NOTES}So it is for {refused} of {len(done)}.\n"
         parts += ["## Simulated\n\n" + notes, _simulated(done, outcomes, pairs), "## Errors and order\n\n" + _summary(done, pairs)]
+        families = {row.family for row in done}
+        causes = [f"- **{family}**: {text}\n" for family, text in data.get("causes", {}).items() if family in families]
+        parts += ["## What is known of the causes\n\n" + "".join(causes)] if causes else []
     waiting = [row for row in rows if row.id not in outcomes]
     if waiting:
         head = ("row", "devices", "strategy", "precision", "published", "step", "needs", "source")

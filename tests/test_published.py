@@ -94,6 +94,12 @@ def test_a_waiting_row_may_have_what_is_not_simulated_yet() -> None:
     assert problems(data) == []
 
 
+def test_causes_are_of_families_that_rows_have() -> None:
+    data = read()
+    data["causes"]["alchemy"] = "lead"
+    assert problems(data) == ["causes: no row is of family 'alchemy'"]
+
+
 def test_a_row_twice_and_a_source_without_address() -> None:
     data = read()
     data["rows"].append(copy.deepcopy(data["rows"][0]))
@@ -209,6 +215,9 @@ def test_numbers_of_the_page() -> None:
     assert "| y | 1 | 50% | +50% | +50% | - | - |" in lines
     assert "| all | 3 | 10% | -10% | +50% | 1 of 1 (100%) | 1 of 1 (100%) |" in lines
     assert "Of all pairs of rows, whatever they are, the order of their step times is right in 3 of 3 (100%)." in lines
+    assert not any(line.startswith("- **") for line in lines)
+    data["causes"] = {"x": "The wind.", "gone": "Nothing."}
+    assert "- **x**: The wind." in page(rows, data, outcomes, seconds, "2026-01-02").splitlines()
     assert any(
         line.startswith("| d | 4 | fsdp | float16 | 53.3 samples/s | 400.0 ms | FSDP, pipeline | [libai](https://") for line in lines
     )
