@@ -41,7 +41,7 @@ from soap.simulator.engine import Engine
 from soap.strategy.config import Strategy
 from soap.strategy.sync import parameter_server, synchronized
 
-HOSTS = {"p100-4x4": (1, 2, 4), "k80-16x4": (1, 4, 16)}
+HOSTS = {"p100-4x4": (1, 4), "k80-16x4": (1, 4, 16)}
 """Of each cluster, four devices each."""
 RACES = (("nmt", "p100-4x4"), ("inception_v3", "p100-4x4"), ("nmt", "k80-16x4"))
 """Nets and clusters on which both simulations are compared; the first is the source's."""
@@ -214,8 +214,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="flexflow", description="FlexFlow's experiments, simulated.")
     parser.add_argument("--nets", nargs="+", choices=NETS, default=list(NETS))
     parser.add_argument("--clusters", nargs="+", choices=CLUSTERS, default=list(CLUSTERS))
-    parser.add_argument("--hosts", nargs="+", type=positive, help="of four devices (default: 1, 2, 4 of p100-4x4; 1, 4, 16 of k80-16x4)")
-    parser.add_argument("--budget", type=positive, default=2000, help="proposals of each search (default %(default)s)")
+    parser.add_argument("--hosts", nargs="+", type=positive, help="of four devices (default: 1, 4 of p100-4x4; 1, 4, 16 of k80-16x4)")
+    parser.add_argument("--budget", type=positive, default=1000, help="proposals of each search (default %(default)s)")
     parser.add_argument("--seconds", nargs="+", type=float, default=list(SECONDS), help="limits at which full and delta are compared")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the page here instead of printing it")

@@ -71,7 +71,7 @@ class RooflineCosts:
         figures = [[device.identity, device.is_measured] for device in self._types]
         known = [PEAK_SHARE, *constants(), self.optimizer_states, TILE_CALLS, UPDATE_CALLS_PER_STATE]
         known += [efficiency.figures()] if any(device.kind == "cuda" for device in self._types) else []
-        text = json.dumps(["roofline", 8, known, figures])
+        text = json.dumps(["roofline", 7, known, figures])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def forward_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType) -> int:

@@ -25,7 +25,7 @@ _PRODUCTS = frozenset({"matmul", "mm", "bmm", "mv", "dot", "vdot"})
 
 
 def scattered(program: Program) -> frozenset[str]:
-    """Values whose elements do not lie in memory in the order of their indices."""
+    """Values whose elements do not lie in memory in the order of their indices. Calls that are no views are taken to write in order."""
     found: set[str] = set()
     for call in program.calls:
         again = call.kind in _SAME_ORDER | _RESHAPING and any(name in found for name in call.operands)
@@ -59,10 +59,11 @@ def unwritten_bytes(steps: Sequence[ProgramStep], outputs: Collection[str], prog
     between = {name for name in made if name not in outputs}
     written = {memory[name] for name in between} & set(made) - shown
     free = sum(_bytes(program, name) for name in between) - sum(_bytes(program, name) for name in written)
-    return free + sum(step.rule.saved_bytes - _copied(step.call, program, out_of_order) for step in steps if step.call.kind in _PRODUCTS)
+    products = [step for step in steps if step.call.kind in _PRODUCTS]
+    return free + sum(step.rule.saved_bytes - copied_bytes(step.call, program, out_of_order) for step in products)
 
 
-def _copied(call: Call, program: Program, out_of_order: Collection[str]) -> int:
+def copied_bytes(call: Call, program: Program, out_of_order: Collection[str]) -> int:
     """Bytes of a product's operands that are laid out anew: in ``torch.matmul`` of more than one dimension of batches these become one,
     which needs values in order and without repetition. Other products take any rows and columns."""
     shapes = [program.values[name].shape for name in call.operands]
