@@ -182,8 +182,19 @@ def test_what_is_tried_in_vain_is_told_nobody(tmp_path: Path, caplog: pytest.Log
 def test_other_types_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"^autocast to float32: expected bfloat16 or float16"):
         Caster(torch.float32)
-    with pytest.raises(ModelError, match=r"^autocast 'float16': expected bfloat16"):
+    with pytest.raises(ModelError, match=r"^autocast 'float64': expected one of bfloat16, float16"):
+        load_model(tmp_path / "m.pt2", autocast="float64", plan_only=True)
+
+
+def test_float16_is_priced_but_not_trained(tmp_path: Path) -> None:
+    function, members, inputs = CASES["linear and norm"]
+    export_model(Lambda(function, **members), inputs, path=tmp_path / "m.pt2")
+    with pytest.raises(ModelError, match=r"^autocast 'float16': to train in it would need gradient scaling, .* expected bfloat16"):
         load_model(tmp_path / "m.pt2", autocast="float16")
+    graph = load_model(tmp_path / "m.pt2", autocast="float16", plan_only=True).graph
+    made = {op.kind: (op.arithmetic, graph.tensors[op.outputs[0].tensor].dtype) for op in graph.operators}
+    assert made["linear"] == ("float16", "float16") and made["mse_loss"][1] == "float32"
+    assert {t.dtype for t in graph.parameters} == {"float32"}
 
 
 class Images(nn.Module):
