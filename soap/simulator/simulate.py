@@ -30,6 +30,10 @@ CACHED_STRATEGIES = 4096
 
 KEPT_FOLDED = 8
 
+MOST_PLAYED_TILES = 2**10
+"""On its way a search plays smaller strategies to see whether they fit into memory. Larger ones, which take seconds each, fit if the bounds
+for any order do."""
+
 MANY_TILES = 2**14
 """A strategy with this many tiles or more is folded if possible: simulating all of it would take seconds."""
 

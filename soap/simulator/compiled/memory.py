@@ -97,7 +97,7 @@ def _sum_up(K, M, operators, device):  # type: ignore[no-untyped-def]
     work += part[LARGEST_SUM, device] - part[DOUBTFUL, device] - part[COLLECTED_DOUBTFUL, device]
     M.least[device] = held + (1 + states) * trainable + max(work, trainable)
     certain = held + states * trainable + M.fixed[0] + max(part[SURE, device], trainable)
-    M.certain[device] = min(M.least[device], int((1 + ALLOWANCE) * certain))
+    M.certain[device] = min(M.least[device], int((1 + ALLOWANCE) * certain)) if M.fixed[2] else M.least[device]
 
 
 @compiled
