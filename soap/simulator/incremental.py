@@ -77,7 +77,7 @@ class IncrementalSimulator:
         return self._simulator.overflow_bytes(strategy)
 
     def bounds_overflow_bytes(self, strategy: Strategy) -> int:
-        """The same if only the bounds for any order count, which takes no simulation: at least ``overflow_bytes``."""
+        """As ``Simulator.bounds_overflow_bytes``."""
         if any(holder.certainly_fits(strategy) for holder in self._engines):
             return 0
         return self._simulator.bounds_overflow_bytes(strategy)

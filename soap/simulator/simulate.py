@@ -201,7 +201,7 @@ class Simulator:
         )
 
     def bounds_overflow_bytes(self, strategy: Strategy) -> int:
-        """``overflow_bytes`` of a strategy that is known not to fit: the bounds for any order say how much is lacking."""
+        """``overflow_bytes`` if only the bounds for any order count: at least as much, and found without a simulation."""
         folded = self.run_folded(strategy) if is_large(strategy) else ""
         uses = memory_use(self._builder.build(strategy), self.optimizer_states) if isinstance(folded, str) else folded.memory
         return overflow_bytes([use.total for use in uses], self.topology)
