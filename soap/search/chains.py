@@ -42,7 +42,7 @@ from soap.search.space import Space, build_space
 from soap.search.starts import BASELINE, Start, best_starts, different, reference_strategies, starting_strategies
 from soap.search.uncut import with_uncut
 from soap.simulator.costs import CostModel
-from soap.simulator.simulate import MOST_PLAYED_TILES, tile_count
+from soap.simulator.simulate import is_played
 from soap.strategy.config import Strategy
 from soap.strategy.sync import in_one_partition, sync_choices
 
@@ -235,9 +235,9 @@ class _Run:
         return self._lacks(strategy) == 0
 
     def _lacks(self, strategy: Strategy) -> int:
-        """The memory that the devices lack, in bytes. Of a large strategy by the bounds for any order alone: playing one takes seconds."""
+        """The memory that the devices lack, in bytes; of a strategy that is not played, by the bounds for any order alone."""
         able = self._able
-        if able is not None and tile_count(strategy) > MOST_PLAYED_TILES:
+        if able is not None and not is_played(strategy):
             return able.bounds_overflow_bytes(strategy)
         return self.evaluator.overflow_bytes(strategy)
 

@@ -36,7 +36,7 @@ from soap.simulator.compiled.handles import handle
 from soap.simulator.costs import CostModel
 from soap.simulator.engine import Engine
 from soap.simulator.memory.bound import NO_TABLES, MemoryBound
-from soap.simulator.simulate import MOST_PLAYED_TILES, tile_count
+from soap.simulator.simulate import is_played
 from soap.strategy.config import Strategy
 
 DEFAULT_WEIGHTS: Mapping[str, float] = {
@@ -104,8 +104,8 @@ class CompiledChain:
         self.arrays = make_chain(len(graph.operators), len(graph.parameters), devices, len(space.grids.estimate), tiles, proposals)
         Q, N, M = space.handles
         self.handle = handle(SearchTables(grids=Q, neighbours=N, groups=M, chain=self.arrays))
-        limits, played = [d.type.memory_bytes for d in space.topology.devices], tile_count(strategy) <= MOST_PLAYED_TILES
-        self._memory = MemoryBound(self.engine, limits, space.optimizer_states, played=played)
+        limits = [device.type.memory_bytes for device in space.topology.devices]
+        self._memory = MemoryBound(self.engine, limits, space.optimizer_states, played=is_played(strategy))
         self._beta = self._focus = 0.0
         at = self.arrays.at
         at[RANDOM] = at[BEFORE] = np.int64(seed)

@@ -38,7 +38,7 @@ class MemoryBound:
 
     def __init__(self, engine: Engine, limits_bytes: Sequence[int], optimizer_states: int = 2, *, played: bool = True) -> None:
         """``limits_bytes``: each device's memory. ``optimizer_states``: tensors of a parameter's size that the optimizer keeps for it.
-        ``played``: whether a strategy fits if the order that is played does; if not, the bounds for any order decide."""
+        ``played``: whether a strategy fits if the order that is played does; if not, the upper bound decides and no verdict is UNKNOWN."""
         self._engine, graph = engine, engine.graph
         self._rows, self._data, self._cut_ptr, self._cut = Growing(np.int64), Growing(np.int64), Growing(np.int64), Growing(np.int32)
         self._regions: dict[Box, int] = {}
