@@ -1,4 +1,4 @@
-"""``python -m tests.machine_code`` compiles the simulator and the search once, for all processes of a run of the tests.
+"""``python -m tests.machine_code`` compiles the simulator, the search and passes over gradients once, for all processes of the tests.
 
 On a fresh checkout it takes the better part of a minute of one core; processes that need it at the same time would each do all of it.
 """
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from pkgutil import iter_modules
 
+import torch
 from numba.core.caching import FunctionCache
 from numba.core.registry import CPUDispatcher
 
@@ -17,6 +18,8 @@ import soap.search.compiled
 import soap.simulator.compiled
 from soap import api
 from soap.profiles.roofline import RooflineCosts
+from soap.runtime.compression import kernels
+from soap.runtime.compression.selection import Surveyed
 from soap.search.compiled.runner import CompiledChain, CompiledSpace
 from soap.search.space import build_space
 from soap.simulator.compiled.jit import is_compiled
@@ -33,11 +36,12 @@ def functions() -> dict[str, CPUDispatcher]:
 
 
 def _functions() -> Iterator[tuple[str, CPUDispatcher]]:
-    for package in (soap.simulator.compiled, soap.search.compiled):
-        for module in iter_modules(package.__path__, f"{package.__name__}."):
-            for value in vars(import_module(module.name)).values():
-                if isinstance(value, CPUDispatcher):
-                    yield f"{value.py_func.__module__}.{value.py_func.__qualname__}", value
+    packages = (soap.simulator.compiled, soap.search.compiled)
+    modules = [module.name for package in packages for module in iter_modules(package.__path__, f"{package.__name__}.")]
+    for name in (*modules, kernels.__name__):
+        for value in vars(import_module(name)).values():
+            if isinstance(value, CPUDispatcher):
+                yield f"{value.py_func.__module__}.{value.py_func.__qualname__}", value
 
 
 def missing() -> list[str]:
@@ -64,6 +68,9 @@ def compile_all() -> None:
     engine.walk({op.name: [OpConfig((1,) * len(op.factors), (device,)) for device in range(2)]}, 10, 1e-6)
     engine.proposed_tasks()
     task_key(FORWARD, 0, 1, 0, 0, 0)
+    for dtype in (torch.float32, torch.float64):
+        surveyed = Surveyed.of(torch.arange(10, dtype=dtype))
+        surveyed.above(surveyed.threshold(0.5))
 
 
 def _any(strategy: Strategy) -> bool:
@@ -72,7 +79,7 @@ def _any(strategy: Strategy) -> bool:
 
 if __name__ == "__main__":
     if missing():
-        print("compiling the simulator and the search", flush=True)
+        print("compiling the simulator, the search and passes over gradients", flush=True)
         compile_all()
     if left := missing():
         sys.exit(f"not compiled: {', '.join(left)}")

@@ -1,0 +1,109 @@
+"""How long it takes to find the thousandth of a gradient that is sent: our selections beside ``torch.topk``, in one run.
+
+    python -m benchmarks.selection [--sizes 1 4 16 64] [--device cuda] [--write docs/results/selection.md]
+
+Sizes are in 2^20 elements of float32. Every time is the best of several rounds, in which the methods take turns; ratios above 1 are faster
+than ``torch.topk`` of the magnitudes. "sampled": a search and four uses of its threshold, by five. ``sum``: one pass over the memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks.pages import give
+from soap.runtime.compression import device_selection, selection
+from soap.runtime.compression.selection import Surveyed
+
+MEGA = 2**20
+DENSITY = 0.001
+ROUNDS = 7
+DATA: dict[str, Callable[[int], torch.Tensor]] = {"normal": torch.randn, "uniform": torch.rand}
+Way = Callable[[], object]
+
+
+def on_processor(tensor: torch.Tensor, count: int) -> dict[str, Way]:
+    """Method -> one selection, from the first pass on."""
+    threshold = selection.search(Surveyed.of(tensor), count)[1]
+    assert threshold is not None
+    return {
+        "torch.topk": lambda: torch.topk(tensor.abs(), count, sorted=False),
+        "sum": tensor.sum,
+        "exact": lambda: selection.exact(Surveyed.of(tensor), count),
+        "trimmed": lambda: selection.trimmed(Surveyed.of(tensor), count),
+        "search": lambda: selection.search(Surveyed.of(tensor), count),
+        "reuse": lambda: selection.reused(Surveyed.of(tensor), threshold, count // 2, 2 * count),
+    }
+
+
+def on_device(tensor: torch.Tensor, count: int) -> dict[str, Way]:
+    """The same by torch's operations; trimmed is the exact one there."""
+    threshold = device_selection.search(tensor, count)[1]
+    return {
+        "torch.topk": lambda: torch.topk(tensor.abs(), count, sorted=False),
+        "sum": tensor.sum,
+        "exact": lambda: device_selection.exact(tensor, count),
+        "search": lambda: device_selection.search(tensor, count),
+        "reuse": lambda: device_selection.above(tensor, threshold, 2 * count),
+    }
+
+
+def best_ms(ways: dict[str, Way], device: str, rounds: int) -> dict[str, float]:
+    """Method -> the shortest time, in milliseconds."""
+    found = dict.fromkeys(ways, float("inf"))
+    for turn in range(rounds + 1):  # the first compiles and warms up
+        for name, way in ways.items():
+            _wait(device)
+            begin = time.perf_counter()
+            way()
+            _wait(device)
+            if turn:
+                found[name] = min(found[name], 1e3 * (time.perf_counter() - begin))
+    if "search" in found:
+        found["sampled"] = (found["search"] + 4 * found["reuse"]) / 5
+    return found
+
+
+def _wait(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+def table(found: dict[tuple[str, int], dict[str, float]]) -> str:
+    """Milliseconds, and how many times as fast as ``torch.topk``."""
+    names = [name for name in next(iter(found.values())) if name != "torch.topk"]
+    lines = ["| data | elements | torch.topk | " + " | ".join(names) + " |", "|---|---|---|" + "---|" * len(names)]
+    for (data, size), times in found.items():
+        cells = [f"{times[name]:.2f} ms ({times['torch.topk'] / times[name]:.1f}x)" for name in names]
+        lines.append(f"| {data} | {size} M | {times['torch.topk']:.2f} ms | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(prog="selection", description="Times of selecting the largest elements.")
+    parser.add_argument("--sizes", nargs="+", type=int, metavar="M", default=[1, 4, 16, 64], help="in 2^20 elements; default 1 4 16 64")
+    parser.add_argument("--device", default="cpu", help="cpu (the default) or cuda")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="default %(default)s")
+    parser.add_argument("--write", metavar="FILE", type=Path, help="instead of printing")
+    args = parser.parse_args(argv)
+    torch.manual_seed(0)
+    found = {}
+    for name, draw in DATA.items():
+        for size in args.sizes:
+            tensor = draw(size * MEGA).to(args.device)
+            ways = (on_processor if args.device == "cpu" else on_device)(tensor, round(size * MEGA * DENSITY))
+            found[name, size] = best_ms(ways, args.device, args.rounds)
+            print(name, size, {key: round(value, 2) for key, value in found[name, size].items()}, file=sys.stderr, flush=True)
+    where = f"{torch.get_num_threads()} threads" if args.device == "cpu" else torch.cuda.get_device_name()
+    give(f"# Selecting a thousandth of a gradient\n\n{where}, torch {torch.__version__}, float32.\n\n{table(found)}", args.write)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""What a plan knows of a compressed parameter: which exchanges its synchronization takes, and how many bytes travel in each.
+
+All sizes follow from the parameter's shape, the settings and the number of peers, so no rank has to tell another how much will come.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from math import prod
+from typing import Literal
+
+from soap.strategy.compression import Compression
+
+ExchangeKind = Literal["all_gather", "all_to_all", "sum"]
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One collective among the peers.
+
+    ``message_bytes``: with ``all_gather`` each rank's message, which all get; with ``all_to_all`` the message to each peer; with ``sum``
+    the vector that is summed in the order of the ranks.
+    """
+
+    kind: ExchangeKind
+    message_bytes: int
+
+    def sent_bytes(self, peers: int) -> int:
+        """What each of the peers puts on the wire: its message (and those passed on) to all others, or for a sum both halves of
+        Rabenseifner's algorithm, 2 (p - 1) / p of the vector, rounded up."""
+        if self.kind == "sum":
+            return -(-2 * (peers - 1) * self.message_bytes // peers)
+        return (peers - 1) * self.message_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Layout(ABC):
+    """Messages of one parameter of this ``shape`` among so many ``peers``. ``value_bytes``: of an element as it is summed and kept, see
+    ``kept_bytes``."""
+
+    shape: tuple[int, ...]
+    value_bytes: int
+    peers: int
+
+    @property
+    def elements(self) -> int:
+        """Elements of the parameter."""
+        return prod(self.shape)
+
+    @property
+    @abstractmethod
+    def exchanges(self) -> tuple[Exchange, ...]:
+        """The exchanges, one after the other."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """What each peer puts on the wire in a step."""
+        return sum(exchange.sent_bytes(self.peers) for exchange in self.exchanges)
+
+    def real_bytes(self, count: int) -> int:
+        """Of an all-gathered message, what is no padding if it holds so many elements."""
+        return self.exchanges[0].message_bytes
+
+
+def kept_bytes(element_bytes: int) -> int:
+    """Bytes of an element of residuals and sums: those of the gradient, but at least float32's four."""
+    return max(4, element_bytes)
+
+
+def kept_count(elements: int, density: float) -> int:
+    """k: how many of so many elements a density means; at least one."""
+    return min(elements, max(1, round(elements * density)))
+
+
+def rounded_up(number: int, unit: int) -> int:
+    """The next multiple of ``unit``."""
+    return -(-number // unit) * unit
+
+
+def layout_of(compression: Compression, shape: Sequence[int], element_bytes: int, peers: int) -> Layout:
+    """The messages of a parameter whose gradient's elements have so many bytes: ``LAYOUT`` of the method's module."""
+    kind = import_module(f"soap.plan.compression.{compression.module}").LAYOUT
+    layout = kind.of(compression, tuple(shape), kept_bytes(element_bytes), peers)
+    assert isinstance(layout, Layout)
+    return layout

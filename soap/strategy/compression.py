@@ -1,0 +1,166 @@
+"""What of a gradient travels when it is compressed: the methods, their settings, and what each promises. All are lossy, so opt-in.
+
+``COMPRESSIONS`` is the only list of them. Each has a module of the same name in ``soap.plan.compression`` (sizes of its messages) and one
+in ``soap.runtime.compression`` (what it does with numbers). All other code asks for the properties below, never for the name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal, get_args
+
+from soap.errors import StrategyError
+
+Selection = Literal["policy", "exact", "trimmed", "search", "sampled"]
+"""How the largest elements are found. ``exact``: the k largest, by the maxima of blocks. ``trimmed``: the same set, by a threshold between
+mean and maximum (RedSync's algorithm 2). ``search``: k to 2k elements above a threshold, by binary search (algorithm 3). ``sampled``: the
+same, with a threshold of an earlier step in four steps of five. ``policy``: by the kind of layer, see ``soap.plan.compression.policy``."""
+SELECTIONS: tuple[Selection, ...] = get_args(Selection)
+Codes = Literal["2bit", "bf16"]
+"""How ``chunked`` sends values: a sign and one of two magnitudes of the chunk, or bfloat16."""
+
+DENSITY = 0.001
+"""RedSync's and DGC's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compression:
+    """A method of compressing gradients with its settings. StrategyError if a setting is out of range.
+
+    ``name``: in ``parse``, commands and files. ``number``: which setting a number behind the colon means. ``exact_sums``: whether what a
+    rank sends and what it keeps add up to what it had, bit for bit; otherwise only to within rounding. ``summed_state``: tensors of the
+    parameter's shape that each rank keeps for itself from step to step, and whose sum over the ranks matters: a checkpoint holds them per
+    rank, another number of ranks goes on from the sum. ``common_state``: tensors that are equal on all ranks.
+    """
+
+    name: ClassVar[str]
+    number: ClassVar[str] = ""
+    exact_sums: ClassVar[bool] = False
+    summed_state: ClassVar[tuple[str, ...]] = ("residual",)
+    common_state: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def module(self) -> str:
+        """The name of its modules."""
+        return self.name.replace("+", "_")
+
+    @property
+    def word(self) -> str:
+        """``name``, or ``name:number``: what ``parse`` takes. Settings beside the number are not in it."""
+        return f"{self.name}:{getattr(self, self.number)}" if self.number else self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Rgc(Compression):
+    """Residual gradient compression: the largest ``density`` of the elements travel with their positions, the others stay as a residual."""
+
+    name: ClassVar[str] = "rgc"
+    number: ClassVar[str] = "density"
+    exact_sums: ClassVar[bool] = True
+    density: float = DENSITY
+    selection: Selection = "policy"
+
+    def __post_init__(self) -> None:
+        _require_density(self.name, self.density)
+        _require_one_of(self.name, "selection", self.selection, SELECTIONS)
+
+
+@dataclass(frozen=True, slots=True)
+class RgcAsq(Compression):
+    """RGC with alternating signs: in one step the largest, in the next the smallest elements, all of which travel as their mean.
+
+    ``error_feedback``: the differences from the mean stay in the residual; RedSync drops them. A reused threshold would be the other
+    sign's, so there is no sampled search.
+    """
+
+    name: ClassVar[str] = "rgc+asq"
+    number: ClassVar[str] = "density"
+    density: float = DENSITY
+    selection: Selection = "policy"
+    error_feedback: bool = False
+
+    def __post_init__(self) -> None:
+        _require_density(self.name, self.density)
+        _require_one_of(self.name, "selection", self.selection, tuple(each for each in SELECTIONS if each != "sampled"))
+
+
+@dataclass(frozen=True, slots=True)
+class Chunked(Compression):
+    """The largest elements of each chunk of 4,096, as SparseLoCo sends them: positions of 12 bits, short values, and a length known before.
+
+    ``decay``: what a step keeps of the old residual. ``codes``: how values travel.
+    """
+
+    name: ClassVar[str] = "chunked"
+    number: ClassVar[str] = "density"
+    density: float = 64 / 4096
+    codes: Codes = "2bit"
+    decay: float = 0.95
+
+    def __post_init__(self) -> None:
+        _require_density(self.name, self.density)
+        _require_one_of(self.name, "codes", self.codes, get_args(Codes))
+        if not 0 <= self.decay <= 1:
+            raise StrategyError(f"{self.name}: decay {self.decay}; expected a number from 0 to 1 (1: nothing of the residual is forgotten)")
+
+
+@dataclass(frozen=True, slots=True)
+class PowerSgd(Compression):
+    """A product of two thin matrices of this ``rank`` (PowerSGD): one power iteration, begun where the last step's ended."""
+
+    name: ClassVar[str] = "powersgd"
+    number: ClassVar[str] = "rank"
+    common_state: ClassVar[tuple[str, ...]] = ("right",)
+    rank: int = 2
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rank, int) or self.rank < 1:
+            raise StrategyError(f"{self.name}: rank {self.rank!r}; expected a whole number of at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Bf16(Compression):
+    """Gradients travel in bfloat16 and are summed in float32. Nothing is kept: what rounding takes is lost, as in PyTorch's hook."""
+
+    name: ClassVar[str] = "bf16"
+    summed_state: ClassVar[tuple[str, ...]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Int8(Compression):
+    """Gradients travel as whole numbers of eight bits with a scale for each block, and are summed in float32; errors stay as a residual."""
+
+    name: ClassVar[str] = "int8"
+
+
+COMPRESSIONS: dict[str, type[Compression]] = {kind.name: kind for kind in (Rgc, RgcAsq, Chunked, PowerSgd, Bf16, Int8)}
+"""All methods by name."""
+
+
+def parse(text: str) -> Compression:
+    """``rgc``, ``rgc:0.01``, ``powersgd:4``: a method with its default settings but for the number. StrategyError if it cannot be read."""
+    name, colon, number = text.partition(":")
+    kind = COMPRESSIONS.get(name)
+    if kind is None:
+        raise StrategyError(f"compression {name!r} is unknown; expected one of {', '.join(COMPRESSIONS)}")
+    if not colon:
+        return kind()
+    if not kind.number:
+        raise StrategyError(f"compression {text!r}: {name} has no setting; expected {name!r}")
+    whole = any(own.name == kind.number and own.type == "int" for own in fields(kind))
+    try:
+        value: Any = int(number) if whole else float(number)
+    except ValueError:
+        example = kind().word
+        raise StrategyError(f"compression {text!r}: expected a {kind.number} behind the colon, such as {example!r}") from None
+    return kind(**{kind.number: value})
+
+
+def _require_density(name: str, density: float) -> None:
+    if not 0 < density <= 1:
+        raise StrategyError(f"{name}: density {density}; expected a share of the elements above 0 and up to 1, such as {DENSITY}")
+
+
+def _require_one_of(name: str, setting: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise StrategyError(f"{name}: {setting} {value!r}; expected one of {', '.join(allowed)}")
