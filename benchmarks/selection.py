@@ -34,10 +34,10 @@ def on_processor(tensor: torch.Tensor, count: int) -> dict[str, Way]:
     return {
         "torch.topk": lambda: torch.topk(tensor.abs(), count, sorted=False),
         "sum": tensor.sum,
-        "exact": lambda: selection.exact(Surveyed.of(tensor), count),
+        "exact": lambda: selection.exact(Surveyed.of(tensor, mean=False), count),
         "trimmed": lambda: selection.trimmed(Surveyed.of(tensor), count),
         "search": lambda: selection.search(Surveyed.of(tensor), count),
-        "reuse": lambda: selection.reused(Surveyed.of(tensor), threshold, count // 2, 2 * count),
+        "reuse": lambda: selection.reused(Surveyed.of(tensor, mean=False), threshold, count // 2, 2 * count),
     }
 
 

@@ -107,21 +107,22 @@ def _means(magnitudes: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
 
 def _packed_positions(places: torch.Tensor) -> torch.Tensor:
     """Two positions of twelve bits in three bytes."""
-    pairs = torch.nn.functional.pad(places, (0, places.shape[1] % 2)).unflatten(1, (-1, 2))
+    pairs = torch.nn.functional.pad(places, (0, places.shape[1] % 2)).reshape(len(places), (places.shape[1] + 1) // 2, 2)
     first, second = pairs.unbind(2)
     return torch.stack([first & 255, first >> 8 | (second & 15) << 4, second >> 4], 2).to(torch.uint8).flatten(1)
 
 
 def _unpacked_positions(packed: torch.Tensor, count: int) -> torch.Tensor:
-    low, middle, high = packed.long().unflatten(1, (-1, 3)).unbind(2)
+    low, middle, high = packed.long().reshape(len(packed), packed.shape[1] // 3, 3).unbind(2)
     return torch.stack([low | (middle & 15) << 8, middle >> 4 | high << 4], 2).flatten(1)[:, :count]
 
 
 def _packed_pairs(bits: torch.Tensor) -> torch.Tensor:
     """Four codes of two bits in a byte."""
-    fours = torch.nn.functional.pad(bits, (0, -bits.shape[1] % 4)).unflatten(1, (-1, 4))
+    fours = torch.nn.functional.pad(bits, (0, -bits.shape[1] % 4)).reshape(len(bits), (bits.shape[1] + 3) // 4, 4)
     one, two, three, four = fours.unbind(2)
-    return one | two << 2 | three << 4 | four << 6
+    packed: torch.Tensor = one | two << 2 | three << 4 | four << 6
+    return packed
 
 
 def _unpacked_pairs(packed: torch.Tensor, count: int) -> torch.Tensor:

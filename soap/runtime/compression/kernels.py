@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from numba.extending import overload
 
 from soap.simulator.compiled.jit import entry
@@ -30,7 +29,7 @@ def _like(value: Number, example: Number) -> Number:
     raise NotImplementedError("only compiled code calls it")
 
 
-@overload(_like, inline="always")  # type: ignore[untyped-decorator]
+@overload(_like, inline="always")
 def _compiled_like(value, example):  # type: ignore[no-untyped-def]
     kind = example
 
@@ -41,36 +40,38 @@ def _compiled_like(value, example):  # type: ignore[no-untyped-def]
 
 
 @entry
-def survey(
-    values: Array, bits: Array, kind: Array, up: Number, down: Number, first: int, stop: int, lanes: Array, maxima: Array, sums: Array
-) -> None:
-    """Largest keys of blocks, and sums of chunks' keys, for chunks from ``first`` to ``stop``.
-
-    The largest are found as whole numbers: without its sign bit a float's bits grow with its magnitude, and those of NaN and infinity are
-    above all others. ``bits``: the memory of ``values``. ``kind``: a key's bits are (bits ^ kind[0]) & kind[1], if positive. ``lanes``:
-    room for BLOCK sums, made beside each other. ``maxima``: whole numbers as well.
-    """
+def note_maxima(bits: Array, kind: Array, first: int, stop: int, maxima: Array) -> None:
+    """Largest keys of blocks from ``first`` to ``stop``, as whole numbers: without its sign bit a float's bits grow with its magnitude, and
+    those of NaN and infinity are above all others. ``bits``: the tensor's memory. ``kind``: a key's bits are (bits ^ kind[0]) & kind[1], if
+    that is positive."""
     flip, mask = kind[0], kind[1]
+    for block in range(first, stop):
+        start = block * BLOCK
+        largest = _like(0, flip)
+        if start + BLOCK <= len(bits):
+            for i in range(BLOCK):  # loops of constant length are vectorized best
+                key = _like(_like(bits[start + i] ^ flip, flip) & mask, flip)
+                largest = key if key > largest else largest
+        else:
+            for i in range(start, len(bits)):
+                key = _like(_like(bits[i] ^ flip, flip) & mask, flip)
+                largest = key if key > largest else largest
+        maxima[block] = largest
+
+
+@entry
+def sum_keys(values: Array, up: Number, down: Number, first: int, stop: int, lanes: Array, sums: Array) -> None:
+    """Sums of keys, for chunks from ``first`` to ``stop``. ``lanes``: room for BLOCK sums, which are made beside each other."""
     for chunk in range(first, stop):
         begin, end = chunk * CHUNK, min(chunk * CHUNK + CHUNK, len(values))
         blocks = (end - begin) // BLOCK
-        rest = begin + blocks * BLOCK
-        for block in range(blocks):  # loops of constant length are vectorized best
-            largest = _like(0, flip)
-            for i in range(BLOCK):
-                key = _like(_like(bits[begin + block * BLOCK + i] ^ flip, flip) & mask, flip)
-                largest = key if key > largest else largest
-            maxima[begin // BLOCK + block] = largest
-        if rest < end:
-            maxima[rest // BLOCK] = 0
-            for i in range(rest, end):
-                maxima[rest // BLOCK] = max(maxima[rest // BLOCK], (bits[i] ^ flip) & mask)
         for i in range(BLOCK):
             lanes[i] = 0
         for block in range(blocks):
             for i in range(BLOCK):
                 value = values[begin + block * BLOCK + i]
                 lanes[i] += max(up * value, down * value)
+        rest = begin + blocks * BLOCK
         for i in range(rest, end):
             lanes[i - rest] += max(up * values[i], down * values[i])
         total = 0.0
@@ -80,36 +81,15 @@ def survey(
 
 
 @entry
-def count_above(values: Array, up: Number, down: Number, maxima: Array, threshold: Number, first: int, stop: int) -> int:
-    """How many keys exceed the threshold, in blocks from ``first`` to ``stop``. ``maxima``: as floats."""
-    count, found = len(values), 0
-    for block in range(first, stop):
-        if maxima[block] > threshold:
-            start = block * BLOCK
-            if start + BLOCK <= count:
-                own = np.int32(0)
-                for i in range(BLOCK):
-                    value = values[start + i]
-                    own = np.int32(own + np.int32(max(up * value, down * value) > threshold))
-                found += own
-            else:
-                for i in range(start, count):
-                    found += max(up * values[i], down * values[i]) > threshold
-    return found
-
-
-@entry
-def collect_above(
-    values: Array, up: Number, down: Number, maxima: Array, threshold: Number, first: int, stop: int, positions: Array, at: int
-) -> int:
-    """Positions of keys that exceed the threshold, in blocks from ``first`` to ``stop``, in order, from ``positions[at]`` on. Returns where
-    they end. ``maxima``: as floats."""
-    count = len(values)
+def collect_above(values: Array, up: Number, down: Number, maxima: Array, threshold: Number, first: int, stop: int, found: Array) -> int:
+    """Positions of keys that exceed the threshold, in blocks from ``first`` to ``stop``, in order. Returns how many. ``maxima``: as
+    floats."""
+    count, at = len(values), 0
     for block in range(first, stop):
         if maxima[block] > threshold:
             start = block * BLOCK
             for i in range(start, min(start + BLOCK, count)):
                 if max(up * values[i], down * values[i]) > threshold:
-                    positions[at] = i
+                    found[at] = i
                     at += 1
     return at

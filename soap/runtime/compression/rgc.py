@@ -49,7 +49,7 @@ class LargestElements(SparseCompressor[Rgc]):
         if not place.on_host(residual):
             state.numbers["age"] += 1
             return device_selection.above(residual, threshold, self.layout.capacity)
-        positions = reused(Surveyed.of(residual), float(threshold), self.layout.kept // 2, self.layout.capacity)
+        positions = reused(Surveyed.of(residual, mean=False), float(threshold), self.layout.kept // 2, self.layout.capacity)
         if positions is None:
             return None
         state.numbers["age"] += 1

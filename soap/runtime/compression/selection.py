@@ -1,13 +1,12 @@
 """Which elements of a tensor are the largest, at the speed of memory on a processor. ``device_selection`` does the same on GPUs.
 
-One pass notes the largest key of each block of 128 elements (``kernels``). Of k + 1 blocks with the largest maxima each has an element at
-least as large as the last one's maximum. So the (k + 1)-th largest maximum bounds how many elements exceed a threshold, and where they can
-be, before any of them is counted.
+One pass notes the largest key of each block of 128 elements (``kernels``). Of the k blocks with the largest maxima each has an element
+at least as large as the last one's maximum. So the k-th largest maximum is a bound: at least k elements reach it, and all that do are in
+blocks whose maximum does. A second pass reads these blocks, and collects a little more than k elements; the rest is done among these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -17,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from soap.errors import RuntimeFailure
-from soap.runtime.compression.kernels import BLOCK, CHUNK, collect_above, count_above, survey
+from soap.runtime.compression.kernels import BLOCK, CHUNK, collect_above, note_maxima, sum_keys
 from soap.runtime.sync.row_update import parallel
 
 Positions = npt.NDArray[np.int64]
@@ -28,6 +27,10 @@ PROBES = 24
 """How often the binary search halves its interval: to single precision."""
 ALONE = 256
 """Chunks that are worth a thread."""
+PIECE = 32
+"""Chunks that are surveyed at a time: half a megabyte."""
+PER_CHUNK = CHUNK // BLOCK
+"""Blocks of a chunk."""
 WHOLE: dict[torch.dtype, Any] = {torch.float32: np.int32, torch.float64: np.int64}
 """Types that are selected from -> whole numbers of that size."""
 
@@ -37,7 +40,8 @@ class Surveyed:
     """A tensor after the first pass over it.
 
     ``values``: its elements. ``up``, ``down``: their keys are ``max(up * value, down * value)``. ``maxima``: largest key of each block.
-    ``mean``: of all keys. ``largest``: of the keys. ``signed``: whether only one sign counts, so that zeros are never selected.
+    ``mean``: of all keys, if it was asked for. ``largest``: of the keys. ``signed``: whether only one sign counts, so that
+    zeros are never selected.
     """
 
     values: npt.NDArray[Any]
@@ -49,8 +53,9 @@ class Surveyed:
     signed: bool
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, sign: int = 0) -> Surveyed:
-        """``tensor``: flat and contiguous, in float32 or float64, not empty. ``sign``: 1 or -1 if only these elements count.
+    def of(cls, tensor: torch.Tensor, sign: int = 0, *, mean: bool = True) -> Surveyed:
+        """``tensor``: flat and contiguous, in float32 or float64, not empty. ``sign``: 1 or -1 if only these elements count. ``mean``:
+        whether it is needed; else it is NaN.
 
         RuntimeFailure if an element that counts is not a finite number.
         """
@@ -60,11 +65,15 @@ class Surveyed:
         limits = np.iinfo(whole)
         kind = np.array([limits.min if sign < 0 else 0, -1 if sign else limits.max], whole)
         chunks = -(-len(values) // CHUNK)
-        maxima, sums = np.empty(-(-len(values) // BLOCK), whole), np.empty(chunks)
+        maxima, sums = np.empty(-(-len(values) // BLOCK), whole), np.full(chunks, np.nan)
 
         def pass_over(part: tuple[int, int]) -> None:
             lanes = np.empty(BLOCK, real)
-            survey(values, values.view(whole), kind, real(up), real(down), *part, lanes, maxima, sums)
+            for first in range(*part, PIECE):  # small pieces are still in the cache when they are summed
+                stop = min(first + PIECE, part[1])
+                note_maxima(values.view(whole), kind, first * PER_CHUNK, min(stop * PER_CHUNK, len(maxima)), maxima)
+                if mean:
+                    sum_keys(values, real(up), real(down), first, stop, lanes, sums)
 
         parallel(pass_over, _parts(chunks))
         keys = maxima.view(real)
@@ -78,38 +87,33 @@ class Surveyed:
         return self.values.dtype.type(self.mean + share * (self.largest - self.mean))
 
     def bound(self, count: int) -> Any:
-        """At least ``count`` keys are as large as this number, and all keys that are larger are in blocks whose maximum is. -1 if there are
-        too few blocks to say more."""
+        """At least ``count`` keys are as large as this number, and all keys that are as large are in blocks whose maximum is. -1 if there
+        are too few blocks to say more."""
         blocks = len(self.maxima)
         if not 0 < count <= blocks:
             return self.values.dtype.type(-1)
         return np.partition(self.maxima, blocks - count)[blocks - count]
 
-    def counts(self, threshold: Any) -> list[int]:
-        """How many keys exceed a threshold, in each part of the tensor."""
-        parts = self._parts()
-        return parallel(lambda part: count_above(self.values, self.up, self.down, self.maxima, threshold, *part), parts)
+    def above(self, threshold: Any) -> Positions:
+        """Positions of keys that exceed a threshold, in order."""
 
-    def above(self, threshold: Any, counts: Sequence[int] | None = None) -> Positions:
-        """Positions of keys that exceed a threshold, in order. ``counts``: what ``counts`` said of it."""
-        counts = self.counts(threshold) if counts is None else counts
-        ends = np.cumsum([0, *counts])
-        found = np.empty(ends[-1], np.int64)
+        def collect(part: tuple[int, int]) -> Positions:
+            first, stop = part[0] * PER_CHUNK, min(part[1] * PER_CHUNK, len(self.maxima))
+            room = np.empty(BLOCK * np.count_nonzero(self.maxima[first:stop] > threshold), np.int64)  # memory is given when it is written
+            return room[: collect_above(self.values, self.up, self.down, self.maxima, threshold, first, stop, room)]
 
-        def collect(part: tuple[tuple[int, int], Any]) -> None:
-            collect_above(self.values, self.up, self.down, self.maxima, threshold, *part[0], found, part[1])
+        found = parallel(collect, _parts(-(-len(self.values) // CHUNK)))
+        return found[0].copy() if len(found) == 1 else np.concatenate(found)
 
-        parallel(collect, list(zip(self._parts(), ends, strict=False)))
-        return found
+    def reaching(self, number: Any) -> Positions:
+        """Positions of keys that are at least as large as a number above zero."""
+        return self.above(np.nextafter(number, self.values.dtype.type(0)))
 
     def keys(self, positions: Positions) -> npt.NDArray[Any]:
         """The keys of some elements."""
         chosen = self.values[positions]
-        return np.maximum(self.up * chosen, self.down * chosen)
-
-    def _parts(self) -> list[tuple[int, int]]:
-        per_chunk = CHUNK // BLOCK
-        return [(a * per_chunk, min(b * per_chunk, len(self.maxima))) for a, b in _parts(-(-len(self.values) // CHUNK))]
+        found: npt.NDArray[Any] = np.maximum(self.up * chosen, self.down * chosen)
+        return found
 
 
 def exact(tensor: Surveyed, count: int) -> Positions:
@@ -119,7 +123,7 @@ def exact(tensor: Surveyed, count: int) -> Positions:
         return np.arange(size)
     least = tensor.bound(count)
     if least > 0:
-        return _largest(tensor, tensor.above(np.nextafter(least, least.dtype.type(0))), count)
+        return _largest(tensor, tensor.reaching(least), count)
     other = tensor.above(least.dtype.type(0))
     if len(other) >= count or tensor.signed:
         return _largest(tensor, other, count)
@@ -128,14 +132,20 @@ def exact(tensor: Surveyed, count: int) -> Positions:
 
 
 def trimmed(tensor: Surveyed, count: int) -> Positions:
-    """The same elements as ``exact``, by RedSync's algorithm 2: those above a threshold between mean and maximum, and of these the largest.
-    Where not enough are above the mean (ties, zeros), or too many elements are wanted, it is ``exact``."""
+    """The same elements as ``exact``, by RedSync's algorithm 2: the largest of those above a threshold between mean and maximum, which goes
+    down until k elements are above it. It need not go below the bound of blocks: these hold the k largest.
+
+    Where not enough elements are above the mean (ties, zeros) it is ``exact``.
+    """
     if count < len(tensor.values) and tensor.largest > tensor.mean:
+        least = tensor.bound(count)
         for share in TRIMS:
             threshold = tensor.threshold(share)
-            found = tensor.counts(threshold)
-            if sum(found) >= count:
-                return _largest(tensor, tensor.above(threshold, found), count)
+            if threshold < least:
+                return _largest(tensor, tensor.reaching(least), count)
+            found = tensor.above(threshold)
+            if len(found) >= count:
+                return _largest(tensor, found, count)
     return exact(tensor, count)
 
 
@@ -143,29 +153,28 @@ def search(tensor: Surveyed, count: int) -> tuple[Positions, float | None]:
     """``count`` to twice as many positions, and the threshold that their keys exceed, by RedSync's algorithm 3 with its rule mended: fewer
     than k above it: lower it; more than 2 k: raise it. If no threshold is found (ties, zeros, one far outlier): ``exact`` and None.
 
-    A threshold below the (2 k + 1)-th largest maximum of blocks has more than 2 k elements above it; nothing has to be counted then.
+    Below the (2 k + 1)-th largest maximum of blocks more than 2 k elements are above every threshold; so only elements that reach it are
+    counted.
     """
     if count < len(tensor.values) and tensor.largest > tensor.mean:
         many = tensor.bound(2 * count + 1)
+        positions = tensor.above(tensor.threshold(0)) if many <= tensor.mean else tensor.reaching(many)
+        keys = np.sort(tensor.keys(positions))
         low, high = 0.0, 1.0
         for _ in range(PROBES):
             middle = (low + high) / 2
             threshold = tensor.threshold(middle)
-            if threshold < many:
-                low = middle
-                continue
-            found = tensor.counts(threshold)
-            if count <= sum(found) <= 2 * count:
-                return tensor.above(threshold, found), float(threshold)
-            low, high = (low, middle) if sum(found) < count else (middle, high)
+            above = 2 * count + 1 if threshold < many else len(keys) - np.searchsorted(keys, threshold, "right")
+            if count <= above <= 2 * count:
+                return positions[tensor.keys(positions) > threshold], float(threshold)
+            low, high = (low, middle) if above < count else (middle, high)
     return exact(tensor, count), None
 
 
 def reused(tensor: Surveyed, threshold: float, least: int, most: int) -> Positions | None:
     """Positions of keys above the threshold of an earlier step; None if it has become a bad one: not ``least`` to ``most`` exceed it."""
-    number = tensor.values.dtype.type(threshold)
-    found = tensor.counts(number)
-    return tensor.above(number, found) if least <= sum(found) <= most else None
+    found = tensor.above(tensor.values.dtype.type(threshold))
+    return found if least <= len(found) <= most else None
 
 
 def not_finite(value: float) -> str:
@@ -179,9 +188,10 @@ def _largest(tensor: Surveyed, positions: Positions, count: int) -> Positions:
         return positions
     keys = tensor.keys(positions)
     last = np.partition(keys, len(keys) - count)[len(keys) - count]
-    taken = keys > last
+    taken: npt.NDArray[np.bool_] = keys > last
     taken[np.flatnonzero(keys == last)[: count - np.count_nonzero(taken)]] = True
-    return positions[taken]
+    chosen: Positions = positions[taken]
+    return chosen
 
 
 def _parts(chunks: int) -> list[tuple[int, int]]:

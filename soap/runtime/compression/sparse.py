@@ -109,7 +109,7 @@ def selected_by(
             return *device_selection.exact(residual, count, sign), None
         (positions, number), threshold = device_selection.search(residual, count, sign)
         return positions, number, threshold
-    tensor = Surveyed.of(residual, sign)
+    tensor = Surveyed.of(residual, sign, mean=selection != "exact")
     if selection in ("exact", "trimmed"):
         return torch.from_numpy((exact if selection == "exact" else trimmed)(tensor, count)), None, None
     found, limit = search(tensor, count)

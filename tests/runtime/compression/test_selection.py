@@ -126,7 +126,7 @@ def test_a_mean_and_a_maximum() -> None:
 
 
 def test_threads_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensor = drawn("normal", 700 * CHUNK + 77, torch.float32)
+    tensor = drawn("normal", 800 * CHUNK + 77, torch.float32)
     found = []
     for threads in (1, 2, 3):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
