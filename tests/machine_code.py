@@ -21,6 +21,7 @@ from soap.search.compiled.runner import CompiledChain, CompiledSpace
 from soap.search.space import build_space
 from soap.simulator.compiled.jit import is_compiled
 from soap.simulator.compiled.task_keys import FORWARD, task_key
+from soap.simulator.compiled.walking import walk
 from soap.simulator.engine import Engine
 from soap.strategy.config import OpConfig, Strategy
 from tests.graph_builder import mlp
@@ -61,7 +62,7 @@ def compile_all() -> None:
     for end in (engine.reject, engine.accept):
         engine.propose(op.name, starts[1].operators[op.name])
         end()
-    engine.walk({op.name: [OpConfig((1,) * len(op.factors), (device,)) for device in range(2)]}, 10, 1e-6)
+    walk(engine, {op.name: [OpConfig((1,) * len(op.factors), (device,)) for device in range(2)]}, 10, 1e-6)
     engine.proposed_tasks()
     task_key(FORWARD, 0, 1, 0, 0, 0)
 

@@ -6,9 +6,10 @@ A model may be what ``load`` returns, an ``OperatorGraph``, or text for ``load``
 
 from __future__ import annotations
 
+from soap.api.deciding import decision_record, memory_range, range_record, timed
 from soap.api.finding import find
 from soap.api.models import Cluster, Model, export, load, load_cluster, measure_rows
-from soap.api.outcome import LEAST_MEASURED, Guard, Run, SearchOutcome, guard_record, least_measured
+from soap.api.outcome import LEAST_MEASURED, Run, SearchOutcome, least_measured
 from soap.api.predictions import costs_for, costs_record, explain, explain_synchronization, simulate, simulator_for, with_links
 from soap.api.strategies import (
     classical,
@@ -22,18 +23,17 @@ from soap.api.strategies import (
 __all__ = [
     "LEAST_MEASURED",
     "Cluster",
-    "Guard",
     "Model",
     "Run",
     "SearchOutcome",
     "classical",
     "costs_for",
     "costs_record",
+    "decision_record",
     "explain",
     "explain_synchronization",
     "export",
     "find",
-    "guard_record",
     "least_measured",
     "load",
     "load_cluster",
@@ -41,9 +41,12 @@ __all__ = [
     "load_strategy_contents",
     "load_strategy_header",
     "measure_rows",
+    "memory_range",
+    "range_record",
     "save_strategy",
     "simulate",
     "simulator_for",
+    "timed",
     "with_links",
     "with_recorded_rows",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from soap.api.deciding import draws_for
 from soap.api.models import Cluster, Model
 from soap.api.outcome import SearchOutcome
 from soap.api.predictions import announce_compiling, simulator_for
@@ -26,7 +27,8 @@ def find(
     improved: Callable[[int], None] = lambda cost_ns: None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> SearchOutcome:
-    """Search for the strategy with the shortest predicted iteration: ``soap.find(model, cluster, soap.SearchOptions(budget=500))``.
+    """Search for the strategy with the shortest predicted iteration, on average over draws of the costs:
+    ``soap.find(model, cluster, soap.SearchOptions(budget=500))``.
 
     ``progress``: show a bar on stderr if that is a terminal. ``improved``: called with each new best cost in ns. ``stopped``: asked now and
     then; once it returns True, the search ends as by Ctrl-C, with the best so far (``result.interrupted``).
@@ -39,7 +41,8 @@ def find(
     )
     from soap.simulator.incremental import IncrementalSimulator  # importing numba takes a second: do it for searches only
 
-    evaluator = IncrementalSimulator(simulator)
+    draws = None if options.risk is None else draws_for(simulator, options.draws, options.risk)
+    evaluator = IncrementalSimulator(simulator, draws)
     if progress and not evaluator.begins_at_once():
         announce_compiling()
     result = search_graph(
@@ -53,7 +56,7 @@ def find(
         further_starts=_dynamic_start(simulator, options.starts),
     )
     pins, forbidden = pairs_of(options.pins), pairs_of(options.forbidden)
-    return SearchOutcome(simulator, result, pins=pins, forbidden=forbidden, margin=options.margin)
+    return SearchOutcome(simulator, result, pins=pins, forbidden=forbidden, confidence=options.confidence)
 
 
 def _dynamic_start(simulator: Simulator, starts: Sequence[str] | None) -> dict[str, Callable[[], Strategy]]:

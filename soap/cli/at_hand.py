@@ -111,8 +111,8 @@ def verify(
     began = clock()
     seconds = verification.ASKED_S if wish.asked else verification.DEFAULT_S
     try:
-        within = None if wish.asked else outcome.known_error  # plans that cannot win are not run
-        outcome = verification.verify(outcome, wish.finalists, model, reading, seed, data, optimizer, seconds=seconds, within=within)
+        chances = not wish.asked  # plans that cannot win are not run by default
+        outcome = verification.verify(outcome, wish.finalists, model, reading, seed, data, optimizer, seconds=seconds, only_chances=chances)
     except StoppedBySignal:
         raise
     except Exception as error:

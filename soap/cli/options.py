@@ -249,11 +249,11 @@ def _sync_forms() -> str:
     return ", ".join(found)
 
 
-def at_least_one(text: str) -> float:
-    """A finite number of at least 1."""
-    value = positive_number(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; expected a number of at least 1")
+def share(text: str) -> float:
+    """A share from 0 to 1."""
+    value = not_negative_number(text)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; expected a share from 0 to 1, such as 0.9")
     return value
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from soap.api import SearchOutcome, costs_record
-from soap.cli import figures, rows
+from soap.cli import certainty, figures, rows
 from soap.cli.plain_text import aligned, devices, listed, milliseconds, speed_up, split, sync_document, sync_text
 from soap.cluster.topology import Topology
 from soap.model import sparse_shares
@@ -47,6 +47,7 @@ def document(simulator: Simulator, strategy: Strategy, simulation: Simulation | 
         "costs": costs_record(simulator, simulation.tasks),
         "folded": _folded(simulator, strategy, simulation),
         "predicted_ns": simulation.makespan_ns,
+        "range": certainty.document(simulator, strategy, baseline, len(simulation.tasks.tasks)),
         "fits": simulation.fits,
         "speedup": baselines[BASELINE]["predicted_ns"] / max(1, simulation.makespan_ns),
         "baselines": baselines,
@@ -186,7 +187,8 @@ def _times(report: Mapping[str, Any], name: str) -> str:
         lacks = f" (does not fit: {format_bytes(lacking)} missing)" if lacking else ""
         rows.append((baseline, milliseconds(cost["predicted_ns"]), speed_up(cost["predicted_ns"], predicted_ns) + lacks))
     numbers = aligned(row[:2] for row in rows).splitlines()
-    return "\n".join(f"{line}  {row[2]}".rstrip() for line, row in zip(numbers, rows, strict=True))
+    lines = [f"{line}  {row[2]}".rstrip() for line, row in zip(numbers, rows, strict=True)]
+    return "\n".join([*lines, f"  {name}: {certainty.text(report['range'])}"])
 
 
 def _resources(report: Mapping[str, Any]) -> str:

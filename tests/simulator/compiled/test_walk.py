@@ -9,6 +9,7 @@ import pytest
 from soap import api
 from soap.model.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
+from soap.simulator.compiled.walking import walk
 from soap.simulator.engine import Engine
 from soap.strategy.config import OpConfig
 from tests.simulator.examples import pairwise_cluster
@@ -74,7 +75,7 @@ def test_same_decisions(model: str, bounded: bool) -> None:
         engine.simulate()
     beta_per_ns = 30 / stepped.makespan_ns
     expected = replayed(stepped, choices, beta_per_ns, 3)
-    walk = walked.walk(choices, STEPS, beta_per_ns, 3, bounded=bounded, log=STEPS)
-    assert walk.costs_ns.tolist() == expected
+    outcome = walk(walked, choices, STEPS, beta_per_ns, 3, bounded=bounded, log=STEPS)
+    assert outcome.costs_ns.tolist() == expected
     assert walked.strategy == stepped.strategy
-    assert 10 < walk.accepted < walk.proposals < STEPS
+    assert 10 < outcome.accepted < outcome.proposals < STEPS

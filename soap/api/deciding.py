@@ -1,0 +1,101 @@
+"""Plans under draws of the costs: how sure predictions are, and which of the plans that a search found is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from soap.profiles.spreads import KnownSpreads, known_spreads
+from soap.search.deciding import DECIDING_DRAWS, RANGE, Decision, Timed, decide
+from soap.search.record import SearchResult
+from soap.simulator.drawn_times import drawn_times
+from soap.simulator.draws import Draws, Risk
+from soap.simulator.simulate import Simulator
+from soap.strategy.config import Strategy
+
+SEARCH_SEED = "search"
+DECIDING_SEED = "deciding"
+"""Seeds of the draws that a search compares plans by, and of those by which it is decided: others, so that luck does not count."""
+
+
+def draws_for(simulator: Simulator, count: int, risk: Risk = Risk.MEAN, seed: str = SEARCH_SEED) -> Draws:
+    """Draws of the costs and links of a simulator."""
+    return Draws(KnownSpreads(simulator.costs, simulator.topology), count, seed, risk)
+
+
+def timed(
+    simulator: Simulator, plans: Mapping[str, Strategy], usual: Strategy, draws: int = DECIDING_DRAWS, *, compiled: bool = True
+) -> list[Timed]:
+    """Plans by name with their times under draws of the costs, the same for all. ``usual``: data parallelism. ``compiled``: see
+    ``drawn_times``."""
+    found = drawn_times(simulator, plans.values(), draws_for(simulator, draws, seed=DECIDING_SEED), compiled=compiled)
+    return [
+        Timed(name, strategy, times.usual_ns, times.times_ns, _unlike(strategy, usual), times.messages)
+        for (name, strategy), times in zip(plans.items(), found, strict=True)
+    ]
+
+
+def decision(
+    simulator: Simulator, result: SearchResult, usual: Strategy, *, possible: bool, confidence: float, draws: int = DECIDING_DRAWS
+) -> Decision:
+    """Which plan of a search is kept. ``usual``: data parallelism, ``possible``: whether it may be kept. If not, the best start that is
+    allowed is what a plan must beat."""
+    starts = sorted((start for start in result.starts if start.fits), key=lambda start: start.cost_ns)
+    named = {start.name: start.strategy for start in starts[:1]}
+    if possible:
+        named |= {next((start.name for start in starts if start.strategy == usual), "data_parallel"): usual}
+    known = list(named.values())
+    number = 0
+    for finalist in result.finalists:
+        if finalist.strategy not in known:
+            number += 1
+            named["found" if number == 1 else f"found {number}"] = finalist.strategy
+            known.append(finalist.strategy)
+    plans = timed(simulator, named, usual, draws)
+    reference = next((plan for plan in plans if plan.strategy == usual), None) if possible else (plans[0] if starts else None)
+    return decide(plans, reference, confidence)
+
+
+def decision_record(found: Decision) -> dict[str, Any]:
+    """What was kept, and why, as plain values. ``leader``: the plan that is fastest on average. ``wins``: the share of ``draws`` in which
+    it beats the reference, which must be at least ``confidence``. ``gain``: between which factors it beats it, ``RANGE``."""
+    gains = None if found.reference is None else [round(float(own), 4) for own in _quantiles(found.leader.gains(found.reference))]
+    return {
+        "kept": found.kept.name,
+        "reference": None if found.reference is None else found.reference.name,
+        "leader": found.leader.name,
+        "leader_ns": found.leader.usual_ns,
+        "wins": round(found.wins, 4),
+        "gain": gains,
+        "confidence": found.confidence,
+        "draws": found.draws,
+    }
+
+
+def range_record(plan: Timed, usual: Timed) -> dict[str, Any]:
+    """How sure a prediction is, as plain values: the times that 10, 50 and 90% of the draws are below, the gain over data parallelism in
+    the same way, and the share of the draws in which the plan beats it."""
+    shares = (RANGE[0], 0.5, RANGE[1])
+    return {
+        "shares": list(shares),
+        "time_ns": plan.quantiles_ns(shares),
+        "speedup": [round(float(own), 4) for own in _quantiles(plan.gains(usual), shares)],
+        "wins": round(plan.wins(usual), 4),
+        "draws": len(plan.times_ns),
+    }
+
+
+def memory_range(expected_bytes: int) -> list[int]:
+    """What a device that is expected to need so many bytes at its peak uses in truth, between the 10 and 90% quantiles."""
+    return [round(expected_bytes * share) for share in known_spreads()["memory"]["quantiles"]]
+
+
+def _quantiles(values: Any, shares: Sequence[float] = RANGE) -> Any:
+    import numpy as np
+
+    return np.quantile(values, shares)
+
+
+def _unlike(strategy: Strategy, usual: Strategy) -> int:
+    operators = sum(config != usual.operators[name] for name, config in strategy.operators.items())
+    return operators + len({name for name in {*strategy.parameters, *usual.parameters} if strategy.sync(name) != usual.sync(name)})

@@ -1,0 +1,93 @@
+"""How far costs may be off, by where they come from: the ``draws.Spreads`` of a cost model on a cluster.
+
+The figures stand in ``soap/profiles/data/spreads.json``, each beside its source; ``python -m benchmarks.spreads`` fits them to stored
+measurements, never to the run at hand. They are standard deviations of ln(true time / predicted time).
+
+The error of a tile has three parts. ``rate`` is the device's: all its tiles share it. ``kind`` is shared by all operators of one kind in
+one direction on such a device: what is wrong about embeddings is wrong about all of them. ``shape`` belongs to computations with the same key
+(``TileKey``), whatever operator they are part of. A measured tile has all three, too: a process that trains is not one that measures.
+
+A communication has two: ``all``, shared by all communications of the cluster, and ``sort``, by whether it leaves its host and whether it is
+a collective.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from soap.cluster.topology import DeviceType, Topology
+from soap.model.graph import OperatorGraph
+from soap.plan.tiling import Tile
+from soap.profiles.keys import TileKeys
+from soap.profiles.lookup import ProfiledCosts, Source
+from soap.simulator.costs import CostModel
+from soap.simulator.draws import Communicated, Error
+
+TILE_PARTS = ("rate", "kind", "shape")
+WAYS = {False: "forward", True: "backward"}
+
+
+@cache
+def known_spreads() -> Mapping[str, Any]:
+    """The file as it is: by what they are about, then by kind of device, the figures and their ``source``."""
+    found: dict[str, Any] = json.loads(files("soap.profiles").joinpath("data/spreads.json").read_text("utf-8"))
+    return found
+
+
+class KnownSpreads:
+    """The spreads of a cost model's answers on a topology. ``spreads``: for tests and for fitting, others than the file's."""
+
+    def __init__(self, costs: CostModel, topology: Topology, spreads: Mapping[str, Any] | None = None) -> None:
+        self._costs = costs
+        self._known = known_spreads() if spreads is None else spreads
+        kinds = {device.type.kind for device in topology.devices}
+        self._kind = "cpu" if "cpu" in kinds else "cuda"
+        self._links = Source.MEASURED.value if topology.links_source else "described"
+        self._keys: dict[str, TileKeys] = {}
+
+    def of_tile(self, graph: OperatorGraph, tile: Tile, device: DeviceType, *, backward: bool) -> tuple[Error, ...]:
+        """Of the time of one pass over a tile."""
+        source = Source.ESTIMATED
+        if isinstance(self._costs, ProfiledCosts):
+            source = self._costs.answer(graph, tile, device, backward=backward).source
+        rate, kind, shape = (self._known["tile"][source.value][device.kind][part] for part in TILE_PARTS)
+        key = self._keys.setdefault(graph.hash, TileKeys(graph)).key(tile)
+        way = WAYS[backward]
+        return (
+            Error(("rate", device.name), rate),
+            Error(("kind", device.name, graph.operators[tile.operator].kind, way), kind),
+            Error(("shape", device.name, key.text, way), shape),
+        )
+
+    def of_launch(self, device: DeviceType) -> tuple[Error, ...]:
+        """Of the time to launch a tile on such a device."""
+        return (Error(("launch", device.name), self._known["launch"][device.kind]["all"]),)
+
+    def of_update(self, device: DeviceType) -> tuple[Error, ...]:
+        """Of the time of a device's update: the device's rate, and what is wrong about updates."""
+        known = self._known["update"][device.kind]
+        return Error(("rate", device.name), known["rate"]), Error(("update", device.name), known["all"])
+
+    def of_server(self) -> tuple[Error, ...]:
+        """Of the time of a parameter server's work, on cores."""
+        return (Error(("server",), self._known["server"][self._kind]["all"]),)
+
+    def of_communication(self, kind: Communicated) -> tuple[Error, ...]:
+        """Of the time that a communication takes."""
+        known = self._known["communication"][self._links][self._kind]
+        return Error(("communication",), known["all"]), Error(("communication", *map(str, kind)), known["sort"])
+
+    def of_overhead(self) -> tuple[Error, ...]:
+        """Of the time for which a communication keeps devices busy."""
+        return (Error(("overhead",), self._known["overhead"][self._links][self._kind]["all"]),)
+
+    @property
+    def hash(self) -> str:
+        """16 hex digits over all figures; the sources of costs are part of the cost model's own hash."""
+        text = json.dumps([1, self._known, self._kind, self._links], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
