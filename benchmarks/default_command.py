@@ -44,7 +44,7 @@ USUAL, FOUND, ESTIMATED = "data_parallel", "found", "by estimates"
 OPTIMIZER = "adam"
 """Whose states predictions count."""
 READING: Reading = {"batch_dims": None, "autocast": None, "batch_norm": "global"}
-BLIND = ("--costs", "estimate", "--verify", "0", "--margin", "1")
+BLIND = ("--costs", "estimate", "--verify", "0", "--confidence", "0")
 """Options of a search that measures and runs nothing, and takes whatever is predicted to be fastest."""
 LEAST = 0.96
 """What is aimed at."""

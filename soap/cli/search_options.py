@@ -76,7 +76,7 @@ def add_budget(parser: Parser) -> None:
         choices=[*Risk, NO_RISK],
         default=Risk.MEAN,
         help=f"what plans are compared by: their mean time under {DEFAULT_DRAWS} draws of the costs, halfway between that and the mean of "
-        "the worst quarter (tail), the 80%% quantile, the worst, or their time under the most likely costs alone (none; default %(default)s)",
+        "the worst quarter (tail), the 80%% quantile, the worst, or their time under the most likely costs (none; default %(default)s)",
     )
     parser.add_argument("--seed", metavar="S", type=not_negative, default=0, help="equal seeds give equal results (default %(default)s)")
     parser.add_argument(

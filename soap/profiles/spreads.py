@@ -4,8 +4,8 @@ The figures stand in ``soap/profiles/data/spreads.json``, each beside its source
 measurements, never to the run at hand. They are standard deviations of ln(true time / predicted time).
 
 The error of a tile has three parts. ``rate`` is the device's: all its tiles share it. ``kind`` is shared by all operators of one kind in
-one direction on such a device: what is wrong about embeddings is wrong about all of them. ``shape`` belongs to computations with the same key
-(``TileKey``), whatever operator they are part of. A measured tile has all three, too: a process that trains is not one that measures.
+one direction on such a device: what is wrong about embeddings is wrong about all of them. ``shape`` belongs to computations with the same
+key (``TileKey``), whatever operator they are part of. A measured tile has all three, too: a process that trains is not one that measures.
 
 A communication has two: ``all``, shared by all communications of the cluster, and ``sort``, by whether it leaves its host and whether it is
 a collective.

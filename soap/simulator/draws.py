@@ -137,7 +137,8 @@ def _strata(count: int) -> Floats:
     middle = np.array([NormalDist().inv_cdf((k + 0.5) / count) for k in range(count)])
     middle = (middle - middle[::-1]) / 2  # symmetric to the last bit
     scale = float(np.sqrt(np.mean(middle**2)))
-    return middle / scale if scale > 0 else middle
+    scaled: Floats = middle / scale if scale > 0 else middle
+    return scaled
 
 
 def drawn_ns(ns: int, factor: float) -> int:

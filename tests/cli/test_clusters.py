@@ -26,7 +26,7 @@ hosts:
 
 
 def search(*arguments: str) -> int:
-    return main([MODEL, "--budget", "5", "--start", "data_parallel", "--margin", "1", *arguments])
+    return main([MODEL, "--budget", "5", "--start", "data_parallel", "--confidence", "0", *arguments])
 
 
 def clusters(*specs: str) -> list[str]:

@@ -6,7 +6,7 @@ and the event loop runs over those, with a heap alone: the delays against the us
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -79,13 +79,13 @@ def draw_tables(draws: Draws, topology: Topology, slots: int) -> DrawTables:
 def make_drawing(tables: DrawTables, state: State, resources: int, devices: int) -> Drawing:
     """What plays a state under draws."""
     slots = len(state.duration)
-    own = {name: np.zeros(slots, np.int64) for name in DRAWN}
+    own: dict[str, Any] = {name: np.zeros(slots, np.int64) for name in DRAWN}
     return Drawing(tables, state._replace(**own), make_trial(slots, resources, devices))
 
 
 def _no_drawing() -> Drawing:
     """What plays nothing under draws. Has no draws."""
-    ints, longs, floats = (np.zeros(2, kind) for kind in (np.int32, np.int64, np.float64))
+    ints, longs, floats = np.zeros(2, np.int32), np.zeros(2, np.int64), np.zeros(2, np.float64)
     return Drawing(
         DrawTables(longs, ints, floats, floats, floats, floats, longs, longs, ints), make_state(0, 0, 0, 0, 0, 0), make_trial(1, 1, 1)
     )

@@ -15,6 +15,7 @@ from soap import api, zoo
 from soap.model.sparse_access import scaled
 from soap.profiles.roofline import RooflineCosts
 from soap.simulator.compiled.task_keys import FORWARD, task_key
+from soap.simulator.draws import Draws, Risk
 from soap.strategy.classical import random_config
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
 from soap.strategy.sync import SPARSE_ALL_GATHER, parameter_server
@@ -22,6 +23,7 @@ from tests.extent import ALL, MANY
 from tests.graph_builder import GraphBuilder
 from tests.simulator.compiled.agreement import reference_tasks, synchronized
 from tests.simulator.compiled.walks import Edit, Walk, check, walks
+from tests.simulator.examples import ExampleSpreads
 from tests.strategies import CPU, cluster
 
 
@@ -29,6 +31,13 @@ from tests.strategies import CPU, cluster
 @given(walks(), st.booleans())
 def test_random_walks(walk: Walk, launched: bool) -> None:
     check(walk, afresh=True, launched=launched)
+
+
+@settings(MANY, suppress_health_check=list(HealthCheck))
+@given(walks(max_edits=3), st.booleans(), st.integers(1, 9), st.sampled_from(Risk))
+def test_random_walks_under_draws(walk: Walk, launched: bool, count: int, risk: Risk) -> None:
+    """Every draw of every proposal, too."""
+    check(walk, afresh=True, launched=launched, draws=Draws(ExampleSpreads(), count, seed=count, risk=risk))
 
 
 OFTEN = {4: {*zoo.names()}, 16: {"nmt", "dlrm", "gpt"}, 64: {"nmt"}}

@@ -1,0 +1,110 @@
+"""A plan that was not run replaces data parallelism only if it is faster in nearly all draws of the costs; and what is said about that."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import soap
+from soap import api
+from soap.cli import simulate
+from soap.cli.search import main
+from soap.cluster.yaml_file import parse_cluster
+from soap.search.deciding import DECIDING_DRAWS
+from soap.search.options import SearchOptions
+from tests.cli.refusals import assert_refused
+
+MODEL = "zoo:lm:tiny"
+PAIR = """
+name: pair
+hosts:
+  - {name: box, devices: {type: p100, count: 2}, cpu_cores: 8, memory: 64 GiB, links: {intra: {bandwidth: BANDWIDTH, latency: 5 us}}}
+"""
+CLOSE, SLOW = "1 GB/s", "30 MB/s"
+"""Bandwidths at which a plan of ``MODEL`` wins by little, and by much."""
+Capsys = pytest.CaptureFixture[str]
+
+
+def described(bandwidth: str) -> str:
+    return PAIR.replace("BANDWIDTH", bandwidth)
+
+
+def search(out: Path, bandwidth: str, *options: str) -> int:
+    cluster = out.parent / "pair.yaml"
+    cluster.write_text(described(bandwidth))
+    return main([MODEL, "--cluster", str(cluster), "--budget", "40", "-o", str(out), *options])
+
+
+def report(capsys: Capsys, out: Path, bandwidth: str, *options: str) -> dict[str, Any]:
+    assert search(out, bandwidth, "--json", *options) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_what_is_not_sure_enough_keeps_data_parallelism(tmp_path: Path, capsys: Capsys) -> None:
+    out, taken_out = tmp_path / "s.json", tmp_path / "t.json"
+    taken = report(capsys, taken_out, CLOSE, "--confidence", "0")
+    wins = taken["decision"]["wins"]
+    assert taken["decision"]["leader"] != "data_parallel" and 0.5 < wins < 1
+    kept = report(capsys, out, CLOSE, "--confidence", f"{wins + 0.01}")
+    assert kept["same_as"] == "data_parallel" == kept["decision"]["kept"] == kept["decision"]["reference"]
+    assert (kept["decision"]["wins"], kept["decision"]["draws"]) == (wins, DECIDING_DRAWS)
+    assert kept["decision"]["leader_ns"] == taken["predicted_ns"] and kept["range"]["speedup"] == [1.0, 1.0, 1.0]
+    record = json.loads(out.read_text())["record"]
+    assert record["decision"] == kept["decision"]
+    assert record["predicted_ns"] == record["data_parallel_ns"] == kept["predicted_ns"]
+    graph, topology = soap.load(MODEL, plan_only=True).graph, parse_cluster(described(CLOSE))
+    assert soap.load_strategy(out, graph, topology) == api.classical("data_parallel", graph, topology)
+    surely = report(capsys, out, CLOSE, "--confidence", f"{wins}")
+    assert surely["decision"]["kept"] != "data_parallel" and surely["range"]["wins"] >= wins
+
+
+def test_a_plan_that_wins_by_much_is_taken(tmp_path: Path, capsys: Capsys) -> None:
+    found = report(capsys, tmp_path / "s.json", SLOW)
+    assert found["decision"]["wins"] == 1.0 and found["decision"]["kept"] != "data_parallel"
+    low, middle, high = found["range"]["time_ns"]
+    assert low < middle < high and low < found["predicted_ns"] < high
+    assert found["range"]["speedup"][0] > 1
+
+
+def test_it_says_so_to_people(tmp_path: Path, capsys: Capsys) -> None:
+    assert search(tmp_path / "s.json", CLOSE, "--confidence", "1") == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "kept data_parallel: the fastest plan found is predicted " in out and " of 64 draws of the costs (" in out
+    assert "fewer than 100%; measured costs (soap-profile, soap-profile links) decide, --confidence 0 takes the plan" in out
+    assert search(tmp_path / "s.json", SLOW) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "data_parallel, which it beats in 64 of 64 draws of the costs" in out
+
+
+def test_python_decides_alike(tmp_path: Path, capsys: Capsys) -> None:
+    found = api.find(MODEL, parse_cluster(described(CLOSE)), SearchOptions(budget=40, patience=0.5, confidence=0.99))
+    told = report(capsys, tmp_path / "s.json", CLOSE, "--confidence", "0.99")
+    assert found.decision.wins == pytest.approx(told["decision"]["wins"], abs=1e-4) and found.time_ns == told["predicted_ns"]
+
+
+def test_without_data_parallelism_the_best_start_is_what_must_be_beaten() -> None:
+    pinned = api.find(MODEL, parse_cluster(described(CLOSE)), SearchOptions(budget=20, pins={"*": "@0"}))
+    assert pinned.usual is None and pinned.decision.reference is not None
+    assert pinned.decision.reference.name in {start.name for start in pinned.result.starts}
+    usual = api.find(MODEL, "local:1", SearchOptions(budget=5, costs="estimate"))  # which is data parallelism itself
+    assert usual.decision.kept is usual.decision.reference is usual.decision.leader and usual.strategy == usual.result.strategy
+
+
+def test_a_simulated_plan_has_a_range(capsys: Capsys) -> None:
+    command = [MODEL, "--cluster", "p100-4x4", "--builtin", "megatron"]
+    assert simulate.main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["range"]
+    assert found["draws"] == DECIDING_DRAWS and found["shares"] == [0.1, 0.5, 0.9]
+    assert simulate.main(command) == 0
+    low, _, high = (ns / 1e6 for ns in found["time_ns"])
+    assert f"megatron: {low:.3f} ms to {high:.3f} ms (80%); " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("confidence", ["1.1", "-1", "much", "inf"])
+def test_other_confidences_are_refused(confidence: str, tmp_path: Path, capsys: Capsys) -> None:
+    command = [MODEL, "--cluster", "p100-4x4", "-o", str(tmp_path / "s.json"), "--confidence", confidence]
+    assert_refused(capsys, main, command, 2, "--confidence", repr(confidence))
