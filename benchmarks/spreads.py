@@ -145,7 +145,7 @@ def gain_errors(table: str) -> list[float]:
 
 
 def published_errors(table: str) -> list[float]:
-    """ln(predicted / published) of the rows of docs/results/published.md on one device: nothing was measured, and nothing is communicated."""
+    """ln(predicted / published) of the rows of docs/results/published.md on one device, where nothing is communicated."""
     found = []
     for row in _rows(table):
         if len(row) == 9 and row[1] == "1":
@@ -160,8 +160,8 @@ def fit() -> dict[str, Any]:
     published = published_errors((ROOT / "docs/results/published.md").read_text("utf-8"))
     plan = _rms((error, 1.0) for _, _, error in accuracy)
     measured_source = (
-        f"docs/accuracy.md: {len(accuracy)} plans whose computations and links were measured erred by {plan:.3f} in all (root mean square); "
-        "shared evenly between what a plan's time is made of, at most two of which decide"
+        f"docs/accuracy.md: {len(accuracy)} plans whose computations and links were measured erred by {plan:.3f} (root mean square); "
+        "shared evenly between two of the errors that a plan's time has"
     )
     part = plan / math.sqrt(2)
     cpu, gpu = cpu_pairs(), gpu_pairs()
@@ -181,8 +181,8 @@ def fit() -> dict[str, Any]:
                 whole = _rms((error, 1.0) for error in published)
                 parts["rate"] = math.sqrt(max(whole**2 - parts["kind"] ** 2 / KINDS_AT_ONCE, part**2))
                 said += (
-                    f"; rate: with it the errors of steps add up to {whole:.3f}, as those of {len(published)} published steps on one device do "
-                    "(docs/results/published.md)"
+                    f"; rate: with it the errors of a step add up to {whole:.3f}, as those of {len(published)} published steps on one "
+                    "device do (docs/results/published.md)"
                 )
             tile[source.value][kind] = _figures(parts, said)
     links = math.sqrt(_rms((gain, 1.0) for gain in gains) ** 2 / 2)
@@ -214,7 +214,7 @@ def fit() -> dict[str, Any]:
             )
             for kind in ("cpu", "cuda")
         },
-        "server": {kind: _figures({"all": tile["estimated"]["cpu"]["kind"]}, "as an estimated kind of operator") for kind in ("cpu", "cuda")},
+        "server": dict.fromkeys(("cpu", "cuda"), _figures({"all": tile["estimated"]["cpu"]["kind"]}, "as an estimated kind of operator")),
         "memory": {
             "quantiles": [0.91, 1.0],
             "source": "docs/benchmarks.md: 120 ranks used 1 / 1.01 to 1 / 1.15 of what was expected, in the median 1 / 1.05, none more",
@@ -251,7 +251,8 @@ def measure(models: Sequence[str], cluster: str, budget_s: float) -> dict[str, A
             environment = os.environ | {"XDG_CACHE_HOME": folder}
             out = Path(folder) / "profile.json"
             for arguments in ([model, "--cluster", cluster, "--budget", str(budget_s)], ["export", str(out)]):
-                subprocess.run([sys.executable, "-m", "soap.cli.profile", *arguments], env=environment, check=True, stdout=subprocess.DEVNULL)
+                command = [sys.executable, "-m", "soap.cli.profile", *arguments]
+                subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
             entries = [decode(entry) for profile in json.loads(out.read_text("utf-8"))["profiles"] for entry in profile["entries"]]
         own = list(pairs_of(f"{model} on {cluster}", [entry for entry in entries if entry.forward_work], device))
         rows += own
@@ -261,7 +262,8 @@ def measure(models: Sequence[str], cluster: str, budget_s: float) -> dict[str, A
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.spreads", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    raw = argparse.RawTextHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.spreads", description=__doc__, formatter_class=raw)
     commands = parser.add_subparsers(required=True, dest="command")
     commands.add_parser("fit", help="print spreads.json")
     own = commands.add_parser("measure", help="profile models, and keep how far estimates were off")
