@@ -3,10 +3,10 @@
     python -m benchmarks.default_command
     python -m benchmarks.default_command --models gpt2 t5 --clusters local:2 --estimates
 
-exports small models of the ``transformers`` library (two to four layers, 192 to 256 wide), runs the command with nothing but its defaults,
+exports twelve small models (``benchmarks.small_models``), runs the command with nothing but its defaults,
 each model with an empty store of measurements, and then trains by what it wrote and by data parallelism: in processes of their own, in
 turns, with trainers that are made anew for each turn. The ratio is data parallelism's time over the plan's, the median of the rounds; 1
-where the plan is data parallelism. ``--estimates`` also searches without measuring, running or any margin, and runs what that finds in
+where the plan is data parallelism. ``--estimates`` also searches without measuring, running or any confidence, and runs what that finds in
 the same turns: what the default command is spared. Each line is printed as soon as it is known, so that what is left can be run later.
 """
 
@@ -19,17 +19,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-
 import soap
 from benchmarks.end_to_end import machine
 from benchmarks.quiet import Watch
+from benchmarks.small_models import NAMES, export_small
 from soap import api
 from soap.cli.options import Reading, positive
 from soap.cli.run import start
@@ -48,73 +47,6 @@ BLIND = ("--costs", "estimate", "--verify", "0", "--confidence", "0")
 """Options of a search that measures and runs nothing, and takes whatever is predicted to be fastest."""
 LEAST = 0.96
 """What is aimed at."""
-WORDS, LENGTH, TEXTS, IMAGES, CLASSES = 2000, 64, 16, 16, 10
-
-Built = tuple[torch.nn.Module, dict[str, torch.Tensor]]
-
-
-def gpt2() -> Built:
-    """Decoder: 3 layers, 256 wide."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    sizes = {"n_layer": 3, "n_head": 4, "n_embd": 256, "n_positions": LENGTH}
-    return GPT2LMHeadModel(GPT2Config(**sizes, vocab_size=WORDS, use_cache=False, bos_token_id=1, eos_token_id=2)), text()
-
-
-def t5() -> Built:
-    """Encoder and decoder: 2 layers each, 256 wide."""
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    ends = {"pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 0}
-    config = T5Config(d_model=256, d_kv=64, d_ff=512, num_layers=2, num_heads=4, vocab_size=WORDS, use_cache=False, **ends)
-    return T5ForConditionalGeneration(config), text()
-
-
-def vit() -> Built:
-    """Vision transformer: 3 layers, 192 wide."""
-    from transformers import ViTConfig, ViTForImageClassification
-
-    sizes = {"hidden_size": 192, "intermediate_size": 768, "num_hidden_layers": 3, "num_attention_heads": 3}
-    return ViTForImageClassification(ViTConfig(**sizes, image_size=64, patch_size=8, num_labels=CLASSES)), images(64)
-
-
-def convnext() -> Built:
-    """Depthwise convolutions: 2 layers of 192, 2 of 256 channels."""
-    from transformers import ConvNextConfig, ConvNextForImageClassification
-
-    config = ConvNextConfig(hidden_sizes=[192, 256], depths=[2, 2], num_stages=2, num_labels=CLASSES, drop_path_rate=0.0)
-    return ConvNextForImageClassification(config), images(64)
-
-
-def bert() -> Built:
-    """Encoder: 3 layers, 256 wide."""
-    from transformers import BertConfig, BertForMaskedLM
-
-    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 3, "num_attention_heads": 4}
-    return BertForMaskedLM(BertConfig(**sizes, vocab_size=WORDS, max_position_embeddings=LENGTH)), text()
-
-
-def llama() -> Built:
-    """Decoder with rotary positions and gated layers: 3 layers, 192 wide."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4}
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=WORDS, use_cache=False)), text()
-
-
-MODELS: Mapping[str, Callable[[], Built]] = {build.__name__: build for build in (gpt2, t5, vit, convnext, bert, llama)}
-
-
-def text() -> dict[str, torch.Tensor]:
-    """Drawn token ids, which are their own labels."""
-    words = torch.randint(3, WORDS, (TEXTS, LENGTH))
-    return {"input_ids": words, "labels": words.clone()}
-
-
-def images(side: int) -> dict[str, torch.Tensor]:
-    """Drawn images with labels."""
-    return {"pixel_values": torch.randn(IMAGES, 3, side, side), "labels": torch.randint(0, CLASSES, (IMAGES,))}
-
 
 @dataclass(frozen=True)
 class Row:
@@ -176,7 +108,7 @@ def compared(name: str, path: Path, cluster: str, args: argparse.Namespace, fold
     watch = Watch()
     times = timed(path, graph, topology, strategies, args)
     gains = {name: tuple(usual / own for usual, own in zip(times[USUAL], times[name], strict=True)) for name in times if name != USUAL}
-    decided = report.get("measured") or report.get("guard") or {"kept": report["same_as"] or FOUND}
+    decided = report.get("measured") or report.get("decision") or {"kept": report["same_as"] or FOUND}
     blind = None if predicted is None else (predicted, gains.get(ESTIMATED, ()))
     return Row(cluster, name, decided["kept"], seconds, round(median(times[USUAL])), gains.get(FOUND, ()), watch.others_share(), blind)
 
@@ -212,19 +144,10 @@ def timed(
     return {name: [own.median_ns for own in turns_of(outcome.measured, name)] for name in different}
 
 
-def export(name: str, folder: Path) -> Path:
-    """The model's file."""
-    torch.manual_seed(0)
-    module, inputs = MODELS[name]()
-    path = folder / f"{name}.pt2"
-    soap.export(module.train(), (), inputs, path=path, loss=lambda output: output.loss)
-    return path
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(prog="default_command", description="What the default command finds, beside data parallelism.")
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="default: all")
+    parser.add_argument("--models", nargs="+", choices=NAMES, default=NAMES, help="default: all")
     parser.add_argument("--clusters", nargs="+", default=list(CLUSTERS), help="default %(default)s")
     parser.add_argument("--rounds", type=positive, default=7, help="turns of each plan (default %(default)s)")
     parser.add_argument("--steps", type=positive, default=8, help="of a turn, of which the first two are not timed (default %(default)s)")
@@ -235,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in args.models:
         with tempfile.TemporaryDirectory() as temporary:
             os.environ["XDG_CACHE_HOME"] = str(Path(temporary) / "cache")  # nothing is known of this machine
-            path = export(name, Path(temporary))
+            path = export_small(name, Path(temporary))
             for cluster in args.clusters:
                 rows.append(compared(name, path, cluster, args, Path(temporary)))
                 print(rows[-1].line, flush=True)
