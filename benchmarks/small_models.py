@@ -139,7 +139,7 @@ class StateSpace(nn.Module):
     """A state-space language model: each layer convolves with the response of diagonal linear recurrences, by Fourier transforms (S4D:
     Gu et al., "On the Parameterization and Initialization of Diagonal State Space Models", 2022)."""
 
-    def __init__(self, width: int = 192, layers: int = 2, states: int = 16) -> None:
+    def __init__(self, width: int = 256, layers: int = 2, states: int = 16) -> None:
         super().__init__()
         self.embedding = nn.Embedding(WORDS, width)
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(layers))
@@ -168,7 +168,7 @@ def unet() -> Built:
 
 
 def ssm() -> Built:
-    """2 layers, 192 wide."""
+    """2 layers, 256 wide."""
     words = torch.randint(3, WORDS, (TEXTS, LENGTH))
     return StateSpace(), {"words": words, "labels": words.roll(-1, 1)}
 

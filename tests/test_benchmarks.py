@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 import soap
-from benchmarks import accuracy_report, default_command, end_to_end, single_device
+from benchmarks import accuracy_report, default_command, end_to_end, single_device, small_models
 from benchmarks.accuracy_report import HEAD, Plan, in_rounds, line_of, tau
 from benchmarks.end_to_end import Result, conclusion, contenders, table
 from benchmarks.models import MODELS, export_model
@@ -125,7 +125,7 @@ def test_the_default_command_s_plan_stands_beside_data_parallelism() -> None:
 
 
 def test_models_of_the_default_command_are_of_the_stated_sizes() -> None:
-    for name, build in default_command.MODELS.items():
+    for name, build in small_models.MODELS.items():
         module, inputs = build()
         assert 1e6 < sum(parameter.numel() for parameter in module.parameters()) < 8e6, name
         assert {len(own) for own in inputs.values()} == {16}
