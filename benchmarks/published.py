@@ -20,7 +20,7 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import date
 from functools import partial
 from multiprocessing import get_context
@@ -33,27 +33,28 @@ import yaml
 from benchmarks.published_models import graph_of
 from benchmarks.published_table import Outcome, page
 from soap import api
+from soap.cluster.presets import says_all
 from soap.cluster.topology import Topology
 from soap.cluster.yaml_file import parse_cluster
+from soap.errors import SoapError
 from soap.files import write_text_atomically
 from soap.model.graph import OperatorGraph
 from soap.strategy.classical import NAMED, data_parallel, hybrid, single_device
 from soap.strategy.config import Strategy
 from soap.strategy.grids import uniform_config
-from soap.units import parse_flops
 
 DATA = Path(__file__).with_name("published.json")
 
 PRECISIONS: dict[str, dict[str, str]] = {
     "float32": {},
-    "tf32": {},
+    "tf32": {"matmul_precision": "high"},
     "bfloat16": {"dtype": "bfloat16"},
     "float16": {"dtype": "float16"},
     "bfloat16 autocast": {"autocast": "bfloat16"},
-    "float16 autocast": {"autocast": "bfloat16"},
+    "float16 autocast": {"autocast": "float16"},
 }
-"""How a graph is loaded for a row's precision. Without ``autocast`` parameters have the type named. Float16 under autocast is simulated
-as bfloat16, which has as many bytes, at the device's rate for float16: SOAP refuses it because it would need gradient scaling."""
+"""How a graph is loaded for a row's precision (``soap.load``). Without ``autocast`` parameters have the type named. As in PyTorch,
+convolutions and recurrent layers of float32 compute in TF32 where a device has it, whatever the precision of products."""
 
 WAITING = ("float8",)
 """Precisions of rows that wait."""
@@ -73,7 +74,8 @@ REQUIRED = (
 @dataclass(frozen=True)
 class Row:
     """A published figure. ``batch``: samples of all devices in one iteration; ``accumulate``: iterations of a step. ``cluster``: of the
-    data file, or a preset; ``devices``: of each host. ``tensor``: devices of a tensor-parallel group. ``needs``: what keeps it waiting."""
+    data file, a preset, or a family of presets, such as ``h100``; ``devices``: of each host. ``tensor``: devices of a tensor-parallel
+    group. ``needs``: what keeps it waiting."""
 
     id: str
     family: str
@@ -119,6 +121,8 @@ def problems(data: Mapping[str, Any]) -> list[str]:
         found += [f"source {name}: {source['url']!r} is no address"] if not str(source.get("url", "")).startswith("https://") else []
     for name, cluster in [*data["clusters"].items(), *data["device_types"].items()]:
         found += [] if str(cluster.get("source", "")).strip() else [f"{name}: no source"]
+    families = {row.get("family") for row in data["rows"]}
+    found += [f"causes: no row is of family {family!r}" for family in data.get("causes", {}) if family not in families]
     seen: set[str] = set()
     for row in data["rows"]:
         found += [f"row {row.get('id', '?')}: {problem}" for problem in _row_problems(row, data)]
@@ -136,8 +140,8 @@ def _row_problems(row: Mapping[str, Any], data: Mapping[str, Any]) -> list[str]:
         found += [] if row[field] in known else [f"{field} {row[field]!r}; expected one of {', '.join(known)}"]
     if row["cluster"] not in data["clusters"]:
         try:
-            api.load_cluster(row["cluster"])
-        except Exception as error:
+            api.load_cluster(_preset(row["cluster"], row["hosts"], row["devices"]))
+        except SoapError as error:
             found.append(str(error))
     for field in ("batch", "hosts", "devices", "figure", *(field for field in ("accumulate", "tensor") if field in row)):
         found += [] if row[field] > 0 else [f"{field} {row[field]}; expected more than 0"]
@@ -162,32 +166,22 @@ def published_seconds(row: Row, data: Mapping[str, Any]) -> float:
 
 
 def topology_of(row: Row, data: Mapping[str, Any]) -> Topology:
-    """The row's cluster, with the rates of its precision. Other device types than the data file's own are those that SOAP knows."""
-    types = copy.deepcopy(data["device_types"])
-    tf32 = {name: parse_flops(device["flops"].pop("tf32"), name) for name, device in types.items() if "tf32" in device["flops"]}
+    """The row's cluster. Other device types than the data file's own are those that SOAP knows."""
     if row.cluster not in data["clusters"]:
-        return _at_precision(api.load_cluster(row.cluster), row.precision, tf32)
+        return api.load_cluster(_preset(row.cluster, row.hosts, row.devices))
     description = copy.deepcopy(data["clusters"][row.cluster])
     del description["source"]
     (host,) = description["hosts"]
     host |= {"count": row.hosts, "devices": {**host["devices"], "count": row.devices}}
     if row.hosts == 1:
         description.pop("network", None)
-    text = yaml.safe_dump({"name": row.cluster, "device_types": types, **description})
-    return _at_precision(parse_cluster(text, DATA.name), row.precision, tf32)
+    return parse_cluster(yaml.safe_dump({"name": row.cluster, "device_types": data["device_types"], **description}), DATA.name)
 
 
-def _at_precision(topology: Topology, precision: str, tf32: Mapping[str, float]) -> Topology:
-    """The same cluster. Under TF32 products and convolutions of float32 run at the device's rate for TF32, if it has one."""
-    devices = []
-    for device in topology.devices:
-        rates = dict(device.type.flops_per_second)
-        if precision == "tf32":
-            rates["float32"] = tf32.get(device.type.name, rates.get("tf32", rates["float32"]))
-        if precision == "float16 autocast":
-            rates["bfloat16"] = rates.get("float16", rates["float32"])
-        devices.append(replace(device, type=replace(device.type, flops_per_second=rates)))
-    return replace(topology, devices=tuple(devices))
+def _preset(cluster: str, hosts: int, devices: int) -> str:
+    """The name of a preset of which a cluster is the family; the cluster's own name if it is none."""
+    sized = f"{cluster}-{devices}" if hosts == 1 else f"{cluster}-{hosts}x{devices}"
+    return cluster if says_all(cluster) or not says_all(sized) else sized
 
 
 def strategy_of(row: Row, graph: OperatorGraph, topology: Topology) -> Strategy:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import soap
+from soap.measure.compute_rates import float32_precision
 from soap.model.graph import OperatorGraph
 from soap.zoo.dlrm import DLRM, DLRMConfig
 from soap.zoo.gpt import GPT, CausalAttention, GPTConfig
@@ -20,10 +21,15 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments and keyword arguments of a module's ``forward``."""
 
 
-def graph_of(model: Mapping[str, Any], batch: int, *, dtype: str | None = None, autocast: str | None = None) -> OperatorGraph:
-    """The operators of a model of the data file for a batch of all devices together. Batch normalization is by device, as
-    DistributedDataParallel has it."""
-    options: dict[str, Any] = {"plan_only": True, "batch_norm": "local", "dtype": dtype, "autocast": autocast}
+def graph_of(model: Mapping[str, Any], batch: int, **precision: str) -> OperatorGraph:
+    """The operators of a model of the data file on GPUs, for a batch of all devices together. ``precision``: further arguments of
+    ``soap.load``. Batch normalization is by device, as DistributedDataParallel has it."""
+    options: dict[str, Any] = {"plan_only": True, "batch_norm": "local", "autocast_device": "cuda", **precision}
+    with float32_precision("highest"):  # as before afterwards
+        return _loaded(model, batch, options)
+
+
+def _loaded(model: Mapping[str, Any], batch: int, options: Mapping[str, Any]) -> OperatorGraph:
     if model["builder"] == "zoo":
         return soap.load(f"zoo:{model['spec']}@{batch}", **options).graph
     with tempfile.TemporaryDirectory() as folder:

@@ -24,8 +24,7 @@ published figures. Their sources, with quotations and what was assumed where the
 
 NOTES = """\
 "Error" is predicted / published step time less 1. Memory is that of the fullest device: what is expected, and the bound for any order of
-the tasks. Float16 under autocast is simulated as bfloat16 at the device's rate for float16. "Refused" says that the device has less
-memory than the bound, so that no search would take this plan, although it ran.
+the tasks. "Refused" says that the device has less memory than is expected, so that no search would take this plan, although it ran.
 """
 
 
@@ -80,6 +79,9 @@ def page(rows: Sequence[Row], data: Mapping[str, Any], outcomes: Mapping[str, Ou
         refused = sum(not outcomes[row.id].fits for row in done)
         notes = f"{NOTES}So it is for {refused} of {len(done)}.\n"
         parts += ["## Simulated\n\n" + notes, _simulated(done, outcomes, pairs), "## Errors and order\n\n" + _summary(done, pairs)]
+        families = {row.family for row in done}
+        causes = [f"- **{family}**: {text}\n" for family, text in data.get("causes", {}).items() if family in families]
+        parts += ["## What is known of the causes\n\n" + "".join(causes)] if causes else []
     waiting = [row for row in rows if row.id not in outcomes]
     if waiting:
         head = ("row", "devices", "strategy", "precision", "published", "step", "needs", "source")

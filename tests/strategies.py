@@ -117,6 +117,7 @@ def topologies(draw: st.DrawFn, *, max_devices: int = 4, ports: bool = True) -> 
     counts = draw(st.lists(st.integers(1, max_devices), min_size=1, max_size=3).filter(lambda c: sum(c) <= max_devices))
     made = cluster(counts, draw(st.sampled_from((CPU, GPU))), draw(st.sampled_from((1e8, 1e10))), draw(st.sampled_from((0.0, 1e-5))))
     made = with_rails(made) if len(counts) > 1 and draw(st.booleans()) else made
+    made = named(made, draw(st.sampled_from(("", "pcie", "nvlink4"))))
     busy = draw(st.lists(st.integers(0, len(made.links) - 1), max_size=4 if ports else 0, unique=True))
     own = 2 * sum(counts)  # a device's links come first, two for each
     shares = st.builds(Share, st.sampled_from((0, 700, 90_000)), st.sampled_from((0, 333, 1000)))
@@ -141,6 +142,14 @@ def cluster(
     ends = [(a, b, rate) for x, y, rate in edges for a, b in ((x, y), (y, x))]
     links = tuple(Link(i, f"{a}>{b}", a, b, rate, latency_seconds) for i, (a, b, rate) in enumerate(ends))
     return Topology("test", devices, hosts, links)
+
+
+def named(topology: Topology, inside: str) -> Topology:
+    """The cluster with links inside hosts that name their interconnect, and a network between; if it is nothing, as it was."""
+    outside = ("network", "rail")
+    names = ["network" if link.source.startswith(outside) or link.target.startswith(outside) else inside for link in topology.links]
+    links = tuple(replace(link, interconnect=name) for link, name in zip(topology.links, names, strict=True))
+    return replace(topology, links=links) if inside else topology
 
 
 def with_rails(topology: Topology) -> Topology:

@@ -224,8 +224,8 @@ MISTAKES = [
         "use one of B/s, kB/s, MB/s, GB/s, TB/s, PB/s, KiB/s, MiB/s, GiB/s, TiB/s, PiB/s, bit/s",
     ),
     (
-        described(hosts=[host(links={"intra": {"bandwidth": "1 GB/s", "latency": "1 us", "kind": "mesh"}})]),
-        "cluster.yaml: hosts[0].links.intra.kind: 'mesh'; expected one of switch, full, ring, pairs",
+        described(hosts=[host(links={"intra": {"bandwidth": "1 GB/s", "latency": "1 us", "kind": "web"}})]),
+        "cluster.yaml: hosts[0].links.intra.kind: 'web'; expected one of switch, full, ring, pairs, mesh",
     ),
     (
         described(hosts=[host(links={"intra": {"bandwidth": "1 GB/s", "latency": "1 us"}, "host": {}})]),

@@ -17,11 +17,12 @@ from soap.cluster.topology import DeviceType
 from soap.errors import TopologyError
 
 ALL = (
-    "local:N, emulated:HxD@RATE, p100-4x4, k80-16x4, titanxp-8x6, muradin, thesis-4x4, a100-40gb-[Nx]D, a100-80gb-[Nx]D, h100-[Nx]D, "
-    "h200-[Nx]D, b200-[Nx]D, mi300x-[Nx]D, l4-[Nx]D, rtx4090-D, piz-daint-N"
+    "local:N, emulated:HxD@RATE, p100-4x4, k80-16x4, titanxp-8x6, muradin, thesis-4x4, v100-[Nx]D, a100-40gb-[Nx]D, a100-80gb-[Nx]D, "
+    "h100-[Nx]D, h200-[Nx]D, b200-[Nx]D, mi300x-[Nx]D, l4-[Nx]D, rtx4090-D, piz-daint-N"
 )
 EXAMPLES = (
-    "p100-4x4", "k80-16x4", "titanxp-8x6", "muradin", "thesis-4x4", "a100-40gb-8", "a100-40gb-2x8", "a100-80gb-8", "a100-80gb-2x8",
+    "p100-4x4", "k80-16x4", "titanxp-8x6", "muradin", "thesis-4x4", "v100-8", "v100-2x8", "a100-40gb-8", "a100-40gb-2x8", "a100-80gb-8",
+    "a100-80gb-2x8",
     "h100-8", "h100-2x8", "h200-8", "h200-2x8", "b200-8", "b200-2x8", "mi300x-8", "mi300x-2x8", "l4-4", "l4-2x4", "rtx4090-2", "piz-daint",
     "piz-daint-2",
 )  # fmt: skip
@@ -35,6 +36,9 @@ EXAMPLES = (
         ("titanxp-8x6", 8, 48, "titanxp", 36),
         ("h200-8", 1, 8, "h200", 112),
         ("h200-4x8", 4, 32, "h200", 112),
+        ("v100-8", 1, 8, "v100-16gb", 40),
+        ("v100-4x8", 4, 32, "v100-16gb", 40),
+        ("v100-2x3", 2, 6, "v100-16gb", 40),
         ("a100-40gb-8", 1, 8, "a100-40gb", 128),
         ("a100-80gb-2x8", 2, 16, "a100-80gb", 128),
         ("h100-16x8", 16, 128, "h100", 112),
@@ -102,7 +106,7 @@ def leaves(node: Any, path: str) -> Iterator[tuple[str, Any]]:
 def test_every_number_stands_beside_its_source(name):
     data = json.loads(files("soap").joinpath("profiles", "data", name).read_text(encoding="utf-8"))
     for path, leaf in leaves(data, name):
-        if path.rsplit(".", 1)[-1] not in ("kind", "source", "name", "type"):
+        if path.rsplit(".", 1)[-1] not in ("kind", "source", "name", "type", "interconnect"):
             assert set(leaf) == {"value", "source"} and len(leaf["source"]) >= 10, path
     for entry in data.values():
         assert len(entry["source"]) >= 10
@@ -207,6 +211,27 @@ def test_hosts_of_several_differ_from_one_by_their_network_only():
     assert [link.name.replace("host/", "host0/") for link in one.links] == [link.name for link in four.links[:16]]
     assert {link.bandwidth_bytes_per_second for link in four.links if "rail" in link.name} == {50e9}
     assert preset("h100-1x8").hash == one.hash
+
+
+def test_a_dgx1_is_a_hybrid_cube_mesh_with_a_nic_for_each_two_gpus():
+    host, two = preset("v100-8"), preset("v100-2x8")
+    leaving = {device.name: 0.0 for device in host.devices}
+    for link in host.links:
+        leaving[link.source] += link.bandwidth_bytes_per_second
+    assert set(leaving.values()) == {6 * 25e9}  # six NVLinks
+    assert len(host.links) == 2 * 16 and [len(preset(f"v100-{n}").links) for n in (1, 2, 4)] == [0, 2, 12]
+    assert [two.links[i].name for i in two.route(1, 9)][:2] == ["host0/gpu1->host0/nic0", "host0/nic0->network/rail0"]
+    assert not {*two.route(0, 8)} & {*two.route(2, 10)} and {*two.route(0, 8)} & {*two.route(1, 9)}
+    alone = preset("v100-2x3")
+    assert [alone.links[i].name for i in alone.route(2, 5)] == ["host0/gpu2->network/rail1", "network/rail1->host1/gpu2"]
+
+
+def test_sheets_name_what_links_are_made_of():
+    unnamed = {name for name in EXAMPLES if not all(link.interconnect for link in preset(name).links)}
+    assert unnamed == {"piz-daint", "piz-daint-2"}  # whose bandwidth was measured
+    named = ("p100-4x4", "v100-8", "a100-40gb-8", "h200-8", "b200-8", "mi300x-8", "l4-4")
+    made = [preset(name).links[0].interconnect for name in named]
+    assert made == ["nvlink1", "nvlink2", "nvlink3", "nvlink4", "nvlink5", "xgmi3", "pcie"]
 
 
 def test_the_thesis_has_a_node_of_each_type():

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import soap
 from benchmarks import published
 from benchmarks.published import Row, problems, published_seconds, read, rows_of, strategy_of, table_wise, topology_of
 from benchmarks.published_models import graph_of
 from benchmarks.published_table import Outcome, Pair, order, page
+from soap.cluster.presets import device_types
 from soap.model.graph import OperatorGraph
 
 PAGE = Path(__file__).parent.parent / "docs" / "results" / "published.md"
@@ -91,6 +94,12 @@ def test_a_waiting_row_may_have_what_is_not_simulated_yet() -> None:
     assert problems(data) == []
 
 
+def test_causes_are_of_families_that_rows_have() -> None:
+    data = read()
+    data["causes"]["alchemy"] = "lead"
+    assert problems(data) == ["causes: no row is of family 'alchemy'"]
+
+
 def test_a_row_twice_and_a_source_without_address() -> None:
     data = read()
     data["rows"].append(copy.deepcopy(data["rows"][0]))
@@ -106,16 +115,33 @@ def test_published_figures_as_seconds_of_a_step() -> None:
     assert seconds == {"samples/s": 12.0, "tokens/s": 12.0 * 1024, "tokens/s/device": 12.0 * 1024 / 8, "ms": 0.002}
 
 
-def test_clusters_have_the_rows_hosts_and_the_precisions_rate() -> None:
+def test_clusters_have_the_rows_hosts_and_the_sheets_devices() -> None:
     data = read()
     topology = topology_of(made(cluster="dlperf-v100", hosts=2, devices=4), data)
     assert (len(topology.hosts), topology.device_count) == (2, 8)
-    a100 = {precision: topology_of(made(cluster="dgx-a100-80gb", precision=precision), data) for precision in ("float32", "tf32")}
-    assert [cluster.devices[0].type.flops("float32") for cluster in a100.values()] == [19.5e12, 156e12]
-    v100 = {precision: topology_of(made(cluster="dlperf-v100", precision=precision), data) for precision in ("float32", "float16 autocast")}
-    assert [cluster.devices[0].type.flops("bfloat16") for cluster in v100.values()] == [15.7e12, 125e12]
-    preset = topology_of(made(cluster="titanxp-8x6", precision="tf32"), data)
-    assert (preset.device_count, preset.devices[0].type.flops("float32")) == (48, 12.15e12)
+    assert topology.devices[0].type == device_types()["v100-16gb"]
+    one, several = (topology_of(made(cluster="a100-80gb", hosts=hosts, devices=4), data) for hosts in (1, 2))
+    assert (one.name, several.name) == ("a100-80gb-4", "a100-80gb-2x4")
+    assert several.devices[0].type == device_types()["a100-80gb"]
+    assert topology_of(made(cluster="titanxp-8x6", hosts=8, devices=6), data) == soap.load_cluster("titanxp-8x6")
+
+
+def test_only_types_that_no_preset_has_are_described() -> None:
+    data = read()
+    assert not set(data["device_types"]) & set(device_types())
+    text = json.dumps(data["clusters"])
+    assert all(f'"type": "{name}"' in text for name in data["device_types"])
+
+
+def test_a_rows_precision_is_the_graphs() -> None:
+    """As a user's own: by the options of ``soap.load``, of GPUs' lists of casts."""
+    made_in = {
+        name: {op.kind: op for op in graph_of(TINY, 8, **published.PRECISIONS[name]).operators}
+        for name in ("float32", "tf32", "float16 autocast", "float16")
+    }
+    assert [kinds["linear"].arithmetic for kinds in made_in.values()] == ["float32", "tf32", "float16", "float16"]
+    assert made_in["float16 autocast"]["softmax"].calls[-1].endswith(":float16")  # on GPUs alone softmax makes float32
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 @pytest.mark.slow
@@ -189,6 +215,9 @@ def test_numbers_of_the_page() -> None:
     assert "| y | 1 | 50% | +50% | +50% | - | - |" in lines
     assert "| all | 3 | 10% | -10% | +50% | 1 of 1 (100%) | 1 of 1 (100%) |" in lines
     assert "Of all pairs of rows, whatever they are, the order of their step times is right in 3 of 3 (100%)." in lines
+    assert not any(line.startswith("- **") for line in lines)
+    data["causes"] = {"x": "The wind.", "gone": "Nothing."}
+    assert "- **x**: The wind." in page(rows, data, outcomes, seconds, "2026-01-02").splitlines()
     assert any(
         line.startswith("| d | 4 | fsdp | float16 | 53.3 samples/s | 400.0 ms | FSDP, pipeline | [libai](https://") for line in lines
     )

@@ -62,14 +62,14 @@ def unaligned_products() -> dict[str, float]:
     return {"bfloat16": _rounded(flops / (head["forward_ns"][0] + head["backward_ns"][0]) * 1e9 / PEAKS["bfloat16"])}
 
 
-def kind_memory() -> dict[str, dict[str, float]]:
-    """Kinds that are far from the bandwidth although it binds them: the median share, forward. Convolutions are laid out anew by cuDNN
-    (NCHW), batch norm is several calls."""
+def kind_memory(way: str = "forward") -> dict[str, dict[str, float]]:
+    """Kinds that are far from the bandwidth although it binds them: the median share, ``forward`` or ``backward``. Convolutions are laid
+    out anew by cuDNN (NCHW), batch norm is several calls."""
     bfloat16 = RESULTS / "profile-resnet50-bfloat16.json"
     found: dict[str, dict[str, float]] = {}
     for kind, types in (("conv2d", ("tf32", "bfloat16")), ("batch_norm_apply", ("float32", "bfloat16"))):
         paths = zip(types, (SHIPPED, bfloat16), strict=True)
-        found[kind] = {dtype: _rounded(median(_memory_of_profile(path, kind, dtype))) for dtype, path in paths}
+        found[kind] = {dtype: _rounded(median(_memory_of_profile(path, kind, dtype, way))) for dtype, path in paths}
     return found
 
 
@@ -78,11 +78,11 @@ def _attention_row(dtype: str) -> Mapping[str, Any]:
     return row
 
 
-def _memory_of_profile(path: Path, kind: str, dtype: str) -> Iterator[float]:
+def _memory_of_profile(path: Path, kind: str, dtype: str, way: str) -> Iterator[float]:
     for entry in json.loads(path.read_text())["profiles"][0]["entries"]:
-        flops, moved = (sum(kernel[place] for kernel in entry["forward_work"]) for place in (1, 2))
+        flops, moved = (sum(kernel[place] for kernel in entry[f"{way}_work"]) for place in (1, 2))
         if entry["kind"] == kind and flops / PEAKS[dtype] <= 0.8 * moved / BANDWIDTH:
-            yield moved / (entry["forward_ns"][0] - SMALLEST_NS) * 1e9 / PEAK_BANDWIDTH
+            yield moved / (entry[f"{way}_ns"][0] - SMALLEST_NS) * 1e9 / PEAK_BANDWIDTH
 
 
 def convolutions() -> dict[str, float]:
@@ -128,6 +128,7 @@ def all_figures() -> dict[str, dict[str, Any]]:
         "recurrent": recurrent(),
         "unaligned_product": unaligned_products(),
         "kind_memory": kind_memory(),
+        "kind_memory_backward": kind_memory("backward"),
     }
 
 

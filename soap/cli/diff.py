@@ -71,13 +71,12 @@ def _simulated(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def _outcome(simulation: Simulation | FoldedSimulation) -> dict[str, Any]:
     """Time, traffic, the fullest device, and the link that is held longest."""
-    totals = [use.total for use in simulation.memory]
     held = {name: simulation.busy_ns[name] for name, size in simulation.link_bytes.items() if size}
     busiest = max(held, key=lambda name: held[name], default=None)
     return {
         "time_ns": simulation.makespan_ns,
         "bytes_moved": simulation.bytes_moved,
-        "peak_bytes": max(totals),
+        "peak_bytes": max(simulation.peak_bytes),
         "fits": simulation.fits,
         "busiest_link": None
         if busiest is None

@@ -53,6 +53,7 @@ def document(simulator: Simulator, strategy: Strategy, simulation: Simulation | 
         "baselines": baselines,
         "throughput": figures.document(simulation.throughput),
         "memory_bytes": [{**asdict(use), "total": use.total} for use in simulation.memory],
+        "expected_memory_bytes": list(simulation.peak_bytes),
         "available_memory_bytes": [device.type.memory_bytes for device in topology.devices],
         "bytes_moved": simulation.bytes_moved,
         "data_parallel_bytes_moved": simulator.predict(baseline).bytes_moved,
@@ -192,13 +193,14 @@ def _times(report: Mapping[str, Any], name: str) -> str:
 
 
 def _resources(report: Mapping[str, Any]) -> str:
-    names, totals = report["cluster"]["devices"], [use["total"] for use in report["memory_bytes"]]
-    fullest = max(range(len(totals)), key=lambda d: totals[d] / report["available_memory_bytes"][d])
-    available = format_bytes(report["available_memory_bytes"][fullest])
+    names, peaks = report["cluster"]["devices"], report["expected_memory_bytes"]
+    fullest = max(range(len(peaks)), key=lambda d: peaks[d] / report["available_memory_bytes"][d])
+    available, bound = report["available_memory_bytes"][fullest], report["memory_bytes"][fullest]["total"]
+    held = f"{format_bytes(peaks[fullest])} of {format_bytes(available)} ({names[fullest]}), {format_bytes(bound)} in any order"
     busy = [report["busy_ns"][name] for name in names]
     mean = sum(busy) / len(busy) / max(1, report["predicted_ns"])
     rows = [
-        ("memory per device", f"up to {format_bytes(totals[fullest])} of {available} ({names[fullest]})"),
+        ("memory per device", f"up to {held}"),
         ("moved per iteration", f"{format_bytes(report['bytes_moved'])} ({BASELINE}: {format_bytes(report['data_parallel_bytes_moved'])})"),
         ("devices busy", f"{mean:.0%} of the time on average"),
         ("throughput", figures.text(report["throughput"])),

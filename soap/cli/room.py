@@ -41,18 +41,21 @@ def _fits(graph: OperatorGraph, topology: Topology, simulations: Sequence[Simula
 
 def _needed(graph: OperatorGraph, topology: Topology, simulations: Sequence[Simulation]) -> tuple[int, int, str]:
     """Bytes that are needed, bytes that are there, and where: on CPUs those of all ranks, which begin with all parameters; on GPUs
-    those of the fullest GPU."""
-    devices = [_held([simulation.memory[device.index] for simulation in simulations]) for device in topology.devices]
+    those of the fullest GPU. On CPUs the bounds leave room for what kernels take for themselves, which is not predicted."""
     if topology.devices[0].type.kind == "cpu":
         loaded = topology.device_count * sum(tensor.bytes for tensor in graph.parameters)
-        return loaded + sum(devices), free_memory_bytes(), "this machine"
+        bounds = [_held([(s.memory[device.index], s.memory[device.index].total) for s in simulations]) for device in topology.devices]
+        return loaded + sum(bounds), free_memory_bytes(), "this machine"
+    devices = [_held([(s.memory[device.index], s.peak_bytes[device.index]) for s in simulations]) for device in topology.devices]
     fullest = max(topology.devices, key=lambda device: devices[device.index] / device.type.memory_bytes)
     return devices[fullest.index], fullest.type.memory_bytes, fullest.name
 
 
-def _held(uses: Sequence[MemoryUse]) -> int:
-    """Bytes of one device: what stays of each strategy, and the largest that one of them needs for a while."""
-    return sum(use.parameters + use.gradients + use.optimizer for use in uses) + max(use.activations + use.buffers for use in uses)
+def _held(uses: Sequence[tuple[MemoryUse, int]]) -> int:
+    """Bytes of one device: what stays of each strategy, and the largest that one of them needs for a while. ``uses``: each with the most
+    that it needs at once."""
+    stay = [use.parameters + use.gradients + use.optimizer for use, _ in uses]
+    return sum(stay) + max(max(0, most - own) for own, (_, most) in zip(stay, uses, strict=True))
 
 
 def _require(needed: int, there: int, where: str) -> None:

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from itertools import permutations
 
 from soap.cluster.fields import Fields, nearest
-from soap.cluster.nics import NETWORK, Network, Nic, read_network, read_nics
+from soap.cluster.meshes import MESH, joined_pairs
+from soap.cluster.nics import INTERCONNECT, NETWORK, Network, Nic, interconnect_of, read_network, read_nics
 from soap.cluster.price import CURRENCY, PRICE, read_price
 from soap.cluster.topology import DEVICE_KINDS, Device, DeviceType, Host, Link, Topology
 from soap.errors import TopologyError
@@ -18,8 +19,8 @@ from soap.errors import TopologyError
 CLUSTER_KEYS = ("name", "device_types", "hosts", "network", "switches", "links", PRICE, CURRENCY)
 TYPE_KEYS = ("kind", "flops", "memory_bandwidth", "memory", "kernel_overhead", "source")
 HOST_KEYS = ("name", "count", "devices", "cpu_cores", "memory", "links", "nics", PRICE)
-LINK_KEYS = ("name", "from", "to", "bandwidth", "latency", "duplex")
-INTRA_KINDS = ("switch", "full", "ring", "pairs")
+LINK_KEYS = ("name", "from", "to", "bandwidth", "latency", "duplex", INTERCONNECT)
+INTRA_KINDS = ("switch", "full", "ring", "pairs", MESH)
 DTYPES = (
     "float64", "float32", "tf32", "float16", "bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "complex64", "complex128",
     "int64", "int32", "int16", "int8", "uint8", "bool",
@@ -136,7 +137,8 @@ class _Wiring:
         if nics is not None and self.network is not None:
             self._wire_nics(self.network, host, names, nics)
         elif self.network is not None and names:
-            self._add_pair(hub, NETWORK, self.network.way.bandwidth_bytes_per_second, self.network.way.latency_seconds / 2)
+            way = self.network.way
+            self._add_pair(hub, NETWORK, way.bandwidth_bytes_per_second, way.latency_seconds / 2, way.interconnect)
 
     def _wire_nics(self, network: Network, host: str, names: list[str], nics: tuple[Nic, ...]) -> None:
         """Add each NIC's link to its switch. A device with a NIC of its own sits at it; others reach theirs at its bandwidth. These links
@@ -145,8 +147,9 @@ class _Wiring:
         for number, nic in enumerate(nics):
             card = names[nic.devices[0]] if len(nic.devices) == 1 else f"{host}/nic{number}"
             for place in nic.devices if len(nic.devices) > 1 else ():
-                self._add_pair(names[place], card, nic.way.bandwidth_bytes_per_second, 0.0)
-            self._add_pair(card, network.switch(nic.rail), nic.way.bandwidth_bytes_per_second, nic.way.latency_seconds / 2)
+                self._add_pair(names[place], card, nic.way.bandwidth_bytes_per_second, 0.0, nic.way.interconnect)
+            way, switch = nic.way, network.switch(nic.rail)
+            self._add_pair(card, switch, way.bandwidth_bytes_per_second, way.latency_seconds / 2, way.interconnect)
             self.on_rails += [(nic.rail, host)] if nic.rail is not None else []
 
     def add_spine(self) -> None:
@@ -157,46 +160,53 @@ class _Wiring:
         network.check_rails(self.on_rails)
         if (spine := network.spine) is not None:
             for rail in range(network.rails or 0):
-                self._add_pair(network.switch(rail), network.spine_switch, spine.bandwidth_bytes_per_second, spine.latency_seconds / 2)
+                ends = network.switch(rail), network.spine_switch
+                self._add_pair(*ends, spine.bandwidth_bytes_per_second, spine.latency_seconds / 2, spine.interconnect)
 
     def _wire_inside(self, section: Fields, hub: str, names: list[str], *, has_nics: bool) -> None:
-        intra = section.section("intra", ("bandwidth", "latency", "kind"))
+        intra = section.section("intra", ("bandwidth", "latency", "kind", "joined", INTERCONNECT))
         kind = intra.choice("kind", INTRA_KINDS, "switch")
-        bandwidth, latency = intra.bandwidth("bandwidth"), intra.seconds("latency")
+        bandwidth, latency, made_of = intra.bandwidth("bandwidth"), intra.seconds("latency"), interconnect_of(intra)
+        if "joined" in intra and kind != MESH:
+            raise TopologyError(f"{intra.at('joined')}: not used with kind {kind!r}; remove it or write 'kind: {MESH}'")
         if kind == "switch":
-            self._star(hub, names, bandwidth, latency / 2)
+            self._star(hub, names, bandwidth, latency / 2, made_of)
         elif kind == "pairs":
-            self._pairs(hub, names, bandwidth, latency / 2)
+            self._pairs(hub, names, bandwidth, latency / 2, made_of)
         else:
-            self._direct(intra, kind, names, bandwidth, latency)
+            self._direct(intra, kind, names, bandwidth, latency, made_of)
         if "host" in section and has_nics:
             raise TopologyError(f"{section.at('host')}: not used with nics, at which the devices sit; remove it")
         if "host" in section and kind in ("switch", "pairs"):
             raise TopologyError(f"{section.at('host')}: not used with kind {kind!r}, whose switch has the network card; remove it")
-        if kind in ("full", "ring") and not has_nics and (self.network is not None or "host" in section):
+        if kind in ("full", "ring", MESH) and not has_nics and (self.network is not None or "host" in section):
             if "host" in section:
-                to_card = section.section("host", ("bandwidth", "latency"))
-                bandwidth, latency = to_card.bandwidth("bandwidth"), 2 * to_card.seconds("latency")
-            self._star(hub, names, bandwidth, latency / 2)
+                to_card = section.section("host", ("bandwidth", "latency", INTERCONNECT))
+                bandwidth, latency, made_of = to_card.bandwidth("bandwidth"), 2 * to_card.seconds("latency"), interconnect_of(to_card)
+            self._star(hub, names, bandwidth, latency / 2, made_of)
 
-    def _star(self, hub: str, names: list[str], bandwidth: float, latency: float) -> None:
+    def _star(self, hub: str, names: list[str], bandwidth: float, latency: float, made_of: str) -> None:
         for name in names:
-            self._add_pair(name, hub, bandwidth, latency)
+            self._add_pair(name, hub, bandwidth, latency, made_of)
 
-    def _pairs(self, hub: str, names: list[str], bandwidth: float, latency: float) -> None:
+    def _pairs(self, hub: str, names: list[str], bandwidth: float, latency: float, made_of: str) -> None:
         """Give each pair of neighbours a switch of their own (a PCIe tree), so that their messages do not load the host's switch."""
         for first in range(0, len(names), 2):
             local = f"{hub}{first // 2}"
-            self._star(local, names[first : first + 2], bandwidth, latency)
-            self._add_pair(local, hub, bandwidth, latency)
+            self._star(local, names[first : first + 2], bandwidth, latency, made_of)
+            self._add_pair(local, hub, bandwidth, latency, made_of)
 
-    def _direct(self, intra: Fields, kind: str, names: list[str], bandwidth: float, latency: float) -> None:
+    def _direct(self, intra: Fields, kind: str, names: list[str], bandwidth: float, latency: float, made_of: str) -> None:
+        if kind == MESH:
+            for one, other, count in joined_pairs(intra, len(names)):
+                self._add_pair(names[one], names[other], count * bandwidth, latency, made_of)
+            return
         if kind == "full" and len(names) > MAX_FULL_MESH:
             raise TopologyError(f"{intra.at('kind')}: a full mesh of {len(names)} devices; expected at most {MAX_FULL_MESH}: use switch")
         count = len(names)
         ring = {(i, (i + step) % count) for i in range(count) for step in (1, -1) if count > 1}
         for i, j in sorted(ring) if kind == "ring" else permutations(range(count), 2):
-            self._add(names[i], names[j], bandwidth, latency)
+            self._add(names[i], names[j], bandwidth, latency, made_of)
 
     def add_free_links(self) -> None:
         """Add the links that the description lists one by one, between devices, declared switches and the switches made here."""
@@ -211,15 +221,15 @@ class _Wiring:
                 if link.text(end) not in nodes:
                     raise TopologyError(f"{link.at(end)}: unknown node {link.text(end)!r}; expected a device or a listed switch")
             source, target = link.text("from"), link.text("to")
-            bandwidth, latency = link.bandwidth("bandwidth"), link.seconds("latency")
-            self._add(source, target, bandwidth, latency, link.text("name", f"{source}->{target}"))
+            bandwidth, latency, made_of = link.bandwidth("bandwidth"), link.seconds("latency"), interconnect_of(link)
+            self._add(source, target, bandwidth, latency, made_of, link.text("name", f"{source}->{target}"))
             if link.flag("duplex", True):
                 back = f"{link.text('name')} back" if "name" in link else f"{target}->{source}"
-                self._add(target, source, bandwidth, latency, back)
+                self._add(target, source, bandwidth, latency, made_of, back)
 
-    def _add_pair(self, a: str, b: str, bandwidth: float, latency: float) -> None:
-        self._add(a, b, bandwidth, latency)
-        self._add(b, a, bandwidth, latency)
+    def _add_pair(self, a: str, b: str, bandwidth: float, latency: float, made_of: str) -> None:
+        self._add(a, b, bandwidth, latency, made_of)
+        self._add(b, a, bandwidth, latency, made_of)
 
-    def _add(self, source: str, target: str, bandwidth: float, latency: float, name: str | None = None) -> None:
-        self.links.append(Link(len(self.links), name or f"{source}->{target}", source, target, bandwidth, latency))
+    def _add(self, source: str, target: str, bandwidth: float, latency: float, made_of: str, name: str | None = None) -> None:
+        self.links.append(Link(len(self.links), name or f"{source}->{target}", source, target, bandwidth, latency, made_of))

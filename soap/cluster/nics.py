@@ -4,22 +4,25 @@ devices with the same place in their hosts talk without meeting others' messages
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from soap.cluster.fields import Fields
+from soap.cluster.interconnects import interconnects
 from soap.errors import TopologyError
 
 NETWORK = "network"
 MAX_RAILS = 1024
+INTERCONNECT = "interconnect"
 NIC_KEYS = ("devices", "rail", "bandwidth", "latency")
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A bandwidth per direction, and a latency from end to end."""
+    """A bandwidth per direction, and a latency from end to end. ``interconnect``: see ``Link``."""
 
     bandwidth_bytes_per_second: float
     latency_seconds: float
+    interconnect: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +70,14 @@ class Nic:
 
 def read_network(fields: Fields) -> Network:
     """Read ``network``, a section of a cluster description."""
-    network = fields.section("network", ("bandwidth", "latency", "kind", "rails", "spine"))
+    network = fields.section("network", ("bandwidth", "latency", "kind", "rails", "spine", INTERCONNECT))
     network.choice("kind", ("switch",), "switch")
     rails = network.whole("rails", most=MAX_RAILS) if "rails" in network else None
     if "spine" in network and rails is None:
         raise TopologyError(f"{network.at('spine')}: not used without rails, which it joins; remove it or add network.rails")
-    spine = _way(network.section("spine", ("bandwidth", "latency"))) if "spine" in network else None
-    return Network(network.path, _way(network), rails, spine)
+    made_of = interconnect_of(network)
+    spine = replace(_way(network.section("spine", ("bandwidth", "latency"))), interconnect=made_of) if "spine" in network else None
+    return Network(network.path, replace(_way(network), interconnect=made_of), rails, spine)
 
 
 def read_nics(host: Fields, device_count: int, network: Network | None) -> tuple[Nic, ...] | None:
@@ -141,4 +145,9 @@ def _way(fields: Fields, given: Way | None = None) -> Way:
     """Bandwidth and latency of a section; those of ``given`` where it has none."""
     bandwidth = fields.bandwidth("bandwidth") if given is None or "bandwidth" in fields else given.bandwidth_bytes_per_second
     latency = fields.seconds("latency") if given is None or "latency" in fields else given.latency_seconds
-    return Way(bandwidth, latency)
+    return Way(bandwidth, latency, "" if given is None else given.interconnect)
+
+
+def interconnect_of(fields: Fields) -> str:
+    """What links are made of, if a section says so; else nothing."""
+    return fields.choice(INTERCONNECT, tuple(interconnects())) if INTERCONNECT in fields else ""

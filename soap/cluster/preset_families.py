@@ -2,7 +2,8 @@
 hosts of a family whose hosts have one device.
 
 A family's data: ``type`` of the devices, ``most_devices`` of a host, ``host`` as in a cluster description, and the ``network``, if it is
-known what joins such hosts. On a network of kind ``rails`` each device has a NIC, and NICs of the same place share a rail.
+known what joins such hosts. On a network of kind ``rails`` each device has a NIC, or each ``devices_per_nic``, and NICs of the same place
+share a rail.
 """
 
 from __future__ import annotations
@@ -72,8 +73,11 @@ def describe_family(shape: Shape, families: Families) -> dict[str, Any]:
         return {"hosts": [host]}
     host["count"] = shape.hosts
     network = dict(data["network"])
+    each = network.pop("devices_per_nic", 1)
     if network.pop("kind") == "rails":
-        host["nics"] = network["rails"] = shape.devices_per_host
+        places = range(shape.devices_per_host)
+        nics = [{"devices": list(places[first : first + each])} for first in places[::each]]
+        host["nics"], network["rails"] = (len(nics) if each == 1 else nics), len(nics)
     return {"hosts": [host], "network": network}
 
 

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import isfinite
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
+from soap.cluster.checks import check_positive, check_unique, reachable
 from soap.cluster.device_clock import DeviceClock, NoClock, WarmUp
+from soap.cluster.interconnects import Interconnect, interconnects, library
 from soap.cluster.overheads import (
     NO_COLD_PENALTY,
     NO_CPU_OVERHEAD,
@@ -67,9 +68,9 @@ class DeviceType:
         if "float32" not in self.flops_per_second:
             raise TopologyError(f"{where}: no compute rate for float32; add it: other dtypes fall back to it")
         for dtype, rate in self.flops_per_second.items():
-            _check_positive(where, f"rate for {dtype}", rate)
-        _check_positive(where, "memory bandwidth", self.memory_bandwidth_bytes_per_second)
-        _check_positive(where, "memory", self.memory_bytes)
+            check_positive(where, f"rate for {dtype}", rate)
+        check_positive(where, "memory bandwidth", self.memory_bandwidth_bytes_per_second)
+        check_positive(where, "memory", self.memory_bytes)
         check_not_negative(where, "kernel time", self.kernel_seconds)
 
     def __hash__(self) -> int:
@@ -111,8 +112,8 @@ class Host:
     row_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        _check_positive(f"host {self.name!r}", "number of CPU cores", self.cpu_cores)
-        _check_positive(f"host {self.name!r}", "memory", self.memory_bytes)
+        check_positive(f"host {self.name!r}", "number of CPU cores", self.cpu_cores)
+        check_positive(f"host {self.name!r}", "memory", self.memory_bytes)
         if self.row_seconds is not None:
             check_not_negative(f"host {self.name!r}", "time per row", self.row_seconds)
 
@@ -129,7 +130,8 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One direction of a connection between two nodes (device or switch names)."""
+    """One direction of a connection between two nodes (device or switch names). ``interconnect``: what it is made of
+    (``interconnects``), if its bandwidth is a data sheet's; nothing if it is what messages reach."""
 
     index: int
     name: str
@@ -137,13 +139,21 @@ class Link:
     target: str
     bandwidth_bytes_per_second: float
     latency_seconds: float
+    interconnect: str = ""
 
     def __post_init__(self) -> None:
         where = f"link {self.name!r}"
         if self.source == self.target:
             raise TopologyError(f"{where} leads from {self.source!r} to itself; expected two different nodes")
-        _check_positive(where, "bandwidth", self.bandwidth_bytes_per_second)
+        check_positive(where, "bandwidth", self.bandwidth_bytes_per_second)
         check_not_negative(where, "latency", self.latency_seconds)
+        if self.interconnect and self.interconnect not in interconnects():
+            raise TopologyError(f"{where}: unknown interconnect {self.interconnect!r}; expected one of {', '.join(interconnects())}")
+
+    @property
+    def kind(self) -> Interconnect | None:
+        """The figures of the interconnect; None if it is not named."""
+        return interconnects()[self.interconnect] if self.interconnect else None
 
 
 @dataclass(frozen=True)
@@ -182,9 +192,9 @@ class Topology:
             object.__setattr__(self, attribute, tuple(getattr(self, attribute)))
         if not self.devices:
             raise TopologyError(f"cluster {self.name!r} has no devices; expected at least one")
-        _check_unique("host", (host.name for host in self.hosts))
-        _check_unique("device", (device.name for device in self.devices))
-        _check_unique("link", (link.name for link in self.links))
+        check_unique("host", (host.name for host in self.hosts))
+        check_unique("device", (device.name for device in self.devices))
+        check_unique("link", (link.name for link in self.links))
         self._check_indices()
         self._check_described()
         self._check_parallel_links()
@@ -274,12 +284,50 @@ class Topology:
             graph.add_edge(link.source, link.target, link=link.index, **figures)
         return graph
 
+    @property
+    def has_measured_links(self) -> bool:
+        """Whether the links have figures measured between the cluster's ranks."""
+        return bool(self.described)
+
+    @cached_property
+    def effective_bandwidths(self) -> tuple[float, ...]:
+        """Bytes per second of each link that messages reach: of GPUs' links from a data sheet NCCL's share, of others what is stated."""
+        named = self._has_gpus_alone and not self.measured and not self.has_measured_links
+        kinds = [link.kind if named else None for link in self.links]
+        stated = [link.bandwidth_bytes_per_second for link in self.links]
+        return tuple(own if kind is None else own * kind.share for own, kind in zip(stated, kinds, strict=True))
+
+    @cached_property
+    def gpu_library(self) -> str:
+        """What GPUs communicate by: RCCL if some link is AMD's, else NCCL."""
+        return next((link.kind.library for link in self.links if link.kind is not None and link.kind.library != "NCCL"), "NCCL")
+
+    @cached_property
+    def call_seconds(self) -> float:
+        """What a call of the communication library takes beside the latency of messages: nothing where links were measured, or do not name
+        their interconnect, since then it is part of their latency, and on processors."""
+        names = {link.interconnect for link in self.links}
+        if not names or "" in names or not self._has_gpus_alone or self.measured or self.has_measured_links:
+            return 0.0
+        return library(self.gpu_library).call_seconds
+
+    @cached_property
+    def direct_links(self) -> Mapping[tuple[int, int], int]:
+        """(device, other device of the same host) -> the link that joins them without a switch."""
+        places = {device.name: device for device in self.devices}
+        found = ((places.get(link.source), places.get(link.target), link.index) for link in self.links)
+        return {(a.index, b.index): link for a, b, link in found if a is not None and b is not None and a.host == b.host}
+
+    @cached_property
+    def _has_gpus_alone(self) -> bool:
+        return all(device.type.kind == "cuda" for device in self.devices)
+
     @cached_property
     def link_figures(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """(bandwidths in bytes per second, latencies in seconds) of all links."""
+        """(effective bandwidths in bytes per second, latencies in seconds) of all links."""
         import numpy as np  # imported here because it is slow to import, and reading a cluster does not need it
 
-        bandwidths = np.array([link.bandwidth_bytes_per_second for link in self.links], np.float64)
+        bandwidths = np.array(self.effective_bandwidths, np.float64)
         return bandwidths, np.array([link.latency_seconds for link in self.links], np.float64)
 
     @cached_property
@@ -319,38 +367,12 @@ class Topology:
     def _check_connected(self) -> None:
         """Check that every device reaches every other: true exactly if the first reaches all and all reach the first."""
         first = self.devices[0].name
-        ahead = _reachable(first, ((link.source, link.target) for link in self.links))
-        back = _reachable(first, ((link.target, link.source) for link in self.links))
+        ahead = reachable(first, ((link.source, link.target) for link in self.links))
+        back = reachable(first, ((link.target, link.source) for link in self.links))
         for device in self.devices:
             if device.name not in ahead or device.name not in back:
                 pair = (first, device.name) if device.name not in ahead else (device.name, first)
                 raise TopologyError(f"no route from {pair[0]!r} to {pair[1]!r} on cluster {self.name!r}; add links that connect them")
-
-
-def _reachable(start: str, edges: Iterable[tuple[str, str]]) -> set[str]:
-    following: dict[str, list[str]] = {}
-    for source, target in edges:
-        following.setdefault(source, []).append(target)
-    found, todo = {start}, [start]
-    while todo:
-        for node in following.get(todo.pop(), ()):
-            if node not in found:
-                found.add(node)
-                todo.append(node)
-    return found
-
-
-def _check_unique(what: str, names: Iterable[str]) -> None:
-    seen: set[str] = set()
-    for name in names:
-        if name in seen:
-            raise TopologyError(f"{what} name {name!r} occurs twice; expected unique names")
-        seen.add(name)
-
-
-def _check_positive(where: str, what: str, value: float) -> None:
-    if not (isfinite(value) and value > 0):
-        raise TopologyError(f"{where}: {what} is {value!r}; expected a finite number above 0")
 
 
 def _stated(host: Host) -> list[Any]:

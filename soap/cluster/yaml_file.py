@@ -18,7 +18,7 @@
         cpu_cores: 20
         memory: 256 GiB
         links:
-          intra: {bandwidth: 20 GB/s, latency: 5 us, kind: full}   # switch (default), full, ring, pairs
+          intra: {bandwidth: 20 GB/s, latency: 5 us, kind: full}   # switch (default), full, ring, pairs, mesh
           host: {bandwidth: 16 GB/s, latency: 2 us}           # optional, full and ring: each device's way to the network card
     network: {bandwidth: 100 Gbit/s, latency: 3 us}           # one card per host into one switch; its devices share the card
     switches: [spine]            # optional, with links: any other network
@@ -31,7 +31,12 @@
 A file may also give a preset a price, and nothing else: ``{preset: h200-8, price_per_hour: 24.5}``. Prices change no prediction.
 
 Bandwidths are per direction. A latency of ``intra`` or ``network`` counts from end to end; that of a listed link, for that link.
-``pairs`` is a PCIe tree: two neighbours on a switch of their own, these switches on the host's.
+``pairs`` is a PCIe tree: two neighbours on a switch of their own, these switches on the host's. ``mesh`` has ``joined: [[0, 1], [0, 3, 2],
+…]``: places in the host that are joined, and by how many links of this bandwidth.
+
+``intra``, ``host``, ``network`` and a listed link may name their ``interconnect``: nvlink1 (P100), nvlink2 (V100), nvlink3 (A100), nvlink4
+(H100, H200), nvlink5 (B200), xgmi3 (MI300X), pcie or network. The bandwidth is then the data sheet's, of which GPUs reach NCCL's share;
+otherwise it is what messages reach.
 
 Without ``nics`` a host's devices share one NIC with the network's figures. With them, each device has one, or a share of one:
 
@@ -147,6 +152,7 @@ def dump_cluster(topology: Topology) -> str:
             "bandwidth": exact_bandwidth(link.bandwidth_bytes_per_second),
             "latency": exact_seconds(link.latency_seconds),
             "duplex": False,
+            **({"interconnect": link.interconnect} if link.interconnect else {}),
         }
         for link in topology.links
     ]

@@ -33,6 +33,10 @@ GIB = 2**30
 MOST_PROCESSES, FEWEST_PROCESSES = 4, 2
 """Processes of ``local`` on a machine without GPUs: four where it has as many cores, else two. One would leave nothing to split; as many
 as there are cores would be many, each with one thread, of which sums over gloo make slow plans."""
+GPU_PARTS = 16
+"""One of so many parts of a GPU's memory is left to the driver, the process's context and the allocator, as data sheets' decimal gigabytes
+do: 80 GB are 15 of the 16 parts of 80 GiB, but for half a percent."""
+
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 CGROUP_USES = (("/sys/fs/cgroup/memory.stat", "anon"), ("/sys/fs/cgroup/memory/memory.stat", "total_rss"))
 """Container limits count files, and what processes hold in them; caches of files are dropped when memory is needed."""
@@ -113,7 +117,8 @@ def measure_device(kind: str, count: int, gpu: int = 0) -> DeviceType:
         import torch
 
         properties = torch.cuda.get_device_properties(gpu)
-        return _device_type(kind, properties.name, int(properties.total_memory), cuda_rates(gpu), 1.0, 1.0)
+        usable_bytes = properties.total_memory // GPU_PARTS * (GPU_PARTS - 1)
+        return _device_type(kind, properties.name, usable_bytes, cuda_rates(gpu), 1.0, 1.0)
     cores, threads = cpu_cores(), threads_per_process(count)
     share = min(1.0, cores / (count * threads))
     rates = cpu_rates(min(cores, count * threads))

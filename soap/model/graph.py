@@ -147,8 +147,8 @@ class Operator:
     ``calls``: names of the traced calls. ``partitionable`` is False for operators kept whole because no rule is known (or proven) for them.
     ``arithmetic``: the type in which the anchor call computes (``tf32``: float32 rounded to it by the hardware); empty: that of its first
     floating operand. ``skipped_share``: of ``flops``, what kernels leave out (causal attention: a half). ``fused_bytes``: of
-    ``saved_bytes``, what kernels on GPUs never write (attention's weights). These three only change what an operator costs, and are no
-    part of the graph's identity.
+    ``saved_bytes``, what kernels on GPUs never write (attention's weights, views). ``views``: of ``calls``, those for which a GPU has
+    nothing to do. These four only change what an operator costs, and are no part of the graph's identity.
     """
 
     name: str
@@ -164,6 +164,7 @@ class Operator:
     arithmetic: str = ""
     skipped_share: float = 0.0
     fused_bytes: int = 0
+    views: int = 0
 
     @property
     def summed(self) -> tuple[int, ...]:
@@ -178,7 +179,7 @@ class Operator:
         raise KeyError(name)
 
 
-_PRICES = ("arithmetic", "skipped_share", "fused_bytes")
+_PRICES = ("arithmetic", "skipped_share", "fused_bytes", "views")
 """Fields of an operator that its graph's hash leaves out."""
 
 
@@ -228,6 +229,9 @@ class OperatorGraph:
     is only the first entry, it holds for all tiles. For operators left out, ``saved_bytes`` is the bound.
 
     ``sparse``: by parameter, which of its rows a step touches; all other parameters are dense.
+
+    ``sums_of``: by tensor of batch norm's sums, the tensor that they are of. Nobody reads sums if the tiles of their readers see all of
+    that tensor, or all of some channels (dimension 1): these find them by themselves, and nobody makes the sums either.
     """
 
     name: str
@@ -238,6 +242,7 @@ class OperatorGraph:
     unsplit: Mapping[str, tuple[Unsplit, ...]] = field(default_factory=dict)
     footprints: Mapping[str, tuple[Footprint, ...]] = field(default_factory=dict)
     sparse: Mapping[str, RowAccess] = field(default_factory=dict)
+    sums_of: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         names: set[str] = set()

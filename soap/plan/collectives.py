@@ -3,11 +3,11 @@
 All-to-all, all-gather and reduce-scatter use the direct exchange, which is gloo's and NCCL's all-to-all: every device sends every other
 device its part, all at once. With m messages on the busiest port, the bytes on each link, and R bytes that a device adds up:
 
-    seconds = m * latency * c  +  max over links (bytes / bandwidth)  +  R * REDUCE_TRAFFIC / memory bandwidth
+    seconds = m * latency * c  +  max over links (bytes / bandwidth)  +  R * REDUCE_TRAFFIC / memory bandwidth  +  call
 
-evaluated in this order. ``latency`` is the slowest flow's, ``memory bandwidth`` the slowest target's, and c comes from
-``Topology.latency_factor`` (1 where nothing was measured). On one switch a reduce-scatter takes exactly as long as the first half of a
-ring all-reduce, and an all-gather as long as the second half.
+evaluated in this order. Bandwidths are effective ones, and ``call`` is what a call of the library takes (``Topology``). ``latency`` is the
+slowest flow's, ``memory bandwidth`` the slowest target's, and c comes from ``Topology.latency_factor`` (1 where nothing was measured). On
+one switch a reduce-scatter takes exactly as long as the first half of a ring all-reduce, and an all-gather as long as the second half.
 
 Broadcast: a binomial tree (gloo's, and Thakur, Rabenseifner & Gropp, "Optimization of Collective Communication Operations in MPICH", 2005,
 for short messages). Its ceil(log2 n) rounds are direct exchanges, one after the other. The tree is one call of a library, so c is that of
@@ -46,10 +46,10 @@ def exchange_seconds(topology: Topology, flows: Sequence[Flow], reduced_bytes: i
     messages = busiest_messages(flows)
     latency = max(topology.route_latency_seconds(source, target) for source, target, _ in flows)
     carried = flow_links(topology, flows)
-    moving = max((size / topology.links[link].bandwidth_bytes_per_second for link, size in carried.items()), default=0.0)
+    moving = max((size / topology.effective_bandwidths[link] for link, size in carried.items()), default=0.0)
     memory = min(topology.devices[target].type.memory_bandwidth_bytes_per_second for _, target, _ in flows)
     latency_factor = topology.latency_factor.of_exchange(messages + 1) if latency_factor is None else latency_factor
-    return messages * latency * latency_factor + moving + reduced_bytes * REDUCE_TRAFFIC / memory
+    return messages * latency * latency_factor + moving + reduced_bytes * REDUCE_TRAFFIC / memory + topology.call_seconds
 
 
 def busiest_messages(flows: Iterable[Flow]) -> int:

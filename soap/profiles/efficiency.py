@@ -1,7 +1,7 @@
 """Which share of a GPU's peak rates its kernels reach, by kind of operator and type of number; and what an update costs there.
 
 The shares stand in ``soap/profiles/data/efficiency.json`` beside the measurements that they come from. They hold for GPUs whose sheet has
-a rate for TF32. Other devices are priced as before there was a measurement: ``PEAK_SHARE`` of the peak, all of the bandwidth.
+a rate for TF32. Of older ones ``PEAK_SHARE`` of the peak is assumed, and the share of the bandwidth that others measured on a V100.
 
 Of a device whose rates were measured (products of 4096 x 4096, a large copy) a share counts relative to what such products reach.
 """
@@ -36,12 +36,12 @@ class Shares:
 def shares(device: DeviceType, kind: str, dtype: str, *, backward: bool = False, unaligned: bool = False) -> Shares:
     """What operators of this kind reach on a device, computing in this type. ``unaligned``: see ``work.Kernel``."""
     if not _knows(device):
-        return Shares(1.0 if device.is_measured else PEAK_SHARE, 1.0)
+        return Shares(1.0 if device.is_measured else PEAK_SHARE, memory_share(device))
     product, family = _value("product").get(dtype, PEAK_SHARE), _family(kind, backward)
     arithmetic = _value(family).get(dtype, product)
     if unaligned and family == "product":
         arithmetic = _value("unaligned_product").get(dtype, arithmetic)
-    memory = _value("kind_memory").get(kind, {}).get(dtype, _value("memory"))
+    memory = _value("kind_memory_backward" if backward else "kind_memory").get(kind, {}).get(dtype, _value("memory"))
     if device.is_measured:
         return Shares(arithmetic / _value("large_product").get(dtype, product), memory / _value("memory"))
     return Shares(arithmetic, memory)
@@ -57,7 +57,9 @@ def update_seconds(device: DeviceType, optimizer_states: int) -> float | None:
 
 def memory_share(device: DeviceType) -> float:
     """Of the bandwidth, what calls that only read and write reach."""
-    return 1.0 if device.is_measured or not _knows(device) else float(_value("memory"))
+    if device.is_measured or device.kind != "cuda":
+        return 1.0
+    return float(_value("memory" if _knows(device) else "older_memory"))
 
 
 def figures() -> Mapping[str, Any]:

@@ -120,8 +120,9 @@ def _kernel_seconds(kernel: Kernel, device: DeviceType, kind: str, backward: boo
     """On a GPU light calls have kernels of their own, behind the operator's; on a CPU their operands are still in the caches."""
     share = efficiency.shares(device, kind, kernel.dtype, backward=backward, unaligned=kernel.unaligned)
     rate, bandwidth = device.flops(kernel.dtype) * share.arithmetic, device.memory_bandwidth_bytes_per_second * share.memory
-    calls = kernel.calls * device.kernel_seconds
     if device.kind == "cpu":
-        return max(kernel.flops / rate, kernel.traffic_bytes / bandwidth) + calls + kernel.inner_calls * device.kernel_seconds
+        calls = (kernel.calls + kernel.inner_calls) * device.kernel_seconds
+        return max(kernel.flops / rate, kernel.traffic_bytes / bandwidth) + calls
     own_bytes = kernel.traffic_bytes - kernel.apart_bytes - kernel.fused_bytes
-    return max(kernel.flops / rate, own_bytes / bandwidth) + kernel.apart_bytes / bandwidth + calls
+    apart = kernel.apart_bytes / (device.memory_bandwidth_bytes_per_second * efficiency.memory_share(device))
+    return max(kernel.flops / rate, own_bytes / bandwidth) + apart + (kernel.calls - kernel.views) * device.kernel_seconds

@@ -48,9 +48,9 @@ multiples of 8 elements of two bytes)."""
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """One pass over an operator's data. ``dtype``: of the arithmetic. ``inner_calls``: further calls inside its own, on a CPU.
-    ``apart_bytes``: of ``traffic_bytes``, what its light calls (casts, views, pointwise ones) pass to each other. ``fused_bytes``: of
+    ``apart_bytes``: of ``traffic_bytes``, what its light calls (casts, pointwise ones, copies) pass to each other. ``fused_bytes``: of
     ``traffic_bytes``, what kernels on GPUs neither write nor read. ``unaligned``: rows of an operand in a lower type do not begin at
-    multiples of ``ALIGNED_BYTES``."""
+    multiples of ``ALIGNED_BYTES``. ``views``: of ``calls``, those for which a GPU has nothing to do."""
 
     dtype: str
     flops: float
@@ -60,6 +60,7 @@ class Kernel:
     apart_bytes: int = 0
     fused_bytes: int = 0
     unaligned: bool = False
+    views: int = 0
 
 
 def constants() -> list[object]:
@@ -111,7 +112,7 @@ def _kernel(graph: OperatorGraph, tile: Tile, flops: float, traffic_bytes: int, 
     dtype = "float32" if is_widened(graph, tile) else arithmetic_of(graph, op)
     saved, fused = (SAVED_TRAFFIC * _share(size, op, tile) if saves else 0 for size in (op.saved_bytes, op.fused_bytes))
     calls, inner = len(op.calls) or 1, _inner_calls(graph, op)
-    return Kernel(dtype, flops, traffic_bytes + saved, calls, inner, saved - fused, fused, _is_unaligned(tile, dtype))
+    return Kernel(dtype, flops, traffic_bytes + saved, calls, inner, saved - fused, fused, _is_unaligned(tile, dtype), op.views)
 
 
 def _is_unaligned(tile: Tile, dtype: str) -> bool:

@@ -24,8 +24,8 @@ def _need(topology: Topology, evaluator: Evaluator, best: Start) -> str:
     devices."""
     run = getattr(evaluator, "run", None)
     if run is not None:
-        uses = zip(run(best.strategy).memory, topology.devices, strict=True)
-        lacks = [(use.total - device.type.memory_bytes, use.total, device) for use, device in uses]
+        peaks = zip(run(best.strategy).peak_bytes, topology.devices, strict=True)
+        lacks = [(peak - device.type.memory_bytes, peak, device) for peak, device in peaks]
         _, needed_bytes, device = max(lacks, key=lambda lack: lack[0])
         return f"{device.name} needs {format_bytes(needed_bytes)}, available {format_bytes(device.type.memory_bytes)}"
     available_bytes = sum(device.type.memory_bytes for device in topology.devices)

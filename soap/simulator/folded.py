@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 from soap.cluster.topology import Topology
 from soap.plan.copies import LEFT
 from soap.simulator.analysis.timeline import critical_path_ns, sum_groups, task_links
-from soap.simulator.communication.allreduce import Algorithm, allreduce_bytes, link_shares
+from soap.simulator.communication.algorithms import Algorithm
+from soap.simulator.communication.allreduce import allreduce_bytes, link_shares
 from soap.simulator.folding import Folding
 from soap.simulator.memory.ledger import MemoryCurve
-from soap.simulator.memory.peaks import MemoryUse, memory_use, overflow_bytes
+from soap.simulator.memory.peaks import MemoryUse, lacking_bytes, memory_use
 from soap.simulator.memory.residency import expected_peaks, memory_over_time
 from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
 from soap.simulator.throughput import Throughput, throughput
@@ -64,8 +65,8 @@ class FoldedSimulation:
 
     @cached_property
     def overflow_bytes(self) -> int:
-        """Bytes of memory that the devices lack, added up; 0 if everything fits."""
-        return overflow_bytes([use.total for use in self.memory], self.topology)
+        """Bytes of memory that the devices lack, added up; 0 if everything fits. See ``peaks.lacking_bytes``."""
+        return lacking_bytes([use.total for use in self.memory], self.topology, lambda: self.peak_bytes)
 
     @property
     def fits(self) -> bool:

@@ -42,7 +42,9 @@ from soap.plan.copies import LEFT, Copies, UnfoldableError, candidates, find_cop
 from soap.plan.plan import Plan
 from soap.plan.planning import PlanBuilder
 from soap.plan.tiling import Tile
-from soap.simulator.communication.allreduce import AllReduceOption, allreduce_bytes, allreduce_options
+from soap.simulator.chunks import shortest_chunk_ns
+from soap.simulator.communication.allreduce import allreduce_bytes, allreduce_options
+from soap.simulator.communication.options import AllReduceOption
 from soap.simulator.communication.prices import Communication
 from soap.simulator.costs import CostModel, launch_ns
 from soap.strategy.config import Strategy
@@ -210,6 +212,7 @@ class _Folding:
         pairs = [(0, i) for i in members if i] + [(i, 0) for i in members if i]
         if not self.topology.is_tree:
             pairs = list(permutations(members, 2))
+        self._check_direct_links(pairs)
         inside = [self._links(own, pairs) for own in self.images.tolist()]
         lengths = [len(route) for route in inside[0]]
         if any([len(route) for route in own] != lengths for own in inside):
@@ -225,6 +228,15 @@ class _Folding:
             raise UnfoldableError(f"{len(self.images)} copies have links of different bandwidth or latency")
         return local
 
+    def _check_direct_links(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Sums take the links that join two GPUs, which are local links only if messages take them as well."""
+        direct = self.topology.direct_links
+        for own in self.images.tolist() if direct else ():
+            for a, b in pairs:
+                link = direct.get((own[a], own[b]))
+                if link is not None and self.topology.route(own[a], own[b]) != (link,):
+                    raise UnfoldableError(f"{len(self.images)} copies in which sums and messages take different links")
+
     def _links(self, devices: Sequence[int], pairs: Iterable[tuple[int, int]]) -> list[tuple[int, ...]]:
         return [self.topology.route(devices[a], devices[b]) for a, b in pairs]
 
@@ -235,7 +247,12 @@ class _Folding:
         place = {host: i for i, host in enumerate(hosts)}
         devices = tuple(Device(i, device.name, place[device.host], device.type) for i, device in enumerate(chosen))
         own = tuple(replace(self.topology.links[link], index=i) for i, link in enumerate(sorted(links)))
-        return Topology(self.topology.name, devices, _hosts(self.topology, hosts), own)
+        whole = self.topology
+        described = own if whole.described else ()  # which says that links were measured
+        made = Topology(whole.name, devices, _hosts(whole, hosts), own, measured=whole.measured, described=described)
+        if _ways(made) != _ways(whole):
+            raise UnfoldableError(f"{len(self.images)} copies without links or devices that change what communication costs")
+        return replace(made, latency_factor=whole.latency_factor)
 
     def _check_fetches(self, plan: Plan) -> None:
         for fetch in plan.fetches:
@@ -299,3 +316,8 @@ def _pattern(hosts: Ints) -> list[int]:
 
 def _hosts(topology: Topology, numbers: Sequence[int]) -> tuple[Host, ...]:
     return tuple(topology.hosts[number] for number in numbers)
+
+
+def _ways(topology: Topology) -> tuple[object, ...]:
+    """What prices of communication take from the cluster as a whole."""
+    return topology.gpu_library, topology.call_seconds, shortest_chunk_ns(topology)

@@ -77,6 +77,8 @@ class IncrementalSimulator:
         """Bytes of memory that the devices lack, added up."""
         if any(holder.certainly_fits(strategy) for holder in self._engines):
             return 0
+        if self.least_overflow_bytes(strategy) > 0:
+            return self._simulator.bounds_overflow_bytes(strategy)
         return self._simulator.overflow_bytes(strategy)
 
     def least_overflow_bytes(self, strategy: Strategy) -> int:

@@ -8,7 +8,8 @@ A communication over links with ports costs CPU overhead: it keeps the ports' de
 from when the device is free if that is later. What the device computes later is delayed; the communication itself is not. A device has one
 time from which on it is free, so if a communication waits for its links, what the device takes after it waits too.
 
-A sum of gradients over links with ports is a chain of chunks (``chunks``): what becomes ready meanwhile has its turn between them.
+A sum of gradients over links with ports, and a long one between GPUs, is a chain of chunks (``chunks``): what becomes ready meanwhile has
+its turn between them.
 
 The device's clock says how long a tile takes (``Topology.device_clock``): after a wait, tiles may be slower for a while (cold penalty).
 

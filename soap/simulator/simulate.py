@@ -18,7 +18,7 @@ from soap.simulator.folded import FoldedSimulation
 from soap.simulator.folding import fold
 from soap.simulator.lowering import PlanBuilder, lower
 from soap.simulator.memory.ledger import MemoryCurve
-from soap.simulator.memory.peaks import MemoryUse, memory_use, overflow_bytes, peak_bytes
+from soap.simulator.memory.peaks import MemoryUse, lacking_bytes, memory_use, overflow_bytes
 from soap.simulator.memory.residency import expected_peaks, memory_over_time
 from soap.simulator.reference import simulate
 from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
@@ -80,8 +80,8 @@ class Simulation:
 
     @cached_property
     def overflow_bytes(self) -> int:
-        """Bytes of memory that the devices lack, added up; 0 if everything fits."""
-        return overflow_bytes([use.total for use in self.memory], self.tasks.topology)
+        """Bytes of memory that the devices lack, added up; 0 if everything fits. See ``peaks.lacking_bytes``."""
+        return lacking_bytes([use.total for use in self.memory], self.tasks.topology, lambda: self.peak_bytes)
 
     @property
     def fits(self) -> bool:
@@ -138,7 +138,9 @@ class Simulator:
 
     def run(self, strategy: Strategy) -> Simulation:
         """The full outcome. StrategyError if the strategy does not fit the graph or the cluster."""
-        plan = self._builder.build(strategy)
+        return self._played(self._builder.build(strategy))
+
+    def _played(self, plan: Plan) -> Simulation:
         tasks = lower(plan, self.topology, self.costs, self.communication)
         return Simulation(plan, tasks, simulate(tasks), self.optimizer_states)
 
@@ -181,22 +183,28 @@ class Simulator:
         return self.cost(strategy)[0]
 
     def overflow_bytes(self, strategy: Strategy) -> int:
-        """The second half of ``cost``, found without a simulation."""
+        """The second half of ``cost``, found without a simulation if the bounds for any order fit."""
         answer = self._answers.get(self.key(strategy))
         if answer is not None:
             return answer[1]
         folded = self.run_folded(strategy) if is_large(strategy) else ""
         if not isinstance(folded, str):
             return folded.overflow_bytes
-        return overflow_bytes(peak_bytes(self._builder.build(strategy), self.optimizer_states), self.topology)
+        plan = self._builder.build(strategy)
+        uses = memory_use(plan, self.optimizer_states)
+        return lacking_bytes(
+            [use.total for use in uses], self.topology, lambda: expected_peaks(self._played(plan).memory_over_time, uses)
+        )
+
+    def bounds_overflow_bytes(self, strategy: Strategy) -> int:
+        """``overflow_bytes`` of a strategy that is known not to fit: the bounds for any order say how much is lacking."""
+        folded = self.run_folded(strategy) if is_large(strategy) else ""
+        uses = memory_use(self._builder.build(strategy), self.optimizer_states) if isinstance(folded, str) else folded.memory
+        return overflow_bytes([use.total for use in uses], self.topology)
 
     def _simulate(self, strategy: Strategy) -> tuple[int, int]:
-        if is_large(strategy):
-            outcome = self.predict(strategy)
-            return outcome.makespan_ns, outcome.overflow_bytes
-        plan = self._builder.build(strategy)
-        makespan_ns = simulate(lower(plan, self.topology, self.costs, self.communication)).makespan_ns
-        return makespan_ns, overflow_bytes(peak_bytes(plan, self.optimizer_states), self.topology)
+        outcome = self.predict(strategy)
+        return outcome.makespan_ns, outcome.overflow_bytes
 
     def key(self, strategy: Strategy) -> Hashable:
         """Equal for strategies that mean the same but are written differently (order of mappings, defaults left out).

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from soap.plan.collectives import Flow, busiest_messages, flow_links
 from soap.plan.flows import Round
-from soap.simulator.chunks import chunk_count, parts
+from soap.simulator.chunks import chunk_count, parts, shortest_chunk_ns
 from soap.simulator.communication.prices import Communication
 from soap.simulator.task_ids import check_id
 from soap.simulator.tasks import Task, TaskKind
@@ -22,7 +22,7 @@ class TaskList:
         self.topology = communication.topology
         self.communication = communication
         self.tasks: list[Task] = []
-        self._has_ports = any(port.device is not None for port in self.topology.ports)
+        self._shortest_chunk_ns = shortest_chunk_ns(self.topology)
         self._exchange_links: dict[frozenset[tuple[int, int]], tuple[int, ...]] = {}
 
     def add(
@@ -59,9 +59,9 @@ class TaskList:
         flows: tuple[Flow, ...],
         cpu_overhead_ns: int,
     ) -> int:
-        """Add a communication without latency, in chunks if links have ports (``chunks``). The chunks have one name and run one after the
+        """Add a communication without latency, in chunks where it is cut (``chunks``). The chunks have one name and run one after the
         other. The last one carries all bytes and flows; its position is returned."""
-        count = chunk_count(duration_ns) if self._has_ports else 1
+        count = chunk_count(duration_ns, self._shortest_chunk_ns)
         if count == 1:
             return self.add(place, name, kind, resources, duration_ns, after, size, flows=flows, cpu_overhead_ns=cpu_overhead_ns)
         times = zip(parts(duration_ns, count), parts(cpu_overhead_ns, count), strict=True)

@@ -19,10 +19,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from soap.errors import ModelError
 from soap.tracing.calls import Call, Ref, Value, renamed, substitute
+from soap.tracing.rules.notation import Local
 from soap.tracing.types import LOWER_TYPES
 
 ListOf = Literal["cpu", "cuda"]
 """Kind of device whose list of types autocast follows."""
+
+
+WHOLLY_WIDE = frozenset({"cross_entropy_loss"})
+"""Calls of which a GPU's list has the second half alone in float32, on rounded results of the first. They are computed in float32 from
+the beginning, as on processors, which keeps less as well: one tensor for the backward pass, not one of each type."""
 
 
 class Autocast:
@@ -37,7 +43,18 @@ class Autocast:
         """Run the target."""
         device = next((a.device.type for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)), "cpu")
         with torch.autocast(device, dtype=self.dtype):
-            result = self.wrapped(*args, **kwargs)
+            return self._typed(self.wrapped(*args, **kwargs))
+
+    def within(self, run: Callable[[Local], Any]) -> Callable[[Local], Any]:
+        """A rule's own way to compute parts of the call, cast as the call is."""
+
+        def run_and_cast(local: Local) -> Any:
+            with torch.autocast(local.tensors[0].device.type, dtype=self.dtype):
+                return self._typed(run(local))
+
+        return run_and_cast
+
+    def _typed(self, result: Any) -> Any:
         if isinstance(result, torch.Tensor):
             return result.to(self.dtypes[0])
         return type(result)(tensor.to(dtype) for tensor, dtype in zip(result, self.dtypes, strict=True))
@@ -81,7 +98,9 @@ class Caster:
         found, made = _casts(call, names, values, self.dtype, self.kind)
         own = _own_casts(call, names, values) if found else []
         added = [cast for cast in found if cast not in own]
-        if any(name is None for name, _ in added):
+        if any(name is None for name, _ in added) and call.kind in WHOLLY_WIDE:
+            added = [(name, torch.float32) for name in names if values[name].dtype in LOWER_TYPES]
+        elif any(name is None for name, _ in added):
             return Recast([], replace(call, target=Autocast(call.target, self.dtype, made)), made)
         cast_names: dict[str, str] = {}
         casts: list[tuple[Call, Value]] = []

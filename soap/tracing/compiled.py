@@ -15,6 +15,7 @@ import torch
 from soap.errors import ModelError
 from soap.model.regions import Box, contains, lengths, relative, volume, whole
 from soap.plan.tiling import Tile
+from soap.tracing.autocast import Autocast
 from soap.tracing.calls import Call, Ref, Value, argument, is_random, substitute, with_argument
 from soap.tracing.model import TileContext
 from soap.tracing.rules.notation import Local, Maps, Tiled
@@ -135,8 +136,11 @@ class CompiledTile:
             call = local.call = with_argument(call, "dtype", torch.float32)
         entire = all(box == whole(shape) for box, shape in zip((*boxes, *output_boxes), (*shapes, *output_shapes), strict=True))
         run = _plain_runner(call) if step.rule.run is None or (entire and _may_run_plainly(step)) else None
+        rule = step.rule
+        if isinstance(call.target, Autocast) and rule.run is not None:
+            rule = replace(rule, run=call.target.within(rule.run))
         makes = [(self._place(name, box), lengths(box)) for name, box in zip(call.outputs, output_boxes, strict=True)]
-        return _Step(local, reads, makes, run, step.rule, widens=part_of_sum)
+        return _Step(local, reads, makes, run, rule, widens=part_of_sum)
 
     def _forget_early(self) -> None:
         """Tensors that only the tile itself reads are freed behind their last reader, as in a plain forward pass."""
@@ -269,8 +273,8 @@ def _cut(held: Box, box: Box, call: str) -> _Cut:
 def _may_run_plainly(step: ProgramStep) -> bool:
     """Whether a call on whole tensors is just the ATen call. Views are not: copies that made their memory contiguous were dropped. Nor
     are lookups with sparse gradients: ours are dense."""
-    call = step.call
-    return isinstance(call.target, torch._ops.OpOverload) and not (step.rule.light or is_random(call) or argument(call, "sparse", False))
+    call, own = step.call, step.rule.light or step.rule.lean
+    return isinstance(call.target, torch._ops.OpOverload) and not (own or is_random(call) or argument(call, "sparse", False))
 
 
 def _plain_runner(call: Call) -> Runner:

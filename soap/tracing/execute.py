@@ -94,9 +94,9 @@ class ExecutableModel:
     def unread(self, tiles: Sequence[Tile]) -> frozenset[str]:
         """See ``TracedModel.unread``."""
         found: dict[str, bool] = {}
-        steps = [[s for s in self.programs[op.name].steps if s.call.target is batch_norm_apply] for op in self.graph.operators]
         for tile in tiles:
-            for step in steps[tile.operator]:
+            steps = self.programs[self.graph.operators[tile.operator].name].steps
+            for step in (step for step in steps if step.call.target is batch_norm_apply):
                 x, sums = step.call.operands[:2]
                 shape = self.program.values[x].shape
                 dims = [dim.interval(tile.intervals, size) == (0, size) for dim, size in zip(step.operands[0], shape, strict=True)]

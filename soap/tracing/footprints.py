@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -188,7 +189,8 @@ class _Trials:
 
     def _run(self, tile: Tile, regions: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         count = len(self._op.inputs)
-        return self._model.run_tile(tile, regions[:count], regions[count:], self._context)
+        context = replace(self._context, unread=self._model.unread((tile,)))  # the operator's other tiles are cut in the same way
+        return self._model.run_tile(tile, regions[:count], regions[count:], context)
 
     def _footprint(self, tile: Tile, *, cut: bool) -> Footprint:
         """The footprint of one run."""

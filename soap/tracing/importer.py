@@ -32,10 +32,12 @@ from soap.tracing.naming import anchor, canonical_names, group_outputs, operator
 from soap.tracing.reader import Reader
 from soap.tracing.reasons import no_rule, unsplit_dimensions
 from soap.tracing.row_counting import measured_by_examples
+from soap.tracing.rules.norm import batch_norm_apply
 from soap.tracing.rules.notation import Maps
 from soap.tracing.rules.registry import target_name
 from soap.tracing.sizes import Shapes, at_sizes, is_dynamic
 from soap.tracing.sparse import find_sparse
+from soap.tracing.traffic import is_view, scattered, unwritten_bytes
 
 BatchNorm = Literal["global", "local"]
 """Over what training batch norm normalises: the whole batch, or each tile's own part of it."""
@@ -143,6 +145,7 @@ class _Builder:
         outputs = group_outputs(program, self.groups)
         self.tensor_names = tensor_names(program, names, outputs)
         self.grads = gradients(program, {n: self.exported.state_dict[n].requires_grad for n in program.parameters.values()})
+        self.out_of_order = scattered(program)
         self.samples = batch_dimensions(program, self.groups, self.batch_dims)
         operators, programs = [], {}
         for group, name, made in zip(self.groups, names, outputs, strict=True):
@@ -155,7 +158,10 @@ class _Builder:
         }
         loss = self.tensor_names[program.loss]
         graph = OperatorGraph(self.name, tuple(operators), self._tensors(operators), loss, aliases, self.unsplit)
-        return replace(graph, sparse=find_sparse(graph, programs, program.values)), programs
+        applied = [call.operands[:2] for call in program.calls if call.target is batch_norm_apply]
+        between = [(x, sums) for x, sums in applied if {x, sums} <= self.tensor_names.keys()]  # others stay within an operator
+        sums_of = {self.tensor_names[sums]: self.tensor_names[x] for x, sums in between}
+        return replace(graph, sparse=find_sparse(graph, programs, program.values), sums_of=sums_of), programs
 
     def _operator(self, group: Group, name: str, outputs: Sequence[str]) -> tuple[Operator, OperatorProgram]:
         partitionable = all(step.rule.known for step in group.steps)
@@ -182,7 +188,8 @@ class _Builder:
             partitionable=partitionable,
             arithmetic=arithmetic_of(anchor(group).call, self.program.values),
             skipped_share=max(s.rule.skipped_share for s in steps),
-            fused_bytes=sum(s.rule.fused_bytes for s in steps),
+            fused_bytes=sum(s.rule.fused_bytes for s in steps) + unwritten_bytes(steps, outputs, self.program, self.out_of_order),
+            views=sum(is_view(s.call, self.program, self.out_of_order) for s in steps),
         )
         whole = unsplit_dimensions(self.program, group, steps, (*inputs, *parameters), outputs, self.tensor_names)
         self.unsplit.update({name: whole} if whole else {})

@@ -28,8 +28,9 @@ from soap.tracing.record import NAME, ExportRecord, loads
 from soap.tracing.row_counting import measure_rows
 from soap.tracing.sizes import Shapes, is_dynamic
 
-LOWER = {"bfloat16": torch.bfloat16}
-"""Types to which autocast may cast. Float16 would need gradient scaling."""
+LOWER = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Types to which autocast may cast. Float16 is priced alone: to train in it would need gradient scaling."""
+NO_SCALING = "to train in it would need gradient scaling, which there is not; expected bfloat16 (predictions alone accept float16)"
 PRECISIONS = ("highest", "high", "medium")
 """Of products of float32 matrices, as ``torch.set_float32_matmul_precision`` knows them: below highest in TF32 where hardware has it."""
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -49,8 +50,9 @@ def load_model(
 ) -> ExecutableModel:
     """The traced model of a ``.pt2`` file or of a zoo model. ``plan_only`` reads shapes alone (zoo models are not even allocated).
     ``batch_dims``: input name -> batch dimension. ``dtype`` replaces all floating-point dtypes; ``autocast`` casts as
-    ``torch.autocast`` to this type does on ``autocast_device`` (cpu or cuda, whose lists of calls differ). ``batch_norm``: ``global`` or
-    ``local``. ``matmul_precision``: torch's, set for this process. ``imports``: modules that define custom operators, imported first.
+    ``torch.autocast`` to this type does on ``autocast_device`` (cpu or cuda, whose lists of calls differ); float16 needs ``plan_only``.
+    ``batch_norm``: ``global`` or ``local``. ``matmul_precision``: torch's, set for this process. ``imports``: modules that define custom
+    operators, imported first.
     Raises ModelError in one line."""
     import_all(imports, "--import")
     if batch_norm not in ("global", "local"):
@@ -62,6 +64,8 @@ def load_model(
         if matmul_precision not in PRECISIONS:
             raise ModelError(f"matmul precision {matmul_precision!r}: expected one of {', '.join(PRECISIONS)}")
         torch.set_float32_matmul_precision(matmul_precision)
+    if autocast == "float16" and not plan_only:
+        raise ModelError(f"autocast 'float16': {NO_SCALING}")
     lists: ListOf = "cuda" if autocast_device == "cuda" else "cpu"
     options = Options(batch_dims, _dtype("dtype", dtype, DTYPES), _dtype("autocast", autocast, LOWER), lists, local)
     text = str(spec)

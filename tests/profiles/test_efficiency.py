@@ -32,9 +32,11 @@ def test_the_file_has_what_was_measured() -> None:
 
 
 def test_devices_of_which_nothing_is_known() -> None:
-    assert shares(P100, "conv2d", "float32") == shares(P100, "linear", "float16") == Shares(PEAK_SHARE, 1.0)
+    older = figures()["older_memory"]
+    assert shares(P100, "conv2d", "float32") == shares(P100, "linear", "float16") == Shares(PEAK_SHARE, older)
     assert shares(replace(P100, source="measured"), "linear", "float32") == Shares(1.0, 1.0)
-    assert shares(CPU, "linear", "float32").memory == memory_share(P100) == 1.0
+    assert shares(CPU, "linear", "float32").memory == memory_share(replace(P100, source="measured")) == 1.0
+    assert memory_share(P100) == older
     assert update_seconds(CPU, 2) is None
 
 

@@ -13,7 +13,7 @@ from soap.model.graph import FactorKind, Operator, OperatorGraph
 from soap.strategy.classical import sample_factor
 from soap.strategy.config import OpConfig, Strategy
 from tests.simulator.examples import pairwise_cluster
-from tests.strategies import MOVES, cluster, graphs, with_rails
+from tests.strategies import MOVES, cluster, graphs, named, with_rails
 
 Case = tuple[OperatorGraph, Topology, Strategy]
 
@@ -41,6 +41,8 @@ def copied(draw: st.DrawFn) -> Case:
     per_host = [count // hosts] * hosts
     made = draw(st.sampled_from((pairwise_cluster, switched, on_rails)))
     topology = made(*per_host)
+    if made is not pairwise_cluster:
+        topology = named(topology, draw(st.sampled_from(("", "pcie", "nvlink4"))))
     configs = {op.name: draw(config(op, images)) for op in graph.operators}
     return graph, topology, Strategy(configs)
 

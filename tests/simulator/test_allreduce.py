@@ -10,67 +10,62 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from soap.cluster.topology import Topology
-from soap.simulator.communication import allreduce
-from soap.simulator.communication.allreduce import (
-    Algorithm,
-    AllReduceOption,
-    allreduce_bytes,
-    allreduce_options,
-    available,
-    fastest,
-    link_bytes,
-    steps,
-)
+from soap.simulator.communication import loads
+from soap.simulator.communication.algorithms import Algorithm, double_tree, steps
+from soap.simulator.communication.allreduce import allreduce_bytes, allreduce_options, available, link_bytes
+from soap.simulator.communication.options import AllReduceOption, fastest, undominated
 from soap.simulator.communication.ring_orders import ring_orders
 from tests.simulator.examples import pairwise_cluster
 from tests.strategies import CPU, cluster, topologies, with_rails
 
-ADDING = 3 / 1e11
-"""Seconds to add a byte on the devices of ``cluster``."""
+ADDING = 3 / 1e10
+"""Seconds to add a byte on a processor of ``cluster``."""
+
+ADDED_BY_DEVICES = (Algorithm.RING, Algorithm.TREE)
 
 
-def option(topology: Topology, algorithm: Algorithm, devices: list[int]) -> AllReduceOption:
-    return next(option for option in allreduce_options(topology, devices) if option.algorithm is algorithm)
+def ring_of(topology: Topology, devices: Iterable[int]) -> AllReduceOption:
+    """gloo's only way."""
+    (only,) = allreduce_options(topology, [*devices])
+    return only
 
 
-def names(topology: Topology, algorithm: Algorithm, devices: list[int]) -> list[str]:
-    return [topology.links[link].name for link in option(topology, algorithm, devices).links]
+def names(topology: Topology, devices: Iterable[int]) -> list[str]:
+    return [topology.links[link].name for link in ring_of(topology, devices).links]
 
 
 def test_a_ring_takes_its_members_in_ascending_order() -> None:
     topology = pairwise_cluster(3)
-    assert sorted(names(topology, Algorithm.RING, [2, 0, 1])) == ["d0->d1", "d1->d2", "d2->d0"]
-    assert names(topology, Algorithm.RING, [0, 2, 0]) == ["d0->d2", "d2->d0"]
+    assert sorted(names(topology, [2, 0, 1])) == ["d0->d1", "d1->d2", "d2->d0"]
+    assert names(topology, [0, 2, 0]) == ["d0->d2", "d2->d0"]
 
 
-def test_partners_of_halving_and_doubling_are_ever_farther_apart() -> None:
-    found = steps(Algorithm.HALVING_DOUBLING, [0, 1, 2, 3])
-    assert [(step.parts, step.repeats, step.adds) for step in found] == [(2, 1, True), (4, 1, True), (4, 1, False), (2, 1, False)]
-    assert set(found[0].hops) == set(found[3].hops) == {(0, 1), (1, 0), (2, 3), (3, 2)}
-    assert set(found[1].hops) == set(found[2].hops) == {(0, 2), (2, 0), (1, 3), (3, 1)}
+HOSTS = [1, 2, 3, 4, 5, 6, 7, 8, 11, 16]
 
 
-def test_devices_beyond_a_power_of_two_are_folded_into_their_neighbours() -> None:
-    found = steps(Algorithm.HALVING_DOUBLING, [2, 3, 5, 7, 8, 9])
-    assert (found[0].hops, found[0].parts, found[0].adds) == (((2, 3), (5, 7)), 1, True)
-    assert (found[-1].hops, found[-1].parts, found[-1].adds) == (((3, 2), (7, 5)), 1, False)
-    assert {device for step in found[1:-1] for hop in step.hops for device in hop} == {3, 7, 8, 9}
+@pytest.mark.parametrize("algorithm", ADDED_BY_DEVICES)
+@pytest.mark.parametrize("each", [1, 2, 3])
+@pytest.mark.parametrize("count", HOSTS)
+def test_everybody_gets_everything(algorithm: Algorithm, each: int, count: int) -> None:
+    """Along each ring, and along each chain and tree: what is sent towards a root comes from everybody, and goes back to everybody."""
+    devices, hosts = range(count * each), {device: device // each for device in range(count * each)}
+    found = steps(algorithm, devices, (), hosts)
+    assert sum(Fraction(len(step.hops) * step.repeats, step.parts) for step in found) == allreduce_bytes(1, len(devices))
+    inward = {hop for step in found if step.adds for hop in step.hops}
+    outward = {hop for step in found if not step.adds for hop in step.hops}
+    assert outward == (inward if algorithm is Algorithm.RING else {(b, a) for a, b in inward})
+    for root in [device for device in devices if not any(a == device for a, _ in inward)] or devices[:1]:
+        assert reached(root, outward) == set(devices) == reached(root, {(b, a) for a, b in inward})
 
 
-@pytest.mark.parametrize("algorithm", list(Algorithm))
-@pytest.mark.parametrize("count", [2, 3, 4, 5, 6, 7, 8, 11, 16])
-def test_everybody_gets_everything(algorithm: Algorithm, count: int) -> None:
-    have = {device: {device} for device in range(count)}
-    moved = Fraction(0)
-    for step in steps(algorithm, range(count)):
-        for _ in range(step.repeats):
-            have = {device: own.union(*(have[s] for s, t in step.hops if t == device)) for device, own in have.items()}
-        moved += Fraction(len(step.hops) * step.repeats, step.parts)
-    assert all(own == set(range(count)) for own in have.values())
-    assert moved == allreduce_bytes(1, count) == 2 * (count - 1)
+def reached(root: int, hops: set[tuple[int, int]]) -> set[int]:
+    found = {root}
+    while more := {b for a, b in hops if a in found} - found:
+        found |= more
+    return found
 
 
-@pytest.mark.parametrize("algorithm", list(Algorithm))
+@pytest.mark.parametrize("algorithm", ADDED_BY_DEVICES)
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 8, 13])
 def test_every_contribution_is_added_once(algorithm: Algorithm, count: int) -> None:
     # Every device but one hands its part of each byte on to be added, so that n-1 additions are made of every byte.
@@ -78,63 +73,87 @@ def test_every_contribution_is_added_once(algorithm: Algorithm, count: int) -> N
     assert sum(Fraction(len(step.hops) * step.repeats, step.parts) for step in adding) == count - 1
 
 
+@pytest.mark.parametrize("count", HOSTS)
+def test_two_trees_span_all_hosts_and_share_their_work(count: int) -> None:
+    trees = double_tree(count)
+    children = [[sum(parent == host for parent in tree) for host in range(count)] for tree in trees]
+    for tree in trees:
+        (root,) = [host for host, parent in enumerate(tree) if parent is None]
+        below = {(parent, host) for host, parent in enumerate(tree) if parent is not None}
+        assert reached(root, below) == set(range(count))
+        depth = {root: 0}
+        while len(depth) < count:
+            depth |= {host: depth[parent] + 1 for parent, host in below if parent in depth and host not in depth}
+        assert max(depth.values()) <= max(1, count.bit_length())
+    assert all(most <= 2 for own in children for most in own)
+    both = sum(1 for first, second in zip(*children, strict=True) if first and second)
+    assert both == 0 if count % 2 == 0 or count == 1 else both <= 1  # an odd host more has work in both
+
+
 def test_one_device_needs_no_links_and_no_time() -> None:
-    for found in allreduce_options(cluster([2]), [1, 1]):
-        assert (found.links, found.latency_seconds, found.seconds_per_byte, found.duration_ns(1000)) == ((), 0.0, 0.0, 1)
+    for kind in ({}, {"kind": CPU}):
+        for found in allreduce_options(cluster([2], **kind), [1, 1]):
+            assert (found.links, found.latency_seconds, found.seconds_per_byte, found.duration_ns(1000)) == ((), 0.0, 0.0, 1)
 
 
 @pytest.mark.parametrize("count", [2, 4, 8])
-def test_closed_forms_on_one_switch(count: int) -> None:
+def test_closed_form_on_one_switch(count: int) -> None:
     # Hops of two links of 10 us; every link carries one hop.
-    topology, devices, rounds = cluster([count]), list(range(count)), count.bit_length() - 1
-    share = (count - 1) / count
-    ring, halving, tree = (option(topology, algorithm, devices) for algorithm in Algorithm)
+    ring, share = ring_of(cluster([count], kind=CPU), range(count)), (count - 1) / count
     assert ring.latency_seconds == pytest.approx(2 * (count - 1) * 20e-6)
-    assert halving.latency_seconds == tree.latency_seconds == pytest.approx(2 * rounds * 20e-6)
     assert ring.seconds_per_byte == pytest.approx(2 * share / 1e9 + share * ADDING)
-    assert halving.seconds_per_byte == pytest.approx(ring.seconds_per_byte)
-    assert tree.seconds_per_byte == pytest.approx(2 * rounds / 1e9 + rounds * ADDING)
-    assert ring.links == halving.links == tree.links == tuple(range(2 * count))
-
-
-def test_three_devices_fold_one_on_a_switch() -> None:
-    halving = option(cluster([3]), Algorithm.HALVING_DOUBLING, [0, 1, 2])
-    assert halving.latency_seconds == pytest.approx(4 * 20e-6)
-    assert halving.seconds_per_byte == pytest.approx((1 + 1 / 2 + 1 / 2 + 1) / 1e9 + (1 + 1 / 2) * ADDING)
+    assert ring.links == tuple(range(2 * count))
 
 
 def test_hops_on_one_link_share_its_bandwidth() -> None:
     # Two hosts of two; links between them are ten times slower, and a hop between them crosses four links.
-    topology = cluster([2, 2])
-    ring, halving, tree = (option(topology, algorithm, [0, 1, 2, 3]) for algorithm in Algorithm)
+    ring = ring_of(cluster([2, 2], kind=CPU), range(4))
     assert ring.latency_seconds == pytest.approx(6 * 40e-6)
     assert ring.seconds_per_byte == pytest.approx(6 / 4 / 1e8 + 3 / 4 * ADDING)  # one hop in each direction
-    assert halving.latency_seconds == pytest.approx(2 * (20e-6 + 40e-6))
-    assert halving.seconds_per_byte == pytest.approx(2 * (1 / 2 / 1e9 + 2 / 4 / 1e8) + 3 / 4 * ADDING)  # two hops at distance 2
-    assert tree.seconds_per_byte == pytest.approx(2 * (1 / 1e9 + 2 / 1e8) + 2 * ADDING)
 
 
 def test_the_fastest_is_taken_and_of_equals_the_first() -> None:
-    four = allreduce_options(cluster([4], latency_seconds=1e-3), [0, 1, 2, 3])
-    assert fastest(four, 4).algorithm is Algorithm.HALVING_DOUBLING  # fewer latencies than the ring
-    assert fastest(allreduce_options(cluster([3]), [0, 1, 2]), 10**8).algorithm is Algorithm.RING  # nothing is folded
-    assert fastest(allreduce_options(cluster([2]), [0, 1]), 10**6).algorithm is Algorithm.RING  # halving and doubling is the same
     far, near = AllReduceOption(Algorithm.RING, 1e-3, 1e-9, ()), AllReduceOption(Algorithm.TREE, 0.0, 2e-9, ())
     assert [fastest((far, near), size) for size in (10**6 - 1, 10**6, 10**6 + 1)] == [near, far, far]
+
+
+LINES = st.lists(st.tuples(st.sampled_from([0.0, 1e-6, 2e-6, 5e-6]), st.sampled_from([0.0, 1e-10, 3e-10, 1e-9])), min_size=1, max_size=8)
+
+
+@given(LINES, st.lists(st.integers(0, 10**6), min_size=1))
+def test_what_is_never_the_fastest_is_left_out(lines: list[tuple[float, float]], sizes: list[int]) -> None:
+    options = [AllReduceOption(Algorithm.RING, *line, (number,)) for number, line in enumerate(lines)]
+    kept = undominated(options)
+    assert kept == tuple(option for option in options if option in kept)
+    assert len({(option.latency_seconds, option.seconds_per_byte) for option in kept}) == len(kept)
+    for size in sizes:
+        assert fastest(kept, size).duration_ns(size) == fastest(options, size).duration_ns(size)
+    for option in kept:  # each is the only one that is so fast somewhere, between where it meets the others
+        rest = [other for other in kept if other is not option]
+        meets = [one for other in rest if (one := crossing(option, other)) is not None and one >= 0]
+        places = [0.0, *meets, *((a + b) / 2 for a in [0.0, *meets] for b in [*meets, 4 * max(meets, default=1.0)])]
+        at = lambda which, place: which.latency_seconds + which.seconds_per_byte * place  # noqa: E731
+        assert any(all(at(option, place) <= at(other, place) + 1e-15 for other in rest) for place in places)
+
+
+def crossing(one: AllReduceOption, other: AllReduceOption) -> float | None:
+    if one.seconds_per_byte == other.seconds_per_byte:
+        return None
+    return (other.latency_seconds - one.latency_seconds) / (one.seconds_per_byte - other.seconds_per_byte)
 
 
 def test_processors_have_the_ring_alone() -> None:
     slow = cluster([2, 2], kind=CPU, latency_seconds=1e-3)
     assert [found.algorithm for found in allreduce_options(slow, range(4))] == [Algorithm.RING]
-    assert available(cluster([4]), range(4)) == tuple(Algorithm)
+    assert available(cluster([4]), range(4)) == (Algorithm.RING, Algorithm.TREE)
 
 
 def test_bytes_on_links() -> None:
     topology = pairwise_cluster(3)
     ring = link_bytes(topology, Algorithm.RING, [0, 1, 2], 24)
     assert {topology.links[link].name: size for link, size in ring.items()} == {"d0->d1": 32, "d1->d2": 32, "d2->d0": 32}
-    folded = link_bytes(topology, Algorithm.HALVING_DOUBLING, [0, 1, 2], 24)
-    assert {topology.links[link].name: size for link, size in folded.items()} == {"d0->d1": 24, "d1->d0": 24, "d1->d2": 24, "d2->d1": 24}
+    tree = link_bytes(topology, Algorithm.TREE, [0, 1, 2], 24)
+    assert {topology.links[link].name: size for link, size in tree.items()} == {"d0->d1": 24, "d1->d0": 24, "d1->d2": 24, "d2->d1": 24}
     assert sum(link_bytes(topology, Algorithm.RING, [0, 1, 2], 4).values()) == 3 * 6  # 16/3 on each, rounded up
 
 
@@ -142,7 +161,7 @@ def test_bytes_on_links() -> None:
 def test_what_holds_on_every_topology(topology: Topology, size: int) -> None:
     devices = range(topology.device_count)
     options = allreduce_options(topology, devices)
-    assert tuple(found.algorithm for found in options) == available(topology, devices)
+    assert {found.algorithm for found in options} <= set(available(topology, devices))
     chosen = fastest(options, size)
     assert chosen.duration_ns(size) == min(found.duration_ns(size) for found in options)
     assert all(found.duration_ns(size) > chosen.duration_ns(size) for found in options[: options.index(chosen)])
@@ -160,12 +179,12 @@ def test_many_hops_at_once_are_the_same_hops(topology: Topology, data: st.DataOb
     devices = sorted(data.draw(st.sets(st.integers(0, topology.device_count - 1), min_size=1)))
     singly = allreduce_options(topology, devices)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(allreduce, "MANY_HOPS", 1)
+        patch.setattr(loads, "MANY_HOPS", 1)
         assert allreduce_options(topology, devices) == singly
     pairs = pairwise_cluster(topology.device_count)
     singly = allreduce_options(pairs, devices)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(allreduce, "MANY_HOPS", 1)
+        patch.setattr(loads, "MANY_HOPS", 1)
         assert allreduce_options(pairs, devices) == singly
 
 
@@ -183,9 +202,9 @@ def test_between_hosts_with_several_nics_there_is_a_ring_for_each() -> None:
 
 
 def test_rings_of_several_nics_share_the_bytes() -> None:
-    one, several = option(cluster([4, 4, 4]), Algorithm.RING, [*range(12)]), option(RAILS, Algorithm.RING, [*range(12)])
-    assert one.seconds_per_byte == pytest.approx(22 / 12 / 1e8 + 11 / 12 * ADDING)
-    assert several.seconds_per_byte == pytest.approx(22 / 12 / 4 / 1e8 + 11 / 12 * ADDING)
+    plain = cluster([4, 4, 4, 4])
+    one, several = (min(option.seconds_per_byte for option in allreduce_options(own, range(16))) for own in (plain, with_rails(plain)))
+    assert (one, several) == (pytest.approx(30 / 16 / 1e8), pytest.approx(30 / 16 / 4 / 1e8))
     moved = link_bytes(RAILS, Algorithm.RING, range(12), 4800)
     on_rails = {RAILS.links[link].name: size for link, size in moved.items() if "rail" in RAILS.links[link].name}
     assert len(on_rails) == 24 and set(on_rails.values()) == {2200}

@@ -1,4 +1,4 @@
-"""Sums on clusters with ports are chains of chunks, which together are the sum."""
+"""Sums on clusters with ports, and long ones between GPUs, are chains of chunks, which together are the sum."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from soap.cluster.overheads import CpuOverhead, Port, Share
 from soap.plan.plan import sync_name
 from soap.simulator.analysis.timeline import busy_time_ns, chrome_trace, link_bytes
 from soap.simulator.analysis.timeline_file import Description, dumps, loads
-from soap.simulator.chunks import MOST_CHUNKS, chunk_count, parts
+from soap.simulator.chunks import GPU_CHUNK_NS, MOST_CHUNKS, NO_CHUNKS, chunk_count, parts, shortest_chunk_ns
 from soap.simulator.communication.prices import Communication
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.memory.task_spans import TaskSpans
@@ -20,8 +20,10 @@ from soap.simulator.reference import simulate
 from soap.simulator.task_list import TaskList
 from soap.simulator.tasks import TaskGraph, TaskKind
 from tests.simulator.examples import PointCosts, batch_split, chain, pairwise_cluster
+from tests.strategies import cluster
 
 PLAIN = pairwise_cluster(1, 1)
+GPUS = cluster([1, 1])
 PORTS = replace(PLAIN, ports=(Port(0, 0, 0, 0), Port(1, 1, 0, 0)), cpu_overhead=CpuOverhead(((2, Share(1001, 0)),), ((2, Share(1001, 0)),)))
 
 
@@ -34,6 +36,32 @@ def test_parts_are_equal_and_make_the_whole(whole: int, count: int) -> None:
 @pytest.mark.parametrize(("duration_ns", "count"), [(0, 1), (1, 1), (5, 5), (10**9, MOST_CHUNKS)])
 def test_no_chunk_takes_no_time(duration_ns: int, count: int) -> None:
     assert chunk_count(duration_ns) == count
+
+
+@pytest.mark.parametrize(("duration_ns", "count"), [(0, 1), (199_999, 1), (200_000, 2), (799_999, 7), (10**9, MOST_CHUNKS)])
+def test_short_sums_between_gpus_are_left_whole(duration_ns: int, count: int) -> None:
+    assert chunk_count(duration_ns, GPU_CHUNK_NS) == count
+    assert chunk_count(duration_ns, NO_CHUNKS) == 1
+
+
+def test_where_sums_are_cut() -> None:
+    mixed = replace(GPUS, devices=(GPUS.devices[0], replace(GPUS.devices[1], type=PLAIN.devices[1].type)))
+    assert [shortest_chunk_ns(own) for own in (PLAIN, PORTS, GPUS, mixed)] == [NO_CHUNKS, 1, GPU_CHUNK_NS, NO_CHUNKS]
+
+
+def test_a_message_passes_a_long_sum_between_gpus() -> None:
+    """Two GPUs sum gradients for a second; a message that becomes ready meanwhile waits for an eighth of that at most."""
+    tasks = TaskList(Communication(GPUS))
+    for device in (0, 1):
+        tasks.add((0, 0, 0, 0, 0, device), f"tile {device}", TaskKind.FORWARD, (device,), 10**6, ())
+    tasks.all_reduce((2, 0, 0, 0, 0, 0), "sum", TaskKind.SYNC, 10**9, (0, 1), (), chunked=True)
+    message = tasks.message((1, 0, 0, 0, 0, 0), "message", TaskKind.TRANSFER, 0, 1, 1000, (0,))
+    made = [task for task in tasks.tasks if task.name == "sum"]
+    schedule = simulate(TaskGraph(two_plans()[0].plan, GPUS, tuple(tasks.tasks)))
+    assert len(made) == MOST_CHUNKS
+    assert 10**6 < schedule.start_ns[message] <= made[0].duration_ns
+    whole = sum(task.duration_ns for task in made)
+    assert whole <= schedule.makespan_ns < whole * 1.01  # no bandwidth is lost
 
 
 @pytest.mark.parametrize("kind", ["sum", "rows"])

@@ -5,15 +5,16 @@ from __future__ import annotations
 import pytest
 
 from soap.plan.collectives import exchange_seconds, flow_links, tree_rounds
-from soap.simulator.communication.allreduce import Algorithm, allreduce_options
-from tests.strategies import cluster
+from soap.simulator.communication.algorithms import Algorithm
+from soap.simulator.communication.allreduce import allreduce_options
+from tests.strategies import CPU, cluster
 
 
 def test_a_reduce_scatter_is_half_of_a_rings_all_reduce_on_one_switch() -> None:
-    topology, members, cell = cluster([4]), range(4), 1_000_000
+    topology, members, cell = cluster([4], CPU), range(4), 1_000_000
     flows = [(a, b, cell) for a in members for b in members if a != b]
     scattered = exchange_seconds(topology, flows, 3 * cell)
-    assert scattered == pytest.approx(3 * 20e-6 + 3 * cell / 1e9 + 3 * cell / (1e11 / 3))
+    assert scattered == pytest.approx(3 * 20e-6 + 3 * cell / 1e9 + 3 * cell / (1e10 / 3))
     gathered = exchange_seconds(topology, flows)
     ring = allreduce_options(topology, members)[0]
     assert ring.algorithm is Algorithm.RING

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 
 from soap import api
-from soap.cluster.topology import Topology
+from soap.cluster.overheads import CollectiveLatencyFactor
+from soap.cluster.topology import Device, Host, Link, Topology
 from soap.model.graph import OperatorGraph
 from soap.plan.copies import LEFT
 from soap.profiles.roofline import RooflineCosts
@@ -25,7 +26,7 @@ from soap.strategy.sync import parameter_server
 from tests.extent import MANY
 from tests.graph_builder import GraphBuilder, transformer
 from tests.simulator.copied import Case, copied
-from tests.simulator.examples import LaunchedCosts, pairwise_cluster
+from tests.simulator.examples import LaunchedCosts
 from tests.strategies import CPU, GPU, cluster, with_rails
 
 
@@ -154,6 +155,16 @@ def test_copies_on_rails_are_folded(per_host: int) -> None:
     check_outcome(graph, topology, strategy, folding)
 
 
+def test_copies_on_measured_links_are_folded_with_their_factor() -> None:
+    graph, base = transformer(batch=6), cluster([2, 2, 2])
+    topology = replace(base, described=base.links, latency_factor=CollectiveLatencyFactor(((2, 3.0), (6, 2.0)), ()))
+    strategy = hybrid(graph, topology, tensor=2, pipeline=1)
+    folding = fold(graph, topology, strategy)
+    assert isinstance(folding, Folding) and folding.count == 3
+    check(graph, topology, strategy, folding)
+    check_outcome(graph, topology, strategy, folding)
+
+
 def _reason(graph: OperatorGraph, topology: Topology, strategy: Strategy) -> str:
     found = fold(graph, topology, strategy)
     assert isinstance(found, str)
@@ -182,8 +193,25 @@ def test_reasons_why_not() -> None:
     assert _reason(graph, replace(wide, links=tuple(links)), tensor) == "4 copies have links of different bandwidth or latency"
 
 
+def mesh(*joined: tuple[str, str, float]) -> Topology:
+    """Six GPUs of one host; pairs of them, or of them and a switch, are joined both ways at a bandwidth."""
+    devices = tuple(Device(i, f"d{i}", 0, GPU) for i in range(6))
+    ways = [(a, b, rate) for one, other, rate in joined for a, b in ((one, other), (other, one))]
+    links = tuple(Link(i, f"{a}->{b}", a, b, rate, 1e-6) for i, (a, b, rate) in enumerate(ways))
+    return Topology("mesh", devices, (Host("h", 4, 2**34),), links)
+
+
 def test_sums_that_hold_other_links_in_some_copies_are_not_folded() -> None:
-    """Every pair of devices has a cable. Of twelve devices, halving and doubling pairs the first eight in other ways than the last four."""
-    graph, topology = transformer(batch=6), pairwise_cluster(4, 4, 4)
-    topology = replace(topology, devices=tuple(replace(device, type=GPU) for device in topology.devices))  # gloo has the ring alone
-    assert _reason(graph, topology, megatron(graph, topology)) == "sums over 3 copies do not hold corresponding links in all of them"
+    """There is one ring through all devices. It uses the links of the first two copies, and not that of the third."""
+    graph, pairs = transformer(batch=6), ("01", "14", "42", "23", "35", "50", "45")
+    topology = mesh(*((f"d{one}", f"d{other}", 1e9) for one, other in pairs))
+    strategy = hybrid(graph, topology, tensor=2, pipeline=1)
+    assert _reason(graph, topology, strategy) == "sums over 3 copies do not hold corresponding links in all of them"
+
+
+def test_copies_whose_messages_avoid_their_own_link_are_not_folded() -> None:
+    """A message is faster over the switch than over the narrow link that a sum of two devices takes."""
+    narrow = [(f"d{i}", f"d{i + 1}", 1e6) for i in (0, 2, 4)]
+    graph, topology = transformer(batch=6), mesh(*narrow, *((f"d{i}", "switch", 1e9) for i in range(6)))
+    strategy = hybrid(graph, topology, tensor=2, pipeline=1)
+    assert _reason(graph, topology, strategy) == "3 copies in which sums and messages take different links"

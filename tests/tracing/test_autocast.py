@@ -18,11 +18,15 @@ from soap.cluster.presets import local_topology
 from soap.errors import ModelError
 from soap.model.graph import FactorKind
 from soap.strategy.classical import data_parallel
+from soap.strategy.config import OpConfig
 from soap.tracing.autocast import Autocast, Caster
+from soap.tracing.calls import Call
 from soap.tracing.export import export_model
 from soap.tracing.importer import import_program
 from soap.tracing.load import load_model
 from soap.tracing.model import TileContext
+from soap.tracing.rules.notation import Local
+from tests.tracing.emulation import graded
 from tests.tracing.programs import Lambda, export
 
 LOW = torch.bfloat16
@@ -126,6 +130,31 @@ def test_layers_that_cast_inside_run_under_autocast(kind: type[nn.RNNBase]) -> N
     assert len(calls) == 1 and all(op.partitionable for op in model.graph.operators)
 
 
+@pytest.mark.parametrize("degree", [1, 2])
+def test_by_a_gpus_list_the_loss_of_classes_is_computed_in_float32(degree: int) -> None:
+    """Its second half is on that list: rounded to bfloat16 before, or by a tile, the loss would be off by a thousandth."""
+    torch.manual_seed(0)
+    module = Lambda(lambda self, x, labels: F.cross_entropy(self.head(x), labels), head=nn.Linear(8, 30))
+    inputs = (torch.randn(6, 8), torch.randint(30, (6,)))
+    model = import_program(export(module, *inputs), name="m", autocast=LOW, autocast_device="cuda")
+    assert not [call for call in model.program.calls if isinstance(call.target, Autocast)]
+    configs = {op.name: OpConfig(tuple(degree if f.size == 6 else 1 for f in op.factors), (0,) * degree) for op in model.graph.operators}
+    loss, gradients = graded(model, configs)
+    with torch.autocast("cpu", dtype=LOW):
+        logits = module.head(inputs[0]).float()
+    expected = F.cross_entropy(logits, inputs[1])
+    assert loss.dtype == torch.float32 and abs(loss - expected) < 1e-6
+    assert gradients.keys() == {"head.weight", "head.bias"}
+
+
+def test_what_a_tile_computes_in_its_own_way_is_cast_as_its_call_is() -> None:
+    target = Autocast(torch.ops.aten.linear.default, LOW, [torch.float32])
+    local = Local(Call("y", target, (), {}, ("y",), ""), [torch.randn(2, 3), torch.randn(4, 3)], [], [], [], [])
+    found = target.within(lambda local: F.linear(*local.tensors))(local)
+    with torch.autocast("cpu", dtype=LOW):
+        assert torch.equal(found, F.linear(*local.tensors).float()) and found.dtype == torch.float32
+
+
 def test_what_travels_has_the_type_that_was_made(tmp_path: Path) -> None:
     function, members, inputs = CASES["linear and norm"]
     export_model(Lambda(function, **members), inputs, path=tmp_path / "m.pt2")
@@ -153,8 +182,19 @@ def test_what_is_tried_in_vain_is_told_nobody(tmp_path: Path, caplog: pytest.Log
 def test_other_types_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"^autocast to float32: expected bfloat16 or float16"):
         Caster(torch.float32)
-    with pytest.raises(ModelError, match=r"^autocast 'float16': expected bfloat16"):
+    with pytest.raises(ModelError, match=r"^autocast 'float64': expected one of bfloat16, float16"):
+        load_model(tmp_path / "m.pt2", autocast="float64", plan_only=True)
+
+
+def test_float16_is_priced_but_not_trained(tmp_path: Path) -> None:
+    function, members, inputs = CASES["linear and norm"]
+    export_model(Lambda(function, **members), inputs, path=tmp_path / "m.pt2")
+    with pytest.raises(ModelError, match=r"^autocast 'float16': to train in it would need gradient scaling, .* expected bfloat16"):
         load_model(tmp_path / "m.pt2", autocast="float16")
+    graph = load_model(tmp_path / "m.pt2", autocast="float16", plan_only=True).graph
+    made = {op.kind: (op.arithmetic, graph.tensors[op.outputs[0].tensor].dtype) for op in graph.operators}
+    assert made["linear"] == ("float16", "float16") and made["mse_loss"][1] == "float32"
+    assert {t.dtype for t in graph.parameters} == {"float32"}
 
 
 class Images(nn.Module):

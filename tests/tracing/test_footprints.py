@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import pytest
 import torch
@@ -50,6 +51,31 @@ def test_by_hand() -> None:
     # GELU keeps its input, which is the linear layer's output; exp keeps its result, 4 x 5 floats; GELU's result is kept by nobody, but
     # there when exp makes its own, before the sum takes its 4 bytes. Backward, exp's result goes before the input's gradient comes.
     assert rest == (Footprint(80, 80 - 4, 0, frozenset({0})),)
+
+
+class Labelled(torch.nn.Module):
+    """A loss of classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.Linear(6, 50)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(self.head(x), labels)
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_cross_entropy_keeps_and_makes_one_tensor_of_the_logits_size(
+    autocast: torch.dtype | None, device: Literal["cpu", "cuda"]
+) -> None:
+    """In float32, whatever the logits are: the gradient of narrow ones is cast from that one when what was kept has gone."""
+    exported = torch.export.export(Labelled(), (torch.zeros(40, 6), torch.zeros(40, dtype=torch.int64)))
+    model = import_program(exported, name="labelled", autocast=autocast, autocast_device=device)
+    own = model.graph.footprints["cross_entropy_loss"][0]
+    logits = 40 * 50 * 4
+    assert logits <= own.kept_bytes <= logits + 16
+    assert own.backward_bytes <= (0 if autocast is None else logits // 2) + 40 * 20
 
 
 def test_recurrent_layers_really_run_if_they_are_small() -> None:

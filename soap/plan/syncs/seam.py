@@ -38,7 +38,8 @@ SUM, PUSH, SERVE, PULL = range(4)
 class SyncStep:
     """One communication: an all-reduce of ``summed_bytes`` over the readers, or ``rounds`` of flows, one after the other.
 
-    ``large``: it moves much, over many connections. On links with ports the simulator cuts it into chunks, between which messages pass.
+    ``large``: it moves much, over many connections. On links with ports and between GPUs the simulator cuts it into chunks, between which
+    messages pass.
     """
 
     phase: Phase

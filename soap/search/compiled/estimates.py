@@ -30,7 +30,7 @@ def rough_ns(graph: OperatorGraph, position: int, grids: Sequence[Grid], topolog
     degrees = table[:, 1:]
     sizes = np.array([max(1, factor.size) for factor in op.factors], np.int64)
     found = compute_ns * np.prod(np.ceil(sizes / degrees) / sizes, axis=1)
-    slowest = min((link.bandwidth_bytes_per_second for link in topology.links), default=float("inf"))
+    slowest = min(topology.effective_bandwidths, default=float("inf"))
     for operand in dict.fromkeys(op.parameters):
         tensor = graph.tensors[operand.tensor]
         if tensor.requires_grad:

@@ -175,8 +175,8 @@ class Choices:
             for holding in own.values():
                 if len(holding.devices) > 1:
                     outputs = zip(op.outputs, boxes[holding.part], strict=True)
-                    share = -(-min(volume(box) * self.graph.tensors[o.tensor].itemsize for o, box in outputs) // len(holding.devices))
-                    holding.sum_ns = min(self._message_ns(share, (d,), holding.devices) for d in holding.devices)
+                    size = min(volume(box) * self.graph.tensors[o.tensor].itemsize for o, box in outputs)
+                    holding.sum_ns = self._least_sum_ns(size, holding.devices)
         regions, updates = self._parameters(position, tiles)
         reads = [tile.inputs for tile in tiles]
         return Choice(config, devices, forward, backward, reads, boxes, [list(own.values()) for own in held], regions, updates)
@@ -209,6 +209,13 @@ class Choices:
                     yield Flow(tile, part, -1, -1)
                 else:
                     yield Flow(tile, part, self._message_ns(size, held[part], [device]), self._message_ns(size, [device], held[part]))
+
+    def _least_sum_ns(self, size: int, devices: Sequence[int]) -> int:
+        """The least time to sum partial results: each device gets a message with its share, or all get all of it at once, which between
+        GPUs may have less latency than a message."""
+        share = -(-size // len(devices))
+        scattered = min(self._message_ns(share, (device,), devices) for device in devices)
+        return min(scattered, self._communication.allreduce(size, tuple(sorted(devices)))[0])
 
     def _message_ns(self, size: int, sources: Sequence[int], targets: Sequence[int]) -> int:
         """The least time of a message from one of these devices to one of those. Collectives and joint messages are not quicker."""

@@ -12,16 +12,21 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from math import floor
 
+from soap.cluster.interconnects import figures
 from soap.cluster.overheads import Share
-from soap.cluster.topology import Topology
+from soap.cluster.topology import Link, Topology
 from soap.plan.collectives import REDUCE_TRAFFIC, Flow, exchange_seconds
-from soap.simulator.communication.allreduce import AllReduceOption, allreduce_bytes, allreduce_options, fastest
+from soap.simulator.communication.allreduce import allreduce_bytes, allreduce_options
+from soap.simulator.communication.options import AllReduceOption, fastest
 from soap.simulator.costs import nanoseconds
 
 CACHE_ENTRIES = 2**18
 
 VERSION = 7
 """Raise it whenever a formula changes."""
+
+NCCL_VERSION = 1
+"""The same of formulas for GPUs alone."""
 
 
 class Communication:
@@ -37,12 +42,17 @@ class Communication:
     @property
     def hash(self) -> str:
         """16 hex digits over every figure that enters an answer."""
-        links = [[float(link.bandwidth_bytes_per_second), float(link.latency_seconds)] for link in self.topology.links]
+        links = [[float(link.bandwidth_bytes_per_second), float(link.latency_seconds), *_name(link)] for link in self.topology.links]
         devices = [[device.type.kind, float(device.type.memory_bandwidth_bytes_per_second)] for device in self.topology.devices]
         ports = [asdict(port) for port in self.topology.ports]
         measured = [ports, asdict(self.topology.cpu_overhead), asdict(self.topology.latency_factor), asdict(self.topology.cold_penalty)]
-        text = json.dumps(["communication", VERSION, REDUCE_TRAFFIC, links, devices, *measured])
+        text = json.dumps(["communication", VERSION, REDUCE_TRAFFIC, links, devices, *measured, *self._nccl_figures()])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def _nccl_figures(self) -> list[object]:
+        """What else enters the prices of GPUs."""
+        gpus = any(device.type.kind == "cuda" for device in self.topology.devices)
+        return [NCCL_VERSION, figures(), self.topology.measured, self.topology.has_measured_links] if gpus else []
 
     def transfer_ns(self, transfer_bytes: int, source: int, target: int) -> int:
         """Duration of a message between two devices: its route's latencies, then the bytes at the rate of its slowest link.
@@ -65,9 +75,10 @@ class Communication:
 
     def route_figures(self, source: int, target: int) -> tuple[float, float]:
         """(latency in seconds, seconds per byte) of a message between two devices; zeros on one device."""
-        links = [self.topology.links[link] for link in self.topology.route(source, target)]
-        per_byte = max((1 / link.bandwidth_bytes_per_second for link in links), default=0.0)
-        return self.topology.route_latency_seconds(source, target), per_byte
+        route, bandwidths = self.topology.route(source, target), self.topology.effective_bandwidths
+        if not route:
+            return 0.0, 0.0
+        return self.topology.route_latency_seconds(source, target) + self.topology.call_seconds, max(1 / bandwidths[link] for link in route)
 
     def message_share(self, source: int, target: int) -> Share:
         """CPU overhead of a message on the devices that have ports at its route's links: the largest fixed time of these ports, and the
@@ -106,3 +117,7 @@ class Communication:
                 self._exchanges.clear()
             found = self._exchanges[key] = nanoseconds(exchange_seconds(self.topology, flows, reduced_bytes, latency_factor))
         return found
+
+
+def _name(link: Link) -> list[str]:
+    return [link.interconnect] if link.interconnect else []

@@ -1,8 +1,9 @@
-"""In which order rings of an all-reduce pass their devices: one ring, or one for each NIC of a host.
+"""In which order rings of an all-reduce pass their devices: one ring, one for each NIC of a host, or several over a mesh inside it.
 
 A single ring enters and leaves each host once, so that it uses one NIC, however many there are. NCCL makes as many rings as NICs (its
 channels), each of an equal part of the bytes: ring c enters every host at the device of NIC c, passes the others inside, and leaves by
-NIC c again, so that it stays on one rail (NVIDIA/nccl, issues 412 and 1933).
+NIC c again, so that it stays on one rail (NVIDIA/nccl, issues 412 and 1933). Where the devices of a host are joined by links of their own
+instead of a switch, one ring would leave most of these idle; as many as find links of their own share the bytes (``disjoint_rings``).
 """
 
 from __future__ import annotations
@@ -11,24 +12,55 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from soap.cluster.topology import Topology
+from soap.simulator.communication.disjoint_rings import disjoint_rings
 
 Orders = tuple[tuple[int, ...], ...]
 
 
+def is_gloo(topology: Topology, devices: Sequence[int]) -> bool:
+    """Whether the devices' backend is gloo, that of processors; else it is NCCL."""
+    return any(topology.devices[device].type.kind == "cpu" for device in devices)
+
+
 def ring_orders(topology: Topology, devices: Sequence[int]) -> Orders:
-    """The orders of the rings over these devices. One ring in ascending order, unless they are GPUs on several hosts, and messages between
-    those of the same places in their hosts take ways of their own. Then a ring starts at each place that has one."""
+    """The orders of the rings over these devices, each host by host. One ring in ascending order, unless they are GPUs, and either are
+    joined by a mesh inside a host, or, on several hosts, messages between those of the same places in their hosts take ways of their own:
+    then rings start at each place that has one. Rings over a mesh that share the way to other hosts start at all places."""
     members = tuple(sorted(set(devices)))
+    if len(members) < 2 or is_gloo(topology, members):  # gloo has one ring
+        return (members,)
     hosts: dict[int, list[int]] = {}
     for device in members:
         hosts.setdefault(topology.devices[device].host, []).append(device)
     groups = list(hosts.values())
-    if len(groups) < 2 or any(topology.devices[device].type.kind == "cpu" for device in members):  # gloo has one ring
-        return (members,)
-    starts = _apart(topology, groups)
-    if len(starts) < 2:
-        return (members,)
-    return tuple(tuple(device for group in groups for device in (*group[start:], *group[:start])) for start in starts)
+    rings = [_mesh_rings(topology, group) for group in groups]
+    numbers, starts = range(max(map(len, rings))), _apart(topology, groups) if len(groups) > 1 else (0,)
+    if len(groups) > 1 and len(starts) < 2:
+        starts = range(min(map(len, groups))) if len(numbers) > 1 else (0,)
+    return tuple(
+        tuple(device for group, own in zip(groups, rings, strict=True) for device in _turned(own[number % len(own)], group[start]))
+        for start in starts
+        for number in numbers
+    )
+
+
+def _turned(ring: Sequence[int], first: int) -> Sequence[int]:
+    at = ring.index(first)
+    return (*ring[at:], *ring[:at])
+
+
+def _mesh_rings(topology: Topology, group: Sequence[int]) -> Orders:
+    """Rings over devices of one host; one in ascending order unless links join them directly."""
+    one = (tuple(group),)
+    if len(group) < 3 or not topology.direct_links:
+        return one
+    joined = [[topology.direct_links.get((a, b)) for b in group] for a in group]
+    bandwidths = [[0.0 if link is None else topology.links[link].bandwidth_bytes_per_second for link in row] for row in joined]
+    least = min((one for row in bandwidths for one in row if one), default=0.0)
+    if not least:
+        return one
+    found = disjoint_rings(tuple(tuple(int(one / least + 1e-9) for one in row) for row in bandwidths))
+    return tuple(tuple(group[place] for place in ring) for ring in found) or one
 
 
 def _apart(topology: Topology, groups: Sequence[Sequence[int]]) -> Sequence[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from soap.simulator.chunks import MOST_CHUNKS
+from soap.simulator.chunks import MOST_CHUNKS, NO_CHUNKS
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.scratch import TASKS, Scratch
 from soap.simulator.compiled.state import ARENA, OTHER, SYNC_BUCKET, Groups, State
@@ -11,24 +11,17 @@ from soap.simulator.compiled.task_keys import STATE_FULL
 
 @compiled
 def cut_sums(R: Groups, C: State, S: Scratch, slot0: int) -> None:
-    """If links have ports, cut the sums among the ``count[TASKS]`` tasks from ``slot0`` on. A sum's first chunk keeps the sum's slot,
-    because edges from tiles lead there; the other chunks come after all tasks. Devices' updates wait for the last chunk."""
-    if not _has_ports(R):
+    """Where sums are cut, cut those among the ``count[TASKS]`` tasks from ``slot0`` on. A sum's first chunk keeps the sum's slot, because
+    edges from tiles lead there; the other chunks come after all tasks. Devices' updates wait for the last chunk."""
+    shortest = R.shortest_chunk_ns[0]
+    if shortest == NO_CHUNKS:
         return
     for slot in range(slot0, slot0 + S.count[TASKS]):
         if C.kind[slot] == SYNC_BUCKET:
-            count = max(1, min(MOST_CHUNKS, C.duration[slot]))
+            count = max(1, min(MOST_CHUNKS, C.duration[slot] // shortest))
             if count > 1:
                 _cut(C, slot, slot0 + S.count[TASKS], count)
                 S.count[TASKS] += count - 1
-
-
-@compiled
-def _has_ports(R):  # type: ignore[no-untyped-def]
-    found = False
-    for device in R.port_device:
-        found |= device >= 0
-    return found
 
 
 @compiled

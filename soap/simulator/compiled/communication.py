@@ -27,13 +27,13 @@ def nanoseconds(seconds: float) -> int:
 @compiled
 def transfer_ns(K: ClusterTables, source: int, target: int, size: int) -> int:
     """Duration of a message: latency of the route, then the bytes at the rate of the slowest link."""
-    return nanoseconds(K.latency_seconds[source, target] + K.seconds_per_byte[source, target] * size)
+    return nanoseconds(K.message_latency_seconds[source, target] + K.seconds_per_byte[source, target] * size)
 
 
 @compiled
 def latency_ns(K: ClusterTables, source: int, target: int, duration: int) -> int:
     """The end of a message's duration, in which it holds no link."""
-    return min(duration - 1, floor(K.latency_seconds[source, target] * 1e9))
+    return min(duration - 1, floor(K.message_latency_seconds[source, target] * 1e9))
 
 
 @compiled
@@ -198,7 +198,7 @@ def round_ns(K: ClusterTables, S: Scratch, reduced: int, tree: int = 0) -> int:
             link = K.route[at] - devices
             moving = max(moving, S.load[link] / K.link_bandwidth[link])
     latency_factor = K.tree_latency_factor[tree - 1] if tree > 0 else K.latency_factor[min(messages, len(K.latency_factor) - 1)]
-    return nanoseconds(messages * latency * latency_factor + moving + reduced * REDUCE_TRAFFIC / memory)
+    return nanoseconds(messages * latency * latency_factor + moving + reduced * REDUCE_TRAFFIC / memory + K.call_seconds[0])
 
 
 @compiled

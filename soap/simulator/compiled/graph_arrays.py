@@ -71,10 +71,10 @@ class GraphTables(NamedTuple):
 class ClusterTables(NamedTuple):
     """A cluster of n devices.
 
-    - By pair of devices (s, t): ``distance[s, t]`` (0, 1 or 2, as ``Topology.distance``). The route holds the resources
-      ``route[route_ptr[s * n + t]:route_ptr[s * n + t + 1]]`` (device count + link number). ``latency_seconds[s, t]``: of the whole route.
-      ``seconds_per_byte[s, t]``: of its slowest link. A message keeps devices busy for ``message_ns[s, t]`` plus
-      ``message_permille[s, t]`` thousandths of the time for which it holds links.
+    - By pair of devices (s, t): ``distance[s, t]`` (0, 1 or 2, as ``Topology.distance``). The route holds the resources ``route[route_ptr[s
+      * n + t]:route_ptr[s * n + t + 1]]`` (device count + link number). ``latency_seconds[s, t]``: of the whole route;
+      ``message_latency_seconds[s, t]`` with ``call_seconds``, those of a call. ``seconds_per_byte[s, t]``: of its slowest link. A message
+      keeps devices busy for ``message_ns[s, t]`` plus ``message_permille[s, t]`` thousandths of the time for which it holds links.
     - By link: ``link_bandwidth``, bytes per second.
     - By device: ``memory_bandwidth`` in bytes per second, ``device_type``, ``row_seconds`` (``servers.row_seconds``). Of its host: the
       lowest device (``host_device``), the first core (``core``, a resource), the number of cores (``cores``). Of the server beside it:
@@ -90,6 +90,8 @@ class ClusterTables(NamedTuple):
     route_ptr: Longs
     route: Ints
     latency_seconds: Floats
+    message_latency_seconds: Floats
+    call_seconds: Floats
     seconds_per_byte: Floats
     link_bandwidth: Floats
     memory_bandwidth: Floats
@@ -232,6 +234,8 @@ def cluster_tables(communication: Communication) -> ClusterTables:
         route_ptr=np.append(0, np.cumsum((routes >= 0).sum(axis=1))),
         route=(count + routes[routes >= 0]).astype(np.int32),
         latency_seconds=latency.reshape(count, count),
+        message_latency_seconds=np.where((routes >= 0).any(axis=1), latency + topology.call_seconds, 0.0).reshape(count, count),
+        call_seconds=np.array([topology.call_seconds]),
         seconds_per_byte=per_byte[routes].max(axis=1, initial=0.0).reshape(count, count),
         link_bandwidth=bandwidths,
         memory_bandwidth=np.array([device.type.memory_bandwidth_bytes_per_second for device in topology.devices], np.float64),

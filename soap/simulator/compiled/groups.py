@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from soap.cluster.topology import Topology
+from soap.simulator.chunks import shortest_chunk_ns
 from soap.simulator.communication.prices import Communication
 from soap.simulator.communication.servers import core_names
 from soap.simulator.compiled.graph_arrays import ClusterTables, Ints
@@ -26,6 +27,7 @@ class DeviceGroups:
         self._resource, self._resource_n = Growing(np.int64), Growing(np.int32)
         self._way_ptr.add([0])
         self._port_device = _port_devices(communication.topology)
+        self._shortest_chunk_ns = np.array([shortest_chunk_ns(communication.topology)], np.int64)
         self._cold_penalty = np.array([(0, 0), *communication.topology.cold_penalty.points], np.int64).ravel()
         self.arrays = self._make()
 
@@ -51,6 +53,7 @@ class DeviceGroups:
             resource_n=self._resource_n.array(),
             static=self._static.array(),
             port_device=self._port_device,
+            shortest_chunk_ns=self._shortest_chunk_ns,
             cold_penalty=self._cold_penalty,
         )
 

@@ -2,8 +2,11 @@
 
 The exact model is ``memory.peaks``. The sums here are the same, except that the exact model finds in the whole plan what is held only once.
 So the upper bound here is larger where operators read the same part of the batch, where a parameter's users cut it differently (their
-regions are counted one by one), for buckets, and for what servers own. The lower bound leaves all these out. If a device's limit lies
-between the two bounds, ask the exact model.
+regions are counted one by one), for buckets, and for what servers own. The lower bound leaves all these out.
+
+A plan also fits if the peak of its simulated order does (``peaks.lacking_bytes``). A bound from below of that peak is what is certainly
+there when the loss is known, in any order: parameters and the optimizer's states, the batch, and what autograd keeps. If a device's limit
+lies between this one and the upper bound, ask the exact model.
 """
 
 from __future__ import annotations
@@ -35,6 +38,8 @@ from soap.simulator.compiled.memory_tables import (
     READ,
     REGIONS,
     SENT,
+    SURE,
+    SURELY_KEPT,
     TRAINABLE,
     TRAINABLE_DOUBTFUL,
     UNKNOWN,
@@ -46,6 +51,7 @@ from soap.simulator.compiled.syncs.memory import add_synchronized, cut_of
 from soap.simulator.compiled.transit import add_fetches, add_holdings, add_sent, add_sums
 from soap.simulator.compiled.variants import CELLS
 from soap.simulator.compiled.world import World
+from soap.simulator.memory.residency import ALLOWANCE
 
 
 @entry
@@ -69,7 +75,7 @@ def bound_memory(W: World, M: MemoryTables) -> int:
     for device in range(devices):
         _sum_up(K, M, operators, device)
         fits &= M.total[device] <= M.limit[device]
-        lacking |= M.least[device] > M.limit[device]
+        lacking |= M.certain[device] > M.limit[device]
     return LACKING if lacking else FITS if fits else UNKNOWN
 
 
@@ -90,6 +96,8 @@ def _sum_up(K, M, operators, device):  # type: ignore[no-untyped-def]
     work -= 2 * (part[LARGEST_GRADIENT, device] - part[LARGEST_SURE_GRADIENT, device])
     work += part[LARGEST_SUM, device] - part[DOUBTFUL, device] - part[COLLECTED_DOUBTFUL, device]
     M.least[device] = held + (1 + states) * trainable + max(work, trainable)
+    certain = held + states * trainable + M.fixed[0] + max(part[SURE, device], trainable)
+    M.certain[device] = min(M.least[device], int((1 + ALLOWANCE) * certain))
 
 
 @compiled
@@ -159,17 +167,19 @@ def _tiles(W, M, op):  # type: ignore[no-untyped-def]
     row = C.variant[op]
     cells, part = V.rows[row, CELLS], M.part
     kept, read, gradients, own = M.rows[row, KEPT], M.rows[row, READ], M.rows[row, GRADIENTS], M.rows[row, PARAMETER_GRADIENTS]
-    has_rows = M.rows[row, COMPACT] >= 0
+    has_rows, sure = M.rows[row, COMPACT] >= 0, M.rows[row, SURELY_KEPT]
+    alone = C.tiles[op] == cells  # of replicas, some may have no backward pass
     for tile in range(C.tiles[op]):
         device, cell = C.dev[C.dev_ptr[op] + tile], tile % cells
         part[ACTIVATIONS, device] += M.data[kept + cell] + M.data[read + cell]
         part[DOUBTFUL, device] += M.data[read + cell]
+        part[SURE, device] += M.data[sure + cell] if alone else 0
         part[LARGEST_TILE, device] = max(part[LARGEST_TILE, device], M.data[gradients + cell])
-        most, sure = M.data[own + cell], M.data[own + cell]
+        most, least = M.data[own + cell], M.data[own + cell]
         if has_rows:
-            most, sure = _gradient(W, M, op, cell, most)
+            most, least = _gradient(W, M, op, cell, most)
         part[LARGEST_GRADIENT, device] = max(part[LARGEST_GRADIENT, device], most)
-        part[LARGEST_SURE_GRADIENT, device] = max(part[LARGEST_SURE_GRADIENT, device], sure)
+        part[LARGEST_SURE_GRADIENT, device] = max(part[LARGEST_SURE_GRADIENT, device], least)
 
 
 @compiled

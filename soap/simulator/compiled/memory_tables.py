@@ -6,24 +6,25 @@ from typing import NamedTuple
 
 from soap.simulator.compiled.graph_arrays import Ints, Longs
 
-KEPT, READ, GRADIENTS, PARAMETER_GRADIENTS, REGIONS, COMPACT, LOOKUPS = range(7)
-COLUMNS = 7
+KEPT, READ, GRADIENTS, PARAMETER_GRADIENTS, REGIONS, COMPACT, LOOKUPS, SURELY_KEPT = range(8)
+COLUMNS = 8
 """Columns of ``MemoryTables.rows``: where values begin in ``data``.
 
 By tile: bytes that it keeps (``KEPT``), of its copies of parts of the batch (``READ``), of its gradients, of its parameters' gradients. By
 [parameter operand, tile]: number of the region that it needs, -1 if none (``REGIONS``). If an operand is sparse, also by [parameter
 operand, tile]: bytes of the rows that it looks up at most (``COMPACT``), and the number of look-ups (``LOOKUPS``); else these columns are
--1."""
+-1. By tile: bytes that are certainly there when the loss is known (``SURELY_KEPT``)."""
 
 HELD, TRAINABLE, ACTIVATIONS, COLLECTED, SENT, LARGEST_SUM, LARGEST_SHARD, LARGEST_TILE, LARGEST_ADDED, LARGEST_GRADIENT = range(10)
-DOUBTFUL, HELD_DOUBTFUL, TRAINABLE_DOUBTFUL, COLLECTED_DOUBTFUL, LARGEST_SURE_GRADIENT = range(10, 15)
-PARTS = 15
+DOUBTFUL, HELD_DOUBTFUL, TRAINABLE_DOUBTFUL, COLLECTED_DOUBTFUL, LARGEST_SURE_GRADIENT, SURE = range(10, 16)
+PARTS = 16
 """Rows of ``MemoryTables.part``, each by device, in bytes. ``DOUBTFUL``: the part of activations (and of ``SENT``) that the lower bound
 leaves out, because it may be counted twice; the other ``_DOUBTFUL`` rows likewise. ``LARGEST_SURE_GRADIENT``: ``LARGEST_GRADIENT`` without
-parameters of which tiles may have rows only."""
+parameters of which tiles may have rows only. ``SURE``: what is certainly there when the loss is known."""
 
 FITS, UNKNOWN, LACKING = range(3)
-"""Verdicts of the bounds. FITS: every device has its upper bound. LACKING: some device has less than its lower bound. UNKNOWN: neither."""
+"""Verdicts of the bounds. FITS: every device has its upper bound. LACKING: some device has less than it certainly needs, whatever the
+order. UNKNOWN: neither."""
 
 
 class MemoryTables(NamedTuple):
@@ -37,8 +38,8 @@ class MemoryTables(NamedTuple):
     per parameter). ``limit``: bytes of memory, by device.
 
     Working arrays. ``part``: see its rows. ``step``: [device, operator], changes of the bytes of gradients that wait between operators.
-    ``seen``: a stamp, then [region, device]. ``looked_up``: rows, by device. ``total``, ``least``: upper and lower bound in bytes, by
-    device.
+    ``seen``: a stamp, then [region, device]. ``looked_up``: rows, by device. ``total``, ``least``: upper and lower limit, in bytes by
+    device, of the bound for any order. ``certain``: a lower bound of the peak that decides (``peaks.lacking_bytes``).
     """
 
     rows: Longs
@@ -64,3 +65,4 @@ class MemoryTables(NamedTuple):
     looked_up: Longs
     total: Longs
     least: Longs
+    certain: Longs

@@ -101,8 +101,8 @@ class Lists(NamedTuple):
 class Groups(NamedTuple):
     """Sets of devices that sum together (``sets``, each ascending). Group g has the ways ``way_ptr[g]:way_ptr[g + 1]`` to sum; each takes
     ``latency_seconds`` + ``seconds_per_byte`` * bytes and holds ``static[resource:resource + resource_n]``. ``static`` begins with the
-    devices one by one and the routes of messages. ``port_device``: by resource, the device of its port, or -1. ``cold_penalty``: the points
-    of ``Topology.cold_penalty``, from (0, 0) on.
+    devices one by one and the routes of messages. ``port_device``: by resource, the device of its port, or -1.
+    ``shortest_chunk_ns``: see ``soap.simulator.chunks``. ``cold_penalty``: the points of ``Topology.cold_penalty``, from (0, 0) on.
     """
 
     sets: Lists
@@ -113,6 +113,7 @@ class Groups(NamedTuple):
     resource_n: Ints
     static: Ints
     port_device: Ints
+    shortest_chunk_ns: Longs
     cold_penalty: Longs
 
 

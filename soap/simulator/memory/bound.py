@@ -17,7 +17,8 @@ from soap.simulator.compiled.handles import handle
 from soap.simulator.compiled.memory import bound_memory
 from soap.simulator.compiled.memory_tables import COLUMNS, PARTS, MemoryTables
 from soap.simulator.engine import Engine
-from soap.simulator.memory.footprint import kept_share, passing_share, work_share
+from soap.simulator.memory.certain import keepers, with_backward
+from soap.simulator.memory.footprint import kept_places, kept_share, passing_share, work_share
 from soap.simulator.memory.peaks import PACKING_KINDS, padded_bytes
 
 
@@ -52,6 +53,7 @@ class MemoryBound:
         pairs = np.array([pair for own in users for pair in own], np.int32).reshape(-1, 2)
         given = [t for t in graph.tensors.values() if t.kind in (TensorKind.INPUT, TensorKind.CONSTANT)]
         devices = engine.topology.device_count
+        self._with_backward, self._keepers = with_backward(graph), keepers(graph)
         self._packing = {device.type.kind != "cpu" for device in engine.topology.devices}
         self._fixed: dict[str, Any] = {
             "user_ptr": np.cumsum([0, *map(len, users)]).astype(np.int32),
@@ -70,6 +72,7 @@ class MemoryBound:
             "step": np.zeros(devices * (len(graph.operators) + 2), np.int64),
             "total": np.zeros(devices, np.int64),
             "least": np.zeros(devices, np.int64),
+            "certain": np.zeros(devices, np.int64),
         }
         self._handle: MemoryTables | None = None
 
@@ -100,12 +103,20 @@ class MemoryBound:
         return self._engine.consult(ask)
 
     def bounds_bytes(self) -> list[tuple[int, int]]:
-        """(lower bound, upper bound) of the bytes that each device needs for that strategy."""
+        """(lower limit, upper limit) of the bound for any order (``peaks.memory_use``) on each device, for that strategy."""
         self.verdict()
         return list(zip(self._fixed["least"].tolist(), self._fixed["total"].tolist(), strict=True))
 
+    def certain_bytes(self) -> list[int]:
+        """A lower bound of the peak to expect on each device, in whatever order its tasks run, for that strategy."""
+        self.verdict()
+        found: list[int] = self._fixed["certain"].tolist()
+        return found
+
     def least_overflow_bytes(self) -> int:
-        """A lower bound of the bytes that the devices lack together, by the last verdict."""
+        """A lower bound of the bytes that the devices lack together, by the last verdict; 0 unless that is LACKING."""
+        if not np.any(self._fixed["certain"] > self._fixed["limit"]):
+            return 0
         return int(np.maximum(0, self._fixed["least"] - self._fixed["limit"]).sum())
 
     def _add(self, number: int) -> None:
@@ -118,6 +129,7 @@ class MemoryBound:
             size |= {o: _volumes(regions[o]) * graph.tensors[o.tensor].partial_itemsize for o in op.outputs}
         points = np.prod(intervals[:, :, 1] - intervals[:, :, 0], axis=1)
         kept, work = self._kept_and_work(op, intervals, regions)
+        surely = kept + self._surely_kept(position, intervals, regions, size) if position in self._with_backward else np.zeros_like(kept)
         kept = kept + sum(size[o] for o in op.outputs)
         read = sum((self._part(o, regions[o], size[o]) for o in op.inputs), np.zeros(len(points), np.int64))
         if op.kind in PACKING_KINDS:
@@ -132,8 +144,22 @@ class MemoryBound:
         numbers = np.array([self._number(regions[o]) for o in op.parameters], np.int64)
         compact, lookups = self._rows_of(op, position, intervals, regions)
         rows = [-1, -1] if compact is None else [self._data.add(compact), self._data.add(lookups)]
+        rows.append(self._data.add(surely))
         self._rows.add([*(self._data.add(column) for column in (kept, read, gradients, own, numbers)), *rows])
         self._cut_ptr.add([self._cut.add([self._cut_number(regions[o]) for o in op.parameters])])
+
+    def _surely_kept(
+        self, position: int, intervals: np.ndarray, regions: Mapping[Operand, np.ndarray], size: Mapping[Operand, Longs]
+    ) -> Longs:
+        """[tile]: bytes of the values that certainly stay until its backward pass, each counted once (``certain.keepers``)."""
+        op, graph = self._engine.graph.operators[position], self._engine.graph
+        operands, found = [*op.inputs, *op.parameters, *op.outputs], np.zeros(len(intervals), np.int64)
+        own = [kept_places(graph, op, cell) or frozenset() for cell in _boxes(intervals)]
+        for place in self._keepers.get(position, ()):
+            boxes = _boxes(regions[operands[place]])
+            if place >= len(op.inputs) or len(boxes) < 2 or (len({*boxes}) == len(boxes) and set(cells(dict.fromkeys(boxes))) == {*boxes}):
+                found += np.where([place in places for places in own], size[operands[place]], 0)
+        return found
 
     def _rows_of(
         self, op: Operator, position: int, intervals: np.ndarray, regions: Mapping[Operand, np.ndarray]

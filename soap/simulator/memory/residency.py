@@ -121,7 +121,8 @@ class _Values:
                 self.hold(tile.device, start, until, size, late=True)
                 kept -= size
             self.hold(tile.device, start, last, kept)
-            self.hold(tile.device, *self.spans.forward[number], peaks.passing_bytes(plan, tile)[0])
+            if number not in spans.unread:
+                self.hold(tile.device, *self.spans.forward[number], peaks.passing_bytes(plan, tile)[0])
             reads = [(o.tensor, box) for o, box in zip(op.inputs, tile.inputs, strict=True) if o.tensor in given]
             for tensor, box in reads:
                 own = self.spans.needed(number, tensor)

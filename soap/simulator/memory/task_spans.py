@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 
-from soap.plan.plan import Exchange, Fetch, Message, Part, Reduction, exchange_name, message_name, reduce_name
+from soap.plan.plan import Exchange, Fetch, Message, Part, Plan, Reduction, exchange_name, message_name, reduce_name
+from soap.plan.tiling import Tile
 from soap.simulator.memory.footprint import kept_places
 from soap.simulator.memory.transit import answered_from_afar, is_remote
 from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
@@ -14,11 +15,29 @@ Span = tuple[int, int]
 """(start, end) of a task, in nanoseconds."""
 
 
+def _unread(plan: Plan) -> Iterator[int]:
+    """Tiles that make only sums that nobody reads (``OperatorGraph.sums_of``)."""
+    graph, bounds = plan.graph, (*plan.first_tile, len(plan.tiles))
+    for sums, source in graph.sums_of.items():
+        maker = graph.producers[sums][0]
+        readers = {position for position, _ in graph.consumers.get(sums, ())}
+        tiles = [tile for position in readers for tile in plan.tiles[bounds[position] : bounds[position + 1]]]
+        if len(graph.operators[maker].outputs) == 1 and all(_sees_all_but_channels(plan, tile, source) for tile in tiles):
+            yield from range(bounds[maker], bounds[maker + 1])
+
+
+def _sees_all_but_channels(plan: Plan, tile: Tile, source: str) -> bool:
+    regions = [box for o, box in zip(plan.operator(tile).inputs, tile.inputs, strict=True) if o.tensor == source]
+    shape = plan.graph.tensors[source].shape
+    return any(all(side == (0, size) for i, (side, size) in enumerate(zip(box, shape, strict=True)) if i != 1) for box in regions)
+
+
 class TaskSpans:
     """Start and end of tasks, in nanoseconds.
 
-    ``forward``, ``backward``: by tile. ``named``: by task name. ``brought``, ``returned``: by part, of the transfer of the part and of its
-    gradient. ``segment``: tile -> the first tile of its segment. ``begun``: first tile of a segment -> start of its backward pass.
+    ``forward``, ``backward``: by tile. ``unread``: tiles that make nothing, as nobody reads it; they have no backward task here.
+    ``named``: by task name. ``brought``, ``returned``: by part, of the transfer of the part and of its gradient. ``segment``: tile -> the
+    first tile of its segment. ``begun``: first tile of a segment -> start of its backward pass.
     """
 
     def __init__(self, tasks: TaskGraph, schedule: Schedule) -> None:
@@ -31,6 +50,7 @@ class TaskSpans:
             self.named[task.name] = (begun, end)
             if task.tile is not None:
                 (self.forward if task.kind is TaskKind.FORWARD else self.backward)[task.tile] = (start, end)
+        self.unread = frozenset(_unread(self.plan))
         self.segment = self._segments()
         self.begun: dict[int, int] = {}
         for tile, (start, _) in self.backward.items():
@@ -41,6 +61,7 @@ class TaskSpans:
             self.brought.update(dict.fromkeys(carrier.parts, self.named[self._name(carrier, gradient=False)]))
             if (back := self.named.get(self._name(carrier, gradient=True))) is not None:
                 self.returned.update(dict.fromkeys(carrier.parts, back))
+        self.backward = {tile: span for tile, span in self.backward.items() if tile not in self.unread}
 
     def carriers(self) -> list[Message | Exchange]:
         """All messages and exchanges."""

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from soap.model.graph import WHOLE, DimMap
 from soap.tracing.calls import argument
 from soap.tracing.rules.notation import Local, Maps, Scope, Tiled, View, blocks, broadcast
-from soap.tracing.rules.random import keep_mask
+from soap.tracing.rules.random import dropped, keep_mask
 from soap.tracing.rules.registry import rule
 
 
@@ -36,7 +36,7 @@ def run_attention(local: Local) -> torch.Tensor:
     shape = (*local.output_shapes[0][:-1], local.shapes[1][-2])
     box = (*local.output_boxes[0][:-1], (0, shape[-1]))
     weights = torch.ops.aten._safe_softmax.default(weights, -1)  # a query that sees no key gives zero, as in torch's own kernels
-    out: torch.Tensor = (weights * keep_mask(local, shape, box, dropout, weights)) @ v
+    out: torch.Tensor = dropped(weights, keep_mask(local, shape, box, dropout, weights.device), dropout) @ v
     return out
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from math import prod
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 from soap.model.graph import WHOLE
 from soap.tracing.rules.notation import Local, Maps, Scope, Tiled, View, broadcast, broadcast_shape
@@ -35,6 +37,33 @@ def _denominator(targets: torch.Tensor, weight: torch.Tensor | None, ignore_inde
     return weight[targets.where(kept, torch.zeros_like(targets))].where(kept, none).sum()
 
 
+class _CrossEntropy(torch.autograd.Function):
+    """The sum of negative logarithms of the classes' probabilities. ATen's backward pass makes two tensors of the logits' size, one after
+    the other from one more that is kept; this one makes one. For language models these are the largest tensors there are."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, ignore_index: int) -> torch.Tensor:
+        scores = F.log_softmax(logits, 1)
+        ctx.save_for_backward(scores, targets)
+        ctx.ignore_index = ignore_index
+        return F.nll_loss(scores, targets, ignore_index=ignore_index, reduction="sum")
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        scores, targets = ctx.saved_tensors
+        counted = (targets != ctx.ignore_index).unsqueeze(1)
+        classes = targets.unsqueeze(1).where(counted, torch.zeros_like(targets).unsqueeze(1))
+        found = scores.exp()
+        found.scatter_(1, classes, found.gather(1, classes) - 1)
+        return found.mul_(counted * grad), None, None
+
+
+def _is_plain(x: torch.Tensor, weight: torch.Tensor | None, smoothing: float) -> bool:
+    """Whether ``_CrossEntropy`` is exact for such logits: narrower types would be rounded once more."""
+    return weight is None and smoothing == 0.0 and x.dim() > 1 and x.dtype in (torch.float32, torch.float64)
+
+
 def _run_cross_entropy(local: Local) -> torch.Tensor:
     x, reduction = local.tensors[0], local.get("reduction", MEAN)
     weight, ignore = local.get("weight"), local.get("ignore_index", -100)
@@ -45,7 +74,9 @@ def _run_cross_entropy(local: Local) -> torch.Tensor:
         return summed / (prod(local.shapes[0]) // local.shapes[0][_class_dim(local.shapes[0])]) if reduction == MEAN else summed
     targets, everyone = _local_targets(local)
     how = "none" if reduction == 0 else "sum"
-    if logits:
+    if logits and how == "sum" and _is_plain(x, weight, smoothing):
+        loss = cast(torch.Tensor, _CrossEntropy.apply(x, targets, ignore))  # type: ignore[no-untyped-call]
+    elif logits:
         loss = F.cross_entropy(x, targets, weight, ignore_index=ignore, reduction=how, label_smoothing=smoothing)
     else:
         loss = F.nll_loss(x, targets, weight, ignore_index=ignore, reduction=how)
@@ -73,6 +104,7 @@ def cross_entropy(view: View) -> Tiled:
         run=_run_cross_entropy,
         flops=6 * prod(shape),
         saved_bytes=2 * view.itemsize * prod(shape) + 9 * prod(view.shapes[1]) + 64,
+        lean=view.call.kind == "cross_entropy_loss",
     )
 
 

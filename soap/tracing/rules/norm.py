@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch.autograd.function import once_differentiable
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from soap.model.graph import WHOLE
 from soap.model.regions import Interval
@@ -19,11 +21,68 @@ from soap.tracing.rules.notation import Local, Maps, Scope, Tiled, View, blocks,
 from soap.tracing.rules.registry import rule
 
 
+class _Sums(torch.autograd.Function):
+    """``batch_norm_statistics``. Autograd by itself would keep what x is widened to, beside x: the backward pass widens it again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        wide = x.double()
+        sums = wide.sum(_all_but_channels(x))
+        squares = wide * wide if wide is x else wide.mul_(wide)
+        return torch.stack([sums, squares.sum(_all_but_channels(x))])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        shift, slope = (part.to(_wide(x.dtype)).view(_by_channel(x)) for part in (grad[0], 2 * grad[1]))
+        return _product(x, slope).add_(shift).to(x.dtype)
+
+
+class _Applied(torch.autograd.Function):
+    """x * scale + shift by channel, in float32 or wider. As ``_Sums`` it keeps x alone, as narrow as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, scale)
+        return _product(x, scale.view(_by_channel(x))).add_(shift.view(_by_channel(x))).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, scale = ctx.saved_tensors
+        for_x, for_scale, for_shift = ctx.needs_input_grad
+        to_scale = _product(x, grad, scale.dtype).sum(_all_but_channels(x)) if for_scale else None
+        to_shift = grad.sum(_all_but_channels(x), dtype=scale.dtype) if for_shift else None
+        return _product(grad, scale.view(_by_channel(x))).to(x.dtype) if for_x else None, to_scale, to_shift
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The type in which normalization computes on such values: at least float32."""
+    return torch.float32 if dtype.itemsize < 4 else dtype
+
+
+def _product(x: torch.Tensor, other: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """x times ``other`` in a type, by default that of ``other``. Beside the result there is no widened copy of x."""
+    dtype = dtype or other.dtype
+    return x * other if x.dtype == dtype else x.to(dtype).mul_(other)
+
+
+def _by_channel(x: torch.Tensor) -> tuple[int, ...]:
+    return (1, -1, *(1,) * (x.dim() - 2))
+
+
+def _all_but_channels(x: torch.Tensor) -> list[int]:
+    return [0, *range(2, x.dim())]
+
+
 def batch_norm_statistics(x: torch.Tensor) -> torch.Tensor:
     """Sums of x and of x² over all but dimension 1, in float64 so that the variance survives the subtraction: shape (2, channels)."""
-    dims = [0, *range(2, x.dim())]
-    wide = x.float() if x.dtype.itemsize < 4 else x
-    return torch.stack([wide.sum(dims, dtype=torch.float64), (wide * wide).sum(dims, dtype=torch.float64)])
+    if get_proxy_mode() is not None:  # what is traced is differentiated call by call: no results may be overwritten
+        wide = x.double()
+        return torch.stack([wide.sum(_all_but_channels(x)), (wide * wide).sum(_all_but_channels(x))])
+    return cast(torch.Tensor, _Sums.apply(x))  # type: ignore[no-untyped-call]
 
 
 def batch_norm_moments(sums: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -36,15 +95,16 @@ def batch_norm_apply(
     x: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
     """Normalise, scale and shift each channel (dimension 1)."""
-    shape = [1, -1] + [1] * (x.dim() - 2)
     scale = torch.rsqrt(variance + eps)
     shift = -mean * scale
     if weight is not None:
         scale, shift = scale * weight, shift * weight
     if bias is not None:
         shift = shift + bias
-    wide = x.float() if x.dtype.itemsize < 4 else x
-    return (wide * scale.to(wide.dtype).view(shape) + shift.to(wide.dtype).view(shape)).to(x.dtype)
+    dtype = _wide(x.dtype)
+    if get_proxy_mode() is not None:
+        return (x * scale.to(dtype).view(_by_channel(x)) + shift.to(dtype).view(_by_channel(x))).to(x.dtype)
+    return cast(torch.Tensor, _Applied.apply(x, scale.to(dtype), shift.to(dtype)))  # type: ignore[no-untyped-call]
 
 
 def batch_norm_local(

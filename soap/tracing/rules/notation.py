@@ -38,6 +38,7 @@ class Tiled:
     no rule covers the call. ``skipped_share``: of ``flops``, what kernels leave out. ``fused_bytes``: of ``saved_bytes``, what kernels on
     GPUs never write. ``looks_up``: it reads rows (dimension 0) of its first operand by indices that are its second one, and no more.
     ``picks``: which of these a tile looks up, from a ``Local`` in which operands that come from elsewhere may be missing; None for all.
+    ``lean``: whole tensors go to ``run`` as well, which holds less memory than the ATen call.
     """
 
     factors: tuple[tuple[str, int], ...]
@@ -54,6 +55,7 @@ class Tiled:
     fused_bytes: int = 0
     looks_up: bool = False
     picks: Callable[[Local], torch.Tensor] | None = None
+    lean: bool = False
 
 
 @dataclass(slots=True)

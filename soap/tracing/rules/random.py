@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from soap.model.graph import DimMap
 from soap.model.regions import Box, balanced, lengths
@@ -40,17 +41,17 @@ def uniform(seed: int, shape: Sequence[int], box: Box) -> torch.Tensor:
     return torch.rand(tuple(shape), generator=torch.Generator().manual_seed(seed))[_region(box)]
 
 
-def keep_mask(local: Local, shape: Sequence[int], box: Box, probability: float, like: torch.Tensor) -> torch.Tensor:
-    """The region ``box`` of a mask of 0 and 1/(1-p) over ``shape``, the same whatever region is asked for.
+def keep_mask(local: Local, shape: Sequence[int], box: Box, probability: float, device: torch.device) -> torch.Tensor:
+    """The region ``box`` of a mask over ``shape``, true where dropout keeps the element: the same whatever region is asked for.
 
     The mask is drawn in blocks along dimension 0, each from a seed of its own: a tile of samples draws little more than it needs.
     """
     if not shape:
-        return keep_mask(local, (1,), ((0, 1),), probability, like).reshape(())
-    mask = torch.empty(lengths(box), dtype=like.dtype, device=like.device)
+        return keep_mask(local, (1,), ((0, 1),), probability, device).reshape(())
+    mask = torch.empty(lengths(box), dtype=torch.bool, device=device)
     if mask.numel() == 0:
         return mask
-    seed, generator = local.random_seed, torch.Generator(like.device)
+    seed, generator = local.random_seed, torch.Generator(device)
     for number, (start, stop) in enumerate(balanced(shape[0], min(BLOCKS, shape[0]))):
         first, last = max(start, box[0][0]), min(stop, box[0][1])
         if first >= last:
@@ -60,9 +61,30 @@ def keep_mask(local: Local, shape: Sequence[int], box: Box, probability: float, 
         if part.shape == (stop - start, *shape[1:]):
             part.bernoulli_(1.0 - probability, generator=generator)
         else:
-            block = like.new_empty((stop - start, *shape[1:])).bernoulli_(1.0 - probability, generator=generator)
+            block = mask.new_empty((stop - start, *shape[1:])).bernoulli_(1.0 - probability, generator=generator)
             part.copy_(block[(slice(first - start, last - start), *_region(box[1:]))])
-    return mask if probability >= 1.0 else mask.div_(1.0 - probability)
+    return mask
+
+
+class _Dropped(torch.autograd.Function):
+    """x where ``keep`` is true, times ``scale``; else 0. It keeps the mask alone: a byte an element, whatever the type of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, keep: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.save_for_backward(keep)
+        ctx.scale = scale
+        return (x * keep).mul_(scale)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (keep,) = ctx.saved_tensors
+        return (grad * keep).mul_(ctx.scale), None, None
+
+
+def dropped(x: torch.Tensor, keep: torch.Tensor, probability: float) -> torch.Tensor:
+    """Dropout of x with a mask: what stays is as much larger as is dropped on average."""
+    return cast(torch.Tensor, _Dropped.apply(x, keep, 1.0 if probability >= 1.0 else 1.0 / (1.0 - probability)))  # type: ignore[no-untyped-call]
 
 
 def _mask_region(local: Local) -> tuple[tuple[int, ...], Box]:
@@ -78,13 +100,13 @@ def run_dropout(local: Local) -> torch.Tensor:
     x, probability = local.tensors[0], float(local.get("p"))
     if probability == 0.0 or not local.get("train"):
         return x
-    return x * keep_mask(local, *_mask_region(local), probability, x)
+    return dropped(x, keep_mask(local, *_mask_region(local), probability, x.device), probability)
 
 
 @rule("aten.dropout", "aten.feature_dropout")
 def dropout(view: View) -> Tiled:
     """Pointwise, with a mask drawn for it."""
-    # The mask is kept for the backward pass; torch's own dropout keeps its input's product with it.
+    # An upper bound: the mask is kept for the backward pass.
     return pointwise(view, run=run_dropout, saved_bytes=prod(view.output_shapes[0]) * view.itemsize)
 
 
@@ -92,8 +114,8 @@ def _run_native_dropout(local: Local) -> tuple[torch.Tensor, torch.Tensor]:
     x, probability = local.tensors[0], float(local.get("p"))
     if probability == 0.0 or not local.get("train"):
         return x, torch.ones_like(x, dtype=torch.bool)
-    mask = keep_mask(local, *_mask_region(local), probability, x)
-    return x * mask, mask > 0
+    mask = keep_mask(local, *_mask_region(local), probability, x.device)
+    return dropped(x, mask, probability), mask
 
 
 @rule("aten.native_dropout")
@@ -112,7 +134,7 @@ def _run_alpha_dropout(local: Local) -> torch.Tensor:
         return x
     if p == 1.0:
         return x * 0
-    keep = keep_mask(local, *_mask_region(local), p, x) > 0
+    keep = keep_mask(local, *_mask_region(local), p, x.device)
     scale = ((1 - p) * (1 + p * _SELU_FLOOR**2)) ** -0.5
     dropped = torch.full((), scale * _SELU_FLOOR * (1 - p), dtype=x.dtype, device=x.device)
     return torch.where(keep, scale * x - scale * _SELU_FLOOR * p, dropped)

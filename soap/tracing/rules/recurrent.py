@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from soap.model.graph import WHOLE
 from soap.tracing.calls import is_random
 from soap.tracing.rules.notation import Local, Scope, Tiled, View, einsum
-from soap.tracing.rules.random import keep_mask
+from soap.tracing.rules.random import dropped, keep_mask
 from soap.tracing.rules.registry import rule
 
 
@@ -64,7 +64,8 @@ def _layers(local: Local) -> tuple[torch.Tensor, ...]:
             shape, box = list(x.shape), [(0, size) for size in x.shape]
             shape[batch_dim], box[batch_dim] = local.shapes[0][batch_dim], local.boxes[0][batch_dim]
             drawn = replace(local, call=replace(local.call, name=f"{local.call.name}:{layer}"))
-            x = x * keep_mask(drawn, shape, tuple(box), float(local.get("dropout")), x)
+            probability = float(local.get("dropout"))
+            x = dropped(x, keep_mask(drawn, shape, tuple(box), probability, x.device), probability)
     return (x, *(torch.cat(parts) for parts in zip(*kept, strict=True)))
 
 

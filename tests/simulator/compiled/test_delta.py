@@ -14,6 +14,7 @@ from benchmarks.agreement import compare
 from soap import api, zoo
 from soap.model.sparse_access import scaled
 from soap.profiles.roofline import RooflineCosts
+from soap.simulator import chunks
 from soap.simulator.compiled.task_keys import FORWARD, task_key
 from soap.simulator.draws import Draws, Risk
 from soap.strategy.classical import random_config
@@ -28,9 +29,12 @@ from tests.strategies import CPU, cluster
 
 
 @settings(MANY, suppress_health_check=list(HealthCheck))
-@given(walks(), st.booleans())
-def test_random_walks(walk: Walk, launched: bool) -> None:
-    check(walk, afresh=True, launched=launched)
+@given(walks(), st.booleans(), st.sampled_from((1, 1_000, chunks.GPU_CHUNK_NS)))
+def test_random_walks(walk: Walk, launched: bool, shortest_ns: int) -> None:
+    """``shortest_ns``: of chunks of sums between GPUs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunks, "GPU_CHUNK_NS", shortest_ns)
+        check(walk, afresh=True, launched=launched)
 
 
 @settings(MANY, suppress_health_check=list(HealthCheck))
@@ -50,10 +54,13 @@ SIZES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["alexnet", "dlrm", "nmt", "rnnlm"])
-def test_walks_over_models(model: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "cluster_name"),
+    [*((model, "p100-4x4") for model in ("alexnet", "dlrm", "nmt", "rnnlm")), ("alexnet", "v100-8"), ("rnnlm", "h100-2x4")],
+)
+def test_walks_over_models(model: str, cluster_name: str) -> None:
     """Data parallelism as the start, most parameters synchronized in any way, then a dozen edits."""
-    graph, topology = api.load(f"zoo:{model}:tiny", plan_only=True).graph, api.load_cluster("p100-4x4")
+    graph, topology = api.load(f"zoo:{model}:tiny", plan_only=True).graph, api.load_cluster(cluster_name)
     draw = random.Random(0)
     start = api.classical("data_parallel", graph, topology)
     strategy = synchronized(start, graph, draw, 0.8)

@@ -42,8 +42,11 @@ def test_never_below(case: tuple[OperatorGraph, Topology, Strategy], seed: int) 
     engine.load(strategy)
     engine.simulate()
     draw = random.Random(seed)
+    simulator = Simulator(graph, topology, RooflineCosts(topology))
     for _ in range(6):
         exact = peak_bytes(build_plan(graph, strategy, topology))
+        peaks = simulator.run(strategy).peak_bytes
+        assert all(certain <= peak for certain, peak in zip(memory.certain_bytes(), peaks, strict=True))
         assert all(least <= own <= most for (least, most), own in zip(memory.bounds_bytes(), exact, strict=True))
         op = draw.choice(graph.operators)
         config = random_config(op, topology.device_count, draw)
@@ -97,10 +100,39 @@ def test_verdicts_change_at_the_bounds() -> None:
     strategy = random_strategy(graph, topology, random.Random(3))
     engine, memory = bound(graph, topology)
     engine.load(strategy)
-    least, most = (max(column) for column in zip(*memory.bounds_bytes(), strict=True))
-    assert least < most
-    verdicts = [verdict(graph, topology, strategy, limit) for limit in (least - 1, least, most - 1, most)]
+    certain, most = max(memory.certain_bytes()), max(most for _, most in memory.bounds_bytes())
+    assert certain < most
+    verdicts = [verdict(graph, topology, strategy, limit) for limit in (certain - 1, certain, most - 1, most)]
     assert verdicts == [LACKING, UNKNOWN, UNKNOWN, FITS]
+
+
+@pytest.mark.parametrize(("net", "share"), [("gpt", 0.7), ("resnet50", 0.85)])
+def test_most_of_what_a_single_device_holds_is_certain(net: str, share: float) -> None:
+    """So most proposals that do not fit are refused without a plan."""
+    graph, topology = api.load(f"zoo:{net}:tiny", plan_only=True).graph, cluster([1])
+    usual = api.classical("single_device", graph, topology)
+    engine, memory = bound(graph, topology)
+    engine.load(usual)
+    (peak,) = Simulator(graph, topology, RooflineCosts(topology)).run(usual).peak_bytes
+    (certain,) = memory.certain_bytes()
+    assert share * peak <= certain <= peak
+
+
+def test_a_plan_that_fits_in_its_simulated_order_alone_fits() -> None:
+    """Between the peak of that order and the bound for any order, the whole of it decides, for deltas as well."""
+    graph, topology = transformer(), cluster([2, 2])
+    usual = api.classical("data_parallel", graph, topology)
+    whole = Simulator(graph, topology, RooflineCosts(topology)).run(usual)
+    peak, most = max(whole.peak_bytes), max(use.total for use in whole.memory)
+    assert peak < most
+    for limit, lacking in ((peak, False), (peak - 1, True)):
+        small = cluster([2, 2], replace(CPU, memory_bytes=limit))
+        simulator = Simulator(graph, small, RooflineCosts(small))
+        evaluator = IncrementalSimulator(simulator)
+        assert verdict(graph, small, usual, limit) == UNKNOWN
+        evaluator.makespan_ns(usual)
+        assert evaluator.overflow_bytes(usual) == simulator.overflow_bytes(usual) == simulator.run(usual).overflow_bytes
+        assert (simulator.cost(usual)[1] > 0) == lacking != simulator.run(usual).fits
 
 
 def verdict(graph: OperatorGraph, topology: Topology, strategy: Strategy, limit: int) -> int:

@@ -20,8 +20,9 @@ def check(topology: Topology) -> None:
         for target in range(count):
             first, last = tables.route_ptr[source * count + target : source * count + target + 2]
             assert tuple((tables.route[first:last] - count).tolist()) == topology.route(source, target)
-            figures = (float(tables.latency_seconds[source, target]), float(tables.seconds_per_byte[source, target]))
+            figures = (float(tables.message_latency_seconds[source, target]), float(tables.seconds_per_byte[source, target]))
             assert figures == communication.route_figures(source, target)
+            assert tables.latency_seconds[source, target] == topology.route_latency_seconds(source, target)
             assert tables.distance[source, target] == topology.distance(source, target)
 
 
@@ -30,6 +31,6 @@ def test_random_trees(topology: Topology) -> None:
     check(topology)
 
 
-@pytest.mark.parametrize("name", ["p100-4x4", "titanxp-8x6"])
+@pytest.mark.parametrize("name", ["p100-4x4", "titanxp-8x6", "v100-2x8", "mi300x-8"])
 def test_presets(name: str) -> None:
     check(api.load_cluster(name))

@@ -1,0 +1,37 @@
+"""What is checked of the figures and names of a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import isfinite
+
+from soap.errors import TopologyError
+
+
+def reachable(start: str, edges: Iterable[tuple[str, str]]) -> set[str]:
+    """All nodes to which edges lead from a node, and itself."""
+    following: dict[str, list[str]] = {}
+    for source, target in edges:
+        following.setdefault(source, []).append(target)
+    found, todo = {start}, [start]
+    while todo:
+        for node in following.get(todo.pop(), ()):
+            if node not in found:
+                found.add(node)
+                todo.append(node)
+    return found
+
+
+def check_unique(what: str, names: Iterable[str]) -> None:
+    """TopologyError if a name occurs twice."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise TopologyError(f"{what} name {name!r} occurs twice; expected unique names")
+        seen.add(name)
+
+
+def check_positive(where: str, what: str, value: float) -> None:
+    """TopologyError unless the value is finite and above 0."""
+    if not (isfinite(value) and value > 0):
+        raise TopologyError(f"{where}: {what} is {value!r}; expected a finite number above 0")
