@@ -88,7 +88,7 @@ class WhatDecides:
     def unexplained(self) -> float:
         """The share of the variance that no single error explains: many small ones, and what they do together."""
         named = {name: share for one in self.matters for name, share in one.errors}
-        return max(0.0, 1 - sum(named.values())) if self.rival is not self.reference else 0.0
+        return max(0.0, 1 - sum(named.values())) if self.rival.times_ns != self.reference.times_ns else 0.0
 
     @cached_property
     def value_to_measure_ns(self) -> float:

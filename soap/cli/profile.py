@@ -142,8 +142,8 @@ def _check_same_devices(here: Topology, planned: Topology) -> None:
     own, theirs = here.devices[0].type, {device.type.name: device.type for device in planned.devices}
     if own.kind != "cuda" or not all(is_such_a_gpu(own.name, kind) for kind in theirs.values()):
         raise ProfileError(
-            f"--for {planned.name!r}: its devices are {', '.join(theirs)}, and this machine's {own.name}; expected GPUs of the same kind: run "
-            "the command on a machine that has them"
+            f"--for {planned.name!r}: its devices are {', '.join(theirs)}, and this machine's {own.name}; expected GPUs of the same kind: "
+            "run the command on a machine that has them"
         )
 
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from soap import api
 from soap.api import informing as deciding
-from soap.api.predictions import announce_compiling
 from soap.api.informing import Matter, Thing, WhatDecides
+from soap.api.predictions import announce_compiling
 from soap.cli.command import UsageError
 from soap.cli.plain_text import listed, milliseconds
 from soap.cluster.emulated import FAMILY as EMULATED

@@ -11,8 +11,8 @@ if each were correlated with the times by itself.
 - The *value of information* of a group of errors is by how much the expected time drops if they are known before a plan is chosen:
   min over plans of E[time] - E[min over plans of E[time | errors of the group]], the expected value of partial perfect information. The
   inner expectation is the regression of the times on the group's scores (Strong, Oakley & Brennan, "Estimating multiparameter partial
-  expected value of perfect information from a probabilistic sensitivity analysis sample", 2014), here with a line and a parabola for each
-  error. It is what knowing is worth at most: a measurement leaves an error of its own.
+  expected value of perfect information from a probabilistic sensitivity analysis sample", 2014), here of ln(time), with a line and a
+  parabola for each error. It is what knowing is worth at most: a measurement leaves an error of its own.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ Name = tuple[str, ...]
 
 CHANCE = 0.05
 """Probability that an error without any influence is taken, by Bonferroni's bound over all candidates."""
+ROUNDING = 1e-12
+"""Share of a time below which a value is only how sums were rounded."""
 DRAWS_PER_ERROR = 8
 """At most one error is taken for so many draws: each has two coefficients for every plan."""
 
@@ -36,13 +38,13 @@ DRAWS_PER_ERROR = 8
 @dataclass(frozen=True)
 class Responses:
     """How the times of plans follow from those errors that matter. ``times_ns``: [plan, draw]. ``names``: of the errors taken, the most
-    important first. ``scores``: [error, draw]. ``effects_ns``: [error, plan, draw], by how much an error alone changes the time in each
-    draw, on average over all other errors."""
+    important first. ``scores``: [error, draw]. ``effects``: [error, plan, draw], by how much an error alone changes ln(time) in each draw,
+    on average over all other errors."""
 
     times_ns: Floats
     names: tuple[Name, ...]
     scores: Floats
-    effects_ns: Floats
+    effects: Floats
 
     def value_ns(self, group: Collection[Name]) -> float:
         """The value of information of errors that become known together, in ns; at least 0."""
@@ -50,8 +52,10 @@ class Responses:
         if not own or len(self.times_ns) < 2:
             return 0.0
         means = self.times_ns.mean(axis=1)
-        informed = means[:, None] + self.effects_ns[own].sum(axis=0)
-        return max(0.0, float(means.min() - informed.min(axis=0).mean()))
+        factors = np.exp(self.effects[own].sum(axis=0))
+        informed = means[:, None] * factors / factors.mean(axis=1, keepdims=True)
+        value = float(means.min() - informed.min(axis=0).mean())
+        return value if value > ROUNDING * means.min() else 0.0
 
     @property
     def value_of_all_ns(self) -> float:
@@ -89,7 +93,7 @@ def respond(times_ns: Floats, scores: Mapping[Name, Floats], reference: int = 0)
 
 def _pursue(scores: Floats, difference: Floats) -> list[tuple[int, float]]:
     """The errors that explain a difference between two plans, each with its share of the difference's variance."""
-    count, draws = scores.shape
+    draws = scores.shape[1]
     whole = float(difference @ difference)
     norms = np.sqrt((scores**2).sum(axis=1))
     able = norms > 0
@@ -114,9 +118,10 @@ def _pursue(scores: Floats, difference: Floats) -> list[tuple[int, float]]:
 
 
 def _effects(times_ns: Floats, scores: Floats) -> Floats:
-    """[error, plan, draw]: each error's line and parabola, fitted together to the plans' times."""
+    """[error, plan, draw]: each error's line and parabola, fitted together to ln(time) of the plans."""
     bends = scores**2 - (scores**2).mean(axis=1, keepdims=True)
-    centred = times_ns - times_ns.mean(axis=1, keepdims=True)
+    logs = np.log(np.maximum(times_ns, 1.0))
+    centred = logs - logs.mean(axis=1, keepdims=True)
     errors = len(scores)
     effects = np.zeros((errors, *times_ns.shape))
     if errors:

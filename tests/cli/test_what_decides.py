@@ -12,8 +12,8 @@ import pytest
 
 import soap
 from soap import api
-from soap.cli import measuring, profile, run
 from soap.cli import links as links_command
+from soap.cli import measuring, profile, run
 from soap.cli.profile import main
 from soap.cli.wanted import wanted
 from soap.cluster.presets import device_types
@@ -26,6 +26,7 @@ from tests.cli.refusals import assert_refused
 
 MODEL, LOCAL, AWAY = "zoo:rnnlm:tiny", "local:2", "h200-2x4"
 Capsys = pytest.CaptureFixture[str]
+SLOW = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +47,10 @@ def told(capsys: Capsys, *command: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("cluster", [LOCAL, AWAY, "p100-4x4", "emulated:2x1"])
+CLUSTERS = [AWAY, *(pytest.param(one, marks=SLOW) for one in (LOCAL, "p100-4x4", "emulated:2x1"))]
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
 def test_every_command_that_it_prints_is_one(cluster: str, tmp_path: Path, capsys: Capsys) -> None:
     plan = saved(tmp_path, cluster)
     found = told(capsys, MODEL, "--cluster", cluster, "--what-decides", plan)
@@ -68,6 +72,7 @@ def test_every_command_that_it_prints_is_one(cluster: str, tmp_path: Path, capsy
             assert one["measured"] and run.make_parser().parse_args(words[1:]).compare_data_parallel
 
 
+@SLOW
 def test_the_text_has_what_the_document_has(tmp_path: Path, capsys: Capsys) -> None:
     plan = saved(tmp_path, AWAY)
     command = [MODEL, "--cluster", AWAY, "--what-decides", plan]
@@ -81,6 +86,7 @@ def test_the_text_has_what_the_document_has(tmp_path: Path, capsys: Capsys) -> N
     assert sum(one["share"] for one in found["decides"]) + found["unexplained"] == pytest.approx(1, abs=0.02)
 
 
+@SLOW
 def test_how_the_model_is_read_is_part_of_the_commands(tmp_path: Path, capsys: Capsys) -> None:
     reading = ["--batch-norm", "local", "--matmul-precision", "high"]
     found = told(capsys, MODEL, *reading, "--cluster", AWAY, "--what-decides", saved(tmp_path, AWAY))
@@ -88,10 +94,12 @@ def test_how_the_model_is_read_is_part_of_the_commands(tmp_path: Path, capsys: C
     assert profiling and all(f"soap-profile {MODEL} {' '.join(reading)} " in one for one in profiling)
 
 
+@SLOW
 def test_processors_elsewhere_cannot_be_measured(tmp_path: Path, capsys: Capsys) -> None:
     cluster = tmp_path / "cluster.yaml"
     cluster.write_text(
-        "name: two\ndevice_types:\n  c: {kind: cpu, flops_per_second: {float32: 1e11}, memory_bandwidth: 10 GB/s, memory: 8 GiB}\n"
+        "name: two\ndevice_types:\n"
+        "  c: {kind: cpu, flops: {float32: 100 GFLOP/s}, memory_bandwidth: 10 GB/s, memory: 8 GiB, kernel_overhead: 5 us}\n"
         "hosts:\n  - {count: 2, cpu_cores: 4, memory: 16 GiB, devices: {type: c, count: 1}}\n"
         "network: {bandwidth: 1 Gbit/s, latency: 50 us}\n"
     )
