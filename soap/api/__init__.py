@@ -20,6 +20,7 @@ from soap.api.strategies import (
     save_strategy,
     with_recorded_rows,
 )
+from soap.api.what_if import sensitivity
 
 __all__ = [
     "LEAST_MEASURED",
@@ -46,6 +47,7 @@ __all__ = [
     "memory_range",
     "range_record",
     "save_strategy",
+    "sensitivity",
     "simulate",
     "simulator_for",
     "timed",

@@ -150,6 +150,22 @@ def costs_record(simulator: Simulator, tasks: TaskGraph) -> dict[str, Any]:
     }
 
 
+MANY_PLAYED = 2**17
+"""So many tasks are played by compiled code, even if it has to be compiled first, which takes as long as playing them without it."""
+
+
+def plays_compiled(tasks: int, times: int) -> bool:
+    """Whether to play so many tasks so many times by compiled code: if it is there, or it is worth compiling, which is announced."""
+    from soap.simulator.incremental import IncrementalSimulator  # imports numba
+
+    if IncrementalSimulator.begins_at_once():
+        return True
+    if tasks * times < MANY_PLAYED:
+        return False
+    announce_compiling()
+    return True
+
+
 def announce_compiling() -> None:
     """Tell a user at a terminal that the first minute is spent compiling."""
     if sys.stderr is not None and sys.stderr.isatty():

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from soap import api
 from soap.api import informing as deciding
 from soap.api.informing import Matter, Thing, WhatDecides
-from soap.api.predictions import announce_compiling
+from soap.api.predictions import plays_compiled
 from soap.cli.command import UsageError
 from soap.cli.plain_text import listed, milliseconds
 from soap.cluster.emulated import FAMILY as EMULATED
@@ -26,8 +26,6 @@ from soap.strategy.config import Strategy
 
 PLAN = "plan"
 """The name of the plan that is asked about."""
-FEW_TASKS = 200
-"""Plans with fewer tasks are played without compiled code, unless that is there already."""
 MOST_ROWS = 12
 LEAST_SHARE = 0.005
 """Lines of the text have at least this share, or value."""
@@ -65,12 +63,8 @@ def find(simulator: Simulator, plan: Strategy, usual: Strategy) -> WhatDecides:
     """What decides between a plan and data parallelism (``usual``). StrategyError if they are the same."""
     if plan == usual:
         raise StrategyError(f"this strategy is {BASELINE}, to which --what-decides compares; expected a strategy that differs from it")
-    from soap.simulator.incremental import IncrementalSimulator  # imports numba
-
-    compiled = IncrementalSimulator.begins_at_once()
-    if not compiled and max(len(simulator.predict(one).tasks.tasks) for one in (plan, usual)) >= FEW_TASKS:
-        announce_compiling()
-        compiled = True
+    tasks = max(len(simulator.predict(one).tasks.tasks) for one in (plan, usual))
+    compiled = plays_compiled(tasks, deciding.INFORMING_DRAWS)
     return api.what_decides(simulator, {PLAN: plan, BASELINE: usual}, compiled=compiled)
 
 

@@ -43,12 +43,13 @@ class Figure(StrEnum):
 @dataclass(frozen=True)
 class Sensitivity:
     """How a plan's gain depends on one figure. ``below``, ``above``: the factors nearest to 1 at which the choice turns over; None: not
-    within a factor of ``MOST``. ``at_half``, ``at_double``: the gain at half and twice the figure. ``is_known``: whether the cluster has
-    such a figure; if not, no factor changes anything."""
+    within a factor of ``MOST``. ``usual``, ``at_half``, ``at_double``: the gain as it is, and at half and twice the figure. ``is_known``:
+    whether the cluster has such a figure; if not, no factor changes anything."""
 
     figure: Figure
     below: float | None
     above: float | None
+    usual: float
     at_half: float
     at_double: float
     is_known: bool = True
@@ -56,22 +57,24 @@ class Sensitivity:
     @property
     def width(self) -> float:
         """The length of its bar in a tornado."""
-        return abs(self.at_double - self.at_half)
+        gains = (self.usual, self.at_half, self.at_double)
+        return max(gains) - min(gains)
 
 
 def sensitivities(gain: Callable[[Figure, float], float], known: Iterable[Figure]) -> list[Sensitivity]:
     """Every figure's, the widest range first. ``gain``: of the plan with a figure times a factor. ``known``: figures that there are."""
     there, found = set(known), []
+    usual = gain(Figure.RATE, 1.0)
     for figure in Figure:
         if figure not in there:
-            usual = gain(Figure.RATE, 1.0)
-            found.append(Sensitivity(figure, None, None, usual, usual, is_known=False))
+            found.append(Sensitivity(figure, None, None, usual, usual, usual, is_known=False))
             continue
 
         def at(factor: float, figure: Figure = figure) -> float:
             return gain(figure, factor)
 
-        found.append(Sensitivity(figure, turning_point(at, upwards=False), turning_point(at, upwards=True), at(HALF), at(DOUBLE)))
+        turns = turning_point(at, upwards=False), turning_point(at, upwards=True)
+        found.append(Sensitivity(figure, *turns, usual, at(HALF), at(DOUBLE)))
     return sorted(found, key=lambda one: (not one.is_known, -one.width, list(Figure).index(one.figure)))
 
 
