@@ -105,7 +105,8 @@ class _FirstMeasuring:
         self.sure = False
 
     def run(self) -> Measured:
-        """Links, then computations, as long as there is time and the choice is not sure."""
+        """Links, then computations, as long as there is time and the choice is not sure. No choice is sure by links of this machine that
+        were not measured: what messages take on shared cores is assumed until then, and may be ten times as long."""
         probes: list[Probe] = []
         todo: list[Wanted] = []
         try:
@@ -115,10 +116,12 @@ class _FirstMeasuring:
             todo = _unknown(self.graph, self.topology, place, store)
         except Exception as error:  # any error: a search can do without measurements
             self.problems.append(_line(error))
-        aimed = self._aim() if probes or todo else None
+        assumed = any(probe.operation in NEEDED for probe in probes)
+        aimed = self._aim() if (probes or todo) and not assumed else None
         if probes and not self.sure:
             self._measure("links", lambda: self._probe(probes, store, has_more=bool(todo)))
-            aimed = self._aim() if self.probes else aimed
+        if assumed and self.probes and todo:
+            aimed = self._aim()
         if todo and not self.sure:
             self._measure("computations", lambda: self._compute(aimed, todo, place, store))
         left = len(probes) - self.probes, len(todo) - self.computations
