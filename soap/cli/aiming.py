@@ -43,7 +43,7 @@ def aim(graph: OperatorGraph, topology: Topology, options: SearchOptions) -> Aim
     if not IncrementalSimulator.begins_at_once():
         announce_compiling()
     seconds = QUICK_S if options.seconds is None else min(QUICK_S, options.seconds)
-    outcome = api.find(graph, topology, replace(options, budget=min(QUICK_BUDGET, options.budget), seconds=seconds))
+    outcome = api.find(graph, topology, replace(options, budget=min(QUICK_BUDGET, options.budget), seconds=seconds), polish=False)
     if outcome.result.interrupted:
         raise KeyboardInterrupt
     starts = sorted((start for start in outcome.result.starts if start.fits), key=lambda start: start.cost_ns)
@@ -53,7 +53,7 @@ def aim(graph: OperatorGraph, topology: Topology, options: SearchOptions) -> Aim
         return None
     plans = {"reference": reference, **{f"plan {number}": plan for number, plan in enumerate(others, 1)}}
     found = api.what_decides(outcome.simulator, plans, "reference", draws=DRAWS)
-    if found.is_sure(options.confidence, LEAST_VALUE * found.reference.mean_ns):
+    if found.is_sure(options.confidence, LEAST_VALUE * found.reference.mean_ns, by=api.LEAST_MEASURED):
         return Aim(sure=True)
     return Aim(sure=False, todo=tuple(_most_valuable_first(graph, topology, list(plans.values()), found)))
 

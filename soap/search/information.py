@@ -137,6 +137,6 @@ def _fit(scores: Floats, values: Floats) -> Floats:
 
 def _log_ratio(times_ns: Floats, plan: int, reference: int) -> Floats:
     """[draw]: ln(time / reference's time), around its mean."""
-    found: Floats = np.log(np.maximum(times_ns[plan], 1.0) / np.maximum(times_ns[reference], 1.0))
-    centred: Floats = found - found.mean()
+    found = np.log(np.maximum(times_ns[plan], 1.0) / np.maximum(times_ns[reference], 1.0))
+    centred: Floats = np.asarray(found - found.mean(), np.float64)
     return centred

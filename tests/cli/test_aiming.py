@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import soap
+from soap import api
 from soap.cli import aiming, first_measuring
 from soap.cli.aiming import DECIDING, Aim, aim, in_turn
 from soap.cli.first_measuring import Measured, measure_first
@@ -162,6 +163,11 @@ def test_without_errors_a_choice_is_sure(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(spreads, "known_spreads", lambda: known)
     graph, topology = soap.load(MODEL, plan_only=True).graph, soap.load_cluster(CLUSTER)
     assert aim(graph, topology, OPTIONS) == Aim(sure=True)
+
+
+def test_a_quick_search_is_not_polished() -> None:
+    for polish in (False, True):
+        assert api.find(MODEL, CLUSTER, OPTIONS, polish=polish).result.locally_optimal is polish
 
 
 def test_a_single_device_has_nothing_to_aim_at(tmp_path_factory: pytest.TempPathFactory) -> None:
