@@ -131,7 +131,7 @@ def _effects(times_ns: Floats, scores: Floats) -> Floats:
 
 
 def _fit(scores: Floats, values: Floats) -> Floats:
-    found: Floats = np.linalg.lstsq(scores.T, values, rcond=None)[0]
+    found: Floats = np.asarray(np.linalg.lstsq(scores.T, values, rcond=None)[0], np.float64)
     return found
 
 
