@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from soap.api.deciding import decision_record, memory_range, range_record, timed
 from soap.api.finding import find
+from soap.api.informing import WhatDecides, what_decides
 from soap.api.models import Cluster, Model, export, load, load_cluster, measure_rows
 from soap.api.outcome import LEAST_MEASURED, Run, SearchOutcome, least_measured
 from soap.api.predictions import costs_for, costs_record, explain, explain_synchronization, simulate, simulator_for, with_links
@@ -19,6 +20,7 @@ from soap.api.strategies import (
     save_strategy,
     with_recorded_rows,
 )
+from soap.api.what_if import sensitivity
 
 __all__ = [
     "LEAST_MEASURED",
@@ -26,6 +28,7 @@ __all__ = [
     "Model",
     "Run",
     "SearchOutcome",
+    "WhatDecides",
     "classical",
     "costs_for",
     "costs_record",
@@ -44,9 +47,11 @@ __all__ = [
     "memory_range",
     "range_record",
     "save_strategy",
+    "sensitivity",
     "simulate",
     "simulator_for",
     "timed",
+    "what_decides",
     "with_links",
     "with_recorded_rows",
 ]

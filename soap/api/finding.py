@@ -11,6 +11,7 @@ from soap.api.predictions import announce_compiling, simulator_for
 from soap.search.chains import search as search_graph
 from soap.search.constraints import pairs_of
 from soap.search.options import SearchOptions
+from soap.search.polish import MAX_POLISHED
 from soap.search.starts import DYNAMIC
 from soap.simulator.simulate import Simulator
 from soap.strategy.config import Strategy
@@ -26,12 +27,14 @@ def find(
     progress: bool = False,
     improved: Callable[[int], None] = lambda cost_ns: None,
     stopped: Callable[[], bool] = lambda: False,
+    polish: bool = True,
 ) -> SearchOutcome:
     """Search for the strategy with the shortest predicted iteration, on average over draws of the costs:
     ``soap.find(model, cluster, soap.SearchOptions(budget=500))``.
 
     ``progress``: show a bar on stderr if that is a terminal. ``improved``: called with each new best cost in ns. ``stopped``: asked now and
-    then; once it returns True, the search ends as by Ctrl-C, with the best so far (``result.interrupted``).
+    then; once it returns True, the search ends as by Ctrl-C, with the best so far (``result.interrupted``). ``polish``: make the result
+    locally optimal in the end, if the space is small enough (``soap.search.polish``), which may take longer than the proposals.
 
     Nothing is measured or run. Equal arguments give equal results, on any number of cores, unless ``seconds`` ends the search. SoapError in
     one line if model, cluster or options cannot be used; InfeasibleError if no strategy fits into memory.
@@ -54,6 +57,7 @@ def find(
         improved=improved,
         stopped=stopped,
         further_starts=_dynamic_start(simulator, options.starts),
+        polish_up_to=MAX_POLISHED if polish else 0,
     )
     pins, forbidden = pairs_of(options.pins), pairs_of(options.forbidden)
     return SearchOutcome(simulator, result, pins=pins, forbidden=forbidden, confidence=options.confidence)

@@ -85,7 +85,7 @@ def costs_for(
     topology: Topology, optimizer_states: int = OPTIMIZER_STATES, costs: CostSource = "auto", measured_updates: bool = True
 ) -> CostModel:
     """The cost model of a cluster. With ``costs="auto"``: the measurements of ``soap-profile`` for its devices, with the corrections of
-    ``soap-compare --calibrate``, if there are any; for a preset's devices those that come with this package. Otherwise estimates.
+    ``soap-compare --calibrate``, if there are any; for a preset's devices also those that come with this package. Otherwise estimates.
 
     ``measured_updates``: whether ``soap-profile`` measures updates of this optimizer. A store that cannot be read is a warning, and counts
     as empty.
@@ -96,10 +96,13 @@ def costs_for(
 
         nothing: tuple[dict[str, list[Entry]], dict[str, list[Correction]]] = {}, {}
         profiles, corrections = _from_store(lambda store: (read_profiles(topology, store), read_corrections(topology, store)), nothing)
-        shipped = {name: own for name, own in shipped_entries(topology).items() if name not in profiles}
-        profiles = {**profiles, **{name: list(entries) for name, (_, entries) in shipped.items()}}
+        origins = {}
+        for name, (place, entries) in shipped_entries(topology).items():
+            own = profiles.get(name, [])
+            known = {entry.key for entry in own}
+            profiles[name] = [*own, *(entry for entry in entries if entry.key not in known)]
+            origins[name] = f"{'soap-profile, and ' * bool(own)}{place.text}; comes with this package"
         if profiles or corrections:
-            origins = {name: f"{place.text}; comes with this package" for name, (place, _) in shipped.items()}
             return ProfiledCosts(topology, profiles, optimizer_states, corrections, measured_updates, origins)
     return RooflineCosts(topology, optimizer_states)
 
@@ -145,6 +148,22 @@ def costs_record(simulator: Simulator, tasks: TaskGraph) -> dict[str, Any]:
         "corrected": corrected(simulator.costs, tasks),
         "links": simulator.topology.links_source or None,
     }
+
+
+MANY_PLAYED = 2**17
+"""So many tasks are played by compiled code, even if it has to be compiled first, which takes as long as playing them without it."""
+
+
+def plays_compiled(tasks: int, times: int) -> bool:
+    """Whether to play so many tasks so many times by compiled code: if it is there, or it is worth compiling, which is announced."""
+    from soap.simulator.incremental import IncrementalSimulator  # imports numba
+
+    if IncrementalSimulator.begins_at_once():
+        return True
+    if tasks * times < MANY_PLAYED:
+        return False
+    announce_compiling()
+    return True
 
 
 def announce_compiling() -> None:

@@ -6,26 +6,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from soap.api import decision_record, range_record, timed
-from soap.api.predictions import announce_compiling
+from soap.api.predictions import plays_compiled
 from soap.cli.plain_text import milliseconds
-from soap.search.deciding import Decision
+from soap.search.deciding import DECIDING_DRAWS, Decision
 from soap.search.starts import BASELINE
 from soap.simulator.simulate import Simulator
 from soap.strategy.config import Strategy
-
-MANY_TASKS = 2000
-"""A plan with so many tasks is played by compiled code, even if it has to be compiled first."""
 
 
 def document(simulator: Simulator, strategy: Strategy, usual: Strategy, tasks: int) -> dict[str, Any]:
     """The range in which a prediction lies, and the comparison with data parallelism (``usual``), as plain JSON values.
     ``tasks``: how many the plan has."""
-    from soap.simulator.incremental import IncrementalSimulator
-
-    compiled = IncrementalSimulator.begins_at_once()
-    if not compiled and tasks >= MANY_TASKS:
-        announce_compiling()
-        compiled = True
+    compiled = plays_compiled(tasks, DECIDING_DRAWS)
     plan, other = timed(simulator, {"plan": strategy, BASELINE: usual}, usual, compiled=compiled)
     return range_record(plan, other)
 

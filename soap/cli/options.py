@@ -169,6 +169,15 @@ def reading(args: argparse.Namespace, topology: Topology | None) -> Reading:
     )
 
 
+def reading_options(args: argparse.Namespace) -> list[str]:
+    """The options of ``add_reading`` that were given, to be written down as a part of another command."""
+    words = [word for name, dim in args.batch_dim for word in ("--batch-dim", f"{name}={dim}")]
+    words += ["--batch-norm", args.batch_norm] if args.batch_norm != "global" else []
+    words += ["--autocast", args.autocast] if args.autocast else []
+    words += ["--matmul-precision", args.matmul_precision] if args.matmul_precision else []
+    return words + [word for name in args.imports for word in ("--import", name)]
+
+
 def batch_dims(pairs: Sequence[tuple[str, int]]) -> Mapping[str, int] | None:
     """The repeated ``--batch-dim`` options as one mapping; None if there are none."""
     return dict(pairs) or None

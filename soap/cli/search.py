@@ -124,7 +124,7 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
     options = search_options(args, updating, graph)  # refuse impossible options before anything is measured
     measured: Measured | None = None
     if wish.profile_s:
-        measured, wish = at_hand.profile(PROG, args.model, reading(args, topology), graph, topology, wish, stopping)
+        measured, wish = at_hand.profile(PROG, args.model, reading(args, topology), graph, topology, wish, stopping, options)
     outcome = api.find(graph, topology, options, progress=True, stopped=lambda: stopping.number is not None)
     verified_s: float | None = None
     if wish.finalists and not outcome.result.interrupted:

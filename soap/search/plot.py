@@ -13,6 +13,7 @@ from soap.search.starts import BASELINE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 FORMATS = ("png", "svg", "pdf")
 COLORS = ("C0", "C1", "C2", "C4", "C5", "C6", "C8", "C9")
@@ -33,7 +34,6 @@ def check_plot(path: str | Path) -> None:
 def plot(result: SearchResult, path: str | Path) -> bytes:
     """The picture as bytes in the format of the path's suffix. Equal searches give equal bytes (with the same matplotlib)."""
     check_plot(path)
-    import matplotlib
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 5), layout="constrained")
@@ -41,6 +41,13 @@ def plot(result: SearchResult, path: str | Path) -> bytes:
     _draw_costs(costs, result)
     _draw_moves(moves, result)
     figure.suptitle(f"{result.speedup:.2f}x data parallelism after {len(result.rows)} proposals (seed {result.seed})")
+    return picture(figure, path)
+
+
+def picture(figure: Figure, path: str | Path) -> bytes:
+    """A figure as bytes in the format of the path's suffix. Equal figures give equal bytes (with the same matplotlib)."""
+    import matplotlib
+
     suffix = Path(path).suffix.lower().removeprefix(".")
     dates = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[suffix]
     buffer = io.BytesIO()
