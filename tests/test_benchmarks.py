@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 import soap
-from benchmarks import accuracy_report, default_command, end_to_end, single_device, small_models
+from benchmarks import accuracy_report, end_to_end, single_device
 from benchmarks.accuracy_report import HEAD, Plan, in_rounds, line_of, tau
 from benchmarks.end_to_end import Result, conclusion, contenders, table
 from benchmarks.models import MODELS, export_model
@@ -106,29 +106,6 @@ def test_rounds_of_a_comparison_are_put_together() -> None:
     for plan, name in zip(in_rounds(rounds), ("a", "b"), strict=True):
         assert plan == Plan("c", "m", name, 101, 100, (90.0, 130.0, 100.0), (100.0, 104.0, 101.0))
         assert (plan.error, plan.apart, plan.predictions_apart) == (pytest.approx(0.01), 0.4, pytest.approx(4 / 101))
-
-
-def test_the_default_command_s_plan_stands_beside_data_parallelism() -> None:
-    rows = [
-        default_command.Row("local:2", "t5", "found 1", 93.4, 120_000_000, (1.1, 0.98, 1.2), 0.03, (1.21, (0.7, 0.66, 0.6))),
-        default_command.Row("local:4", "vit", "data_parallel", 61.0, 80_000_000, (), None, (1.0, ())),
-        default_command.Row("local:4", "bert", "found 2", 61.0, 80_000_000, (0.94, 0.95, 0.99), None),
-    ]
-    assert [row.line for row in rows] == [
-        "| local:2 | t5 | found 1 | 93 s | 120.0 | **1.10** (0.98 to 1.20) | 1.21 | 0.66 | 3% |",
-        "| local:4 | vit | data_parallel | 61 s | 80.0 | **1** (the same plan) | 1.00 | 1 | ? |",
-        "| local:4 | bert | found 2 | 61 s | 80.0 | **0.95** (0.94 to 0.99) |  |  | ? |",
-    ]
-    assert all(row.line.count("|") == len(default_command.HEAD) + 1 for row in rows)
-    said = "2 of 3 plans are at least 0.96 times as fast as data parallelism; the slowest 0.95; found by estimates alone 1 of 2, 0.66"
-    assert default_command.conclusion(rows) == said
-
-
-def test_models_of_the_default_command_are_of_the_stated_sizes() -> None:
-    for name, build in small_models.MODELS.items():
-        module, inputs = build()
-        assert 1e6 < sum(parameter.numel() for parameter in module.parameters()) < 8e6, name
-        assert {len(own) for own in inputs.values()} == {16}
 
 
 def test_tau_counts_pairs_in_the_same_order() -> None:
