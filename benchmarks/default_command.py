@@ -158,20 +158,30 @@ def run_all(args: argparse.Namespace, cells: list[Cell]) -> list[str]:
     todo, where, problems = missing(wanted, cells), machine(), list[str]()
     for model in dict.fromkeys(key[0] for key in todo):
         with tempfile.TemporaryDirectory() as folder:
-            path = export_small(model, Path(folder))
+            try:
+                path = export_small(model, Path(folder))
+            except SoapError as error:
+                problems.append(_told(model, error))
+                continue
             for key in [key for key in todo if key[0] == model]:
                 began = time.monotonic()
                 try:
                     cell = replace(finished(key, path, Turns(args.rounds, args.steps)), machine=where)
                 except SoapError as error:
-                    problems.append(f"{' '.join(key)}: {error}")
-                    print(problems[-1], file=sys.stderr, flush=True)
+                    problems.append(_told(" ".join(key), error))
                     continue
                 cells.append(cell)
                 if args.results is not None:
                     default_cells.write(args.results, cells)
                 print(f"{default_page.line(cell)} {key[2]}, {time.monotonic() - began:.0f} s in all", flush=True)
     return problems
+
+
+def _told(what: str, error: SoapError) -> str:
+    """Say at once what has failed; the others go on."""
+    problem = f"{what}: {error}"
+    print(problem, file=sys.stderr, flush=True)
+    return problem
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -196,6 +206,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             default_page.write(args.write, cells)
     except SoapError as error:
         parser.error(str(error))
+    except KeyboardInterrupt:
+        return 130
     for mode, own in default_page.by_mode(cells).items():
         print("\n".join(["", f"{mode}:", *default_page.conclusion(own, default_page.LEAST[mode])]))
     return 1 if problems else 0
