@@ -86,7 +86,9 @@ def _our_turn(job: Job, model: TracedModel, name: str) -> int:
 
 def _peer_turn(job: Job, name: str, device: torch.device, *, find_unused: bool) -> int:
     """As ``measure_steps`` measures ours: between barriers, the slowest rank's."""
-    step = peer_step(share_of(make_small(name), device), job.updating.recipe().optimizer, find_unused=find_unused)
+    optimizer = job.updating.recipe().optimizer
+    assert not isinstance(optimizer, Mapping)  # one for all parameters
+    step = peer_step(share_of(make_small(name), device), optimizer, find_unused=find_unused)
     times = []
     for _ in range(WARM_UP_STEPS + job.steps):
         dist.barrier()
