@@ -34,10 +34,11 @@ _CELL = {
         **{key: {"type": "string"} for key in ("model", "cluster", "kept", "note", "machine")},
         "mode": {"enum": list(MODES)},
         "differs": {"type": "boolean"},
-        **{key: _SECONDS for key in ("seconds", "measuring_s", "verifying_s", "others")},
+        **{key: _SECONDS for key in ("verifying_s", "others")},
         "seconds": {"type": "number", "minimum": 0},
         "times_ns": {**_TIMES, "required": [USUAL]},
         "draws_ns": {**_TIMES, "required": [USUAL]},
+        "profiled": {"type": ["object", "null"], "properties": {"seconds": _SECONDS}},
         "sources": {"type": "object", "additionalProperties": {"type": "number"}},
     },
     "required": ["model", "cluster", "mode", "kept", "differs", "seconds", "times_ns", "draws_ns"],
@@ -97,10 +98,10 @@ class Cell:
     """One model on one cluster in one mode.
 
     ``kept``: what the command took. ``differs``: whether that is another plan than data parallelism. ``seconds``: of the command, of which
-    ``measuring_s`` for measuring and ``verifying_s`` for running plans; None if it did neither. ``times_ns``: of each contender, round by
-    round; ``FOUND`` only if it differs, ``PEER`` only if it could be run. ``draws_ns``: of our plans, times under the draws, by the costs
-    that are known after the command. ``sources``: of these costs, shares of the compute time. ``note``: what is to be said of how
-    ``DistributedDataParallel`` ran, or why not. ``others``: share of the cores that other programs used while plans were timed.
+    ``verifying_s`` for running plans. ``profiled``: what it says of measuring. None where it did neither. ``times_ns``: of each contender,
+    round by round; ``FOUND`` only if it differs, ``PEER`` only if it could be run. ``draws_ns``: of our plans, times under the draws, by
+    the costs that are known after the command. ``sources``: of these costs, shares of the compute time. ``note``: what is to be said of
+    how ``DistributedDataParallel`` ran, or why not. ``others``: share of the cores that other programs used while plans were timed.
     """
 
     model: str
@@ -111,7 +112,7 @@ class Cell:
     seconds: float
     times_ns: Mapping[str, tuple[int, ...]]
     draws_ns: Mapping[str, tuple[int, ...]]
-    measuring_s: float | None = None
+    profiled: Mapping[str, Any] | None = None
     verifying_s: float | None = None
     sources: Mapping[str, float] = field(default_factory=dict)
     note: str = ""
@@ -122,6 +123,11 @@ class Cell:
     def key(self) -> Key:
         """What it is of."""
         return self.model, self.cluster, self.mode
+
+    @property
+    def measuring_s(self) -> float | None:
+        """Seconds that the command took for measuring; None if it did not."""
+        return None if self.profiled is None else self.profiled.get("seconds")
 
     @property
     def taken(self) -> str:

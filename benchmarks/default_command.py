@@ -93,7 +93,7 @@ def finished(key: Key, path: Path, turns: Turns) -> Cell:
         seconds=round(seconds, 1),
         times_ns=raced.times_ns,
         draws_ns=drawn,
-        measuring_s=report.get("profiled", {}).get("seconds"),
+        profiled=report.get("profiled"),
         verifying_s=report.get("measured", {}).get("seconds"),
         sources={name: round(share, 4) for name, share in sources.items()},
         note=note,

@@ -20,7 +20,7 @@ from soap.files import write_text_atomically
 from soap.measure.paired import CONFIDENCE
 
 HEAD = (
-    "cluster", "model", "kept", "command", "of it measuring", "running plans", "data parallelism, ms", "DDP, ms",
+    "cluster", "model", "kept", "command", "of it measuring", "running plans", "costs measured", "data parallelism, ms", "DDP, ms",
     "over data parallelism", "over DDP", "others",
 )  # fmt: skip
 PREDICTED_HEAD = ("cluster", "model", "plan", "predicted, ms", "measured, ms", "inside", "predicted gain", "measured gain", "inside")
@@ -52,6 +52,7 @@ What `soap-search MODEL --cluster local:N -o FILE` finds for twelve small models
   the same global batch, of which each rank of DDP has its part.
 - *Over data parallelism* and *over DDP* say how many times as fast the plan is: the median of the rounds' ratios, and its interval by the
   sign test, of which each bound holds with {CONFIDENCE:.0%} confidence. Where the plan is data parallelism the first is 1.
+- *Costs measured* is the share of the plan's compute time that was not estimated, when the command was done.
 - *Others* is the share of the cores that other programs used while plans were timed.
 """
 
@@ -82,6 +83,7 @@ def line(cell: Cell) -> str:
     parts = [
         *(cell.cluster, cell.model, cell.kept),
         *(_seconds(own) for own in (cell.seconds, cell.measuring_s, cell.verifying_s)),
+        f"{1 - cell.sources['estimated']:.0%}" if "estimated" in cell.sources else "?",
         _ms(median(cell.times_ns[USUAL])),
         _ms(median(cell.times_ns[PEER])) if PEER in cell.times_ns else "-",
         ratio_text(cell.over_ours) if cell.differs else SAME,

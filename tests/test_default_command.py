@@ -67,12 +67,13 @@ def test_predicted_times_and_gains_stand_beside_measured_ones() -> None:
 
 
 def test_lines_of_the_table() -> None:
-    own = cell(found=80, peer=90, measuring_s=41.7, verifying_s=20.2, others=0.031)
+    costs = {"measured": 0.9, "estimated": 0.1}
+    own = cell(found=80, peer=90, profiled={"seconds": 41.7}, verifying_s=20.2, others=0.031, sources=costs)
     assert default_page.line(own) == (
-        "| local:2 | t5 | found 1 | 60 s | 42 s | 20 s | 100.0 | 90.0 | **1.25** (1.25 to 1.25) | **1.12** (1.12 to 1.12) | 3% |"
+        "| local:2 | t5 | found 1 | 60 s | 42 s | 20 s | 90% | 100.0 | 90.0 | **1.25** (1.25 to 1.25) | **1.12** (1.12 to 1.12) | 3% |"
     )
     short = cell(rounds=2)
-    assert default_page.line(short) == "| local:2 | t5 | data_parallel | 60 s | - | - | 100.0 | - | 1 (the same plan) | - | ? |"
+    assert default_page.line(short) == "| local:2 | t5 | data_parallel | 60 s | - | - | ? | 100.0 | - | 1 (the same plan) | - | ? |"
     assert default_page.ratio_text(Ratio(1.0, 0.0, inf)) == "**1.00** (too few rounds for an interval)"
     assert {default_page.line(one).count("|") for one in (own, short)} == {len(default_page.HEAD) + 1}
     assert all(line.count("|") == len(default_page.PREDICTED_HEAD) + 1 for line in default_page.predicted_lines([own, short]))
