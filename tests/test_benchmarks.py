@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from math import log
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 import soap
-from benchmarks import accuracy_report, end_to_end, single_device
+from benchmarks import accuracy_report, end_to_end, single_device, spreads
 from benchmarks.accuracy_report import HEAD, Plan, in_rounds, line_of, tau
 from benchmarks.end_to_end import Result, conclusion, contenders, table
 from benchmarks.models import MODELS, export_model
@@ -133,6 +134,13 @@ def test_tables_of_several_runs_are_reported_together() -> None:
     assert lines[5] == "| model, all clusters | plans | median error | 95% within | tau across clusters | tau on one cluster |"
     assert lines[7] == "| m | 5 | 4.0% | 20.0% | 0.80 | 0.50 |"
     assert lines[-1] == "5 plans: median error 4.0%, 80% of them within 15%, mean 7.1%"
+
+
+def test_spreads_take_plans_and_no_other_table_of_as_many_columns() -> None:
+    plans = [Plan("emulated:a", "m", "found", 100 * 10**6, 110 * 10**6), Plan("emulated:b", "n", "found", 80 * 10**6, 40 * 10**6)]
+    summary = ["| emulated:a | m | 10 | 3.0% | 11.0% | 0.87 | 1.000 | 1.40 |", ""]
+    text = "\n".join([*summary, f"| {' | '.join(HEAD)} |", f"|{'---|' * len(HEAD)}", *map(line_of, plans), "", *summary])
+    assert spreads.plan_errors(text) == [("emulated:a", "m", pytest.approx(log(1.1))), ("emulated:b", "n", pytest.approx(log(0.5)))]
 
 
 def test_plans_without_what_was_found_have_errors_alone() -> None:
