@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -173,17 +175,32 @@ def ssm() -> Built:
     return StateSpace(), {"words": words, "labels": words.roll(-1, 1)}
 
 
-def export_small(name: str, folder: Path) -> Path:
-    """Write the model of this name to ``folder``; the same weights and example batch every time."""
+@dataclass(frozen=True)
+class Small:
+    """A model in training mode, its batch, by place and by name, and what makes the loss of its output (None: it is the output)."""
+
+    module: nn.Module
+    args: tuple[Tensor, ...]
+    inputs: Mapping[str, Tensor]
+    loss: Callable[[Any], Tensor] | None
+
+
+def make_small(name: str) -> Small:
+    """The model of this name; the same weights and example batch every time."""
     torch.manual_seed(0)
-    path = folder / f"{name}.pt2"
     if name in BY_PLACE:
         module, args = make_model(BY_PLACE[name])
-        soap.export(module.train(), args, path=path)
-        return path
+        return Small(module.train(), args, {}, None)
     module, inputs = MODELS[name]()
     loss = None if isinstance(module, UNet | StateSpace) else (lambda output: output.loss)
-    soap.export(module.train(), (), inputs, path=path, loss=loss)
+    return Small(module.train(), (), inputs, loss)
+
+
+def export_small(name: str, folder: Path) -> Path:
+    """Write the model of this name to ``folder``."""
+    small = make_small(name)
+    path = folder / f"{name}.pt2"
+    soap.export(small.module, small.args, small.inputs, path=path, loss=small.loss)
     return path
 
 

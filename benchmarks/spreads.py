@@ -29,6 +29,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from benchmarks import accuracy_report
 from soap import api
 from soap.cluster.topology import DeviceType
 from soap.profiles.entries import Entry, decode
@@ -131,11 +132,7 @@ def components(pairs: Sequence[Pair]) -> dict[str, float]:
 
 def plan_errors(table: str) -> list[tuple[str, str, float]]:
     """(cluster, model, ln(measured / predicted)) of all plans of docs/accuracy.md, whose computations and links were measured."""
-    found = []
-    for row in _rows(table):
-        if len(row) == 8 and row[0].startswith("emulated:"):
-            found.append((row[0], row[1], math.log(float(row[4]) / float(row[3]))))
-    return found
+    return [(plan.cluster, plan.model, math.log(plan.measured_ns / plan.predicted_ns)) for plan in accuracy_report.read(table)]
 
 
 def gain_errors(table: str) -> list[float]:
