@@ -9,9 +9,10 @@ from soap.profiles.spreads import KnownSpreads, known_spreads
 from soap.search.deciding import DECIDING_DRAWS, RANGE, Decision, Timed, decide
 from soap.search.record import SearchResult
 from soap.simulator.drawn_times import drawn_times
-from soap.simulator.draws import Draws, Risk
+from soap.simulator.draws import Draws, Risk, drawn_ns
 from soap.simulator.simulate import Simulator
 from soap.strategy.config import Strategy
+from soap.strategy.json_file import strategy_hash
 
 SEARCH_SEED = "search"
 DECIDING_SEED = "deciding"
@@ -28,11 +29,16 @@ def timed(
 ) -> list[Timed]:
     """Plans by name with their times under draws of the costs, the same for all. ``usual``: data parallelism. ``compiled``: see
     ``drawn_times``."""
-    found = drawn_times(simulator, plans.values(), draws_for(simulator, draws, seed=DECIDING_SEED), compiled=compiled)
-    return [
-        Timed(name, strategy, times.usual_ns, times.times_ns, _unlike(strategy, usual), times.messages)
-        for (name, strategy), times in zip(plans.items(), found, strict=True)
-    ]
+    found = drawn_times(simulator, plans.values(), drawn := draws_for(simulator, draws, seed=DECIDING_SEED), compiled=compiled)
+    spreads = KnownSpreads(simulator.costs, simulator.topology)
+    whole = len(simulator.graph.operators) + len(simulator.graph.parameters)
+    timed_plans = []
+    for (name, strategy), times in zip(plans.items(), found, strict=True):
+        unlike = _unlike(strategy, usual)
+        factors = drawn.factors(spreads.of_plan(strategy_hash(strategy, simulator.graph), min(1.0, unlike / whole)))
+        own_ns = tuple(drawn_ns(ns, factor) for ns, factor in zip(times.times_ns, factors.tolist(), strict=True))
+        timed_plans.append(Timed(name, strategy, times.usual_ns, own_ns, unlike, times.messages))
+    return timed_plans
 
 
 def decision(

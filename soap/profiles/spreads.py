@@ -7,6 +7,9 @@ The error of a tile has three parts. ``rate`` is the device's: all its tiles sha
 one direction on such a device: what is wrong about embeddings is wrong about all of them. ``shape`` belongs to computations with the same
 key (``TileKey``), whatever operator they are part of. A measured tile has all three, too: a process that trains is not one that measures.
 
+A plan has one of its own, in proportion to the root of the share of the model that it configures unlike data parallelism: as if each part
+that is configured otherwise erred by itself.
+
 A communication has two: ``all``, shared by all communications of the cluster, and ``sort``, by whether it leaves its host and whether it is
 a collective.
 """
@@ -18,6 +21,7 @@ import json
 from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
+from math import sqrt
 from typing import Any
 
 from soap.cluster.topology import DeviceType, Topology
@@ -85,6 +89,12 @@ class KnownSpreads:
     def of_overhead(self) -> tuple[Error, ...]:
         """Of the time for which a communication keeps devices busy."""
         return (Error(("overhead",), self._known["overhead"][self._links][self._kind]["all"]),)
+
+    def of_plan(self, name: str, unlike: float) -> tuple[Error, ...]:
+        """Of the time of a whole plan beside data parallelism's: what no cost of its parts says, such as how its tiles fall into segments.
+        ``name``: one for each plan. ``unlike``: the share of the model that it configures unlike data parallelism."""
+        known = self._known["plan"][self._links][self._kind]
+        return (Error(("plan", name), known["all"] * sqrt(unlike)),) if unlike > 0 else ()
 
     @property
     def hash(self) -> str:
