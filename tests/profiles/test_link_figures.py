@@ -10,6 +10,7 @@ from soap.cluster.overheads import NO_COLD_PENALTY, NO_CPU_OVERHEAD, ColdPenalty
 from soap.cluster.presets import preset
 from soap.cluster.topology import Topology
 from soap.errors import ProfileError
+from soap.measure.link_figures import modelled_seconds, with_measured_links
 from soap.measure.link_probes import (
     COLD_PENALTY_BYTES,
     STEP_BYTES,
@@ -20,7 +21,6 @@ from soap.measure.link_probes import (
     fits,
     probes_for,
 )
-from soap.profiles.link_figures import modelled_seconds, with_measured_links
 from soap.simulator.communication.prices import Communication
 from tests.extent import FEW
 from tests.strategies import CPU, cluster, topologies
