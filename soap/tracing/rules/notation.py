@@ -38,6 +38,7 @@ class Tiled:
     no rule covers the call. ``skipped_share``: of ``flops``, what kernels leave out. ``fused_bytes``: of ``saved_bytes``, what kernels on
     GPUs never write. ``looks_up``: it reads rows (dimension 0) of its first operand by indices that are its second one, and no more.
     ``picks``: which of these a tile looks up, from a ``Local`` in which operands that come from elsewhere may be missing; None for all.
+    ``drawn``: random numbers of the whole call, in blocks along dimension 0 of its first output; ``drawn_at_once``: each tile draws all.
     """
 
     factors: tuple[tuple[str, int], ...]
@@ -54,6 +55,8 @@ class Tiled:
     fused_bytes: int = 0
     looks_up: bool = False
     picks: Callable[[Local], torch.Tensor] | None = None
+    drawn: int = 0
+    drawn_at_once: bool = False
 
 
 @dataclass(slots=True)
