@@ -77,6 +77,20 @@ def test_a_cluster_with_measured_links_is_the_same_cluster(topology: Topology) -
     assert Communication(measured).hash != Communication(topology).hash
 
 
+@pytest.mark.parametrize("name", ["local:2", "local:4", "emulated:2x2@200Mbit/s"])
+def test_a_later_measurement_replaces_an_earlier_one(name: str) -> None:
+    topology = preset(name)
+    later = timed(topology)
+    slower = {Operation.ALL_REDUCE: 9.0, Operation.ALL_TO_ALL: 7.0, Operation.STEP_SUM: 12.0, Operation.STEP_MESSAGE: 5.0}
+    earlier = [
+        replace(one, seconds=tuple(2 * slower.get(one.probe.operation, 1.0) * s for s in one.seconds), cpu_seconds=one.seconds[0] / 2)
+        for one in later
+    ]
+    alone, first = with_measured_links(topology, later, "later"), with_measured_links(topology, earlier, "earlier")
+    assert first.latency_factor != alone.latency_factor and first.cpu_overhead != alone.cpu_overhead
+    assert with_measured_links(first, later, "later") == alone
+
+
 @pytest.mark.parametrize(("within_ms", "expected"), [(8.0, (6.0, 8.0)), (1.5, (1.0, 3.0))])
 def test_small_sums_take_what_they_take_longer_within_a_step(within_ms: float, expected: tuple[float, float]) -> None:
     """By themselves those of two devices take 1 ms and those of four 3: what they take longer within a step is added."""
