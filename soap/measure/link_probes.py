@@ -123,7 +123,8 @@ def probes_for(topology: Topology, sizes_bytes: Sequence[int] = SIZES_BYTES) -> 
 
 def quick_probes(topology: Topology) -> list[Probe]:
     """Those of them that say most, for a measurement of a few seconds: three sizes, of collectives two, sums over a pair and over all,
-    exchanges over all, and one cold penalty."""
+    exchanges over all; within steps both sizes of messages, one of exchanges, and one cold penalty. None of
+    these where devices share cores: tiles across them are slower for that alone, which their own time has in it."""
     whole, ends = topology.device_count, (QUICK_SIZES_BYTES[0], QUICK_SIZES_BYTES[-1])
 
     def says_much(probe: Probe) -> bool:
@@ -132,8 +133,10 @@ def quick_probes(topology: Topology) -> list[Probe]:
                 return len(probe.devices) in (2, whole) and probe.size_bytes in ends
             case Operation.ALL_TO_ALL:
                 return len(probe.devices) == whole >= SMALLEST_EXCHANGE and probe.size_bytes in ends
+            case Operation.STEP_EXCHANGE:
+                return probe.size_bytes == STEP_BYTES
             case Operation.STEP_COLD_PENALTY:
-                return probe.size_bytes == COLD_PENALTY_BYTES[1]
+                return probe.size_bytes == COLD_PENALTY_BYTES[1] and whole <= sum(host.cpu_cores for host in topology.hosts)
         return True
 
     return [probe for probe in probes_for(topology, QUICK_SIZES_BYTES) if says_much(probe)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,12 +43,16 @@ def test_three_processes_measure_what_training_has(temporary_folder: Path) -> No
     assert list(temporary_folder.iterdir()) == []
 
 
-def test_quick_probes_are_some_of_all_and_say_what_predictions_need() -> None:
+@pytest.mark.parametrize("cores", [2, 8])
+def test_quick_probes_are_some_of_all_and_say_what_predictions_need(cores: int) -> None:
     for count in (2, 3, 4, 8):
         topology = local_topology(count)
+        topology = replace(topology, hosts=(replace(topology.hosts[0], cpu_cores=cores),))
         quick = quick_probes(topology)
-        assert set(quick) < set(probes_for(topology)) and len(quick) <= 21
-        assert {probe.operation for probe in probes_for(topology)} - {probe.operation for probe in quick} <= {Operation.ALL_TO_ALL}
+        assert set(quick) < set(probes_for(topology)) and len(quick) <= 17
+        left = {probe.operation for probe in probes_for(topology)} - {probe.operation for probe in quick}
+        among_two = {Operation.ALL_TO_ALL} if count == 2 else set()
+        assert left == among_two | ({Operation.STEP_COLD_PENALTY} if count > cores else set())
         assert max(len(probe.devices) for probe in quick) == count
     assert quick_probes(local_topology(1)) == []
 
