@@ -18,7 +18,9 @@ from soap.measure.link_probes import LinkTiming, Operation, quick_probes
 from soap.measure.link_records import decode_timing, encode_timing
 from soap.measure.this_machine import measure_device, measured_local_topology, measured_topology, threads_per_process
 from soap.profiles.roofline import RooflineCosts
+from soap.profiles.spreads import KnownSpreads
 from soap.simulator.communication.prices import Communication
+from soap.simulator.draws import Communicated
 
 
 class Machine:
@@ -161,6 +163,21 @@ def test_communication_is_priced_as_training_has_it(machine: Machine, tmp_path: 
     assert Communication(found).allreduce(0, (0, 1))[0] == pytest.approx(300_000, rel=0.01)
     assert found.cpu_overhead.of_all_reduce(2).fixed_ns == 100_000
     assert {link.bandwidth_bytes_per_second for link in found.described} == {1.001e9}
+
+
+def test_how_far_communication_may_be_off_follows_how_it_was_measured(machine: Machine) -> None:
+    quick = measured_local_topology(2)
+    known = {"described": 0.5, "quick": 0.3, "measured": 0.1}
+    spreads = {
+        "communication": {name: {"cpu": {"all": each, "sort": each / 2}} for name, each in known.items()},
+        "overhead": {name: {"cpu": {"all": each / 4}} for name, each in known.items()},
+    }
+    for topology, each in ((preset("local:2"), 0.5), (quick, 0.3), (replace(quick, links_source="measured by soap-profile links"), 0.1)):
+        own = KnownSpreads(RooflineCosts(topology), topology, spreads)
+        assert [error.spread for error in own.of_communication(Communicated(False, True))] == [each, each / 2]
+        assert [error.spread for error in own.of_overhead()] == [each / 4]
+    KnownSpreads(RooflineCosts(quick), quick).of_communication(Communicated(False, True))  # the file has them, too
+    KnownSpreads(RooflineCosts(quick), quick).of_overhead()
 
 
 def test_a_file_of_before_is_used_and_gets_what_it_lacks(machine: Machine, tmp_path: Path) -> None:
