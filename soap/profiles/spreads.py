@@ -51,7 +51,7 @@ class KnownSpreads:
         self._known = known_spreads() if spreads is None else spreads
         kinds = {device.type.kind for device in topology.devices}
         self._kind = "cpu" if "cpu" in kinds else "cuda"
-        self._links = Source.MEASURED.value if topology.links_source else "described"
+        self._links = topology.links_known
         self._keys: dict[str, TileKeys] = {}
 
     def of_tile(self, graph: OperatorGraph, tile: Tile, device: DeviceType, *, backward: bool) -> tuple[Error, ...]:
