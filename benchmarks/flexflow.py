@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.end_to_end import machine
+from benchmarks.pages import give
 from benchmarks.search import CLUSTERS, NETS, load_fitting
 from soap import api
 from soap.cli.options import positive
 from soap.cluster.topology import Topology
-from soap.files import write_text_atomically
 from soap.model.graph import OperatorGraph
 from soap.search.compiled.runner import CompiledChain, CompiledSpace
 from soap.search.metropolis import DEFAULT_BETA
@@ -241,10 +241,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parts = [f"{SPEED}{table(GAINS, gains)}"] if gains else []
     parts += [f"{BUDGETS}{table(RACED, races)}"] if races else []
     text = f"{HEAD}{machine()}\n\n" + "\n".join(parts)
-    if args.write is None:
-        print(text)
-    else:
-        write_text_atomically(args.write, text)
+    give(text, args.write)
     return 0
 
 

@@ -16,10 +16,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from benchmarks.pages import give
 from soap import api
 from soap.cluster.presets import device_types
 from soap.cluster.topology import Device, DeviceType, Host, Topology
-from soap.files import write_text_atomically
 from soap.measure.compute_rates import float32_precision
 from soap.model.graph import OperatorGraph
 from soap.plan.planning import build_plan
@@ -102,10 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--write", metavar="FILE", type=Path, help="instead of printing")
     args = parser.parse_args(argv)
     text = page(args.device, args.models)
-    if args.write:
-        write_text_atomically(args.write, text)
-    else:
-        print(text)
+    give(text, args.write)
     return 0
 
 

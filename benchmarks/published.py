@@ -30,6 +30,7 @@ from typing import Any
 import torch
 import yaml
 
+from benchmarks.pages import give
 from benchmarks.published_models import graph_of
 from benchmarks.published_table import Outcome, page
 from soap import api
@@ -267,10 +268,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_json(outcomes))
         return 0
     text = page(rows, data, outcomes, {row.id: published_seconds(row, data) for row in rows}, date.today().isoformat())
-    if args.write is None:
-        print(text)
-    else:
-        write_text_atomically(args.write, text)
+    give(text, args.write)
     return 0
 
 

@@ -23,7 +23,7 @@ def test_large_products_are_bound_by_arithmetic_and_small_ones_by_memory() -> No
     assert large[1] < 0.01 < 0.99 < small[1] and large[0] > small[0]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_table_has_a_column_for_each_precision() -> None:
     lines = page("h200", ["zoo:gpt:tiny"]).splitlines()
     (row,) = [line for line in lines if line.startswith("| gpt:tiny |")]

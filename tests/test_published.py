@@ -133,6 +133,7 @@ def test_only_types_that_no_preset_has_are_described() -> None:
     assert all(f'"type": "{name}"' in text for name in data["device_types"])
 
 
+@pytest.mark.long
 def test_a_rows_precision_is_the_graphs() -> None:
     """As a user's own: by the options of ``soap.load``, of GPUs' lists of casts."""
     made_in = {
@@ -169,7 +170,7 @@ def test_steps_of_several_iterations_update_once(tiny: OperatorGraph, monkeypatc
     assert simulation.makespan_ns < simulation.step_ns(3) < 3 * simulation.makespan_ns
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_models_are_exported_without_values(tiny: OperatorGraph) -> None:
     plain, fused = tiny, graph_of({**TINY, "attention": "fused", "tied": False}, 4)
     assert [op.kind for op in plain.operators].count("softmax") == 2

@@ -43,6 +43,7 @@ from soap.search.starts import BASELINE, Start, best_starts, different, referenc
 from soap.search.uncut import with_uncut
 from soap.simulator.costs import CostModel
 from soap.simulator.draws import Draws
+from soap.simulator.simulate import is_played
 from soap.strategy.config import Strategy
 from soap.strategy.sync import in_one_partition, sync_choices
 
@@ -162,6 +163,9 @@ class Able(Protocol):
     def least_overflow_bytes(self, strategy: Strategy) -> int:
         """A lower bound of the memory that the devices lack, in bytes."""
 
+    def bounds_overflow_bytes(self, strategy: Strategy) -> int:
+        """An upper bound of it, without playing the strategy."""
+
 
 @dataclass
 class _Run:
@@ -234,12 +238,19 @@ class _Run:
                 break
 
     def _fits(self, strategy: Strategy) -> bool:
-        return self.evaluator.overflow_bytes(strategy) == 0
+        return self._lacks(strategy) == 0
+
+    def _lacks(self, strategy: Strategy) -> int:
+        """The memory that the devices lack, in bytes; of a strategy that is not played, by the bounds for any order alone."""
+        able = self._able
+        if able is not None and not is_played(strategy):
+            return able.bounds_overflow_bytes(strategy)
+        return self.evaluator.overflow_bytes(strategy)
 
     def _overflow_bytes(self, strategy: Strategy, most: int) -> int | None:
         """The memory that the devices lack, in bytes; None if a bound shows that it exceeds ``most``."""
         able = self._able
-        return None if able is not None and able.least_overflow_bytes(strategy) > most else self.evaluator.overflow_bytes(strategy)
+        return None if able is not None and able.least_overflow_bytes(strategy) > most else self._lacks(strategy)
 
     def _descend(
         self, rng: random.Random, current: Start, openings: Sequence[Strategy], share: int, allowance: _Allowance

@@ -81,6 +81,12 @@ class IncrementalSimulator:
             return self._simulator.bounds_overflow_bytes(strategy)
         return self._simulator.overflow_bytes(strategy)
 
+    def bounds_overflow_bytes(self, strategy: Strategy) -> int:
+        """As ``Simulator.bounds_overflow_bytes``."""
+        if any(holder.certainly_fits(strategy) for holder in self._engines):
+            return 0
+        return self._simulator.bounds_overflow_bytes(strategy)
+
     def least_overflow_bytes(self, strategy: Strategy) -> int:
         """A lower bound of the bytes that the devices lack; 0 unless this is the last strategy whose time was asked for."""
         return max((holder.least_overflow_bytes(strategy) for holder in self._engines), default=0)

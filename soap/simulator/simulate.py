@@ -30,6 +30,9 @@ CACHED_STRATEGIES = 4096
 
 KEPT_FOLDED = 8
 
+MOST_PLAYED_TILES = 2**10
+"""See ``is_played``."""
+
 MANY_TILES = 2**14
 """A strategy with this many tiles or more is folded if possible: simulating all of it would take seconds."""
 
@@ -197,7 +200,7 @@ class Simulator:
         )
 
     def bounds_overflow_bytes(self, strategy: Strategy) -> int:
-        """``overflow_bytes`` of a strategy that is known not to fit: the bounds for any order say how much is lacking."""
+        """``overflow_bytes`` if only the bounds for any order count: at least as much, and found without a simulation."""
         folded = self.run_folded(strategy) if is_large(strategy) else ""
         uses = memory_use(self._builder.build(strategy), self.optimizer_states) if isinstance(folded, str) else folded.memory
         return overflow_bytes([use.total for use in uses], self.topology)
@@ -225,6 +228,13 @@ def costs_hash(costs: CostModel, communication: Communication) -> str:
 def tile_count(strategy: Strategy) -> int:
     """Tiles of all operators, replicas included."""
     return sum(len(config.devices) for config in strategy.operators.values())
+
+
+def is_played(strategy: Strategy) -> bool:
+    """Whether a search plays the strategy on its way to see whether it fits into memory. Others, which take seconds each, fit if the bounds
+    for any order do: in a descent ``Simulator.bounds_overflow_bytes``, in a compiled chain, where even a plan takes too long, the upper
+    limit of those (``MemoryBound``)."""
+    return tile_count(strategy) <= MOST_PLAYED_TILES
 
 
 def is_large(strategy: Strategy) -> bool:

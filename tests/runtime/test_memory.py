@@ -6,6 +6,7 @@ Counted is what torch's calls make and how long it is there; what a kernel takes
 from __future__ import annotations
 
 import gc
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -122,9 +123,14 @@ def counted(path: str, autocast: str | None, strategy: Strategy, topology: Topol
     return live.most_bytes
 
 
-@pytest.mark.parametrize("plan", ["single_device", "data_parallel"])
-@pytest.mark.parametrize("autocast", [None, "bfloat16"])
-@pytest.mark.parametrize("name", MODELS)
+OFTEN = {("convolutions", "bfloat16", "single_device"), ("attention", None, "data_parallel"), ("unfused", "bfloat16", "data_parallel")}
+CASES = [
+    pytest.param(*case, marks=() if case in OFTEN else pytest.mark.long)
+    for case in product(MODELS, (None, "bfloat16"), ("single_device", "data_parallel"))
+]
+
+
+@pytest.mark.parametrize(("name", "autocast", "plan"), CASES)
 def test_predicted_is_counted(name: str, autocast: str | None, plan: str, pool: Pool, tmp_path: Path) -> None:
     torch.manual_seed(0)
     module, inputs = MODELS[name]()

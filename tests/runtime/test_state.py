@@ -76,7 +76,7 @@ def test_each_micro_batch_moves_buffers(four: Pool, files: dict[str, str], name:
 
 
 @pytest.mark.parametrize("name", ["observed", "balanced"])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.long), "float64"])
 def test_a_check_compares_moved_buffers(four: Pool, files: dict[str, str], name: str, dtype: str) -> None:
     for kind, strategy in strategies(load_model(files[name]).graph, 4, 2).items():
         result = four.run(checked, files[name], strategy, 4, [6, 4, 6], name, dtype)[0]

@@ -127,7 +127,7 @@ def test_durations_are_those_of_the_cost_model(make) -> None:  # type: ignore[no
             assert durations(position, degrees)[durations.type_of[device.index]].tolist() == expected
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_large_batch_on_quick_links_comes_near_the_bound() -> None:
     simulator = simulator_for("zoo:resnet50@4096", load_cluster("h200-8"))
     bound = lower_bound(build_space(simulator.graph, 8), simulator.topology, simulator.costs)

@@ -40,6 +40,13 @@ def test_latencies_on_one_host_by_hand() -> None:
     assert ways("l4-4")[Algorithm.RING, "Simple"].latency_seconds == pytest.approx(1e-6 * (8.4 + 6 * 5.7))
 
 
+def test_through_a_switch_that_adds_each_device_still_sends_what_it_holds_and_what_it_added_up() -> None:
+    """Of two devices that is half as much again, and a ring is faster at any size; of eight the switch decides."""
+    rate = preset("h100-8").links[0].bandwidth_bytes_per_second
+    assert all(algorithm is not Algorithm.NVLS for algorithm, _ in ways("h100-8", 2))
+    assert ways("h100-8")[Algorithm.NVLS, "Simple"].seconds_per_byte > 1.125 / rate
+
+
 def test_latencies_over_several_hosts_by_hand() -> None:
     one, two, four = ways("piz-daint-2"), ways("a100-40gb-2x8"), ways("h100-4x8")
     assert one[Algorithm.RING, "LL"].latency_seconds == pytest.approx(1e-6 * (6.6 + 2 * 5.0))  # a device per host: the tree's latency

@@ -37,6 +37,7 @@ from soap.simulator.costs import CostModel
 from soap.simulator.drawn_engine import make_engine
 from soap.simulator.draws import Draws
 from soap.simulator.memory.bound import NO_TABLES, MemoryBound
+from soap.simulator.simulate import is_played
 from soap.strategy.config import Strategy
 
 DEFAULT_WEIGHTS: Mapping[str, float] = {
@@ -107,7 +108,8 @@ class CompiledChain:
         self.arrays = make_chain(len(graph.operators), len(graph.parameters), devices, len(space.grids.estimate), tiles, proposals)
         Q, N, M = space.handles
         self.handle = handle(SearchTables(grids=Q, neighbours=N, groups=M, chain=self.arrays))
-        self._memory = MemoryBound(self.engine, [d.type.memory_bytes for d in space.topology.devices], space.optimizer_states)
+        limits = [device.type.memory_bytes for device in space.topology.devices]
+        self._memory = MemoryBound(self.engine, limits, space.optimizer_states, played=is_played(strategy))
         self._beta = self._focus = 0.0
         at = self.arrays.at
         at[RANDOM] = at[BEFORE] = np.int64(seed)

@@ -10,7 +10,8 @@ between hosts, and c that of a call, the latency is
 - NVLS: c + L; NVLS tree: c + L + 2 floor(log2 h) N.
 
 Bytes take as long as on the busiest link (``loads``), at its effective bandwidth, times the share of it that the protocol reaches; with LL
-at least what 2(n-1)/n of them take at its limit. Through NVLink SHARP 2(n-1)/n of them take as long as at the switch's bus bandwidth.
+at least what 2(n-1)/n of them take at its limit. Through NVLink SHARP
+2(n-1)/n of them take as long as at the switch's bus bandwidth, and no less than a device's link takes for what it carries, (1 + 1/n).
 
 On measured links there are no protocols: steps have the measured latencies, times a measured factor, and bytes the measured bandwidth.
 """
@@ -125,7 +126,9 @@ class _Sums:
         if not sharp:
             return found
         slowest = min(_sharp_bandwidth(self.topology, own) or 0.0 for own in self.groups)
-        return max(found, self.bus_share / slowest)
+        rates = {link: self.topology.links[link].bandwidth_bytes_per_second for link in inside & shares.keys()}
+        carried = max((shares[link] / parts / rate for link, rate in rates.items()), default=0.0)
+        return max(found, carried, self.bus_share / slowest)  # of two or three devices the links decide, not the switch
 
     def _per_byte(self, protocol: str, seconds: float) -> float:
         if protocol != LL:

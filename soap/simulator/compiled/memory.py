@@ -6,7 +6,8 @@ regions are counted one by one), for buckets, and for what servers own. The lowe
 
 A plan also fits if the peak of its simulated order does (``peaks.lacking_bytes``). A bound from below of that peak is what is certainly
 there when the loss is known, in any order: parameters and the optimizer's states, the batch, and what autograd keeps. If a device's limit
-lies between this one and the upper bound, ask the exact model.
+lies between this one and the upper bound, ask the exact model. For strategies that are not played the upper bound decides: ``certain`` is
+``total``.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def _sum_up(K, M, operators, device):  # type: ignore[no-untyped-def]
     work += part[LARGEST_SUM, device] - part[DOUBTFUL, device] - part[COLLECTED_DOUBTFUL, device]
     M.least[device] = held + (1 + states) * trainable + max(work, trainable)
     certain = held + states * trainable + M.fixed[0] + max(part[SURE, device], trainable)
-    M.certain[device] = min(M.least[device], int((1 + ALLOWANCE) * certain))
+    M.certain[device] = min(M.least[device], int((1 + ALLOWANCE) * certain)) if M.fixed[2] else M.total[device]
 
 
 @compiled

@@ -35,7 +35,7 @@ class MemoryTables(NamedTuple):
     overlap. ``user``, ``user_operand``: by parameter, from ``user_ptr`` on: the operators that use it, and as which of their parameter
     operands. ``elements``, ``itemsize``, ``trainable``, ``row_bytes``: by parameter. ``operand[operand_ptr[op]:]``: an operator's parameter
     operands, as numbers of parameters. ``fixed``: (bytes of the batch and of constants, which every device holds; states of the optimizer
-    per parameter). ``limit``: bytes of memory, by device.
+    per parameter; whether the order that is played decides). ``limit``: bytes of memory, by device.
 
     Working arrays. ``part``: see its rows. ``step``: [device, operator], changes of the bytes of gradients that wait between operators.
     ``seen``: a stamp, then [region, device]. ``looked_up``: rows, by device. ``total``, ``least``: upper and lower limit, in bytes by

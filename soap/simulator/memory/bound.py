@@ -36,8 +36,9 @@ NO_TABLES = handle(_empty())
 class MemoryBound:
     """Bounds of the memory that an engine's strategy needs on each device. It shares the engine's arrays: do not use both at once."""
 
-    def __init__(self, engine: Engine, limits_bytes: Sequence[int], optimizer_states: int = 2) -> None:
-        """``limits_bytes``: each device's memory. ``optimizer_states``: tensors of a parameter's size that the optimizer keeps for it."""
+    def __init__(self, engine: Engine, limits_bytes: Sequence[int], optimizer_states: int = 2, *, played: bool = True) -> None:
+        """``limits_bytes``: each device's memory. ``optimizer_states``: tensors of a parameter's size that the optimizer keeps for it.
+        ``played``: whether a strategy fits if the order that is played does; if not, the upper bound decides and no verdict is UNKNOWN."""
         self._engine, graph = engine, engine.graph
         self._rows, self._data, self._cut_ptr, self._cut = Growing(np.int64), Growing(np.int64), Growing(np.int64), Growing(np.int32)
         self._regions: dict[Box, int] = {}
@@ -66,7 +67,7 @@ class MemoryBound:
             "operand": np.array([numbers[o.tensor] for op in graph.operators for o in op.parameters], np.int32),
             "looked_up": np.zeros(devices, np.int64),
             "trainable": np.array([t.requires_grad for t in graph.parameters], np.int32),
-            "fixed": np.array([sum(t.bytes for t in given) + graph.next_state_bytes, optimizer_states], np.int64),
+            "fixed": np.array([sum(t.bytes for t in given) + graph.next_state_bytes, optimizer_states, played], np.int64),
             "limit": np.array(limits_bytes, np.int64),
             "part": np.zeros((PARTS, devices), np.int64),
             "step": np.zeros(devices * (len(graph.operators) + 2), np.int64),

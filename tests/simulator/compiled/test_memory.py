@@ -28,10 +28,12 @@ from tests.graph_builder import GraphBuilder, transformer
 from tests.strategies import CPU, cases, cluster
 
 
-def bound(graph: OperatorGraph, topology: Topology, limit: int = 1 << 60, states: int = 2) -> tuple[Engine, MemoryBound]:
+def bound(
+    graph: OperatorGraph, topology: Topology, limit: int = 1 << 60, states: int = 2, *, played: bool = True
+) -> tuple[Engine, MemoryBound]:
     """An engine, and the bound of what it holds."""
     engine = Engine(graph, topology, RooflineCosts(topology))
-    return engine, MemoryBound(engine, [limit] * topology.device_count, states)
+    return engine, MemoryBound(engine, [limit] * topology.device_count, states, played=played)
 
 
 @settings(suppress_health_check=list(HealthCheck))
@@ -104,6 +106,8 @@ def test_verdicts_change_at_the_bounds() -> None:
     assert certain < most
     verdicts = [verdict(graph, topology, strategy, limit) for limit in (certain - 1, certain, most - 1, most)]
     assert verdicts == [LACKING, UNKNOWN, UNKNOWN, FITS]
+    alone = [verdict(graph, topology, strategy, limit, played=False) for limit in (certain - 1, certain, most - 1, most)]
+    assert alone == [LACKING, LACKING, LACKING, FITS]  # the upper bound decides: nobody has to be asked
 
 
 @pytest.mark.parametrize(("net", "share"), [("gpt", 0.7), ("resnet50", 0.85)])
@@ -135,9 +139,9 @@ def test_a_plan_that_fits_in_its_simulated_order_alone_fits() -> None:
         assert (simulator.cost(usual)[1] > 0) == lacking != simulator.run(usual).fits
 
 
-def verdict(graph: OperatorGraph, topology: Topology, strategy: Strategy, limit: int) -> int:
+def verdict(graph: OperatorGraph, topology: Topology, strategy: Strategy, limit: int, *, played: bool = True) -> int:
     """Whether a strategy fits into that much on each device."""
-    engine, memory = bound(graph, topology, limit)
+    engine, memory = bound(graph, topology, limit, played=played)
     engine.load(strategy)
     return memory.verdict()
 
