@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from soap.api import SearchOutcome, costs_record
+from soap.api import SearchOutcome, costs_record, memory_range
 from soap.cli import certainty, figures, rows
 from soap.cli.plain_text import aligned, devices, listed, milliseconds, speed_up, split, sync_document, sync_text
 from soap.cluster.topology import Topology
@@ -54,6 +54,7 @@ def document(simulator: Simulator, strategy: Strategy, simulation: Simulation | 
         "throughput": figures.document(simulation.throughput),
         "memory_bytes": [{**asdict(use), "total": use.total} for use in simulation.memory],
         "expected_memory_bytes": list(simulation.peak_bytes),
+        "memory_range_bytes": [memory_range(peak) for peak in simulation.peak_bytes],
         "available_memory_bytes": [device.type.memory_bytes for device in topology.devices],
         "bytes_moved": simulation.bytes_moved,
         "data_parallel_bytes_moved": simulator.predict(baseline).bytes_moved,
@@ -196,11 +197,12 @@ def _resources(report: Mapping[str, Any]) -> str:
     names, peaks = report["cluster"]["devices"], report["expected_memory_bytes"]
     fullest = max(range(len(peaks)), key=lambda d: peaks[d] / report["available_memory_bytes"][d])
     available, bound = report["available_memory_bytes"][fullest], report["memory_bytes"][fullest]["total"]
-    held = f"{format_bytes(peaks[fullest])} of {format_bytes(available)} ({names[fullest]}), {format_bytes(bound)} in any order"
+    between = " to ".join(map(format_bytes, report["memory_range_bytes"][fullest]))
+    held = f"{between} of {format_bytes(available)} ({names[fullest]}), up to {format_bytes(bound)} in any order"
     busy = [report["busy_ns"][name] for name in names]
     mean = sum(busy) / len(busy) / max(1, report["predicted_ns"])
     rows = [
-        ("memory per device", f"up to {held}"),
+        ("memory per device", held),
         ("moved per iteration", f"{format_bytes(report['bytes_moved'])} ({BASELINE}: {format_bytes(report['data_parallel_bytes_moved'])})"),
         ("devices busy", f"{mean:.0%} of the time on average"),
         ("throughput", figures.text(report["throughput"])),

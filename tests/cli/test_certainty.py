@@ -68,6 +68,10 @@ def test_a_plan_that_wins_by_much_is_taken(tmp_path: Path, capsys: Capsys) -> No
     low, middle, high = found["range"]["time_ns"]
     assert low < middle < high and low < found["predicted_ns"] < high
     assert found["range"]["speedup"][0] > 1
+    for (least, most), expected, bound in zip(
+        found["memory_range_bytes"], found["expected_memory_bytes"], found["memory_bytes"], strict=True
+    ):
+        assert least < most == expected <= bound["total"]  # what is expected has been enough for every rank measured
 
 
 def test_it_says_so_to_people(tmp_path: Path, capsys: Capsys) -> None:
