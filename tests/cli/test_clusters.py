@@ -33,14 +33,14 @@ def clusters(*specs: str) -> list[str]:
     return [word for spec in specs for word in ("--cluster", spec)]
 
 
-FAST, SLOW, SLOWEST = "fast", "p100-4x4", "k80-16x4"
+FAST, SLOW, SLOWEST = "fast", "l4-2x2", "l4-3x2"
 PRICES = {FAST: 1000.0, SLOW: 1.0, SLOWEST: 1.5}
 HOSTS = """
 name: fast
 hosts:
   - name: node
-    count: 4
-    devices: {type: h200, count: 4}
+    count: 2
+    devices: {type: h200, count: 2}
     cpu_cores: 20
     memory: 256 GiB
     links: {intra: {bandwidth: 400 GB/s, latency: 1 us}}
@@ -168,8 +168,8 @@ def test_a_model_that_fits_on_some_of_them(tmp_path: Path, capsys: Capsys) -> No
 
 @pytest.mark.slow
 def test_an_option_that_one_cluster_cannot_have(tmp_path: Path, capsys: Capsys) -> None:
-    command = [MODEL, *clusters(SLOWEST, SLOW), "-o", str(tmp_path / "s.json"), "--budget", "5", "--forbid", "*=@20"]
-    assert_refused(capsys, main, command, 5, "cluster 'p100-4x4': ", "device 20", "0 to 15")
+    command = [MODEL, *clusters(SLOWEST, SLOW), "-o", str(tmp_path / "s.json"), "--budget", "5", "--forbid", "*=@5"]
+    assert_refused(capsys, main, command, 5, f"cluster '{SLOW}': ", "device 5", "0 to 3")
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Mapping
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from soap.runtime.trainer import Trainer
 from soap.strategy.classical import CLASSICAL, random_strategy
 from soap.strategy.config import OpConfig, Strategy
 from soap.tracing.export import export_model
+from tests.extent import often
 from tests.runtime.pool import Pool
 from tests.runtime.traced import checked, sgd, traced
 
@@ -92,9 +94,9 @@ def assert_checked(four: Pool, path: Path, dtype: str | None, tolerance: float) 
         assert found.passed and found.worst.error < tolerance, (dtype, name, found.worst)
 
 
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-@pytest.mark.parametrize("make", [Counted, Masked])
-def test_constants_follow_the_type(four: Pool, tmp_path: Path, make: Callable[[], nn.Module], dtype: str) -> None:
+@pytest.mark.parametrize("case", often(list(product((Counted, Masked), TOLERANCES)), [(Counted, "float64"), (Masked, "bfloat16")]))
+def test_constants_follow_the_type(four: Pool, tmp_path: Path, case: tuple[Callable[[], nn.Module], str]) -> None:
+    make, dtype = case
     torch.manual_seed(0)
     path = tmp_path / "m.pt2"
     export_model(make(), (torch.randn(8, 4), torch.randint(3, (8,))), path=path)

@@ -19,11 +19,13 @@ from tests.tracing.kinds import KINDS
 
 TRAINED = [name for name, kind in KINDS.items() if not kind.refused]
 SELDOM = {
-    "capsules", "crf", "diffusion_unet", "dilated_causal", "fourier_operator", "linear_attention", "masked_pixels", "moe_with_capacity",
-    "neural_ode", "packed_documents", "preferences", "radiance", "rotary_by_complex", "sets", "several_tokens_ahead", "spans", "splines",
-    "ssm",
+    "attention_pooling_of_bags", "capsules", "crf", "diffusion_unet", "dilated_causal", "early_exits", "factorisation_machine", "flow",
+    "fourier_operator", "in_batch_negatives", "linear_attention", "low_rank_adapters", "made_weights", "masked_pixels",
+    "moe_with_capacity", "molecules", "neural_ode", "packed_documents", "preferences", "product_keys", "radiance", "rotary_by_complex",
+    "sets", "several_tokens_ahead", "shared_siamese", "spans", "spectral_gan", "splines", "ssm", "straight_through_codes", "tensor_train",
+    "two_tower", "two_views", "vae",
 }  # fmt: skip
-"""The larger ones of which others have the operators and the way they are put together: ``chunked_scan``, ``complex_layers``,
+"""Those of which others have the operators and the way they are put together: ``chunked_scan``, ``complex_layers``,
 ``fourier_mixing``, ``long_convolution``, ``masked_convolutions``, ``moe_top_2``, ``points``, ``several_resolutions``…"""
 
 

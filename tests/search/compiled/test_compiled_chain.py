@@ -110,7 +110,7 @@ ONLY = [{move: 1.0 if move in ("redraw", other) else 0.0 for move in MOVES} for 
 
 ALONE = [
     # Few runs are accepted; how they are drawn is tested below, too.
-    pytest.param(weights, 240_000 if move == "run" else 120_000, id=move, marks=pytest.mark.long if move == "run" else pytest.mark.slow)
+    pytest.param(weights, 240_000 if move == "run" else 120_000, id=move, marks=[] if move == "informed" else pytest.mark.long)
     for weights, move in zip(ONLY, MOVES, strict=True)
     if move in ("informed", "group", "run")
 ]
