@@ -16,7 +16,7 @@ from soap.plan.tiling import Tile
 from soap.profiles.entries import UPDATE
 from soap.profiles.keys import tile_kind
 from soap.profiles.lookup import ProfiledCosts, Source
-from soap.search.deciding import Timed
+from soap.search.deciding import LEAST_CHANCE, Timed
 from soap.search.information import Name, Responses, respond
 from soap.search.starts import BASELINE
 from soap.simulator.draws import Communicated, DrawnTasks, Draws, Error, Spreads
@@ -100,7 +100,7 @@ class WhatDecides:
         nothing that is not measured is worth more than ``least_value_ns``."""
         others = [plan.gains(self.reference) for plan in self.plans if plan is not self.reference]
         won = self.leader is not self.reference and float(np.mean(self.leader.gains(self.reference) > by)) >= confidence
-        lost = all(float(np.mean(gains > 1 / by)) <= 1 - confidence for gains in others)
+        lost = all(float(np.mean(gains > 1 / by)) <= LEAST_CHANCE for gains in others)
         return (won or lost) and self.value_to_measure_ns <= least_value_ns
 
 
@@ -116,10 +116,11 @@ def what_decides(
     ``compiled``: see ``drawn_times``. StrategyError if a plan does not fit the graph or the cluster."""
     noted = NotedSpreads(draws_for(simulator, 1).spreads, simulator)
     for plan in plans.values():
-        tasks = simulator.predict(plan).tasks
+        outcome = simulator.predict(plan)
+        tasks = outcome.tasks.tasks
         noted.of_plan = set()
-        DrawnTasks(tasks, Draws(noted, 1))  # asks for the errors of every task
-        noted.keep(launched=any(task.launch_ns for task in tasks.tasks), overheads=any(task.cpu_overhead_ns for task in tasks.tasks))
+        DrawnTasks(outcome.tasks, Draws(noted, 1), outcome.between_hosts)  # asks for the errors of every task
+        noted.keep(launched=any(task.launch_ns for task in tasks), overheads=any(task.cpu_overhead_ns for task in tasks))
     found = timed(simulator, plans, plans[reference], draws, compiled=compiled)
     same = draws_for(simulator, draws, seed=DECIDING_SEED)
     scores = {name: np.log(same.factors([Error(name, 1.0)])) for own in noted.members.values() for name in own}

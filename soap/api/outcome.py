@@ -15,7 +15,7 @@ from soap.files import write_bytes_atomically
 from soap.measure.paired import Gain
 from soap.model import sparse_shares
 from soap.search.constraints import Pairs, parse
-from soap.search.deciding import DEFAULT_CONFIDENCE, Decision
+from soap.search.deciding import DEFAULT_CONFIDENCE, LEAST_CHANCE, Decision
 from soap.search.explanation import Line, Synchronized
 from soap.search.plot import plot
 from soap.search.record import SearchResult
@@ -99,11 +99,12 @@ class SearchOutcome:
         return decision(self.simulator, self.result, usual, possible=self.usual is not None, confidence=self.confidence)
 
     def may_win(self, strategy: Strategy) -> bool:
-        """Whether it is worth running a plan: it beats data parallelism in more than a few of the draws (1 - ``confidence``)."""
-        if self.usual is None or strategy == self.usual:
+        """Whether it is worth running a plan: it beats data parallelism in more than a few of the draws (``LEAST_CHANCE``), or is what is
+        kept if nothing is run."""
+        if self.usual is None or strategy in (self.usual, self.decision.kept.strategy):
             return True
         plan, usual = timed(self.simulator, {"plan": strategy, BASELINE: self.usual}, self.usual)
-        return plan.wins(usual) > 1 - self.confidence
+        return plan.wins(usual) > LEAST_CHANCE
 
     @property
     def strategy(self) -> Strategy:

@@ -2,7 +2,7 @@
 
 All are compared under the same draws of the costs (``simulator.draws``), more of them than the search has seen: a plan that was chosen for
 its luck in a few draws has none in others. Plan a *wins* against plan b in a draw if it is faster there. It is *surely* faster if it wins
-in at least the share ``confidence`` of the draws.
+in at least the share ``confidence`` of the draws, and is faster on average.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from soap.strategy.config import Strategy
 
 DEFAULT_CONFIDENCE = 0.9
+LEAST_CHANCE = 0.1
+"""A plan that is faster in at most this share of the draws is neither run nor worth measuring for, however little confidence is asked for."""
 DECIDING_DRAWS = 64
 """With 64 draws a share of 0.9 is known to within 0.07 (two standard deviations of a binomial share)."""
 
@@ -89,6 +91,11 @@ class Decision:
         return self.kept is self.reference
 
 
+def _surely_beats(plan: Timed, reference: Timed | None, confidence: float) -> bool:
+    """Whether it wins often enough, and is faster on average: few draws in which it loses by much count, too."""
+    return reference is None or (plan.wins(reference) >= confidence and plan.mean_ns < reference.mean_ns)
+
+
 def decide(plans: Sequence[Timed], reference: Timed | None, confidence: float) -> Decision:
     """Choose among ``plans``. ``reference``: data parallelism if it is possible, else the best start; it is one of the plans or not.
 
@@ -97,7 +104,7 @@ def decide(plans: Sequence[Timed], reference: Timed | None, confidence: float) -
     """
     everyone = list(plans) if reference is None or any(plan is reference for plan in plans) else [reference, *plans]
     leader = min(everyone, key=lambda plan: (plan.mean_ns, plan.complexity))
-    sure = [plan for plan in everyone if plan is not reference and (reference is None or plan.wins(reference) >= confidence)]
+    sure = [plan for plan in everyone if plan is not reference and _surely_beats(plan, reference, confidence)]
     draws = len(leader.times_ns)
     if confidence == 0:
         return Decision(leader, leader, reference, confidence, draws)

@@ -90,6 +90,15 @@ def test_python_decides_alike(tmp_path: Path, capsys: Capsys) -> None:
     assert found.decision.wins == pytest.approx(told["decision"]["wins"], abs=1e-4) and found.time_ns == told["predicted_ns"]
 
 
+@pytest.mark.parametrize("confidence", [0.0, 0.05, 1.0])
+def test_whether_a_plan_is_worth_running_does_not_depend_on_the_confidence(confidence: float) -> None:
+    found = api.find(MODEL, parse_cluster(described(CLOSE)), SearchOptions(budget=40, patience=0.5, confidence=confidence))
+    best = found.result.strategy
+    assert best != found.usual is not None and found.may_win(best) and found.may_win(found.usual)
+    slow = api.classical("model_parallel", found.simulator.graph, found.simulator.topology)
+    assert not found.may_win(slow)
+
+
 def test_without_data_parallelism_the_best_start_is_what_must_be_beaten() -> None:
     pinned = api.find(MODEL, parse_cluster(described(CLOSE)), SearchOptions(budget=20, pins={"*": "@0"}))
     assert pinned.usual is None and pinned.decision.reference is not None

@@ -59,3 +59,14 @@ def test_quantiles_and_gains(confidence: float) -> None:
     assert found.gains(USUAL).tolist() == [2.0, 4.0, 0.5, 1.0]
     assert found.quantiles_ns((0.0, 0.5, 1.0)) == [25, 75, 200]
     assert decide([found], USUAL, confidence).kept is (found if confidence == 0.5 else USUAL)
+
+
+def test_a_plan_that_is_slower_on_average_is_not_taken_however_often_it_wins() -> None:
+    usual, rarely_slow = plan("data_parallel", *[100] * 64), plan("found", *[99] * 60, *[300] * 4)
+    decision = decide([rarely_slow], usual, 0.9)
+    assert decision.kept is decision.leader is usual and rarely_slow.wins(usual) > 0.9
+    mostly_slow = plan("found", 90, 90, 90, *[105] * 7)
+    usual = plan("data_parallel", *[100] * 10)
+    assert decide([mostly_slow], usual, 0.3).kept is usual
+    lucky = plan("lucky", 10, 10, 10, *[105] * 7)
+    assert decide([lucky], usual, 0.3).kept is lucky and decide([lucky], usual, 0.31).kept is usual

@@ -16,6 +16,7 @@ from soap.profiles.entries import Entry, Timing
 from soap.profiles.keys import TileKeys, tile_kind
 from soap.profiles.lookup import ProfiledCosts, Source
 from soap.profiles.roofline import RooflineCosts
+from soap.search.deciding import LEAST_CHANCE
 from soap.search.starts import BASELINE
 from soap.simulator.simulate import Simulator
 from soap.strategy.classical import CLASSICAL
@@ -121,7 +122,7 @@ def test_times_are_those_by_which_plans_are_chosen() -> None:
 def test_a_choice_is_sure_if_wins_are_many_or_few_and_nothing_is_worth_knowing(confidence: float) -> None:
     told = found()
     wins = told.rival.wins(told.reference)
-    settled = wins >= confidence or wins <= 1 - confidence
+    settled = wins >= confidence or wins <= LEAST_CHANCE
     assert told.is_sure(confidence, float("inf")) is settled
     assert told.is_sure(confidence, -1.0) is False
     assert told.is_sure(confidence, told.value_to_measure_ns) is settled
