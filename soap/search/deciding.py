@@ -18,7 +18,7 @@ from soap.strategy.config import Strategy
 
 DEFAULT_CONFIDENCE = 0.9
 LEAST_CHANCE = 0.1
-"""A plan that is faster in at most this share of the draws is neither run nor worth measuring for, however little confidence is asked for."""
+"""A plan that is faster in at most this share of the draws is neither run nor worth measuring for, whatever confidence is asked for."""
 DECIDING_DRAWS = 64
 """With 64 draws a share of 0.9 is known to within 0.07 (two standard deviations of a binomial share)."""
 
@@ -31,8 +31,8 @@ RANGE = (0.1, 0.9)
 
 @dataclass(frozen=True)
 class Timed:
-    """A plan with its times under all draws, in ns. ``usual_ns``: under the most likely costs. ``unlike``: operators that are configured
-    unlike data parallelism. ``messages``: communications in an iteration."""
+    """A plan with its times under all draws, in ns. ``usual_ns``: under the most likely costs. ``unlike``: operators and parameters
+    that are configured unlike the plan that it must beat. ``messages``: communications in an iteration."""
 
     name: str
     strategy: Strategy
@@ -79,11 +79,6 @@ class Decision:
     reference: Timed | None
     confidence: float
     draws: int
-
-    @property
-    def wins(self) -> float:
-        """The share of the draws in which the leader beats the reference; 1 if there is none or it leads itself."""
-        return 1.0 if self.reference is None or self.leader is self.reference else self.leader.wins(self.reference)
 
     @property
     def keeps_reference(self) -> bool:

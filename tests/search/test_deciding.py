@@ -19,7 +19,7 @@ def test_a_plan_that_wins_often_enough_is_taken() -> None:
     found = plan("found", 90, 95, 99, 101, unlike=3)
     for confidence, kept in ((0.75, found), (0.76, USUAL)):
         decision = decide([found, USUAL], USUAL, confidence)
-        assert decision.kept is kept and decision.leader is found and decision.wins == 0.75
+        assert decision.kept is kept and decision.leader is found and found.wins(USUAL) == 0.75
         assert decision.keeps_reference == (kept is USUAL)
 
 
@@ -44,7 +44,7 @@ def test_a_simple_plan_that_is_much_slower_in_some_draws_is_no_equal() -> None:
 
 def test_data_parallelism_that_leads_is_kept() -> None:
     decision = decide([plan("found", 120, 120, 99, 120)], USUAL, 0.9)
-    assert decision.kept is decision.leader is USUAL and decision.wins == 1.0
+    assert decision.kept is decision.leader is USUAL and decision.keeps_reference
 
 
 def test_without_confidence_the_leader_is_taken_and_without_a_reference_the_best() -> None:
