@@ -121,4 +121,4 @@ def _unlike(strategy: Strategy, other: Strategy) -> list[tuple[str, ...]]:
     operators = [(name, repr(config)) for name, config in strategy.operators.items() if config != other.operators[name]]
     parameters = sorted({*strategy.parameters, *other.parameters})
     syncs = [(name, repr(strategy.sync(name))) for name in parameters if strategy.sync(name) != other.sync(name)]
-    return [("operator", *one) for one in operators] + [("parameter", *one) for one in syncs]
+    return [*(("operator", *one) for one in operators), *(("parameter", *one) for one in syncs)]

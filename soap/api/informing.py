@@ -130,7 +130,7 @@ def what_decides(
     scores = {name: np.log(same.factors([Error(name, 1.0)])) for own in noted.members.values() for name in own}
     own = {(PLANS, name): np.log(same.factors(plan_errors(simulator, plan, usual))) for name, plan in plans.items()}
     own = {name: score for name, score in own.items() if score.any()}
-    members = {**noted.members, **({Thing(PLANS): set(own)} if own else {})}
+    members = noted.members | ({Thing(PLANS): set(own)} if own else {})
     place = list(plans).index(reference)
     responses = respond(np.array([plan.times_ns for plan in found], np.float64), scores | own, place)
     return WhatDecides(tuple(found), found[place], members, noted.sources, responses)
