@@ -6,12 +6,22 @@ A model may be what ``load`` returns, an ``OperatorGraph``, or text for ``load``
 
 from __future__ import annotations
 
-from soap.api.deciding import decision_record, memory_range, range_record, timed
+from soap.api.deciding import decision_record, memory_range, timed
 from soap.api.finding import find
 from soap.api.informing import WhatDecides, what_decides
 from soap.api.models import Cluster, Model, export, load, load_cluster, measure_rows
 from soap.api.outcome import LEAST_MEASURED, Run, SearchOutcome, least_measured
-from soap.api.predictions import costs_for, costs_record, explain, explain_synchronization, simulate, simulator_for, with_links
+from soap.api.predictions import (
+    Prediction,
+    costs_for,
+    costs_record,
+    explain,
+    explain_synchronization,
+    predicted_range,
+    simulate,
+    simulator_for,
+    with_links,
+)
 from soap.api.strategies import (
     classical,
     load_strategy,
@@ -26,6 +36,7 @@ __all__ = [
     "LEAST_MEASURED",
     "Cluster",
     "Model",
+    "Prediction",
     "Run",
     "SearchOutcome",
     "WhatDecides",
@@ -45,7 +56,7 @@ __all__ = [
     "load_strategy_header",
     "measure_rows",
     "memory_range",
-    "range_record",
+    "predicted_range",
     "save_strategy",
     "sensitivity",
     "simulate",

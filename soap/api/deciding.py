@@ -9,10 +9,9 @@ from soap.profiles.spreads import KnownSpreads, known_spreads
 from soap.search.deciding import DECIDING_DRAWS, RANGE, Decision, Timed, decide
 from soap.search.record import SearchResult
 from soap.simulator.drawn_times import drawn_times
-from soap.simulator.draws import Draws, Risk, drawn_ns
+from soap.simulator.draws import Draws, Error, Risk, drawn_ns
 from soap.simulator.simulate import Simulator
 from soap.strategy.config import Strategy
-from soap.strategy.json_file import strategy_hash
 
 SEARCH_SEED = "search"
 DECIDING_SEED = "deciding"
@@ -25,20 +24,30 @@ def draws_for(simulator: Simulator, count: int, risk: Risk = Risk.MEAN, seed: st
 
 
 def timed(
-    simulator: Simulator, plans: Mapping[str, Strategy], usual: Strategy, draws: int = DECIDING_DRAWS, *, compiled: bool = True
+    simulator: Simulator,
+    plans: Mapping[str, Strategy],
+    usual: Strategy,
+    draws: int = DECIDING_DRAWS,
+    *,
+    reference: Strategy | None = None,
+    compiled: bool = True,
 ) -> list[Timed]:
-    """Plans by name with their times under draws of the costs, the same for all. ``usual``: data parallelism. ``compiled``: see
-    ``drawn_times``."""
+    """Plans by name with their times under draws of the costs, the same for all. ``usual``: data parallelism. ``reference``: the plan that
+    others must beat, if it is another one. ``compiled``: see ``drawn_times``."""
     found = drawn_times(simulator, plans.values(), drawn := draws_for(simulator, draws, seed=DECIDING_SEED), compiled=compiled)
-    spreads = KnownSpreads(simulator.costs, simulator.topology)
-    whole = len(simulator.graph.operators) + len(simulator.graph.parameters)
     timed_plans = []
     for (name, strategy), times in zip(plans.items(), found, strict=True):
-        unlike = _unlike(strategy, usual)
-        factors = drawn.factors(spreads.of_plan(strategy_hash(strategy, simulator.graph), min(1.0, unlike / whole)))
-        own_ns = tuple(drawn_ns(ns, factor) for ns, factor in zip(times.times_ns, factors.tolist(), strict=True))
+        factors = drawn.factors(plan_errors(simulator, strategy, usual)).tolist()
+        own_ns = tuple(drawn_ns(ns, factor) for ns, factor in zip(times.times_ns, factors, strict=True))
+        unlike = len(_unlike(strategy, reference or usual))
         timed_plans.append(Timed(name, strategy, times.usual_ns, own_ns, unlike, times.messages))
     return timed_plans
+
+
+def plan_errors(simulator: Simulator, strategy: Strategy, usual: Strategy) -> tuple[Error, ...]:
+    """The errors of a plan beside those of its costs. ``usual``: data parallelism."""
+    whole = len(simulator.graph.operators) + len(simulator.graph.parameters)
+    return KnownSpreads(simulator.costs, simulator.topology).of_plan(_unlike(strategy, usual), whole)
 
 
 def decision(
@@ -57,25 +66,30 @@ def decision(
             number += 1
             named["found" if number == 1 else f"found {number}"] = finalist.strategy
             known.append(finalist.strategy)
-    plans = timed(simulator, named, usual, draws)
-    reference = next((plan for plan in plans if plan.strategy == usual), None) if possible else (plans[0] if starts else None)
-    return decide(plans, reference, confidence)
+    to_beat = usual if possible else starts[0].strategy if starts else None
+    plans = timed(simulator, named, usual, draws, reference=to_beat)
+    return decide(plans, next((plan for plan in plans if plan.strategy == to_beat), None), confidence)
 
 
 def decision_record(found: Decision) -> dict[str, Any]:
-    """What was kept, and why, as plain values. ``leader``: the plan that is fastest on average. ``wins``: the share of ``draws`` in which
-    it beats the reference, which must be at least ``confidence``. ``gain``: between which factors it beats it, ``RANGE``."""
-    gains = None if found.reference is None else [round(float(own), 4) for own in _quantiles(found.leader.gains(found.reference))]
+    """What was kept, and why, as plain values. ``leader``: the plan that is fastest on average. ``plans``: these two by name, with their
+    predicted times, ``wins``, the share of ``draws`` in which each beats the reference (at least ``confidence`` of what replaces it), and
+    ``gain``, between which factors it beats it (``RANGE``); both None if there is no reference."""
     return {
         "kept": found.kept.name,
         "reference": None if found.reference is None else found.reference.name,
         "leader": found.leader.name,
-        "leader_ns": found.leader.usual_ns,
-        "wins": round(found.wins, 4),
-        "gain": gains,
+        "plans": {plan.name: _beside(plan, found.reference) for plan in (found.kept, found.leader)},
         "confidence": found.confidence,
         "draws": found.draws,
     }
+
+
+def _beside(plan: Timed, reference: Timed | None) -> dict[str, Any]:
+    if reference is None:
+        return {"predicted_ns": plan.usual_ns, "wins": None, "gain": None}
+    gain = [round(float(own), 4) for own in _quantiles(plan.gains(reference))]
+    return {"predicted_ns": plan.usual_ns, "wins": round(plan.wins(reference), 4), "gain": gain}
 
 
 def range_record(plan: Timed, usual: Timed) -> dict[str, Any]:
@@ -102,6 +116,9 @@ def _quantiles(values: Any, shares: Sequence[float] = RANGE) -> Any:
     return np.quantile(values, shares)
 
 
-def _unlike(strategy: Strategy, usual: Strategy) -> int:
-    operators = sum(config != usual.operators[name] for name, config in strategy.operators.items())
-    return operators + len({name for name in {*strategy.parameters, *usual.parameters} if strategy.sync(name) != usual.sync(name)})
+def _unlike(strategy: Strategy, other: Strategy) -> list[tuple[str, ...]]:
+    """The operators and parameters that are configured unlike another strategy's, with how."""
+    operators = [(name, repr(config)) for name, config in strategy.operators.items() if config != other.operators[name]]
+    parameters = sorted({*strategy.parameters, *other.parameters})
+    syncs = [(name, repr(strategy.sync(name))) for name in parameters if strategy.sync(name) != other.sync(name)]
+    return [*(("operator", *one) for one in operators), *(("parameter", *one) for one in syncs)]

@@ -9,14 +9,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from soap.api.deciding import DECIDING_SEED, draws_for, timed
+from soap.api.deciding import DECIDING_SEED, draws_for, plan_errors, timed
+from soap.api.strategies import classical
 from soap.cluster.topology import DeviceType
 from soap.model.graph import OperatorGraph
 from soap.plan.tiling import Tile
 from soap.profiles.entries import UPDATE
 from soap.profiles.keys import tile_kind
 from soap.profiles.lookup import ProfiledCosts, Source
-from soap.search.deciding import Timed
+from soap.search.deciding import LEAST_CHANCE, Timed
 from soap.search.information import Name, Responses, respond
 from soap.search.starts import BASELINE
 from soap.simulator.draws import Communicated, DrawnTasks, Draws, Error, Spreads
@@ -25,12 +26,13 @@ from soap.strategy.config import Strategy
 
 INFORMING_DRAWS = 512
 """More than decide: an error that explains a 40th of what differs is told from chance among 200."""
-RATE, TILES, LAUNCHES, UPDATES, SERVERS, LINKS = "rate", "tiles", "launches", "updates", "servers", "links"
+RATE, TILES, LAUNCHES, UPDATES, SERVERS, LINKS, PLANS = "rate", "tiles", "launches", "updates", "servers", "links", "plans"
 
 
 class Thing(NamedTuple):
     """What becomes known by one kind of measuring. ``what``: a device's rate, tiles of one kind of operator (``kind``), launches, updates,
-    servers, or links with what communication costs devices. ``device``: the device type's name; empty for servers and links."""
+    servers, links with what communication costs devices, or what the plans take beside the costs of their parts. ``device``: the device
+    type's name; empty for servers, links and plans."""
 
     what: str
     device: str = ""
@@ -40,8 +42,9 @@ class Thing(NamedTuple):
 @dataclass(frozen=True)
 class Matter:
     """How much a thing matters. ``share``: of the variance of ln(time / reference's time). ``value_ns``: by how much the expected time of
-    the plan that is chosen drops if the thing is known exactly, at most. ``measured``: whether all of it that the plans need is measured
-    already; only runs of the plans then say more. ``errors``: its errors that were found to matter, with their shares."""
+    the plan that is chosen drops if the thing is known exactly, at most. ``measured``: whether only runs of the plans say more, because all
+    of it that they need is measured already, or it is the plans themselves. ``errors``: its errors that were found to matter, with their
+    shares."""
 
     thing: Thing
     share: float
@@ -53,7 +56,7 @@ class Matter:
 @dataclass(frozen=True)
 class WhatDecides:
     """``plans``: with their times under the draws, ``reference`` among them. ``sources``: by thing, where its costs come from.
-    ``members``: by thing, its errors."""
+    ``members``: by thing, its errors; of ``PLANS`` one for each plan, all that it has beside those of its costs."""
 
     plans: tuple[Timed, ...]
     reference: Timed
@@ -80,7 +83,7 @@ class WhatDecides:
         found = []
         for thing, names in self.members.items():
             own = tuple((name, shares[name]) for name in self.responses.names if name in names)
-            measured = self.sources[thing] <= {Source.MEASURED}
+            measured = self.sources.get(thing, set()) <= {Source.MEASURED}
             found.append(Matter(thing, sum(share for _, share in own), self.responses.value_ns(names), measured, own))
         return tuple(sorted(found, key=lambda one: (-one.value_ns, -one.share, one.thing)))
 
@@ -100,7 +103,7 @@ class WhatDecides:
         nothing that is not measured is worth more than ``least_value_ns``."""
         others = [plan.gains(self.reference) for plan in self.plans if plan is not self.reference]
         won = self.leader is not self.reference and float(np.mean(self.leader.gains(self.reference) > by)) >= confidence
-        lost = all(float(np.mean(gains > 1 / by)) <= 1 - confidence for gains in others)
+        lost = all(float(np.mean(gains > 1 / by)) <= LEAST_CHANCE for gains in others)
         return (won or lost) and self.value_to_measure_ns <= least_value_ns
 
 
@@ -116,16 +119,21 @@ def what_decides(
     ``compiled``: see ``drawn_times``. StrategyError if a plan does not fit the graph or the cluster."""
     noted = NotedSpreads(draws_for(simulator, 1).spreads, simulator)
     for plan in plans.values():
-        tasks = simulator.predict(plan).tasks
+        outcome = simulator.predict(plan)
+        tasks = outcome.tasks.tasks
         noted.of_plan = set()
-        DrawnTasks(tasks, Draws(noted, 1))  # asks for the errors of every task
-        noted.keep(launched=any(task.launch_ns for task in tasks.tasks), overheads=any(task.cpu_overhead_ns for task in tasks.tasks))
-    found = timed(simulator, plans, plans[reference], draws, compiled=compiled)
+        DrawnTasks(outcome.tasks, Draws(noted, 1), outcome.between_hosts)  # asks for the errors of every task
+        noted.keep(launched=any(task.launch_ns for task in tasks), overheads=any(task.cpu_overhead_ns for task in tasks))
+    usual = classical(BASELINE, simulator.graph, simulator.topology)
+    found = timed(simulator, plans, usual, draws, reference=plans[reference], compiled=compiled)
     same = draws_for(simulator, draws, seed=DECIDING_SEED)
     scores = {name: np.log(same.factors([Error(name, 1.0)])) for own in noted.members.values() for name in own}
+    own = {(PLANS, name): np.log(same.factors(plan_errors(simulator, plan, usual))) for name, plan in plans.items()}
+    own = {name: score for name, score in own.items() if score.any()}
+    members = noted.members | ({Thing(PLANS): set(own)} if own else {})
     place = list(plans).index(reference)
-    responses = respond(np.array([plan.times_ns for plan in found], np.float64), scores, place)
-    return WhatDecides(tuple(found), found[place], noted.members, noted.sources, responses)
+    responses = respond(np.array([plan.times_ns for plan in found], np.float64), scores | own, place)
+    return WhatDecides(tuple(found), found[place], members, noted.sources, responses)
 
 
 class NotedSpreads:
@@ -133,7 +141,7 @@ class NotedSpreads:
 
     def __init__(self, spreads: Spreads, simulator: Simulator) -> None:
         self._spreads, self._costs = spreads, simulator.costs
-        self._links = Source.MEASURED if simulator.topology.links_source else Source.ESTIMATED
+        self._links = Source.MEASURED if simulator.topology.links_known == "measured" else Source.ESTIMATED
         self.members: dict[Thing, set[Name]] = {}
         self.sources: dict[Thing, set[Source]] = {}
         self.of_plan: set[tuple[Thing, Error, Source]] = set()

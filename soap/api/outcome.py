@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from soap.api.deciding import decision, decision_record, timed
-from soap.api.predictions import costs_record, explain, explain_synchronization
+from soap.api.predictions import costs_record, explain, explain_synchronization, predicted_range
 from soap.api.strategies import classical, save_strategy
 from soap.files import write_bytes_atomically
 from soap.measure.paired import Gain
 from soap.model import sparse_shares
 from soap.search.constraints import Pairs, parse
-from soap.search.deciding import DEFAULT_CONFIDENCE, Decision
+from soap.search.deciding import DECIDING_DRAWS, DEFAULT_CONFIDENCE, LEAST_CHANCE, Decision
 from soap.search.explanation import Line, Synchronized
 from soap.search.plot import plot
 from soap.search.record import SearchResult
@@ -57,8 +57,8 @@ class SearchOutcome:
     """What a search found, together with its model and cluster, so that it can be saved and inspected.
 
     ``strategy``: if strategies were run for real (``runs``), the one that is kept by the measurements (``kept``). Otherwise the one that
-    ``decision`` keeps: what the search found only if it is faster than data parallelism in at least the share ``confidence`` of draws of
-    the costs (``soap.search.deciding``). ``pins``, ``forbidden``: the search's constraints.
+    ``decision`` keeps: what the search found only if it is faster than data parallelism in at least the share ``confidence`` of so many
+    ``draws`` of the costs (``soap.search.deciding``). ``pins``, ``forbidden``: the search's constraints.
     """
 
     simulator: Simulator
@@ -67,6 +67,7 @@ class SearchOutcome:
     pins: Pairs = ()
     forbidden: Pairs = ()
     confidence: float = DEFAULT_CONFIDENCE
+    draws: int = DECIDING_DRAWS
 
     def with_runs(self, runs: Sequence[Run]) -> SearchOutcome:
         """The same outcome with measured runs."""
@@ -96,14 +97,15 @@ class SearchOutcome:
     def decision(self) -> Decision:
         """Which plan is kept by its prediction."""
         usual = classical(BASELINE, self.simulator.graph, self.simulator.topology)
-        return decision(self.simulator, self.result, usual, possible=self.usual is not None, confidence=self.confidence)
+        return decision(self.simulator, self.result, usual, possible=self.usual is not None, confidence=self.confidence, draws=self.draws)
 
     def may_win(self, strategy: Strategy) -> bool:
-        """Whether it is worth running a plan: it beats data parallelism in more than a few of the draws (1 - ``confidence``)."""
-        if self.usual is None or strategy == self.usual:
+        """Whether it is worth running a plan: it beats data parallelism in more than a few of the draws (``LEAST_CHANCE``), or is what is
+        kept if nothing is run."""
+        if self.usual is None or strategy in (self.usual, self.decision.kept.strategy):
             return True
         plan, usual = timed(self.simulator, {"plan": strategy, BASELINE: self.usual}, self.usual)
-        return plan.wins(usual) > 1 - self.confidence
+        return plan.wins(usual) > LEAST_CHANCE
 
     @property
     def strategy(self) -> Strategy:
@@ -121,6 +123,11 @@ class SearchOutcome:
     def data_parallel_ns(self) -> int:
         """The same of data parallelism, even if it does not fit into memory or is not allowed."""
         return self.simulator.predict(classical(BASELINE, self.simulator.graph, self.simulator.topology)).makespan_ns
+
+    @cached_property
+    def range(self) -> dict[str, Any]:
+        """How sure the prediction is (``predicted_range``); found when it is first asked for."""
+        return predicted_range(self.simulator, self.strategy, len(self.simulation.tasks.tasks))
 
     @property
     def speedup(self) -> float:

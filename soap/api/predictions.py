@@ -5,13 +5,17 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from soap.api.deciding import range_record, timed
 from soap.api.models import Cluster, Model, graph_of, topology_of
 from soap.api.strategies import classical
 from soap.cluster.topology import Topology
 from soap.errors import ProfileError, SoapWarning
 from soap.profiles.roofline import RooflineCosts
+from soap.search.deciding import DECIDING_DRAWS
 from soap.search.explanation import Line, Synchronized
 from soap.search.explanation import explain as explain_operators
 from soap.search.explanation import explain_synchronization as explain_parameters
@@ -37,13 +41,35 @@ def simulate(
     *,
     optimizer_states: int = OPTIMIZER_STATES,
     costs: CostSource = "auto",
-) -> Simulation:
+) -> Prediction:
     """Predict one training iteration. ``strategy``: may be the name of a classical one, such as ``data_parallel``. ``optimizer_states``:
     tensors of a parameter's size that the optimizer keeps. SoapError in one line if the arguments do not fit together."""
     simulator = simulator_for(model, cluster, optimizer_states=optimizer_states, costs=costs)
     if isinstance(strategy, str):
         strategy = classical(strategy, simulator.graph, simulator.topology)
-    return simulator.run(strategy)
+    found = simulator.run(strategy)
+    return Prediction(found.plan, found.tasks, found.schedule, found.optimizer_states, simulator, strategy)
+
+
+@dataclass(frozen=True)
+class Prediction(Simulation):
+    """The outcome of ``simulate``: a simulation that also knows how sure it is."""
+
+    simulator: Simulator
+    strategy: Strategy
+
+    @cached_property
+    def range(self) -> dict[str, Any]:
+        """``predicted_range``; found when it is first asked for, by playing the strategy under draws of the costs."""
+        return predicted_range(self.simulator, self.strategy, len(self.tasks.tasks))
+
+
+def predicted_range(simulator: Simulator, strategy: Strategy, tasks: int) -> dict[str, Any]:
+    """How sure the prediction of a strategy's time is, and that it beats data parallelism: ``range_record``, which is ``range`` in the
+    commands' JSON. ``tasks``: how many the strategy has."""
+    usual = classical(BASELINE, simulator.graph, simulator.topology)
+    compiled = plays_compiled(tasks, DECIDING_DRAWS)
+    return range_record(*timed(simulator, {"plan": strategy, BASELINE: usual}, usual, compiled=compiled))
 
 
 def explain(simulator: Simulator, strategy: Strategy, simulation: Simulation | None = None) -> list[Line]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from soap.api import SearchOutcome, costs_record, memory_range
+from soap.api import SearchOutcome, costs_record, memory_range, predicted_range
 from soap.cli import certainty, figures, rows
 from soap.cli.plain_text import aligned, devices, listed, milliseconds, speed_up, split, sync_document, sync_text
 from soap.cluster.topology import Topology
@@ -47,7 +47,7 @@ def document(simulator: Simulator, strategy: Strategy, simulation: Simulation | 
         "costs": costs_record(simulator, simulation.tasks),
         "folded": _folded(simulator, strategy, simulation),
         "predicted_ns": simulation.makespan_ns,
-        "range": certainty.document(simulator, strategy, baseline, len(simulation.tasks.tasks)),
+        "range": predicted_range(simulator, strategy, len(simulation.tasks.tasks)),
         "fits": simulation.fits,
         "speedup": baselines[BASELINE]["predicted_ns"] / max(1, simulation.makespan_ns),
         "baselines": baselines,

@@ -28,7 +28,7 @@ def document(
     if outcome.kept is not None and verified_s is not None:
         found["measured"] = verification.document(outcome.runs, outcome.kept, verified_s)
     else:
-        found["decision"] = certainty.decided(outcome.decision)
+        found["decision"] = api.decision_record(outcome.decision)
     if explain:
         found["explanation"] = explanation.document(outcome.simulator.graph, outcome.explanation, outcome.time_ns)
         found["synchronization"] = explanation.synchronization(outcome.synchronization)

@@ -40,6 +40,7 @@ WORDS = {
     deciding.UPDATES: "updates of parameters on {device}",
     deciding.SERVERS: "what parameter servers do",
     deciding.LINKS: "links, and what messages and sums cost devices",
+    deciding.PLANS: "the plan itself, beside the costs of its parts",
 }
 
 
@@ -146,7 +147,7 @@ def text(found: Mapping[str, Any]) -> str:
     told = [one for one in found["decides"] if one["share"] >= LEAST_SHARE or one["value_ns"] >= LEAST_SHARE * plan["mean_ns"]]
     for one in told[:MOST_ROWS]:
         command = one["command"] or "(nothing measures it for such devices)"
-        shown = f"{one['what']}{' (measured)' if one['measured'] else ''}"
+        shown = f"{one['what']}{' (measured)' if one['measured'] and one['thing'] != deciding.PLANS else ''}"
         rows.append((shown, f"{one['share']:.0%}", milliseconds(one["value_ns"]), command))
     rows.append(("many small errors, each by itself too little to tell", f"{found['unexplained']:.0%}", "", ""))
     notes = ["decides: share of the variance of time / time of data_parallel; is worth: by how much the expected time of the plan that"]

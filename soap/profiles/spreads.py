@@ -7,8 +7,10 @@ The error of a tile has three parts. ``rate`` is the device's: all its tiles sha
 one direction on such a device: what is wrong about embeddings is wrong about all of them. ``shape`` belongs to computations with the same
 key (``TileKey``), whatever operator they are part of. A measured tile has all three, too: a process that trains is not one that measures.
 
-A plan has one of its own, in proportion to the root of the share of the model that it configures unlike data parallelism: as if each part
-that is configured otherwise erred by itself.
+A plan has errors of its own, beside those of its costs: one for each operator or parameter that it configures unlike data parallelism.
+Plans that configure one alike share its error. Each has the spread ``all / sqrt(number of operators and parameters)``, so that a plan that
+is unlike in all of them has ``all``. A search's chains know nothing of these, which are the same for nearly equal plans; they count where
+it is decided which plan is kept.
 
 A communication has two: ``all``, shared by all communications of the cluster, and ``sort``, by whether it leaves its host and whether it is
 a collective.
@@ -18,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from math import sqrt
@@ -90,11 +92,11 @@ class KnownSpreads:
         """Of the time for which a communication keeps devices busy."""
         return (Error(("overhead",), self._known["overhead"][self._links][self._kind]["all"]),)
 
-    def of_plan(self, name: str, unlike: float) -> tuple[Error, ...]:
+    def of_plan(self, parts: Sequence[tuple[str, ...]], whole: int) -> tuple[Error, ...]:
         """Of the time of a whole plan beside data parallelism's: what no cost of its parts says, such as how its tiles fall into segments.
-        ``name``: one for each plan. ``unlike``: the share of the model that it configures unlike data parallelism."""
-        known = self._known["plan"][self._links][self._kind]
-        return (Error(("plan", name), known["all"] * sqrt(unlike)),) if unlike > 0 else ()
+        ``parts``: what it configures unlike data parallelism, with how. ``whole``: number of operators and parameters of the model."""
+        spread = self._known["plan"][self._links][self._kind]["all"] / sqrt(max(1, whole))
+        return tuple(Error(("plan", *part), spread) for part in parts)
 
     @property
     def hash(self) -> str:

@@ -2,7 +2,7 @@
 
 All are compared under the same draws of the costs (``simulator.draws``), more of them than the search has seen: a plan that was chosen for
 its luck in a few draws has none in others. Plan a *wins* against plan b in a draw if it is faster there. It is *surely* faster if it wins
-in at least the share ``confidence`` of the draws.
+in at least the share ``confidence`` of the draws, and is faster on average.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from soap.strategy.config import Strategy
 
 DEFAULT_CONFIDENCE = 0.9
+LEAST_CHANCE = 0.1
+"""A plan that is faster in at most this share of the draws is neither run nor worth measuring for, whatever confidence is asked for."""
 DECIDING_DRAWS = 64
 """With 64 draws a share of 0.9 is known to within 0.07 (two standard deviations of a binomial share)."""
 
@@ -29,8 +31,8 @@ RANGE = (0.1, 0.9)
 
 @dataclass(frozen=True)
 class Timed:
-    """A plan with its times under all draws, in ns. ``usual_ns``: under the most likely costs. ``unlike``: operators that are configured
-    unlike data parallelism. ``messages``: communications in an iteration."""
+    """A plan with its times under all draws, in ns. ``usual_ns``: under the most likely costs. ``unlike``: operators and parameters
+    that are configured unlike the plan that it must beat. ``messages``: communications in an iteration."""
 
     name: str
     strategy: Strategy
@@ -79,14 +81,14 @@ class Decision:
     draws: int
 
     @property
-    def wins(self) -> float:
-        """The share of the draws in which the leader beats the reference; 1 if there is none or it leads itself."""
-        return 1.0 if self.reference is None or self.leader is self.reference else self.leader.wins(self.reference)
-
-    @property
     def keeps_reference(self) -> bool:
         """Whether no plan was sure enough."""
         return self.kept is self.reference
+
+
+def _surely_beats(plan: Timed, reference: Timed | None, confidence: float) -> bool:
+    """Whether it wins often enough, and is faster on average: few draws in which it loses by much count, too."""
+    return reference is None or (plan.wins(reference) >= confidence and plan.mean_ns < reference.mean_ns)
 
 
 def decide(plans: Sequence[Timed], reference: Timed | None, confidence: float) -> Decision:
@@ -97,7 +99,7 @@ def decide(plans: Sequence[Timed], reference: Timed | None, confidence: float) -
     """
     everyone = list(plans) if reference is None or any(plan is reference for plan in plans) else [reference, *plans]
     leader = min(everyone, key=lambda plan: (plan.mean_ns, plan.complexity))
-    sure = [plan for plan in everyone if plan is not reference and (reference is None or plan.wins(reference) >= confidence)]
+    sure = [plan for plan in everyone if plan is not reference and _surely_beats(plan, reference, confidence)]
     draws = len(leader.times_ns)
     if confidence == 0:
         return Decision(leader, leader, reference, confidence, draws)

@@ -8,24 +8,24 @@ from typing import NamedTuple
 import numpy as np
 
 from soap.simulator.draws import DrawnTasks, Draws
+from soap.simulator.folded import FoldedSimulation
 from soap.simulator.reference import simulate
-from soap.simulator.simulate import Simulator, is_large
-from soap.simulator.tasks import TaskGraph
+from soap.simulator.simulate import Simulation, Simulator, is_large
 from soap.strategy.config import Strategy
 
 
 class DrawnTimes(NamedTuple):
     """``usual_ns``: time of an iteration under the most likely costs. ``times_ns``: under each draw. ``messages``: number of communications
-    in an iteration (of a folded strategy, in two copies)."""
+    in an iteration."""
 
     usual_ns: int
     times_ns: tuple[int, ...]
     messages: int
 
 
-def reference_times_ns(tasks: TaskGraph, draws: Draws) -> tuple[int, ...]:
-    """[draw]: the makespan of these tasks, by the reference simulation."""
-    drawn = DrawnTasks(tasks, draws)
+def reference_times_ns(outcome: Simulation | FoldedSimulation, draws: Draws) -> tuple[int, ...]:
+    """[draw]: the makespan of a simulated strategy, by the reference simulation."""
+    drawn = DrawnTasks(outcome.tasks, draws, outcome.between_hosts)
     return tuple(simulate(drawn.under(draw)).makespan_ns for draw in range(draws.count))
 
 
@@ -33,14 +33,14 @@ def drawn_times(simulator: Simulator, strategies: Iterable[Strategy], draws: Dra
     """The times of each strategy, under the same draws. ``compiled``: by compiled code; else by the reference, which is slower, needs no
     compiler, and gives the same times. StrategyError if a strategy does not fit the graph or the cluster."""
     if not compiled:
-        return [_by_reference(simulator.predict(strategy).tasks, draws) for strategy in strategies]
+        return [_by_reference(simulator.predict(strategy), draws) for strategy in strategies]
     from soap.simulator.drawn_engine import DrawnEngine  # imports numba
 
     engine, found = None, []
     for strategy in strategies:
         folded = simulator.run_folded(strategy) if is_large(strategy) else ""
         if not isinstance(folded, str):
-            found.append(_by_reference(folded.tasks, draws))
+            found.append(_by_reference(folded, draws))
             continue
         engine = engine or DrawnEngine(simulator.graph, simulator.topology, simulator.costs, draws)
         engine.load(strategy)
@@ -50,5 +50,5 @@ def drawn_times(simulator: Simulator, strategies: Iterable[Strategy], draws: Dra
     return found
 
 
-def _by_reference(tasks: TaskGraph, draws: Draws) -> DrawnTimes:
-    return DrawnTimes(simulate(tasks).makespan_ns, reference_times_ns(tasks, draws), sum(task.bytes > 0 for task in tasks.tasks))
+def _by_reference(outcome: Simulation | FoldedSimulation, draws: Draws) -> DrawnTimes:
+    return DrawnTimes(outcome.makespan_ns, reference_times_ns(outcome, draws), outcome.messages)

@@ -162,9 +162,10 @@ def links_between_hosts(topology: Topology) -> NDArray[np.bool_]:
 class DrawnTasks:
     """The timed tasks of a plan under each draw, for the reference simulation. The compiled counterpart is ``compiled.draws``."""
 
-    def __init__(self, tasks: TaskGraph, draws: Draws) -> None:
+    def __init__(self, tasks: TaskGraph, draws: Draws, between_hosts: NDArray[np.bool_]) -> None:
+        """``between_hosts``: ``links_between_hosts`` of the cluster; of a folded plan, of what its links stand for (``Folding``)."""
         self._tasks = tasks
-        self._between = links_between_hosts(tasks.topology)
+        self._between = between_hosts
         self._spreads = draws.spreads
         self._durations = [draws.factors(self._errors(task)) for task in tasks.tasks]
         self._overhead = draws.factors(draws.spreads.of_overhead())

@@ -120,7 +120,7 @@ class IncrementalSimulator:
         if is_large(strategy) and (not distances or distances[nearest] > MOST_CHANGES):
             folded = self._simulator.run_folded(strategy)
             if not isinstance(folded, str):
-                return folded.makespan_ns if self.draws is None else cost_ns(reference_times_ns(folded.tasks, self.draws), self.draws.risk)
+                return folded.makespan_ns if self.draws is None else cost_ns(reference_times_ns(folded, self.draws), self.draws.risk)
         if not distances or distances[nearest] > MOST_CHANGES:
             if len(self._engines) < 2:
                 self._engines.append(self._holder(strategy))

@@ -19,7 +19,7 @@ def test_a_plan_that_wins_often_enough_is_taken() -> None:
     found = plan("found", 90, 95, 99, 101, unlike=3)
     for confidence, kept in ((0.75, found), (0.76, USUAL)):
         decision = decide([found, USUAL], USUAL, confidence)
-        assert decision.kept is kept and decision.leader is found and decision.wins == 0.75
+        assert decision.kept is kept and decision.leader is found and found.wins(USUAL) == 0.75
         assert decision.keeps_reference == (kept is USUAL)
 
 
@@ -44,7 +44,7 @@ def test_a_simple_plan_that_is_much_slower_in_some_draws_is_no_equal() -> None:
 
 def test_data_parallelism_that_leads_is_kept() -> None:
     decision = decide([plan("found", 120, 120, 99, 120)], USUAL, 0.9)
-    assert decision.kept is decision.leader is USUAL and decision.wins == 1.0
+    assert decision.kept is decision.leader is USUAL and decision.keeps_reference
 
 
 def test_without_confidence_the_leader_is_taken_and_without_a_reference_the_best() -> None:
@@ -59,3 +59,14 @@ def test_quantiles_and_gains(confidence: float) -> None:
     assert found.gains(USUAL).tolist() == [2.0, 4.0, 0.5, 1.0]
     assert found.quantiles_ns((0.0, 0.5, 1.0)) == [25, 75, 200]
     assert decide([found], USUAL, confidence).kept is (found if confidence == 0.5 else USUAL)
+
+
+def test_a_plan_that_is_slower_on_average_is_not_taken_however_often_it_wins() -> None:
+    usual, rarely_slow = plan("data_parallel", *[100] * 64), plan("found", *[99] * 60, *[300] * 4)
+    decision = decide([rarely_slow], usual, 0.9)
+    assert decision.kept is decision.leader is usual and rarely_slow.wins(usual) > 0.9
+    mostly_slow = plan("found", 90, 90, 90, *[105] * 7)
+    usual = plan("data_parallel", *[100] * 10)
+    assert decide([mostly_slow], usual, 0.3).kept is usual
+    lucky = plan("lucky", 10, 10, 10, *[105] * 7)
+    assert decide([lucky], usual, 0.3).kept is lucky and decide([lucky], usual, 0.31).kept is usual

@@ -10,12 +10,15 @@ import pytest
 
 from soap.api import timed
 from soap.api.informing import LAUNCHES, LINKS, RATE, SERVERS, TILES, UPDATES, Thing, WhatDecides, what_decides
+from soap.api.informing import PLANS as OWN
+from soap.cluster.topology import QUICKLY_MEASURED
 from soap.plan.tiling import tiles_of
 from soap.profiles import spreads
 from soap.profiles.entries import Entry, Timing
 from soap.profiles.keys import TileKeys, tile_kind
 from soap.profiles.lookup import ProfiledCosts, Source
 from soap.profiles.roofline import RooflineCosts
+from soap.search.deciding import LEAST_CHANCE
 from soap.search.starts import BASELINE
 from soap.simulator.simulate import Simulator
 from soap.strategy.classical import CLASSICAL
@@ -84,6 +87,24 @@ def test_errors_that_no_plan_has_are_no_candidates(monkeypatch: pytest.MonkeyPat
     assert not alone.members and alone.matters == () and alone.unexplained == 0
 
 
+def test_what_plans_take_beside_their_parts_is_a_thing_that_only_runs_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, ("plan", "all"))  # which many small errors make up, one for each operator that is unlike
+    told = found()
+    (one,) = told.matters
+    assert one.thing == Thing(OWN) and one.measured and one.share > 0.99 and told.unexplained < 0.01
+    assert [name for name, _ in one.errors] == [(OWN, "alone")]  # data parallelism has none
+    assert told.value_to_measure_ns == 0
+
+
+@pytest.mark.parametrize(("source", "measured"), [("", False), (f"{QUICKLY_MEASURED}, 2026", False), ("measured, 2026", True)])
+def test_links_that_were_measured_in_seconds_are_worth_measuring(source: str, measured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, ("communication", "all"))
+    topology = replace(TOPOLOGY, links_source=source)
+    told = what_decides(Simulator(GRAPH, topology, RooflineCosts(topology)), PLANS, draws=DRAWS, compiled=False)
+    (one,) = told.matters
+    assert one.thing == Thing(LINKS) and one.measured is measured and (told.value_to_measure_ns > 0) is not measured
+
+
 def test_servers_are_a_thing(monkeypatch: pytest.MonkeyPatch) -> None:
     from soap.strategy.sync import parameter_server
 
@@ -121,7 +142,7 @@ def test_times_are_those_by_which_plans_are_chosen() -> None:
 def test_a_choice_is_sure_if_wins_are_many_or_few_and_nothing_is_worth_knowing(confidence: float) -> None:
     told = found()
     wins = told.rival.wins(told.reference)
-    settled = wins >= confidence or wins <= 1 - confidence
+    settled = wins >= confidence or wins <= LEAST_CHANCE
     assert told.is_sure(confidence, float("inf")) is settled
     assert told.is_sure(confidence, -1.0) is False
     assert told.is_sure(confidence, told.value_to_measure_ns) is settled

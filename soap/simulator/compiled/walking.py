@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from soap.simulator.compiled.draws import NO_DRAWING
 from soap.simulator.compiled.handles import handle
 from soap.simulator.compiled.walk import (
     ACCEPTED,
@@ -52,8 +53,11 @@ def walk(
     """A Metropolis walk from the strategy that an engine holds, simulated. The engine then holds the strategy where the walk ends.
 
     ``choices``: operator -> the configurations that it may take, without replicas. ``bounded``: stop a simulation as soon as its outcome
-    cannot be accepted; the walk is the same. ``log``: for how many steps to record the cost.
+    cannot be accepted; the walk is the same. ``log``: for how many steps to record the cost. ValueError for an engine whose costs are
+    uncertain: its cost is not a makespan, which is what steps are compared by.
     """
+    if engine.drawing is not NO_DRAWING:
+        raise ValueError("an engine with draws of the costs; expected one without: a walk compares makespans")
     found = _choices(engine, choices, log)
     found.walk[RANDOM], found.walk[COST], found.walk[BEST] = seed, engine.makespan_ns, engine.makespan_ns
     walking = handle(found)

@@ -15,7 +15,7 @@ from soap.simulator.drawn_times import reference_times_ns
 from soap.simulator.draws import Draws
 from soap.simulator.draws import cost_ns as draws_cost_ns
 from soap.simulator.engine import Engine
-from soap.simulator.lowering import build_plan, lower
+from soap.simulator.simulate import Simulator
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
 from tests.simulator.compiled.agreement import Played, compiled_tasks, reference_tasks
 from tests.simulator.examples import LaunchedCosts
@@ -79,7 +79,7 @@ def check(walk: Walk, *, afresh: bool, launched: bool = False, draws: Draws | No
     for edit in edits:
         edited = edit.of(strategy)
         expected = reference_tasks(graph, topology, costs, edited)
-        drawn = None if draws is None else reference_times_ns(lower(build_plan(graph, edited, topology), topology, costs), draws)
+        drawn = None if draws is None else reference_times_ns(Simulator(graph, topology, costs).run(edited), draws)
         cost_ns = makespan_of(expected) if draws is None or drawn is None else draws_cost_ns(drawn, draws.risk)
         for at_most_ns in (cost_ns, cost_ns - 1, cost_ns // 2):  # the bounded decision is the exact one
             assert edit.propose(engine, at_most_ns) == (cost_ns if at_most_ns == cost_ns else None)
