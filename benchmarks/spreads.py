@@ -211,7 +211,10 @@ def fit() -> dict[str, Any]:
         "tile": tile,
         "communication": {
             "measured": {kind: _figures({"all": part, "sort": part}, measured_source) for kind in ("cpu", "cuda")},
-            "quick": {"cpu": _figures({"all": 0.27, "sort": 0.27}, repeated.format(quick_sums))},
+            "quick": {
+                "cpu": _figures({"all": 0.27, "sort": 0.27}, repeated.format(quick_sums)),
+                "cuda": _figures({"all": links / 2, "sort": links / 2}, nccl),
+            },
             "described": {
                 "cpu": _figures({"all": links, "sort": links}, gains_source),
                 "cuda": _figures({"all": links / 2, "sort": links / 2}, nccl),
@@ -219,12 +222,14 @@ def fit() -> dict[str, Any]:
         },
         "overhead": {
             "measured": {kind: _figures({"all": 2 * part}, measured_source) for kind in ("cpu", "cuda")},
-            "quick": {"cpu": _figures({"all": 0.21}, repeated.format(quick_work))},
+            "quick": {"cpu": _figures({"all": 0.21}, repeated.format(quick_work)), "cuda": _figures({"all": links / 2}, nccl)},
             "described": {"cpu": _figures({"all": links}, gains_source), "cuda": _figures({"all": links / 2}, nccl)},
         },
         "plan": {
             "measured": {kind: _figures({"all": own}, plan_source) for kind in ("cpu", "cuda")},
-            "described": {"cpu": _figures({"all": links}, gains_source), "cuda": _figures({"all": links / 2}, nccl)},
+            **dict.fromkeys(
+                ("quick", "described"), {"cpu": _figures({"all": links}, gains_source), "cuda": _figures({"all": links / 2}, nccl)}
+            ),
         },
         "launch": {
             "cpu": _figures({"all": 0.0}, "processors launch nothing"),
