@@ -227,9 +227,10 @@ def fit() -> dict[str, Any]:
         },
         "plan": {
             "measured": {kind: _figures({"all": own}, plan_source) for kind in ("cpu", "cuda")},
-            **dict.fromkeys(
-                ("quick", "described"), {"cpu": _figures({"all": links}, gains_source), "cuda": _figures({"all": links / 2}, nccl)}
-            ),
+            **{
+                known: {"cpu": _figures({"all": links}, gains_source), "cuda": _figures({"all": links / 2}, nccl)}
+                for known in ("quick", "described")
+            },
         },
         "launch": {
             "cpu": _figures({"all": 0.0}, "processors launch nothing"),
