@@ -61,7 +61,7 @@ def find(
         polish_up_to=MAX_POLISHED if polish else 0,
     )
     pins, forbidden = pairs_of(options.pins), pairs_of(options.forbidden)
-    return SearchOutcome(simulator, result, pins=pins, forbidden=forbidden, confidence=options.confidence, draws=draws)
+    return SearchOutcome(simulator, result, pins=pins, forbidden=forbidden, confidence=options.confidence, compared_by=draws)
 
 
 def _dynamic_start(simulator: Simulator, starts: Sequence[str] | None) -> dict[str, Callable[[], Strategy]]:

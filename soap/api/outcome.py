@@ -60,7 +60,7 @@ class SearchOutcome:
     ``strategy``: if strategies were run for real (``runs``), the one that is kept by the measurements (``kept``). Otherwise the one that
     ``decision`` keeps: what the search found only if it is faster than data parallelism in at least the share ``confidence`` of draws of
     the costs (``soap.search.deciding``). ``pins``, ``forbidden``: the search's constraints.
-    ``draws``: by which the search compared strategies; None: by the most likely costs alone.
+    ``compared_by``: draws by which the search compared strategies; None: by the most likely costs alone.
     """
 
     simulator: Simulator
@@ -69,7 +69,7 @@ class SearchOutcome:
     pins: Pairs = ()
     forbidden: Pairs = ()
     confidence: float = DEFAULT_CONFIDENCE
-    draws: Draws | None = None
+    compared_by: Draws | None = None
 
     def with_runs(self, runs: Sequence[Run]) -> SearchOutcome:
         """The same outcome with measured runs."""
@@ -182,8 +182,8 @@ class SearchOutcome:
                 "seed": result.seed,
                 "budget": result.budget,
                 "beta": result.beta,
-                "risk": None if self.draws is None else self.draws.risk.value,
-                "draws": 0 if self.draws is None else self.draws.count,
+                "risk": None if self.compared_by is None else self.compared_by.risk.value,
+                "draws": 0 if self.compared_by is None else self.compared_by.count,
                 "spreads": draws_for(self.simulator, 1).spreads.hash,
                 "evaluations": result.evaluations,
                 "interrupted": result.interrupted,

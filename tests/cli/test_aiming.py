@@ -100,16 +100,16 @@ def test_measuring_ends_once_the_choice_is_sure(sure_after: str, monkeypatch: py
     assert measured.text.endswith("are left, the choice is sure without them")
 
 
-@pytest.mark.parametrize("error", [InfeasibleError("nothing fits"), ZeroDivisionError()])
-def test_without_an_aim_all_is_measured_in_its_usual_order(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Aimed(error)
+def test_without_an_aim_all_is_measured_in_its_usual_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Aimed(InfeasibleError("nothing fits"))
     measured = found.measure(monkeypatch)
     assert found.passes == [unknown()] and measured.problem == "" and not measured.sure and measured.computations_left == 0
 
 
-def test_ctrl_c_while_aiming_ends_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        Aimed(KeyboardInterrupt()).measure(monkeypatch)
+@pytest.mark.parametrize("error", [KeyboardInterrupt, KeyError, ZeroDivisionError])
+def test_ctrl_c_and_mistakes_of_ours_end_measuring(error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(error):
+        Aimed(error()).measure(monkeypatch)
 
 
 def test_aiming_takes_no_time_from_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
