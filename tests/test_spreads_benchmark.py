@@ -79,6 +79,14 @@ def test_classes_and_sizes_have_figures_of_their_own_if_there_are_enough(monkeyp
     assert set(CLASSES) == {spreads.class_of(kind) for kind in kinds}
 
 
+@pytest.mark.parametrize(("error", "expected"), [(0.1, {"rate": 0.0, "all": 0.1}), (0.6, {"rate": 0.7, "all": 0.2})])
+def test_updates_share_the_rate_of_tiles_if_that_explains_more(error: float, expected: dict[str, float]) -> None:
+    found = spreads._updates("cpu", [*tiles("a", "linear", 30, 0.4), *tiles("a", "update-2", 9, error)], {"rate": 0.7, "kind": 0.3})
+    assert {part: found[part] for part in expected} == pytest.approx(expected)
+    few = spreads._updates("cpu", tiles("a", "update-2", 4, error), {"rate": 0.7, "kind": 0.3})
+    assert (few["rate"], few["all"], few["source"]) == (0.7, 0.3, "as an estimated kind of operator: 4 updates alone")
+
+
 def entries() -> list[Entry]:
     """Products whose time grows with their length, three times as long as estimated, and an update."""
     found = []
