@@ -42,7 +42,7 @@ SHORT_NS = {"cpu": 1_000_000, "cuda": 100_000}
 """A pass that is said to take less is short."""
 DIGITS = 3
 DEVICES = ("cpu", "cuda")
-WHERE = {"cpu": "benchmarks/spreads_cpu.json", "cuda": "the H200's profiles (soap/profiles/data, benchmarks/gpu/results)"}
+GPU_SOURCE = "the H200's profiles (soap/profiles/data, benchmarks/gpu/results)"
 Figures = dict[str, Any]
 
 
@@ -132,8 +132,8 @@ def fit() -> Figures:
         "square); shared evenly between two of the errors that a plan's time has"
     )
     kept = record()
-    pairs = {"cpu": cpu_pairs(kept), "cuda": gpu_pairs()}
-    tiles = {device: _tiles(device, own, part, measured) for device, own in pairs.items()}
+    pairs, where = {"cpu": cpu_pairs(kept), "cuda": gpu_pairs()}, {"cpu": _cpu_source(kept), "cuda": GPU_SOURCE}
+    tiles = {device: _tiles(device, own, part, measured, where[device]) for device, own in pairs.items()}
     own, said = math.sqrt(max(known_gains**2 - part**2, 0.0)), f"docs/accuracy.md: gains erred by {known_gains:.3f}, more than links say"
     plans = {device: _figures({"all": own}, said) for device in DEVICES}
     corrections = "as measured: a correction is what a run's own tasks took; no later run is kept beside one"
@@ -153,7 +153,7 @@ def fit() -> Figures:
         },
         "update": {
             "measured": {device: _figures({"rate": part, "all": part}, f"as tiles: {measured}") for device in DEVICES},
-            "estimated": {device: _updates(device, own, tiles[device]["estimated"]) for device, own in pairs.items()},
+            "estimated": {device: _updates(own, tiles[device]["estimated"], where[device]) for device, own in pairs.items()},
         },
         "server": dict.fromkeys(DEVICES, server),
         "memory": {
@@ -163,21 +163,29 @@ def fit() -> Figures:
     }
 
 
-def _tiles(device: str, pairs: Sequence[Pair], part: float, measured: str) -> Figures:
-    """By source, the figures of tiles. Sources with too few passes have those of the next worse one."""
+def _cpu_source(kept: Mapping[str, Any]) -> str:
+    models = kept["models"].values()
+    budgets, days = sorted(own["budget_s"] for own in models), sorted(own["when"] for own in models)
+    devices = " and ".join(dict.fromkeys(own["device"] for own in models))
+    how = f" ({len(days)} models, {budgets[0]:g} to {budgets[-1]:g} s each, until {days[-1]}, {devices})" if days else ""
+    return f"benchmarks/{CPU_PAIRS.name}{how}"
+
+
+def _tiles(device: str, pairs: Sequence[Pair], part: float, measured: str, where: str) -> Figures:
+    """By source, the figures of tiles. Sources with too few passes have those of the next worse one. ``where``: pairs come from."""
     tiles = [pair for pair in pairs if not pair.kind.startswith(UPDATE)]
     found: Figures = {}
     for source in (Source.ESTIMATED, Source.CALIBRATED, Source.INTERPOLATED):
         own = [pair for pair in tiles if pair.source == source.value]
         if len(own) < LEAST_PAIRS:
             if not found:
-                raise SoapError(f"{len(own)} passes in {WHERE[device]}: expected {LEAST_PAIRS} or more: measure more models")
+                raise SoapError(f"{len(own)} passes in {where}: expected {LEAST_PAIRS} or more: measure more models")
             worse = next(reversed(found))
             found[source.value] = {**found[worse], "source": f"as {worse}: {len(own)} passes alone"}
             continue
         least = 0.0 if source is Source.ESTIMATED else part
         parts = components(own)
-        said = f"{len(own)} passes in {len({pair.group for pair in own})} profiles: {WHERE[device]}; each beside what the others say"
+        said = f"{len(own)} passes in {len({pair.group for pair in own})} profiles: {where}; each beside what the others say"
         if source is not Source.ESTIMATED:
             parts |= {"rate": max(parts["rate"], part), "kind": max(parts["kind"], part)}
         elif device == "cuda":
@@ -223,7 +231,7 @@ def _classes(device: str, pairs: Sequence[Pair], parted: Callable[[Sequence[Pair
     return found
 
 
-def _updates(device: str, pairs: Sequence[Pair], estimated: Mapping[str, Any]) -> Figures:
+def _updates(pairs: Sequence[Pair], estimated: Mapping[str, Any], where: str) -> Figures:
     """Of estimated updates: how far they are off beside the rate of tiles, or by themselves, whichever is less."""
     own = [pair for pair in pairs if pair.kind.startswith(UPDATE)]
     if len(own) < LEAST_UPDATES:
@@ -231,7 +239,7 @@ def _updates(device: str, pairs: Sequence[Pair], estimated: Mapping[str, Any]) -
         return _figures({"rate": estimated["rate"], "all": estimated["kind"]}, said)
     rates = rates_of([pair for pair in pairs if pair.source == Source.ESTIMATED.value and not pair.kind.startswith(UPDATE)])
     alone, beside = (parts_of(own, defaultdict(float, by))["kind"] for by in ({}, rates))
-    said = f"{len(own)} updates in {WHERE[device]}; beside the rate of tiles they err by {beside:.3f}, by themselves by {alone:.3f}"
+    said = f"{len(own)} updates in {where}; beside the rate of tiles they err by {beside:.3f}, by themselves by {alone:.3f}"
     return _figures({"rate": 0.0, "all": alone} if alone < beside else {"rate": estimated["rate"], "all": beside}, said)
 
 
@@ -246,7 +254,8 @@ def _links(part: float, measured: str, plans: Figures, quick: Sequence[Mapping[s
     )
     nccl = "assumption: half of the error on processors, none was measured"
     times, busy = quick_error(quick, ("message", "sum")), quick_error(quick, ("message busy", "sum busy"))
-    repeated = f"{WHERE['cpu']}: {CPU_CLUSTER} measured quickly {len(quick)} times varied by {{:.3f}}, beside the errors of measured ones"
+    often = f"benchmarks/{CPU_PAIRS.name}: {CPU_CLUSTER} measured quickly {len(quick)} times, until {quick[-1]['when']}"
+    repeated = f"{often}, varied by {{:.3f}}, beside the errors of measured ones"
     both = math.sqrt(times**2 / 2 + part**2)
     described = {"cpu": _figures({"all": links, "sort": links}, said), "cuda": _figures({"all": links / 2, "sort": links / 2}, nccl)}
     overhead = {"cpu": _figures({"all": links}, said), "cuda": _figures({"all": links / 2}, nccl)}

@@ -46,6 +46,7 @@ def test_every_row_says_where_it_comes_from(fitted: dict[str, Any]) -> None:
                 check(value, f"{name} {key}")
 
     check(fitted, "")
+    assert " s each, until 20" in fitted["tile"]["estimated"]["cpu"]["source"]  # how long models were measured
 
 
 def tiles(group: str, kind: str, count: int, error: float, apart: float = 0.0, ns: float = 1e7) -> list[Pair]:
@@ -67,23 +68,23 @@ def test_what_is_shared_is_told_from_what_is_each_ones_own() -> None:
 
 def test_classes_and_sizes_have_figures_of_their_own_if_there_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     some = [*tiles("a", "linear", 30, 0.1), *tiles("a", "embedding", 19, 0.9), *tiles("a", "relu", 25, -0.4, ns=1e5)]
-    found = spreads._tiles("cpu", some, 0.05, "documents")
+    found = spreads._tiles("cpu", some, 0.05, "documents", "file")
     own = found["estimated"]["classes"]
     assert set(own) == {row_name("product", ""), "other", row_name("", "short"), "long"}
     assert own["product"]["kind"] != own["other"]["kind"] and own["product"]["source"] == "30 of these passes"
     assert found["calibrated"]["rate"] == found["interpolated"]["rate"] == found["estimated"]["rate"]  # of which there are no pairs
     assert found["interpolated"]["source"] == "as calibrated: 0 passes alone"
-    with pytest.raises(SoapError, match=r"^19 passes in benchmarks/spreads_cpu\.json: expected 20 or more"):
-        spreads._tiles("cpu", some[30:49], 0.05, "documents")
+    with pytest.raises(SoapError, match=r"^19 passes in file: expected 20 or more"):
+        spreads._tiles("cpu", some[30:49], 0.05, "documents", "file")
     kinds = ("mm", "conv2d", "scaled_dot_product_attention", "gru", "embedding on rows", "relu")
     assert set(CLASSES) == {spreads.class_of(kind) for kind in kinds}
 
 
 @pytest.mark.parametrize(("error", "expected"), [(0.1, {"rate": 0.0, "all": 0.1}), (0.6, {"rate": 0.7, "all": 0.2})])
 def test_updates_share_the_rate_of_tiles_if_that_explains_more(error: float, expected: dict[str, float]) -> None:
-    found = spreads._updates("cpu", [*tiles("a", "linear", 30, 0.4), *tiles("a", "update-2", 9, error)], {"rate": 0.7, "kind": 0.3})
+    found = spreads._updates([*tiles("a", "linear", 30, 0.4), *tiles("a", "update-2", 9, error)], {"rate": 0.7, "kind": 0.3}, "file")
     assert {part: found[part] for part in expected} == pytest.approx(expected)
-    few = spreads._updates("cpu", tiles("a", "update-2", 4, error), {"rate": 0.7, "kind": 0.3})
+    few = spreads._updates(tiles("a", "update-2", 4, error), {"rate": 0.7, "kind": 0.3}, "file")
     assert (few["rate"], few["all"], few["source"]) == (0.7, 0.3, "as an estimated kind of operator: 4 updates alone")
 
 
