@@ -6,9 +6,9 @@ takes what ``benchmarks.default_command`` has kept and the plans of ``docs/accur
 (``coverage.svg``): the share that a range in the middle of what is predicted is said to hold, and the share of the plans that it holds.
 
 - Plans of the results have their draws: a range is one of their quantiles.
-- Of the plans of ``docs/accuracy.md`` the costs at hand when they were predicted are not kept. Their range is a normal one of ln(measured /
-  predicted), around 0, as wide as the errors of the plans of all other models (leave one model out): what is fitted to some models is
-  judged by another.
+- Of the plans of ``docs/accuracy.md`` neither the strategies that were found or drawn at random are kept, nor the costs at hand when they
+  were predicted, so that they cannot be played under draws. Their range is another one than reports show: a *normal interval* of
+  ln(measured / predicted), around 0, as wide as the errors of the plans of all other models (leave one model out).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SHARES = tuple(number / 100 for number in range(10, 100, 5))
 AIM = (0.7, 0.9)
 """The share of plans that the range of 80% is meant to hold."""
 ACCURACY = Path(__file__).parents[1] / "docs/accuracy.md"
-ACCURACY_NAME = "docs/accuracy.md, each model by the others"
+ACCURACY_NAME = "docs/accuracy.md, normal interval, each model by the others"
 
 
 HEAD = f"""# How many plans predicted ranges hold
@@ -44,7 +44,7 @@ HEAD = f"""# How many plans predicted ranges hold
     python -m benchmarks.coverage FILE --write docs/results/coverage.md
 
 The range of {RANGE:.0%} is meant to hold {AIM[0]:.0%} to {AIM[1]:.0%} of the plans. *Below* and *above* count those beside it: of times the
-faster and the slower ones, of gains the smaller and the greater.
+faster and the slower ones, of gains the smaller and the greater. Plans without draws have another range than the one in reports (below).
 
 | plans | number | inside the range of {RANGE:.0%} | as meant | below | above |
 |---|---:|---:|---|---:|---:|"""
@@ -54,8 +54,12 @@ Plans that `benchmarks.default_command` timed on this machine ([default_command.
 costs that are known after the command. A range lies between two quantiles of the draws. Modes of the command:"""
 LEFT_OUT = f"""## Plans on emulated clusters
 
-The plans of [docs/accuracy.md](../accuracy.md) were predicted by measured costs, which are not kept. Their range is a normal one of
-ln(measured / predicted) around 0, as wide as the errors (root mean square) of the plans of all other models: none is judged by its own.
+These are not the ranges that reports show. Those are quantiles of draws of the errors in `soap/profiles/data/spreads.json`, whose figures
+for measured costs follow from all of these plans. To play the plans of [docs/accuracy.md](../accuracy.md) under draws without their own
+model takes their strategies, of which the found and the random ones are not kept, and the costs measured before each round, which are
+not kept either. So their range is a *normal interval*: of ln(measured / predicted), around 0, as wide as the errors (root mean square) of
+the plans of all other models. It says whether errors of one model's plans are as large as those of the others', on which the figures rest;
+not whether those figures add up to them.
 
 | model | plans | spread of the others | inside the range of {RANGE:.0%} |
 |---|---:|---:|---:|"""

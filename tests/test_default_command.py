@@ -247,12 +247,13 @@ def test_the_page_of_coverage_and_its_picture(tmp_path: Path) -> None:
     assert coverage.main(arguments) == 0
     rows = [line for line in page.read_text().splitlines() if line.startswith(("| docs", "| default", "| blind"))]
     assert rows == [
-        "| docs/accuracy.md, each model by the others | 4 | 75% | yes | 0 | 1 |",
+        "| docs/accuracy.md, normal interval, each model by the others | 4 | 75% | yes | 0 | 1 |",
         "| default: times | 7 | 57% | no | 0 | 3 |",
         "| default: gains | 3 | 0% | no | 3 | 0 |",
         "| blind: times | 2 | 50% | no | 0 | 1 |",
         "| blind: gains | 1 | 0% | no | 1 | 0 |",
     ]
+    assert "These are not the ranges that reports show." in page.read_text()
     drawn = (tmp_path / "coverage.svg").read_bytes()
     assert coverage.main(arguments) == 0
     assert (tmp_path / "coverage.svg").read_bytes() == drawn

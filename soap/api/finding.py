@@ -13,6 +13,7 @@ from soap.search.constraints import pairs_of
 from soap.search.options import SearchOptions
 from soap.search.polish import MAX_POLISHED
 from soap.search.starts import DYNAMIC
+from soap.simulator.draws import Risk
 from soap.simulator.simulate import Simulator
 from soap.strategy.config import Strategy
 
@@ -44,7 +45,7 @@ def find(
     )
     from soap.simulator.incremental import IncrementalSimulator  # importing numba takes a second: do it for searches only
 
-    draws = None if options.risk is None else draws_for(simulator, options.draws, options.risk)
+    draws = None if options.risk is None else draws_for(simulator, options.draws, Risk(options.risk))
     evaluator = IncrementalSimulator(simulator, draws)
     if progress and not evaluator.begins_at_once():
         announce_compiling()
@@ -60,7 +61,7 @@ def find(
         polish_up_to=MAX_POLISHED if polish else 0,
     )
     pins, forbidden = pairs_of(options.pins), pairs_of(options.forbidden)
-    return SearchOutcome(simulator, result, pins=pins, forbidden=forbidden, confidence=options.confidence)
+    return SearchOutcome(simulator, result, pins=pins, forbidden=forbidden, confidence=options.confidence, compared_by=draws)
 
 
 def _dynamic_start(simulator: Simulator, starts: Sequence[str] | None) -> dict[str, Callable[[], Strategy]]:

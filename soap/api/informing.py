@@ -14,7 +14,6 @@ from soap.api.strategies import classical
 from soap.cluster.topology import DeviceType
 from soap.model.graph import OperatorGraph
 from soap.plan.tiling import Tile
-from soap.profiles.entries import UPDATE
 from soap.profiles.keys import tile_kind
 from soap.profiles.lookup import ProfiledCosts, Source
 from soap.search.deciding import LEAST_CHANCE, Timed
@@ -164,15 +163,12 @@ class NotedSpreads:
 
     def of_launch(self, device: DeviceType) -> tuple[Error, ...]:
         """Of the time to launch a tile."""
-        profile = self._costs.profiles.get(device.name) if isinstance(self._costs, ProfiledCosts) else None
-        source = Source.MEASURED if profile is not None and profile.launches_kernels else Source.ESTIMATED
+        source = self._costs.launch_source(device) if isinstance(self._costs, ProfiledCosts) else Source.ESTIMATED
         return self._note(self._spreads.of_launch(device), Thing(LAUNCHES, device.name), source, device.name)
 
     def of_update(self, device: DeviceType) -> tuple[Error, ...]:
         """Of the time of a device's update."""
-        profile = self._costs.profiles.get(device.name) if isinstance(self._costs, ProfiledCosts) else None
-        known = profile is not None and any(entry.kind == UPDATE for entry in profile.entries)
-        source = Source.MEASURED if known else Source.ESTIMATED
+        source = self._costs.update_source(device) if isinstance(self._costs, ProfiledCosts) else Source.ESTIMATED
         return self._note(self._spreads.of_update(device), Thing(UPDATES, device.name), source, device.name)
 
     def of_server(self) -> tuple[Error, ...]:

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from soap.api.deciding import decision, decision_record, timed
+from soap.api.deciding import decision, decision_record, draws_for, timed
 from soap.api.predictions import costs_record, explain, explain_synchronization, predicted_range
 from soap.api.strategies import classical, save_strategy
 from soap.files import write_bytes_atomically
@@ -20,6 +20,7 @@ from soap.search.explanation import Line, Synchronized
 from soap.search.plot import plot
 from soap.search.record import SearchResult
 from soap.search.starts import BASELINE
+from soap.simulator.draws import Draws
 from soap.simulator.simulate import Simulation, Simulator
 from soap.simulator.throughput import Throughput, throughput
 from soap.strategy.config import Strategy
@@ -59,6 +60,7 @@ class SearchOutcome:
     ``strategy``: if strategies were run for real (``runs``), the one that is kept by the measurements (``kept``). Otherwise the one that
     ``decision`` keeps: what the search found only if it is faster than data parallelism in at least the share ``confidence`` of so many
     ``draws`` of the costs (``soap.search.deciding``). ``pins``, ``forbidden``: the search's constraints.
+    ``compared_by``: draws by which the search compared strategies; None: by the most likely costs alone.
     """
 
     simulator: Simulator
@@ -68,6 +70,7 @@ class SearchOutcome:
     forbidden: Pairs = ()
     confidence: float = DEFAULT_CONFIDENCE
     draws: int = DECIDING_DRAWS
+    compared_by: Draws | None = None
 
     def with_runs(self, runs: Sequence[Run]) -> SearchOutcome:
         """The same outcome with measured runs."""
@@ -186,6 +189,9 @@ class SearchOutcome:
                 "seed": result.seed,
                 "budget": result.budget,
                 "beta": result.beta,
+                "risk": None if self.compared_by is None else self.compared_by.risk.value,
+                "draws": 0 if self.compared_by is None else self.compared_by.count,
+                "spreads": draws_for(self.simulator, 1).spreads.hash,
                 "evaluations": result.evaluations,
                 "interrupted": result.interrupted,
                 "locally_optimal": result.locally_optimal,

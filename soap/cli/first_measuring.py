@@ -22,7 +22,7 @@ from soap.cli.wanted import Wanted, wanted
 from soap.cluster.emulated import FAMILY as EMULATED
 from soap.cluster.presets import family
 from soap.cluster.topology import Topology
-from soap.errors import StoppedBySignal
+from soap.errors import SoapError, StoppedBySignal
 from soap.measure.link_probes import NEEDED, Probe, probes_for
 from soap.model.graph import OperatorGraph
 from soap.profiles.keys import Environment, only_environment
@@ -156,9 +156,7 @@ class _FirstMeasuring:
         began = self.clock()
         try:
             found = aim(self.graph, self.topology, self.options)
-        except (KeyboardInterrupt, StoppedBySignal):
-            raise
-        except Exception:  # any error: measuring can do without an aim, and the search that follows says what is wrong
+        except SoapError:  # measuring can do without an aim, and the search that follows says what is wrong
             return None
         finally:
             self.aiming_s += self.clock() - began

@@ -9,7 +9,7 @@ from soap import api
 from soap.cli import certainty, explanation, report, verification
 from soap.cli.first_measuring import Measured
 
-SEARCHED = ("seed", "budget", "beta", "evaluations", "interrupted", "pins", "forbidden")
+SEARCHED = ("seed", "budget", "beta", "risk", "draws", "spreads", "evaluations", "interrupted", "pins", "forbidden")
 
 
 def document(

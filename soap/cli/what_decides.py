@@ -33,6 +33,8 @@ ONE = f"{LOCAL}:1"
 """Kernels are timed on one GPU by itself."""
 FILE = "measured.json"
 """What is measured elsewhere travels in."""
+HOST, PORT = "HOST", 29500
+"""Where ranks on several hosts meet: a name that the user has to replace, and torchrun's usual port."""
 WORDS = {
     deciding.RATE: "how fast {device} is at all its work",
     deciding.TILES: "{kind} on {device}",
@@ -122,7 +124,8 @@ def _on_hosts(topology: Topology) -> list[str]:
     """What starts a command's ranks on all hosts of a cluster; nothing for one host, on which commands start them."""
     hosts = {device.host for device in topology.devices}
     each = str(topology.device_count // len(hosts))
-    return ["torchrun", "--nnodes", str(len(hosts)), "--nproc-per-node", each, "--no-python"] if len(hosts) > 1 else []
+    meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{HOST}:{PORT}"]
+    return ["torchrun", "--nnodes", str(len(hosts)), "--nproc-per-node", each, *meet, "--no-python"] if len(hosts) > 1 else []
 
 
 def _kind(thing: Thing) -> list[str]:
@@ -155,6 +158,8 @@ def text(found: Mapping[str, Any]) -> str:
     if not found["at_hand"]:
         notes.append(f"run these commands on {found['cluster']}, or one such machine; then soap-profile export {FILE} there, and")
         notes.append(f"soap-profile import {FILE} here")
+    if any(f"{HOST}:{PORT}" in (one["command"] or "") for one in told[:MOST_ROWS]):
+        notes.append(f"start commands with torchrun on each of its hosts; {HOST} is the name or address of one of them, the same on all")
     if found["sure"]:
         notes.append(f"the choice is sure already: {won}")
     return "\n\n".join([head, listed(rows), "\n".join(notes)])

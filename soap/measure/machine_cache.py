@@ -25,18 +25,20 @@ VERSION = 3
 """Version of the file format and of the measurement; part of every key. Since 2 ``kernel_seconds`` is that of a call in training; since
 3 links are measured with freed memory kept (``malloc``)."""
 
-TIMINGS_VERSION = 1
-"""Version of the links' timings, the only part of a record that is measured anew if it was made otherwise."""
+TIMINGS_VERSION = 2
+"""Version of the links' timings, the only part of a record that is measured anew if it was made otherwise. Since 2 there are none only if
+measuring them failed."""
 
 Key = Mapping[str, str | int]
 
 
 class Measurement(NamedTuple):
-    """A device and its links, None if there are none to measure; and what messages and sums take in training, if that was measured."""
+    """A device and its links, None if there are none to measure; and what messages and sums take in training: None if that was not
+    tried, nothing if it failed, so that it is not tried again by each command."""
 
     device: DeviceType
     link: LinkRates | None = None
-    timings: tuple[LinkTiming, ...] = ()
+    timings: tuple[LinkTiming, ...] | None = None
 
 
 
@@ -94,7 +96,7 @@ def _encode(key: Key, measurement: Measurement) -> dict[str, Any]:
         "key": dict(key),
         "device": {**record, "flops_per_second": dict(device.flops_per_second)},
         "link_bandwidth_bytes_per_second_and_latency_seconds": rates,
-        "timings": {"version": TIMINGS_VERSION, "of": [encode_timing(timing) for timing in timings]},
+        "timings": None if timings is None else {"version": TIMINGS_VERSION, "of": [encode_timing(timing) for timing in timings]},
     }
 
 
@@ -105,6 +107,7 @@ def _decode(record: dict[str, Any], key: Key) -> Measurement:
     if not all(isinstance(fields[name], str) for name in ("name", "source")) or not isinstance(fields["memory_bytes"], int):
         raise TypeError("a device type's texts and sizes have other types")
     rates = record["link_bandwidth_bytes_per_second_and_latency_seconds"]
-    timings = record.get("timings", {"version": 0})  # records were without before
-    of = timings["of"] if timings["version"] == TIMINGS_VERSION else ()
-    return Measurement(DeviceType(**fields), None if rates is None else LinkRates(*rates), tuple(decode_timing(one) for one in of))
+    kept, timings = record.get("timings"), None  # records were without before
+    if kept is not None and kept["version"] == TIMINGS_VERSION:
+        timings = tuple(decode_timing(one) for one in kept["of"])
+    return Measurement(DeviceType(**fields), None if rates is None else LinkRates(*rates), timings)

@@ -39,6 +39,9 @@ GPU_PARTS = 16
 """One of so many parts of a GPU's memory is left to the driver, the process's context and the allocator, as data sheets' decimal gigabytes
 do: 80 GB are 15 of the 16 parts of 80 GiB, but for half a percent."""
 
+WITHOUT_STEPS = "what two processes exchange at best; soap-profile links measures what messages and sums take in training"
+USUAL_FIGURES = "the usual figures for links of one machine"
+
 MOST_RANKS = 8
 """Most processes that are started to measure communication in training, where there are not as many cores: of more, each takes seconds of
 its own to start."""
@@ -71,8 +74,9 @@ def measured_local_topology(count: int, cache: bool = True, gpus: bool = True, i
     if gpus and gpu_count() >= count:
         return _measured_gpus(count, first_gpus(count), cache)
     in_steps = in_steps and 1 < count <= max(MOST_RANKS, cpu_cores())
-    measure_links = partial(_measure_cpu_links, count, in_steps) if count > 1 else None
-    return _joined(count, _measured(_key("cpu", count), partial(measure_device, "cpu", count), measure_links, cache, in_steps), in_steps)
+    links_of = partial(_measure_cpu_links, count, False) if count > 1 else None
+    in_steps_of = partial(_measure_cpu_links, count, True) if in_steps else None
+    return _joined(count, _measured(_key("cpu", count), partial(measure_device, "cpu", count), links_of, cache, in_steps_of), in_steps)
 
 
 def _measured_gpus(count: int, found: Gpus, cache: bool) -> Topology:
@@ -97,21 +101,27 @@ def _measured_gpus(count: int, found: Gpus, cache: bool) -> Topology:
 
 
 def _measured(
-    key: Key, device_of: Callable[[], DeviceType], links_of: Callable[[], Probed] | None, cache: bool, in_steps: bool = False
+    key: Key,
+    device_of: Callable[[], DeviceType],
+    links_of: Callable[[], Probed] | None,
+    cache: bool,
+    in_steps_of: Callable[[], Probed] | None = None,
 ) -> Measurement:
-    """What is kept under the key, or else measured now. ``links_of``: None if there are no links to measure. ``in_steps``: their timings
-    are wanted, too."""
+    """What is kept under the key, or else measured now. ``links_of``: None if there are no links to measure. ``in_steps_of``: with their
+    timings, None if these are not wanted. If it fails that is kept, too: it takes long, and would fail for the next command as well."""
     known = machine_cache.load(key) if cache else None
     device, link, timings = known or Measurement(device_of())
-    if links_of is not None and (link is None or (in_steps and not timings)):
-        found = _links(links_of)
-        if found is not None:
-            link, timings = link or found.rates, timings or found.timings
+    if in_steps_of is not None and timings is None:
+        found = _links(in_steps_of, WITHOUT_STEPS)
+        link, timings = (link, ()) if found is None else (link or found.rates, found.timings)
+    if links_of is not None and link is None:
+        found = _links(links_of, USUAL_FIGURES)
+        link = None if found is None else found.rates
     made = Measurement(device, link, timings)
     if cache and made != known:
         other = machine_cache.load(key)  # stored by another process that has measured at the same time and was first
         if other is not None and other != known:
-            made = Measurement(other.device, other.link or link, other.timings or timings)
+            made = Measurement(other.device, other.link or link, other.timings if other.timings or timings is None else timings)
         if made != other:
             machine_cache.save(key, made)
     return made
@@ -214,12 +224,12 @@ def _key(kind: str, count: int) -> Key:
     return {**key, "threads": threads_per_process(count), "memory_bytes": memory_bytes()}
 
 
-def _links(measure: Callable[[], Probed]) -> Probed | None:
-    """What is measured, in short numbers; a warning if it fails."""
+def _links(measure: Callable[[], Probed], instead: str) -> Probed | None:
+    """What is measured, in short numbers; a warning if it fails. ``instead``: what is used then."""
     try:
         link, timings = measure()
     except (ProfileError, RuntimeError) as cause:
-        warnings.warn(f"{cause}; going on with the usual figures for links of one machine", stacklevel=5)
+        warnings.warn(f"{cause}; going on with {instead}", stacklevel=5)
         return None
     return Probed(LinkRates(_rounded(link.bandwidth_bytes_per_second), _rounded(link.latency_seconds)), timings)
 

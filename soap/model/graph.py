@@ -21,6 +21,11 @@ from soap.model.sparse_access import RowAccess
 RECURRENT_KINDS = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 """Kinds of operators that are recurrent layers."""
 
+PRODUCT_KINDS = frozenset(
+    {"linear", "matmul", "mm", "bmm", "mv", "addmm", "addbmm", "baddbmm", "einsum", "bilinear", "cdist", "_grouped_mm"}
+)
+"""Kinds of operators that are products of matrices."""
+
 
 def is_rounded_by_default(kind: str) -> bool:
     """Whether torch computes this kind of operator in TF32 where there is hardware for it, unless that is switched off."""

@@ -258,6 +258,19 @@ class ProfiledCosts:
         ns, source = profile.update(self.optimizer_states, parameter_bytes, estimated_ns)
         return profile.answer(ns, source, update_family(self.optimizer_states), backward=False)
 
+    def update_source(self, device: DeviceType) -> Source:
+        """Where updates on such devices come from, as a whole: measured if any of this optimizer's are, or if they are corrected."""
+        profile, family = self.profiles.get(device.name), update_family(self.optimizer_states)
+        if profile is None or not self.measured_updates:
+            return Source.ESTIMATED
+        known = (family, False) in profile.corrections or any(entry.key.family == family for entry in profile.entries)
+        return Source.MEASURED if known else Source.ESTIMATED
+
+    def launch_source(self, device: DeviceType) -> Source:
+        """Where the time to launch tiles on such devices comes from."""
+        profile = self.profiles.get(device.name)
+        return Source.MEASURED if profile is not None and profile.launches_kernels else Source.ESTIMATED
+
     def _ask(self, graph: OperatorGraph, tile: Tile, device: DeviceType, backward: bool) -> Answer:
         profile = self.profiles.get(device.name)
         if profile is None or not tile.size:

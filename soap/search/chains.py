@@ -302,8 +302,8 @@ class _Run:
             return
         best = self.recorder.best
         if best is not None and best.fits:
-            speedup = self.recorder.data_parallel_ns / best.cost_ns
-            self.bar.set_postfix_str(f"best {best.cost_ns / 1e6:.3f} ms, {speedup:.2f}x data parallel", refresh=False)
+            costs_ms = best.cost_ns / 1e6, self.recorder.data_parallel_ns / 1e6
+            self.bar.set_postfix_str("best cost {:.3f} ms, data parallel {:.3f} ms".format(*costs_ms), refresh=False)
         self.bar.update(done)
 
 

@@ -45,9 +45,9 @@ class SearchOptions:
     this optimizer's updates (SGD, Adam); if not, they are estimated. ``costs``: ``auto`` or ``estimate`` (``soap.simulator.costs``).
 
     Costs are uncertain (``soap.simulator.draws``). ``risk``: what strategies are compared by: their mean time under ``draws`` draws of the
-    costs, or something more careful; None: their time under the most likely costs. ``confidence``: a plan is taken instead of data
-    parallelism only if it is faster in at least this share of further draws (``soap.search.deciding``); 0: whatever is predicted to be
-    faster on average.
+    costs, or something more careful (a ``Risk`` or its word); None: their time under the most likely costs. ``confidence``: a plan is
+    taken instead of data parallelism only if it is faster in at least this share of further draws (``soap.search.deciding``); 0: whatever
+    is predicted to be faster on average.
     """
 
     budget: int = DEFAULT_BUDGET
@@ -66,7 +66,7 @@ class SearchOptions:
     optimizer_states: int = OPTIMIZER_STATES
     measured_updates: bool = True
     costs: CostSource = "auto"
-    risk: Risk | None = Risk.MEAN
+    risk: Risk | str | None = Risk.MEAN
     draws: int = DEFAULT_DRAWS
     confidence: float = DEFAULT_CONFIDENCE
 
@@ -76,6 +76,7 @@ class SearchOptions:
             raise StrategyError(f"cores {self.cores}: expected at least 1, or None for all of this machine")
         if not 0 <= self.confidence <= 1:
             raise StrategyError(f"--confidence {self.confidence}: expected a share from 0 to 1, such as {DEFAULT_CONFIDENCE}; 0: no matter")
+        object.__setattr__(self, "risk", _risk(self.risk))
         if not 1 <= self.draws <= MOST_DRAWS:
             raise StrategyError(f"draws {self.draws}: expected 1 to {MOST_DRAWS}; the default is {DEFAULT_DRAWS}")
         if self.optimizer_states < 0:
@@ -99,6 +100,15 @@ def _check(budget: int, beta: float, patience: float | None, seconds: float | No
         raise StrategyError(f"patience {patience}: expected a share of the budget above 0 and up to 1, such as 0.5")
     if seconds is not None and not 0 < seconds < inf:
         raise StrategyError(f"--seconds {seconds}: expected a positive number of seconds")
+
+
+def _risk(risk: Risk | str | None) -> Risk | None:
+    """The risk, also by its word. StrategyError in one line if there is no such risk."""
+    try:
+        return None if risk is None else Risk(risk)
+    except ValueError:
+        known = ", ".join(repr(one.value) for one in Risk)
+        raise StrategyError(f"risk {risk!r}: expected one of {known}, or None for the most likely costs alone") from None
 
 
 def check_costs(costs: CostSource) -> None:

@@ -40,7 +40,7 @@ def plot(result: SearchResult, path: str | Path) -> bytes:
     costs, moves = figure.subplots(1, 2, width_ratios=(2, 1))
     _draw_costs(costs, result)
     _draw_moves(moves, result)
-    figure.suptitle(f"{result.speedup:.2f}x data parallelism after {len(result.rows)} proposals (seed {result.seed})")
+    figure.suptitle(f"data parallelism costs {result.speedup:.2f}x the best after {len(result.rows)} proposals (seed {result.seed})")
     return picture(figure, path)
 
 
@@ -74,7 +74,7 @@ def _draw_costs(axes: Axes, result: SearchResult) -> None:
     shown = [result.cost_ns, *lines.values()]
     if max(shown) > WIDE_RANGE * min(shown):
         axes.set_yscale("log")
-    axes.set(xlabel="proposal", ylabel="predicted time per iteration (ms)", title="best so far")
+    axes.set(xlabel="proposal", ylabel="cost: predicted time per iteration over the draws (ms)", title="best so far")
     axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=4)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from soap.profiles.keys import only_environment
 from soap.profiles.store import Store
 from soap.search.options import SearchOptions
 from tests.cli.own_store import use_own_store
+from tests.known_figures import known_figures
 
 MODEL, CLUSTER = "zoo:rnnlm:tiny", "local:2"
 OPTIONS = SearchOptions(budget=30)
@@ -100,16 +100,16 @@ def test_measuring_ends_once_the_choice_is_sure(sure_after: str, monkeypatch: py
     assert measured.text.endswith("are left, the choice is sure without them")
 
 
-@pytest.mark.parametrize("error", [InfeasibleError("nothing fits"), ZeroDivisionError()])
-def test_without_an_aim_all_is_measured_in_its_usual_order(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Aimed(error)
+def test_without_an_aim_all_is_measured_in_its_usual_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Aimed(InfeasibleError("nothing fits"))
     measured = found.measure(monkeypatch)
     assert found.passes == [unknown()] and measured.problem == "" and not measured.sure and measured.computations_left == 0
 
 
-def test_ctrl_c_while_aiming_ends_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        Aimed(KeyboardInterrupt()).measure(monkeypatch)
+@pytest.mark.parametrize("error", [KeyboardInterrupt, KeyError, ZeroDivisionError])
+def test_ctrl_c_and_mistakes_of_ours_end_measuring(error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(error):
+        Aimed(error()).measure(monkeypatch)
 
 
 def test_aiming_takes_no_time_from_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,10 +156,7 @@ def test_the_aim_is_what_the_plans_of_a_quick_search_need(monkeypatch: pytest.Mo
 
 
 def test_without_errors_a_choice_is_sure(monkeypatch: pytest.MonkeyPatch) -> None:
-    known: dict[str, Any] = copy.deepcopy(dict(spreads.known_spreads()))
-    figures = [own for of in known.values() for one in of.values() if isinstance(one, dict) for own in (one, *one.values())]
-    for own in (own for own in figures if isinstance(own, dict)):
-        own |= {part: 0.0 for part, value in own.items() if isinstance(value, float)}
+    known = known_figures(lambda section, part: 0.0)
     monkeypatch.setattr(spreads, "known_spreads", lambda: known)
     graph, topology = soap.load(MODEL, plan_only=True).graph, soap.load_cluster(CLUSTER)
     assert aim(graph, topology, OPTIONS) == Aim(sure=True)

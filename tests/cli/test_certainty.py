@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from soap import api
 from soap.api import outcome, predictions
 from soap.cli import certainty, simulate, stopping
 from soap.cli.search import HASTY_DRAWS, main
+from soap.cluster.topology import QUICKLY_MEASURED
 from soap.cluster.yaml_file import parse_cluster
 from soap.search.deciding import DECIDING_DRAWS
 from soap.search.options import SearchOptions
@@ -181,3 +183,13 @@ def test_a_simulated_plan_has_a_range(capsys: Capsys) -> None:
 def test_other_confidences_are_refused(confidence: str, tmp_path: Path, capsys: Capsys) -> None:
     command = [MODEL, "--cluster", "p100-4x4", "-o", str(tmp_path / "s.json"), "--confidence", confidence]
     assert_refused(capsys, main, command, 2, "--confidence", repr(confidence))
+
+
+@pytest.mark.parametrize("risk", [None, "q80"])
+def test_files_say_by_which_draws_plans_were_compared(risk: str | None) -> None:
+    graph, topology = soap.load(MODEL, plan_only=True), parse_cluster(PAIR.replace("BANDWIDTH", CLOSE))
+    record = soap.find(graph, topology, soap.SearchOptions(budget=1, costs="estimate", risk=risk, draws=3)).record["search"]
+    assert (record["risk"], record["draws"]) == ((None, 0) if risk is None else ("q80", 3))
+    quick = replace(topology, links_source=QUICKLY_MEASURED)  # whose figures are others
+    other = soap.find(graph, quick, soap.SearchOptions(budget=1, costs="estimate", risk=risk)).record["search"]
+    assert len(record["spreads"]) == len(other["spreads"]) == 16 and record["spreads"] != other["spreads"]

@@ -75,7 +75,8 @@ def test_json_is_one_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     report = json.loads(capsys.readouterr().out)
     assert report["predicted_ns"] <= min(report["baselines"][name]["predicted_ns"] for name in ("data_parallel", "megatron"))
     assert report["speedup"] == report["baselines"]["data_parallel"]["predicted_ns"] / report["predicted_ns"]
-    assert report["search"] == {"seed": 0, "budget": 20, "beta": report["search"]["beta"], "evaluations": 22, "interrupted": False}
+    fixed = {"seed": 0, "budget": 20, "risk": "mean", "draws": 8, "evaluations": 22, "interrupted": False}
+    assert report["search"] == {**fixed, "beta": report["search"]["beta"], "spreads": report["search"]["spreads"]}
     assert len(report["memory_bytes"]) == len(report["cluster"]["devices"]) == 16
     assert report["strategy"] == str(tmp_path / "s.json")
     assert 0 < report["bound_ns"] <= report["predicted_ns"]

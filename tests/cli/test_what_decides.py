@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 import soap
 from soap import api
@@ -59,8 +60,10 @@ def test_every_command_that_it_prints_is_one(cluster: str, tmp_path: Path, capsy
         words = shlex.split(one["command"])
         if words[0] == "torchrun":
             assert one["thing"] == "links" or one["measured"]
-            assert words[1:6] == ["--nnodes", "2" if cluster == AWAY else "4", "--nproc-per-node", "4", "--no-python"]
-            words = words[6:]
+            args = get_args_parser().parse_args(words[1:])
+            assert (args.nnodes, args.nproc_per_node, args.no_python) == ("2" if cluster == AWAY else "4", "4", True)
+            assert (args.rdzv_backend, args.rdzv_endpoint) == ("c10d", "HOST:29500")  # else each host starts a world of its own
+            words = [args.training_script, *args.training_script_args]
         assert cluster in words
         if words[:2] == ["soap-profile", "links"]:
             assert one["thing"] == "links" and links_command.make_parser().parse_args(words[2:])
@@ -83,6 +86,7 @@ def test_the_text_has_what_the_document_has(tmp_path: Path, capsys: Capsys) -> N
     first = found["decides"][0]
     assert f"{first['what']}  " in text and first["command"] in text and f"{first['share']:.0%}" in text
     assert "soap-profile import measured.json here" in text
+    assert "HOST:29500" in text and "; HOST is the name or address of one of them" in text
     assert sum(one["share"] for one in found["decides"]) + found["unexplained"] == pytest.approx(1, abs=0.02)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,6 +32,7 @@ class Machine:
         self.probed = 0
         self.ranks: list[tuple[int, int]] = []
         self.link_fails = False
+        self.steps_fail = False
 
     def rates(self, workers: int) -> Rates:
         self.asked.append(workers)
@@ -41,7 +43,7 @@ class Machine:
         """A message takes 70 us in training, 60 of them with the processor; a sum 300 us."""
         self.probed += 1
         self.ranks.append((in_steps_of, threads))
-        if self.link_fails:
+        if self.link_fails or (self.steps_fail and in_steps_of):
             raise ProfileError("no gloo here")
         probes = quick_probes(preset(f"local:{in_steps_of}")) if in_steps_of else []
         found = [LinkTiming(probe, (5e-5 + probe.size_bytes * 1e-9,), 4e-5) for probe in probes]
@@ -127,14 +129,36 @@ def test_a_corrupt_cache_is_rewritten(machine: Machine, tmp_path: Path) -> None:
 def test_failing_links_are_a_warning_and_alone_tried_again(machine: Machine) -> None:
     machine.link_fails = True
     for _ in range(2):
-        with pytest.warns(UserWarning, match="no gloo here; going on with the usual figures"):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
             topology = measured_local_topology(2)
+        assert str(caught[-1].message) == "no gloo here; going on with the usual figures for links of one machine"
         assert topology.links[0].bandwidth_bytes_per_second == LOCAL_BANDWIDTH_BYTES_PER_SECOND
     machine.link_fails = False
     again = measured_local_topology(2)
-    assert again.described[0].bandwidth_bytes_per_second == pytest.approx(1e9, rel=0.01)
+    assert again.links[0].bandwidth_bytes_per_second == pytest.approx(1e9, rel=0.01)
     assert measured_local_topology(2) == again
-    assert (machine.probed, machine.asked) == (3, [4])
+    assert (machine.ranks, machine.asked) == ([(2, 2), (0, 1), (0, 1), (0, 1)], [4])  # in training, which takes long, once
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["new", "rates known"])
+def test_training_that_could_not_be_measured_is_not_tried_by_each_command(machine: Machine, tmp_path: Path, known: bool) -> None:
+    if known:
+        measured_topology(preset("emulated:2x1@200Mbit/s"))  # has the rates of two processes
+    machine.steps_fail, machine.ranks = True, []
+    with pytest.warns(UserWarning, match="no gloo here; going on with what two processes exchange at best; soap-profile links measures"):
+        first = measured_local_topology(2)
+    tried = [(2, 2)] if known else [(2, 2), (0, 1)]
+    assert machine.ranks == tried and first.links_known == "described"
+    assert first.links[0].bandwidth_bytes_per_second == pytest.approx(1e9, rel=0.01)  # measured, not the usual figures
+    machine.steps_fail = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert measured_local_topology(2) == first and machine.ranks == tried
+    (path,) = (tmp_path / "soap").iterdir()
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps({**record, "timings": {**record["timings"], "version": 0}}))  # the next version measures otherwise
+    assert measured_local_topology(2).links_known == "quick"
 
 
 def test_emulated_hosts_have_nearly_the_devices_of_so_many_processes(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,16 +231,17 @@ def test_emulated_hosts_and_many_processes_have_links_alone(machine: Machine) ->
 def test_timings_that_cannot_be_right_are_not_kept(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine a large message may have been quicker than a small one."""
 
-    def link(in_steps_of: int, threads: int) -> Probed:
+    def link(in_steps_of: int = 0, threads: int = 1) -> Probed:
         rates, timings = machine.link(in_steps_of, threads)
         return Probed(rates, tuple(replace(one, seconds=(1 / one.probe.size_bytes,)) for one in timings))
 
     monkeypatch.setattr(this_machine, "measure_link", link)
-    for _ in range(2):
+    for cache in (False, False, True):
         with pytest.warns(UserWarning, match="do not take longer when they are larger; measure again; going on"):
-            assert measured_local_topology(2).links_known == "described"
+            assert measured_local_topology(2, cache).links_known == "described"
+    assert measured_local_topology(2).links_known == "described"  # without a warning
     monkeypatch.setattr(this_machine, "measure_link", machine.link)
-    assert measured_local_topology(2).links_known == "quick"
+    assert measured_local_topology(2, cache=False).links_known == "quick"
 
 
 def test_one_device_has_no_links_to_measure(machine: Machine) -> None:

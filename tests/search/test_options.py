@@ -51,6 +51,9 @@ def test_what_it_was_given_may_change_afterwards() -> None:
         ({"cores": 0}, StrategyError, "cores 0: expected at least 1, or None for all"),
         ({"confidence": 1.5}, StrategyError, "--confidence 1.5: expected a share from 0 to 1"),
         ({"confidence": float("nan")}, StrategyError, "--confidence nan: expected a share from 0 to 1"),
+        ({"risk": "q90"}, StrategyError, "risk 'q90': expected one of 'mean', 'tail', 'q80', 'worst', or None for the most likely costs"),
+        ({"risk": 0.8}, StrategyError, "risk 0.8: expected one of 'mean',"),
+        ({"risk": ""}, StrategyError, "risk '': expected one of 'mean',"),
         ({"draws": 0}, StrategyError, "draws 0: expected 1 to 1024"),
         ({"optimizer_states": -1}, StrategyError, "optimizer_states -1: expected 0 or more tensors"),
         ({"costs": "guess"}, ProfileError, "costs 'guess': expected one of auto, estimate"),
@@ -60,6 +63,10 @@ def test_values_that_cannot_be(options: dict[str, Any], error: type[SoapError], 
     with pytest.raises(error) as raised:
         SearchOptions(**options)
     assert str(raised.value).startswith(message)
+
+
+def test_a_risk_may_be_told_by_its_word() -> None:
+    assert SearchOptions(risk="q80").risk is Risk.Q80
 
 
 def told(*arguments: str) -> SearchOptions:

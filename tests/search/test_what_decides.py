@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +23,7 @@ from soap.simulator.simulate import Simulator
 from soap.strategy.classical import CLASSICAL
 from soap.strategy.config import Strategy
 from tests.graph_builder import mlp
+from tests.known_figures import known_figures
 from tests.strategies import CPU, cluster
 
 GRAPH, TOPOLOGY = mlp(64, (128, 128, 128), 8), cluster([2, 2], CPU)
@@ -34,12 +34,7 @@ PLANS = {"alone": CLASSICAL["single_device"](GRAPH, TOPOLOGY), BASELINE: USUAL}
 
 def only(monkeypatch: pytest.MonkeyPatch, *kept: tuple[str, str]) -> None:
     """Leave a spread only to these: (what, part)."""
-    known: dict[str, Any] = copy.deepcopy(dict(spreads.known_spreads()))
-    for what, of in known.items():
-        for figures in [own for one in of.values() if isinstance(one, dict) for own in (one, *one.values()) if isinstance(own, dict)]:
-            for part, value in figures.items():
-                if isinstance(value, float):
-                    figures[part] = 0.3 if (what, part) in kept else 0.0
+    known = known_figures(lambda what, part: 0.3 if (what, part) in kept else 0.0)
     monkeypatch.setattr(spreads, "known_spreads", lambda: known)
 
 
