@@ -18,6 +18,7 @@ from statistics import mean, median
 
 from soap import api
 from soap.api.deciding import draws_for, timed
+from soap.cli import what_decides
 from soap.files import write_text_atomically
 from soap.search.chains import search
 from soap.search.compiled.runner import CompiledChain, CompiledSpace
@@ -30,6 +31,7 @@ from soap.simulator.drawn_times import drawn_times
 from soap.simulator.draws import Draws, Risk, cost_ns
 from soap.simulator.incremental import IncrementalSimulator
 from soap.simulator.simulate import Simulator
+from soap.strategy.config import Strategy
 
 MODELS = ("alexnet", "resnet50", "rnntc", "rnnlm", "nmt", "gpt", "dlrm", "lm")
 CLUSTERS = ("p100-4x4", "h200-8x8")
@@ -97,9 +99,19 @@ def plans_line(model: str, cluster: str, budget: int) -> tuple[str, float]:
     cells = [
         model, cluster, f"{blind.usual_ns / 1e6:.2f} ms, {other.usual_ns / blind.usual_ns:.2f}x", f"{blind.wins(other):.0%}",
         f"{blind.unlike} of {len(graph.operators)}", kept.name, f"{kept.usual_ns / 1e6:.2f} ms ({low / 1e6:.2f} to {high / 1e6:.2f})",
-        f"{wins:.0%}", f"{kept.unlike}", f"{seconds:.0f} s",
+        f"{wins:.0%}", f"{kept.unlike}", _decider(simulator, plain.result.strategy, usual), f"{seconds:.0f} s",
     ]  # fmt: skip
     return f"| {' | '.join(cells)} |", blind.wins(other)
+
+
+def _decider(simulator: Simulator, plan: Strategy, usual: Strategy) -> str:
+    """What of the costs decides most between a plan and data parallelism, and its share of the variance of the gain."""
+    if plan == usual:
+        return "-"
+    found = what_decides.find(simulator, plan, usual)
+    first = max(found.matters, key=lambda matter: matter.share)
+    what = what_decides.WORDS[first.thing.what].format(device=first.thing.device, kind=first.thing.kind)
+    return f"{what} ({first.share:.0%})"
 
 
 def document(args: argparse.Namespace) -> str:
@@ -141,10 +153,10 @@ mean of the worst quarter.
 PLANS = """## Clusters that are not at hand
 
 "Plain": what the most likely costs alone would take, over data parallelism; in how many draws it wins; how many operators it configures
-unlike data parallelism.
+unlike data parallelism. "Decides": what of the costs explains most of the variance of its gain, and how much.
 
-| model | cluster | plain | wins | unlike | kept | kept, ms (80%) | wins | unlike | search |
-|---|---|---|---:|---:|---|---|---:|---:|---:|
+| model | cluster | plain | wins | unlike | kept | kept, ms (80%) | wins | unlike | decides | search |
+|---|---|---|---:|---:|---|---|---:|---:|---|---:|
 """
 
 

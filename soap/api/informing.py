@@ -97,13 +97,11 @@ class WhatDecides:
         """What it is worth to know everything that is not measured yet."""
         return self.responses.value_ns({name for one in self.matters if not one.measured for name in self.members[one.thing]})
 
-    def is_sure(self, confidence: float, least_value_ns: float = 0.0, by: float = 1.0) -> bool:
-        """Whether the fastest plan surely beats the reference, by the factor ``by``, or surely no plan is faster than it / ``by``; and
-        nothing that is not measured is worth more than ``least_value_ns``."""
+    def is_sure(self, confidence: float) -> bool:
+        """Whether the fastest plan surely beats the reference, or surely no plan is faster than it."""
         others = [plan.gains(self.reference) for plan in self.plans if plan is not self.reference]
-        won = self.leader is not self.reference and float(np.mean(self.leader.gains(self.reference) > by)) >= confidence
-        lost = all(float(np.mean(gains > 1 / by)) <= LEAST_CHANCE for gains in others)
-        return (won or lost) and self.value_to_measure_ns <= least_value_ns
+        won = self.leader is not self.reference and self.leader.wins(self.reference) >= confidence
+        return won or all(float(np.mean(gains > 1)) <= LEAST_CHANCE for gains in others)
 
 
 def what_decides(

@@ -53,7 +53,7 @@ def aim(graph: OperatorGraph, topology: Topology, options: SearchOptions) -> Aim
         return None
     plans = {"reference": reference, **{f"plan {number}": plan for number, plan in enumerate(others, 1)}}
     found = api.what_decides(outcome.simulator, plans, "reference", draws=DRAWS)
-    if found.is_sure(options.confidence, LEAST_VALUE * found.reference.mean_ns, by=api.LEAST_MEASURED):
+    if found.value_to_measure_ns <= LEAST_VALUE * found.reference.mean_ns:
         return Aim(sure=True)
     return Aim(sure=False, todo=tuple(_most_valuable_first(graph, topology, list(plans.values()), found)))
 

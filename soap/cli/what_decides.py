@@ -81,7 +81,7 @@ def document(found: WhatDecides, topology: Topology, subject: Subject) -> dict[s
         "wins": round(plan.wins(usual), 4),
         "draws": len(plan.times_ns),
         "confidence": DEFAULT_CONFIDENCE,
-        "sure": found.is_sure(DEFAULT_CONFIDENCE, float("inf")),
+        "sure": found.is_sure(DEFAULT_CONFIDENCE),
         "value_of_everything_ns": round(found.responses.value_of_all_ns),
         "value_to_measure_ns": round(found.value_to_measure_ns),
         "unexplained": round(found.unexplained, 4),
