@@ -167,7 +167,8 @@ def _cpu_source(kept: Mapping[str, Any]) -> str:
     models = kept["models"].values()
     budgets, days = sorted(own["budget_s"] for own in models), sorted(own["when"] for own in models)
     devices = " and ".join(dict.fromkeys(own["device"] for own in models))
-    how = f" ({len(days)} models, {budgets[0]:g} to {budgets[-1]:g} s each, until {days[-1]}, {devices})" if days else ""
+    each = f"{budgets[0]:g}" if budgets[0] == budgets[-1] else f"{budgets[0]:g} to {budgets[-1]:g}"
+    how = f" ({len(days)} models, {each} s each, until {days[-1]}, {devices})" if days else ""
     return f"benchmarks/{CPU_PAIRS.name}{how}"
 
 
