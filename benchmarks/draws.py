@@ -11,6 +11,7 @@ most likely costs alone would take, in how many of 64 draws that beats data para
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -176,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--write", metavar="FILE", help="write the document instead of printing it")
     args = parser.parse_args(argv)
-    args.command = " ".join(["python -m benchmarks.draws", *(argv or [])])
+    args.command = " ".join(["python -m benchmarks.draws", *(sys.argv[1:] if argv is None else argv)])
     text = document(args)
     if args.write:
         write_text_atomically(args.write, text)

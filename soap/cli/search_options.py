@@ -21,7 +21,7 @@ from soap.cli.updating import Updating
 from soap.model.graph import OperatorGraph
 from soap.search.deciding import DEFAULT_CONFIDENCE
 from soap.search.metropolis import DEFAULT_BETA
-from soap.search.options import DEFAULT_BUDGET, DEFAULT_DRAWS, SearchOptions
+from soap.search.options import DEFAULT_BUDGET, DEFAULT_DRAWS, DEFAULT_RISK, SearchOptions
 from soap.search.starts import DYNAMIC, RANDOM
 from soap.simulator.draws import Risk
 from soap.strategy.classical import CLASSICAL, NAMED
@@ -74,7 +74,7 @@ def add_budget(parser: Parser) -> None:
     parser.add_argument(
         "--risk",
         choices=[*Risk, NO_RISK],
-        default=Risk.MEAN,
+        default=DEFAULT_RISK,
         help=f"what plans are compared by: their mean time under {DEFAULT_DRAWS} draws of the costs, halfway between that and the mean of "
         "the worst quarter (tail), the 80%% quantile, the worst, or their time under the most likely costs (none; default %(default)s)",
     )

@@ -18,6 +18,7 @@ from soap.strategy.config import Strategy, SyncConfig
 DEFAULT_BUDGET = 10_000
 """Number of proposals: takes seconds to a few minutes for the models of the zoo."""
 DEFAULT_DRAWS = 8
+DEFAULT_RISK = Risk.TAIL
 """Draws of the costs under which a search compares strategies."""
 MOST_DRAWS = 1024
 OPTIMIZER_STATES = 2
@@ -66,7 +67,7 @@ class SearchOptions:
     optimizer_states: int = OPTIMIZER_STATES
     measured_updates: bool = True
     costs: CostSource = "auto"
-    risk: Risk | str | None = Risk.MEAN
+    risk: Risk | str | None = DEFAULT_RISK
     draws: int = DEFAULT_DRAWS
     confidence: float = DEFAULT_CONFIDENCE
 
