@@ -80,7 +80,7 @@ def raced(peer: str | None) -> Raced:
     return race(Race(job, peer, rounds=2))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_all_take_a_turn_in_each_round(pool: Pool) -> None:
     for peer, names in ((None, {"data_parallel", "megatron"}), ("ssm", {"data_parallel", "megatron", PEER})):
         first, other = pool.run(raced, peer, ranks=2)
