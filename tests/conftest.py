@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.extent import load_profile
+from tests.kept_models import keep_zoo_models
 
 if TYPE_CHECKING:
     from tests.runtime.pool import Pool
@@ -56,6 +57,12 @@ def interrupts_reach_processes() -> None:
     """A shell starts background jobs with Ctrl-C ignored, and so would be all that they start."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def models_are_read_once() -> None:
+    """See ``keep_zoo_models``."""
+    keep_zoo_models()
 
 
 @pytest.fixture(autouse=True)

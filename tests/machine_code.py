@@ -18,6 +18,7 @@ import soap.simulator.compiled
 from soap import api
 from soap.profiles.roofline import RooflineCosts
 from soap.search.compiled.runner import CompiledChain, CompiledSpace
+from soap.search.dynamic import dynamic_strategy
 from soap.search.space import build_space
 from soap.simulator.compiled.jit import is_compiled
 from soap.simulator.compiled.task_keys import FORWARD, task_key
@@ -65,6 +66,7 @@ def compile_all() -> None:
     walk(engine, {op.name: [OpConfig((1,) * len(op.factors), (device,)) for device in range(2)]}, 10, 1e-6)
     engine.proposed_tasks()
     task_key(FORWARD, 0, 1, 0, 0, 0)
+    dynamic_strategy(build_space(graph, topology.device_count), topology, costs)
 
 
 def _any(strategy: Strategy) -> bool:
