@@ -67,7 +67,10 @@ class Watched:
         return outputs
 
 
-@pytest.mark.parametrize("spec", often(["zoo:gpt:tiny", "zoo:rnnlm:tiny", "zoo:resnet50:tiny", "zoo:dlrm:tiny"], ["zoo:gpt:tiny", "zoo:dlrm:tiny"]))
+SPECS = ["zoo:gpt:tiny", "zoo:dlrm:tiny", "zoo:rnnlm:tiny", "zoo:resnet50:tiny"]
+
+
+@pytest.mark.parametrize("spec", often(SPECS, SPECS[:2], pytest.mark.slow))
 def test_every_operator_of_a_model_can_be_timed(spec: str) -> None:
     model = traced(spec, "float32")
     timer = TileTimer(model, CPU)
