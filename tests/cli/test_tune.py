@@ -237,7 +237,7 @@ def test_bad_options(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     refused(capsys, [*common, "-o", "out.json", "--iterations", "0"], 2, "--iterations", "at least 1")
     refused(capsys, [*common, "-o", "out.json", "--emulate-scale", "0.5"], 2, "add --emulate")
     refused(capsys, ["no.json", "--model", MODEL, "-o", "out.json"], 5, "no.json", "cannot be read")
-    refused(capsys, [*common, "-o", "out.json", "--cluster", "local:3"], 5, "another cluster")
+    refused(capsys, [*common, "-o", "out.json", "--cluster", "h200-2"], 5, "another cluster")
 
 
 @pytest.mark.long

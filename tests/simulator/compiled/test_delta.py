@@ -20,7 +20,7 @@ from soap.simulator.draws import Draws, Risk
 from soap.strategy.classical import random_config
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
 from soap.strategy.sync import SPARSE_ALL_GATHER, parameter_server
-from tests.extent import ALL, MANY
+from tests.extent import ALL, MANY, USUAL
 from tests.graph_builder import GraphBuilder
 from tests.simulator.compiled.agreement import reference_tasks, synchronized
 from tests.simulator.compiled.walks import Edit, Walk, check, walks
@@ -37,7 +37,7 @@ def test_random_walks(walk: Walk, launched: bool, shortest_ns: int) -> None:
         check(walk, afresh=True, launched=launched)
 
 
-@settings(MANY, suppress_health_check=list(HealthCheck))
+@settings(USUAL, suppress_health_check=list(HealthCheck))
 @given(walks(max_edits=3), st.booleans(), st.integers(1, 9), st.sampled_from(Risk))
 def test_random_walks_under_draws(walk: Walk, launched: bool, count: int, risk: Risk) -> None:
     """Every draw of every proposal, too."""
