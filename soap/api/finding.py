@@ -13,11 +13,15 @@ from soap.search.constraints import pairs_of
 from soap.search.options import SearchOptions
 from soap.search.polish import MAX_POLISHED
 from soap.search.starts import DYNAMIC
-from soap.simulator.draws import Risk
+from soap.simulator.draws import Draws, Risk
 from soap.simulator.simulate import Simulator
 from soap.strategy.config import Strategy
 
 DEFAULT_OPTIONS = SearchOptions()
+
+MOST_DRAWN_TILES = 2**12
+"""A search compares plans by the most likely costs alone if there are more operators times devices: a draw is played as a whole, while a
+proposal is simulated by what it changes. What the search finds is judged under draws in any case (``SearchOutcome.decision``)."""
 
 
 def find(
@@ -45,7 +49,7 @@ def find(
     )
     from soap.simulator.incremental import IncrementalSimulator  # importing numba takes a second: do it for searches only
 
-    draws = None if options.risk is None else draws_for(simulator, options.draws, Risk(options.risk))
+    draws = _compared_by(simulator, options)
     evaluator = IncrementalSimulator(simulator, draws)
     if progress and not evaluator.begins_at_once():
         announce_compiling()
@@ -62,6 +66,13 @@ def find(
     )
     pins, forbidden = pairs_of(options.pins), pairs_of(options.forbidden)
     return SearchOutcome(simulator, result, pins=pins, forbidden=forbidden, confidence=options.confidence, compared_by=draws)
+
+
+def _compared_by(simulator: Simulator, options: SearchOptions) -> Draws | None:
+    tiles = len(simulator.graph.operators) * simulator.topology.device_count
+    if options.risk is None or tiles > MOST_DRAWN_TILES:
+        return None
+    return draws_for(simulator, options.draws, Risk(options.risk))
 
 
 def _dynamic_start(simulator: Simulator, starts: Sequence[str] | None) -> dict[str, Callable[[], Strategy]]:

@@ -13,7 +13,7 @@ import pytest
 
 import soap
 from soap import api
-from soap.api import outcome, predictions
+from soap.api import finding, outcome, predictions
 from soap.cli import certainty, simulate, stopping
 from soap.cli.search import HASTY_DRAWS, main
 from soap.cluster.topology import QUICKLY_MEASURED
@@ -193,3 +193,12 @@ def test_files_say_by_which_draws_plans_were_compared(risk: str | None) -> None:
     quick = replace(topology, links_source=QUICKLY_MEASURED)  # whose figures are others
     other = soap.find(graph, quick, soap.SearchOptions(budget=1, costs="estimate", risk=risk)).record["search"]
     assert len(record["spreads"]) == len(other["spreads"]) == 16 and record["spreads"] != other["spreads"]
+
+
+def test_large_searches_compare_by_the_most_likely_costs_and_decide_under_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, options = parse_cluster(described(SLOW)), SearchOptions(budget=40)
+    assert api.find(MODEL, cluster, options).compared_by is not None
+    monkeypatch.setattr(finding, "MOST_DRAWN_TILES", 7)  # the model has four operators
+    found, plain = api.find(MODEL, cluster, options), api.find(MODEL, cluster, replace(options, risk=None))
+    assert found.compared_by is None and found.result.strategy == plain.result.strategy
+    assert found.decision.draws == DECIDING_DRAWS and len(found.decision.kept.times_ns) == DECIDING_DRAWS
