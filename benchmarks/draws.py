@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from statistics import mean, median
 
+from benchmarks.pages import give
 from soap import api
 from soap.api.deciding import draws_for, timed
 from soap.cli import what_decides
-from soap.files import write_text_atomically
 from soap.search.chains import search
 from soap.search.compiled.runner import CompiledChain, CompiledSpace
 from soap.search.metropolis import DEFAULT_BETA
@@ -178,11 +178,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--write", metavar="FILE", help="write the document instead of printing it")
     args = parser.parse_args(argv)
     args.command = " ".join(["python -m benchmarks.draws", *(sys.argv[1:] if argv is None else argv)])
-    text = document(args)
-    if args.write:
-        write_text_atomically(args.write, text)
-    else:
-        print(text)
+    give(document(args), args.write)
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ class IncrementalSimulator:
 
     def overflow_bytes(self, strategy: Strategy) -> int:
         """Bytes of memory that the devices lack, added up."""
-        if any(holder.certainly_fits(strategy) for holder in self._engines):
+        if self._certainly_fits(strategy):
             return 0
         if self.least_overflow_bytes(strategy) > 0:
             return self._simulator.bounds_overflow_bytes(strategy)
@@ -83,9 +83,10 @@ class IncrementalSimulator:
 
     def bounds_overflow_bytes(self, strategy: Strategy) -> int:
         """As ``Simulator.bounds_overflow_bytes``."""
-        if any(holder.certainly_fits(strategy) for holder in self._engines):
-            return 0
-        return self._simulator.bounds_overflow_bytes(strategy)
+        return 0 if self._certainly_fits(strategy) else self._simulator.bounds_overflow_bytes(strategy)
+
+    def _certainly_fits(self, strategy: Strategy) -> bool:
+        return any(holder.certainly_fits(strategy) for holder in self._engines)
 
     def least_overflow_bytes(self, strategy: Strategy) -> int:
         """A lower bound of the bytes that the devices lack; 0 unless this is the last strategy whose time was asked for."""

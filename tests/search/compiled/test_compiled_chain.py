@@ -194,12 +194,18 @@ def _all_configs(own: OperatorSpace) -> list[OpConfig]:
     return [config for config in found if own.log_weight(config) > -inf]
 
 
-@pytest.mark.slow
-def test_steps_are_what_the_simulator_says() -> None:
+def of_the_zoo() -> tuple[Space, Simulator, dict[str, Strategy]]:
+    """A model of the zoo on 16 devices: its space, its simulator, and the strategies that a search starts from."""
     graph, topology = api.load("zoo:nmt:tiny", plan_only=True).graph, api.load_cluster("p100-4x4")
     starts = starting_strategies(graph, topology, None, None, 0)
     space = build_space(graph, topology.device_count, references=reference_strategies(graph, topology, starts.values()))
-    simulator = api.simulator_for(graph, topology)
+    return space, api.simulator_for(graph, topology), dict(starts)
+
+
+@pytest.mark.slow
+def test_steps_are_what_the_simulator_says() -> None:
+    space, simulator, starts = of_the_zoo()
+    topology = simulator.topology
     compiled = CompiledSpace(space, topology, simulator.costs)
     chains = [CompiledChain(compiled, starts["data_parallel"], seed=1, proposals=300) for _ in range(2)]
     for step in range(1, 4):
@@ -217,10 +223,8 @@ def test_steps_are_what_the_simulator_says() -> None:
 
 @pytest.mark.slow
 def test_steps_under_draws_are_what_the_simulator_says() -> None:
-    graph, topology = api.load("zoo:nmt:tiny", plan_only=True).graph, api.load_cluster("p100-4x4")
-    starts = starting_strategies(graph, topology, None, None, 0)
-    space = build_space(graph, topology.device_count, references=reference_strategies(graph, topology, starts.values()))
-    simulator = api.simulator_for(graph, topology)
+    space, simulator, starts = of_the_zoo()
+    topology = simulator.topology
     draws = Draws(ExampleSpreads(), 5, risk=Risk.TAIL)
     chain = CompiledChain(CompiledSpace(space, topology, simulator.costs, draws=draws), starts["data_parallel"], seed=1, proposals=300)
     for step in range(1, 4):
@@ -339,10 +343,8 @@ def test_constraints_are_obeyed() -> None:
 
 @pytest.mark.slow
 def test_a_chain_goes_on_from_another_strategy() -> None:
-    graph, topology = api.load("zoo:nmt:tiny", plan_only=True).graph, api.load_cluster("p100-4x4")
-    starts = starting_strategies(graph, topology, None, None, 0)
-    space = build_space(graph, topology.device_count, references=reference_strategies(graph, topology, starts.values()))
-    simulator = api.simulator_for(graph, topology)
+    space, simulator, starts = of_the_zoo()
+    topology = simulator.topology
     chain = CompiledChain(CompiledSpace(space, topology, simulator.costs), starts["data_parallel"], seed=1, proposals=2000)
     for step in range(1, 21):
         chain.run(100 * step, beta=100.0, focus=100.0)
