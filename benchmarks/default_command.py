@@ -1,13 +1,15 @@
 """Does ``soap-search MODEL --cluster local:N -o FILE``, as the README has it, make training slower? Its plan beside data parallelism.
 
-    python -m benchmarks.default_command
-    python -m benchmarks.default_command --models gpt2 t5 --clusters local:2 --estimates
+    python -m benchmarks.default_command --results results.json --write docs/results/default_command.md
+    python -m benchmarks.default_command --results results.json --models gpt2 t5 --clusters local:2 --modes default
 
-exports small models of the ``transformers`` library (two to four layers, 192 to 256 wide), runs the command with nothing but its defaults,
-each model with an empty store of measurements, and then trains by what it wrote and by data parallelism: in processes of their own, in
-turns, with trainers that are made anew for each turn. The ratio is data parallelism's time over the plan's, the median of the rounds; 1
-where the plan is data parallelism. ``--estimates`` also searches without measuring, running or any margin, and runs what that finds in
-the same turns: what the default command is spared. Each line is printed as soon as it is known, so that what is left can be run later.
+exports twelve small models (``benchmarks.small_models``) and runs the command, each time with an empty store of measurements, in three
+modes: with nothing but its defaults, without measuring, and blind (without measuring, running and any confidence: what the defaults are
+for). What it wrote is then trained beside data parallelism by us and by ``DistributedDataParallel`` in turns in the same processes
+(``benchmarks.default_race``).
+
+Each cell (model, cluster, mode) is kept in ``--results`` as soon as it is known: the same command goes on with those that are missing.
+``--write`` makes the page of all that the file has; ``python -m benchmarks.default_page FILE PAGE`` does nothing but that.
 """
 
 from __future__ import annotations
@@ -19,228 +21,196 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-import torch
-
 import soap
+from benchmarks import default_cells, default_page
+from benchmarks.default_cells import FOUND, MODES, PEER, USUAL, Cell, Key
+from benchmarks.default_race import Race, Raced, race
 from benchmarks.end_to_end import machine
 from benchmarks.quiet import Watch
+from benchmarks.small_models import NAMES, export_small
 from soap import api
 from soap.cli.options import Reading, positive
-from soap.cli.run import start
+from soap.cli.run import on_ranks
 from soap.cli.training import Job
-from soap.cli.turns import in_turns, turns_of
-from soap.cluster.topology import Topology
-from soap.model.graph import OperatorGraph
+from soap.errors import RuntimeFailure, SoapError
+from soap.files import check_writable
+from soap.simulator.reference import execution_order
+from soap.simulator.simulate import Simulator
 from soap.strategy.config import Strategy
 
 CLUSTERS = ("local:2", "local:4")
-USUAL, FOUND, ESTIMATED = "data_parallel", "found", "by estimates"
 OPTIMIZER = "adam"
 """Whose states predictions count."""
 READING: Reading = {"batch_dims": None, "autocast": None, "batch_norm": "global"}
-BLIND = ("--costs", "estimate", "--verify", "0", "--margin", "1")
-"""Options of a search that measures and runs nothing, and takes whatever is predicted to be fastest."""
-LEAST = 0.96
-"""What is aimed at."""
-WORDS, LENGTH, TEXTS, IMAGES, CLASSES = 2000, 64, 16, 16, 10
-
-Built = tuple[torch.nn.Module, dict[str, torch.Tensor]]
 
 
-def gpt2() -> Built:
-    """Decoder: 3 layers, 256 wide."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    sizes = {"n_layer": 3, "n_head": 4, "n_embd": 256, "n_positions": LENGTH}
-    return GPT2LMHeadModel(GPT2Config(**sizes, vocab_size=WORDS, use_cache=False, bos_token_id=1, eos_token_id=2)), text()
-
-
-def t5() -> Built:
-    """Encoder and decoder: 2 layers each, 256 wide."""
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    ends = {"pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 0}
-    config = T5Config(d_model=256, d_kv=64, d_ff=512, num_layers=2, num_heads=4, vocab_size=WORDS, use_cache=False, **ends)
-    return T5ForConditionalGeneration(config), text()
-
-
-def vit() -> Built:
-    """Vision transformer: 3 layers, 192 wide."""
-    from transformers import ViTConfig, ViTForImageClassification
-
-    sizes = {"hidden_size": 192, "intermediate_size": 768, "num_hidden_layers": 3, "num_attention_heads": 3}
-    return ViTForImageClassification(ViTConfig(**sizes, image_size=64, patch_size=8, num_labels=CLASSES)), images(64)
-
-
-def convnext() -> Built:
-    """Depthwise convolutions: 2 layers of 192, 2 of 256 channels."""
-    from transformers import ConvNextConfig, ConvNextForImageClassification
-
-    config = ConvNextConfig(hidden_sizes=[192, 256], depths=[2, 2], num_stages=2, num_labels=CLASSES, drop_path_rate=0.0)
-    return ConvNextForImageClassification(config), images(64)
-
-
-def bert() -> Built:
-    """Encoder: 3 layers, 256 wide."""
-    from transformers import BertConfig, BertForMaskedLM
-
-    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 3, "num_attention_heads": 4}
-    return BertForMaskedLM(BertConfig(**sizes, vocab_size=WORDS, max_position_embeddings=LENGTH)), text()
-
-
-def llama() -> Built:
-    """Decoder with rotary positions and gated layers: 3 layers, 192 wide."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4}
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=WORDS, use_cache=False)), text()
-
-
-MODELS: Mapping[str, Callable[[], Built]] = {build.__name__: build for build in (gpt2, t5, vit, convnext, bert, llama)}
-
-
-def text() -> dict[str, torch.Tensor]:
-    """Drawn token ids, which are their own labels."""
-    words = torch.randint(3, WORDS, (TEXTS, LENGTH))
-    return {"input_ids": words, "labels": words.clone()}
-
-
-def images(side: int) -> dict[str, torch.Tensor]:
-    """Drawn images with labels."""
-    return {"pixel_values": torch.randn(IMAGES, 3, side, side), "labels": torch.randint(0, CLASSES, (IMAGES,))}
+class Failed(SoapError):
+    """A cell could not be finished."""
 
 
 @dataclass(frozen=True)
-class Row:
-    """One model on one cluster. ``kept``: what the command took. ``gains``: of each round, data parallelism's time over the plan's; none if
-    they are the same. ``blind``: predicted gain of the plan found by estimates alone, and its measured ones. ``others``: share of the cores
-    that other programs used while plans were timed."""
+class Turns:
+    """How plans are timed: ``rounds``, and ``steps`` that are timed in each."""
 
-    cluster: str
-    model: str
-    kept: str
-    seconds: float
-    usual_ns: int
-    gains: tuple[float, ...]
-    others: float | None
-    blind: tuple[float, tuple[float, ...]] | None = None
-
-    @property
-    def gain(self) -> float:
-        """The median; 1 for data parallelism itself."""
-        return median(self.gains) if self.gains else 1.0
-
-    @property
-    def line(self) -> str:
-        """A line of the table."""
-        measured = f"**{self.gain:.2f}** ({min(self.gains):.2f} to {max(self.gains):.2f})" if self.gains else "**1** (the same plan)"
-        others = "?" if self.others is None else f"{self.others:.0%}"
-        blind = ["", ""] if self.blind is None else [f"{self.blind[0]:.2f}", f"{median(self.blind[1]):.2f}" if self.blind[1] else "1"]
-        cells = [self.cluster, self.model, self.kept, f"{self.seconds:.0f} s", f"{self.usual_ns / 1e6:.1f}", measured, *blind, others]
-        return f"| {' | '.join(cells)} |"
+    rounds: int
+    steps: int
 
 
-HEAD = (
-    "cluster", "model", "kept", "command", "data parallelism, ms", "as many times as fast, measured",
-    "by estimates: predicted", "measured", "others",
-)  # fmt: skip
+def missing(wanted: Sequence[Key], known: Sequence[Cell]) -> list[Key]:
+    """Those of the wanted cells that are not known yet."""
+    there = {cell.key for cell in known}
+    return [key for key in wanted if key not in there]
 
 
-def conclusion(rows: Sequence[Row]) -> str:
-    """How often what is aimed at was reached."""
-    reached = sum(row.gain >= LEAST for row in rows)
-    slowest = min(row.gain for row in rows)
-    said = f"{reached} of {len(rows)} plans are at least {LEAST} times as fast as data parallelism; the slowest {slowest:.2f}"
-    blind = [median(row.blind[1]) if row.blind[1] else 1.0 for row in rows if row.blind is not None]
-    return said + (f"; found by estimates alone {sum(one >= LEAST for one in blind)} of {len(blind)}, {min(blind):.2f}" if blind else "")
+def finished(key: Key, path: Path, turns: Turns) -> Cell:
+    """Run the command, then what it wrote. SoapError in one line if either fails."""
+    model, cluster, mode = key
+    with tempfile.TemporaryDirectory() as folder, _nothing_known(Path(folder) / "cache"):
+        out = Path(folder) / "strategy.json"
+        began = time.monotonic()
+        report = search(path, cluster, out, MODES[mode])
+        seconds = time.monotonic() - began
+        graph, topology = api.load(path, plan_only=True).graph, soap.load_cluster(cluster)
+        usual, found = api.classical(USUAL, graph, topology), api.load_strategy(out, graph, topology)
+        plans = {USUAL: usual} if found == usual else {USUAL: usual, FOUND: found}
+        simulator = api.simulator_for(graph, topology)
+        drawn = {plan.name: plan.times_ns for plan in api.timed(simulator, plans, usual)}
+        watch = Watch()
+        raced, note = timed(model, path, simulator, plans, turns)
+        sources = api.costs_record(simulator, simulator.run(plans.get(FOUND, usual)).tasks)["shares"]
+    return Cell(
+        model,
+        cluster,
+        mode,
+        kept_of(report),
+        differs=found != usual,
+        seconds=round(seconds, 1),
+        times_ns=raced.times_ns,
+        draws_ns=drawn,
+        profiled=report.get("profiled"),
+        verifying_s=report.get("measured", {}).get("seconds"),
+        sources={name: round(share, 4) for name, share in sources.items()},
+        note=note,
+        others=watch.others_share(),
+    )
 
 
-def compared(name: str, path: Path, cluster: str, args: argparse.Namespace, folder: Path) -> Row:
-    """Run the command, then what it wrote."""
-    out, blind_out = folder / f"{name}-{cluster}.json".replace(":", "-"), folder / "blind.json"
-    began = time.monotonic()
-    report = search(path, cluster, out)
-    seconds = time.monotonic() - began
-    graph, topology = api.load(path, plan_only=True).graph, soap.load_cluster(cluster)
-    strategies = {USUAL: api.classical(USUAL, graph, topology), FOUND: api.load_strategy(out, graph, topology)}
-    predicted = None
-    if args.estimates:
-        predicted = search(path, cluster, blind_out, *BLIND)["speedup"]
-        strategies[ESTIMATED] = api.load_strategy(blind_out, graph, topology)
-    watch = Watch()
-    times = timed(path, graph, topology, strategies, args)
-    gains = {name: tuple(usual / own for usual, own in zip(times[USUAL], times[name], strict=True)) for name in times if name != USUAL}
-    decided = report.get("measured") or report.get("guard") or {"kept": report["same_as"] or FOUND}
-    blind = None if predicted is None else (predicted, gains.get(ESTIMATED, ()))
-    return Row(cluster, name, decided["kept"], seconds, round(median(times[USUAL])), gains.get(FOUND, ()), watch.others_share(), blind)
+def kept_of(report: Mapping[str, Any]) -> str:
+    """What the command says that it took."""
+    decided = report.get("measured") or report.get("decision") or {"kept": report.get("same_as") or FOUND}
+    return str(decided["kept"])
 
 
-def search(path: Path, cluster: str, out: Path, *options: str) -> dict[str, Any]:
-    """What the command says."""
+def search(path: Path, cluster: str, out: Path, options: Sequence[str]) -> dict[str, Any]:
+    """What the command says. ``Failed`` if it fails."""
     command = [sys.executable, "-m", "soap.cli.search", str(path), "--cluster", cluster, "-o", str(out), "--json", *options]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode:
-        sys.exit(f"soap-search failed with exit code {done.returncode}: {' '.join(command)}")
+        raise Failed(f"soap-search failed with exit code {done.returncode}: {' '.join(command)}")
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 
 
-def timed(
-    path: Path, graph: OperatorGraph, topology: Topology, strategies: Mapping[str, Strategy], args: argparse.Namespace
-) -> dict[str, list[int]]:
-    """Nanoseconds of a step of each different strategy, turn by turn."""
-    simulator = api.simulator_for(graph, topology)
-    different = {name: own for name, own in strategies.items() if name == USUAL or own != strategies[USUAL]}
-    simulations = {name: simulator.run(own) for name, own in different.items()}
+def timed(model: str, path: Path, simulator: Simulator, plans: Mapping[str, Strategy], turns: Turns) -> tuple[Raced, str]:
+    """Steps of all plans and of the peer, and what is to be said of the peer. If that cannot be run, ours alone."""
+    simulations = {name: simulator.run(own) for name, own in plans.items()}
     job = Job(
         model=str(path),
         reading=READING,
-        topology=topology,
-        strategies=in_turns(different, simulations, args.rounds),
-        steps=args.steps,
+        topology=simulator.topology,
+        strategies={name: (own, execution_order(simulations[name].tasks, simulations[name].schedule)) for name, own in plans.items()},
+        steps=turns.steps,
         seed=0,
         optimizer=OPTIMIZER,
     )
-    outcome = start(job)
-    assert outcome is not None  # not under torchrun
-    return {name: [own.median_ns for own in turns_of(outcome.measured, name)] for name in different}
+    own = Race(job, model, turns.rounds)
+    try:
+        raced, said = on_ranks(job, (), race, own), ""
+    except RuntimeFailure as error:
+        raced, said = on_ranks(job, (), race, replace(own, peer=None)), f"{PEER} failed: {error}"
+    assert raced is not None  # not under torchrun
+    return raced, said or (f"find_unused_parameters: {raced.unused} have no gradient" if raced.unused else "")
 
 
-def export(name: str, folder: Path) -> Path:
-    """The model's file."""
-    torch.manual_seed(0)
-    module, inputs = MODELS[name]()
-    path = folder / f"{name}.pt2"
-    soap.export(module.train(), (), inputs, path=path, loss=lambda output: output.loss)
-    return path
+@contextmanager
+def _nothing_known(cache: Path) -> Iterator[None]:
+    """Measurements are kept in this empty folder meanwhile."""
+    before = os.environ.get("XDG_CACHE_HOME")
+    os.environ["XDG_CACHE_HOME"] = str(cache)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["XDG_CACHE_HOME"]
+        else:
+            os.environ["XDG_CACHE_HOME"] = before
+
+
+def run_all(args: argparse.Namespace, cells: list[Cell]) -> list[str]:
+    """Finish what is missing, and keep each at once. Returns why some could not be finished."""
+    wanted = [(model, cluster, mode) for model in args.models for cluster in args.clusters for mode in args.modes]
+    todo, where, problems = missing(wanted, cells), machine(), list[str]()
+    for model in dict.fromkeys(key[0] for key in todo):
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                path = export_small(model, Path(folder))
+            except SoapError as error:
+                problems.append(_told(model, error))
+                continue
+            for key in [key for key in todo if key[0] == model]:
+                began = time.monotonic()
+                try:
+                    cell = replace(finished(key, path, Turns(args.rounds, args.steps)), machine=where)
+                except SoapError as error:
+                    problems.append(_told(" ".join(key), error))
+                    continue
+                cells.append(cell)
+                if args.results is not None:
+                    default_cells.write(args.results, cells)
+                print(f"{default_page.line(cell)} {key[2]}, {time.monotonic() - began:.0f} s in all", flush=True)
+    return problems
+
+
+def _told(what: str, error: SoapError) -> str:
+    """Say at once what has failed; the others go on."""
+    problem = f"{what}: {error}"
+    print(problem, file=sys.stderr, flush=True)
+    return problem
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(prog="default_command", description="What the default command finds, beside data parallelism.")
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="default: all")
+    parser.add_argument("--models", nargs="+", choices=NAMES, default=list(NAMES), help="default: all")
     parser.add_argument("--clusters", nargs="+", default=list(CLUSTERS), help="default %(default)s")
-    parser.add_argument("--rounds", type=positive, default=7, help="turns of each plan (default %(default)s)")
-    parser.add_argument("--steps", type=positive, default=8, help="of a turn, of which the first two are not timed (default %(default)s)")
-    parser.add_argument("--estimates", action="store_true", help="also what is found without measuring or running")
+    parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES), help="default: all")
+    parser.add_argument("--rounds", type=positive, default=11, help="turns of each contender (default %(default)s)")
+    parser.add_argument("--steps", type=positive, default=6, help="that are timed in a turn (default %(default)s)")
+    parser.add_argument("--results", type=Path, metavar="FILE", help="keeps each cell; what is in it is not run again")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="Markdown of all cells in --results")
     args = parser.parse_args(argv)
-    print(f"{machine()}\n\n| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}", flush=True)
-    rows: list[Row] = []
-    for name in args.models:
-        with tempfile.TemporaryDirectory() as temporary:
-            os.environ["XDG_CACHE_HOME"] = str(Path(temporary) / "cache")  # nothing is known of this machine
-            path = export(name, Path(temporary))
-            for cluster in args.clusters:
-                rows.append(compared(name, path, cluster, args, Path(temporary)))
-                print(rows[-1].line, flush=True)
-    print(f"\n{conclusion(rows)}")
-    return 0
+    try:
+        cells = [] if args.results is None else default_cells.read(args.results)
+        for path in (args.results, args.write):
+            if path is not None:
+                check_writable(path)
+        print(default_page.head(), flush=True)
+        problems = run_all(args, cells)
+        if args.write is not None and cells:
+            default_page.write(args.write, cells)
+    except SoapError as error:
+        parser.error(str(error))
+    except KeyboardInterrupt:
+        return 130
+    for mode, own in default_page.by_mode(cells).items():
+        print("\n".join(["", f"{mode}:", *default_page.conclusion(own, default_page.LEAST[mode])]))
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def main() -> None:
     simulator = Simulator(graph, topology, RooflineCosts(topology))
     evaluator = IncrementalSimulator(simulator)
     result = search(graph, topology, evaluator, SearchOptions(budget=args.budget, seed=args.seed))
-    say(f"found {result.cost_ns / 1e6:.3f} ms in {result.evaluations} evaluations: {result.speedup:.2f}x data parallelism")
+    say(f"found a cost of {result.cost_ns / 1e6:.3f} ms in {result.evaluations} evaluations: data parallelism's is {result.speedup:.2f}x")
     for start in result.starts:
         lacks = "" if start.fits else f", {format_bytes(start.overflow_bytes)} missing"
         print(f"           start {start.name}: {start.cost_ns / 1e6:.3f} ms{lacks}")

@@ -38,6 +38,7 @@ from soap.cluster.yaml_file import parse_cluster
 from soap.model.graph import FactorKind, Operator, OperatorGraph
 from soap.search.metropolis import DEFAULT_BETA
 from soap.search.space import build_space
+from soap.simulator.compiled.walking import walk
 from soap.simulator.engine import Engine
 from soap.strategy.config import OpConfig, Strategy
 from soap.strategy.sync import parameter_server, synchronized
@@ -159,14 +160,14 @@ def measure(graph: OperatorGraph, topology: Topology, method: str, space: str, p
         engine = Engine(graph, topology, costs)
         engine.load(start)
         beta = DEFAULT_BETA / engine.simulate()
-        engine.walk(choices, proposals, beta, 7, bounded=bounded)  # everything is loaded, and the cost model knows all that will come
+        walk(engine, choices, proposals, beta, 7, bounded=bounded)  # everything is loaded, and the cost model knows all that will come
         engine.load(start)
         engine.simulate()
         begin = time.perf_counter()
-        walk = engine.walk(choices, proposals, beta, 7, bounded=bounded)
+        found = walk(engine, choices, proposals, beta, 7, bounded=bounded)
         rates.append(proposals / (time.perf_counter() - begin))
-        tasks_each.append(walk.played_tasks / proposals)
-        accepted = walk.accepted
+        tasks_each.append(found.played_tasks / proposals)
+        accepted = found.accepted
     lower, play = _full_seconds(engine, start)
     return Rates(len(list(engine.tasks())), lower, play, rates[0], rates[1], tasks_each[0], tasks_each[1], accepted)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import time
 import uuid
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.extent import load_profile
+from tests.kept_models import keep_zoo_models
 
 if TYPE_CHECKING:
     from tests.runtime.pool import Pool
@@ -55,6 +57,20 @@ def interrupts_reach_processes() -> None:
     """A shell starts background jobs with Ctrl-C ignored, and so would be all that they start."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def models_are_read_once() -> None:
+    """See ``keep_zoo_models``."""
+    keep_zoo_models()
+
+
+@pytest.fixture(autouse=True)
+def products_are_as_before() -> Iterator[None]:
+    """Reading a model with ``--matmul-precision`` sets it for the process, as is said; other tests are not to see that."""
+    yield
+    if (torch := sys.modules.get("torch")) is not None and torch.get_float32_matmul_precision() != "highest":
+        torch.set_float32_matmul_precision("highest")
 
 
 @pytest.fixture(scope="session")

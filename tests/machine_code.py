@@ -21,9 +21,11 @@ from soap.profiles.roofline import RooflineCosts
 from soap.runtime.compression import kernels
 from soap.runtime.compression.selection import Surveyed
 from soap.search.compiled.runner import CompiledChain, CompiledSpace
+from soap.search.dynamic import dynamic_strategy
 from soap.search.space import build_space
 from soap.simulator.compiled.jit import is_compiled
 from soap.simulator.compiled.task_keys import FORWARD, task_key
+from soap.simulator.compiled.walking import walk
 from soap.simulator.engine import Engine
 from soap.strategy.config import OpConfig, Strategy
 from tests.graph_builder import mlp
@@ -65,12 +67,13 @@ def compile_all() -> None:
     for end in (engine.reject, engine.accept):
         engine.propose(op.name, starts[1].operators[op.name])
         end()
-    engine.walk({op.name: [OpConfig((1,) * len(op.factors), (device,)) for device in range(2)]}, 10, 1e-6)
+    walk(engine, {op.name: [OpConfig((1,) * len(op.factors), (device,)) for device in range(2)]}, 10, 1e-6)
     engine.proposed_tasks()
     task_key(FORWARD, 0, 1, 0, 0, 0)
     for dtype in (torch.float32, torch.float64):
         surveyed = Surveyed.of(torch.arange(10, dtype=dtype))
         surveyed.above(surveyed.threshold(0.5))
+    dynamic_strategy(build_space(graph, topology.device_count), topology, costs)
 
 
 def _any(strategy: Strategy) -> bool:

@@ -35,6 +35,7 @@ from soap.search.options import SearchOptions
 from soap.search.polish import best_neighbour, polish
 from soap.search.proposals import MOVES, Proposal, informed_candidates
 from soap.search.space import Space, build_space
+from soap.simulator.compiled.walking import walk
 from soap.simulator.engine import Engine
 from soap.simulator.folding import Folding, fold
 from soap.simulator.incremental import IncrementalSimulator
@@ -240,7 +241,7 @@ def test_what_the_engine_is_told_comes_back() -> None:
     choices = {op.name: [config for config in own.structured() if config.replicas == 1] for op, own in spaces}
     whole = held(marked(GRAPH, CLASSICAL["single_device"](GRAPH, FOUR)))
     before = whole.strategy
-    whole.walk(choices, 200, 1e-9, 1)
+    walk(whole, choices, 200, 1e-9, 1)
     assert whole.strategy != before and is_marked(whole.strategy)
 
 

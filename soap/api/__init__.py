@@ -6,10 +6,22 @@ A model may be what ``load`` returns, an ``OperatorGraph``, or text for ``load``
 
 from __future__ import annotations
 
+from soap.api.deciding import decision_record, memory_range, timed
 from soap.api.finding import find
+from soap.api.informing import WhatDecides, what_decides
 from soap.api.models import Cluster, Model, export, load, load_cluster, measure_rows
-from soap.api.outcome import LEAST_MEASURED, Guard, Run, SearchOutcome, guard_record, least_measured
-from soap.api.predictions import costs_for, costs_record, explain, explain_synchronization, simulate, simulator_for, with_links
+from soap.api.outcome import LEAST_MEASURED, Run, SearchOutcome, least_measured
+from soap.api.predictions import (
+    Prediction,
+    costs_for,
+    costs_record,
+    explain,
+    explain_synchronization,
+    predicted_range,
+    simulate,
+    simulator_for,
+    with_links,
+)
 from soap.api.strategies import (
     classical,
     load_strategy,
@@ -18,22 +30,24 @@ from soap.api.strategies import (
     save_strategy,
     with_recorded_rows,
 )
+from soap.api.what_if import sensitivity
 
 __all__ = [
     "LEAST_MEASURED",
     "Cluster",
-    "Guard",
     "Model",
+    "Prediction",
     "Run",
     "SearchOutcome",
+    "WhatDecides",
     "classical",
     "costs_for",
     "costs_record",
+    "decision_record",
     "explain",
     "explain_synchronization",
     "export",
     "find",
-    "guard_record",
     "least_measured",
     "load",
     "load_cluster",
@@ -41,9 +55,14 @@ __all__ = [
     "load_strategy_contents",
     "load_strategy_header",
     "measure_rows",
+    "memory_range",
+    "predicted_range",
     "save_strategy",
+    "sensitivity",
     "simulate",
     "simulator_for",
+    "timed",
+    "what_decides",
     "with_links",
     "with_recorded_rows",
 ]

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from soap.api.deciding import draws_for
 from soap.api.models import Cluster, Model
 from soap.api.outcome import SearchOutcome
 from soap.api.predictions import announce_compiling, simulator_for
 from soap.search.chains import search as search_graph
 from soap.search.constraints import pairs_of
 from soap.search.options import SearchOptions
+from soap.search.polish import MAX_POLISHED
 from soap.search.starts import DYNAMIC
+from soap.simulator.draws import Draws, Risk
 from soap.simulator.simulate import Simulator
 from soap.strategy.config import Strategy
 
 DEFAULT_OPTIONS = SearchOptions()
+
+MOST_DRAWN_TILES = 2**12
+"""A search compares plans by the most likely costs alone if there are more operators times devices: a draw is played as a whole, while a
+proposal is simulated by what it changes. What the search finds is judged under draws in any case (``SearchOutcome.decision``)."""
 
 
 def find(
@@ -25,11 +32,14 @@ def find(
     progress: bool = False,
     improved: Callable[[int], None] = lambda cost_ns: None,
     stopped: Callable[[], bool] = lambda: False,
+    polish: bool = True,
 ) -> SearchOutcome:
-    """Search for the strategy with the shortest predicted iteration: ``soap.find(model, cluster, soap.SearchOptions(budget=500))``.
+    """Search for the strategy with the shortest predicted iteration, on average over draws of the costs:
+    ``soap.find(model, cluster, soap.SearchOptions(budget=500))``.
 
     ``progress``: show a bar on stderr if that is a terminal. ``improved``: called with each new best cost in ns. ``stopped``: asked now and
-    then; once it returns True, the search ends as by Ctrl-C, with the best so far (``result.interrupted``).
+    then; once it returns True, the search ends as by Ctrl-C, with the best so far (``result.interrupted``). ``polish``: make the result
+    locally optimal in the end, if the space is small enough (``soap.search.polish``), which may take longer than the proposals.
 
     Nothing is measured or run. Equal arguments give equal results, on any number of cores, unless ``seconds`` ends the search. SoapError in
     one line if model, cluster or options cannot be used; InfeasibleError if no strategy fits into memory.
@@ -39,7 +49,8 @@ def find(
     )
     from soap.simulator.incremental import IncrementalSimulator  # importing numba takes a second: do it for searches only
 
-    evaluator = IncrementalSimulator(simulator)
+    draws = _compared_by(simulator, options)
+    evaluator = IncrementalSimulator(simulator, draws)
     if progress and not evaluator.begins_at_once():
         announce_compiling()
     result = search_graph(
@@ -51,9 +62,17 @@ def find(
         improved=improved,
         stopped=stopped,
         further_starts=_dynamic_start(simulator, options.starts),
+        polish_up_to=MAX_POLISHED if polish else 0,
     )
     pins, forbidden = pairs_of(options.pins), pairs_of(options.forbidden)
-    return SearchOutcome(simulator, result, pins=pins, forbidden=forbidden, margin=options.margin)
+    return SearchOutcome(simulator, result, pins=pins, forbidden=forbidden, confidence=options.confidence, compared_by=draws)
+
+
+def _compared_by(simulator: Simulator, options: SearchOptions) -> Draws | None:
+    tiles = len(simulator.graph.operators) * simulator.topology.device_count
+    if options.risk is None or tiles > MOST_DRAWN_TILES:
+        return None
+    return draws_for(simulator, options.draws, Risk(options.risk))
 
 
 def _dynamic_start(simulator: Simulator, starts: Sequence[str] | None) -> dict[str, Callable[[], Strategy]]:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from soap.api.predictions import costs_record, explain, explain_synchronization
+from soap.api.deciding import decision, decision_record, draws_for, timed
+from soap.api.predictions import costs_record, explain, explain_synchronization, predicted_range
 from soap.api.strategies import classical, save_strategy
 from soap.files import write_bytes_atomically
 from soap.measure.paired import Gain
 from soap.model import sparse_shares
 from soap.search.constraints import Pairs, parse
+from soap.search.deciding import DECIDING_DRAWS, DEFAULT_CONFIDENCE, LEAST_CHANCE, Decision
 from soap.search.explanation import Line, Synchronized
 from soap.search.plot import plot
 from soap.search.record import SearchResult
 from soap.search.starts import BASELINE
+from soap.simulator.draws import Draws
 from soap.simulator.simulate import Simulation, Simulator
 from soap.simulator.throughput import Throughput, throughput
 from soap.strategy.config import Strategy
@@ -51,31 +54,13 @@ def least_measured(run: Run, usual: Run) -> float:
 
 
 @dataclass(frozen=True)
-class Guard:
-    """Whether the plan found may replace data parallelism by its prediction alone. ``gain``: how many times as fast it is predicted to be.
-    ``margin``: the factor that the gain must exceed. ``found_ns``: its predicted time. ``shares``: source of costs -> its share of the
-    predicted compute time. ``links``: how links were measured; None if they were not."""
-
-    gain: float
-    margin: float
-    found_ns: int
-    shares: Mapping[str, float]
-    links: str | None
-
-    @property
-    def keeps_data_parallelism(self) -> bool:
-        """True if the gain does not exceed the margin."""
-        return self.gain <= self.margin
-
-
-@dataclass(frozen=True)
 class SearchOutcome:
     """What a search found, together with its model and cluster, so that it can be saved and inspected.
 
-    ``strategy``: if strategies were run for real (``runs``), the one that is kept by the measurements (``kept``). Otherwise the one that is
-    predicted to be fastest (``result.strategy``), or data parallelism if the predicted gain over it is at most ``margin`` (``guard``).
-    ``margin``: 1 takes whatever is predicted to be faster; None takes the known error of such predictions (``soap.profiles.margins``).
-    ``pins``, ``forbidden``: the search's constraints.
+    ``strategy``: if strategies were run for real (``runs``), the one that is kept by the measurements (``kept``). Otherwise the one that
+    ``decision`` keeps: what the search found only if it is faster than data parallelism in at least the share ``confidence`` of so many
+    ``draws`` of the costs (``soap.search.deciding``). ``pins``, ``forbidden``: the search's constraints.
+    ``compared_by``: draws by which the search compared strategies; None: by the most likely costs alone.
     """
 
     simulator: Simulator
@@ -83,7 +68,9 @@ class SearchOutcome:
     runs: tuple[Run, ...] = ()
     pins: Pairs = ()
     forbidden: Pairs = ()
-    margin: float | None = 1.0
+    confidence: float = DEFAULT_CONFIDENCE
+    draws: int = DECIDING_DRAWS
+    compared_by: Draws | None = None
 
     def with_runs(self, runs: Sequence[Run]) -> SearchOutcome:
         """The same outcome with measured runs."""
@@ -110,48 +97,45 @@ class SearchOutcome:
         return next((start.strategy for start in self.result.starts if start.fits and start.strategy == strategy), None)
 
     @cached_property
-    def guard(self) -> Guard | None:
-        """Whether the plan found may replace data parallelism. None if there is nothing to compare: ``margin`` is 1, the plan is data
-        parallelism, or data parallelism is not possible."""
-        found = self.result.strategy
-        if self.margin == 1 or self.usual is None or found == self.usual:
-            return None
-        margin = self.known_error if self.margin is None else self.margin
-        record = costs_record(self.simulator, self.simulator.predict(found).tasks)
-        gain = self.result.data_parallel_ns / max(1, self.result.cost_ns)
-        return Guard(gain, margin, self.result.cost_ns, record["shares"], record["links"])
+    def decision(self) -> Decision:
+        """Which plan is kept by its prediction."""
+        usual = classical(BASELINE, self.simulator.graph, self.simulator.topology)
+        return decision(self.simulator, self.result, usual, possible=self.usual is not None, confidence=self.confidence, draws=self.draws)
 
-    @cached_property
-    def known_error(self) -> float:
-        """The factor by which predicted gains over data parallelism are known to err, given the sources of these predictions' costs."""
-        from soap.profiles.margins import least_gain
-
-        strategies = [self.result.strategy] if self.usual in (None, self.result.strategy) else [self.result.strategy, self.usual]
-        records = [costs_record(self.simulator, self.simulator.predict(own).tasks) for own in strategies if own is not None]
-        return max(least_gain(record["shares"], links_measured=record["links"] is not None) for record in records)
+    def may_win(self, strategy: Strategy) -> bool:
+        """Whether it is worth running a plan: it beats data parallelism in more than a few of the draws (``LEAST_CHANCE``), or is what is
+        kept if nothing is run."""
+        if self.usual is None or strategy in (self.usual, self.decision.kept.strategy):
+            return True
+        plan, usual = timed(self.simulator, {"plan": strategy, BASELINE: self.usual}, self.usual)
+        return plan.wins(usual) > LEAST_CHANCE
 
     @property
     def strategy(self) -> Strategy:
         """The strategy that is kept, see the class."""
         if self.kept is not None:
             return self.kept.strategy
-        return self.usual if self.usual is not None and self._is_held_back else self.result.strategy
+        return self.decision.kept.strategy
 
-    @property
+    @cached_property
     def time_ns(self) -> int:
-        """Predicted time per training iteration of ``strategy``, ns."""
-        if self.kept is not None:
-            return self.kept.predicted_ns
-        return self.result.data_parallel_ns if self._is_held_back else self.result.cost_ns
+        """Predicted time per training iteration of ``strategy`` under the most likely costs, ns."""
+        return self.kept.predicted_ns if self.kept is not None else self.decision.kept.usual_ns
 
-    @property
-    def _is_held_back(self) -> bool:
-        return self.guard is not None and self.guard.keeps_data_parallelism
+    @cached_property
+    def data_parallel_ns(self) -> int:
+        """The same of data parallelism, even if it does not fit into memory or is not allowed."""
+        return self.simulator.predict(classical(BASELINE, self.simulator.graph, self.simulator.topology)).makespan_ns
+
+    @cached_property
+    def range(self) -> dict[str, Any]:
+        """How sure the prediction is (``predicted_range``); found when it is first asked for."""
+        return predicted_range(self.simulator, self.strategy, len(self.simulation.tasks.tasks))
 
     @property
     def speedup(self) -> float:
         """Data parallelism's predicted time, divided by that of ``strategy``."""
-        return self.result.data_parallel_ns / self.time_ns
+        return self.data_parallel_ns / max(1, self.time_ns)
 
     @cached_property
     def throughput(self) -> Throughput:
@@ -196,8 +180,8 @@ class SearchOutcome:
         result = self.result
         record: dict[str, Any] = {
             "predicted_ns": self.time_ns,
-            "data_parallel_ns": result.data_parallel_ns,
-            "starts": {start.name: {"predicted_ns": start.cost_ns, "fits": start.fits} for start in result.starts},
+            "data_parallel_ns": self.data_parallel_ns,
+            "starts": {start.name: {"cost_ns": start.cost_ns, "fits": start.fits} for start in result.starts},
             "memory_bytes": [use.total for use in self.simulation.memory],
             "bytes_moved": self.simulation.bytes_moved,
             "costs": costs_record(self.simulator, self.simulation.tasks),
@@ -205,6 +189,9 @@ class SearchOutcome:
                 "seed": result.seed,
                 "budget": result.budget,
                 "beta": result.beta,
+                "risk": None if self.compared_by is None else self.compared_by.risk.value,
+                "draws": 0 if self.compared_by is None else self.compared_by.count,
+                "spreads": draws_for(self.simulator, 1).spreads.hash,
                 "evaluations": result.evaluations,
                 "interrupted": result.interrupted,
                 "locally_optimal": result.locally_optimal,
@@ -218,8 +205,8 @@ class SearchOutcome:
         if self.kept is not None:
             runs = {run.name: {"predicted_ns": run.predicted_ns, "measured_ns": run.measured_ns} for run in self.runs}
             record["measured"] = {"kept": self.kept.name, "runs": runs}
-        elif self.guard is not None:
-            record["guard"] = guard_record(self.guard)
+        else:
+            record["decision"] = decision_record(self.decision)
         return record
 
     def plot(self, path: str | Path) -> None:
@@ -233,8 +220,3 @@ class SearchOutcome:
         """Write the strategy with its record to ``path``. SoapError if that fails."""
         save_strategy(path, self.strategy, self.simulator.graph, self.simulator.topology, self.record)
 
-
-def guard_record(guard: Guard) -> dict[str, Any]:
-    """What the guard kept, and why, as plain values. ``found_ns``: predicted time of the fastest plan found."""
-    kept = BASELINE if guard.keeps_data_parallelism else "found"
-    return {"kept": kept, "found_ns": guard.found_ns, "gain": round(guard.gain, 4), "margin": round(guard.margin, 4)}

@@ -5,13 +5,17 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from soap.api.deciding import range_record, timed
 from soap.api.models import Cluster, Model, graph_of, topology_of
 from soap.api.strategies import classical
 from soap.cluster.topology import Topology
 from soap.errors import ProfileError, SoapWarning
 from soap.profiles.roofline import RooflineCosts
+from soap.search.deciding import DECIDING_DRAWS
 from soap.search.explanation import Line, Synchronized
 from soap.search.explanation import explain as explain_operators
 from soap.search.explanation import explain_synchronization as explain_parameters
@@ -37,13 +41,35 @@ def simulate(
     *,
     optimizer_states: int = OPTIMIZER_STATES,
     costs: CostSource = "auto",
-) -> Simulation:
+) -> Prediction:
     """Predict one training iteration. ``strategy``: may be the name of a classical one, such as ``data_parallel``. ``optimizer_states``:
     tensors of a parameter's size that the optimizer keeps. SoapError in one line if the arguments do not fit together."""
     simulator = simulator_for(model, cluster, optimizer_states=optimizer_states, costs=costs)
     if isinstance(strategy, str):
         strategy = classical(strategy, simulator.graph, simulator.topology)
-    return simulator.run(strategy)
+    found = simulator.run(strategy)
+    return Prediction(found.plan, found.tasks, found.schedule, found.optimizer_states, simulator, strategy)
+
+
+@dataclass(frozen=True)
+class Prediction(Simulation):
+    """The outcome of ``simulate``: a simulation that also knows how sure it is."""
+
+    simulator: Simulator
+    strategy: Strategy
+
+    @cached_property
+    def range(self) -> dict[str, Any]:
+        """``predicted_range``; found when it is first asked for, by playing the strategy under draws of the costs."""
+        return predicted_range(self.simulator, self.strategy, len(self.tasks.tasks))
+
+
+def predicted_range(simulator: Simulator, strategy: Strategy, tasks: int) -> dict[str, Any]:
+    """How sure the prediction of a strategy's time is, and that it beats data parallelism: ``range_record``, which is ``range`` in the
+    commands' JSON. ``tasks``: how many the strategy has."""
+    usual = classical(BASELINE, simulator.graph, simulator.topology)
+    compiled = plays_compiled(tasks, DECIDING_DRAWS)
+    return range_record(*timed(simulator, {"plan": strategy, BASELINE: usual}, usual, compiled=compiled))
 
 
 def explain(simulator: Simulator, strategy: Strategy, simulation: Simulation | None = None) -> list[Line]:
@@ -85,7 +111,7 @@ def costs_for(
     topology: Topology, optimizer_states: int = OPTIMIZER_STATES, costs: CostSource = "auto", measured_updates: bool = True
 ) -> CostModel:
     """The cost model of a cluster. With ``costs="auto"``: the measurements of ``soap-profile`` for its devices, with the corrections of
-    ``soap-compare --calibrate``, if there are any; for a preset's devices those that come with this package. Otherwise estimates.
+    ``soap-compare --calibrate``, if there are any; for a preset's devices also those that come with this package. Otherwise estimates.
 
     ``measured_updates``: whether ``soap-profile`` measures updates of this optimizer. A store that cannot be read is a warning, and counts
     as empty.
@@ -96,10 +122,13 @@ def costs_for(
 
         nothing: tuple[dict[str, list[Entry]], dict[str, list[Correction]]] = {}, {}
         profiles, corrections = _from_store(lambda store: (read_profiles(topology, store), read_corrections(topology, store)), nothing)
-        shipped = {name: own for name, own in shipped_entries(topology).items() if name not in profiles}
-        profiles = {**profiles, **{name: list(entries) for name, (_, entries) in shipped.items()}}
+        origins = {}
+        for name, (place, entries) in shipped_entries(topology).items():
+            own = profiles.get(name, [])
+            known = {entry.key for entry in own}
+            profiles[name] = [*own, *(entry for entry in entries if entry.key not in known)]
+            origins[name] = f"{'soap-profile, and ' * bool(own)}{place.text}; comes with this package"
         if profiles or corrections:
-            origins = {name: f"{place.text}; comes with this package" for name, (place, _) in shipped.items()}
             return ProfiledCosts(topology, profiles, optimizer_states, corrections, measured_updates, origins)
     return RooflineCosts(topology, optimizer_states)
 
@@ -145,6 +174,22 @@ def costs_record(simulator: Simulator, tasks: TaskGraph) -> dict[str, Any]:
         "corrected": corrected(simulator.costs, tasks),
         "links": simulator.topology.links_source or None,
     }
+
+
+MANY_PLAYED = 2**17
+"""So many tasks are played by compiled code, even if it has to be compiled first, which takes as long as playing them without it."""
+
+
+def plays_compiled(tasks: int, times: int) -> bool:
+    """Whether to play so many tasks so many times by compiled code: if it is there, or it is worth compiling, which is announced."""
+    from soap.simulator.incremental import IncrementalSimulator  # imports numba
+
+    if IncrementalSimulator.begins_at_once():
+        return True
+    if tasks * times < MANY_PLAYED:
+        return False
+    announce_compiling()
+    return True
 
 
 def announce_compiling() -> None:

@@ -22,6 +22,7 @@ from soap.cluster.topology import Topology
 from soap.emulation.support import require_support
 from soap.errors import RuntimeFailure, StoppedBySignal
 from soap.model.graph import OperatorGraph
+from soap.search.options import SearchOptions
 from soap.simulator.costs import CostSource
 
 ESTIMATE: CostSource = "estimate"
@@ -77,12 +78,20 @@ def wish(topology: Topology, profile_s: float | None, finalists: int | None, cos
 
 
 def profile(
-    prog: str, model: str, reading: Reading, graph: OperatorGraph, topology: Topology, wish: Wish, stopping: Stopping
+    prog: str,
+    model: str,
+    reading: Reading,
+    graph: OperatorGraph,
+    topology: Topology,
+    wish: Wish,
+    stopping: Stopping,
+    options: SearchOptions | None = None,
 ) -> tuple[Measured | None, Wish]:
-    """Measure, and say if not all of it could be measured. Returns what is still to be done. After Ctrl-C the search goes on, but
-    nothing is run behind it. After SIGTERM the search ends at once, with the best of its starts."""
+    """Measure, first of all what decides a search with these options, and say if not all of it could be measured. Returns what is still to
+    be done. After Ctrl-C the search goes on, but nothing is run behind it. After SIGTERM the search ends at once, with the best of its
+    starts."""
     try:
-        measured = first_measuring.measure_first(model, reading, graph, topology, wish.profile_s)
+        measured = first_measuring.measure_first(model, reading, graph, topology, wish.profile_s, options=options)
     except (KeyboardInterrupt, StoppedBySignal) as error:
         if isinstance(error, StoppedBySignal):  # while ranks were measuring
             stopping.number = error.number
@@ -111,8 +120,8 @@ def verify(
     began = clock()
     seconds = verification.ASKED_S if wish.asked else verification.DEFAULT_S
     try:
-        within = None if wish.asked else outcome.known_error  # plans that cannot win are not run
-        outcome = verification.verify(outcome, wish.finalists, model, reading, seed, data, optimizer, seconds=seconds, within=within)
+        chances = not wish.asked  # plans that cannot win are not run by default
+        outcome = verification.verify(outcome, wish.finalists, model, reading, seed, data, optimizer, seconds=seconds, only_chances=chances)
     except StoppedBySignal:
         raise
     except Exception as error:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from soap import api
-from soap.cli import figures
+from soap.cli import certainty, figures
 from soap.cli.command import UsageError
 from soap.cli.plain_text import aligned, milliseconds
 from soap.cluster.topology import Topology
@@ -116,11 +116,11 @@ def document(candidates: Sequence[Candidate], objective: str, report: Callable[[
 
 def text(candidates: Sequence[Candidate], objective: str) -> str:
     """A table of the clusters, and which one is chosen."""
-    rows: list[tuple[str, ...]] = [("cluster", "predicted", "MFU", "samples/s", "cost per million samples", "")]
+    rows: list[tuple[str, ...]] = [("cluster", "predicted", "80% of draws", "MFU", "samples/s", "cost per million samples", "")]
     chosen = best_of(candidates, objective)
     for one in candidates:
         if one.outcome is None:
-            rows.append((one.spec, "-", "-", "-", "-", one.problem if one.problem == NOT_SEARCHED else "nothing fits into memory"))
+            rows.append((one.spec, "-", "-", "-", "-", "-", one.problem if one.problem == NOT_SEARCHED else "nothing fits into memory"))
             continue
         own = figures.document(one.outcome.throughput)
         rate, cost = own["samples_per_second"], own["cost_per_million_samples"]
@@ -129,6 +129,7 @@ def text(candidates: Sequence[Candidate], objective: str) -> str:
             (
                 one.spec,
                 milliseconds(one.outcome.time_ns),
+                certainty.between(one.outcome.range),
                 figures.share(own["mfu"]),
                 "-" if rate is None else figures.rate(rate),
                 unknown if cost is None else figures.cost(cost, own["currency"]),

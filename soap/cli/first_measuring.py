@@ -1,6 +1,7 @@
-"""What ``soap-search`` measures before it searches, within some seconds: the cluster's links, and the model's computations. It measures
-the same as ``soap-profile links`` and ``soap-profile MODEL`` and keeps it in the same store: what is known is not measured again, and
-the next search goes on with what is left. No failure here ends a search."""
+"""What ``soap-search`` measures before it searches, within some seconds: the cluster's links, and the model's computations, those first
+that decide which plan is chosen, and none once the choice is sure (``aiming``). It measures the same as ``soap-profile links`` and
+``soap-profile MODEL`` and keeps it in the same store: what is known is not measured again, and the next search goes on with what is left.
+No failure here ends a search."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from tqdm import tqdm
 
 from soap import api
 from soap.cli import emulation, links, room
+from soap.cli.aiming import Aim, aim, in_turn
 from soap.cli.command import one_line
 from soap.cli.options import Reading
 from soap.cli.profile import NAMED_GROUP
@@ -20,13 +22,14 @@ from soap.cli.wanted import Wanted, wanted
 from soap.cluster.emulated import FAMILY as EMULATED
 from soap.cluster.presets import family
 from soap.cluster.topology import Topology
-from soap.errors import StoppedBySignal
+from soap.errors import SoapError, StoppedBySignal
 from soap.measure.link_probes import NEEDED, Probe, probes_for
 from soap.model.graph import OperatorGraph
 from soap.profiles.keys import Environment, only_environment
 from soap.profiles.link_places import link_place
 from soap.profiles.measured_links import known_links
 from soap.profiles.store import Store
+from soap.search.options import SearchOptions
 from soap.strategy.classical import CLASSICAL, NAMED
 
 DEFAULT_S = 60.0
@@ -38,7 +41,8 @@ PROBE_S = 0.1
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured now, and what is left. ``problem``: why some of it could not be measured, in one line; empty if all went well."""
+    """What was measured now, and what is left. ``problem``: why some of it could not be measured, in one line; empty if all went well.
+    ``sure``: whether measuring ended because nothing that is left is worth it."""
 
     seconds: float
     probes: int
@@ -46,55 +50,126 @@ class Measured:
     computations: int
     computations_left: int
     problem: str = ""
+    sure: bool = False
 
     @property
     def document(self) -> dict[str, Any]:
         """Plain JSON values. The keys are part of the command's interface."""
-        left = {"probes_left": self.probes_left, "computations_left": self.computations_left, "problem": self.problem or None}
-        return {"seconds": round(self.seconds, 1), "probes": self.probes, "computations": self.computations, **left}
+        left = {"probes_left": self.probes_left, "computations_left": self.computations_left, "sure": self.sure}
+        done = {"seconds": round(self.seconds, 1), "probes": self.probes, "computations": self.computations}
+        return {**done, **left, "problem": self.problem or None}
 
     @property
     def text(self) -> str:
         """The result as one line."""
         left = self.probes_left + self.computations_left
-        rest = f"; {left} are left, with which the next search or soap-profile goes on" if left else ""
+        why = "the choice is sure without them" if self.sure else "with which the next search or soap-profile goes on"
+        rest = f"; {left} are left, {why}" if left else ""
         if not self.probes and not self.computations:
             return f"measured nothing now{rest or ': everything was known'}"
         return f"measured first, in {self.seconds:.0f} s: {self.probes} probes of links, {self.computations} computations{rest}"
 
 
 def measure_first(
-    model: str, reading: Reading, graph: OperatorGraph, topology: Topology, seconds: float, clock: Callable[[], float] = time.monotonic
+    model: str,
+    reading: Reading,
+    graph: OperatorGraph,
+    topology: Topology,
+    seconds: float,
+    clock: Callable[[], float] = time.monotonic,
+    options: SearchOptions | None = None,
 ) -> Measured:
-    """Measure for so many seconds what the store lacks. KeyboardInterrupt and StoppedBySignal are raised again; what was measured is
-    kept."""
-    began = clock()
-    problems: list[str] = []
-    probes, computations = 0, 0
-    probes_todo: list[Probe] = []
-    todo: list[Wanted] = []
-    try:
-        store = Store()
-        place = only_environment(topology)
-        probes_todo, todo = _unknown_probes(topology, store), _unknown(graph, topology, place, store)
-    except Exception as error:  # any error: a search can do without measurements
-        problems.append(_line(error))
-    if probes_todo:
+    """Measure for so many seconds what the store lacks. ``options``: of the search that follows, by which measuring is aimed; None: it is
+    not. KeyboardInterrupt and StoppedBySignal are raised again; what was measured is kept."""
+    return _FirstMeasuring(model, reading, graph, topology, seconds, clock, options).run()
+
+
+class _FirstMeasuring:
+    """Measuring for some seconds. ``problems``: what could not be measured and why. The time that aiming takes is not measuring's."""
+
+    def __init__(
+        self,
+        model: str,
+        reading: Reading,
+        graph: OperatorGraph,
+        topology: Topology,
+        seconds: float,
+        clock: Callable[[], float],
+        options: SearchOptions | None,
+    ) -> None:
+        self.model, self.reading, self.graph, self.topology = model, reading, graph, topology
+        self.seconds, self.clock, self.options = seconds, clock, options
+        self.began, self.aiming_s = clock(), 0.0
+        self.problems: list[str] = []
+        self.probes = self.computations = 0
+        self.sure = False
+
+    def run(self) -> Measured:
+        """Links, then computations, as long as there is time and the choice is not sure. No choice is sure by links of this machine that
+        were not measured: what messages take on shared cores is assumed until then, and may be ten times as long."""
+        probes: list[Probe] = []
+        todo: list[Wanted] = []
         try:
-            probes = _links(topology, probes_todo, store, seconds * (LINKS_SHARE if todo else 1.0))
+            store = Store()
+            place = only_environment(self.topology)
+            probes = _unknown_probes(self.topology, store)
+            todo = _unknown(self.graph, self.topology, place, store)
+        except Exception as error:  # any error: a search can do without measurements
+            self.problems.append(_line(error))
+        assumed = any(probe.operation in NEEDED for probe in probes)
+        aimed = self._aim() if (probes or todo) and not assumed else None
+        if probes and not self.sure:
+            self._measure("links", lambda: self._probe(probes, store, has_more=bool(todo)))
+        if assumed and self.probes and todo:
+            aimed = self._aim()
+        if todo and not self.sure:
+            self._measure("computations", lambda: self._compute(aimed, todo, place, store))
+        left = len(probes) - self.probes, len(todo) - self.computations
+        return Measured(self.clock() - self.began, self.probes, left[0], self.computations, left[1], "; ".join(self.problems), self.sure)
+
+    def _probe(self, todo: Sequence[Probe], store: Store, *, has_more: bool) -> None:
+        self.probes += _links(self.topology, todo, store, self.seconds * (LINKS_SHARE if has_more else 1.0))
+
+    def _compute(self, aimed: Aim | None, todo: Sequence[Wanted], place: Environment, store: Store) -> None:
+        """What decides first; then, if the choice is not sure by that, what decides now, and the rest."""
+        left_s = self._left_s()
+        if left_s <= 0:
+            return
+        room.require_for_tiles(self.graph, self.topology)
+        first, rest = in_turn(aimed, todo)
+        if first:
+            self.computations += _computations(self.model, self.reading, self.topology, place, first, store, left_s)
+            if not rest or self._left_s() <= 0:
+                return
+            rest = [own for part in in_turn(self._aim(), rest) for own in part]
+            left_s = self._left_s()
+        if not self.sure and left_s > 0:
+            self.computations += _computations(self.model, self.reading, self.topology, place, rest, store, left_s)
+
+    def _left_s(self) -> float:
+        return self.seconds + self.aiming_s - (self.clock() - self.began)
+
+    def _aim(self) -> Aim | None:
+        """What decides by all that is known now; None if it cannot be said, and everything is measured in its usual order."""
+        if self.options is None:
+            return None
+        began = self.clock()
+        try:
+            found = aim(self.graph, self.topology, self.options)
+        except SoapError:  # measuring can do without an aim, and the search that follows says what is wrong
+            return None
+        finally:
+            self.aiming_s += self.clock() - began
+        self.sure = found is not None and found.sure
+        return found
+
+    def _measure(self, what: str, measuring: Callable[[], None]) -> None:
+        try:
+            measuring()
         except (KeyboardInterrupt, StoppedBySignal):
             raise
         except Exception as error:
-            problems.append(f"links: {_line(error)}")
-    if todo and (left := seconds - (clock() - began)) > 0:
-        try:
-            room.require_for_tiles(graph, topology)
-            computations = _computations(model, reading, topology, place, todo, store, left)
-        except (KeyboardInterrupt, StoppedBySignal):
-            raise
-        except Exception as error:
-            problems.append(f"computations: {_line(error)}")
-    return Measured(clock() - began, probes, len(probes_todo) - probes, computations, len(todo) - computations, "; ".join(problems))
+            self.problems.append(f"{what}: {_line(error)}")
 
 
 def _unknown_probes(topology: Topology, store: Store) -> list[Probe]:

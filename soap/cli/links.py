@@ -17,6 +17,7 @@ from soap.cli.plain_text import aligned
 from soap.cluster.presets import family
 from soap.cluster.topology import Topology
 from soap.errors import INTERRUPTED_EXIT_CODE, ProfileError
+from soap.measure.link_figures import modelled_seconds, with_measured_links
 from soap.measure.link_probes import (
     IN_STEPS,
     LinkTiming,
@@ -28,7 +29,6 @@ from soap.measure.link_probes import (
     probes_for,
     scales_of,
 )
-from soap.profiles.link_figures import modelled_seconds, with_measured_links
 from soap.profiles.link_places import LinkPlace, link_place
 from soap.profiles.measured_links import known_links
 from soap.profiles.store import Store

@@ -169,6 +169,15 @@ def reading(args: argparse.Namespace, topology: Topology | None) -> Reading:
     )
 
 
+def reading_options(args: argparse.Namespace) -> list[str]:
+    """The options of ``add_reading`` that were given, to be written down as a part of another command."""
+    words = [word for name, dim in args.batch_dim for word in ("--batch-dim", f"{name}={dim}")]
+    words += ["--batch-norm", args.batch_norm] if args.batch_norm != "global" else []
+    words += ["--autocast", args.autocast] if args.autocast else []
+    words += ["--matmul-precision", args.matmul_precision] if args.matmul_precision else []
+    return words + [word for name in args.imports for word in ("--import", name)]
+
+
 def batch_dims(pairs: Sequence[tuple[str, int]]) -> Mapping[str, int] | None:
     """The repeated ``--batch-dim`` options as one mapping; None if there are none."""
     return dict(pairs) or None
@@ -249,11 +258,11 @@ def _sync_forms() -> str:
     return ", ".join(found)
 
 
-def at_least_one(text: str) -> float:
-    """A finite number of at least 1."""
-    value = positive_number(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; expected a number of at least 1")
+def share(text: str) -> float:
+    """A share from 0 to 1."""
+    value = not_negative_number(text)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; expected a share from 0 to 1, such as 0.9")
     return value
 
 

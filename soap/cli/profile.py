@@ -11,9 +11,9 @@ from typing import Any
 from tqdm import tqdm
 
 from soap import api
-from soap.cli import links, report
+from soap.cli import links, report, what_decides
 from soap.cli.command import Parser, UsageError, note, run_command
-from soap.cli.options import add_cluster, add_json, add_model, positive_number, reading, refuse_overwriting
+from soap.cli.options import add_cluster, add_json, add_model, positive_number, reading, reading_options, refuse_overwriting
 from soap.cli.plain_text import aligned, milliseconds
 from soap.cli.stopping import Stopping
 from soap.cli.wanted import Wanted, wanted
@@ -24,11 +24,12 @@ from soap.files import check_writable
 from soap.model.graph import OperatorGraph
 from soap.profiles.corrections import CORRECTED, Correction
 from soap.profiles.exchange import export_profiles, import_profiles, shipped_profiles
-from soap.profiles.keys import environments, only_environment
-from soap.profiles.lookup import ProfiledCosts, Source, foreign, read_corrections
+from soap.profiles.keys import only_environment
+from soap.profiles.lookup import ProfiledCosts, Source, foreign, is_such_a_gpu, places_of, read_corrections, read_profiles
 from soap.profiles.shares import corrected, shares
 from soap.profiles.shares import text as shares_text
 from soap.profiles.store import Store
+from soap.search.starts import BASELINE
 from soap.simulator.simulate import Simulator, tile_count
 from soap.strategy.classical import CLASSICAL, NAMED
 from soap.strategy.config import Strategy
@@ -56,6 +57,12 @@ def make_parser() -> Parser:
     budget = "of measuring; then the rest is left (default: all of it)"
     parser.add_argument("--budget", metavar="SECONDS", type=positive_number, help=budget)
     parser.add_argument("--again", action="store_true", help="measure what is known already, too, and replace it; drops corrections")
+    kind = "measure only computations of this kind, as show names them, such as linear, or update (repeatable)"
+    parser.add_argument("--kind", metavar="KIND", action="append", default=[], help=kind)
+    planned = "measure here what plans for this cluster need, which has such GPUs as this machine; --strategy is one of its plans"
+    parser.add_argument("--for", dest="planned", metavar="SPEC", help=planned)
+    decides = "measure nothing; say what to measure to be surer whether this strategy beats data parallelism, as commands to run"
+    parser.add_argument("--what-decides", metavar="FILE", help=decides)
     return parser
 
 
@@ -85,18 +92,24 @@ def _add_subject(parser: Parser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Measure and report."""
+    if args.what_decides:
+        return _what_decides(args)
     if family(args.cluster) is None:
-        raise UsageError(f"--cluster {args.cluster!r}: this machine is what can be measured; expected local:N or emulated:HxD@RATE")
+        remedy = "; --cluster local --for CLUSTER measures on this machine what plans for another cluster need"
+        raise UsageError(f"--cluster {args.cluster!r}: this machine is what can be measured; expected local:N or emulated:HxD@RATE{remedy}")
     store = Store()
     topology, graph, strategies = _subject(args)
-    place = only_environment(topology)
-    everything = wanted(graph, topology, _groups(strategies))
+    here = api.load_cluster(args.cluster) if args.planned else topology
+    place = only_environment(here)
+    if args.planned:
+        _check_same_devices(here, topology)
+    everything = _of_kinds(wanted(graph, topology, _groups(strategies)), args.kind)
     known = set() if args.again else {entry.key for entry in store.entries(place)}
     todo = [one for one in everything if one.key not in known]
     outdated = store.corrections(place)
     with Stopping() as stopping:
         try:
-            done = _measure(args, topology, todo, store) if todo else 0
+            done = _measure(args, here, todo, store) if todo else 0
         except (KeyboardInterrupt, StoppedBySignal) as error:
             note(PROG, "interrupted: what was measured is kept, and the same command goes on from there")
             return 128 + error.number if isinstance(error, StoppedBySignal) else stopping.exit_code
@@ -112,6 +125,39 @@ def execute(args: argparse.Namespace) -> int:
             print(f"dropped {len(outdated)} corrections of soap-compare --calibrate, because they were made without these measurements")
         print()
         print(text(found))
+    return 0
+
+
+def _of_kinds(everything: list[Wanted], kinds: Sequence[str]) -> list[Wanted]:
+    """Those of these kinds; all if there are none. UsageError if nothing is of a kind."""
+    there = sorted({one.kind for one in everything})
+    for kind in kinds:
+        if kind not in there:
+            raise UsageError(f"--kind {kind!r}: the model has no such computations; expected one of {', '.join(there)}")
+    return [one for one in everything if one.kind in kinds] if kinds else everything
+
+
+def _check_same_devices(here: Topology, planned: Topology) -> None:
+    """ProfileError unless what is measured here holds for the devices of the cluster that is planned for."""
+    own, theirs = here.devices[0].type, {device.type.name: device.type for device in planned.devices}
+    if own.kind != "cuda" or not all(is_such_a_gpu(own.name, kind) for kind in theirs.values()):
+        raise ProfileError(
+            f"--for {planned.name!r}: its devices are {', '.join(theirs)}, and this machine's {own.name}; expected GPUs of the same kind: "
+            "run the command on a machine that has them"
+        )
+
+
+def _what_decides(args: argparse.Namespace) -> int:
+    """Say what to measure."""
+    what_decides.check_alone(args)
+    topology = api.load_cluster(args.cluster)
+    graph = api.load(args.model, plan_only=True, **reading(args, topology)).graph
+    plan = api.load_strategy(args.what_decides, graph, topology)
+    graph = api.with_recorded_rows(graph, args.what_decides)
+    found = what_decides.find(api.simulator_for(graph, topology), plan, api.classical(BASELINE, graph, topology))
+    subject = what_decides.Subject((args.model, *reading_options(args)), args.cluster, args.what_decides)
+    told = what_decides.document(found, topology, subject)
+    print(report.dump(told) if args.json else what_decides.text(told))
     return 0
 
 
@@ -155,8 +201,8 @@ def execute_import(args: argparse.Namespace) -> int:
 
 
 def _subject(args: argparse.Namespace) -> tuple[Topology, OperatorGraph, dict[str, Strategy]]:
-    """The cluster, the model, and the strategies to report about."""
-    topology = api.load_cluster(args.cluster)
+    """The cluster that is planned for, the model, and the strategies to report about."""
+    topology = api.load_cluster(getattr(args, "planned", None) or args.cluster)
     graph = api.load(args.model, plan_only=True, **reading(args, topology)).graph
     strategies = {name: api.classical(name, graph, topology) for name in (NAMED if graph.sparse else CLASSICAL)}
     if args.strategy:
@@ -174,13 +220,12 @@ def document(
     graph: OperatorGraph, topology: Topology, strategies: Mapping[str, Strategy], everything: Sequence[Wanted], store: Store
 ) -> dict[str, Any]:
     """What is known of a model on a cluster, as plain JSON values. The keys are part of the command's interface."""
-    places = environments(topology)
-    profiles = {name: store.entries(place) for name, place in places.items()}
+    places, profiles = places_of(topology, store), read_profiles(topology, store)
     corrections = read_corrections(topology, store)
-    costs = ProfiledCosts(topology, {name: entries for name, entries in profiles.items() if entries}, corrections=corrections)
+    costs = ProfiledCosts(topology, profiles, corrections=corrections)
     simulator = Simulator(graph, api.with_links(topology), costs)
     device = topology.devices[0].type
-    keys = {entry.key for entry in profiles[device.name]}
+    keys = {entry.key for entry in profiles.get(device.name, ())}
     groups: dict[str, dict[str, int]] = {}
     missing = []
     for one in everything:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from soap.api import SearchOutcome, costs_record
-from soap.cli import figures, rows
+from soap.api import SearchOutcome, costs_record, memory_range, predicted_range
+from soap.cli import certainty, figures, rows
 from soap.cli.plain_text import aligned, devices, listed, milliseconds, speed_up, split, sync_document, sync_text
 from soap.cluster.topology import Topology
 from soap.model import sparse_shares
@@ -47,12 +47,14 @@ def document(simulator: Simulator, strategy: Strategy, simulation: Simulation | 
         "costs": costs_record(simulator, simulation.tasks),
         "folded": _folded(simulator, strategy, simulation),
         "predicted_ns": simulation.makespan_ns,
+        "range": predicted_range(simulator, strategy, len(simulation.tasks.tasks)),
         "fits": simulation.fits,
         "speedup": baselines[BASELINE]["predicted_ns"] / max(1, simulation.makespan_ns),
         "baselines": baselines,
         "throughput": figures.document(simulation.throughput),
         "memory_bytes": [{**asdict(use), "total": use.total} for use in simulation.memory],
         "expected_memory_bytes": list(simulation.peak_bytes),
+        "memory_range_bytes": [memory_range(peak) for peak in simulation.peak_bytes],
         "available_memory_bytes": [device.type.memory_bytes for device in topology.devices],
         "bytes_moved": simulation.bytes_moved,
         "data_parallel_bytes_moved": simulator.predict(baseline).bytes_moved,
@@ -187,18 +189,20 @@ def _times(report: Mapping[str, Any], name: str) -> str:
         lacks = f" (does not fit: {format_bytes(lacking)} missing)" if lacking else ""
         rows.append((baseline, milliseconds(cost["predicted_ns"]), speed_up(cost["predicted_ns"], predicted_ns) + lacks))
     numbers = aligned(row[:2] for row in rows).splitlines()
-    return "\n".join(f"{line}  {row[2]}".rstrip() for line, row in zip(numbers, rows, strict=True))
+    lines = [f"{line}  {row[2]}".rstrip() for line, row in zip(numbers, rows, strict=True)]
+    return "\n".join([*lines, f"  {name}: {certainty.text(report['range'])}"])
 
 
 def _resources(report: Mapping[str, Any]) -> str:
     names, peaks = report["cluster"]["devices"], report["expected_memory_bytes"]
     fullest = max(range(len(peaks)), key=lambda d: peaks[d] / report["available_memory_bytes"][d])
     available, bound = report["available_memory_bytes"][fullest], report["memory_bytes"][fullest]["total"]
-    held = f"{format_bytes(peaks[fullest])} of {format_bytes(available)} ({names[fullest]}), {format_bytes(bound)} in any order"
+    between = " to ".join(map(format_bytes, report["memory_range_bytes"][fullest]))
+    held = f"{between} of {format_bytes(available)} ({names[fullest]}), up to {format_bytes(bound)} in any order"
     busy = [report["busy_ns"][name] for name in names]
     mean = sum(busy) / len(busy) / max(1, report["predicted_ns"])
     rows = [
-        ("memory per device", f"up to {held}"),
+        ("memory per device", held),
         ("moved per iteration", f"{format_bytes(report['bytes_moved'])} ({BASELINE}: {format_bytes(report['data_parallel_bytes_moved'])})"),
         ("devices busy", f"{mean:.0%} of the time on average"),
         ("throughput", figures.text(report["throughput"])),

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from soap import api
 from soap.cli import at_hand, clusters, explain, report, rows, search_report
@@ -25,6 +26,8 @@ from soap.search.plot import check_plot
 
 PROG = "soap-search"
 OUTPUT = "strategy.json"
+HASTY_DRAWS = 8
+"""By which it is decided which plan is kept if the user has ended the search."""
 
 
 def make_parser() -> Parser:
@@ -124,10 +127,11 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
     options = search_options(args, updating, graph)  # refuse impossible options before anything is measured
     measured: Measured | None = None
     if wish.profile_s:
-        measured, wish = at_hand.profile(PROG, args.model, reading(args, topology), graph, topology, wish, stopping)
-    outcome = api.find(graph, topology, options, progress=True, stopped=lambda: stopping.number is not None)
+        measured, wish = at_hand.profile(PROG, args.model, reading(args, topology), graph, topology, wish, stopping, options)
+    outcome = _decided(api.find(graph, topology, options, progress=True, stopped=lambda: stopping.number is not None), stopping)
+    interrupted = outcome.result.interrupted or stopping.number is not None
     verified_s: float | None = None
-    if wish.finalists and not outcome.result.interrupted:
+    if wish.finalists and not interrupted:
         with stopping.saving():
             outcome.save(args.output)  # before the runs, which may fail
         try:
@@ -139,7 +143,7 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
             raise RuntimeFailure(f"{error}; what the search chose by its predictions is in {args.output}") from None
     _save(args, outcome, stopping)
     _report(args, outcome, measured, verified_s)
-    if outcome.result.interrupted:
+    if interrupted:
         note(PROG, f"interrupted after {outcome.result.evaluations} evaluations: the best strategy so far is in {args.output}")
         return stopping.exit_code
     return 0
@@ -161,20 +165,35 @@ def _search_several(args: argparse.Namespace, stopping: Stopping) -> int:
         return stopping.number is not None
 
     def find(one: Topology) -> api.SearchOutcome:
-        return api.find(models[has_gpus(one)], one, options[has_gpus(one)], progress=True, stopped=stopped)
+        return _decided(api.find(models[has_gpus(one)], one, options[has_gpus(one)], progress=True, stopped=stopped), stopping)
 
     found = clusters.search_each(topologies, find, stopped)
+    interrupted = stopped()
     with stopping.saving():
         chosen = clusters.best_of(found, args.objective)
         assert chosen.outcome is not None
         _save(args, chosen.outcome, stopping)
     _report_several(args, found, chosen.outcome)
     finished = sum(one.is_finished for one in found)
-    if finished < len(found):
+    if interrupted:
         best = f"the best strategy so far, of {chosen.spec}, is in {args.output}"
         note(PROG, f"interrupted after {finished} of {len(found)} clusters: {best}")
         return stopping.exit_code
     return 0
+
+
+def _decided(outcome: api.SearchOutcome, stopping: Stopping) -> api.SearchOutcome:
+    """The outcome with its decision made, which takes seconds for large models, so that saving, which nothing ends, does not make it.
+    After Ctrl-C or SIGTERM, be it meanwhile, it is made by ``HASTY_DRAWS``; a further signal ends that, and nothing is saved."""
+    if stopping.number is None:
+        try:
+            _ = outcome.decision
+            return outcome
+        except KeyboardInterrupt:
+            pass
+    outcome = replace(outcome, draws=HASTY_DRAWS)
+    _ = outcome.decision
+    return outcome
 
 
 def _save(args: argparse.Namespace, outcome: api.SearchOutcome, stopping: Stopping) -> None:

@@ -8,27 +8,31 @@ from dataclasses import replace
 from soap.cli import first_measuring, verification
 from soap.cli.command import Parser
 from soap.cli.options import (
-    at_least_one,
     constraint,
     finalists,
     not_negative,
     not_negative_number,
     positive,
     positive_number,
+    share,
     sync_method,
 )
 from soap.cli.updating import Updating
 from soap.model.graph import OperatorGraph
+from soap.search.deciding import DEFAULT_CONFIDENCE
 from soap.search.metropolis import DEFAULT_BETA
-from soap.search.options import DEFAULT_BUDGET, SearchOptions
+from soap.search.options import DEFAULT_BUDGET, DEFAULT_DRAWS, DEFAULT_RISK, SearchOptions
 from soap.search.starts import DYNAMIC, RANDOM
+from soap.simulator.draws import Risk
 from soap.strategy.classical import CLASSICAL, NAMED
 
 PATIENCE = 0.5
+NO_RISK = "none"
+"""Word for: only the most likely costs count."""
 
 
 def add_runs(parser: Parser) -> None:
-    """Options for measuring before the search and running its best strategies afterwards, and the margin if nothing is run."""
+    """Options for measuring before the search and running its best strategies afterwards, and how sure a plan must be if nothing is run."""
     parser.add_argument(
         "--profile",
         metavar="SECONDS",
@@ -47,11 +51,12 @@ def add_runs(parser: Parser) -> None:
         f"{verification.ASKED_S:g} if asked for (0: do not)",
     )
     parser.add_argument(
-        "--margin",
-        metavar="X",
-        type=at_least_one,
-        help="take a plan that was not run instead of data parallelism only if it is predicted to be more than X times as fast "
-        "(default: the factor by which such predictions are known to err; 1: whatever is predicted to be faster)",
+        "--confidence",
+        metavar="SHARE",
+        type=share,
+        default=DEFAULT_CONFIDENCE,
+        help="take a plan that was not run instead of data parallelism only if it is faster in at least this share of draws of the costs, "
+        "which are known within errors (default %(default)g; 0: take whatever is faster on average)",
     )
 
 
@@ -65,6 +70,13 @@ def add_budget(parser: Parser) -> None:
         type=positive_number,
         default=PATIENCE,
         help="stop when this share of the budget has brought nothing better (default %(default)g; 1: never)",
+    )
+    parser.add_argument(
+        "--risk",
+        choices=[*Risk, NO_RISK],
+        default=DEFAULT_RISK,
+        help=f"what plans are compared by: their mean time under {DEFAULT_DRAWS} draws of the costs, halfway between that and the mean of "
+        "the worst quarter (tail), the 80%% quantile, the worst, or their time under the most likely costs (none; default %(default)s)",
     )
     parser.add_argument("--seed", metavar="S", type=not_negative, default=0, help="equal seeds give equal results (default %(default)s)")
     parser.add_argument(
@@ -128,7 +140,8 @@ def search_options(args: argparse.Namespace, updating: Updating, graph: Operator
         forbidden=args.forbid,
         syncs=args.sync,
         costs=args.costs,
-        margin=args.margin,
+        risk=None if args.risk == NO_RISK else Risk(args.risk),
+        confidence=args.confidence,
     )
     if not args.optimizer:
         return options

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from soap import api
-from soap.cli import explanation, guard, report, verification
+from soap.cli import certainty, explanation, report, verification
 from soap.cli.first_measuring import Measured
 
-SEARCHED = ("seed", "budget", "beta", "evaluations", "interrupted", "pins", "forbidden")
+SEARCHED = ("seed", "budget", "beta", "risk", "draws", "spreads", "evaluations", "interrupted", "pins", "forbidden")
 
 
 def document(
@@ -27,8 +27,8 @@ def document(
         found["profiled"] = measured.document
     if outcome.kept is not None and verified_s is not None:
         found["measured"] = verification.document(outcome.runs, outcome.kept, verified_s)
-    elif outcome.guard is not None:
-        found["guard"] = guard.document(outcome.guard)
+    else:
+        found["decision"] = api.decision_record(outcome.decision)
     if explain:
         found["explanation"] = explanation.document(outcome.simulator.graph, outcome.explanation, outcome.time_ns)
         found["synchronization"] = explanation.synchronization(outcome.synchronization)
@@ -53,9 +53,9 @@ def text(
     if "measured" in found:
         sections.append(verification.text(found["measured"]))
     elif verified_s is not None and outcome.kept is None:
-        sections.append("ran nothing: every other plan is predicted to be slower than data parallelism, by more than predictions err")
-    if "guard" in found:
-        sections.append(guard.text(found["guard"], at_hand=at_hand))
+        sections.append("ran nothing: no other plan has a chance to be faster than data parallelism")
+    if "decision" in found and (decided := certainty.decided_text(found["decision"], at_hand=at_hand)):
+        sections.append(decided)
     if "explanation" in found:
         sections.append(explanation.text(found["explanation"], outcome.time_ns, outcome.simulator.topology))
         if found["synchronization"]:

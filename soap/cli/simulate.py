@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from soap import api
-from soap.cli import explanation, iteration, report, rows
+from soap.cli import explanation, iteration, report, rows, sensitivity
 from soap.cli.command import Parser, UsageError, run_command
 from soap.cli.options import add_cluster, add_costs, add_explain, add_model, add_outputs, add_rows, refuse_overwriting
 from soap.cli.timelines import predicted_text
@@ -16,6 +16,8 @@ from soap.cluster.topology import Topology
 from soap.errors import StrategyError
 from soap.files import check_writable, write_text_atomically
 from soap.model.graph import OperatorGraph
+from soap.search.plot import check_plot
+from soap.search.starts import BASELINE
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.simulate import Simulation
 from soap.strategy.classical import NAMED
@@ -44,6 +46,9 @@ def make_parser() -> Parser:
         action="store_true",
         help="with --strategy: price it on this cluster even if it was made for another one of as many devices",
     )
+    turning = "say by how much each figure of the cluster must be another one for the choice between this and data parallelism to turn over"
+    parser.add_argument("--sensitivity", action="store_true", help=turning)
+    parser.add_argument("--plot", metavar="FILE", help="with --sensitivity: draw it as a tornado (.png, .svg, .pdf); needs matplotlib")
     add_explain(parser)
     add_outputs(parser, timeline="write the iteration as a trace for Perfetto")
     return parser
@@ -53,11 +58,14 @@ def execute(args: argparse.Namespace) -> int:
     """Simulate and report."""
     if args.what_if and args.builtin:
         raise UsageError("--what-if with --builtin; expected --strategy FILE, since a classical strategy is made for the cluster at hand")
-    refuse_overwriting(
-        {"MODEL": args.model, "--cluster": args.cluster, "--strategy": args.strategy}, {"--timeline": args.timeline}
-    )
-    if args.timeline:
-        check_writable(args.timeline)
+    if args.plot and not args.sensitivity:
+        raise UsageError("--plot without --sensitivity, which is what it draws; expected both")
+    inputs = {"MODEL": args.model, "--cluster": args.cluster, "--strategy": args.strategy}
+    refuse_overwriting(inputs, {"--timeline": args.timeline, "--plot": args.plot})
+    for path in filter(None, (args.timeline, args.plot)):
+        check_writable(path)
+    if args.plot:
+        check_plot(args.plot)
     topology = api.load_cluster(args.cluster)
     graph = rows.load_graph(args, topology)
     strategy = api.classical(args.builtin, graph, topology) if args.builtin else _read(args, graph, topology)
@@ -69,8 +77,14 @@ def execute(args: argparse.Namespace) -> int:
     explained = _whole(simulation) if args.explain else None
     if args.timeline:
         write_text_atomically(args.timeline, predicted_text(graph, strategy, simulation, simulator.costs_hash, memory=True))
+    usual = api.classical(BASELINE, graph, topology)
+    sensitivities = sensitivity.find(simulator, strategy, usual) if args.sensitivity else None
     summary = {**report.document(simulator, strategy, simulation), "iteration": iteration.document(simulation)}
     summary["what_if"] = None if made_for is None else {"made_for": made_for}
+    if sensitivities is not None:
+        summary["sensitivity"] = sensitivity.document(sensitivities, simulator)
+        if args.plot:
+            sensitivity.draw(sensitivities, args.plot)
     if explained is not None:
         lines = api.explain(simulator, strategy, explained)
         summary["explanation"] = explanation.document(graph, lines, simulation.makespan_ns)
@@ -81,6 +95,8 @@ def execute(args: argparse.Namespace) -> int:
         if made_for is not None:
             print(f"what if: this strategy was made for cluster {short(made_for)}; its devices are taken by number\n")
         print(report.text(summary, args.builtin or Path(args.strategy).name) + "\n\n" + iteration.text(summary["iteration"]))
+        if sensitivities is not None:
+            print("\n" + sensitivity.text(summary["sensitivity"]))
         if explained is not None:
             print("\n" + explanation.text(summary["explanation"], simulation.makespan_ns, topology))
             if summary["synchronization"]:

@@ -127,7 +127,7 @@ def take_turns(
         runner.begin(name)
         rounds[name] = []
     for number in range(ROUNDS):
-        for name in _turned(list(rounds), number):
+        for name in turned(list(rounds), number):
             rounds[name].append(runner.turn(name))
         show(_standing(rounds, names[0] if to_beat else None))
         if late(TRIED_SHARE):
@@ -142,13 +142,13 @@ def take_turns(
         for number in range(DUELS):
             if len(duels[fastest]) >= LEAST_DUELS and late(1.0):
                 break
-            for name in _turned(list(duels), number):
+            for name in turned(list(duels), number):
                 duels[name].append(runner.turn(name))
             show(_standing(duels, names[0]))
     return Times(*({name: tuple(own) for name, own in times.items()} for times in (rounds, duels)))
 
 
-def _turned(names: Sequence[str], number: int) -> list[str]:
+def turned(names: Sequence[str], number: int) -> list[str]:
     """The names in another order each time, so that none always follows the same other one."""
     place = number // 2 % len(names)
     turned = [*names[place:], *names[:place]]

@@ -100,7 +100,7 @@ def execute(args: argparse.Namespace) -> int:
     predicted_ns = {count: round(simulation.step_ns(job.accumulate) / scale) for count, simulation in simulations.items()}
     found = {**document(tuning, predicted_ns), "iterations": job.steps, "batches": args.batches, "before": before}
     record = {**api.load_strategy_contents(args.strategy).record, **_predicted(simulations[tuning.partitions]), "costs": costs}
-    for of_the_found in ("measured", "guard"):  # which the tuned strategy no longer is
+    for of_the_found in ("measured", "decision", "guard"):  # which the tuned strategy no longer is; older files have a guard
         record.pop(of_the_found, None)
     chosen = with_partitions(strategy, wanted.parameters, tuning.partitions)
     api.save_strategy(args.output, chosen, graph, topology, {**record, "tuning": found})

@@ -7,7 +7,6 @@ interval in which its gain lies (``soap.measure.paired``) is above 1.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import inf
 from statistics import median
 from typing import Any
 
@@ -60,7 +59,7 @@ def verify(
     optimizer: str | Updating = "adam",
     scale: float = 1.0,
     seconds: float = ASKED_S,
-    within: float | None = None,
+    only_chances: bool = False,
 ) -> api.SearchOutcome:
     """Run the ``count`` best strategies, the best start, and data parallelism. Returns the outcome with what was measured, or the
     outcome as it is if there is nothing but data parallelism.
@@ -78,7 +77,7 @@ def verify(
 
     simulator = outcome.simulator
     topology = simulator.topology
-    strategies = _strategies(outcome, count, within)
+    strategies = _strategies(outcome, count, only_chances)
     if list(strategies) == [BASELINE]:
         return outcome
     simulations = {name: simulator.run(strategy) for name, strategy in strategies.items()}
@@ -125,16 +124,20 @@ def _runs(
     return runs
 
 
-def _strategies(outcome: api.SearchOutcome, count: int, within: float | None) -> dict[str, Strategy]:
+def _strategies(outcome: api.SearchOutcome, count: int, only_chances: bool) -> dict[str, Strategy]:
     """Name -> strategy, all different: data parallelism if it fits, the best one, the best of the starts, then the other best ones."""
-    limit_ns = outcome.result.data_parallel_ns * (inf if within is None or outcome.usual is None else within)
     simulator = outcome.simulator
     usual = api.classical(BASELINE, simulator.graph, simulator.topology)
     found = {BASELINE: usual} if simulator.overflow_bytes(usual) == 0 else {}
-    best = [finalist.strategy for finalist in outcome.result.finalists[:count] if finalist.cost_ns <= limit_ns]
+
+    def tried(strategy: Strategy) -> bool:
+        return not only_chances or outcome.may_win(strategy)
+
+    best = [finalist.strategy for finalist in outcome.result.finalists[:count] if tried(finalist.strategy)]
     finalists = {f"found {number}": strategy for number, strategy in enumerate(best, 1) if strategy != usual}
-    others = [start for start in outcome.result.starts if start.fits and start.cost_ns <= limit_ns and start.strategy not in (usual, *best)]
-    begun = {start.name: start.strategy for start in sorted(others, key=lambda start: start.cost_ns)[:1]}
+    others = [start for start in outcome.result.starts if start.fits and start.strategy not in (usual, *best)]
+    first = min(others, key=lambda start: start.cost_ns, default=None)
+    begun = {first.name: first.strategy} if first is not None and tried(first.strategy) else {}
     return found | dict(list(finalists.items())[:1]) | begun | finalists
 
 

@@ -45,6 +45,8 @@ _FALLBACK_SHARES = {"float64": 0.5, "complex128": 0.5}
 
 MEASURED = "measured"
 """``source`` of a device type begins with this word if its rates were measured."""
+QUICKLY_MEASURED = "quickly measured"
+"""A topology's ``links_source`` begins so if only a few seconds were taken for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +206,13 @@ class Topology:
         measured = (self.measured, self.stated, self.described, self.links_source)
         between = (self.ports, self.cpu_overhead, self.latency_factor, self.cold_penalty)
         return (Topology, (self.name, self.devices, self.hosts, self.links, *measured, *between, self.price))
+
+    @property
+    def links_known(self) -> Literal["described", "quick", "measured"]:
+        """How well the links' figures are known."""
+        if not self.links_source:
+            return "described"
+        return "quick" if self.links_source.startswith(QUICKLY_MEASURED) else "measured"
 
     def device_clock(self) -> DeviceClock:
         """How long tiles take in the course of a simulation; one for each."""

@@ -16,6 +16,7 @@ from soap.measure.alpha_beta import AlphaBeta, fit
 from soap.plan.delivery import SMALLEST_EXCHANGE
 
 SIZES_BYTES = (1024, 16 * 1024, 128 * 1024, 512 * 1024, 2 * 2**20)
+QUICK_SIZES_BYTES = (1024, 128 * 1024, 2 * 2**20)
 GROUP_SIZES = (2, 4, 8, 16, 32, 64)
 MOST_TIMES = 10**4
 """Most times that one timing holds."""
@@ -118,6 +119,27 @@ def probes_for(topology: Topology, sizes_bytes: Sequence[int] = SIZES_BYTES) -> 
         probes += [Probe(Operation.STEP_EXCHANGE, everyone, size) for size in exchanged]
         probes += [Probe(Operation.STEP_COLD_PENALTY, everyone, size) for size in COLD_PENALTY_BYTES]
     return probes
+
+
+def quick_probes(topology: Topology) -> list[Probe]:
+    """Those of them that say most, for a measurement of a few seconds: three sizes, of collectives two, sums over a pair and over all,
+    exchanges over all; within steps both sizes of messages, one of exchanges, and one cold penalty. None of
+    these where devices share cores: tiles across them are slower for that alone, which their own time has in it."""
+    whole, ends = topology.device_count, (QUICK_SIZES_BYTES[0], QUICK_SIZES_BYTES[-1])
+
+    def says_much(probe: Probe) -> bool:
+        match probe.operation:
+            case Operation.ALL_REDUCE:
+                return len(probe.devices) in (2, whole) and probe.size_bytes in ends
+            case Operation.ALL_TO_ALL:
+                return len(probe.devices) == whole >= SMALLEST_EXCHANGE and probe.size_bytes in ends
+            case Operation.STEP_EXCHANGE:
+                return probe.size_bytes == STEP_BYTES
+            case Operation.STEP_COLD_PENALTY:
+                return probe.size_bytes == COLD_PENALTY_BYTES[1] and whole <= sum(host.cpu_cores for host in topology.hosts)
+        return True
+
+    return [probe for probe in probes_for(topology, QUICK_SIZES_BYTES) if says_much(probe)]
 
 
 def fits(timings: Sequence[LinkTiming]) -> dict[tuple[Operation, tuple[int, ...]], AlphaBeta]:

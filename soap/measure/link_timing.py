@@ -16,7 +16,7 @@ import torch
 
 from soap.cluster.topology import DeviceKind
 from soap.measure.link_probes import IN_STEPS, MOST_TIMES, LinkTiming, Operation, Probe
-from soap.measure.step_timing import measure_in_steps
+from soap.measure.step_timing import TURNS, measure_in_steps
 from soap.runtime.comm.redistribute import Communicator
 from soap.runtime.comm.world import close_world, open_world
 from soap.runtime.system import clock
@@ -39,11 +39,13 @@ def measure_links(
     on_probe: Callable[[LinkTiming], None] | None = None,
     when_open: Callable[[], None] = lambda: None,
     enough: Callable[[], bool] = lambda: False,
+    turns: int = TURNS,
 ) -> list[LinkTiming]:
     """The times of all probes, on every rank; an entry for ``launch``. A probe is repeated for about so long; its first round warms up.
     Ranks that are not among a probe's devices wait at a barrier meanwhile. ``probes``: rank 0's list counts; other ranks may know of
     other measurements. ``on_probe`` is called on rank 0 with each probe that is done. ``when_open``: called on every rank as soon as
-    all groups have their threads. ``enough``: called on rank 0 before each probe; True leaves the rest."""
+    all groups have their threads. ``enough``: called on rank 0 before each probe; True leaves the rest. ``turns``: of probes within
+    steps (``measure_in_steps``)."""
     world = open_world(device_count, kind, backend)
     comm = Communicator(world.device, (), world.timeout)
     try:
@@ -55,7 +57,10 @@ def measure_links(
             if comm.gather(comm.rank == 0 and enough())[0]:
                 break
             in_steps = probe.operation in IN_STEPS
-            found.append(measure_in_steps(comm, probe, _busy_seconds, found) if in_steps else _measure(comm, probe, seconds_per_probe))
+            if in_steps:
+                found.append(measure_in_steps(comm, probe, _busy_seconds, found, turns))
+            else:
+                found.append(_measure(comm, probe, seconds_per_probe))
             if on_probe is not None and comm.rank == 0:
                 on_probe(found[-1])
         return found

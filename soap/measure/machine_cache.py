@@ -12,20 +12,34 @@ import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from soap.cluster.topology import DeviceType
 from soap.errors import ProfileError, SoapError
 from soap.files import read_text, write_text_atomically
 from soap.measure.link_probe import LinkRates
+from soap.measure.link_probes import LinkTiming
+from soap.measure.link_records import decode_timing, encode_timing
 
 VERSION = 3
 """Version of the file format and of the measurement; part of every key. Since 2 ``kernel_seconds`` is that of a call in training; since
 3 links are measured with freed memory kept (``malloc``)."""
 
+TIMINGS_VERSION = 2
+"""Version of the links' timings, the only part of a record that is measured anew if it was made otherwise. Since 2 there are none only if
+measuring them failed."""
+
 Key = Mapping[str, str | int]
-Measurement = tuple[DeviceType, LinkRates | None]
-"""A device and its links; None if there are none to measure."""
+
+
+class Measurement(NamedTuple):
+    """A device and its links, None if there are none to measure; and what messages and sums take in training: None if that was not
+    tried, nothing if it failed, so that it is not tried again by each command."""
+
+    device: DeviceType
+    link: LinkRates | None = None
+    timings: tuple[LinkTiming, ...] | None = None
+
 
 
 def cache_folder() -> Path | None:
@@ -73,7 +87,7 @@ def save(key: Key, measurement: Measurement) -> None:
 
 
 def _encode(key: Key, measurement: Measurement) -> dict[str, Any]:
-    device, link = measurement
+    device, link, timings = measurement
     fields = ("name", "kind", "memory_bandwidth_bytes_per_second", "memory_bytes", "kernel_seconds", "source")
     record: dict[str, Any] = {name: getattr(device, name) for name in fields}
     rates = None if link is None else [link.bandwidth_bytes_per_second, link.latency_seconds]
@@ -82,6 +96,7 @@ def _encode(key: Key, measurement: Measurement) -> dict[str, Any]:
         "key": dict(key),
         "device": {**record, "flops_per_second": dict(device.flops_per_second)},
         "link_bandwidth_bytes_per_second_and_latency_seconds": rates,
+        "timings": None if timings is None else {"version": TIMINGS_VERSION, "of": [encode_timing(timing) for timing in timings]},
     }
 
 
@@ -92,4 +107,7 @@ def _decode(record: dict[str, Any], key: Key) -> Measurement:
     if not all(isinstance(fields[name], str) for name in ("name", "source")) or not isinstance(fields["memory_bytes"], int):
         raise TypeError("a device type's texts and sizes have other types")
     rates = record["link_bandwidth_bytes_per_second_and_latency_seconds"]
-    return DeviceType(**fields), None if rates is None else LinkRates(*rates)
+    kept, timings = record.get("timings"), None  # records were without before
+    if kept is not None and kept["version"] == TIMINGS_VERSION:
+        timings = tuple(decode_timing(one) for one in kept["of"])
+    return Measurement(DeviceType(**fields), None if rates is None else LinkRates(*rates), timings)

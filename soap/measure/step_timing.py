@@ -24,9 +24,9 @@ from soap.strategy.config import Strategy
 CHAINS = (3, 11)
 """Numbers of tiles of the two chains whose steps are compared."""
 STEPS, WARM_UP_STEPS = 6, 2
-TURNS, COLD_PENALTY_TURNS = 3, 2
+TURNS = 3
 """How often all chains are run, one after the other, so that a slow phase of the machine does not hit one of them alone. Those with
-tiles that compute take longer."""
+tiles that compute take longer, and are run once less."""
 
 Busy = Callable[[], float]
 """Seconds for which this rank's device has computed so far."""
@@ -41,18 +41,19 @@ class _PerTile(NamedTuple):
     busier: float
 
 
-def measure_in_steps(comm: Communicator, probe: Probe, busy: Busy, known: Sequence[LinkTiming] = ()) -> LinkTiming:
-    """The time of such a probe, on every rank; all ranks take part. ``seconds``: how much longer one operation makes a step.
-    ``cpu_seconds``: how long it keeps a device busy, at one of a message's two ends. Of a cold penalty: how much longer tiles that compute
-    make a step, beyond the sum itself (taken from ``known`` if it is there), and how long such a tile takes on one device."""
+def measure_in_steps(comm: Communicator, probe: Probe, busy: Busy, known: Sequence[LinkTiming] = (), turns: int = TURNS) -> LinkTiming:
+    """The time of such a probe, on every rank; all ranks take part. ``turns``: how often, at least twice. ``seconds``: how much longer one
+    operation makes a step. ``cpu_seconds``: how long it keeps a device busy, at one of a message's two ends. Of a cold penalty: how much
+    longer tiles that compute make a step, beyond the sum itself (taken from ``known`` if it is there), and how long such a tile takes on
+    one device."""
     if probe.operation is not Operation.STEP_COLD_PENALTY:
-        turns = [_turn(comm, probe, busy, 0) for _ in range(TURNS)]
-        return _timing(probe, [one for turn in turns for one in turn.longer], median(turn.busier for turn in turns))
+        plain = [_turn(comm, probe, busy, 0) for _ in range(turns)]
+        return _timing(probe, [one for turn in plain for one in turn.longer], median(turn.busier for turn in plain))
     summed = Probe(Operation.STEP_SUM, probe.devices, STEP_BYTES)
-    own = next((timing for timing in known if timing.probe == summed), None) or measure_in_steps(comm, summed, busy)
-    turns = [_turn(comm, probe, busy, round(probe.size_bytes / BLOCK_BYTES)) for _ in range(COLD_PENALTY_TURNS)]
-    longer = [one - own.typical_seconds for turn in turns for one in turn.longer]
-    return _timing(probe, longer, median(turn.alone for turn in turns))
+    own = next((timing for timing in known if timing.probe == summed), None) or measure_in_steps(comm, summed, busy, turns=turns)
+    working = [_turn(comm, probe, busy, round(probe.size_bytes / BLOCK_BYTES)) for _ in range(turns - 1)]
+    longer = [one - own.typical_seconds for turn in working for one in turn.longer]
+    return _timing(probe, longer, median(turn.alone for turn in working))
 
 
 def _timing(probe: Probe, seconds: Sequence[float], cpu_seconds: float) -> LinkTiming:

@@ -1,7 +1,8 @@
 """A quick measurement of this machine: what ``local:N`` costs. It takes a few seconds once; then it comes from the cache.
 
 The rates are those that one of N processes reaches while the others work as well (``compute_rates``). A process has
-``threads_per_process(N)`` threads; if there are more processes than cores, each gets its share of the time.
+``threads_per_process(N)`` threads; if there are more processes than cores, each gets its share of the time. Of processors it is also
+measured what messages and sums between N ranks take in training, and from how much computing they keep them.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from soap.cluster.emulated import FAMILY as EMULATED
 from soap.cluster.emulated import emulated_topology, parse_emulated
 from soap.cluster.islands import with_islands, with_types
 from soap.cluster.presets import family, local_topology
-from soap.cluster.topology import MEASURED, DeviceType, Topology
+from soap.cluster.topology import MEASURED, QUICKLY_MEASURED, DeviceType, Topology
 from soap.errors import ProfileError
 from soap.measure import machine_cache
 from soap.measure.compute_rates import Rates, cpu_rates, cuda_rates, gpu_copy_seconds
 from soap.measure.gpus import Gpus, first_gpus, gpu_count
-from soap.measure.link_probe import LinkRates, measure_link
+from soap.measure.link_figures import with_measured_links
+from soap.measure.link_probe import LinkRates, Probed, measure_link
 from soap.measure.machine_cache import Key, Measurement
 
 SIGNIFICANT_DIGITS = 4
@@ -37,6 +39,12 @@ GPU_PARTS = 16
 """One of so many parts of a GPU's memory is left to the driver, the process's context and the allocator, as data sheets' decimal gigabytes
 do: 80 GB are 15 of the 16 parts of 80 GiB, but for half a percent."""
 
+WITHOUT_STEPS = "what two processes exchange at best; soap-profile links measures what messages and sums take in training"
+USUAL_FIGURES = "the usual figures for links of one machine"
+
+MOST_RANKS = 8
+"""Most processes that are started to measure communication in training, where there are not as many cores: of more, each takes seconds of
+its own to start."""
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 CGROUP_USES = (("/sys/fs/cgroup/memory.stat", "anon"), ("/sys/fs/cgroup/memory/memory.stat", "total_rss"))
 """Container limits count files, and what processes hold in them; caches of files are dropped when memory is needed."""
@@ -49,7 +57,7 @@ def measured_topology(preset: Topology, cache: bool = True) -> Topology:
     if family(preset.name) != EMULATED:
         return measured_local_topology(preset.device_count, cache)
     return emulated_topology(
-        parse_emulated(preset.name, preset.device_count), measured_local_topology(preset.device_count, cache, gpus=False)
+        parse_emulated(preset.name, preset.device_count), measured_local_topology(preset.device_count, cache, gpus=False, in_steps=False)
     )
 
 
@@ -58,15 +66,17 @@ def device_count() -> int:
     return gpu_count() or (MOST_PROCESSES if cpu_cores() >= MOST_PROCESSES else FEWEST_PROCESSES)
 
 
-def measured_local_topology(count: int, cache: bool = True, gpus: bool = True) -> Topology:
+def measured_local_topology(count: int, cache: bool = True, gpus: bool = True, in_steps: bool = True) -> Topology:
     """``local:count`` with the rates that this machine reaches: GPUs if it has as many (and ``gpus``), otherwise processes on its cores
     joined by gloo. With ``cache`` the first measurement is kept in the user's cache folder and used from then on: equal questions,
-    equal answers."""
+    equal answers. ``in_steps``: with what communication costs these processes in training."""
     local_topology(count)  # refuses an impossible number before anything is measured
     if gpus and gpu_count() >= count:
         return _measured_gpus(count, first_gpus(count), cache)
-    measure_links = partial(_measure_link, "cpu", count) if count > 1 else None
-    return _joined(count, *_measured(_key("cpu", count), partial(measure_device, "cpu", count), measure_links, cache))
+    in_steps = in_steps and 1 < count <= max(MOST_RANKS, cpu_cores())
+    links_of = partial(_measure_cpu_links, count, False) if count > 1 else None
+    in_steps_of = partial(_measure_cpu_links, count, True) if in_steps else None
+    return _joined(count, _measured(_key("cpu", count), partial(measure_device, "cpu", count), links_of, cache, in_steps_of), in_steps)
 
 
 def _measured_gpus(count: int, found: Gpus, cache: bool) -> Topology:
@@ -74,41 +84,60 @@ def _measured_gpus(count: int, found: Gpus, cache: bool) -> Topology:
     key = _key("cuda", count)
     if not found.are_joined_alike:
         key = {**key, "islands": " ".join(",".join(map(str, island)) for island in found.islands)}
-    measure_links = None if found.neighbours is None else partial(_measure_link, "cuda", count, found.neighbours)
+    measure_links = None if found.neighbours is None else partial(_measure_gpu_link, *found.neighbours)
     first = _measured(key, partial(measure_device, "cuda", count), measure_links, cache)
-    host, types = _joined(count, *first), {found.kinds[0]: first[0]}
+    host, types = _joined(count, first), {found.kinds[0]: first.device}
     for gpu, kind in enumerate(found.kinds):
         if kind not in types:
             own = {**_key("cuda", count), "gpu": kind[0], "gpu_memory_bytes": kind[1]}
-            types[kind] = _measured(own, partial(measure_device, "cuda", count, gpu), None, cache)[0]
+            types[kind] = _measured(own, partial(measure_device, "cuda", count, gpu), None, cache).device
     if len(types) > 1:
         host = with_types(host, [types[kind] for kind in found.kinds])
     if found.are_joined_alike:
         return host
     between = {**key, "between": "islands"}
-    _, way = _measured(between, lambda: first[0], partial(_measure_link, "cuda", count, found.strangers), cache)
+    way = _measured(between, lambda: first.device, partial(_measure_gpu_link, *found.strangers), cache).link
     return host if way is None else with_islands(host, found.islands, way.bandwidth_bytes_per_second, way.latency_seconds)
 
 
-def _measured(key: Key, device_of: Callable[[], DeviceType], link_of: Callable[[], LinkRates | None] | None, cache: bool) -> Measurement:
-    """What is kept under the key, or else measured now. ``link_of``: None if there are no links to measure."""
+def _measured(
+    key: Key,
+    device_of: Callable[[], DeviceType],
+    links_of: Callable[[], Probed] | None,
+    cache: bool,
+    in_steps_of: Callable[[], Probed] | None = None,
+) -> Measurement:
+    """What is kept under the key, or else measured now. ``links_of``: None if there are no links to measure. ``in_steps_of``: with their
+    timings, None if these are not wanted. If it fails that is kept, too: it takes long, and would fail for the next command as well."""
     known = machine_cache.load(key) if cache else None
-    device, link = known or (device_of(), None)
-    if link is None and link_of is not None:
-        link = link_of()
-    if cache and (device, link) != known:
+    device, link, timings = known or Measurement(device_of())
+    if in_steps_of is not None and timings is None:
+        found = _links(in_steps_of, WITHOUT_STEPS)
+        link, timings = (link, ()) if found is None else (link or found.rates, found.timings)
+    if links_of is not None and link is None:
+        found = _links(links_of, USUAL_FIGURES)
+        link = None if found is None else found.rates
+    made = Measurement(device, link, timings)
+    if cache and made != known:
         other = machine_cache.load(key)  # stored by another process that has measured at the same time and was first
         if other is not None and other != known:
-            device, link = other[0], other[1] or link
-        if (device, link) != other:
-            machine_cache.save(key, (device, link))
-    return device, link
+            made = Measurement(other.device, other.link or link, other.timings if other.timings or timings is None else timings)
+        if made != other:
+            machine_cache.save(key, made)
+    return made
 
 
-def _joined(count: int, device: DeviceType, link: LinkRates | None) -> Topology:
+def _joined(count: int, measured: Measurement, in_steps: bool = False) -> Topology:
+    device, link, timings = measured
     if link is None:
         return local_topology(count, device)
-    return local_topology(count, device, link.bandwidth_bytes_per_second, link.latency_seconds)
+    joined = local_topology(count, device, link.bandwidth_bytes_per_second, link.latency_seconds)
+    if not in_steps or not timings:
+        return joined
+    try:
+        return with_measured_links(joined, timings, f"{QUICKLY_MEASURED} on this machine; soap-profile links measures for longer")
+    except ProfileError:  # somebody has changed the file
+        return joined
 
 
 def measure_device(kind: str, count: int, gpu: int = 0) -> DeviceType:
@@ -195,13 +224,21 @@ def _key(kind: str, count: int) -> Key:
     return {**key, "threads": threads_per_process(count), "memory_bytes": memory_bytes()}
 
 
-def _measure_link(kind: str, count: int, gpus: tuple[int, int] = (0, 1)) -> LinkRates | None:
+def _links(measure: Callable[[], Probed], instead: str) -> Probed | None:
+    """What is measured, in short numbers; a warning if it fails. ``instead``: what is used then."""
     try:
-        link = _measure_gpu_link(*gpus) if kind == "cuda" else _shared(measure_link(), count)
+        link, timings = measure()
     except (ProfileError, RuntimeError) as cause:
-        warnings.warn(f"{cause}; going on with the usual figures for links of one machine", stacklevel=4)
+        warnings.warn(f"{cause}; going on with {instead}", stacklevel=5)
         return None
-    return LinkRates(_rounded(link.bandwidth_bytes_per_second), _rounded(link.latency_seconds))
+    return Probed(LinkRates(_rounded(link.bandwidth_bytes_per_second), _rounded(link.latency_seconds)), timings)
+
+
+def _measure_cpu_links(count: int, in_steps: bool) -> Probed:
+    rates, timings = measure_link(count, threads_per_process(count)) if in_steps else measure_link()
+    if timings:
+        with_measured_links(local_topology(count), timings)  # raises if they cannot be right, before they are kept
+    return Probed(_shared(rates, count), timings)
 
 
 def _shared(link: LinkRates, count: int) -> LinkRates:
@@ -211,9 +248,10 @@ def _shared(link: LinkRates, count: int) -> LinkRates:
     return LinkRates(link.bandwidth_bytes_per_second * share, link.latency_seconds / share)
 
 
-def _measure_gpu_link(source: int, target: int) -> LinkRates:
+def _measure_gpu_link(source: int, target: int) -> Probed:
     latency_seconds = gpu_copy_seconds(1, source, target)
-    return LinkRates(GPU_COPY_BYTES / max(gpu_copy_seconds(GPU_COPY_BYTES, source, target) - latency_seconds, 1e-9), latency_seconds)
+    moving_seconds = max(gpu_copy_seconds(GPU_COPY_BYTES, source, target) - latency_seconds, 1e-9)
+    return Probed(LinkRates(GPU_COPY_BYTES / moving_seconds, latency_seconds))
 
 
 def _device_type(kind: str, name: str, size_bytes: int, rates: Rates, cores: float, share: float) -> DeviceType:

@@ -15,11 +15,16 @@ from functools import cached_property
 from math import prod
 
 from soap.errors import ModelError
-from soap.model.regions import Box, Interval
+from soap.model.regions import Box, Interval, balanced
 from soap.model.sparse_access import RowAccess
 
 RECURRENT_KINDS = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 """Kinds of operators that are recurrent layers."""
+
+PRODUCT_KINDS = frozenset(
+    {"linear", "matmul", "mm", "bmm", "mv", "addmm", "addbmm", "baddbmm", "einsum", "bilinear", "cdist", "_grouped_mm"}
+)
+"""Kinds of operators that are products of matrices."""
 
 
 def is_rounded_by_default(kind: str) -> bool:
@@ -103,6 +108,31 @@ class DimMap:
 WHOLE = DimMap()
 
 
+DRAWN_BLOCKS = 8
+"""A mask is drawn in at most so many blocks along its dimension 0, each from a seed of its own: a tile of some of the samples draws little
+more than it needs, and all tilings see the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Random numbers that a call draws, ``count`` in all, in blocks along a dimension of ``size`` elements. A tile draws whole blocks:
+    those of which it needs something, as ``dim`` says."""
+
+    dim: DimMap
+    size: int
+    count: int
+
+    def by(self, tile: Sequence[Interval]) -> int:
+        """How many numbers a tile with these intervals draws."""
+        start, stop = self.dim.interval(tile, self.size)
+        return self.count * sum(b - a for a, b in drawn_blocks(self.size) if a < stop and start < b) // max(1, self.size)
+
+
+def drawn_blocks(size: int) -> list[Interval]:
+    """The blocks of so many elements."""
+    return balanced(size, min(DRAWN_BLOCKS, size)) if size else []
+
+
 @dataclass(frozen=True, slots=True)
 class Operand:
     """One tensor as an operator reads or writes it: one ``DimMap`` per dimension."""
@@ -148,7 +178,8 @@ class Operator:
     ``arithmetic``: the type in which the anchor call computes (``tf32``: float32 rounded to it by the hardware); empty: that of its first
     floating operand. ``skipped_share``: of ``flops``, what kernels leave out (causal attention: a half). ``fused_bytes``: of
     ``saved_bytes``, what kernels on GPUs never write (attention's weights, views). ``views``: of ``calls``, those for which a GPU has
-    nothing to do. These four only change what an operator costs, and are no part of the graph's identity.
+    nothing to do. ``drawn``: the random numbers of its calls. These five only change what an operator costs, and are no part of the
+    graph's identity.
     """
 
     name: str
@@ -165,6 +196,7 @@ class Operator:
     skipped_share: float = 0.0
     fused_bytes: int = 0
     views: int = 0
+    drawn: tuple[Drawn, ...] = ()
 
     @property
     def summed(self) -> tuple[int, ...]:
@@ -179,7 +211,7 @@ class Operator:
         raise KeyError(name)
 
 
-_PRICES = ("arithmetic", "skipped_share", "fused_bytes", "views")
+_PRICES = ("arithmetic", "skipped_share", "fused_bytes", "views", "drawn")
 """Fields of an operator that its graph's hash leaves out."""
 
 

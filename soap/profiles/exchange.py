@@ -14,11 +14,12 @@ from jsonschema.exceptions import best_match
 
 from soap.errors import ProfileError
 from soap.files import read_text, write_text_atomically
+from soap.measure.link_records import TIMING_SCHEMA, decode_timing, encode_timing
 from soap.profiles import entries, keys, link_places
 from soap.profiles.corrections import CORRECTION_SCHEMA, decode_correction, encode_correction
 from soap.profiles.entries import decode, encode
 from soap.profiles.keys import Environment
-from soap.profiles.link_places import TIMING_SCHEMA, LinkPlace, decode_timing, encode_timing
+from soap.profiles.link_places import LinkPlace
 from soap.profiles.store import Store
 
 FORMAT = "soap-profile"

@@ -27,12 +27,12 @@ from soap.model.regions import lengths
 from soap.plan.row_counts import parameters_held
 from soap.plan.tiling import Tile, is_widened, iteration_points
 
-VERSIONS = {"cpu": 8, "cuda": 3}
+VERSIONS = {"cpu": 9, "cuda": 3}
 """Version of the measurement and of its format, by kind of device; part of every environment. Since 2 with freed memory kept
 (``malloc``), since 3 with Adam's updates in one pass (``runtime.updates.optimizers``), since 4 on emulated hosts without a quota, since
 5 there by even time (``soap.emulation.reference_work``), since 6 with tiles in turns (``measure.tile_timing``), since 7 with reference
-work that is the same in all processes, since 8 with updates of tensors that are not in the caches. On GPUs since 3 with casts that are
-named by their type, and fused updates."""
+work that is the same in all processes, since 8 with updates of tensors that are not in the caches, since 9 with random numbers in the
+work that is kept beside the times. On GPUs since 3 with casts that are named by their type, and fused updates."""
 
 SPARSE_LOOKUP = "on rows"
 PART_OF_SUM = "part of a sum"

@@ -19,12 +19,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import exp, log
 from statistics import median
 from types import MappingProxyType
 
+from soap.cluster.gpu_names import known_gpu
+from soap.cluster.presets import device_types
 from soap.cluster.topology import DeviceType, Topology
 from soap.model.graph import OperatorGraph
 from soap.model.regions import Box
@@ -256,6 +258,19 @@ class ProfiledCosts:
         ns, source = profile.update(self.optimizer_states, parameter_bytes, estimated_ns)
         return profile.answer(ns, source, update_family(self.optimizer_states), backward=False)
 
+    def update_source(self, device: DeviceType) -> Source:
+        """Where updates on such devices come from, as a whole: measured if any of this optimizer's are, or if they are corrected."""
+        profile, family = self.profiles.get(device.name), update_family(self.optimizer_states)
+        if profile is None or not self.measured_updates:
+            return Source.ESTIMATED
+        known = (family, False) in profile.corrections or any(entry.key.family == family for entry in profile.entries)
+        return Source.MEASURED if known else Source.ESTIMATED
+
+    def launch_source(self, device: DeviceType) -> Source:
+        """Where the time to launch tiles on such devices comes from."""
+        profile = self.profiles.get(device.name)
+        return Source.MEASURED if profile is not None and profile.launches_kernels else Source.ESTIMATED
+
     def _ask(self, graph: OperatorGraph, tile: Tile, device: DeviceType, backward: bool) -> Answer:
         profile = self.profiles.get(device.name)
         if profile is None or not tile.size:
@@ -300,9 +315,32 @@ def _figures(entry: Entry) -> list[object]:
     return [encoded.get(name) for name in MEASURED_KEYS]
 
 
+def is_such_a_gpu(name: str, kind: DeviceType) -> bool:
+    """Whether what was measured on a GPU of this name, as its driver gives it, holds for a device type: that of its own name, or the data
+    sheet of such GPUs (``gpu_names``)."""
+    return kind.name == name or (device_types().get(kind.name) == kind and known_gpu(name, device_types()) == kind.name)
+
+
+def places_of(topology: Topology, store: Store) -> dict[str, Environment]:
+    """By device type's name, where what is known of it was measured: its own environment, or, if nothing was measured there and it is a
+    data sheet, that of such a GPU with the same torch."""
+    found, measured = environments(topology), store.environments()
+    for device in topology.devices:
+        kind, own = device.type, found[device.type.name]
+        if kind.kind == "cuda" and not topology.measured and not measured.get(own):
+            others = [place for place, count in measured.items() if count and replace(place, device=own.device) == own]
+            found[kind.name] = next((place for place in others if is_such_a_gpu(place.device, kind)), own)
+    return found
+
+
 def read_profiles(topology: Topology, store: Store) -> dict[str, list[Entry]]:
-    """The store's entries for the devices of a cluster, by device type's name; types without any are missing."""
-    found = {name: store.entries(place) for name, place in environments(topology).items()}
+    """The store's entries for the devices of a cluster, by device type's name; types without any are missing. Of a data sheet's GPU
+    measured on another machine, launches are left out, which are work of the processor beside it."""
+    here = environments(topology)
+    found = {}
+    for name, place in places_of(topology, store).items():
+        entries = store.entries(place)
+        found[name] = entries if place == here[name] else [replace(entry, launch_ns=None) for entry in entries]
     return {name: entries for name, entries in found.items() if entries}
 
 
@@ -314,5 +352,5 @@ def read_corrections(topology: Topology, store: Store) -> dict[str, list[Correct
 
 def foreign(topology: Topology, store: Store) -> dict[Environment, int]:
     """Entries of the store that no device of the cluster can use: where they were measured, and how many."""
-    ours = set(environments(topology).values())
+    ours = {*environments(topology).values(), *places_of(topology, store).values()}
     return {place: count for place, count in store.environments().items() if count and place not in ours}

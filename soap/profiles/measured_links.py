@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from soap.cluster.topology import Topology
 from soap.errors import ProfileError, SoapWarning
+from soap.measure.link_figures import with_measured_links
 from soap.measure.link_probes import LinkTiming, is_enough, probes_for, scales_of
-from soap.profiles.link_figures import with_measured_links
 from soap.profiles.link_places import LinkPlace, link_places
 from soap.profiles.store import Store
 

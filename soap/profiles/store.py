@@ -22,11 +22,12 @@ from jsonschema import Draft202012Validator
 
 from soap.errors import ProfileError
 from soap.measure.link_probes import LinkTiming
+from soap.measure.link_records import TIMING_SCHEMA, decode_timing, encode_timing, probe_text
 from soap.measure.machine_cache import cache_folder
 from soap.profiles.corrections import CORRECTION_SCHEMA, Correction, decode_correction, encode_correction
 from soap.profiles.entries import SCHEMA, Entry, decode, encode
 from soap.profiles.keys import Environment
-from soap.profiles.link_places import TIMING_SCHEMA, LinkPlace, decode_timing, encode_timing, probe_text
+from soap.profiles.link_places import LinkPlace
 
 FILE = "profile.sqlite"
 LAYOUT = 2

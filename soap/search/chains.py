@@ -42,6 +42,7 @@ from soap.search.space import Space, build_space
 from soap.search.starts import BASELINE, Start, best_starts, different, reference_strategies, starting_strategies
 from soap.search.uncut import with_uncut
 from soap.simulator.costs import CostModel
+from soap.simulator.draws import Draws
 from soap.simulator.simulate import is_played
 from soap.strategy.config import Strategy
 from soap.strategy.sync import in_one_partition, sync_choices
@@ -152,6 +153,10 @@ class Able(Protocol):
     def optimizer_states(self) -> int:
         """Tensors of a parameter's size that the optimizer keeps, as in ``simulator.memory.peaks``."""
 
+    @property
+    def draws(self) -> Draws | None:
+        """Draws of the costs, under which strategies are compared; None: only the most likely costs count."""
+
     def always_fits(self) -> bool:
         """True if every strategy of the space fits into memory."""
 
@@ -212,7 +217,8 @@ class _Run:
         fits = None if able.always_fits() else self._fits
         budgets = sorted((budget for _, budget in lows), reverse=True)
         chains = Tempering(
-            CompiledSpace(self.space, self.topology, able.engine_costs, able.optimizer_states), [low.strategy for low, _ in lows],
+            CompiledSpace(self.space, self.topology, able.engine_costs, able.optimizer_states, able.draws),
+            [low.strategy for low, _ in lows],
             seed=self.options.seed, budgets=budgets, beta=self.options.beta, fits=fits, cores=self.options.cores,
         )  # fmt: skip
         allowance = _Allowance(sum(budgets), self.options.patience, self.deadline)
@@ -296,8 +302,8 @@ class _Run:
             return
         best = self.recorder.best
         if best is not None and best.fits:
-            speedup = self.recorder.data_parallel_ns / best.cost_ns
-            self.bar.set_postfix_str(f"best {best.cost_ns / 1e6:.3f} ms, {speedup:.2f}x data parallel", refresh=False)
+            costs_ms = best.cost_ns / 1e6, self.recorder.data_parallel_ns / 1e6
+            self.bar.set_postfix_str("best cost {:.3f} ms, data parallel {:.3f} ms".format(*costs_ms), refresh=False)
         self.bar.update(done)
 
 

@@ -179,7 +179,7 @@ class _Laid:
 
     degrees: tuple[int, ...]
     devices: NDArray[np.int64]
-    holders: NDArray[np.bool_]
+    holders: NDArray[np.int64]
     boxes: list[NDArray[np.int64]]
     reads: list[NDArray[np.int64]]
     sums: list[tuple[tuple[int, ...], int]]
@@ -190,13 +190,17 @@ class _Estimate:
     """Seconds of operators and edges, each as if nothing else ran."""
 
     def __init__(self, graph: OperatorGraph, topology: Topology, costs: CostModel) -> None:
+        from soap.search.compiled.transfers import busiest_reader_seconds  # imported here: it imports numba
+
+        self._busiest_reader_seconds = busiest_reader_seconds
         self.graph, self.topology, self.costs = graph, topology, costs
         self.durations = TileDurations(graph, topology, costs)
         self.communication = Communication(topology)
         count = topology.device_count
         figures = [[self.communication.route_figures(a, b) if a != b else (0.0, 0.0) for b in range(count)] for a in range(count)]
         self.latency, self.per_byte = np.array([[f[0] for f in own] for own in figures]), np.array([[f[1] for f in own] for own in figures])
-        self._nearest = (self.latency + 2**20 * self.per_byte).argsort(axis=0, kind="stable")
+        self._nearest = np.ascontiguousarray((self.latency + 2**20 * self.per_byte).argsort(axis=0, kind="stable"))
+        self._moved = np.zeros((count, count), np.int64)
         self._common: dict[tuple[object, ...], NDArray[np.int64]] = {}
 
     def lay(self, position: int, config: OpConfig) -> _Laid:
@@ -206,11 +210,11 @@ class _Estimate:
         for t, tile in enumerate(tiles):
             kept = tuple(own for own, factor in zip(tile.intervals, op.factors, strict=True) if not factor.summed)
             parts.setdefault(kept, []).append(t)
-        holders = np.zeros((len(parts), self.topology.device_count), np.bool_)
+        holders = np.zeros((len(parts), self.topology.device_count), np.int64)
         sums = []
         summed = prod(degree for degree, factor in zip(config.degrees, op.factors, strict=True) if factor.summed)
         for number, own in enumerate(parts.values()):
-            holders[number, [tiles[t].device for t in own]] = True
+            holders[number, [tiles[t].device for t in own]] = 1
             size = sum(volume(b) * self.graph.tensors[o.tensor].itemsize for o, b in zip(op.outputs, tiles[own[0]].outputs, strict=True))
             for replica in range(config.replicas if summed > 1 else 0):
                 sums.append((tuple(sorted({tiles[t].device for t in own if tiles[t].replica == replica})), size))
@@ -250,15 +254,11 @@ class _Estimate:
         if common is None:
             common = self._common[key] = _overlaps(source.boxes[output], reader.reads[number])
         tensor = self.graph.tensors[operand.tensor]
-        missing = np.where(source.holders[:, reader.devices], 0, common) * tensor.itemsize
-        if not missing.any():
-            return 0.0
-        # from each part to each device: the nearest holder
-        held = source.holders[:, self._nearest[:, reader.devices]]
-        nearest = np.take_along_axis(self._nearest[:, reader.devices], held.argmax(axis=1), axis=0)
-        moved = np.zeros_like(self.latency)
-        np.add.at(moved, (nearest, np.broadcast_to(reader.devices, nearest.shape)), missing)
-        seconds = float(((moved > 0) * self.latency + moved * self.per_byte).sum(axis=0).max())
+        seconds = float(
+            self._busiest_reader_seconds(
+                source.holders, reader.devices, common, self._nearest, self.latency, self.per_byte, tensor.itemsize, self._moved
+            )
+        )
         return 2 * seconds if tensor.requires_grad else seconds
 
 

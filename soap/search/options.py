@@ -9,12 +9,18 @@ from typing import TypeAlias
 
 from soap.errors import ProfileError, StrategyError
 from soap.search.constraints import pairs_of
+from soap.search.deciding import DEFAULT_CONFIDENCE
 from soap.search.metropolis import DEFAULT_BETA
 from soap.simulator.costs import COST_SOURCES, CostSource
+from soap.simulator.draws import Risk
 from soap.strategy.config import Strategy, SyncConfig
 
 DEFAULT_BUDGET = 10_000
 """Number of proposals: takes seconds to a few minutes for the models of the zoo."""
+DEFAULT_DRAWS = 8
+DEFAULT_RISK = Risk.TAIL
+"""Draws of the costs under which a search compares strategies."""
+MOST_DRAWS = 1024
 OPTIMIZER_STATES = 2
 """Tensors of a parameter's size that the optimizer keeps for it: Adam's two, so that memory is not underestimated."""
 
@@ -38,8 +44,11 @@ class SearchOptions:
 
     ``optimizer_states``: tensors of a parameter's size that the optimizer keeps. ``measured_updates``: whether ``soap-profile`` measures
     this optimizer's updates (SGD, Adam); if not, they are estimated. ``costs``: ``auto`` or ``estimate`` (``soap.simulator.costs``).
-    ``margin``: a plan is taken instead of data parallelism only if it is predicted to be more than ``margin`` times as fast. 1: whatever is
-    predicted to be faster. None (the default of ``soap-search``): the factor by which such predictions are known to err.
+
+    Costs are uncertain (``soap.simulator.draws``). ``risk``: what strategies are compared by: their mean time under ``draws`` draws of the
+    costs, or something more careful (a ``Risk`` or its word); None: their time under the most likely costs. ``confidence``: a plan is
+    taken instead of data parallelism only if it is faster in at least this share of further draws (``soap.search.deciding``); 0: whatever
+    is predicted to be faster on average.
     """
 
     budget: int = DEFAULT_BUDGET
@@ -58,14 +67,19 @@ class SearchOptions:
     optimizer_states: int = OPTIMIZER_STATES
     measured_updates: bool = True
     costs: CostSource = "auto"
-    margin: float | None = 1.0
+    risk: Risk | str | None = DEFAULT_RISK
+    draws: int = DEFAULT_DRAWS
+    confidence: float = DEFAULT_CONFIDENCE
 
     def __post_init__(self) -> None:
         _check(self.budget, self.beta, self.patience, self.seconds)
         if self.cores is not None and self.cores < 1:
             raise StrategyError(f"cores {self.cores}: expected at least 1, or None for all of this machine")
-        if self.margin is not None and not 1 <= self.margin < inf:
-            raise StrategyError(f"margin {self.margin}: expected a factor of at least 1, or None for the known error of predictions")
+        if not 0 <= self.confidence <= 1:
+            raise StrategyError(f"--confidence {self.confidence}: expected a share from 0 to 1, such as {DEFAULT_CONFIDENCE}; 0: no matter")
+        object.__setattr__(self, "risk", _risk(self.risk))
+        if not 1 <= self.draws <= MOST_DRAWS:
+            raise StrategyError(f"draws {self.draws}: expected 1 to {MOST_DRAWS}; the default is {DEFAULT_DRAWS}")
         if self.optimizer_states < 0:
             raise StrategyError(f"optimizer_states {self.optimizer_states}: expected 0 or more tensors of a parameter's size")
         check_costs(self.costs)
@@ -87,6 +101,15 @@ def _check(budget: int, beta: float, patience: float | None, seconds: float | No
         raise StrategyError(f"patience {patience}: expected a share of the budget above 0 and up to 1, such as 0.5")
     if seconds is not None and not 0 < seconds < inf:
         raise StrategyError(f"--seconds {seconds}: expected a positive number of seconds")
+
+
+def _risk(risk: Risk | str | None) -> Risk | None:
+    """The risk, also by its word. StrategyError in one line if there is no such risk."""
+    try:
+        return None if risk is None else Risk(risk)
+    except ValueError:
+        known = ", ".join(repr(one.value) for one in Risk)
+        raise StrategyError(f"risk {risk!r}: expected one of {known}, or None for the most likely costs alone") from None
 
 
 def check_costs(costs: CostSource) -> None:

@@ -13,6 +13,7 @@ from soap.search.starts import BASELINE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 FORMATS = ("png", "svg", "pdf")
 COLORS = ("C0", "C1", "C2", "C4", "C5", "C6", "C8", "C9")
@@ -33,14 +34,20 @@ def check_plot(path: str | Path) -> None:
 def plot(result: SearchResult, path: str | Path) -> bytes:
     """The picture as bytes in the format of the path's suffix. Equal searches give equal bytes (with the same matplotlib)."""
     check_plot(path)
-    import matplotlib
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 5), layout="constrained")
     costs, moves = figure.subplots(1, 2, width_ratios=(2, 1))
     _draw_costs(costs, result)
     _draw_moves(moves, result)
-    figure.suptitle(f"{result.speedup:.2f}x data parallelism after {len(result.rows)} proposals (seed {result.seed})")
+    figure.suptitle(f"data parallelism costs {result.speedup:.2f}x the best after {len(result.rows)} proposals (seed {result.seed})")
+    return picture(figure, path)
+
+
+def picture(figure: Figure, path: str | Path) -> bytes:
+    """A figure as bytes in the format of the path's suffix. Equal figures give equal bytes (with the same matplotlib)."""
+    import matplotlib
+
     suffix = Path(path).suffix.lower().removeprefix(".")
     dates = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[suffix]
     buffer = io.BytesIO()
@@ -67,7 +74,7 @@ def _draw_costs(axes: Axes, result: SearchResult) -> None:
     shown = [result.cost_ns, *lines.values()]
     if max(shown) > WIDE_RANGE * min(shown):
         axes.set_yscale("log")
-    axes.set(xlabel="proposal", ylabel="predicted time per iteration (ms)", title="best so far")
+    axes.set(xlabel="proposal", ylabel="cost: predicted time per iteration over the draws (ms)", title="best so far")
     axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=4)
 
 

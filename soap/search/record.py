@@ -46,10 +46,14 @@ class MoveCount(NamedTuple):
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The outcome of a search. ``strategy`` is the best one seen, and fits into memory. ``finalists``: the best few that fit, of
-    different times, the best one first. ``evaluations``: number of simulations, starts included. ``interrupted``: whether the user
-    stopped it before the budget was spent. ``locally_optimal``: whether it was shown that no other structured configuration of any one
-    operator is better; ``polished``: comparisons made for that and at cuts (``soap.search.cuts``), which are not in ``evaluations``."""
+    """The outcome of a search. Costs are what strategies were compared by: their times under several draws as one (``draws.Risk``), in ns;
+    plain times only of a search by the most likely costs alone. ``SearchOutcome`` has times.
+
+    ``strategy`` is the best one seen, and fits into memory. ``cost_ns``, ``data_parallel_ns``: its cost and data parallelism's.
+    ``finalists``: the best few that fit, of different costs, the best one first. ``evaluations``: number of simulations, starts included.
+    ``interrupted``: whether the user stopped it before the budget was spent. ``locally_optimal``: whether it was shown that no other
+    structured configuration of any one operator is better; ``polished``: comparisons made for that and at cuts (``soap.search.cuts``),
+    which are not in ``evaluations``."""
 
     strategy: Strategy
     cost_ns: int
@@ -67,12 +71,12 @@ class SearchResult:
 
     @property
     def speedup(self) -> float:
-        """Data parallelism's time over the best strategy's. Data parallelism counts even if it does not fit into memory."""
+        """Data parallelism's cost over the best strategy's. Data parallelism counts even if it does not fit into memory."""
         return self.data_parallel_ns / self.cost_ns
 
     @property
     def start_costs(self) -> Mapping[str, tuple[int, bool]]:
-        """Name of each start -> (time in ns, whether it fits)."""
+        """Name of each start -> (cost in ns, whether it fits)."""
         return {start.name: (start.cost_ns, start.fits) for start in self.starts}
 
     @cached_property
@@ -96,7 +100,7 @@ class SearchResult:
 
 @dataclass
 class Recorder:
-    """Keeps the best strategy and the history while a search runs. ``baseline_ns``: data parallelism's time, if it is not among the
+    """Keeps the best strategy and the history while a search runs. ``baseline_ns``: data parallelism's cost, if it is not among the
     starts because it breaks the user's constraints. ``improved``: called with each new best cost that fits."""
 
     starts: list[Start] = field(default_factory=list)
@@ -149,7 +153,7 @@ class Recorder:
 
     @property
     def data_parallel_ns(self) -> int:
-        """Data parallelism's time."""
+        """Data parallelism's cost."""
         if self.baseline_ns is not None:
             return self.baseline_ns
         return next(start.cost_ns for start in self.starts if start.name == BASELINE)

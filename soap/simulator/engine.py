@@ -15,6 +15,7 @@ from soap.simulator.communication.prices import Communication
 from soap.simulator.communication.servers import core_names
 from soap.simulator.compiled.change import REPLACED_OPERATORS, Edit, make_edit, make_undo
 from soap.simulator.compiled.communication import MISSING
+from soap.simulator.compiled.draws import NO_DRAWING, Drawing
 from soap.simulator.compiled.evaluate import confirm, evaluate, take_back
 from soap.simulator.compiled.events import NO_BOUND, STOPPED, keep_order, simulate_all
 from soap.simulator.compiled.fetches import UNCOVERED
@@ -31,10 +32,9 @@ from soap.simulator.compiled.syncs.codes import known_sync, sync_code, sync_code
 from soap.simulator.compiled.task_keys import STATE_FULL
 from soap.simulator.compiled.trial import Trial, make_trial
 from soap.simulator.compiled.variants import Variants
-from soap.simulator.compiled.walk import BEST, COST, RANDOM, SWAPPED, walk_on
-from soap.simulator.compiled.walking import Walk, make_choices
 from soap.simulator.compiled.world import World
 from soap.simulator.costs import CostModel
+from soap.simulator.draws import Draws
 from soap.simulator.task_ids import UNNUMBERED, unnumbered
 from soap.strategy.config import NOTHING, OpConfig, Strategy, SyncConfig, check_config
 
@@ -57,8 +57,18 @@ class Engine:
     _trial: Trial
     _other: Trial
 
-    def __init__(self, graph: OperatorGraph, topology: Topology, costs: CostModel, communication: Communication | None = None) -> None:
-        """``communication``: prices of this topology, if they are not the usual ones (``folding``)."""
+    drawing: Drawing = NO_DRAWING
+    """For compiled code: what plays the strategy under draws of the costs (``drawn_engine``)."""
+
+    def __init__(
+        self,
+        graph: OperatorGraph,
+        topology: Topology,
+        costs: CostModel,
+        communication: Communication | None = None,
+        draws: Draws | None = None,
+    ) -> None:
+        """``communication``: prices of this topology, if they are not the usual ones (``folding``). ``draws``: for ``DrawnEngine``."""
         self.graph, self.topology = graph, topology
         self.choices: Mapping[str, Sequence[SyncConfig]] = {}
         """Parameter -> the synchronizations that compiled code chooses from."""
@@ -67,7 +77,7 @@ class Engine:
         self._world: World | None = None
         self._graph = graph_tables(graph, topology)
         cluster = cluster_tables(communication)
-        self.variants = Variants(graph, topology, costs)
+        self.variants = Variants(graph, topology, costs, draws)
         self._groups = DeviceGroups(communication, cluster)
         self._renew(graph=self._graph, cluster=cluster, groups=self._groups.arrays)
         self._size, self._slots, self._arena = 4096, 4096, 65536
@@ -193,6 +203,11 @@ class Engine:
         return self.world, self._trial, self._other, self._edit
 
     @property
+    def usual_ns(self) -> int:
+        """``makespan_ns``: there is only one set of costs."""
+        return self.makespan_ns
+
+    @property
     def world(self) -> World:
         """What compiled functions read and write; made anew after a part of it was renewed."""
         if self._world is None:
@@ -211,38 +226,6 @@ class Engine:
         except (MemoryError, LookupError, ValueError):
             self.reject()
             raise
-
-    def walk(
-        self,
-        choices: Mapping[str, Sequence[OpConfig]],
-        steps: int,
-        beta_per_ns: float,
-        seed: int = 0,
-        *,
-        bounded: bool = True,
-        log: int = 0,
-    ) -> Walk:
-        """A Metropolis walk from the loaded and simulated strategy. The engine then holds the strategy where the walk ends.
-
-        ``choices``: operator -> the configurations that it may take, without replicas. ``bounded``: stop a simulation as soon as its
-        outcome cannot be accepted; the walk is the same. ``log``: for how many steps to record the cost.
-        """
-        found = make_choices(self.graph, self.variants, choices, log)
-        found.walk[RANDOM], found.walk[COST], found.walk[BEST] = seed, self.makespan_ns, self.makespan_ns
-        walking = handle(found)
-        self.make_edit_room(int(np.diff(found.dev_ptr).max(initial=0)))
-        self._renew_tables()
-
-        def go_on() -> None:
-            walk_on(*self.handles(), walking, steps, beta_per_ns, bounded)
-
-        def settle() -> None:
-            self.settle(swapped=bool(found.walk[SWAPPED]), makespan_ns=int(found.walk[COST]))
-            found.walk[SWAPPED] = 0
-
-        self.attempt(go_on, settle)
-        settle()
-        return Walk(found)
 
     def attempt(self, work: Callable[[], Result], settle: Callable[[], None]) -> Result:
         """Do compiled work on ``handles()``, all of it or nothing. If a table or room is missing, make it and start again.

@@ -81,13 +81,22 @@ class FoldedSimulation:
     @cached_property
     def bytes_moved(self) -> int:
         """Bytes that devices send each other."""
-        others = self.folding.count - 1
-        return sum(task.bytes * (others if copy == 1 else 1) for task, copy in zip(self.tasks.tasks, self._copy, strict=True))
+        return sum(task.bytes * times for task, times in zip(self.tasks.tasks, self._times, strict=True))
+
+    @property
+    def messages(self) -> int:
+        """Communications in an iteration, of all copies."""
+        return sum(times for task, times in zip(self.tasks.tasks, self._times, strict=True) if task.bytes > 0)
+
+    @property
+    def between_hosts(self) -> NDArray[np.bool_]:
+        """By link of the small topology, see ``Folding``; for ``DrawnTasks``."""
+        return self.folding.between_hosts
 
     @property
     def task_count(self) -> int:
         """Tasks of all copies."""
-        return len(self._copy) + (self.folding.count - LEFT) * self._copy.count(1)
+        return sum(self._times)
 
     @property
     def critical_path_ns(self) -> dict[TaskKind, int]:
@@ -162,6 +171,11 @@ class FoldedSimulation:
             common = task.kind in (TaskKind.REDUCE, TaskKind.SYNC) and self._groups[task.name] in self.folding.communication.common
             found.append(COMMON if common else 0 if task.resources[0] in first else 1)
         return found
+
+    @cached_property
+    def _times(self) -> list[int]:
+        """For each task, how many copies of the cluster it stands for."""
+        return [self.folding.count - 1 if copy == 1 else 1 for copy in self._copy]
 
     @cached_property
     def _groups(self) -> Mapping[str, tuple[int, ...]]:

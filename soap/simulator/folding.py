@@ -5,7 +5,7 @@ Copies are those of ``soap.plan.copies``. Copy j > 1 does what copy 1 does, on c
 copy, or *common*: a sum over all copies. ``fold`` checks these conditions, and names the one that fails:
 
 1. corresponding devices have the same type and share hosts in the same way; routes inside a copy use corresponding links of equal
-   bandwidth and latency; no two copies share such a local link;
+   bandwidth and latency, which lead between hosts or do not; no two copies share such a local link;
 2. activations without a folded dimension are read on the device that holds them, so only common sums travel between copies;
 3. if a common sum (by any algorithm) holds a local link of copy 1, it holds the corresponding link of every copy j > 1, and vice versa;
 4. neither parameter servers (which belong to the host of one device) nor a sparse all-gather are used.
@@ -47,6 +47,7 @@ from soap.simulator.communication.allreduce import allreduce_bytes, allreduce_op
 from soap.simulator.communication.options import AllReduceOption
 from soap.simulator.communication.prices import Communication
 from soap.simulator.costs import CostModel, launch_ns
+from soap.simulator.draws import links_between_hosts
 from soap.strategy.config import Strategy
 
 Ints = NDArray[np.int64]
@@ -125,7 +126,8 @@ class Folding:
     ``communication``. An ``Engine`` takes ``copies.graph`` and ``copies.strategy`` instead, with ``FoldedCosts``. ``topology``: the small
     one: the devices of both copies, the links between them, and one link for each set of links that the same common sums hold.
     ``local[copy, number]``: links of the cluster; one column has corresponding links. ``alike``: link of the cluster -> the link of the
-    small topology that represents it, -1 if it is never held.
+    small topology that represents it, -1 if it is never held. ``between_hosts``: by link of the small topology, whether any of those that
+    it represents leads from one host to others (``draws.links_between_hosts`` of the whole cluster).
     """
 
     whole: Topology
@@ -135,6 +137,7 @@ class Folding:
     communication: FoldedCommunication
     local: Ints
     alike: Ints
+    between_hosts: NDArray[np.bool_]
 
     @property
     def count(self) -> int:
@@ -170,6 +173,7 @@ class _Folding:
     def __init__(self, graph: OperatorGraph, topology: Topology, copies: Copies) -> None:
         self.graph, self.topology, self.copies = graph, topology, copies
         self.images = copies.images
+        self._between = links_between_hosts(topology)
 
     def fold(self) -> Folding:
         self._check_devices()
@@ -190,7 +194,10 @@ class _Folding:
             for devices, (everyone, options) in found.items()
         }
         plan = replace(plan, graph=self.graph)
-        return Folding(self.topology, self.copies, small, plan, FoldedCommunication(small, common), local, alike)
+        between = np.zeros(len(small.links), bool)
+        represented = alike >= 0
+        np.logical_or.at(between, alike[represented], self._between[represented])
+        return Folding(self.topology, self.copies, small, plan, FoldedCommunication(small, common), local, alike, between)
 
     def _check_devices(self) -> None:
         devices = self.topology.devices
@@ -226,6 +233,8 @@ class _Folding:
             raise UnfoldableError(f"{len(self.images)} copies share links")
         if any((figures[local] != figures[local[0]]).any() for figures in self.topology.link_figures):
             raise UnfoldableError(f"{len(self.images)} copies have links of different bandwidth or latency")
+        if (self._between[local] != self._between[local[0]]).any():
+            raise UnfoldableError(f"{len(self.images)} copies have links of which some lead between hosts")
         return local
 
     def _check_direct_links(self, pairs: Iterable[tuple[int, int]]) -> None:

@@ -10,6 +10,9 @@ from soap.simulator.compiled.jit import is_compiled
 from soap.simulator.compiled.memory_tables import FITS
 from soap.simulator.compiled.rebuild import lower_all
 from soap.simulator.costs import CostModel
+from soap.simulator.drawn_engine import make_engine
+from soap.simulator.drawn_times import reference_times_ns
+from soap.simulator.draws import Draws, cost_ns
 from soap.simulator.engine import Engine
 from soap.simulator.memory.bound import MemoryBound
 from soap.simulator.simulate import CACHED_STRATEGIES, Simulation, Simulator, is_large
@@ -33,8 +36,10 @@ class IncrementalSimulator:
     Two engines hold a strategy each: one follows small changes, the other takes strategies that differ in more.
     """
 
-    def __init__(self, simulator: Simulator) -> None:
+    def __init__(self, simulator: Simulator, draws: Draws | None = None) -> None:
+        """``draws``: of the costs; then what is found is the cost of a strategy under all of them, rather than its time."""
         self._simulator = simulator
+        self.draws = draws
         self._engines: list[_Holder] = []
         self._answers: OrderedDict[Hashable, int] = OrderedDict()
 
@@ -60,7 +65,7 @@ class IncrementalSimulator:
         return AMPLE * whole <= min(device.type.memory_bytes for device in topology.devices)
 
     def makespan_ns(self, strategy: Strategy) -> int:
-        """Time of one iteration. StrategyError if the strategy does not fit the graph or the cluster."""
+        """Time of one iteration, or its cost under all draws. StrategyError if the strategy does not fit the graph or the cluster."""
         key = self._simulator.key(strategy)
         if key not in self._answers:
             self._answers[key] = self._simulate(strategy)
@@ -70,7 +75,7 @@ class IncrementalSimulator:
 
     def overflow_bytes(self, strategy: Strategy) -> int:
         """Bytes of memory that the devices lack, added up."""
-        if any(holder.certainly_fits(strategy) for holder in self._engines):
+        if self._certainly_fits(strategy):
             return 0
         if self.least_overflow_bytes(strategy) > 0:
             return self._simulator.bounds_overflow_bytes(strategy)
@@ -78,9 +83,10 @@ class IncrementalSimulator:
 
     def bounds_overflow_bytes(self, strategy: Strategy) -> int:
         """As ``Simulator.bounds_overflow_bytes``."""
-        if any(holder.certainly_fits(strategy) for holder in self._engines):
-            return 0
-        return self._simulator.bounds_overflow_bytes(strategy)
+        return 0 if self._certainly_fits(strategy) else self._simulator.bounds_overflow_bytes(strategy)
+
+    def _certainly_fits(self, strategy: Strategy) -> bool:
+        return any(holder.certainly_fits(strategy) for holder in self._engines)
 
     def least_overflow_bytes(self, strategy: Strategy) -> int:
         """A lower bound of the bytes that the devices lack; 0 unless this is the last strategy whose time was asked for."""
@@ -94,14 +100,18 @@ class IncrementalSimulator:
         """An engine of its own that holds this strategy, simulated; None if the strategy is so large that it is folded."""
         if is_large(strategy):
             return None
-        engine = Engine(self._simulator.graph, self._simulator.topology, self._simulator.costs)
+        engine = self._engine()
         engine.load(strategy)
         engine.simulate()
         return engine
 
+    def _engine(self) -> Engine:
+        simulator = self._simulator
+        return make_engine(simulator.graph, simulator.topology, simulator.costs, self.draws)
+
     def _holder(self, strategy: Strategy) -> _Holder:
         simulator = self._simulator
-        engine = Engine(simulator.graph, simulator.topology, simulator.costs)
+        engine = self._engine()
         limits = [device.type.memory_bytes for device in simulator.topology.devices]
         return _Holder(engine, MemoryBound(engine, limits, simulator.optimizer_states), strategy)
 
@@ -111,7 +121,7 @@ class IncrementalSimulator:
         if is_large(strategy) and (not distances or distances[nearest] > MOST_CHANGES):
             folded = self._simulator.run_folded(strategy)
             if not isinstance(folded, str):
-                return folded.makespan_ns
+                return folded.makespan_ns if self.draws is None else cost_ns(reference_times_ns(folded, self.draws), self.draws.risk)
         if not distances or distances[nearest] > MOST_CHANGES:
             if len(self._engines) < 2:
                 self._engines.append(self._holder(strategy))

@@ -8,12 +8,16 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
+from numpy.typing import NDArray
+
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.plan.plan import Plan
 from soap.simulator.analysis.timeline import busy_time_ns, bytes_moved, critical_path_ns, link_bytes
 from soap.simulator.communication.prices import Communication
 from soap.simulator.costs import CostModel
+from soap.simulator.draws import links_between_hosts
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.folding import fold
 from soap.simulator.lowering import PlanBuilder, lower
@@ -100,6 +104,16 @@ class Simulation:
     def bytes_moved(self) -> int:
         """Bytes that devices send each other."""
         return bytes_moved(self.tasks)
+
+    @property
+    def messages(self) -> int:
+        """Communications in an iteration."""
+        return sum(task.bytes > 0 for task in self.tasks.tasks)
+
+    @property
+    def between_hosts(self) -> NDArray[np.bool_]:
+        """``draws.links_between_hosts``, for ``DrawnTasks``."""
+        return links_between_hosts(self.topology)
 
     @property
     def critical_path_ns(self) -> dict[TaskKind, int]:

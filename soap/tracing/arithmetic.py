@@ -12,12 +12,9 @@ from collections.abc import Mapping
 import torch
 
 from soap.model.dtypes import TF32, is_differentiable, name_of
-from soap.model.graph import is_rounded_by_default
+from soap.model.graph import PRODUCT_KINDS, is_rounded_by_default
 from soap.tracing.autocast import Autocast
 from soap.tracing.calls import Call, Value
-
-PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "mv", "addmm", "addbmm", "baddbmm", "einsum", "bilinear", "cdist", "_grouped_mm"})
-"""Calls that are products of matrices."""
 
 
 def arithmetic_of(call: Call, values: Mapping[str, Value]) -> str:
@@ -33,4 +30,4 @@ def arithmetic_of(call: Call, values: Mapping[str, Value]) -> str:
 def _rounds(kind: str) -> bool:
     if is_rounded_by_default(kind):
         return bool(torch.backends.cudnn.allow_tf32)
-    return kind in PRODUCTS and torch.get_float32_matmul_precision() != "highest"
+    return kind in PRODUCT_KINDS and torch.get_float32_matmul_precision() != "highest"

@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 
 from soap.errors import ModelError, SoapWarning
 from soap.model.dtypes import replaced
-from soap.model.graph import DimMap, Factor, FactorKind, Operand, Operator, OperatorGraph, Tensor, TensorKind, Unsplit
+from soap.model.graph import WHOLE, DimMap, Drawn, Factor, FactorKind, Operand, Operator, OperatorGraph, Tensor, TensorKind, Unsplit
 from soap.tracing.arithmetic import arithmetic_of
 from soap.tracing.autocast import Caster, ListOf
 from soap.tracing.bags import find_equal_bags
@@ -190,6 +190,7 @@ class _Builder:
             skipped_share=max(s.rule.skipped_share for s in steps),
             fused_bytes=sum(s.rule.fused_bytes for s in steps) + unwritten_bytes(steps, outputs, self.program, self.out_of_order),
             views=sum(is_view(s.call, self.program, self.out_of_order) for s in steps),
+            drawn=tuple(self._drawn(s) for s in steps if s.rule.drawn),
         )
         whole = unsplit_dimensions(self.program, group, steps, (*inputs, *parameters), outputs, self.tensor_names)
         self.unsplit.update({name: whole} if whole else {})
@@ -210,6 +211,10 @@ class _Builder:
         values = self.program.values
         between = [v for s in steps for v in s.call.outputs if v not in outputs]
         return sum(s.rule.saved_bytes for s in steps) + sum(prod(values[v].shape) * values[v].dtype.itemsize for v in between)
+
+    def _drawn(self, step: ProgramStep) -> Drawn:
+        shape, dims = self.program.values[step.call.outputs[0]].shape, step.outputs[0]
+        return Drawn(dims[0] if dims and not step.rule.drawn_at_once else WHOLE, shape[0] if shape else 1, step.rule.drawn)
 
     def _warn(self, group: Group) -> None:
         for step in group.steps:

@@ -15,7 +15,7 @@ import pytest
 
 import soap
 from soap import api
-from soap.cli import at_hand, first_measuring, links, measuring, room, verification
+from soap.cli import aiming, at_hand, first_measuring, links, measuring, room, verification
 from soap.cli.at_hand import Wish, wish
 from soap.cli.first_measuring import DEFAULT_S, LINKS_SHARE, measure_first
 from soap.cli.search import main
@@ -63,7 +63,7 @@ class MadeUp:
         self.seconds.append(seconds)
         return len(todo) - 1
 
-    def verify(self, outcome: api.SearchOutcome, finalists: int, *rest: Any, seconds: float, within: float | None) -> api.SearchOutcome:
+    def verify(self, outcome: api.SearchOutcome, finalists: int, *rest: Any, seconds: float, only_chances: bool) -> api.SearchOutcome:
         self._fail("verify")
         self.verified.append((finalists, seconds))
         usual = outcome.usual
@@ -82,6 +82,7 @@ def made(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFacto
     monkeypatch.setattr(first_measuring, "_links", found.measure_links)
     monkeypatch.setattr(first_measuring, "_computations", found.measure_computations)
     monkeypatch.setattr(verification, "verify", found.verify)
+    monkeypatch.setattr(first_measuring, "aim", lambda *_: None)
     return found
 
 
@@ -112,6 +113,7 @@ def test_the_report_says_what_it_cost(made: MadeUp, tmp_path: Path, capsys: Caps
         "computations": len(made.computations) - 1,
         "probes_left": 0,
         "computations_left": 1,
+        "sure": False,
         "problem": None,
     }
     assert report["measured"]["seconds"] >= 0 and report["measured"]["kept"] == "data_parallel"
@@ -318,6 +320,7 @@ def test_it_really_measures_and_runs(
 ) -> None:
     use_own_store(CLUSTER, monkeypatch, tmp_path_factory)
     keep(topology := soap.load_cluster(CLUSTER), slower=1.0)  # half a minute's measuring, which test_links has
+    monkeypatch.setattr(aiming, "LEAST_VALUE", -1.0)  # never sure before anything is measured
     (place,) = environments(topology).values()
     assert search(tmp_path / "s.json", "--json", "--profile", "20", "--verify", "1") == 0
     said = capsys.readouterr()

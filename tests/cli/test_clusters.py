@@ -26,7 +26,7 @@ hosts:
 
 
 def search(*arguments: str) -> int:
-    return main([MODEL, "--budget", "5", "--start", "data_parallel", "--margin", "1", *arguments])
+    return main([MODEL, "--budget", "5", "--start", "data_parallel", "--confidence", "0", *arguments])
 
 
 def clusters(*specs: str) -> list[str]:
@@ -63,13 +63,18 @@ def test_the_fastest_cluster_s_strategy_is_written(tmp_path: Path, capsys: Capsy
     said = capsys.readouterr()
     lines = said.out.splitlines()
     options = soap.SearchOptions(budget=5, starts=["data_parallel"], patience=0.5)
-    times = {name: soap.find(MODEL, name, options).time_ns for name in (SLOWEST, SLOW)}
+    outcomes = {name: soap.find(MODEL, name, options) for name in (SLOWEST, SLOW)}
+    times = {name: found.time_ns for name, found in outcomes.items()}
     chosen = min(times, key=lambda name: times[name])
     assert soap.load_strategy(out, MODEL, chosen)
     assert json.loads(out.read_text())["record"]["predicted_ns"] == times[chosen]
     rows = {line.split()[0]: line for line in lines[1:3]}
     assert set(rows) == {SLOWEST, SLOW} and rows[chosen].endswith("no price  chosen")
     assert all(rows[name].split()[1] == f"{time_ns / 1e6:.3f}" for name, time_ns in times.items())
+    assert "80% of draws" in lines[0]
+    for name, found in outcomes.items():
+        low, _, high = (f"{time_ns / 1e6:.3f}" for time_ns in found.range["time_ns"])
+        assert f" {low} ms to {high} ms " in rows[name]
     assert f"fastest: {chosen}; of its strategy:" in lines
     assert said.out.endswith(f"wrote {out}\n") and said.err == ""
 
@@ -84,6 +89,8 @@ def test_json_has_all_clusters(tmp_path: Path, capsys: Capsys, priced: dict[str,
     for name, entry in zip(priced, report["clusters"], strict=True):
         price = PRICES[name]
         assert entry["cluster"]["name"] == name and entry["fits"] is True and entry["search"]["evaluations"] > 1
+        low, _, high = entry["range"]["time_ns"]
+        assert low < high and entry["range"]["wins"] >= 0
         assert entry["throughput"]["price_per_hour"] == price and entry["throughput"]["currency"] == "EUR"
         costs[name] = entry["throughput"]["cost_per_million_samples"]
         assert costs[name] == pytest.approx(price * entry["predicted_ns"] / 3.6e12 / 8 * 1e6)

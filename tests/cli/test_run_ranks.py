@@ -142,7 +142,7 @@ def _expect_comparison(folder: Path, strategy: dict[str, Any], capsys: pytest.Ca
     assert [side["origin"] for side in sides] == ["predicted", "measured"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_prints_a_table_and_takes_data(run: Run, folder: Path) -> None:
     done = run("--steps", "3", "--data", "mydata:batches", "--optimizer", "adam", "--lr", "0.001")
     assert done.returncode == 0, done.stderr

@@ -52,7 +52,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     strategy = soap.api.classical("hybrid", model.graph, cluster)
     for name, partitions in zip(TABLES, (2, 3), strict=True):
         strategy = strategy.with_parameter(name, parameter_server(partitions, rows=True))
-    record = {"predicted_ns": 1, "measured": {"kept": "found 1", "runs": {}}, "guard": {"gain": 2.0}, "search": {"seed": 3}}
+    of_the_found = {"measured": {"kept": "found 1", "runs": {}}, "guard": {"gain": 2.0}, "decision": {"wins": 1.0}}
+    record = {"predicted_ns": 1, **of_the_found, "search": {"seed": 3}}
     soap.save_strategy(folder / "s.json", strategy, model, cluster, record)
     soap.save_strategy(folder / "dp.json", soap.api.classical("data_parallel", model.graph, cluster), model, cluster)
     dense = soap.load("zoo:alexnet:tiny", plan_only=True)
@@ -91,7 +92,7 @@ def test_the_strategy_is_written_with_the_chosen_number(folder: Path, capsys: py
     assert {name: sync.partitions for name, sync in after.parameters.items()} == dict.fromkeys(TABLES, report["partitions"])
     assert {replace(sync, partitions=1) for sync in after.parameters.values()} == {parameter_server(rows=True)}
     record = soap.api.load_strategy_contents("out.json").record
-    assert not {"measured", "guard"} & set(record) and record["search"] == {"seed": 3} and record["predicted_ns"] > 1
+    assert not {"measured", "decision", "guard"} & set(record) and record["search"] == {"seed": 3} and record["predicted_ns"] > 1
     assert record["tuning"]["samples"] == report["samples"] and record["tuning"]["partitions"] == report["partitions"]
 
     assert (folder / "s.json").read_text() == given
@@ -236,7 +237,7 @@ def test_bad_options(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     refused(capsys, [*common, "-o", "out.json", "--iterations", "0"], 2, "--iterations", "at least 1")
     refused(capsys, [*common, "-o", "out.json", "--emulate-scale", "0.5"], 2, "add --emulate")
     refused(capsys, ["no.json", "--model", MODEL, "-o", "out.json"], 5, "no.json", "cannot be read")
-    refused(capsys, [*common, "-o", "out.json", "--cluster", "local:3"], 5, "another cluster")
+    refused(capsys, [*common, "-o", "out.json", "--cluster", "h200-2"], 5, "another cluster")
 
 
 @pytest.mark.long

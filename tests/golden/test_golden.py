@@ -27,7 +27,7 @@ LARGE: dict[str, set[str]] = {"resnet101": set(), "inception_v3": set(), "resnet
 def marks(count: int, model: str, cluster: str) -> list[pytest.MarkDecorator]:
     """All of it takes minutes: `make quick` and `make test` have parts."""
     name, narrow = model.partition(":")[0], "/" in model
-    if count == 4 and (name in QUICK or cluster in LARGE.get(name, USUAL)) and (not narrow or cluster in USUAL):
+    if count == 4 and cluster in LARGE.get(name, USUAL):
         return [] if name in QUICK and not narrow and cluster in USUAL else [pytest.mark.slow]
     return [pytest.mark.long]
 

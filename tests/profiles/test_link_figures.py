@@ -10,6 +10,7 @@ from soap.cluster.overheads import NO_COLD_PENALTY, NO_CPU_OVERHEAD, ColdPenalty
 from soap.cluster.presets import preset
 from soap.cluster.topology import Topology
 from soap.errors import ProfileError
+from soap.measure.link_figures import modelled_seconds, with_measured_links
 from soap.measure.link_probes import (
     COLD_PENALTY_BYTES,
     STEP_BYTES,
@@ -20,7 +21,6 @@ from soap.measure.link_probes import (
     fits,
     probes_for,
 )
-from soap.profiles.link_figures import modelled_seconds, with_measured_links
 from soap.simulator.communication.prices import Communication
 from tests.extent import FEW
 from tests.strategies import CPU, cluster, topologies
@@ -75,6 +75,20 @@ def test_a_cluster_with_measured_links_is_the_same_cluster(topology: Topology) -
     assert measured.described == again.described == topology.links != measured.links
     assert (measured.links_source, again.links_source) == ("here", "there")
     assert Communication(measured).hash != Communication(topology).hash
+
+
+@pytest.mark.parametrize("name", ["local:2", "local:4", "emulated:2x2@200Mbit/s"])
+def test_a_later_measurement_replaces_an_earlier_one(name: str) -> None:
+    topology = preset(name)
+    later = timed(topology)
+    slower = {Operation.ALL_REDUCE: 9.0, Operation.ALL_TO_ALL: 7.0, Operation.STEP_SUM: 12.0, Operation.STEP_MESSAGE: 5.0}
+    earlier = [
+        replace(one, seconds=tuple(2 * slower.get(one.probe.operation, 1.0) * s for s in one.seconds), cpu_seconds=one.seconds[0] / 2)
+        for one in later
+    ]
+    alone, first = with_measured_links(topology, later, "later"), with_measured_links(topology, earlier, "earlier")
+    assert first.latency_factor != alone.latency_factor and first.cpu_overhead != alone.cpu_overhead
+    assert with_measured_links(first, later, "later") == alone
 
 
 @pytest.mark.parametrize(("within_ms", "expected"), [(8.0, (6.0, 8.0)), (1.5, (1.0, 3.0))])

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from soap.cluster.presets import local_topology
 from soap.errors import ProfileError
+from soap.measure.link_figures import with_measured_links
 from soap.measure.link_probe import LinkRates, measure_link
+from soap.measure.link_probes import Operation, probes_for, quick_probes
 
 
 @pytest.fixture(autouse=True)
@@ -21,17 +25,42 @@ def temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.slow
 def test_two_processes_measure_and_leave_nothing_behind(temporary_folder: Path) -> None:
     before = dict(os.environ)
-    rates = measure_link()
+    rates, timings = measure_link()
     assert rates.bandwidth_bytes_per_second > 1e6
     assert 0 < rates.latency_seconds < 1
+    assert timings == ()
     assert list(temporary_folder.iterdir()) == []
     assert dict(os.environ) == before
+
+
+@pytest.mark.slow
+def test_three_processes_measure_what_training_has(temporary_folder: Path) -> None:
+    topology = local_topology(3)
+    rates, timings = measure_link(3)
+    assert [timing.probe for timing in timings] == quick_probes(topology)
+    assert rates.latency_seconds < 1 and all(len(timing.seconds) == 1 for timing in timings)
+    assert with_measured_links(topology, timings).cpu_overhead.of_exchange(3).fixed_ns > 0
+    assert list(temporary_folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("cores", [2, 8])
+def test_quick_probes_are_some_of_all_and_say_what_predictions_need(cores: int) -> None:
+    for count in (2, 3, 4, 8):
+        topology = local_topology(count)
+        topology = replace(topology, hosts=(replace(topology.hosts[0], cpu_cores=cores),))
+        quick = quick_probes(topology)
+        assert set(quick) < set(probes_for(topology)) and len(quick) <= 17
+        left = {probe.operation for probe in probes_for(topology)} - {probe.operation for probe in quick}
+        among_two = {Operation.ALL_TO_ALL} if count == 2 else set()
+        assert left == among_two | ({Operation.STEP_COLD_PENALTY} if count > cores else set())
+        assert max(len(probe.devices) for probe in quick) == count
+    assert quick_probes(local_topology(1)) == []
 
 
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        ("raise SystemExit('no gloo here')", "measuring links between two processes failed: no gloo here; check that torch has gloo"),
+        ("raise SystemExit('no gloo here')", "measuring links between 2 processes failed: no gloo here; check that torch has gloo"),
         ("print('hello')", "expected a JSON record"),
         ("print('[1]')", "expected a JSON record"),
         ('print(\'{"bandwidth_bytes_per_second": -1, "latency_seconds": 1}\')', "expected finite numbers above 0"),

@@ -9,11 +9,14 @@ import pytest
 
 from soap.measure import machine_cache
 from soap.measure.link_probe import LinkRates
+from soap.measure.link_probes import LinkTiming, Operation, Probe
 from soap.measure.machine_cache import Measurement, cache_folder, cache_path, load, save
 from tests.strategies import CPU
 
 KEY = {"cpu": "some processor", "devices": 2}
-MEASURED: Measurement = (CPU, LinkRates(1e9, 5e-5))
+MESSAGE = LinkTiming(Probe(Operation.MESSAGE, (0, 1), 1024), (5e-5,), 2e-5)
+SUM = LinkTiming(Probe(Operation.STEP_SUM, (0, 1), 4), (1e-3,), 0.0)
+MEASURED = Measurement(CPU, LinkRates(1e9, 5e-5), (MESSAGE, SUM))
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +25,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "soap"
 
 
-@pytest.mark.parametrize("measurement", [MEASURED, (CPU, None)])
+@pytest.mark.parametrize("measurement", [MEASURED, MEASURED._replace(timings=()), MEASURED._replace(timings=None), Measurement(CPU)])
 def test_what_was_saved_is_loaded(measurement: Measurement, folder: Path) -> None:
     assert load(KEY) is None
     save(KEY, measurement)
@@ -64,6 +67,21 @@ def test_a_file_with_wrong_values_is_ignored(field: str, value: object) -> None:
     record = json.loads(path.read_text())
     record["device"][field] = value
     path.write_text(json.dumps(record))
+    assert load(KEY) is None
+
+
+def test_timings_of_another_kind_are_absent_and_the_rest_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    save(KEY, MEASURED)
+    monkeypatch.setattr(machine_cache, "TIMINGS_VERSION", machine_cache.TIMINGS_VERSION + 1)
+    assert load(KEY) == MEASURED._replace(timings=None)
+
+
+@pytest.mark.parametrize("timings", [[], {"version": 2}, {"version": 2, "of": [1]}, {"version": 2, "of": [{"operation": "message"}]}])
+def test_a_file_with_wrong_timings_is_ignored(timings: object) -> None:
+    save(KEY, MEASURED)
+    path = cache_path(KEY)
+    assert path is not None
+    path.write_text(json.dumps({**json.loads(path.read_text()), "timings": timings}))
     assert load(KEY) is None
 
 

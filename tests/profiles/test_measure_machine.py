@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +14,14 @@ from soap.cluster.topology import Topology
 from soap.errors import ProfileError, TopologyError
 from soap.measure import compute_rates, this_machine
 from soap.measure.compute_rates import Rates
-from soap.measure.link_probe import LinkRates
+from soap.measure.link_probe import LinkRates, Probed
+from soap.measure.link_probes import LinkTiming, Operation, quick_probes
+from soap.measure.link_records import decode_timing, encode_timing
 from soap.measure.this_machine import measure_device, measured_local_topology, measured_topology, threads_per_process
 from soap.profiles.roofline import RooflineCosts
+from soap.profiles.spreads import KnownSpreads
+from soap.simulator.communication.prices import Communication
+from soap.simulator.draws import Communicated
 
 
 class Machine:
@@ -23,18 +30,29 @@ class Machine:
     def __init__(self) -> None:
         self.asked: list[int] = []
         self.probed = 0
+        self.ranks: list[tuple[int, int]] = []
         self.link_fails = False
+        self.steps_fail = False
 
     def rates(self, workers: int) -> Rates:
         self.asked.append(workers)
         flops, memory = (0.75e9, 0.75e9) if workers == 4 else (1e9, 2e9)
         return Rates({"float32": flops, "float64": flops / 2}, memory, 1e-6)
 
-    def link(self) -> LinkRates:
+    def link(self, in_steps_of: int = 0, threads: int = 1) -> Probed:
+        """A message takes 70 us in training, 60 of them with the processor; a sum 300 us."""
         self.probed += 1
-        if self.link_fails:
+        self.ranks.append((in_steps_of, threads))
+        if self.link_fails or (self.steps_fail and in_steps_of):
             raise ProfileError("no gloo here")
-        return LinkRates(1e9 + self.probed, 1e-5)
+        probes = quick_probes(preset(f"local:{in_steps_of}")) if in_steps_of else []
+        found = [LinkTiming(probe, (5e-5 + probe.size_bytes * 1e-9,), 4e-5) for probe in probes]
+        longer = {Operation.STEP_MESSAGE: (7e-5, 6e-5), Operation.STEP_SUM: (3e-4, 1e-4)}
+        for number, timing in enumerate(found):
+            if timing.probe.operation in longer:
+                seconds, busy_seconds = longer[timing.probe.operation]
+                found[number] = LinkTiming(timing.probe, (seconds,), busy_seconds)
+        return Probed(LinkRates(1e9 + 1e6 * self.probed, 1e-5), tuple(decode_timing(encode_timing(one)) for one in found))
 
 
 @pytest.fixture
@@ -76,9 +94,9 @@ def test_threads_divide_the_cores(machine: Machine, count: int, threads: int) ->
 
 
 def test_links_are_shared_by_more_processes_than_cores(machine: Machine) -> None:
-    four, eight = (measured_local_topology(n, cache=False).links[0] for n in (4, 8))
-    assert four.bandwidth_bytes_per_second == pytest.approx(1e9)
-    assert eight.bandwidth_bytes_per_second == pytest.approx(5e8)
+    four, eight = (measured_local_topology(n, cache=False).described[0] for n in (4, 8))
+    assert four.bandwidth_bytes_per_second == pytest.approx(1e9, rel=0.01)
+    assert eight.bandwidth_bytes_per_second == pytest.approx(5e8, rel=0.01)
     assert eight.latency_seconds == pytest.approx(2 * four.latency_seconds)
 
 
@@ -111,14 +129,36 @@ def test_a_corrupt_cache_is_rewritten(machine: Machine, tmp_path: Path) -> None:
 def test_failing_links_are_a_warning_and_alone_tried_again(machine: Machine) -> None:
     machine.link_fails = True
     for _ in range(2):
-        with pytest.warns(UserWarning, match="no gloo here; going on with the usual figures"):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
             topology = measured_local_topology(2)
+        assert str(caught[-1].message) == "no gloo here; going on with the usual figures for links of one machine"
         assert topology.links[0].bandwidth_bytes_per_second == LOCAL_BANDWIDTH_BYTES_PER_SECOND
     machine.link_fails = False
     again = measured_local_topology(2)
-    assert again.links[0].bandwidth_bytes_per_second == pytest.approx(1e9)
+    assert again.links[0].bandwidth_bytes_per_second == pytest.approx(1e9, rel=0.01)
     assert measured_local_topology(2) == again
-    assert (machine.probed, machine.asked) == (3, [4])
+    assert (machine.ranks, machine.asked) == ([(2, 2), (0, 1), (0, 1), (0, 1)], [4])  # in training, which takes long, once
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["new", "rates known"])
+def test_training_that_could_not_be_measured_is_not_tried_by_each_command(machine: Machine, tmp_path: Path, known: bool) -> None:
+    if known:
+        measured_topology(preset("emulated:2x1@200Mbit/s"))  # has the rates of two processes
+    machine.steps_fail, machine.ranks = True, []
+    with pytest.warns(UserWarning, match="no gloo here; going on with what two processes exchange at best; soap-profile links measures"):
+        first = measured_local_topology(2)
+    tried = [(2, 2)] if known else [(2, 2), (0, 1)]
+    assert machine.ranks == tried and first.links_known == "described"
+    assert first.links[0].bandwidth_bytes_per_second == pytest.approx(1e9, rel=0.01)  # measured, not the usual figures
+    machine.steps_fail = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert measured_local_topology(2) == first and machine.ranks == tried
+    (path,) = (tmp_path / "soap").iterdir()
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps({**record, "timings": {**record["timings"], "version": 0}}))  # the next version measures otherwise
+    assert measured_local_topology(2).links_known == "quick"
 
 
 def test_emulated_hosts_have_nearly_the_devices_of_so_many_processes(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,10 +169,79 @@ def test_emulated_hosts_have_nearly_the_devices_of_so_many_processes(machine: Ma
     emulated = measured_topology(preset("emulated:2x2@200Mbit/s"))
     rates = {device.type.memory_bandwidth_bytes_per_second for device in emulated.devices}
     assert rates == {0.75 * local.devices[0].type.memory_bandwidth_bytes_per_second}
-    assert emulated.links[0].bandwidth_bytes_per_second == local.links[0].bandwidth_bytes_per_second
+    assert emulated.links[0].bandwidth_bytes_per_second == local.described[0].bandwidth_bytes_per_second
     assert emulated.hash == preset("emulated:2x2@200Mbit/s").hash
     assert {emulated.links[link].bandwidth_bytes_per_second for link in emulated.stated} == {25e6}
     assert machine.asked == asked  # from the cache
+
+
+def test_communication_is_priced_as_training_has_it(machine: Machine, tmp_path: Path) -> None:
+    plain = preset("local:2")
+    found = measured_local_topology(2)
+    assert machine.ranks == [(2, 2)]
+    assert found == measured_local_topology(2) and machine.probed == 1  # the file holds all of it
+    assert found.hash == plain.hash and found.links_known == "quick" != plain.links_known
+    assert {port.device for port in found.ports} == {0, 1}
+    assert {port.fixed_ns for port in found.ports} == {60_000}  # 40 us of a message by itself, and 20 more in training
+    assert Communication(found).transfer_ns(0, 0, 1) == pytest.approx(50_000, rel=0.01)  # 70 us less the 20, which are its sender's
+    assert Communication(found).allreduce(0, (0, 1))[0] == pytest.approx(300_000, rel=0.01)
+    assert found.cpu_overhead.of_all_reduce(2).fixed_ns == 100_000
+    assert {link.bandwidth_bytes_per_second for link in found.described} == {1.001e9}
+
+
+def test_how_far_communication_may_be_off_follows_how_it_was_measured(machine: Machine) -> None:
+    quick = measured_local_topology(2)
+    known = {"described": 0.5, "quick": 0.3, "measured": 0.1}
+    spreads = {
+        "communication": {name: {"cpu": {"all": each, "sort": each / 2}} for name, each in known.items()},
+        "overhead": {name: {"cpu": {"all": each / 4}} for name, each in known.items()},
+    }
+    for topology, each in ((preset("local:2"), 0.5), (quick, 0.3), (replace(quick, links_source="measured by soap-profile links"), 0.1)):
+        own = KnownSpreads(RooflineCosts(topology), topology, spreads)
+        assert [error.spread for error in own.of_communication(Communicated(False, True))] == [each, each / 2]
+        assert [error.spread for error in own.of_overhead()] == [each / 4]
+    KnownSpreads(RooflineCosts(quick), quick).of_communication(Communicated(False, True))  # the file has them, too
+    KnownSpreads(RooflineCosts(quick), quick).of_overhead()
+
+
+def test_a_file_of_before_is_used_and_gets_what_it_lacks(machine: Machine, tmp_path: Path) -> None:
+    measured_local_topology(2)
+    (path,) = (tmp_path / "soap").iterdir()
+    record = json.loads(path.read_text())
+    for timings in (None, {"version": 0, "of": "something else"}):
+        asked = list(machine.asked)
+        record.pop("timings", None)
+        path.write_text(json.dumps(record if timings is None else {**record, "timings": timings}))
+        again = measured_local_topology(2)
+        assert again.links_known == "quick" and machine.asked == asked  # rates are not measured again
+        assert {link.bandwidth_bytes_per_second for link in again.described} == {1.001e9}  # nor what the first two exchanged
+    assert machine.probed == 3
+
+
+def test_emulated_hosts_and_many_processes_have_links_alone(machine: Machine) -> None:
+    emulated = measured_topology(preset("emulated:2x2@200Mbit/s"))
+    many = measured_local_topology(this_machine.MOST_RANKS + 1)
+    assert machine.ranks == [(0, 1), (0, 1)]
+    assert (emulated.links_known, many.links_known) == ("described", "described") and emulated.ports == many.ports == ()
+    local = measured_local_topology(4)  # the same file as the emulated hosts'
+    assert machine.ranks[2:] == [(4, 1)] and local.links_known == "quick"
+    assert measured_topology(preset("emulated:2x2@200Mbit/s")) == emulated
+
+
+def test_timings_that_cannot_be_right_are_not_kept(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a large message may have been quicker than a small one."""
+
+    def link(in_steps_of: int = 0, threads: int = 1) -> Probed:
+        rates, timings = machine.link(in_steps_of, threads)
+        return Probed(rates, tuple(replace(one, seconds=(1 / one.probe.size_bytes,)) for one in timings))
+
+    monkeypatch.setattr(this_machine, "measure_link", link)
+    for cache in (False, False, True):
+        with pytest.warns(UserWarning, match="do not take longer when they are larger; measure again; going on"):
+            assert measured_local_topology(2, cache).links_known == "described"
+    assert measured_local_topology(2).links_known == "described"  # without a warning
+    monkeypatch.setattr(this_machine, "measure_link", machine.link)
+    assert measured_local_topology(2, cache=False).links_known == "quick"
 
 
 def test_one_device_has_no_links_to_measure(machine: Machine) -> None:
@@ -174,11 +283,11 @@ def test_of_two_that_measure_at_once_the_first_counts(machine: Machine, monkeypa
     """The other has measured and saved while this one was measuring."""
     others: list[Topology | None] = []
 
-    def link() -> LinkRates:
+    def link(in_steps_of: int, threads: int) -> Probed:
         if not others:
             others.append(None)
             others[0] = measured_local_topology(2)
-        return machine.link()
+        return machine.link(in_steps_of, threads)
 
     monkeypatch.setattr(this_machine, "measure_link", link)
     found = measured_local_topology(2)

@@ -17,11 +17,12 @@ from soap.cluster.presets import preset
 from soap.cluster.topology import Topology
 from soap.errors import ProfileError, SoapWarning
 from soap.measure.link_probes import LinkTiming, Operation, Probe, probes_for
+from soap.measure.link_records import decode_timing, encode_timing
 from soap.profiles import link_places as places_module
 from soap.profiles.entries import Entry, Timing, update_key
 from soap.profiles.exchange import export_profiles, import_profiles
 from soap.profiles.keys import Environment
-from soap.profiles.link_places import LinkPlace, decode_timing, encode_timing, link_place, link_places
+from soap.profiles.link_places import LinkPlace, link_place, link_places
 from soap.profiles.measured_links import known_links, with_stored_links
 from soap.profiles.store import Store
 from soap.simulator.communication.prices import Communication

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
-from math import ceil
+from math import ceil, prod
 
 import pytest
 from hypothesis import given
 
 from soap.cluster.presets import device_types, preset
 from soap.cluster.topology import DeviceType, Topology
-from soap.model.graph import WHOLE, DimMap, Factor, FactorKind, OperatorGraph
+from soap.model.graph import WHOLE, DimMap, Drawn, Factor, FactorKind, OperatorGraph
 from soap.plan.tiling import Tile, tiles_of
 from soap.profiles import roofline, work
 from soap.profiles.roofline import PEAK_SHARE, TILE_CALLS, RooflineCosts
-from soap.profiles.work import LSTM_CALLS, PLACE_TRAFFIC, ROW_CALLS, STEP_CALLS
+from soap.profiles.work import DRAWN_PER_CALL, LSTM_CALLS, PLACE_TRAFFIC, ROW_CALLS, STEP_CALLS
 from soap.simulator.simulate import Simulator
 from soap.strategy.config import OpConfig, Strategy
 from tests.extent import FEW
@@ -128,6 +128,23 @@ def test_a_lookup_reads_rows_and_fills_a_dense_gradient() -> None:
     assert COSTS.backward_ns(graph, table, SLOW_MEMORY) == out + ids + weight
 
 
+def test_masks_are_drawn_in_whole_blocks_number_by_number() -> None:
+    """16 samples of 1000 features: eight blocks of two samples."""
+    g = GraphBuilder()
+    graph = g.build(g.mean(g.linear(g.input("x", 16, 1000), 1000, bias=False, name="first")))
+    (first, *others), drawing = graph.operators, 1e-7 * 1e9 / DRAWN_PER_CALL
+    plain = COSTS.forward_ns(graph, whole(graph, "first"), SLOW_CALLS)
+    for dim, at_once in ((first.outputs[0].dims[0], False), (WHOLE, True)):
+        masked = replace(graph, operators=(replace(first, drawn=(Drawn(dim, 16, 16_000),)), *others))
+        assert masked.hash == graph.hash  # no part of the model
+        costs = RooflineCosts(cluster([2], SLOW_CALLS))
+        for degrees, drawn in (((1, 1, 1), 16_000), ((4, 1, 1), 4_000), ((16, 1, 1), 2_000), ((1, 2, 1), 16_000), ((1, 1, 2), 16_000)):
+            tile = tiles_of(masked, 0, OpConfig(degrees, tuple(range(prod(degrees)))))[0]
+            expected = (16_000 if at_once else drawn) * drawing
+            assert costs.forward_ns(masked, tile, SLOW_CALLS) == pytest.approx(plain + expected, abs=1)
+            assert costs.backward_ns(masked, tile, SLOW_CALLS) == COSTS.backward_ns(graph, whole(graph, "first"), SLOW_CALLS)
+
+
 def lookups(alpha: float | None = None) -> OperatorGraph:
     """Four samples look up eight rows each of a table of 1000."""
     g = GraphBuilder()
@@ -220,10 +237,13 @@ def test_hash_follows_the_figures() -> None:
     assert len(base.hash) == 16
 
 
-@pytest.mark.parametrize("constant", ["TILE_CALLS", "UPDATE_CALLS_PER_STATE", "LSTM_CALLS", "STEP_CALLS", "ROW_CALLS", "PLACE_TRAFFIC"])
+@pytest.mark.parametrize(
+    "constant",
+    ["TILE_CALLS", "UPDATE_CALLS_PER_STATE", "LSTM_CALLS", "STEP_CALLS", "ROW_CALLS", "PLACE_TRAFFIC", "DRAWN_PER_CALL"],
+)
 def test_hash_follows_the_constants(constant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = COSTS.hash
-    monkeypatch.setattr(roofline if hasattr(roofline, constant) else work, constant, 1000)
+    monkeypatch.setattr(roofline if hasattr(roofline, constant) else work, constant, 10**6)
     assert COSTS.hash != before
 
 

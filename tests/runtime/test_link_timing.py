@@ -9,7 +9,7 @@ from soap.cluster.presets import local_topology
 from soap.measure.link_probes import BLOCK_BYTES, IN_STEPS, STEP_BYTES, LinkTiming, Operation, Probe
 from soap.measure.link_timing import LEAST_ROUNDS, measure_links
 from soap.measure.step_chains import chain_model, chain_strategy
-from soap.measure.step_timing import COLD_PENALTY_TURNS, STEPS, TURNS
+from soap.measure.step_timing import STEPS, TURNS
 from soap.plan.flows import exchange_rounds
 from soap.profiles.roofline import RooflineCosts
 from soap.simulator.lowering import build_plan, lower
@@ -62,7 +62,7 @@ def test_what_is_timed_within_steps(pool: Pool) -> None:
     results = pool.run(timed, probes, 3)
     assert results[0][0] == results[1][0] == results[2][0]
     for probe, timing in zip(probes, results[0][0], strict=True):
-        turns = COLD_PENALTY_TURNS if probe.operation is Operation.STEP_COLD_PENALTY else TURNS
+        turns = TURNS - 1 if probe.operation is Operation.STEP_COLD_PENALTY else TURNS
         assert timing.probe == probe and len(timing.seconds) == STEPS * turns and timing.cpu_seconds > 0
 
 

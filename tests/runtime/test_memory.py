@@ -123,7 +123,7 @@ def counted(path: str, autocast: str | None, strategy: Strategy, topology: Topol
     return live.most_bytes
 
 
-OFTEN = {("convolutions", "bfloat16", "single_device"), ("attention", None, "data_parallel"), ("unfused", "bfloat16", "data_parallel")}
+OFTEN = {("convolutions", "bfloat16", "single_device"), ("attention", None, "data_parallel")}
 CASES = [
     pytest.param(*case, marks=() if case in OFTEN else pytest.mark.long)
     for case in product(MODELS, (None, "bfloat16"), ("single_device", "data_parallel"))

@@ -58,7 +58,7 @@ def test_one_that_cannot_start_is_one_line() -> None:
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_one_that_ends_is_noticed() -> None:
     with neighbours() as beside:
         beside._processes[0].kill()

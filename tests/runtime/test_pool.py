@@ -80,7 +80,7 @@ def test_failure_is_told_before_those_who_wait_for_it_and_the_pool_can_be_used_a
         two.run(answer_what_cannot_be_sent)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_interrupted_run_leaves_no_answer_for_the_next(two: Pool) -> None:
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
@@ -104,7 +104,7 @@ def test_rank_that_hangs_shows_where(two: Pool) -> None:
         two.run(hang_in_rank_one)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_rank_that_waits_in_vain_shows_where(two: Pool) -> None:
     with pytest.raises(RankError, match=r"(?s)^rank 0: Traceback .*in leave_early_in_rank_one\n.*barrier"):
         two.run(leave_early_in_rank_one)

@@ -18,6 +18,7 @@ from soap.plan.tiling import Tile, tiles_of, whole_tile
 from soap.strategy.config import OpConfig
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.model import TileContext
+from tests.extent import often
 from tests.runtime.traced import traced
 
 CPU = torch.device("cpu")
@@ -66,8 +67,10 @@ class Watched:
         return outputs
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("spec", ["zoo:gpt:tiny", "zoo:rnnlm:tiny", "zoo:resnet50:tiny", "zoo:dlrm:tiny"])
+SPECS = ["zoo:gpt:tiny", "zoo:dlrm:tiny", "zoo:rnnlm:tiny", "zoo:resnet50:tiny"]
+
+
+@pytest.mark.parametrize("spec", often(SPECS, SPECS[:2], pytest.mark.slow))
 def test_every_operator_of_a_model_can_be_timed(spec: str) -> None:
     model = traced(spec, "float32")
     timer = TileTimer(model, CPU)

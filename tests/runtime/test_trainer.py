@@ -156,7 +156,7 @@ def run_state(plan: Plan) -> tuple[list[str], float]:
         return sorted(saved[0]), abs(losses[0] - losses[1])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_state_goes_on_under_another_strategy(pool: Pool) -> None:
     names, difference = pool.run(run_state, MIXED)[0]
     assert names == sorted(t.name for t in MIXED.graph.parameters)

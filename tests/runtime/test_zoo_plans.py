@@ -26,7 +26,7 @@ def pairs() -> Iterator[Pair]:
             yield Pair(model, number, PAIRS_PER_MODEL)
 
 
-LARGE = ("inception_v3", "resnet50", "resnet101")
+LARGE = ("inception_v3", "nmt_gnmt", "resnet50", "resnet101")
 """Of the same operators as smaller ones, and many of them."""
 
 

@@ -15,6 +15,7 @@ from soap.cli.search_options import search_options
 from soap.cli.updating import Updating
 from soap.errors import ProfileError, SoapError, StrategyError
 from soap.search.options import DEFAULT_BUDGET, SearchOptions
+from soap.simulator.draws import Risk
 from soap.strategy.config import SyncConfig
 from soap.strategy.sync import parameter_server
 from tests.cli.refusals import assert_refused
@@ -48,8 +49,12 @@ def test_what_it_was_given_may_change_afterwards() -> None:
         ({"patience": 1.5}, StrategyError, "patience 1.5: expected a share of the budget above 0 and up to 1"),
         ({"seconds": 0}, StrategyError, "--seconds 0: expected a positive number of seconds"),
         ({"cores": 0}, StrategyError, "cores 0: expected at least 1, or None for all"),
-        ({"margin": 0.5}, StrategyError, "margin 0.5: expected a factor of at least 1, or None"),
-        ({"margin": float("nan")}, StrategyError, "margin nan: expected a factor of at least 1, or None"),
+        ({"confidence": 1.5}, StrategyError, "--confidence 1.5: expected a share from 0 to 1"),
+        ({"confidence": float("nan")}, StrategyError, "--confidence nan: expected a share from 0 to 1"),
+        ({"risk": "q90"}, StrategyError, "risk 'q90': expected one of 'mean', 'tail', 'q80', 'worst', or None for the most likely costs"),
+        ({"risk": 0.8}, StrategyError, "risk 0.8: expected one of 'mean',"),
+        ({"risk": ""}, StrategyError, "risk '': expected one of 'mean',"),
+        ({"draws": 0}, StrategyError, "draws 0: expected 1 to 1024"),
         ({"optimizer_states": -1}, StrategyError, "optimizer_states -1: expected 0 or more tensors"),
         ({"costs": "guess"}, ProfileError, "costs 'guess': expected one of auto, estimate"),
     ],
@@ -60,21 +65,27 @@ def test_values_that_cannot_be(options: dict[str, Any], error: type[SoapError], 
     assert str(raised.value).startswith(message)
 
 
+def test_a_risk_may_be_told_by_its_word() -> None:
+    assert SearchOptions(risk="q80").risk is Risk.Q80
+
+
 def told(*arguments: str) -> SearchOptions:
     args = make_parser().parse_args(["m.pt2", "--cluster", "local:2", "-o", "s.json", *arguments])
     return search_options(args, Updating(tuple(args.optimizer or ("adam",))), GRAPH)
 
 
 def test_the_command_makes_the_same_value() -> None:
-    assert told("--patience", "1") == SearchOptions(patience=1.0, margin=None)
+    assert told("--patience", "1") == SearchOptions(patience=1.0)
     found = told(
         "--budget", "9", "--seed", "3", "--beta", "5", "--seconds", "2", "--patience", "0.5", "--start", "megatron", "--start", "dynamic",
-        "--pin", "fc*=sample:2", "--forbid", "*=@1", "--sync", "parameter_server:4", "--costs", "estimate", "--margin", "1.5",
+        "--pin", "fc*=sample:2", "--forbid", "*=@1", "--sync", "parameter_server:4", "--costs", "estimate", "--confidence", "0.5",
+        "--risk", "q80",
     )  # fmt: skip
     assert found == SearchOptions(
         budget=9, seed=3, beta=5.0, seconds=2.0, patience=0.5, starts=("megatron", "dynamic"), pins={"fc*": "sample:2"},
-        forbidden={"*": "@1"}, syncs=(parameter_server(4),), costs="estimate", margin=1.5,
+        forbidden={"*": "@1"}, syncs=(parameter_server(4),), costs="estimate", confidence=0.5, risk=Risk.Q80,
     )  # fmt: skip
+    assert told("--risk", "none", "--patience", "1") == SearchOptions(patience=1.0, risk=None)
 
 
 def test_the_command_refuses_before_it_measures(

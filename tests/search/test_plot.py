@@ -66,3 +66,12 @@ def test_png_is_a_picture_of_that_size() -> None:
     from matplotlib.image import imread
 
     assert imread(io.BytesIO(plot(RESULT, "a.png"))).shape[:2] == (600, 1440)
+
+
+def test_costs_are_not_shown_as_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are what plans are compared by, over draws."""
+    drawn: list[Figure] = []
+    monkeypatch.setattr(module, "picture", lambda figure, path: drawn.append(figure) or b"")
+    plot(RESULT, "a.png")
+    assert drawn[0].get_suptitle() == f"data parallelism costs {RESULT.speedup:.2f}x the best after {len(RESULT.rows)} proposals (seed 0)"
+    assert drawn[0].axes[0].get_ylabel().startswith("cost: ")

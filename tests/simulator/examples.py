@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 from soap.cluster.topology import Device, DeviceType, Host, Link, Topology
 from soap.model.graph import WHOLE, DimMap, Factor, OperatorGraph
+from soap.model.regions import lengths
 from soap.plan.tiling import Tile
 from soap.profiles.roofline import RooflineCosts
+from soap.simulator.draws import Communicated, Error
 from soap.simulator.tasks import Task, TaskGraph, TaskKind
 from soap.strategy.config import OpConfig, Strategy
 from tests.graph_builder import ATTRIBUTE, SAMPLE, GraphBuilder
@@ -43,6 +45,38 @@ class LaunchedCosts(RooflineCosts):
     def launch_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType, *, backward: bool) -> int:
         known = (self.forward_ns, self.backward_ns)[backward](graph, tile, device)
         return known * ((tile.size * 5 + backward) % 4) * 2 // 3
+
+
+class ExampleSpreads:
+    """Errors of every kind, large enough that plans change places. ``times``: all spreads are so many times as large."""
+
+    hash = "0" * 16
+
+    def __init__(self, times: float = 1.0) -> None:
+        self.times = times
+
+    def _errors(self, *names: tuple[str, ...]) -> tuple[Error, ...]:
+        return tuple(Error(name, 0.3 * self.times / (1 + place)) for place, name in enumerate(names))
+
+    def of_tile(self, graph: OperatorGraph, tile: Tile, device: DeviceType, *, backward: bool) -> tuple[Error, ...]:
+        kind = graph.operators[tile.operator].kind
+        regions = [lengths(box) for box in (tile.intervals, *tile.inputs, *tile.parameters, *tile.outputs)]
+        return self._errors(("rate", device.name), ("kind", kind, str(backward)), ("shape", kind, str(regions), str(backward)))
+
+    def of_launch(self, device: DeviceType) -> tuple[Error, ...]:
+        return self._errors(("launch", device.name))
+
+    def of_update(self, device: DeviceType) -> tuple[Error, ...]:
+        return self._errors(("rate", device.name), ("update",))
+
+    def of_server(self) -> tuple[Error, ...]:
+        return self._errors(("server",))
+
+    def of_communication(self, kind: Communicated) -> tuple[Error, ...]:
+        return self._errors(("links",), ("links", str(kind)))
+
+    def of_overhead(self) -> tuple[Error, ...]:
+        return self._errors(("overhead",))
 
 
 def units(duration_ns: int) -> int:

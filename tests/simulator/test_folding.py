@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,8 @@ from soap.cluster.topology import Device, Host, Link, Topology
 from soap.model.graph import OperatorGraph
 from soap.plan.copies import LEFT
 from soap.profiles.roofline import RooflineCosts
+from soap.simulator.drawn_times import reference_times_ns
+from soap.simulator.draws import Draws, links_between_hosts
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.folding import Folding, fold
 from soap.simulator.lowering import build_plan, lower
@@ -24,9 +27,9 @@ from soap.strategy.classical import data_parallel, hybrid, megatron
 from soap.strategy.config import OpConfig, Strategy
 from soap.strategy.sync import parameter_server
 from tests.extent import MANY
-from tests.graph_builder import GraphBuilder, transformer
+from tests.graph_builder import GraphBuilder, mlp, transformer
 from tests.simulator.copied import Case, copied
-from tests.simulator.examples import LaunchedCosts
+from tests.simulator.examples import ExampleSpreads, LaunchedCosts
 from tests.strategies import CPU, GPU, cluster, with_rails
 
 
@@ -78,6 +81,9 @@ def check_outcome(graph: OperatorGraph, topology: Topology, strategy: Strategy, 
     assert folded.peak_bytes == whole.peak_bytes
     assert folded.overflow_bytes == whole.overflow_bytes
     assert folded.bytes_moved == whole.bytes_moved
+    assert folded.messages == whole.messages
+    draws = Draws(ExampleSpreads(), 2)
+    assert reference_times_ns(folded, draws) == reference_times_ns(whole, draws)
     assert folded.busy_ns == whole.busy_ns
     assert folded.link_bytes == whole.link_bytes
     assert folded.critical_path_ns == whole.critical_path_ns
@@ -94,6 +100,38 @@ def test_folded_is_whole(case: Case) -> None:
     event(f"folded over {folding.count}")
     check(graph, topology, strategy, folding)
     check_outcome(graph, topology, strategy, folding)
+
+
+def test_a_link_that_stands_for_those_between_hosts_is_one() -> None:
+    """Two copies on one host: none of their links leads to another, but the sum that they take part in does."""
+    graph, topology = mlp(), api.load_cluster("p100-4x4")
+    strategy = data_parallel(graph, topology)
+    folding = fold(graph, topology, strategy)
+    assert isinstance(folding, Folding) and len(folding.topology.hosts) == 1
+    options = [list(option.links) for common in folding.communication.common.values() for option in common.small]
+    assert options and all(folding.between_hosts[links].any() for links in options)
+    assert not all(links_between_hosts(folding.topology)[links].any() for links in options)
+    check_outcome(graph, topology, strategy, folding)
+
+
+def test_copies_of_which_only_some_devices_have_a_host_for_themselves_are_not_folded() -> None:
+    """Where nobody else is on its host, all links of a device lead to other hosts."""
+    graph, spread = transformer(batch=6), (0, 2, 4, 6, 8, 9)
+    whole = hybrid(graph, cluster([1] * 6), tensor=2, pipeline=1)
+    moved = {
+        name: config.placed(config.degrees, tuple(spread[device] for device in config.devices), config.replicas)
+        for name, config in whole.operators.items()
+    }
+    assert isinstance(fold(graph, cluster([2] * 6), Strategy(moved).with_changes(operators=_on(moved, 9, 10))), Folding)
+    assert _reason(graph, cluster([2, 2, 2, 2, 1, 1]), Strategy(moved)) == "3 copies have links of which some lead between hosts"
+
+
+def _on(configs: Mapping[str, OpConfig], before: int, after: int) -> dict[str, OpConfig]:
+    """The same with another device in place of one."""
+    return {
+        name: config.placed(config.degrees, tuple(after if one == before else one for one in config.devices), config.replicas)
+        for name, config in configs.items()
+    }
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,13 +39,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     file = tmp_path_factory.mktemp("models") / "net.pt2"
     export(Net(), (torch.randn(2, 3, 4, 4), torch.tensor([0, 1])), path=file)
     return str(file)
-
-
-@pytest.fixture(autouse=True)
-def _precision() -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    yield
-    torch.set_float32_matmul_precision(before)
 
 
 def arithmetic(graph: OperatorGraph) -> dict[str, str]:

@@ -286,7 +286,7 @@ def test_rounding_is_judged_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
 ZOO = [name if ":" in name else f"{name}:tiny" for name in zoo.names()]
 
 
-@pytest.mark.parametrize("name", often(ZOO, {*ZOO} - {"resnet101:tiny"}, pytest.mark.slow))  # the same blocks as resnet50
+@pytest.mark.parametrize("name", often(ZOO, {*ZOO} - {"resnet101:tiny", "inception_v3:tiny"}, pytest.mark.slow))  # resnet50 has the blocks
 def test_programs_of_the_zoo_train_as_their_modules(name: str) -> None:
     model = zoo.build(name)
     exported = traced(model.module, model.args, dict(model.kwargs))

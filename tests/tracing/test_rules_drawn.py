@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from soap.tracing.rules import notation, registered, registry
-from tests.extent import so_many
+from tests.extent import ALL, so_many
 from tests.tracing import draws
 from tests.tracing.drawing import DRAWS, Draw, Drawn, in_the_plane
 from tests.tracing.tile_check import Problem, check, follows, kept_bytes, linear, problem, splits
 
-QUICK_SEEDS, SLOW_SEEDS = range(2), range(2, so_many(8, 14))
+QUICK_SEEDS, SLOW_SEEDS = range(2), range(2, so_many(7, 14))
 NEVER_SPLIT = {"aten.max.default", "aten.min.default", "soap.keep_state", "soap.next_state"}
 """Rules that say that all of a tensor is needed at once."""
 
@@ -51,7 +51,9 @@ def test_drawn_calls_by_tiles(name: str, record_property: Callable[[str, object]
 @pytest.mark.parametrize("name", registered())
 def test_many_drawn_calls_by_tiles(name: str, record_property: Callable[[str, object], None]) -> None:
     found = [_checked(name, seed, record_property) for seed in SLOW_SEEDS]
-    assert any(f.rule.factors for f in found) != (name in NEVER_SPLIT)
+    split = any(f.rule.factors for f in found)
+    assert not (split and name in NEVER_SPLIT)
+    assert split or name in NEVER_SPLIT or not ALL  # few calls may all be such that nothing can be split
 
 
 def test_every_rule_is_drawn() -> None:

@@ -24,8 +24,8 @@ OPERATORS = {
     "whisper": 66, "mixtral": 64, "mixtral_batched": 70, "mamba": 62, "fnet": 19,
 }  # fmt: skip
 """How many operators the calls of a model become."""
-OFTEN = {"gpt2", "swin", "mixtral"}
-"""Tied weights and a causal mask; windows; experts."""
+OFTEN = {"gpt2", "mixtral"}
+"""Tied weights and a causal mask; experts."""
 
 
 @pytest.mark.parametrize("name", often(list(MODELS), OFTEN, pytest.mark.slow))

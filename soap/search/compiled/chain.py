@@ -3,6 +3,12 @@
 The random number u that decides on acceptance is drawn before the simulation. With the current cost c and the proposal's cost c*, it turns
 the acceptance probability min(1, exp(log_ratio + beta * (c - c*) / c_start)) into the bound c* <= c + (log_ratio - ln u) * c_start / beta.
 The simulation stops as soon as it exceeds the bound; the decision stays the same. ``search.metropolis`` is the same kernel in plain Python.
+
+If costs are uncertain, the cost f of a strategy is what its times under several draws come to, which takes several simulations. So a
+proposal is accepted in two stages (Christen & Fox, "Markov chain Monte Carlo using an approximation", 2005: delayed acceptance). The first
+is the one above with the times c under the most likely costs. The second accepts what has passed with probability
+min(1, exp(beta * ((f - f*) - (c - c*)) / c_start)). Together they keep detailed balance for exp(-beta * f / c_start): the first stage's
+part is divided out again.
 """
 
 from __future__ import annotations
@@ -26,11 +32,13 @@ from soap.search.compiled.memory import (
     START,
     STEP,
     SWAPPED,
+    USUAL,
 )
 from soap.search.compiled.moves import propose
 from soap.search.compiled.space_arrays import NO_WEIGHT, SearchTables
 from soap.simulator.compiled.arrays import copy
 from soap.simulator.compiled.change import OPERATORS, Edit
+from soap.simulator.compiled.draws import Drawing, play_draws
 from soap.simulator.compiled.evaluate import adopt, evaluate, take_back
 from soap.simulator.compiled.events import NO_BOUND, STOPPED
 from soap.simulator.compiled.jit import compiled, entry
@@ -54,6 +62,7 @@ def advance(
     E: Edit,
     Z: SearchTables,
     M: MemoryTables,
+    D: Drawing,
     steps: int,
     beta: float,
     focus: float,
@@ -79,8 +88,11 @@ def advance(
             at[STEP] += 1
             at[BEFORE] = at[RANDOM]
             continue
-        cost = _evaluate(W, P, T, E, X, at[COST] + (log_ratio - decision) * at[START] / beta)
+        usual = cost = _evaluate(W, P, T, E, X, at[USUAL] + (log_ratio - decision) * at[START] / beta)
         accepted = cost != STOPPED
+        if accepted and D.tables.count[0] > 0:
+            cost = play_draws(W, D)
+            accepted = cost <= at[COST] + usual - at[USUAL] - log(uniform(X)) * at[START] / beta
         if accepted and memory and at[PENDING] == NOTHING:
             verdict = bound_memory(W, M)
             if verdict == UNKNOWN:
@@ -95,7 +107,7 @@ def advance(
         if accepted:
             adopt(W, P, T)
             at[SWAPPED] = 1 - at[SWAPPED]
-            at[COST] = cost
+            at[COST], at[USUAL] = cost, usual
             _note(Q, X, E)
             if cost < at[BEST]:
                 X.gained[move] += at[BEST] - cost
@@ -166,8 +178,9 @@ def _keep_best(C, X):  # type: ignore[no-untyped-def]
 
 
 @entry
-def begin_chain(W: World, Z: SearchTables, cost: int) -> None:
-    """Start, or go on, from the strategy that the engine holds, of this cost in ns. Its grids are in ``grid`` already."""
+def begin_chain(W: World, Z: SearchTables, cost: int, usual: int) -> None:
+    """Start, or go on, from the strategy that the engine holds, of this cost in ns, and this makespan under the most likely costs. Its
+    grids are in ``grid`` already."""
     C = W.state
     Q, X = Z.grids, Z.chain
     for op in range(len(X.grid) - 1):
@@ -178,7 +191,7 @@ def begin_chain(W: World, Z: SearchTables, cost: int) -> None:
             X.structured[op] = weight == 0.0
             if weight == NO_WEIGHT:
                 X.grid[op] = -1
-    X.at[COST] = cost
+    X.at[COST], X.at[USUAL] = cost, usual
     if X.at[BEST] == 0 or cost < X.at[BEST]:
         X.at[BEST] = cost
         _keep_best(C, X)

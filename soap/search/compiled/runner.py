@@ -34,7 +34,8 @@ from soap.search.space import Grid, Space, grid_of
 from soap.simulator.compiled.change import OPERATORS, PARAMETERS
 from soap.simulator.compiled.handles import handle
 from soap.simulator.costs import CostModel
-from soap.simulator.engine import Engine
+from soap.simulator.drawn_engine import make_engine
+from soap.simulator.draws import Draws
 from soap.simulator.memory.bound import NO_TABLES, MemoryBound
 from soap.simulator.simulate import is_played
 from soap.strategy.config import Strategy
@@ -68,9 +69,12 @@ class Logged(NamedTuple):
 class CompiledSpace:
     """A space as arrays, for any number of chains."""
 
-    def __init__(self, space: Space, topology: Topology, costs: CostModel, optimizer_states: int = 2) -> None:
-        """``optimizer_states``: tensors of a parameter's size that the optimizer keeps, as in ``simulator.memory.peaks``."""
-        self.space, self.topology, self.costs, self.optimizer_states = space, topology, costs, optimizer_states
+    def __init__(
+        self, space: Space, topology: Topology, costs: CostModel, optimizer_states: int = 2, draws: Draws | None = None
+    ) -> None:
+        """``optimizer_states``: tensors of a parameter's size that the optimizer keeps, as in ``simulator.memory.peaks``. ``draws``: of the
+        costs, under which chains compare strategies."""
+        self.space, self.topology, self.costs, self.optimizer_states, self.draws = space, topology, costs, optimizer_states, draws
         self.grids = grid_tables(space, topology, costs)
         self._kept = (self.grids, neighbour_tables(space), group_tables(space))
         self.handles = (handle(self._kept[0]), handle(self._kept[1]), handle(self._kept[2]))
@@ -96,7 +100,7 @@ class CompiledChain:
         """``proposals``: the most that the log can hold. ``start_ns``: the cost that beta is relative to; by default the strategy's."""
         self._space = space
         graph = space.space.graph
-        self.engine = Engine(graph, space.topology, space.costs)
+        self.engine = make_engine(graph, space.topology, space.costs, space.draws)
         self.engine.choices = space.space.syncs
         devices = space.topology.device_count
         tiles = sum(max(devices, len(config.devices)) for config in strategy.operators.values())
@@ -133,7 +137,7 @@ class CompiledChain:
             config = strategy.operators[op.name]
             distinct = len(set(config.devices)) == len(config.devices)
             self.arrays.grid[position] = self._space.number(position, grid_of(config)) if distinct else -1
-        begin_chain(self.engine.world, self.handle, cost_ns)
+        begin_chain(self.engine.world, self.handle, cost_ns, self.engine.usual_ns)
 
     def run(self, proposals: int, *, beta: float, focus: float, fits: Callable[[Strategy], bool] | None = None) -> int:
         """Go on until ``proposals`` are evaluated in all, or no move has an effect any more. Returns how many are evaluated in all.
@@ -149,7 +153,7 @@ class CompiledChain:
 
         def go_on() -> int:
             M = NO_TABLES if fits is None else self._memory.handle()
-            return int(advance(*self.engine.handles(), self.handle, M, last, beta, focus, fits is not None))
+            return int(advance(*self.engine.handles(), self.handle, M, self.engine.drawing, last, beta, focus, fits is not None))
 
         while True:
             try:

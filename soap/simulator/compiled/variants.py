@@ -22,7 +22,9 @@ from soap.plan.tiling import Tile
 from soap.simulator.compiled.graph_arrays import Ints, Longs, device_types
 from soap.simulator.compiled.growing import Growing
 from soap.simulator.compiled.shards import Geometries, Need
-from soap.simulator.costs import CostModel, launch_ns
+from soap.simulator.compiled.tile_times import TileTimes
+from soap.simulator.costs import CostModel
+from soap.simulator.draws import Draws
 
 CELLS, READS, OUTPUTS, COSTS, GROUPS, GROUP_OF, GROUP_FIRST, GROUP_BOXES, GRIDS, GEOMETRIES, LOOKUPS = range(11)
 ROW_COSTS = 11
@@ -37,8 +39,9 @@ COLUMNS = 12
 
 
 class VariantTables(NamedTuple):
-    """``rows``: one per variant. ``costs``: ns of tiles. ``launches``: ns of launching them, in the same places. ``box_ptr``: where a
-    region's (start, stop) per dimension begin in ``bounds``. ``box_volume``: a region's elements.
+    """``rows``: one per variant. ``costs``: ns of tiles. ``launches``: ns of launching them, in the same places. ``drawn``: ns of tiles
+    under each draw, [place in ``costs``, draw]; empty without draws. ``box_ptr``: where a region's (start, stop) per dimension begin in
+    ``bounds``. ``box_volume``: a region's elements.
 
     A *grid* describes the distinct regions of one output (of tiles, or of sums): rank; whether they are disjoint; their number; for each
     dimension the number of intervals and where these begin; then where the following begin: the map (position per dimension -> region, -1
@@ -49,6 +52,7 @@ class VariantTables(NamedTuple):
     data: Ints
     costs: Longs
     launches: Longs
+    drawn: Longs
     box_ptr: Longs
     box_volume: Longs
     bounds: Ints
@@ -57,8 +61,8 @@ class VariantTables(NamedTuple):
 class Variants:
     """The variants of one graph's operators, made when they are first asked for."""
 
-    def __init__(self, graph: OperatorGraph, topology: Topology, costs: CostModel) -> None:
-        self.graph, self.costs = graph, costs
+    def __init__(self, graph: OperatorGraph, topology: Topology, costs: CostModel, draws: Draws | None = None) -> None:
+        self.graph, self.costs, self.draws = graph, costs, draws
         by_name: dict[str, DeviceType] = {device.type.name: device.type for device in topology.devices}
         self._types = [by_name[name] for name in device_types(topology)]
         classes: dict[Hashable, int] = {}
@@ -71,7 +75,7 @@ class Variants:
         self._positions: list[int] = []
         self.degrees: list[tuple[int, ...]] = []
         self._rows, self._data, self._costs = Growing(np.int64), Growing(np.int32), Growing(np.int64)
-        self._launches = Growing(np.int64)
+        self._launches, self._drawn = Growing(np.int64), Growing(np.int64)
         self._box_ptr, self._box_volume, self._bounds = Growing(np.int64), Growing(np.int64), Growing(np.int32)
 
     def number(self, position: int, degrees: tuple[int, ...]) -> int:
@@ -85,7 +89,7 @@ class Variants:
 
     def durations(self, position: int, degrees: tuple[int, ...], *, sparse_lookup: bool = False) -> Longs:
         """Nanoseconds of the tiles, [device type, forward or backward, tile]. Makes no variant."""
-        return self._durations(position, *self.cut(position, degrees), sparse_lookup=sparse_lookup)[0]
+        return self._times(position, *self.cut(position, degrees), sparse_lookup=sparse_lookup).durations
 
     def position(self, number: int) -> int:
         """The position of an operator that has this variant."""
@@ -102,6 +106,7 @@ class Variants:
             data=self._data.array(),
             costs=self._costs.array(),
             launches=self._launches.array(),
+            drawn=self._drawn.array(),
             box_ptr=self._box_ptr.array(),
             box_volume=self._box_volume.array(),
             bounds=self._bounds.array(),
@@ -199,25 +204,20 @@ class Variants:
 
     def _add_costs(self, position: int, cells: np.ndarray, regions: dict[Operand, np.ndarray], *, sparse_lookup: bool) -> int:
         """Store how long tiles and their launches take; returns where both begin."""
-        durations, launches = self._durations(position, cells, regions, sparse_lookup=sparse_lookup)
-        self._launches.add(launches)
-        return self._costs.add(durations)
+        times = self._times(position, cells, regions, sparse_lookup=sparse_lookup)
+        self._launches.add(times.launches)
+        if self.draws is not None:
+            self._drawn.add(times.drawn(self.draws))
+        return self._costs.add(times.durations)
 
-    def _durations(
-        self, position: int, cells: np.ndarray, regions: dict[Operand, np.ndarray], *, sparse_lookup: bool
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Nanoseconds of (the tiles, launching them), each [device type, forward or backward, tile]. Tiles whose regions have equal shapes
-        take equal times, so the cost model is asked once for them."""
+    def _times(self, position: int, cells: np.ndarray, regions: dict[Operand, np.ndarray], *, sparse_lookup: bool) -> TileTimes:
+        """Tiles whose regions have equal shapes take equal times, so the cost model is asked once for them."""
         op = self.graph.operators[position]
         parts = [cells, *(regions[o] for o in (*op.inputs, *op.parameters, *op.outputs))]
         shapes = np.concatenate([np.diff(part, axis=2).reshape(len(cells), -1) for part in parts], axis=1)
         _, firsts, place = np.unique(shapes, axis=0, return_index=True, return_inverse=True)
         tiles = [replace(_tile(op, position, int(i), cells, regions), sparse_lookup=sparse_lookup) for i in firsts]
-        ask = (self.costs.forward_ns, self.costs.backward_ns)
-        table = np.array([[[f(self.graph, tile, kind) for tile in tiles] for f in ask] for kind in self._types], np.int64)
-        launch = lambda tile, kind, backward: launch_ns(self.costs, self.graph, tile, kind, backward=backward)  # noqa: E731
-        launches = np.array([[[launch(tile, kind, way) for tile in tiles] for way in (False, True)] for kind in self._types], np.int64)
-        return table[:, :, place.ravel()], launches[:, :, place.ravel()]
+        return TileTimes(self.graph, self.costs, self._types, tiles, place.ravel())
 
     def _grid(self, boxes: Ints, holders: np.ndarray) -> int:
         """Store the grid of an output's distinct regions; returns where it begins."""
@@ -277,5 +277,5 @@ def _likeness(graph: OperatorGraph, op: Operator, numbers: Mapping[str, int]) ->
     lookups = (own for o in op.parameters if o.tensor in graph.sparse for own in graph.sparse[o.tensor].lookups)
     rows = [(own.parameter, own.indices, own.weighed) for own in lookups if own.operator == position]
     touched = [(graph.sparse[o.tensor].weighed, graph.sparse[o.tensor].touched) for o in op.parameters if o.tensor in graph.sparse]
-    figures = (op.flops, op.saved_bytes, len(op.calls), op.partitionable, op.arithmetic, op.skipped_share, op.fused_bytes)
+    figures = (op.flops, op.saved_bytes, len(op.calls), op.partitionable, op.arithmetic, op.skipped_share, op.fused_bytes, op.drawn)
     return repr((backward, rows, touched, order, alone, op.kind, op.factors, operands, same, figures))

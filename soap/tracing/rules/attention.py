@@ -82,5 +82,6 @@ def attention(view: View) -> Tiled:
         flops=flops,
         saved_bytes=saved,
         skipped_share=0.5 if argument(view.call, "is_causal") else 0.0,
+        drawn=prod(q[:-1]) * k[-2] if argument(view.call, "dropout_p") else 0,
         fused_bytes=0 if argument(view.call, "dropout_p") else saved,  # with dropout ``run_attention`` writes the weights
     )

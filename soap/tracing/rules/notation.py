@@ -39,6 +39,7 @@ class Tiled:
     GPUs never write. ``looks_up``: it reads rows (dimension 0) of its first operand by indices that are its second one, and no more.
     ``picks``: which of these a tile looks up, from a ``Local`` in which operands that come from elsewhere may be missing; None for all.
     ``lean``: whole tensors go to ``run`` as well, which holds less memory than the ATen call.
+    ``drawn``: random numbers of the whole call, in blocks along dimension 0 of its first output; ``drawn_at_once``: each tile draws all.
     """
 
     factors: tuple[tuple[str, int], ...]
@@ -56,6 +57,8 @@ class Tiled:
     looks_up: bool = False
     picks: Callable[[Local], torch.Tensor] | None = None
     lean: bool = False
+    drawn: int = 0
+    drawn_at_once: bool = False
 
 
 @dataclass(slots=True)

@@ -10,18 +10,14 @@ from typing import Any, cast
 import torch
 from torch.autograd.function import once_differentiable
 
-from soap.model.graph import DimMap
-from soap.model.regions import Box, balanced, lengths
+from soap.model.graph import DimMap, drawn_blocks
+from soap.model.regions import Box, lengths
 from soap.tracing.calls import Ref, argument, substitute
 from soap.tracing.rules.notation import Local, Maps, Scope, Tiled, View
 from soap.tracing.rules.registry import pointwise, rule
 
 NOTHING = DimMap(None, 0, 0, 0)
 """Marks a dimension of which no element is read."""
-
-
-BLOCKS = 8
-"""Dimension 0 is drawn in at most so many blocks, each with a seed of its own."""
 
 
 @contextmanager
@@ -44,7 +40,7 @@ def uniform(seed: int, shape: Sequence[int], box: Box) -> torch.Tensor:
 def keep_mask(local: Local, shape: Sequence[int], box: Box, probability: float, device: torch.device) -> torch.Tensor:
     """The region ``box`` of a mask over ``shape``, true where dropout keeps the element: the same whatever region is asked for.
 
-    The mask is drawn in blocks along dimension 0, each from a seed of its own: a tile of samples draws little more than it needs.
+    It is drawn in blocks (``drawn_blocks``).
     """
     if not shape:
         return keep_mask(local, (1,), ((0, 1),), probability, device).reshape(())
@@ -52,7 +48,7 @@ def keep_mask(local: Local, shape: Sequence[int], box: Box, probability: float, 
     if mask.numel() == 0:
         return mask
     seed, generator = local.random_seed, torch.Generator(device)
-    for number, (start, stop) in enumerate(balanced(shape[0], min(BLOCKS, shape[0]))):
+    for number, (start, stop) in enumerate(drawn_blocks(shape[0])):
         first, last = max(start, box[0][0]), min(stop, box[0][1])
         if first >= last:
             continue
@@ -103,11 +99,19 @@ def run_dropout(local: Local) -> torch.Tensor:
     return dropped(x, keep_mask(local, *_mask_region(local), probability, x.device), probability)
 
 
+def masked(view: View) -> int:
+    """Elements of the mask that a call draws for its output: none outside of training."""
+    if not view.get("train") or not view.get("p"):
+        return 0
+    shape = view.output_shapes[0]
+    return prod(shape[:2] if view.call.kind.startswith("feature_") else shape)
+
+
 @rule("aten.dropout", "aten.feature_dropout")
 def dropout(view: View) -> Tiled:
     """Pointwise, with a mask drawn for it."""
     # An upper bound: the mask is kept for the backward pass.
-    return pointwise(view, run=run_dropout, saved_bytes=prod(view.output_shapes[0]) * view.itemsize)
+    return pointwise(view, run=run_dropout, saved_bytes=prod(view.output_shapes[0]) * view.itemsize, drawn=masked(view))
 
 
 def _run_native_dropout(local: Local) -> tuple[torch.Tensor, torch.Tensor]:
@@ -121,7 +125,8 @@ def _run_native_dropout(local: Local) -> tuple[torch.Tensor, torch.Tensor]:
 @rule("aten.native_dropout")
 def native_dropout(view: View) -> Tiled:
     """Dropout; the name in core ATen also gives the mask."""
-    return pointwise(view, run=_run_native_dropout, saved_bytes=2 * prod(view.output_shapes[0]) * view.itemsize)
+    saved_bytes = 2 * prod(view.output_shapes[0]) * view.itemsize
+    return pointwise(view, run=_run_native_dropout, saved_bytes=saved_bytes, drawn=masked(view))
 
 
 _SELU_FLOOR = -1.7580993408473766
@@ -143,7 +148,8 @@ def _run_alpha_dropout(local: Local) -> torch.Tensor:
 @rule("aten.alpha_dropout", "aten.feature_alpha_dropout")
 def alpha_dropout(view: View) -> Tiled:
     """Dropout that keeps mean and variance of SELU's results."""
-    return pointwise(view, run=_run_alpha_dropout, saved_bytes=prod(view.output_shapes[0]) * (view.itemsize + 1))
+    saved_bytes = prod(view.output_shapes[0]) * (view.itemsize + 1)
+    return pointwise(view, run=_run_alpha_dropout, saved_bytes=saved_bytes, drawn=masked(view))
 
 
 def _run_bernoulli(local: Local) -> torch.Tensor:
@@ -155,7 +161,7 @@ def _run_bernoulli(local: Local) -> torch.Tensor:
 @rule("aten.bernoulli.default", "aten.bernoulli.Tensor")
 def bernoulli(view: View) -> Tiled:
     """Ones and zeros, each with a probability of its own."""
-    return pointwise(view, run=_run_bernoulli)
+    return pointwise(view, run=_run_bernoulli, drawn=prod(view.output_shapes[0]), drawn_at_once=True)
 
 
 def _run_rrelu(local: Local) -> torch.Tensor:
@@ -169,7 +175,9 @@ def _run_rrelu(local: Local) -> torch.Tensor:
 @rule("aten.rrelu")
 def rrelu(view: View) -> Tiled:
     """Pointwise, with a slope drawn for each element."""
-    return pointwise(view, run=_run_rrelu, saved_bytes=3 * prod(view.output_shapes[0]) * view.itemsize)
+    count = prod(view.output_shapes[0])
+    drawn = {"drawn": count, "drawn_at_once": True} if view.get("training") else {}
+    return pointwise(view, run=_run_rrelu, saved_bytes=3 * count * view.itemsize, **drawn)
 
 
 def run_drawn(local: Local) -> torch.Tensor:
@@ -208,4 +216,5 @@ def drawn(view: View) -> Tiled:
     scope = Scope()
     out = scope.like(view.output_shapes[0])
     nothing: list[Maps] = [(NOTHING,) * len(shape) for shape in view.shapes]
-    return Tiled(tuple(scope.factors), tuple(nothing), (out,), light=True, run=run_drawn)
+    count = prod(view.output_shapes[0])
+    return Tiled(tuple(scope.factors), tuple(nothing), (out,), light=True, run=run_drawn, drawn=count, drawn_at_once=True)

@@ -41,8 +41,10 @@ def recurrent(view: View) -> Tiled:
     if is_random(view.call):  # dropout masks between layers, and the layers' outputs, which are kept one by one
         saved = 2 * saved + 6 * view.itemsize * prod(view.output_shapes[0]) * int(view.get("num_layers"))
     outputs = (sequence, *(state,) * states)
-    run = _layers if is_random(view.call) else None
-    return Tiled(tuple(scope.factors), operands, outputs, run=run, flops=flops, saved_bytes=saved)
+    run, drawn = None, 0
+    if is_random(view.call):
+        run, drawn = _layers, prod(view.output_shapes[0]) * (int(view.get("num_layers")) - 1)
+    return Tiled(tuple(scope.factors), operands, outputs, run=run, flops=flops, saved_bytes=saved, drawn=drawn)
 
 
 def _layers(local: Local) -> tuple[torch.Tensor, ...]:

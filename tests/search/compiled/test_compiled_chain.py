@@ -22,6 +22,10 @@ from soap.search.constraints import brought_inside, parse
 from soap.search.oracles.exhaustive import all_strategies
 from soap.search.space import OperatorSpace, Space, build_space, make_config
 from soap.search.starts import different, reference_strategies, starting_strategies
+from soap.simulator.drawn_engine import DrawnEngine
+from soap.simulator.drawn_times import drawn_times
+from soap.simulator.draws import Draws, Risk
+from soap.simulator.draws import cost_ns as draws_cost_ns
 from soap.simulator.engine import Engine
 from soap.simulator.lowering import build_plan
 from soap.simulator.memory.peaks import peak_bytes
@@ -30,6 +34,7 @@ from soap.strategy.config import OpConfig, Strategy, SyncConfig
 from soap.strategy.sync import parameter_server
 from tests.graph_builder import GraphBuilder
 from tests.search.toys import Key, key_of
+from tests.simulator.examples import ExampleSpreads
 from tests.strategies import CPU, cluster
 
 
@@ -130,6 +135,28 @@ def test_visits_follow_the_boltzmann_distribution(weights: dict[str, float], pro
 
 
 @pytest.mark.slow
+def test_under_draws_visits_follow_the_cost_of_all_draws() -> None:
+    """In two stages, the first of which knows nothing of draws."""
+    case, draws = enumerated(), Draws(ExampleSpreads(1.5), 3, seed=4, risk=Risk.WORST)
+    engine, cost_ns = DrawnEngine(case.graph, case.topology, case.costs, draws), {}
+    for strategy in all_strategies(case.space):
+        engine.load(strategy)
+        cost_ns[key_of(strategy)] = engine.simulate()
+    proposals, beta = 60_000, 12.0
+    chain = CompiledChain(CompiledSpace(case.space, case.topology, case.costs, draws=draws), case.start, seed=3, proposals=proposals)
+    chain.weights = ONLY[MOVES.index("informed")]
+    start_ns = chain.cost_ns
+    assert start_ns == cost_ns[key_of(case.start)] > case.cost_ns[key_of(case.start)]
+    counts = visits(chain, proposals, beta, 3.0)
+    for pair in combinations(range(4), 2):
+        assert distance(counts, cost_ns, beta, start_ns, pair) < 0.04
+    assert distance(counts, cost_ns, beta, start_ns) < 0.09
+    assert distance(counts, case.cost_ns, beta, start_ns) > 0.13  # what the first stage alone would follow
+    assert chain.best_ns == min(cost_ns[key] for key in counts)
+    assert chain.cost_ns == cost_ns[key_of(chain.strategy)]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", [pytest.param(DEFAULT_WEIGHTS, id="all", marks=pytest.mark.long), ONLY[MOVES.index("run")]])
 def test_runs_through_branches_follow_the_weighted_distribution(weights: dict[str, float]) -> None:
     """Two paths that meet again, and shuffled placements, which have less weight; distributions of each operator and of each pair."""
@@ -167,12 +194,18 @@ def _all_configs(own: OperatorSpace) -> list[OpConfig]:
     return [config for config in found if own.log_weight(config) > -inf]
 
 
-@pytest.mark.slow
-def test_steps_are_what_the_simulator_says() -> None:
+def of_the_zoo() -> tuple[Space, Simulator, dict[str, Strategy]]:
+    """A model of the zoo on 16 devices: its space, its simulator, and the strategies that a search starts from."""
     graph, topology = api.load("zoo:nmt:tiny", plan_only=True).graph, api.load_cluster("p100-4x4")
     starts = starting_strategies(graph, topology, None, None, 0)
     space = build_space(graph, topology.device_count, references=reference_strategies(graph, topology, starts.values()))
-    simulator = api.simulator_for(graph, topology)
+    return space, api.simulator_for(graph, topology), dict(starts)
+
+
+@pytest.mark.slow
+def test_steps_are_what_the_simulator_says() -> None:
+    space, simulator, starts = of_the_zoo()
+    topology = simulator.topology
     compiled = CompiledSpace(space, topology, simulator.costs)
     chains = [CompiledChain(compiled, starts["data_parallel"], seed=1, proposals=300) for _ in range(2)]
     for step in range(1, 4):
@@ -186,6 +219,20 @@ def test_steps_are_what_the_simulator_says() -> None:
     log = list(chains[0].log())
     assert chains[0].best_ns == min(entry.cost_ns for entry in log if entry.accepted and entry.cost_ns is not None)
     assert any(entry.operators > 1 for entry in log)
+
+
+@pytest.mark.slow
+def test_steps_under_draws_are_what_the_simulator_says() -> None:
+    space, simulator, starts = of_the_zoo()
+    topology = simulator.topology
+    draws = Draws(ExampleSpreads(), 5, risk=Risk.TAIL)
+    chain = CompiledChain(CompiledSpace(space, topology, simulator.costs, draws=draws), starts["data_parallel"], seed=1, proposals=300)
+    for step in range(1, 4):
+        chain.run(100 * step, beta=200.0, focus=100.0)
+        for cost, strategy in ((chain.cost_ns, chain.strategy), (chain.best_ns, chain.best)):
+            (times,) = drawn_times(simulator, [strategy], draws, compiled=False)
+            assert cost == draws_cost_ns(times.times_ns, draws.risk)
+    assert sum(entry.accepted for entry in chain.log()) > 10
 
 
 @pytest.mark.slow
@@ -296,10 +343,8 @@ def test_constraints_are_obeyed() -> None:
 
 @pytest.mark.slow
 def test_a_chain_goes_on_from_another_strategy() -> None:
-    graph, topology = api.load("zoo:nmt:tiny", plan_only=True).graph, api.load_cluster("p100-4x4")
-    starts = starting_strategies(graph, topology, None, None, 0)
-    space = build_space(graph, topology.device_count, references=reference_strategies(graph, topology, starts.values()))
-    simulator = api.simulator_for(graph, topology)
+    space, simulator, starts = of_the_zoo()
+    topology = simulator.topology
     chain = CompiledChain(CompiledSpace(space, topology, simulator.costs), starts["data_parallel"], seed=1, proposals=2000)
     for step in range(1, 21):
         chain.run(100 * step, beta=100.0, focus=100.0)

@@ -16,13 +16,15 @@ from soap.model.sparse_access import scaled
 from soap.profiles.roofline import RooflineCosts
 from soap.simulator import chunks
 from soap.simulator.compiled.task_keys import FORWARD, task_key
+from soap.simulator.draws import Draws, Risk
 from soap.strategy.classical import random_config
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
 from soap.strategy.sync import SPARSE_ALL_GATHER, parameter_server
-from tests.extent import ALL, MANY
+from tests.extent import ALL, MANY, USUAL
 from tests.graph_builder import GraphBuilder
 from tests.simulator.compiled.agreement import reference_tasks, synchronized
 from tests.simulator.compiled.walks import Edit, Walk, check, walks
+from tests.simulator.examples import ExampleSpreads
 from tests.strategies import CPU, cluster
 
 
@@ -33,6 +35,13 @@ def test_random_walks(walk: Walk, launched: bool, shortest_ns: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunks, "GPU_CHUNK_NS", shortest_ns)
         check(walk, afresh=True, launched=launched)
+
+
+@settings(USUAL, suppress_health_check=list(HealthCheck))
+@given(walks(max_edits=3), st.booleans(), st.integers(1, 9), st.sampled_from(Risk))
+def test_random_walks_under_draws(walk: Walk, launched: bool, count: int, risk: Risk) -> None:
+    """Every draw of every proposal, too."""
+    check(walk, afresh=True, launched=launched, draws=Draws(ExampleSpreads(), count, seed=count, risk=risk))
 
 
 OFTEN = {4: {*zoo.names()} - {"inception_v3", "resnet101"}, 16: {"nmt", "dlrm", "gpt"}, 64: {"nmt"}}

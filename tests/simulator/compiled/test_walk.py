@@ -9,9 +9,12 @@ import pytest
 from soap import api
 from soap.model.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
+from soap.simulator.compiled.walking import walk
+from soap.simulator.drawn_engine import DrawnEngine
+from soap.simulator.draws import Draws as SomeDraws
 from soap.simulator.engine import Engine
 from soap.strategy.config import OpConfig
-from tests.simulator.examples import pairwise_cluster
+from tests.simulator.examples import ExampleSpreads, pairwise_cluster
 
 pytestmark = pytest.mark.slow
 
@@ -74,7 +77,17 @@ def test_same_decisions(model: str, bounded: bool) -> None:
         engine.simulate()
     beta_per_ns = 30 / stepped.makespan_ns
     expected = replayed(stepped, choices, beta_per_ns, 3)
-    walk = walked.walk(choices, STEPS, beta_per_ns, 3, bounded=bounded, log=STEPS)
-    assert walk.costs_ns.tolist() == expected
+    outcome = walk(walked, choices, STEPS, beta_per_ns, 3, bounded=bounded, log=STEPS)
+    assert outcome.costs_ns.tolist() == expected
     assert walked.strategy == stepped.strategy
-    assert 10 < walk.accepted < walk.proposals < STEPS
+    assert 10 < outcome.accepted < outcome.proposals < STEPS
+
+
+def test_an_engine_with_draws_takes_no_walk() -> None:
+    graph, topology = api.load("zoo:rnnlm:tiny", plan_only=True).graph, pairwise_cluster(2)
+    engine = DrawnEngine(graph, topology, RooflineCosts(topology), SomeDraws(ExampleSpreads(), 2))
+    engine.load(api.classical("data_parallel", graph, topology))
+    before = engine.simulate()
+    with pytest.raises(ValueError, match="without: a walk compares makespans"):
+        walk(engine, choices_of(graph, 2), 10, 1e-6)
+    assert engine.makespan_ns == before

@@ -10,7 +10,12 @@ from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
 from soap.simulator.compiled.events import NO_BOUND
+from soap.simulator.drawn_engine import DrawnEngine, make_engine
+from soap.simulator.drawn_times import reference_times_ns
+from soap.simulator.draws import Draws
+from soap.simulator.draws import cost_ns as draws_cost_ns
 from soap.simulator.engine import Engine
+from soap.simulator.simulate import Simulator
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
 from tests.simulator.compiled.agreement import Played, compiled_tasks, reference_tasks
 from tests.simulator.examples import LaunchedCosts
@@ -60,35 +65,40 @@ def makespan_of(tasks: dict[tuple[int, int], Played]) -> int:
     return max(end for _, _, _, end, _ in tasks.values())
 
 
-def check(walk: Walk, *, afresh: bool, launched: bool = False) -> None:
-    """``afresh``: simulate every proposal with another engine as well, from the ground up. ``launched``: devices' work is."""
+def check(walk: Walk, *, afresh: bool, launched: bool = False, draws: Draws | None = None) -> None:
+    """``afresh``: simulate every proposal with another engine as well, from the ground up. ``launched``: devices' work is. ``draws``: of
+    the costs; then costs are what all of them come to, and each draw is that of the reference."""
     graph, topology, strategy, edits = walk
     states = 2 * (len(edits) % 2)  # of an optimizer that updates rows alone, or whole tables
     costs = (LaunchedCosts if launched else RooflineCosts)(topology, states)
-    engine = Engine(graph, topology, costs)
-    full = Engine(graph, topology, costs) if afresh else engine
+    engine = make_engine(graph, topology, costs, draws)
+    full = make_engine(graph, topology, costs, draws) if afresh else engine
     engine.load(strategy)
-    engine.simulate()
+    held_ns = engine.simulate()
     current = reference_tasks(graph, topology, costs, strategy)
     for edit in edits:
         edited = edit.of(strategy)
         expected = reference_tasks(graph, topology, costs, edited)
-        cost_ns = makespan_of(expected)
+        drawn = None if draws is None else reference_times_ns(Simulator(graph, topology, costs).run(edited), draws)
+        cost_ns = makespan_of(expected) if draws is None or drawn is None else draws_cost_ns(drawn, draws.risk)
         for at_most_ns in (cost_ns, cost_ns - 1, cost_ns // 2):  # the bounded decision is the exact one
             assert edit.propose(engine, at_most_ns) == (cost_ns if at_most_ns == cost_ns else None)
             engine.reject()
         assert edit.propose(engine) == cost_ns
+        if isinstance(engine, DrawnEngine):
+            assert tuple(engine.times_ns().tolist()) == drawn
         if edit.accepted:
             engine.accept()
-            strategy, current = edited, expected
+            strategy, current, held_ns = edited, expected, cost_ns
         else:
             engine.reject()
-        assert engine.makespan_ns == makespan_of(current)
+        assert engine.usual_ns == makespan_of(current)
+        assert engine.makespan_ns == held_ns
         assert engine.strategy == strategy
         assert compiled_tasks(engine) == current
         if afresh:
             full.load(edited)
-            assert full.simulate() == makespan_of(expected)
+            assert full.simulate() == cost_ns and full.usual_ns == makespan_of(expected)
             assert compiled_tasks(full) == expected
     engine.simulate()  # what the edits have left behind is a whole task graph
     assert compiled_tasks(engine) == current

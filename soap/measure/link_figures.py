@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import permutations
 from typing import NamedTuple
 
-from soap.cluster.overheads import ColdPenalty, CollectiveLatencyFactor, CpuOverhead, Port, Share
+from soap.cluster.overheads import NO_CPU_OVERHEAD, NO_LATENCY_FACTOR, ColdPenalty, CollectiveLatencyFactor, CpuOverhead, Port, Share
 from soap.cluster.topology import Topology
 from soap.errors import ProfileError
 from soap.measure.alpha_beta import AlphaBeta
@@ -66,7 +66,8 @@ def with_measured_links(topology: Topology, timings: Sequence[LinkTiming], sourc
     for link, (bandwidth, latency) in measured.items():
         links[link] = replace(links[link], bandwidth_bytes_per_second=bandwidth, latency_seconds=latency)
     described = topology.described or topology.links
-    made = replace(topology, links=tuple(links), described=described, links_source=source)
+    made = replace(topology, links=tuple(links), described=described, links_source=source, ports=())
+    made = replace(made, latency_factor=NO_LATENCY_FACTOR, cpu_overhead=NO_CPU_OVERHEAD)  # of an earlier measurement, if there was one
     made = replace(made, latency_factor=_latency_factor(made, found, within), cold_penalty=_cold_penalty(timings))
     if any(device.type.kind != "cpu" for device in topology.devices):
         return made  # on GPUs the processor that sends is not the device that computes

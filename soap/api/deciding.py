@@ -1,0 +1,124 @@
+"""Plans under draws of the costs: how sure predictions are, and which of the plans that a search found is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from soap.profiles.spreads import KnownSpreads, known_spreads
+from soap.search.deciding import DECIDING_DRAWS, RANGE, Decision, Timed, decide
+from soap.search.record import SearchResult
+from soap.simulator.drawn_times import drawn_times
+from soap.simulator.draws import Draws, Error, Risk, drawn_ns
+from soap.simulator.simulate import Simulator
+from soap.strategy.config import Strategy
+
+SEARCH_SEED = "search"
+DECIDING_SEED = "deciding"
+"""Seeds of the draws that a search compares plans by, and of those by which it is decided: others, so that luck does not count."""
+
+
+def draws_for(simulator: Simulator, count: int, risk: Risk = Risk.MEAN, seed: str = SEARCH_SEED) -> Draws:
+    """Draws of the costs and links of a simulator."""
+    return Draws(KnownSpreads(simulator.costs, simulator.topology), count, seed, risk)
+
+
+def timed(
+    simulator: Simulator,
+    plans: Mapping[str, Strategy],
+    usual: Strategy,
+    draws: int = DECIDING_DRAWS,
+    *,
+    reference: Strategy | None = None,
+    compiled: bool = True,
+) -> list[Timed]:
+    """Plans by name with their times under draws of the costs, the same for all. ``usual``: data parallelism. ``reference``: the plan that
+    others must beat, if it is another one. ``compiled``: see ``drawn_times``."""
+    found = drawn_times(simulator, plans.values(), drawn := draws_for(simulator, draws, seed=DECIDING_SEED), compiled=compiled)
+    timed_plans = []
+    for (name, strategy), times in zip(plans.items(), found, strict=True):
+        factors = drawn.factors(plan_errors(simulator, strategy, usual)).tolist()
+        own_ns = tuple(drawn_ns(ns, factor) for ns, factor in zip(times.times_ns, factors, strict=True))
+        unlike = len(_unlike(strategy, reference or usual))
+        timed_plans.append(Timed(name, strategy, times.usual_ns, own_ns, unlike, times.messages))
+    return timed_plans
+
+
+def plan_errors(simulator: Simulator, strategy: Strategy, usual: Strategy) -> tuple[Error, ...]:
+    """The errors of a plan beside those of its costs. ``usual``: data parallelism."""
+    whole = len(simulator.graph.operators) + len(simulator.graph.parameters)
+    return KnownSpreads(simulator.costs, simulator.topology).of_plan(_unlike(strategy, usual), whole)
+
+
+def decision(
+    simulator: Simulator, result: SearchResult, usual: Strategy, *, possible: bool, confidence: float, draws: int = DECIDING_DRAWS
+) -> Decision:
+    """Which plan of a search is kept. ``usual``: data parallelism, ``possible``: whether it may be kept. If not, the best start that is
+    allowed is what a plan must beat."""
+    starts = sorted((start for start in result.starts if start.fits), key=lambda start: start.cost_ns)
+    named = {start.name: start.strategy for start in starts[:1]}
+    if possible:
+        named |= {next((start.name for start in starts if start.strategy == usual), "data_parallel"): usual}
+    known = list(named.values())
+    number = 0
+    for finalist in result.finalists:
+        if finalist.strategy not in known:
+            number += 1
+            named["found" if number == 1 else f"found {number}"] = finalist.strategy
+            known.append(finalist.strategy)
+    to_beat = usual if possible else starts[0].strategy if starts else None
+    plans = timed(simulator, named, usual, draws, reference=to_beat)
+    return decide(plans, next((plan for plan in plans if plan.strategy == to_beat), None), confidence)
+
+
+def decision_record(found: Decision) -> dict[str, Any]:
+    """What was kept, and why, as plain values. ``leader``: the plan that is fastest on average. ``plans``: these two by name, with their
+    predicted times, ``wins``, the share of ``draws`` in which each beats the reference (at least ``confidence`` of what replaces it), and
+    ``gain``, between which factors it beats it (``RANGE``); both None if there is no reference."""
+    return {
+        "kept": found.kept.name,
+        "reference": None if found.reference is None else found.reference.name,
+        "leader": found.leader.name,
+        "plans": {plan.name: _beside(plan, found.reference) for plan in (found.kept, found.leader)},
+        "confidence": found.confidence,
+        "draws": found.draws,
+    }
+
+
+def _beside(plan: Timed, reference: Timed | None) -> dict[str, Any]:
+    if reference is None:
+        return {"predicted_ns": plan.usual_ns, "wins": None, "gain": None}
+    gain = [round(float(own), 4) for own in _quantiles(plan.gains(reference))]
+    return {"predicted_ns": plan.usual_ns, "wins": round(plan.wins(reference), 4), "gain": gain}
+
+
+def range_record(plan: Timed, usual: Timed) -> dict[str, Any]:
+    """How sure a prediction is, as plain values: the times that 10, 50 and 90% of the draws are below, the gain over data parallelism in
+    the same way, and the share of the draws in which the plan beats it."""
+    shares = (RANGE[0], 0.5, RANGE[1])
+    return {
+        "shares": list(shares),
+        "time_ns": plan.quantiles_ns(shares),
+        "speedup": [round(float(own), 4) for own in _quantiles(plan.gains(usual), shares)],
+        "wins": round(plan.wins(usual), 4),
+        "draws": len(plan.times_ns),
+    }
+
+
+def memory_range(expected_bytes: int) -> list[int]:
+    """What a device that is expected to need so many bytes at its peak uses in truth, between the 10 and 90% quantiles."""
+    return [round(expected_bytes * share) for share in known_spreads()["memory"]["quantiles"]]
+
+
+def _quantiles(values: Any, shares: Sequence[float] = RANGE) -> Any:
+    import numpy as np
+
+    return np.quantile(values, shares)
+
+
+def _unlike(strategy: Strategy, other: Strategy) -> list[tuple[str, ...]]:
+    """The operators and parameters that are configured unlike another strategy's, with how."""
+    operators = [(name, repr(config)) for name, config in strategy.operators.items() if config != other.operators[name]]
+    parameters = sorted({*strategy.parameters, *other.parameters})
+    syncs = [(name, repr(strategy.sync(name))) for name in parameters if strategy.sync(name) != other.sync(name)]
+    return [*(("operator", *one) for one in operators), *(("parameter", *one) for one in syncs)]

@@ -1,0 +1,52 @@
+"""What-if over figures of the cluster: where the choice between a plan and data parallelism turns over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+from soap.api.predictions import plays_compiled
+from soap.profiles.scaled import ScaledCosts
+from soap.search.sensitivity import Figure, Sensitivity, known_figures, sensitivities, with_figure
+from soap.simulator.folded import FoldedSimulation
+from soap.simulator.lowering import lower
+from soap.simulator.reference import simulate
+from soap.simulator.simulate import Simulation, Simulator
+from soap.strategy.config import Strategy
+
+MOST_PLAYED = 200
+"""About as often two plans are simulated."""
+
+
+def gain_with(simulator: Simulator, plan: Strategy, usual: Strategy) -> Callable[[Figure, float], float]:
+    """The gain of a plan over another one on the simulator's cluster with a figure times a factor. Answers are kept."""
+    known = [(strategy, simulator.predict(strategy)) for strategy in (plan, usual)]
+    compiled = plays_compiled(max(len(own.tasks.tasks) for _, own in known), MOST_PLAYED)
+
+    @cache
+    def gain(figure: Figure, factor: float) -> float:
+        topology = with_figure(simulator.topology, figure, factor)
+        costs = ScaledCosts(simulator.costs, simulator.topology, topology, simulator.optimizer_states)
+        there = Simulator(simulator.graph, topology, costs, simulator.optimizer_states)
+        times = [_time_ns(there, strategy, own, compiled=compiled) for strategy, own in known]
+        return times[1] / times[0]
+
+    return gain
+
+
+def _time_ns(simulator: Simulator, strategy: Strategy, known: Simulation | FoldedSimulation, *, compiled: bool) -> int:
+    """The time of an iteration. ``known``: on a cluster with other figures; what a strategy means does not depend on them."""
+    if isinstance(known, FoldedSimulation):
+        return simulator.predict(strategy).makespan_ns
+    if not compiled:
+        return simulate(lower(known.plan, simulator.topology, simulator.costs)).makespan_ns
+    from soap.simulator.engine import Engine  # imports numba
+
+    engine = Engine(simulator.graph, simulator.topology, simulator.costs)
+    engine.load(strategy)
+    return engine.simulate()
+
+
+def sensitivity(simulator: Simulator, plan: Strategy, usual: Strategy) -> list[Sensitivity]:
+    """How the choice between two plans depends on each figure of the cluster. StrategyError if one does not fit it."""
+    return sensitivities(gain_with(simulator, plan, usual), known_figures(simulator.topology))

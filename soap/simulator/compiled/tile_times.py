@@ -1,0 +1,45 @@
+"""How long the tiles of a variant take, and how long each draw says that they take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from soap.cluster.topology import DeviceType
+from soap.model.graph import OperatorGraph
+from soap.plan.tiling import Tile
+from soap.simulator.compiled.graph_arrays import Ints, Longs
+from soap.simulator.costs import CostModel, launch_ns
+from soap.simulator.draws import Draws
+
+WAYS = (False, True)
+"""Forward, backward."""
+
+
+class TileTimes:
+    """Nanoseconds, [device type, forward or backward, tile]. ``durations``: of the tiles. ``launches``: of launching them."""
+
+    def __init__(
+        self, graph: OperatorGraph, costs: CostModel, types: Sequence[DeviceType], tiles: Sequence[Tile], place: Ints | Longs
+    ) -> None:
+        """``tiles``: one tile of each kind; tiles of one kind take equal times. ``place``: by tile, which kind it is."""
+        self._graph, self._types, self._tiles, self._place = graph, types, tiles, place
+        ask = (costs.forward_ns, costs.backward_ns)
+        self._kinds = np.array([[[f(graph, tile, kind) for tile in tiles] for f in ask] for kind in types], np.int64)
+        launches = [[[launch_ns(costs, graph, tile, kind, backward=way) for tile in tiles] for way in WAYS] for kind in types]
+        self.durations: Longs = self._kinds[:, :, place]
+        self.launches: Longs = np.array(launches, np.int64)[:, :, place]
+
+    def drawn(self, draws: Draws) -> Longs:
+        """``durations`` under each draw (``draws.drawn_ns``), [device type, forward or backward, tile, draw]."""
+        errors = draws.spreads.of_tile
+        factors = np.array(
+            [
+                [[draws.factors(errors(self._graph, tile, kind, backward=way)) for tile in self._tiles] for way in WAYS]
+                for kind in self._types
+            ]
+        )
+        usual = self._kinds[..., None]
+        drawn: Longs = np.where(usual > 0, np.maximum(1, (usual * factors).astype(np.int64)), 0)
+        return drawn[:, :, self._place]

@@ -1,0 +1,54 @@
+"""The times of strategies under every draw of the costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from soap.simulator.draws import DrawnTasks, Draws
+from soap.simulator.folded import FoldedSimulation
+from soap.simulator.reference import simulate
+from soap.simulator.simulate import Simulation, Simulator, is_large
+from soap.strategy.config import Strategy
+
+
+class DrawnTimes(NamedTuple):
+    """``usual_ns``: time of an iteration under the most likely costs. ``times_ns``: under each draw. ``messages``: number of communications
+    in an iteration."""
+
+    usual_ns: int
+    times_ns: tuple[int, ...]
+    messages: int
+
+
+def reference_times_ns(outcome: Simulation | FoldedSimulation, draws: Draws) -> tuple[int, ...]:
+    """[draw]: the makespan of a simulated strategy, by the reference simulation."""
+    drawn = DrawnTasks(outcome.tasks, draws, outcome.between_hosts)
+    return tuple(simulate(drawn.under(draw)).makespan_ns for draw in range(draws.count))
+
+
+def drawn_times(simulator: Simulator, strategies: Iterable[Strategy], draws: Draws, *, compiled: bool = True) -> list[DrawnTimes]:
+    """The times of each strategy, under the same draws. ``compiled``: by compiled code; else by the reference, which is slower, needs no
+    compiler, and gives the same times. StrategyError if a strategy does not fit the graph or the cluster."""
+    if not compiled:
+        return [_by_reference(simulator.predict(strategy), draws) for strategy in strategies]
+    from soap.simulator.drawn_engine import DrawnEngine  # imports numba
+
+    engine, found = None, []
+    for strategy in strategies:
+        folded = simulator.run_folded(strategy) if is_large(strategy) else ""
+        if not isinstance(folded, str):
+            found.append(_by_reference(folded, draws))
+            continue
+        engine = engine or DrawnEngine(simulator.graph, simulator.topology, simulator.costs, draws)
+        engine.load(strategy)
+        engine.simulate()
+        messages = int(np.count_nonzero(engine.played_tasks().bytes))
+        found.append(DrawnTimes(engine.usual_ns, tuple(engine.times_ns().tolist()), messages))
+    return found
+
+
+def _by_reference(outcome: Simulation | FoldedSimulation, draws: Draws) -> DrawnTimes:
+    return DrawnTimes(outcome.makespan_ns, reference_times_ns(outcome, draws), outcome.messages)

@@ -1,0 +1,204 @@
+"""A plan that was not run replaces data parallelism only if it is faster in nearly all draws of the costs; and what is said about that."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import soap
+from soap import api
+from soap.api import finding, outcome, predictions
+from soap.cli import certainty, simulate, stopping
+from soap.cli.search import HASTY_DRAWS, main
+from soap.cluster.topology import QUICKLY_MEASURED
+from soap.cluster.yaml_file import parse_cluster
+from soap.search.deciding import DECIDING_DRAWS
+from soap.search.options import SearchOptions
+from tests.cli.refusals import assert_refused
+
+MODEL = "zoo:lm:tiny"
+PAIR = """
+name: pair
+hosts:
+  - {name: box, devices: {type: p100, count: 2}, cpu_cores: 8, memory: 64 GiB, links: {intra: {bandwidth: BANDWIDTH, latency: 5 us}}}
+"""
+CLOSE, SLOW = "3 GB/s", "30 MB/s"
+"""Bandwidths at which a plan of ``MODEL`` wins by little, and by much."""
+Capsys = pytest.CaptureFixture[str]
+
+
+def described(bandwidth: str) -> str:
+    return PAIR.replace("BANDWIDTH", bandwidth)
+
+
+def search(out: Path, bandwidth: str, *options: str) -> int:
+    cluster = out.parent / "pair.yaml"
+    cluster.write_text(described(bandwidth))
+    return main([MODEL, "--cluster", str(cluster), "--budget", "40", "-o", str(out), *options])
+
+
+def report(capsys: Capsys, out: Path, bandwidth: str, *options: str) -> dict[str, Any]:
+    assert search(out, bandwidth, "--json", *options) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_what_is_not_sure_enough_keeps_data_parallelism(tmp_path: Path, capsys: Capsys) -> None:
+    out, taken_out = tmp_path / "s.json", tmp_path / "t.json"
+    taken = report(capsys, taken_out, CLOSE, "--confidence", "0")
+    leader = taken["decision"]["leader"]
+    first = taken["decision"]["plans"][leader]
+    assert leader == taken["decision"]["kept"] != "data_parallel" and 0.5 < first["wins"] < 1
+    assert first["predicted_ns"] == taken["predicted_ns"] and first["gain"] == [taken["range"]["speedup"][place] for place in (0, -1)]
+    kept = report(capsys, out, CLOSE, "--confidence", "1")
+    assert kept["same_as"] == "data_parallel" == kept["decision"]["kept"] == kept["decision"]["reference"]
+    usual = {"predicted_ns": kept["predicted_ns"], "wins": 0.5, "gain": [1.0, 1.0]}
+    assert kept["decision"]["plans"] == {"data_parallel": usual, leader: first} and kept["decision"]["draws"] == DECIDING_DRAWS
+    assert kept["range"]["speedup"] == [1.0, 1.0, 1.0]
+    record = json.loads(out.read_text())["record"]
+    assert record["decision"] == kept["decision"]
+    assert record["predicted_ns"] == record["data_parallel_ns"] == kept["predicted_ns"]
+    graph, topology = soap.load(MODEL, plan_only=True).graph, parse_cluster(described(CLOSE))
+    assert soap.load_strategy(out, graph, topology) == api.classical("data_parallel", graph, topology)
+    surely = report(capsys, out, CLOSE, "--confidence", f"{first['wins'] - 1e-3}")
+    assert surely["decision"]["kept"] != "data_parallel" and surely["range"]["wins"] >= first["wins"] - 1e-3
+
+
+def test_a_plan_that_wins_by_much_is_taken(tmp_path: Path, capsys: Capsys) -> None:
+    found = report(capsys, tmp_path / "s.json", SLOW)
+    assert found["decision"]["plans"][found["decision"]["kept"]]["wins"] == 1.0 and found["decision"]["kept"] != "data_parallel"
+    low, middle, high = found["range"]["time_ns"]
+    assert low < middle < high and low < found["predicted_ns"] < high
+    assert found["range"]["speedup"][0] > 1
+    for (least, most), expected, bound in zip(
+        found["memory_range_bytes"], found["expected_memory_bytes"], found["memory_bytes"], strict=True
+    ):
+        assert least < most == expected <= bound["total"]  # what is expected has been enough for every rank measured
+
+
+def test_it_says_so_to_people(tmp_path: Path, capsys: Capsys) -> None:
+    assert search(tmp_path / "s.json", CLOSE, "--confidence", "1") == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "kept data_parallel: the fastest plan found is predicted " in out and " of 64 draws of the costs (" in out
+    assert "fewer than 100%; measured costs (soap-profile, soap-profile links) decide, --confidence 0 takes the plan" in out
+    assert search(tmp_path / "s.json", SLOW) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "data_parallel, which it beats in 64 of 64 draws of the costs" in out
+
+
+def test_python_decides_alike(tmp_path: Path, capsys: Capsys) -> None:
+    found = api.find(MODEL, parse_cluster(described(CLOSE)), SearchOptions(budget=40, patience=0.5, confidence=0.99))
+    told = report(capsys, tmp_path / "s.json", CLOSE, "--confidence", "0.99")
+    assert api.decision_record(found.decision) == told["decision"] and found.time_ns == told["predicted_ns"]
+    assert found.range == told["range"]
+
+
+def test_a_range_is_found_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    real = predictions.timed
+    monkeypatch.setattr(predictions, "timed", lambda *args, **options: asked.append(args) or real(*args, **options))
+    found = soap.simulate(MODEL, "p100-4x4", "megatron")
+    assert asked == [] and found.makespan_ns > 0
+    assert found.range["draws"] == DECIDING_DRAWS and found.range["time_ns"] == sorted(found.range["time_ns"]) and len(asked) == 1
+    usual = soap.simulate(MODEL, "p100-4x4", "data_parallel").range
+    assert usual["speedup"] == [1.0, 1.0, 1.0] and usual["wins"] == 0.5
+
+
+def decided(kept: str, leader: str, wins: dict[str, float]) -> str:
+    plans = {name: {"predicted_ns": 2_000_000, "wins": share, "gain": [0.9, 1.2]} for name, share in wins.items()}
+    found = {"kept": kept, "reference": "data_parallel", "leader": leader, "plans": plans, "confidence": 0.9, "draws": 64}
+    return certainty.decided_text(found, at_hand=False)
+
+
+def test_what_is_said_is_about_the_plan_that_is_kept() -> None:
+    won = "beats data_parallel in 64 of 64 draws of the costs (0.90 to 1.20x)"
+    assert decided("found", "found", {"found": 1.0}) == f"not run: {won}"
+    simplest = "not run: found 2 is the simplest of the plans that are as good as the fastest one; it " + won
+    assert decided("found 2", "found", {"found": 0.95, "found 2": 1.0}) == simplest
+    unsure = decided("found 2", "found", {"found": 0.78125, "found 2": 1.0})
+    assert unsure == f"not run: found 2 {won};\nthe plan that is fastest on average, predicted 2.000 ms, does so in 50 of 64 only"
+    assert decided("data_parallel", "data_parallel", {"data_parallel": 0.5}) == ""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+@pytest.mark.parametrize("signals", [1, 2])
+def test_ctrl_c_while_it_is_decided(signals: int, tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is decided in a hurry then; a second one ends that, too."""
+    real, draws = outcome.decision, list[int]()
+
+    def decision(*args: Any, **options: Any) -> Any:
+        draws.append(options["draws"])
+        if len(draws) <= signals:
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(*args, **options)
+
+    monkeypatch.setattr(outcome, "decision", decision)
+    monkeypatch.setattr(stopping, "GRACE_S", 0.0)
+    out = tmp_path / "s.json"
+    assert search(out, SLOW, "--json") == 130
+    assert draws == [DECIDING_DRAWS, HASTY_DRAWS]
+    said = capsys.readouterr()
+    if signals == 1:
+        assert json.loads(said.out)["decision"]["draws"] == HASTY_DRAWS
+        assert json.loads(out.read_text())["record"]["decision"]["draws"] == HASTY_DRAWS
+        assert "the best strategy so far is in " in said.err
+    else:
+        assert not out.exists() and said.out == "" and said.err == "soap-search: interrupted\n"
+
+
+@pytest.mark.parametrize("confidence", [0.0, 0.05, 1.0])
+def test_whether_a_plan_is_worth_running_does_not_depend_on_the_confidence(confidence: float) -> None:
+    found = api.find(MODEL, parse_cluster(described(CLOSE)), SearchOptions(budget=40, patience=0.5, confidence=confidence))
+    best = found.result.strategy
+    assert best != found.usual is not None and found.may_win(best) and found.may_win(found.usual)
+    slow = api.classical("megatron", found.simulator.graph, found.simulator.topology)
+    assert not found.may_win(slow)
+
+
+def test_without_data_parallelism_the_best_start_is_what_must_be_beaten() -> None:
+    pinned = api.find(MODEL, parse_cluster(described(CLOSE)), SearchOptions(budget=20, pins={"*": "@0"}))
+    assert pinned.usual is None and pinned.decision.reference is not None
+    assert pinned.decision.reference.name in {start.name for start in pinned.result.starts}
+    usual = api.find(MODEL, "local:1", SearchOptions(budget=5, costs="estimate"))  # which is data parallelism itself
+    assert usual.decision.kept is usual.decision.reference is usual.decision.leader and usual.strategy == usual.result.strategy
+
+
+def test_a_simulated_plan_has_a_range(capsys: Capsys) -> None:
+    command = [MODEL, "--cluster", "p100-4x4", "--builtin", "megatron"]
+    assert simulate.main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["range"]
+    assert found["draws"] == DECIDING_DRAWS and found["shares"] == [0.1, 0.5, 0.9]
+    assert simulate.main(command) == 0
+    low, _, high = (ns / 1e6 for ns in found["time_ns"])
+    assert f"megatron: {low:.3f} ms to {high:.3f} ms (80%); " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("confidence", ["1.1", "-1", "much", "inf"])
+def test_other_confidences_are_refused(confidence: str, tmp_path: Path, capsys: Capsys) -> None:
+    command = [MODEL, "--cluster", "p100-4x4", "-o", str(tmp_path / "s.json"), "--confidence", confidence]
+    assert_refused(capsys, main, command, 2, "--confidence", repr(confidence))
+
+
+@pytest.mark.parametrize("risk", [None, "q80"])
+def test_files_say_by_which_draws_plans_were_compared(risk: str | None) -> None:
+    graph, topology = soap.load(MODEL, plan_only=True), parse_cluster(PAIR.replace("BANDWIDTH", CLOSE))
+    record = soap.find(graph, topology, soap.SearchOptions(budget=1, costs="estimate", risk=risk, draws=3)).record["search"]
+    assert (record["risk"], record["draws"]) == ((None, 0) if risk is None else ("q80", 3))
+    quick = replace(topology, links_source=QUICKLY_MEASURED)  # whose figures are others
+    other = soap.find(graph, quick, soap.SearchOptions(budget=1, costs="estimate", risk=risk)).record["search"]
+    assert len(record["spreads"]) == len(other["spreads"]) == 16 and record["spreads"] != other["spreads"]
+
+
+def test_large_searches_compare_by_the_most_likely_costs_and_decide_under_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, options = parse_cluster(described(SLOW)), SearchOptions(budget=40)
+    assert api.find(MODEL, cluster, options).compared_by is not None
+    monkeypatch.setattr(finding, "MOST_DRAWN_TILES", 7)  # the model has four operators
+    found, plain = api.find(MODEL, cluster, options), api.find(MODEL, cluster, replace(options, risk=None))
+    assert found.compared_by is None and found.result.strategy == plain.result.strategy
+    assert found.decision.draws == DECIDING_DRAWS and len(found.decision.kept.times_ns) == DECIDING_DRAWS
