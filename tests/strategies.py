@@ -11,8 +11,9 @@ from soap.cluster.overheads import NO_LATENCY_FACTOR, ColdPenalty, CollectiveLat
 from soap.cluster.topology import Device, DeviceType, Host, Link, Topology
 from soap.model.graph import DimMap, Factor, Operator, OperatorGraph, TensorKind
 from soap.model.regions import Box
-from soap.strategy.config import OpConfig, Strategy, SyncConfig, settled_config
-from soap.strategy.sync import SPARSE_ALL_GATHER, parameter_server
+from soap.strategy.compression import Int8, PowerSgd, Rgc, RgcAsq
+from soap.strategy.config import FLOATING, OpConfig, Strategy, SyncConfig, settled_config
+from soap.strategy.sync import SPARSE_ALL_GATHER, compressed, parameter_server
 from soap.strategy.sync_contracts import WITHIN
 from tests.graph_builder import ATTRIBUTE, GraphBuilder
 
@@ -191,12 +192,17 @@ def strategies_for(
     return Strategy(operators, {name: sync for name, sync in chosen.items() if sync != SyncConfig()})
 
 
+LOSSY = (Rgc(density=0.2), RgcAsq(selection="exact"), PowerSgd(), Int8())
+"""Compressions with one exchange of messages, two sums, and two exchanges of parts."""
+
+
 def syncs(graph: OperatorGraph, parameter: str) -> st.SearchStrategy[SyncConfig]:
     """Any synchronization of a parameter."""
     rows = parameter in graph.sparse
     servers = [parameter_server(partitions, within, rows=rows) for partitions in (1, 3) for within in WITHIN]
     gathered = [SPARSE_ALL_GATHER] if parameter in graph.sparse else []
-    return st.sampled_from([SyncConfig(), *gathered, *servers])
+    lossy = [compressed(how) for how in LOSSY if not rows and graph.tensors[parameter].dtype in FLOATING]
+    return st.sampled_from([SyncConfig(), *gathered, *servers, *lossy])
 
 
 @st.composite

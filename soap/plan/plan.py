@@ -14,6 +14,7 @@ from functools import cached_property
 from soap.model.graph import Operator, OperatorGraph
 from soap.model.regions import Box
 from soap.plan.tiling import Tile
+from soap.strategy.compression import Compression
 from soap.strategy.config import Strategy
 from soap.strategy.sync_contracts import Contract, named
 
@@ -142,6 +143,7 @@ class ShardSync:
     ``Plan.shards``): those whose gradients share one buffer, in the buffer's order, or the partitions of a region, in row order. Their
     ``devices`` are the owners. ``readers``: the devices (sorted, distinct) whose tiles read it; ``uses`` lists these tiles. ``leaders``:
     for each reader, the device through which it communicates: with local aggregation the first reader on its host, else the reader itself.
+    ``compression``: how its gradient is compressed, with a selection that suits the layer.
     """
 
     method: str
@@ -152,6 +154,7 @@ class ShardSync:
     readers: tuple[int, ...]
     leaders: tuple[int, ...]
     uses: tuple[tuple[int, int], ...]
+    compression: Compression | None = None
 
     @property
     def contract(self) -> Contract:
@@ -278,6 +281,11 @@ ASK_NAME = "ask for rows"
 def serve_name(sync: ShardSync, partition: int) -> str:
     """Task name of adding up the gradients of a partition and updating it on its server."""
     return f"serve {sync.parameter}[{sync.index}]/{partition}"
+
+
+def settled_name(device: int) -> str:
+    """Task name of the moment from which on a device has no backward pass to run any more."""
+    return f"settle @{device}"
 
 
 def update_name(device: int) -> str:

@@ -30,6 +30,7 @@ from soap.cluster.presets import device_types
 from soap.cluster.topology import DeviceType, Topology
 from soap.model.graph import OperatorGraph
 from soap.model.regions import Box
+from soap.plan.compression.seam import Layout, Work
 from soap.plan.row_counts import parameters_held
 from soap.plan.tiling import Tile
 from soap.profiles.corrections import CORRECTED, Correction
@@ -39,6 +40,7 @@ from soap.profiles.roofline import RooflineCosts, runtime_seconds, work_seconds
 from soap.profiles.store import Store
 from soap.profiles.work import Kernel, backward_work, forward_work
 from soap.simulator.costs import nanoseconds
+from soap.strategy.compression import Compression
 
 LEAST_KINDS = 3
 CACHE_ENTRIES = 2**18
@@ -229,6 +231,10 @@ class ProfiledCosts:
     def update_ns(self, parameter_bytes: int, device: DeviceType) -> int:
         """Optimizer update of a shard."""
         return self.update_answer(parameter_bytes, device).ns
+
+    def compression_ns(self, compression: Compression, layout: Layout, work: Work, device: DeviceType) -> int:
+        """Compressing a gradient, or decompressing: an estimate."""
+        return self.estimate.compression_ns(compression, layout, work, device)
 
     def launch_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType, *, backward: bool) -> int:
         """Launching one pass over a tile."""

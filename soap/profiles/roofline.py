@@ -16,12 +16,14 @@ from collections.abc import Iterable
 from soap.cluster.topology import DeviceType, Topology
 from soap.model.graph import OperatorGraph
 from soap.model.regions import Box
+from soap.plan.compression.seam import Layout, Work
 from soap.plan.row_counts import parameters_held
 from soap.plan.tiling import Tile
 from soap.profiles import efficiency
 from soap.profiles.efficiency import PEAK_SHARE
 from soap.profiles.work import Kernel, backward_work, constants, forward_work
 from soap.simulator.costs import nanoseconds
+from soap.strategy.compression import Compression
 
 TILE_CALLS = 12
 """What the runtime's Python adds to a tile in each direction on a CPU, in calls (``kernel_seconds``), so that it follows the machine's
@@ -91,6 +93,13 @@ class RooflineCosts:
             launching = (1 + UPDATE_CALLS_PER_STATE * self.optimizer_states) * device.kernel_seconds
         bandwidth = device.memory_bandwidth_bytes_per_second * efficiency.memory_share(device)
         return nanoseconds(traffic / bandwidth + launching)
+
+    def compression_ns(self, compression: Compression, layout: Layout, work: Work, device: DeviceType) -> int:
+        """Compressing a gradient, or decompressing: its passes over memory, and its calls."""
+        on_host = device.kind == "cpu"
+        effort = layout.effort(compression, work, on_host=on_host)
+        bandwidth = device.memory_bandwidth_bytes_per_second * efficiency.memory_share(device)
+        return nanoseconds(effort.moved_bytes(on_host=on_host) / bandwidth + effort.calls * device.kernel_seconds)
 
     def _cached(self, graph: OperatorGraph, tile: Tile, device: DeviceType, *, backward: bool) -> int:
         """The key of a tile's answer: its intervals, which decide its regions. Replicas and devices of one type share the answer. The

@@ -6,9 +6,11 @@ import hashlib
 
 from soap.cluster.topology import DeviceType, Topology
 from soap.model.graph import OperatorGraph
+from soap.plan.compression.seam import Layout, Work
 from soap.plan.tiling import Tile
 from soap.profiles.roofline import RooflineCosts
-from soap.simulator.costs import CostModel, launch_ns, updates_rows_alone
+from soap.simulator.costs import CostModel, compression_ns, launch_ns, updates_rows_alone
+from soap.strategy.compression import Compression
 
 
 class ScaledCosts:
@@ -58,6 +60,12 @@ class ScaledCosts:
         old = self._original.get(device, device)
         estimated = self._before.update_ns(parameter_bytes, old), self._now.update_ns(parameter_bytes, device)
         return _in_proportion(self._costs.update_ns(parameter_bytes, old), *estimated)
+
+    def compression_ns(self, compression: Compression, layout: Layout, work: Work, device: DeviceType) -> int:
+        """Compressing a gradient, or decompressing."""
+        old = self._original.get(device, device)
+        before, now = (own.compression_ns(compression, layout, work, of) for own, of in ((self._before, old), (self._now, device)))
+        return _in_proportion(compression_ns(self._costs, compression, layout, work, old), before, now)
 
     def launch_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType, *, backward: bool) -> int:
         """Launch time of one pass of a tile."""

@@ -10,7 +10,9 @@ from typing import Literal, Protocol, runtime_checkable
 
 from soap.cluster.topology import DeviceType
 from soap.model.graph import OperatorGraph
+from soap.plan.compression.seam import Layout, Work
 from soap.plan.tiling import Tile
+from soap.strategy.compression import Compression
 
 CostSource = Literal["auto", "estimate"]
 """``auto``: use what ``soap-profile`` has measured of the cluster's devices, estimate the rest. ``estimate``: use only their figures."""
@@ -58,6 +60,23 @@ class Launching(Protocol):
 def launch_ns(costs: CostModel, graph: OperatorGraph, tile: Tile, device: DeviceType, *, backward: bool) -> int:
     """Launch time of one pass of a tile, in nanoseconds; 0 if the cost model is not ``Launching``."""
     return costs.launch_ns(graph, tile, device, backward=backward) if isinstance(costs, Launching) else 0
+
+
+@runtime_checkable
+class Compressing(Protocol):
+    """An optional part of a cost model: how long a device takes to compress a gradient, or to decompress."""
+
+    def compression_ns(self, compression: Compression, layout: Layout, work: Work, device: DeviceType) -> int:
+        """One of the works of a method on a shard of this layout."""
+
+
+def compression_ns(costs: CostModel, compression: Compression, layout: Layout, work: Work, device: DeviceType) -> int:
+    """Nanoseconds of such work; at memory bandwidth if the cost model is not ``Compressing``."""
+    if isinstance(costs, Compressing):
+        return costs.compression_ns(compression, layout, work, device)
+    on_host = device.kind == "cpu"
+    moved_bytes = layout.effort(compression, work, on_host=on_host).moved_bytes(on_host=on_host)
+    return nanoseconds(moved_bytes / device.memory_bandwidth_bytes_per_second)
 
 
 @runtime_checkable

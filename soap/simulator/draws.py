@@ -193,7 +193,7 @@ class DrawnTasks:
         if task.tile is not None:
             tile, device = plan.as_run(plan.tiles[task.tile]), topology.devices[task.resources[0]].type
             return self._spreads.of_tile(plan.graph, tile, device, backward=task.kind is TaskKind.BACKWARD)
-        if task.id[0] == UPDATE:
+        if task.kind is TaskKind.UPDATE and task.id[0] == UPDATE:
             return self._spreads.of_update(topology.devices[task.resources[0]].type)
         links = [resource - topology.device_count for resource in task.resources]
         held = [link for link in links if 0 <= link < len(self._between)]

@@ -343,7 +343,7 @@ class Engine:
                 ) from None
 
     def _find_missing(self) -> None:
-        sets, tied, price = self._groups.arrays.sets, self._shards.tied, self._shards.price
+        sets, tied, price, compressed = self._groups.arrays.sets, self._shards.tied, self._shards.price, self._shards.compressed
         if sets.missing[0]:
             self._groups.add(missing_entry(sets))
             self._renew(groups=self._groups.arrays)
@@ -352,6 +352,9 @@ class Engine:
             self._renew_tables()
         elif price.missing[0]:
             self.variants.geometries.price(missing_entry(price))
+            self._renew_tables()
+        elif compressed.missing[0]:
+            self.variants.geometries.compress(missing_entry(compressed))
             self._renew_tables()
 
     def _renew_tables(self) -> None:

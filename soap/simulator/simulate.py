@@ -64,7 +64,7 @@ class Simulation:
         """Nanoseconds of a step of ``micro_batches`` iterations, only the last of which synchronizes gradients and updates parameters."""
         if micro_batches == 1:
             return self.makespan_ns
-        skipped = (TaskKind.SYNC, TaskKind.UPDATE)  # but not pulls before the forward pass, which have no predecessors
+        skipped = (TaskKind.SYNC, TaskKind.COMPRESS, TaskKind.UPDATE)  # but not pulls before the forward pass, which have no predecessors
         kept = tuple(
             replace(task, duration_ns=0) if task.kind in skipped and task.predecessors else task for task in self.tasks.tasks
         )

@@ -23,6 +23,7 @@ class TaskKind(StrEnum):
     EXCHANGE = "exchange"
     REDUCE = "reduce"
     SYNC = "sync"
+    COMPRESS = "compress"
     UPDATE = "update"
 
 

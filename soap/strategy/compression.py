@@ -6,6 +6,7 @@ in ``soap.runtime.compression`` (what it does with numbers). All other code asks
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, get_args
 
@@ -154,6 +155,55 @@ def parse(text: str) -> Compression:
         example = kind().word
         raise StrategyError(f"compression {text!r}: expected a {kind.number} behind the colon, such as {example!r}") from None
     return kind(**{kind.number: value})
+
+
+def written_settings(compression: Compression) -> dict[str, Any]:
+    """A method with the settings that differ from its defaults, as plain JSON values."""
+    own = [(field.name, getattr(compression, field.name), field.default) for field in fields(compression)]
+    return {"method": compression.name} | {name: value for name, value, usual in own if value != usual}
+
+
+def read_settings(entry: Mapping[str, Any]) -> Compression:
+    """The reverse. StrategyError for an unknown method, setting or value."""
+    given = dict(entry)
+    name = given.pop("method", None)
+    kind = COMPRESSIONS.get(name) if isinstance(name, str) else None
+    if kind is None:
+        raise StrategyError(f"compression {str(name)[:60]!r} is unknown; expected one of {', '.join(COMPRESSIONS)}")
+    known = {field.name: field.type for field in fields(kind)}
+    for setting, value in given.items():
+        if setting not in known:
+            raise StrategyError(f"{name}: unknown setting {setting[:60]!r}; expected one of {', '.join(known) or '(none)'}")
+        if not _is_of(value, str(known[setting])):
+            raise StrategyError(f"{name}: {setting} {str(value)[:60]!r}; expected {_EXPECTED.get(str(known[setting]), 'a text')}")
+    return kind(**{setting: float(value) if known[setting] == "float" else value for setting, value in given.items()})
+
+
+def said_settings(entry: Mapping[str, Any]) -> str:
+    """Such an entry for people: ``rgc, density 0.01``."""
+    return ", ".join([entry["method"], *(f"{name} {value}" for name, value in entry.items() if name != "method")])
+
+
+def settings_schema() -> Mapping[str, Any]:
+    """The JSON schema of such an entry, as far as it is the same for all methods; ``read_settings`` checks the rest."""
+    value = {"type": ["number", "string", "boolean"]}
+    return {
+        "type": "object",
+        "properties": {"method": {"enum": list(COMPRESSIONS)}},
+        "required": ["method"],
+        "additionalProperties": value,
+    }
+
+
+_EXPECTED = {"float": "a number", "int": "a whole number", "bool": "true or false"}
+
+
+def _is_of(value: Any, kind: str) -> bool:
+    if kind == "bool":
+        return isinstance(value, bool)
+    if kind in ("float", "int"):
+        return isinstance(value, (int, float) if kind == "float" else int) and not isinstance(value, bool)
+    return isinstance(value, str)
 
 
 def _require_density(name: str, density: float) -> None:

@@ -13,7 +13,8 @@ from typing import Any, Self
 
 from soap.errors import StrategyError
 from soap.model.graph import KEEP_STATE, NEXT_STATE, Operator, OperatorGraph
-from soap.strategy.sync_contracts import Contract, Owner, Residence, Within, find_contract
+from soap.strategy.compression import COMPRESSIONS, Compression
+from soap.strategy.sync_contracts import COMPRESSED, Contract, Owner, Residence, Within, find_contract
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +52,18 @@ class OpConfig:
         return self.placed(other.degrees, other.devices, other.replicas)
 
 
+FLOATING = ("float32", "bfloat16", "float16", "float64")
+"""Types of gradients that can be compressed."""
+
+
 @dataclass(frozen=True, slots=True)
 class SyncConfig:
     """How a parameter's shards are synchronized. ``soap.strategy.sync_contracts`` lists the combinations of fields that a method serves.
 
     ``owner``: who holds the updated value and the optimizer's state. ``payload``: what of a gradient travels. ``residence``: whether
     readers keep the value between uses. ``within``: what is done inside a host first. ``partitions``: into how many parts, by rows, servers
-    cut a shard. The default is an all-reduce of gradients; ``soap.strategy.sync`` has names for the usual combinations. StrategyError if no
-    method serves the combination.
+    cut a shard. ``compression``: how gradients are compressed, with payload ``compressed`` alone. The default is an all-reduce of
+    gradients; ``soap.strategy.sync`` has names for the usual combinations. StrategyError if no method serves the combination.
     """
 
     owner: Owner = "readers"
@@ -66,9 +71,14 @@ class SyncConfig:
     residence: Residence = "kept"
     within: Within = "none"
     partitions: int = 1
+    compression: Compression | None = None
 
     def __post_init__(self) -> None:
         contract = self.contract
+        if contract.compresses != (self.compression is not None):
+            found = "without a compression" if self.compression is None else f"with compression {self.compression.word!r}"
+            expected = f"one of {', '.join(COMPRESSIONS)}" if self.compression is None else f"payload {COMPRESSED!r}"
+            raise StrategyError(f"payload {self.payload!r} {found}; expected {expected}")
         said = f"synchronization by {contract.word}"
         if self.within not in contract.within:
             expected = " or ".join(map(repr, contract.within))
@@ -90,6 +100,9 @@ class SyncConfig:
                 f"parameter {parameter!r} is {'sparse' if sparse else 'dense'}; expected {contract.word} with payload {self.payload!r} for "
                 f"{contract.parameters} parameters only: {_some(graph)}"
             )
+        if contract.compresses and graph.tensors[parameter].dtype not in FLOATING:
+            found = f"parameter {parameter!r} has type {graph.tensors[parameter].dtype}"
+            raise StrategyError(f"{found}; expected {', '.join(FLOATING)}: others are not compressed")
 
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})

@@ -12,6 +12,7 @@ from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any
 
 from soap.errors import StrategyError
+from soap.strategy.compression import read_settings, said_settings, settings_schema, written_settings
 from soap.strategy.sync_contracts import MAX_PARTITIONS, METHODS, OWNERS, RESIDENCES, WITHIN
 
 MAX_NUMBER = 2**31
@@ -21,12 +22,14 @@ MAX_NUMBER = 2**31
 @dataclass(frozen=True, slots=True)
 class OptionalField:
     """A field of a configuration and of its entry in a file. ``schema``: makes its JSON schema. ``read``: converts its value. ``mark``:
-    stands between its name and its value in text."""
+    stands between its name and its value in text. ``write``: the reverse of ``read``. ``say``: its written value for people."""
 
     name: str
     schema: Callable[[], Mapping[str, Any]]
     read: Callable[[Any], Any]
     mark: str = " "
+    write: Callable[[Any], Any] = lambda value: value
+    say: Callable[[Any], Any] = lambda value: value
 
 
 def _one_of(names: Callable[[], Sequence[str]]) -> Callable[[], Mapping[str, Any]]:
@@ -43,6 +46,7 @@ PARAMETER_FIELDS = (
     OptionalField("residence", _one_of(lambda: RESIDENCES), str),
     OptionalField("within", _one_of(lambda: WITHIN), str),
     OptionalField("partitions", _count(MAX_PARTITIONS), int),
+    OptionalField("compression", settings_schema, read_settings, write=written_settings, say=said_settings),
 )
 """Of ``SyncConfig``."""
 
@@ -78,7 +82,7 @@ def written(config: Any, known: Sequence[OptionalField], beside: Sequence[str] =
                 f"{own.name} {value!r} of {type(config).__name__} cannot be written to a strategy file; expected one of "
                 f"{', '.join(names)}: list it in soap.strategy.fields"
             )
-        found[own.name] = value
+        found[own.name] = next(field for field in known if field.name == own.name).write(value)
     return {name: found[name] for name in names if name in found}
 
 
@@ -89,7 +93,7 @@ def read(entry: Mapping[str, Any], known: Sequence[OptionalField]) -> dict[str, 
 
 def texts(values: Mapping[str, Any], known: Sequence[OptionalField]) -> list[str]:
     """What people are told of the fields in ``values``, such as ``replicas:2``, in the order of ``known``."""
-    return [f"{field.name}{field.mark}{values[field.name]}" for field in known if field.name in values]
+    return [f"{field.name}{field.mark}{field.say(values[field.name])}" for field in known if field.name in values]
 
 
 def _default(field: Field[Any]) -> Any:

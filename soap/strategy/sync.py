@@ -6,9 +6,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from soap.cluster.topology import Topology
+from soap.errors import StrategyError
 from soap.model.graph import OperatorGraph
+from soap.strategy.compression import Compression
 from soap.strategy.config import Strategy, SyncConfig
-from soap.strategy.sync_contracts import MAX_PARTITIONS, Contract, Within, by_word
+from soap.strategy.sync_contracts import COMPRESSED, MAX_PARTITIONS, Contract, Within, by_word, words
 
 PARTITIONS_PER_SERVER = 4
 """Partitions of a table per server, where the host has CPU cores beside its devices: a few cores then work at once. A default."""
@@ -30,6 +32,11 @@ def parameter_server(partitions: int = 1, within: Within = "none", *, rows: bool
     return SyncConfig("servers", within=within, partitions=partitions)
 
 
+def compressed(compression: Compression) -> SyncConfig:
+    """Every reader sends the others what a method makes of its gradient, and updates its copy with the sum of what all sent. Lossy."""
+    return SyncConfig(payload=COMPRESSED, compression=compression)
+
+
 def worded(word: str, partitions: int = 1, within: Within = "none", *, sparse: bool = False) -> SyncConfig:
     """What a method's word means for a sparse or a dense parameter; if it serves only the other kind, what it means for that.
 
@@ -37,6 +44,8 @@ def worded(word: str, partitions: int = 1, within: Within = "none", *, sparse: b
     """
     contract = by_word(word, sparse=sparse) or by_word(word, sparse=not sparse)
     assert contract is not None  # every method serves sparse or dense parameters
+    if contract.compresses:
+        raise StrategyError(f"synchronization {word!r} needs a compression; expected one of {', '.join(words())}")
     return of_method(contract, partitions, within)
 
 
@@ -49,6 +58,8 @@ def fitting(sync: SyncConfig, *, sparse: bool) -> SyncConfig | None:
     """The counterpart of ``sync`` (same word) for a sparse or a dense parameter; None if there is none."""
     if sync.contract.serves(sparse=sparse):
         return sync
+    if sync.contract.compresses:
+        return None
     found = worded(sync.contract.word, sync.partitions, sync.within, sparse=sparse)
     return found if found.contract.serves(sparse=sparse) else None
 

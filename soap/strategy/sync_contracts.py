@@ -19,6 +19,9 @@ Residence = Literal["kept", "gathered"]
 Within = Literal["none", "host"]
 """What is done inside a host first: nothing, or local aggregation: its devices communicate with the servers through one of them."""
 
+DENSE, ROWS, COMPRESSED = "dense", "rows", "compressed"
+"""Payloads: whole gradients, the rows that a step touches, or what a compressor makes of them."""
+
 OWNERS: tuple[Owner, ...] = ("readers", "servers")
 RESIDENCES: tuple[Residence, ...] = ("kept", "gathered")
 WITHIN: tuple[Within, ...] = ("none", "host")
@@ -63,9 +66,14 @@ class Contract:
         return self.owner == "servers"
 
     @property
+    def compresses(self) -> bool:
+        """Whether gradients travel compressed: how is a field of the synchronization (``SyncConfig.compression``)."""
+        return self.payload == COMPRESSED
+
+    @property
     def sums_in_place(self) -> bool:
         """Whether readers sum dense gradients in buffers that they keep from step to step."""
-        return not self.by_rows and not self.has_servers
+        return self.payload == DENSE and not self.has_servers
 
     def serves(self, *, sparse: bool) -> bool:
         """Whether it can synchronize a parameter that is sparse, or dense."""
@@ -76,7 +84,7 @@ ALL_REDUCE = Contract(
     name="all_reduce",
     word="allreduce",
     owner="readers",
-    payload="dense",
+    payload=DENSE,
     residence="kept",
     parameters="all",
     exact=True,
@@ -120,6 +128,16 @@ METHODS: list[Contract] = [
         most_partitions=MAX_PARTITIONS,
         folding="parameters on servers",
     ),
+    Contract(
+        name="compressed",
+        word="compressed",
+        owner="readers",
+        payload=COMPRESSED,
+        residence="kept",
+        parameters="dense",
+        exact=False,
+        folding="gradients are compressed",
+    ),
 ]
 """All methods, the default first. Their positions here are their numbers in compiled code."""
 
@@ -155,5 +173,5 @@ def by_word(word: str, *, sparse: bool) -> Contract | None:
 
 
 def words() -> tuple[str, ...]:
-    """The words of all methods, each once."""
-    return tuple(dict.fromkeys(contract.word for contract in METHODS))
+    """The words of all exact methods, each once. A lossy method is asked for by name elsewhere (``soap.strategy.compression.parse``)."""
+    return tuple(dict.fromkeys(contract.word for contract in METHODS if contract.exact))

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from soap.strategy.compression import Bf16, Chunked, Int8, PowerSgd, Rgc, RgcAsq
 from soap.strategy.config import SyncConfig
-from soap.strategy.sync import SPARSE_ALL_GATHER, parameter_server
+from soap.strategy.sync import SPARSE_ALL_GATHER, compressed, parameter_server
+
+COMPRESSED = (
+    Rgc(),
+    Rgc(density=0.3, selection="exact"),
+    Rgc(density=0.5, selection="sampled"),
+    RgcAsq(density=0.1),
+    Chunked(),
+    PowerSgd(rank=3),
+    Bf16(),
+    Int8(),
+)
+"""Compressions of every method."""
 
 CASES: dict[str, tuple[SyncConfig, ...]] = {
     "all_reduce": (SyncConfig(),),
     "sparse_all_gather": (SPARSE_ALL_GATHER,),
     "parameter_server": tuple(parameter_server(count, within) for count in (1, 2, 7) for within in ("none", "host")),
+    "compressed": tuple(map(compressed, COMPRESSED)),
     "row_server": tuple(parameter_server(count, within, rows=True) for count in (1, 3, 40) for within in ("none", "host")),
 }

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
-from soap.plan.compression.seam import Exchange, Layout, kept_count
-from soap.strategy.compression import Chunked, Codes
+from soap.plan.compression.seam import Effort, Exchange, Layout, Work, kept_count
+from soap.strategy.compression import Chunked, Codes, Compression
 
 CHUNK = 4096
 """Elements whose positions take twelve bits."""
@@ -47,6 +47,19 @@ class ChunkedLayout(Layout):
     def exchanges(self) -> tuple[Exchange, ...]:
         """One all-gather."""
         return (Exchange("all_gather", self.chunks * (self.index_bytes + self.code_bytes)),)
+
+    def effort(self, compression: Compression, work: Work, *, on_host: bool) -> Effort:
+        """``select``: the residual decays and takes the gradient; its magnitudes are sorted chunk by chunk, marked and counted (a count
+        takes eight bytes an element), and coded. ``restore``: zeros are written, and each peer's elements are decoded and added."""
+        whole, sent = self.whole_bytes, self.chunks * self.kept
+        if work == "restore":
+            return Effort(whole + self.peers * (self.exchanges[0].message_bytes + 40 * sent), self.peers * sent, 1 + 24 * self.peers)
+        sorting = 12 if on_host else 3
+        return Effort((9 + sorting) * whole + 20 * self.elements + 100 * sent, 3 * sent, 60)
+
+    def room_bytes(self, compression: Compression, *, on_host: bool) -> int:
+        """Magnitudes and their padded copy, marks, and a count of marks."""
+        return 3 * self.whole_bytes + 12 * self.elements + 200 * self.chunks * self.kept
 
 
 LAYOUT = ChunkedLayout

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
+from soap.model.graph import PRODUCT_KINDS, OperatorGraph
 from soap.plan.compression.powersgd import LowRankLayout
 from soap.strategy.compression import Bf16, Compression, Int8, PowerSgd, Rgc, RgcAsq, Selection
 
@@ -41,11 +42,40 @@ def chosen(compression: Compression, layer: Layer, least_bytes: int = LEAST_BYTE
     if isinstance(compression, PowerSgd):
         layout = LowRankLayout.of(compression, layer.shape, layer.element_bytes, 2)
         return compression if layout.rank * (layout.rows + layout.columns) < layout.elements else None
+    return suited(compression, layer)
+
+
+def suited(compression: Compression, layer: Layer) -> Compression:
+    """A method as it treats a layer that it compresses: with a selection; an output layer's values are not averaged."""
     if isinstance(compression, RgcAsq) and layer.kind == "output":
         compression = Rgc(density=compression.density, selection=compression.selection)
     if isinstance(compression, Rgc | RgcAsq) and compression.selection == "policy":
         return replace(compression, selection=_selection(compression, layer))
     return compression
+
+
+def settled(graph: OperatorGraph, parameter: str, compression: Compression) -> Compression:
+    """``suited`` for a parameter of a graph."""
+    return suited(compression, layer_of(graph, parameter))
+
+
+def layer_of(graph: OperatorGraph, parameter: str) -> Layer:
+    """What a parameter is, by the operators that use it: the output layer is the last one that multiplies by a matrix, and whatever shares
+    its weight (a tied encoder)."""
+    tensor, positions = graph.tensors[parameter], [position for position, _ in graph.parameter_users.get(parameter, ())]
+    if _output(graph) in positions:
+        return Layer("output", tensor.shape, tensor.itemsize)
+    convolved = any(graph.operators[position].kind.startswith("conv") for position in positions)
+    return Layer("convolution" if convolved else "hidden", tensor.shape, tensor.itemsize)
+
+
+def _output(graph: OperatorGraph) -> int:
+    """Position of the last operator with a matrix to multiply by; -1 if there is none."""
+    for position in range(len(graph.operators) - 1, -1, -1):
+        op = graph.operators[position]
+        if op.kind in PRODUCT_KINDS and any(len(graph.tensors[own.tensor].shape) > 1 for own in op.parameters):
+            return position
+    return -1
 
 
 def _selection(compression: Rgc | RgcAsq, layer: Layer) -> Selection:

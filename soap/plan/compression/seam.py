@@ -10,11 +10,35 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from math import prod
-from typing import Literal
+from typing import Literal, get_args
 
 from soap.strategy.compression import Compression
 
 ExchangeKind = Literal["all_gather", "all_to_all", "sum"]
+Work = Literal["select", "combine", "restore"]
+"""What a device does: before the first exchange, between the two, and after the last."""
+WORKS: tuple[Work, ...] = get_args(Work)
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """What work takes of a device: bytes that it reads and writes one after the other, elements that it reads or writes at places of their
+    own, and calls (on a GPU: kernels)."""
+
+    traffic_bytes: int
+    scattered: int
+    calls: int
+
+    def moved_bytes(self, *, on_host: bool) -> int:
+        """All bytes that memory moves: an element at a place of its own moves a line of a processor's cache, or a sector of a GPU's."""
+        return self.traffic_bytes + self.scattered * (LINE_BYTES if on_host else SECTOR_BYTES)
+
+
+LINE_BYTES, SECTOR_BYTES = 64, 32
+PROBES = 24
+"""How often a binary search halves its interval at most."""
+INTERVAL = 5
+"""Steps from one search for a threshold to the next, where it is used again (``sampled``): the paper's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +78,29 @@ class Layout(ABC):
     @abstractmethod
     def exchanges(self) -> tuple[Exchange, ...]:
         """The exchanges, one after the other."""
+
+    @abstractmethod
+    def effort(self, compression: Compression, work: Work, *, on_host: bool) -> Effort:
+        """What a device does to compress and decompress. ``on_host``: a processor, whose cores select by their own code."""
+
+    @abstractmethod
+    def room_bytes(self, compression: Compression, *, on_host: bool) -> int:
+        """At most what this work takes of memory for a while, beside gradient, state, messages and the sum."""
+
+    def state_bytes(self, compression: Compression) -> int:
+        """What a peer keeps from step to step."""
+        return len(compression.summed_state) * self.whole_bytes
+
+    @property
+    def whole_bytes(self) -> int:
+        """Of all elements in the type in which they are kept."""
+        return self.elements * self.value_bytes
+
+    @property
+    def message_bytes(self) -> int:
+        """What a peer sends and receives: its own messages and everyone's; a sum is sent in parts, which are added and sent to all."""
+        copies = {"all_gather": 1 + self.peers, "all_to_all": 2 * self.peers, "sum": 4}
+        return sum(copies[each.kind] * each.message_bytes for each in self.exchanges)
 
     @property
     def sent_bytes(self) -> int:

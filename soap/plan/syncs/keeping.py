@@ -8,6 +8,7 @@ from itertools import chain
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.model.regions import Box
+from soap.plan.compression.policy import settled
 from soap.plan.placement import first_servers, server_devices
 from soap.plan.plan import Shard, ShardSync
 from soap.plan.syncs.seam import Servers, SyncMethod, method_of
@@ -52,7 +53,8 @@ class Keeping:
                 shards += [Shard(parameter, len(shards) - first + i, part, owners, places, True) for i, (part, owners) in enumerate(owned)]
                 leaders = self._leaders(readers) if used.within == "host" else readers
                 name = method.contract.name
-                syncs.setdefault(name, []).append(ShardSync(name, parameter, index, box, numbers, readers, leaders, places))
+                how = None if used.compression is None else settled(self._graph, parameter, used.compression)
+                syncs.setdefault(name, []).append(ShardSync(name, parameter, index, box, numbers, readers, leaders, places, how))
         groups = [method.groups(self._graph, tiles, shards, syncs[method.contract.name]) for method in self._in_order(syncs)]
         return tuple(shards), tuple(chain.from_iterable(groups))
 

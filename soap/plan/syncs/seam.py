@@ -14,10 +14,12 @@ from importlib import import_module
 
 from soap.model.graph import OperatorGraph
 from soap.model.regions import Box
+from soap.plan.compression.seam import Layout, Work
 from soap.plan.flows import Round, box_bytes
 from soap.plan.placement import server_of
 from soap.plan.plan import Plan, Shard, ShardSync
 from soap.plan.tiling import Tile
+from soap.strategy.compression import Compression
 from soap.strategy.config import SyncConfig
 from soap.strategy.sync_contracts import Contract
 
@@ -30,16 +32,32 @@ class Phase(IntEnum):
     AFTER_UPDATE = 2
 
 
-SUM, PUSH, SERVE, PULL = range(4)
+SUM, PUSH, SERVE, PULL, SELECT, COMBINE, SPREAD, RESTORE = range(8)
 """Stages, the third part of a task's id: if several tasks of a synchronization are ready at once, the lowest stage goes first."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceWork:
+    """Work of a device for a synchronization, as a task of its own: it takes time, and the device does nothing else meanwhile.
+
+    ``settled``: it waits until the device has no backward pass to run any more. ``compression``, ``layout``, ``work``: what it does.
+    """
+
+    stage: int
+    device: int
+    name: str
+    compression: Compression
+    layout: Layout
+    work: Work
+    settled: bool
 
 
 @dataclass(frozen=True, slots=True)
 class SyncStep:
     """One communication: an all-reduce of ``summed_bytes`` over the readers, or ``rounds`` of flows, one after the other.
 
-    ``large``: it moves much, over many connections. On links with ports and between GPUs the simulator cuts it into chunks, between which
-    messages pass.
+    ``works``: what devices do before it, each once what it needs is there; the communication waits for all. ``large``: it moves much, over
+    many connections. On links with ports and between GPUs the simulator cuts it into chunks, between which messages pass.
     """
 
     phase: Phase
@@ -48,6 +66,7 @@ class SyncStep:
     rounds: tuple[Round, ...] = ()
     summed_bytes: int = 0
     large: bool = False
+    works: tuple[DeviceWork, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +148,10 @@ class SyncMethod(ABC):
         ``pull_together``: with local aggregation a host's readers also pull through their leader, as the runtime does. Without it each
         reader pulls for itself, to simulate systems that do so.
         """
+
+    def ending(self, plan: Plan, sync: ShardSync) -> Sequence[DeviceWork]:
+        """What devices do between the last communication after the backward pass and their update."""
+        return ()
 
     def updates(self, plan: Plan, sync: ShardSync) -> Sequence[ShardUpdate]:
         """The owners' work on each shard of ``sync``."""

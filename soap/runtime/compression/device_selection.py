@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from soap.runtime.compression.selection import PROBES
+from soap.plan.compression.seam import PROBES
 
 BLOCK = 64
 """Elements that share a maximum."""

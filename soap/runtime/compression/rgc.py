@@ -10,14 +10,12 @@ from typing import ClassVar
 
 import torch
 
+from soap.plan.compression.seam import INTERVAL
 from soap.runtime.compression import device_selection, place
 from soap.runtime.compression.seam import Selected, State
 from soap.runtime.compression.selection import Surveyed, reused
 from soap.runtime.compression.sparse import SparseCompressor, selected_by
 from soap.strategy.compression import Rgc
-
-INTERVAL = 5
-"""Steps from one search for a threshold to the next: the paper's."""
 
 
 class LargestElements(SparseCompressor[Rgc]):

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from soap.errors import RuntimeFailure
+from soap.plan.compression.seam import PROBES
 from soap.runtime.compression.kernels import BLOCK, CHUNK, collect_above, note_maxima, sum_keys
 from soap.runtime.sync.row_update import parallel
 
@@ -23,8 +24,6 @@ Positions = npt.NDArray[np.int64]
 
 TRIMS = (0.8, 0.6, 0.4, 0.2, 0.0)
 """Where trimmed top-k puts its threshold between mean and maximum, one after the other: 1 - eps, 1 - 2 eps, … with eps = 0.2."""
-PROBES = 24
-"""How often the binary search halves its interval: to single precision."""
 ALONE = 256
 """Chunks that are worth a thread."""
 PIECE = 32

@@ -31,6 +31,7 @@ _ACTIVITIES = {
     TaskKind.FORWARD: Activity.COMPUTATION,
     TaskKind.BACKWARD: Activity.COMPUTATION,
     TaskKind.SYNC: Activity.SYNCHRONIZATION,
+    TaskKind.COMPRESS: Activity.SYNCHRONIZATION,
     TaskKind.UPDATE: Activity.SYNCHRONIZATION,
 }
 
@@ -55,7 +56,7 @@ def task_shares(tasks: TaskGraph) -> list[Shares]:
         elif task.id[0] == BACKWARD:
             found.append({last - task.id[1]: 1.0})
         elif task.id[0] == UPDATE:
-            found.append(updates[task.resources[0]])
+            found.append(updates[task.id[1]])
         else:
             found.append(synchronized[task.name])
     return found
@@ -81,7 +82,9 @@ def _synchronized(plan: Plan) -> dict[str, Shares]:
         of_parameter = [i for i, shard in enumerate(plan.shards) if shard.parameter == sync.parameter]
         shares = _by_bytes(plan, sync.shards if sync.contract.sums_in_place else of_parameter)
         method = method_for(sync)
-        names = [step.name for step in method.steps(plan, sync)] + [part.name for part in method.updates(plan, sync)]
+        steps = method.steps(plan, sync)
+        names = [step.name for step in steps] + [work.name for step in steps for work in step.works]
+        names += [work.name for work in method.ending(plan, sync)] + [part.name for part in method.updates(plan, sync)]
         found.update(dict.fromkeys(filter(None, names), shares))
     return found
 

@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from soap.cluster.topology import DeviceType
-from soap.plan.plan import ASK_NAME, Plan, ShardSync, update_name
+from soap.plan.plan import ASK_NAME, Plan, ShardSync, settled_name, update_name
 from soap.plan.syncs.asking import asking_rounds
 from soap.plan.syncs.bucketing import idle_shards, shard_bytes
-from soap.plan.syncs.seam import SERVE, Phase, ShardUpdate, SyncStep, method_for
+from soap.plan.syncs.seam import SERVE, DeviceWork, Phase, ShardUpdate, SyncStep, method_for
 from soap.simulator.communication.servers import adding_ns, device_row_seconds, row_seconds, server_resources, server_type
-from soap.simulator.costs import CostModel, table_update_ns
+from soap.simulator.costs import CostModel, compression_ns, table_update_ns
 from soap.simulator.task_list import FORWARD, SYNC, UPDATE, TaskList
 from soap.simulator.tasks import TaskKind
 
 ASKING = (FORWARD, 0, 0, 0, 0, 0)
 """The id of the request for rows. It comes before every other task that is ready when a step begins: it is the id of a message to the first
 operator, which has no such message."""
+
+
+NOTHING: Mapping[int, int] = {}
 
 
 class Synchronization:
@@ -31,6 +34,8 @@ class Synchronization:
         methods = [method_for(sync) for sync in plan.syncs]
         self._steps = [method.steps(plan, sync, pull_together=pull_together) for method, sync in zip(methods, plan.syncs, strict=True)]
         self._updates = [method.updates(plan, sync) for method, sync in zip(methods, plan.syncs, strict=True)]
+        self._ending = [method.ending(plan, sync) for method, sync in zip(methods, plan.syncs, strict=True)]
+        self._settled: dict[int, int] = {}
         self._asking = asking_rounds(plan, pull_together=pull_together)
 
     def pull(self) -> Iterator[tuple[int, int]]:
@@ -52,25 +57,51 @@ class Synchronization:
         for tile, task in backward.items():
             ready[plan.tiles[tile].device].append(task)
         resources = server_resources(plan, self._tasks.topology)
+        self._settle(ready)
         for number, sync in enumerate(plan.syncs):
             gradients = [backward[tile] for tile, _ in sync.uses if tile in backward]
-            tasks = list(self._walk(number, Phase.AFTER_BACKWARD, gradients))
+            tasks = list(self._walk(number, Phase.AFTER_BACKWARD, gradients, backward))
+            ends = self._works(sync, self._ending[number], tasks[-1:])
             after = tasks[-1:] or gradients
             served = [self._serve(sync, part, resources[part.shard], after) for part in self._updates[number] if part.name]
             for part in self._updates[number]:
                 for device in plan.shards[part.shard].devices if tasks and not part.name else ():
-                    ready[device].append(tasks[-1])
+                    ready[device].append(ends.get(device, tasks[-1]))
             list(self._walk(number, Phase.AFTER_UPDATE, served))
         for device, duration in self._device_updates().items():
             self._tasks.add((UPDATE, device, 0, 0, 0, 0), update_name(device), TaskKind.UPDATE, (device,), duration, ready[device])
 
-    def _walk(self, number: int, phase: Phase, after: Iterable[int]) -> Iterator[int]:
-        """Add the tasks of one synchronization in one phase, each after the one before; yields them."""
+    def _walk(self, number: int, phase: Phase, after: Iterable[int], backward: Mapping[int, int] = NOTHING) -> Iterator[int]:
+        """Add the tasks of one synchronization in one phase, each after the one before; yields the communications."""
         for step in self._steps[number]:
             if step.phase is phase:
-                task = self._move(self._plan.syncs[number], step, after)
-                after = (task,)
+                works = self._works(self._plan.syncs[number], step.works, after, backward)
+                task = self._move(self._plan.syncs[number], step, works.values() or after)
+                after, backward = (task,), NOTHING
                 yield task
+
+    def _settle(self, backward: Sequence[Iterable[int]]) -> None:
+        """Add, for devices that have such work, the task that says that no backward pass is left. ``backward``: device -> its tasks."""
+        works = [work for steps in self._steps for step in steps for work in step.works]
+        works += [work for ending in self._ending for work in ending]
+        for device in sorted({work.device for work in works if work.settled}):
+            place = (UPDATE, device, 1, 0, 0, 0)
+            self._settled[device] = self._tasks.add(place, settled_name(device), TaskKind.COMPRESS, (), 1, backward[device])
+
+    def _works(
+        self, sync: ShardSync, works: Iterable[DeviceWork], after: Iterable[int], backward: Mapping[int, int] = NOTHING
+    ) -> dict[int, int]:
+        """Add what devices do. Returns device -> its task. ``backward``: tile -> task; a device that has such tasks waits for these alone
+        rather than for all of ``after``."""
+        found, after = {}, tuple(after)
+        for work in works:
+            device = self._tasks.topology.devices[work.device].type
+            duration = compression_ns(self._costs, work.compression, work.layout, work.work, device)
+            own = [backward[tile] for tile, _ in sync.uses if tile in backward and self._plan.tiles[tile].device == work.device]
+            waits = (*(own or after), *([self._settled[work.device]] if work.settled else ()))
+            place = (*self._place(sync, work.stage)[:4], work.device, 0)
+            found[work.device] = self._tasks.add(place, work.name, TaskKind.COMPRESS, (work.device,), duration, waits)
+        return found
 
     def _move(self, sync: ShardSync, step: SyncStep, after: Iterable[int]) -> int:
         place = self._place(sync, step.stage)

@@ -21,6 +21,7 @@ from soap.simulator.compiled.state import ARENA, DEVICES, NEVER, PULLS, SLOTS, S
 from soap.simulator.compiled.synchronization import count_backward, count_sums, synchronize
 from soap.simulator.compiled.syncs.asking import count_pulls, make_pulls
 from soap.simulator.compiled.syncs.codes import travels_by_rows
+from soap.simulator.compiled.syncs.compressed import any_compressed
 from soap.simulator.compiled.task_keys import STATE_FULL
 from soap.simulator.compiled.variants import CELLS
 from soap.simulator.compiled.world import World
@@ -235,7 +236,7 @@ def _save(W, op, stamp):  # type: ignore[no-untyped-def]
 def needs_sums(W: World) -> bool:
     """Whether the change affects sums of gradients."""
     G, C, U = W.graph, W.state, W.undo
-    if U.what[RESYNCED] > 0:
+    if U.what[RESYNCED] > 0 or any_compressed(W):  # compressed sums wait for all backward passes of a device
         return True
     for n in range(U.what[CHANGED]):
         op = U.fields[n * FIELDS]

@@ -23,6 +23,7 @@ from soap.simulator.compiled.state import (
     PULLS,
     SLOTS,
     SYNC_BUCKET,
+    SYNC_DEVICE,
     SYNCS,
     UPDATE_DEVICE,
     Groups,
@@ -164,6 +165,8 @@ def _settle_successors(G, C, R, Q, slot, end):  # type: ignore[no-untyped-def]
     elif kind == SYNC_BUCKET:
         for i in range(R.sets.ptr[C.index[slot]], R.sets.ptr[C.index[slot] + 1]):
             settle(Q, R.sets.item[i], end)
+    elif kind == SYNC_DEVICE:
+        settle(Q, C.index[slot], end)
 
 
 @inlined

@@ -32,7 +32,7 @@ class Scratch(NamedTuple):
     - ``k_``: carriers; ``part``: their pieces. ``t_``: tasks. ``e_``: edges. ``res``: resources of exchanges. ``cell``: bounds of cells and
       of pieces. ``hash_key``, ``hash_stamp``, ``hash_value``: a hash table.
     - By device: ``update`` in ns; ``floor``: least ns of its update, whatever the changed operator becomes; ``taken``: partitions on the
-      cores of a host, for the host's lowest device.
+      cores of a host, for the host's lowest device; ``settled``, ``settling``: see ``syncs.compressed``.
     - By parameter: ``geometry``, ``expected`` (a stamp).
     - The tiles that use a shard: ``use_slot``, ``use_device``, ``use_lookups``, ``use_block`` (equal for replicas of one tile).
     - By place in ``members``, from 0 on: ``lookups``, ``seen``, ``leader``, ``touched``, ``together``, ``received``; by partition:
@@ -115,6 +115,8 @@ class Scratch(NamedTuple):
     update: Longs
     floor: Longs
     taken: Longs
+    settled: Longs
+    settling: Longs
     members: Ints
     geometry: Ints
     expected: Longs
@@ -146,7 +148,7 @@ def make_scratch(size: int, devices: int, links: int) -> Scratch:
     sizes |= dict.fromkeys(("mark", "mark_value"), max(devices, size))
     sizes |= dict.fromkeys(("load", "load_stamp"), links + 1)
     sizes |= {"held": devices + links + 1, "members": devices + 1, "cell": 16 * size, "flow": 3 * size}
-    sizes |= dict.fromkeys(("update", "floor", "taken"), devices)
+    sizes |= dict.fromkeys(("update", "floor", "taken", "settled", "settling"), devices)
     sizes |= dict.fromkeys(("lookups", "leader", "touched", "together", "received", "seen"), devices + 1)
     sizes |= dict.fromkeys(("e_src", "e_dst", "res", "work", "fill", "gradient_next", "gradient_task"), 4 * size)
     kinds = Scratch.__annotations__.items()

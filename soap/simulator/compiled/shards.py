@@ -12,9 +12,10 @@ import numpy as np
 
 from soap.cluster.topology import DeviceType, Topology
 from soap.model.graph import OperatorGraph
-from soap.model.regions import Box, cells, contains, subtract, volume, whole
+from soap.model.regions import Box, cells, contains, lengths, subtract, volume, whole
 from soap.plan.placement import server_devices
 from soap.simulator.communication.servers import server_type
+from soap.simulator.compiled.effort import effort_row
 from soap.simulator.compiled.growing import Growing
 from soap.simulator.compiled.lists import GrowingLists
 from soap.simulator.compiled.state import LOW_BITS, ShardTables
@@ -36,6 +37,8 @@ class Geometries:
         self._tied, self._tied_geometry = GrowingLists(), Growing(np.int32)
         self._rows, self._row_bytes = Growing(np.int64), Growing(np.int64)
         self._prices, self._price_ns = GrowingLists(), Growing(np.int64)
+        self._compressed, self._effort = GrowingLists(), Growing(np.int64)
+        self._shapes: list[tuple[int, ...]] = []
         self._servers = {topology.devices[server].host: server for server in server_devices(topology)}
         self._ptr.add([0])
         self._use_ptr.add([0])
@@ -65,6 +68,7 @@ class Geometries:
             if size not in known:
                 known[size] = [self._costs.update_ns(size, kind) for kind in self._types]
             self._bytes.add([size])
+            self._shapes.append(lengths(cell))
             rows = cell[0][1] - cell[0][0] if cell else 1
             self._rows.add([rows])
             self._row_bytes.add([size // rows])
@@ -95,6 +99,11 @@ class Geometries:
             self._prices.add((owner, high, low))
             self._price_ns.add([table_update_ns(self._costs, size, size, kind) if of_rows else self._costs.update_ns(size, kind)])
 
+    def compress(self, key: tuple[int, ...]) -> None:
+        """Work out what compression of a shard takes. ``key``: an entry of ``compressed``."""
+        self._compressed.add(key)
+        self._effort.add(effort_row(self._graph, self._costs, self._types, self._shapes[key[2]], key))
+
     def arrays(self) -> ShardTables:
         """All geometries and prices as arrays."""
         return ShardTables(
@@ -112,6 +121,8 @@ class Geometries:
             tied_geometry=self._tied_geometry.array(),
             price=self._prices.arrays(),
             price_ns=self._price_ns.array(),
+            compressed=self._compressed.arrays(),
+            effort=self._effort.array(),
             rows_alone=np.array([updates_rows_alone(self._costs)], np.int32),
         )
 

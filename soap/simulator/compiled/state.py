@@ -18,8 +18,9 @@ SLOTS, ARENA, DEVICES, SYNCS, PULLS = range(5)
 """Places in ``State.used``: how much of slots, ``arena`` and ``dev`` is used; number of synchronization tasks after the backward pass (sums
 of gradients, and tasks of parameter servers); number of pulls before the forward pass."""
 
-NONE, FORWARD_TILE, BACKWARD_TILE, OTHER, SYNC_BUCKET, UPDATE_DEVICE = range(6)
-"""Kinds of slots (``State.kind``). Slot d is the update of device d."""
+NONE, FORWARD_TILE, BACKWARD_TILE, OTHER, SYNC_BUCKET, UPDATE_DEVICE, SYNC_DEVICE = range(7)
+"""Kinds of slots (``State.kind``). Slot d is the update of device d. For a SYNC_BUCKET the updates of a set of devices wait, for a
+SYNC_DEVICE that of one device."""
 
 NEVER = 1 << 29
 """Added to ``waits`` of a device's update if there is nothing to update."""
@@ -43,8 +44,8 @@ class State(NamedTuple):
     By slot: ``key``, ``subkey`` (stable identity, breaks ties: ``task_ids``); ``duration`` in ns; ``launch`` of a tile, in ns; ``latency``
     of a message, in ns, for which it holds nothing; ``overhead`` of communication, in ns, for which it keeps devices busy that have ports
     at its links; ``resource`` (>= 0: in ``static``, else -1 - place in ``arena``) and ``resource_n``; ``waits`` (number of edges into it);
-    ``alive`` (whether it takes place); ``kind``; ``owner`` (operator, -1 after the backward pass); ``index`` (tile, row of another task, or
-    group of a sum); ``moved`` bytes; ``alias`` (the slot that replaces this one in a trial, -1 if none does).
+    ``alive`` (whether it takes place); ``kind``; ``owner`` (operator, -1 after the backward pass); ``index`` (tile, row of another task,
+    group of a sum, or device); ``moved`` bytes; ``alias`` (the slot that replaces this one in a trial, -1 if none does).
 
     By device: ``busy``, ns of all its tiles, forward and backward; ``doubtful``, ns of those backward passes that may vanish when another
     operator changes.
@@ -128,6 +129,8 @@ class ShardTables(NamedTuple):
     ``price_ns``: updates by ``price``: [owner, bytes >> LOW_BITS, the low bits of the bytes]. The owner is a host, for its server, or the
     number of hosts + a device type; for tables with gradients of some rows, the number of hosts and of types is added. ``rows_alone``:
     whether an update of a table changes only the rows with a gradient.
+
+    ``effort``: what compression of a shard takes (``syncs.compressed``), by ``compressed``: [code, parameter, shard, number of readers].
     """
 
     ptr: Longs
@@ -145,6 +148,8 @@ class ShardTables(NamedTuple):
     price: Lists
     price_ns: Longs
     rows_alone: Ints
+    compressed: Lists
+    effort: Longs
 
 
 def make_state(operators: int, readers: int, parameters: int, devices: int, slots: int, arena: int) -> State:

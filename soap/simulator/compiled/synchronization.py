@@ -10,9 +10,10 @@ from soap.simulator.compiled.chunks import cut_sums
 from soap.simulator.compiled.graph_arrays import GraphTables
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.scratch import EDGES, EXPECTED, PRICES, STAMP, TASKS
-from soap.simulator.compiled.state import ARENA, NEVER, SLOTS, SYNC_BUCKET, SYNCS, UPDATE_DEVICE, Groups, State
+from soap.simulator.compiled.state import ARENA, NEVER, SLOTS, SYNC_BUCKET, SYNC_DEVICE, SYNCS, UPDATE_DEVICE, Groups, State
 from soap.simulator.compiled.syncs.all_reduce import finish_bucket, join_bucket
-from soap.simulator.compiled.syncs.codes import gathers_rows
+from soap.simulator.compiled.syncs.codes import gathers_rows, is_compressed
+from soap.simulator.compiled.syncs.compressed import add_compressed
 from soap.simulator.compiled.syncs.dispatch import add_owners_tasks, owned_by_servers
 from soap.simulator.compiled.syncs.members import find_geometries, find_geometry, find_members, first_user_with_gradient
 from soap.simulator.compiled.syncs.pricing import adding_ns, ask_prices, table_price_ns
@@ -61,6 +62,8 @@ def count_sums(R: Groups, C: State, sign: int) -> None:
         if C.kind[slot] == SYNC_BUCKET:  # a sum or a sparse all-gather: no update waits for parameter servers
             for i in range(R.sets.ptr[C.index[slot]], R.sets.ptr[C.index[slot] + 1]):
                 C.waits[R.sets.item[i]] += sign
+        elif C.kind[slot] == SYNC_DEVICE:
+            C.waits[C.index[slot]] += sign
 
 
 @compiled
@@ -94,6 +97,7 @@ def synchronize(W: World) -> None:
     for bucket in range(S.count[TASKS]):
         finish_bucket(W, bucket, slot0 + bucket)
     add_owners_tasks(W, slot0)
+    add_compressed(W, slot0)
     cut_sums(R, C, S, slot0)
     ask_prices(D, S)
     _install(W, slot0)
@@ -109,12 +113,13 @@ def synchronize(W: World) -> None:
 
 @compiled
 def _synchronize_shard(W, parameter, shard, opened, slot0):  # type: ignore[no-untyped-def]
-    """Add a shard's updates on its readers, and put it into a bucket. A shard that servers own gets neither here, and a gathered one no
-    bucket: their tasks come after all sums."""
+    """Add a shard's updates on its readers, and put it into a bucket. A shard that servers own gets neither here, and a gathered or
+    compressed one no bucket: their tasks come after all sums."""
     find_members(W, parameter, shard)
     if not owned_by_servers(W, parameter):
         _add_update(W, parameter, shard)
-        if W.scratch.members[0] > 1 and not gathers_rows(W.state.sync[parameter]):
+        code = W.state.sync[parameter]
+        if W.scratch.members[0] > 1 and not gathers_rows(code) and not is_compressed(code):
             join_bucket(W, parameter, shard, opened, slot0)
 
 

@@ -12,8 +12,9 @@ from soap.simulator.costs import CostModel
 from soap.simulator.engine import Engine
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.reference import simulate
-from soap.strategy.config import Strategy
-from soap.strategy.sync import SPARSE_ALL_GATHER, parameter_server
+from soap.strategy.config import FLOATING, Strategy
+from soap.strategy.sync import SPARSE_ALL_GATHER, compressed, parameter_server
+from tests.strategies import LOSSY
 
 Played = tuple[int, int, frozenset[int], int, int]
 """(duration, start, resources, end, bytes)."""
@@ -38,7 +39,9 @@ def synchronized(strategy: Strategy, graph: OperatorGraph, draw: random.Random, 
         if draw.random() < share:
             rows = tensor.name in graph.sparse
             servers = parameter_server(draw.choice((1, 2, 7, 40)), "host" if draw.random() < 0.5 else "none", rows=rows)
-            chosen[tensor.name] = SPARSE_ALL_GATHER if tensor.name in graph.sparse and draw.random() < 0.5 else servers
+            lossy = compressed(draw.choice(LOSSY)) if tensor.dtype in FLOATING else servers
+            other = SPARSE_ALL_GATHER if rows else lossy
+            chosen[tensor.name] = other if draw.random() < 0.5 else servers
     return replace(strategy, parameters=chosen)
 
 

@@ -1,8 +1,9 @@
 """A parameter's synchronization as one whole number, its code: what ``State`` holds and the search proposes.
 
 A code has what compiled code needs of a method's contract, so that no code asks which method it is. From the lowest bit on: whether rows
-travel; whether servers own the parameter; whether local aggregation is used; bits of an element on its way (0: as many as its type has);
-the method's number; partitions less one. The default, an all-reduce, is 0.
+travel; whether servers own the parameter; whether local aggregation is used; whether gradients are compressed; bits of an element on its
+way (0: as many as its type has); the method's number; partitions less one, or, of a compression, its number in this process. The default,
+an all-reduce, is 0.
 """
 
 from __future__ import annotations
@@ -12,18 +13,24 @@ from functools import lru_cache
 
 import numpy as np
 
+from soap.errors import StrategyError
 from soap.model.graph import OperatorGraph
 from soap.simulator.compiled.graph_arrays import Ints
 from soap.simulator.compiled.jit import compiled
+from soap.strategy.compression import Compression
 from soap.strategy.config import Strategy, SyncConfig
-from soap.strategy.sync import of_method
+from soap.strategy.sync import compressed, of_method
 from soap.strategy.sync_contracts import METHODS
 
-FIELDS = ("owner", "payload", "residence", "within", "partitions")
+FIELDS = ("owner", "payload", "residence", "within", "partitions", "compression")
 """The fields of a ``SyncConfig`` that are in its code. Synchronizations that differ only in other fields are the same to compiled code."""
 
-_ROWS, _SERVERS, _HOSTS, _WIRE, _METHOD, _PARTITIONS = 0, 1, 2, 3, 11, 17
+_ROWS, _SERVERS, _HOSTS, _COMPRESSED, _WIRE, _METHOD, _PARTITIONS = 0, 1, 2, 3, 4, 12, 18
 """The lowest bit of each part of a code."""
+
+_SETTINGS: dict[Compression, int] = {}
+"""Compressions that have a code in this process -> their numbers."""
+MOST_SETTINGS = 1 << 12
 
 
 def sync_codes(graph: OperatorGraph, strategy: Strategy) -> Ints:
@@ -34,14 +41,21 @@ def sync_codes(graph: OperatorGraph, strategy: Strategy) -> Ints:
 @lru_cache(4096)
 def sync_code(sync: SyncConfig) -> int:
     """The code of a synchronization."""
-    contract = sync.contract
-    code = (sync.partitions - 1) << _PARTITIONS | METHODS.index(contract) << _METHOD | (contract.wire_bits or 0) << _WIRE
+    contract, number = sync.contract, sync.partitions - 1
+    if sync.compression is not None:
+        number = _SETTINGS.setdefault(sync.compression, len(_SETTINGS))
+        if number >= MOST_SETTINGS:
+            raise StrategyError(f"more than {MOST_SETTINGS} settings of compression in one process; expected fewer densities and ranks")
+    code = number << _PARTITIONS | METHODS.index(contract) << _METHOD | (contract.wire_bits or 0) << _WIRE
+    code |= contract.compresses << _COMPRESSED
     return code | (sync.within == "host") << _HOSTS | contract.has_servers << _SERVERS | contract.by_rows << _ROWS
 
 
 def sync_of(code: int) -> SyncConfig:
     """The synchronization that has this code."""
     contract = METHODS[code >> _METHOD & 63]
+    if contract.compresses:
+        return compressed(list(_SETTINGS)[code >> _PARTITIONS])
     return of_method(contract, 1 + (code >> _PARTITIONS), contract.within[code >> _HOSTS & 1])
 
 
@@ -73,7 +87,13 @@ def gathers_rows(code: int) -> bool:
 @compiled
 def sums_in_place(code: int) -> bool:
     """Whether readers sum dense gradients in buffers."""
-    return code & 3 == 0
+    return code & 11 == 0
+
+
+@compiled
+def is_compressed(code: int) -> bool:
+    """Whether gradients travel compressed, where there are several readers."""
+    return code & 8 == 8
 
 
 @compiled

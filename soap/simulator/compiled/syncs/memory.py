@@ -21,7 +21,17 @@ from soap.simulator.compiled.memory_tables import (
     MemoryTables,
 )
 from soap.simulator.compiled.rows import INDEX_BYTES, is_sparse
-from soap.simulator.compiled.syncs.codes import gathers_rows, has_server, is_local, partitions_of, sums_in_place, wire_bytes
+from soap.simulator.compiled.syncs.codes import (
+    gathers_rows,
+    has_server,
+    is_compressed,
+    is_local,
+    partitions_of,
+    sums_in_place,
+    wire_bytes,
+)
+from soap.simulator.compiled.syncs.compressed import held_bytes
+from soap.simulator.compiled.syncs.members import find_geometry, find_members, is_trained
 from soap.simulator.compiled.variants import CELLS
 from soap.simulator.compiled.world import World
 
@@ -39,6 +49,9 @@ def add_synchronized(W: World, M: MemoryTables, parameter: int, code: int, disjo
     ``disjoint``: the regions that users need are equal or disjoint.
     """
     G, V, K, C = W.graph, W.variants, W.cluster, W.state
+    if is_compressed(code):
+        _add_compressed(W, M, parameter)
+        return
     devices, sparse = len(C.busy), is_sparse(G, parameter)
     fill(M.total, 0, devices, 0)
     fill(M.looked_up, 0, devices, 0)
@@ -71,6 +84,21 @@ def add_synchronized(W: World, M: MemoryTables, parameter: int, code: int, disjo
         M.part[COLLECTED_DOUBTFUL, device] += own
     if has_server(code):
         _add_servers(K, M, parameter, code, regions, disjoint, values, 2 * indices)
+
+
+@compiled
+def _add_compressed(W, M, parameter):  # type: ignore[no-untyped-def]
+    """Add what the readers of compressed shards hold."""
+    D, S = W.shards, W.scratch
+    if not is_trained(W.graph, parameter):
+        return
+    find_geometry(W, parameter)
+    geometry = S.geometry[parameter]
+    for shard in range(D.ptr[geometry], D.ptr[geometry + 1]):
+        if D.lowest[shard] >= 0:
+            find_members(W, parameter, shard)
+            for i in range(S.members[0] if S.members[0] > 1 else 0):
+                _add(M, S.members[1 + i], 0, held_bytes(W, parameter, shard, S.members[1 + i]))
 
 
 @compiled

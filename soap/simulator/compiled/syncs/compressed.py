@@ -1,0 +1,183 @@
+"""Compressed gradients (compiled): what devices do, and what they exchange. The counterpart of ``plan.syncs.compressed``.
+
+What a shard takes by a method on so many readers is worked out in Python (``compiled.effort``), once.
+"""
+
+from __future__ import annotations
+
+from soap.plan.syncs.seam import COMBINE, RESTORE, SELECT, SPREAD, SUM
+from soap.simulator.compiled.arrays import fill
+from soap.simulator.compiled.communication import add_flow, allreduce, begin_flows, find_list, sum_overhead_ns
+from soap.simulator.compiled.effort import EXCHANGES, HELD, MESSAGES, OF_TYPES, SUMMED, TYPE_COLUMNS
+from soap.simulator.compiled.jit import compiled
+from soap.simulator.compiled.scratch import TASKS, USES
+from soap.simulator.compiled.state import OTHER, SYNC_DEVICE, ShardTables
+from soap.simulator.compiled.syncs.codes import is_compressed
+from soap.simulator.compiled.syncs.exchange import add_exchange, add_sync_edge, begin_exchange, new_row, round_of_flows
+from soap.simulator.compiled.syncs.members import find_members, is_trained
+from soap.simulator.compiled.task_keys import STATE_FULL, SYNC, UPDATE, set_key, task_key
+from soap.simulator.compiled.world import World
+
+
+@compiled
+def any_compressed(W: World) -> bool:
+    """Whether some parameter is compressed."""
+    G, C = W.graph, W.state
+    found = False
+    for parameter in range(len(G.parameter_dtype)):
+        found |= is_compressed(C.sync[parameter])
+    return found
+
+
+@compiled
+def find_effort(W: World, parameter: int, shard: int) -> int:
+    """Where the columns of a compressed shard begin in ``effort``. LookupError if they are not known yet. Call it after
+    ``find_members``."""
+    D, C, S = W.shards, W.state, W.scratch
+    key = D.compressed.missing[1:5]  # built in place: ``find_list`` leaves it there if it is missing
+    key[0], key[1], key[2], key[3] = C.sync[parameter], parameter, shard, S.members[0]
+    return find_list(D.compressed, key) * effort_columns(D)
+
+
+@compiled
+def effort_columns(D: ShardTables) -> int:
+    """Number of columns of ``effort``."""
+    return OF_TYPES + TYPE_COLUMNS * D.update_ns.shape[0]
+
+
+@compiled
+def add_compressed(W: World, slot0: int) -> None:
+    """Add the tasks of all compressed shards, in the order of the parameters, after the ``count[TASKS]`` tasks from ``slot0`` on. Needs the
+    parameters' geometries."""
+    D, C, S = W.shards, W.state, W.scratch
+    if not any_compressed(W):
+        return
+    _settle_devices(W, slot0)
+    for parameter in range(len(W.graph.parameter_dtype)):
+        if is_compressed(C.sync[parameter]) and is_trained(W.graph, parameter):
+            geometry = S.geometry[parameter]
+            for shard in range(D.ptr[geometry], D.ptr[geometry + 1]):
+                if D.lowest[shard] >= 0:
+                    find_members(W, parameter, shard)
+                    if S.members[0] > 1:
+                        _add_sum(W, parameter, shard, shard - D.ptr[geometry], slot0)
+
+
+@compiled
+def _settle_devices(W, slot0):  # type: ignore[no-untyped-def]
+    """Add, for each device that reads a compressed shard, the task that waits for all of its backward passes, with a row for what waits for
+    it. ``settled``: by device, its slot, or -1; ``settling``: where the row's next slot goes."""
+    G, D, C, S = W.graph, W.shards, W.state, W.scratch
+    fill(S.settled, 0, len(S.settled), -1)
+    fill(S.settling, 0, len(S.settling), 0)
+    for parameter in range(len(G.parameter_dtype)):
+        if is_compressed(C.sync[parameter]) and is_trained(G, parameter):
+            geometry = S.geometry[parameter]
+            for shard in range(D.ptr[geometry], D.ptr[geometry + 1]):
+                if D.lowest[shard] >= 0:
+                    find_members(W, parameter, shard)
+                    if S.members[0] > 1:
+                        exchanges = D.effort[find_effort(W, parameter, shard) + EXCHANGES]
+                        for i in range(S.members[0]):
+                            S.settling[S.members[1 + i]] += exchanges
+    for device in range(len(S.settled)):
+        if S.settling[device] > 0:
+            slot = slot0 + S.count[TASKS]
+            S.count[TASKS] += 1
+            row = new_row(C, S.settling[device])
+            _write(C, slot, task_key(UPDATE, device, 1, 0, 0, 0), 1, OTHER, row, 0)
+            C.resource[slot], C.resource_n[slot] = device, 0
+            S.settled[device], S.settling[device] = slot, row + 2
+    for op in range(len(G.backward)):
+        count = C.tiles[op]
+        for tile in range(count):
+            slot, device = C.tile_slot[op] + count + tile, C.dev[C.dev_ptr[op] + tile]
+            if C.alive[slot] and S.settled[device] >= 0:
+                add_sync_edge(S, slot, S.settled[device])
+
+
+@compiled
+def _add_sum(W, parameter, shard, number, slot0):  # type: ignore[no-untyped-def]
+    """Add the tasks of one shard."""
+    D, C, S = W.shards, W.state, W.scratch
+    at, readers = find_effort(W, parameter, shard), S.members[0]
+    exchanges = D.effort[at + EXCHANGES]
+    first = slot0 + S.count[TASKS]
+    if first + (exchanges + 1) * (readers + 1) > len(C.key):
+        raise MemoryError(STATE_FULL)
+    S.count[TASKS] += (exchanges + 1) * readers + exchanges
+    stages = (SELECT, COMBINE if exchanges > 1 else RESTORE, RESTORE)
+    for k in range(exchanges + 1):
+        works = first + k * (readers + 1)
+        last, work = k == exchanges, 2 if k == exchanges else k
+        for i in range(readers):
+            slot, device = works + i, S.members[1 + i]
+            duration = D.effort[at + OF_TYPES + TYPE_COLUMNS * W.cluster.device_type[device] + work]
+            row = device
+            if not last:
+                row = new_row(C, 1)
+                C.arena[row + 2] = works + readers
+            key = task_key(SYNC, parameter, stages[k], number, device, 0)
+            _write(C, slot, key, duration, SYNC_DEVICE if last else OTHER, row, 2 if k else 0)
+            C.resource[slot], C.resource_n[slot] = device, 1
+            if k == 0:
+                _wait_for_gradient(C, S, slot, device)
+            else:
+                C.arena[S.settling[device]] = slot
+                S.settling[device] += 1
+        if not last:
+            _add_exchange(W, parameter, number, at + MESSAGES + 2 * k, works + readers, SPREAD if k else SUM)
+
+
+@compiled
+def _wait_for_gradient(C, S, slot, device):  # type: ignore[no-untyped-def]
+    """Let a selection wait for the backward passes of the device's own uses of the shard; if it has none, for all of them."""
+    own = 0
+    for i in range(S.count[USES]):
+        own += 1 if S.use_device[i] == device and C.alive[S.use_slot[i]] else 0
+    for i in range(S.count[USES]):
+        if C.alive[S.use_slot[i]] and (own == 0 or S.use_device[i] == device):
+            add_sync_edge(S, S.use_slot[i], slot)
+
+
+@compiled
+def _add_exchange(W, parameter, number, at, slot, stage):  # type: ignore[no-untyped-def]
+    """Add an exchange among all readers, which the slots right behind it wait for. ``at``: where its kind and bytes are in ``effort``."""
+    K, R, D, C, S = W.cluster, W.groups, W.shards, W.state, W.scratch
+    readers, key, size = S.members[0], task_key(SYNC, parameter, stage, number, 0, 0), D.effort[at + 1]
+    row = new_row(C, readers)
+    for i in range(readers):
+        C.arena[row + 2 + i] = slot + 1 + i
+    if D.effort[at] == SUMMED:
+        group = find_list(R.sets, S.members[1 : 1 + readers])
+        duration, way = allreduce(R, group, size)
+        _write(C, slot, key, duration, OTHER, row, readers)
+        C.resource[slot], C.resource_n[slot] = R.resource[way], R.resource_n[way]
+        C.overhead[slot], C.moved[slot] = sum_overhead_ns(K, readers, duration), 2 * (readers - 1) * size
+        return
+    begin_exchange(S)
+    begin_flows(S)
+    for i in range(readers):
+        for j in range(readers):
+            if i != j:
+                add_flow(S, S.members[1 + i], S.members[1 + j], size)
+    duration, moved = round_of_flows(K, S, 0)
+    add_exchange(W, slot, key, duration, moved)
+    C.kind[slot], C.owner[slot], C.index[slot], C.waits[slot] = OTHER, -1, row, readers
+
+
+@compiled
+def _write(C, slot, key, duration, kind, index, waits):  # type: ignore[no-untyped-def]
+    """Write a task that moves nothing into a slot; the caller adds what it holds."""
+    if slot + 1 > len(C.key):
+        raise MemoryError(STATE_FULL)
+    set_key(C, slot, key)
+    C.duration[slot], C.latency[slot], C.overhead[slot], C.moved[slot] = duration, 0, 0, 0
+    C.alive[slot], C.kind[slot], C.owner[slot], C.index[slot], C.waits[slot] = 1, kind, -1, index, waits
+
+
+@compiled
+def held_bytes(W: World, parameter: int, shard: int, device: int) -> int:
+    """Bytes that a reader of a compressed shard holds for it, at most. Call it after ``find_members``."""
+    D = W.shards
+    return D.effort[find_effort(W, parameter, shard) + OF_TYPES + TYPE_COLUMNS * W.cluster.device_type[device] + HELD]

@@ -1,0 +1,133 @@
+"""Compression as a choice of a strategy: what files say of it, what is refused, and what a plan makes of it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from soap.errors import StrategyError
+from soap.model.graph import OperatorGraph
+from soap.plan.compression.policy import layer_of
+from soap.plan.syncs.compressed import layout_for
+from soap.plan.syncs.seam import method_for
+from soap.profiles.roofline import RooflineCosts
+from soap.simulator.lowering import build_plan, lower
+from soap.simulator.reference import simulate
+from soap.simulator.tasks import TaskKind
+from soap.strategy.classical import data_parallel
+from soap.strategy.compression import Bf16, Chunked, Compression, Int8, PowerSgd, Rgc, RgcAsq, read_settings, written_settings
+from soap.strategy.config import Strategy, SyncConfig
+from soap.strategy.json_file import dumps, loads, strategy_hash
+from soap.strategy.sync import compressed
+from tests.graph_builder import GraphBuilder
+from tests.strategies import CPU, cluster
+
+FOUR = cluster([1, 1, 1, 1], CPU)
+EVERY = (Rgc(), Rgc(0.25, "sampled"), RgcAsq(error_feedback=True), Chunked(codes="bf16", decay=1.0), PowerSgd(4), Bf16(), Int8())
+
+
+def layers() -> OperatorGraph:
+    """Two hidden layers and an output layer, which shares the first one's weight."""
+    g = GraphBuilder()
+    shared = g.parameter("shared", 64, 64)
+    x = g.linear(g.input("x", 8, 64), 64, weight=shared, bias=False)
+    x = g.linear(x, 64, name="middle")
+    return g.build(g.mean(g.linear(x, 64, weight=shared, bias=False)))
+
+
+GRAPH = layers()
+
+
+def strategy_of(how: Compression, *names: str) -> Strategy:
+    return data_parallel(GRAPH, FOUR).with_changes(parameters=dict.fromkeys(names or ("middle.weight",), compressed(how)))
+
+
+@pytest.mark.parametrize("how", EVERY, ids=lambda how: how.word)
+def test_files_keep_all_settings(how: Compression) -> None:
+    assert read_settings(json.loads(json.dumps(written_settings(how)))) == how
+    strategy = strategy_of(how)
+    found, _ = loads(dumps(strategy, GRAPH, FOUR), GRAPH, FOUR)
+    assert found.sync("middle.weight") == compressed(how)
+
+
+def test_hashes_tell_settings_apart() -> None:
+    hashes = {strategy_hash(strategy_of(how), GRAPH) for how in EVERY}
+    assert len({*hashes, strategy_hash(data_parallel(GRAPH, FOUR), GRAPH)}) == len(EVERY) + 1
+
+
+WRONG = [
+    ({"method": "zip"}, "compression 'zip' is unknown; expected one of rgc, "),
+    ({}, "compression 'None' is unknown; expected one of rgc, "),
+    ({"method": "rgc", "rank": 2}, "rgc: unknown setting 'rank'; expected one of density, selection"),
+    ({"method": "bf16", "density": 0.1}, r"bf16: unknown setting 'density'; expected one of \(none\)"),
+    ({"method": "rgc", "density": "much"}, "rgc: density 'much'; expected a number"),
+    ({"method": "rgc", "density": True}, "rgc: density 'True'; expected a number"),
+    ({"method": "rgc", "density": 2}, "rgc: density 2.0; expected a share"),
+    ({"method": "powersgd", "rank": 1.5}, "powersgd: rank '1.5'; expected a whole number"),
+    ({"method": "rgc+asq", "error_feedback": 1}, r"rgc\+asq: error_feedback '1'; expected true or false"),
+    ({"method": "rgc+asq", "selection": "sampled"}, r"rgc\+asq: selection 'sampled'; expected one of "),
+]
+
+
+@pytest.mark.parametrize(("entry", "line"), WRONG)
+def test_wrong_settings_are_refused_in_one_line(entry: dict[str, Any], line: str) -> None:
+    with pytest.raises(StrategyError, match=f"^{line}"):
+        read_settings(entry)
+
+
+def test_files_with_wrong_settings_are_refused() -> None:
+    text = dumps(strategy_of(Rgc(0.25)), GRAPH, FOUR)
+    for old, new in (("0.25", '"much"'), ("0.25", "7"), ('"rgc"', '"zip"'), ('"density"', '"weight"')):
+        with pytest.raises(StrategyError) as refused:
+            loads(text.replace(old, new), GRAPH, FOUR)
+        assert "\n" not in str(refused.value)
+    with pytest.raises(StrategyError, match=r"^parameter 'middle.weight': payload 'compressed' without a compression; expected one of rgc"):
+        loads(text.replace(', "compression": {"method": "rgc", "density": 0.25}', ""), GRAPH, FOUR)
+
+
+def test_a_compression_needs_its_payload() -> None:
+    for payload in ("dense", "rows"):
+        with pytest.raises(StrategyError, match=f"^payload '{payload}' with compression 'rgc:0.001'; expected payload 'compressed'"):
+            SyncConfig(payload=payload, compression=Rgc())
+
+
+def test_layers_are_told_by_their_users() -> None:
+    assert layer_of(GRAPH, "shared").kind == "output"  # a tied encoder counts as the output layer
+    assert layer_of(GRAPH, "middle.weight").kind == "hidden"
+
+
+def test_output_layers_are_not_averaged() -> None:
+    plan = build_plan(GRAPH, strategy_of(RgcAsq(0.1), "shared", "middle.weight"), FOUR)
+    found = {sync.parameter: sync.compression for sync in plan.syncs if sync.compression}
+    assert found == {"shared": Rgc(0.1, "sampled"), "middle.weight": RgcAsq(0.1, "search")}
+
+
+@pytest.mark.parametrize("how", EVERY, ids=lambda how: how.word)
+def test_devices_work_and_wait(how: Compression) -> None:
+    """Every reader selects behind its own gradient; what it does with the others' messages comes behind its whole backward pass."""
+    plan = build_plan(GRAPH, strategy_of(how), FOUR)
+    tasks = lower(plan, FOUR, RooflineCosts(FOUR))
+    schedule = simulate(tasks)
+    [sync] = [sync for sync in plan.syncs if sync.compression]
+    layout = layout_for(plan, sync)
+    start, end = ({t.name: int(at) for t, at in zip(tasks.tasks, times, strict=True)} for times in (schedule.start_ns, schedule.end_ns))
+    last = [max(end[t.name] for t in tasks.tasks if t.kind is TaskKind.BACKWARD and t.resources == (device,)) for device in range(4)]
+    works = ["select", "combine", "restore"] if len(layout.exchanges) > 1 else ["select", "restore"]
+    for device in range(4):
+        assert start[f"select middle.weight[0] @{device}"] >= end[f"backward middle[{device}]"]
+        for work in works[1:]:
+            assert start[f"{work} middle.weight[0] @{device}"] >= last[device]
+        assert start[f"update @{device}"] >= end[f"restore middle.weight[0] @{device}"]
+    names = [task.name for task in tasks.tasks if task.kind is TaskKind.COMPRESS and not task.name.startswith("settle")]
+    assert len(names) == 4 * len(works)
+    sent = sum(task.bytes for task in tasks.tasks if "middle.weight" in task.name)
+    assert sent == sum(2 * 3 * e.message_bytes if e.kind == "sum" else 12 * e.message_bytes for e in layout.exchanges)
+
+
+def test_one_reader_compresses_nothing() -> None:
+    alone = cluster([1], CPU)
+    plan = build_plan(GRAPH, data_parallel(GRAPH, alone).with_parameter("shared", compressed(Rgc())), alone)
+    assert {sync.method for sync in plan.syncs} == {"all_reduce"}
+    assert all(method_for(sync).steps(plan, sync) == () for sync in plan.syncs)
