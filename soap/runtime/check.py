@@ -3,12 +3,16 @@
 Rank 0 runs the whole exported program from the same parameters and buffers as each step. A difference is a defect of a rule or of the
 runtime, or the optimizer's update is not elementwise. If an ill-conditioned gradient is mostly rounding, both results are compared with one
 process in float64.
+
+Compressed gradients lose something. So those are compared before they are compressed; what the ranks make of them is compared, to the last
+bit, with an emulation of the same compression (``compressed_check``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 import torch
 
@@ -16,6 +20,7 @@ from soap.errors import RuntimeFailure
 from soap.model.dtypes import part_of
 from soap.model.regions import whole
 from soap.runtime.alone import Alone, step_alone
+from soap.runtime.compressed_check import EmulatedSums, LocalGradients
 from soap.runtime.sizes import run_dtype
 from soap.runtime.sync.row_update import Updater
 from soap.runtime.trainer import Trainer
@@ -33,6 +38,9 @@ rounding has the size of the terms that cancel."""
 SMALL_ELSE = 1e-1
 """That share for all other dtypes."""
 
+
+COMPRESSED_SUM = "compressed sum of"
+"""The kind of differences between a compressed sum and its emulation, which has the same bits."""
 
 ROUNDING_FACTOR = 2.0
 """If a difference exceeds the tolerance, both results are compared with float64: ours may be at most this many times as far from it as
@@ -111,13 +119,23 @@ def check(
     """
     reference = _Reference(trainer, optimizer, tolerance) if trainer.rank == 0 else None
     differences: list[Difference] = []
+    lossy = any(sync.compression is not None for sync in trainer.plan.syncs)
+    local = LocalGradients(trainer)
+    states = trainer.comm.gather(local.states) if lossy else []
+    emulated = EmulatedSums(trainer, states) if lossy and trainer.rank == 0 else None
     for step in range(steps):
         before = trainer.whole_state()
         number = trainer.steps
         loss = trainer.step(*batch(step))
         gradients, after = trainer.gradients(), trainer.whole_state()
+        given = trainer.comm.gather(local.taken()) if lossy else []
         if reference is not None:
-            differences += reference.compare(number, batch(step), before, loss, gradients, after)
+            summed = gradients if emulated is None else emulated.uncompressed(given, gradients)
+            differences += reference.compare(number, batch(step), before, loss, gradients, after, summed)
+        if emulated is not None:
+            wrong = emulated.wrong(given, gradients)
+            differences += [Difference(number, COMPRESSED_SUM, name, inf if other else 0.0) for name, other in wrong.items()]
+    local.close()
     found = None
     if reference is not None:
         allowed = reference.tolerance
@@ -159,15 +177,17 @@ class _Reference:
         loss: float,
         gradients: Mapping[str, torch.Tensor],
         after: Mapping[str, torch.Tensor],
+        summed: Mapping[str, torch.Tensor],
     ) -> list[Difference]:
-        """Run one step in one process from the state ``before``. Returns each tensor's difference from the ranks' result."""
+        """Run one step in one process from the state ``before``. Returns each tensor's difference from the ranks' result. ``gradients``:
+        those of the update; ``summed``: the same before compression."""
         expected = step_alone(self.trainer, step, inputs, before)
         assert expected is not None
         with torch.no_grad():
             for name, tensor in self.parameters.items():
                 tensor.copy_(before[name])
         self._update(loss, gradients, self.trainer.rows_looked_up(step, *inputs) if self.trainer.lazy_sparse else {})
-        ours = Alone(torch.tensor(loss, dtype=torch.float64), gradients, after)
+        ours = Alone(torch.tensor(loss, dtype=torch.float64), summed, after)
         found = [*self._computed(step, ours, expected), *self._updated(step, after)]
         if self.dtype is torch.float64 or all(difference.error <= self.tolerance for difference in found):
             return found

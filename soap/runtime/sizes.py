@@ -109,7 +109,7 @@ class BatchSizes:
     def _sized(self, model: TracedModel, program: Program, shards: ShardStore, gradients: Gradients | None) -> SizedProgram:
         trainer = self.trainer
         dtype_of = partial(run_dtype, model.graph, dtype=trainer.dtype)
-        runner = StepRunner(program, model, trainer.comm, shards, dtype_of, gradients=gradients, compiled=trainer.compiled)
+        runner = StepRunner(program, model, trainer.comm, shards, dtype_of, None, gradients, trainer.compiled, trainer.compressing)
         fixed = {name: tensor for name, tensor in model.constants.items() if name not in model.state}
         constants = {name: trainer.place(t).clone(memory_format=torch.contiguous_format) for name, t in fixed.items()}
         return SizedProgram(trainer, model, program, runner, constants, model.unread(program.plan.tiles))

@@ -21,6 +21,7 @@ from soap.plan.plan import Plan
 from soap.runtime.comm.position import HERE
 from soap.runtime.comm.redistribute import Communicator, Traffic
 from soap.runtime.comm.world import close_world, open_world
+from soap.runtime.compression.peer import require_no_momentum
 from soap.runtime.inputs import compare_ranks, micro_batches
 from soap.runtime.program.fused_tiles import missing_compiler
 from soap.runtime.program.program import compile_program
@@ -67,7 +68,7 @@ class Trainer:
         _refuse_impossible(model, options)
         plan, topology, device_kind = _plan_of(model, plan, options)
         self.model, self.seed, self.dtype = model, options.seed, options.dtype
-        self.accumulate, self.clip_norm = options.accumulate, options.clip_norm
+        self.accumulate, self.clip_norm, self.compressing = options.accumulate, options.clip_norm, options.compressing
         self.compiled, self.lazy_sparse = options.compiled, options.lazy_sparse
         self.recipe = options.recipe
         self.gradient_norm: float | None = None
@@ -107,6 +108,14 @@ class Trainer:
         found = self.comm.gather(other_options(self.layout, trainable_shapes(plan), self.parts, self.optimizer))
         if any(found):
             raise RuntimeFailure(next(filter(None, found)))
+        compressed = [sync.parameter for sync in plan.syncs if sync.compression is not None]
+        if compressed and self.clip_norm is not None:
+            raise RuntimeFailure(
+                f"clip_norm {self.clip_norm} with compressed gradients, such as that of {compressed[0]!r}; expected a plan without "
+                "compression: what is not sent would be clipped again and again"
+            )
+        if self.compressing.momentum is not None:
+            require_no_momentum(self.optimizer, {id(p.tensor): p.parameter for p in self.parts.values() if p.parameter in compressed})
         self.schedule = Schedule.of(self.recipe.schedule, self.optimizer)
         self._ending = StepEnd(plan, self.comm, self.sizes.gradients, self.parts, self.optimizer, self.clip_norm, self.lazy_sparse)
         by_rows = {sync.parameter for sync in plan.syncs if sync.contract.by_rows}

@@ -10,6 +10,7 @@ import torch
 from soap.cluster.topology import DeviceKind
 from soap.errors import RuntimeFailure
 from soap.runtime.comm.world import TIMEOUT_S
+from soap.runtime.compression.peer import AS_IT_IS, CompressedTraining
 from soap.runtime.updates.optimizers import GroupOptions, Optimizers, Recipe, ScheduleFactory, plain_sgd
 
 
@@ -20,6 +21,7 @@ class TrainingKeywords(TypedDict, total=False):
     groups: GroupOptions | None
     schedule: ScheduleFactory | None
     clip_norm: float | None
+    compressing: CompressedTraining
     lazy_sparse: bool
     accumulate: int
     seed: int
@@ -40,8 +42,9 @@ class TrainingOptions:
     plan must keep its parameters whole. ``groups``: (parameter's name, whole shape) -> its options that differ, such as
     ``{"weight_decay": 0.0}``; ``optimizer`` then gets torch's parameter groups. ``schedule``: a function that makes a schedule of
     ``torch.optim.lr_scheduler`` from the optimizer. It steps after each update, with the loss if it takes a metric. ``clip_norm``: scale
-    gradients to at most this global norm. ``lazy_sparse``: rows of sparse parameters that a step does not look up stay as they are,
-    whatever the optimizer does with zero gradients (see ``row_update``).
+    gradients to at most this global norm. ``compressing``: momentum correction and warm-up of the parameters that the plan compresses.
+    ``lazy_sparse``: rows of sparse parameters that a step does not look up stay as they are, whatever the optimizer does with zero
+    gradients (see ``row_update``).
 
     ``accumulate``: micro-batches per step. Loss and gradients are the mean over the micro-batches: if a loss is itself a mean over tokens,
     a micro-batch with few tokens weighs as much as one with many. ``seed``: of dropout. ``dtype``: compute in this floating-point type
@@ -57,6 +60,7 @@ class TrainingOptions:
     groups: GroupOptions | None = None
     schedule: ScheduleFactory | None = None
     clip_norm: float | None = None
+    compressing: CompressedTraining = AS_IT_IS
     lazy_sparse: bool = False
     accumulate: int = 1
     seed: int = 0

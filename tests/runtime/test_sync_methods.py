@@ -31,11 +31,12 @@ from soap.runtime.sync.seam import rank_sync
 from soap.runtime.trainer import Trainer
 from soap.simulator.lowering import build_plan
 from soap.strategy.config import Strategy, SyncConfig
-from soap.strategy.sync import ALL_REDUCE, SPARSE_ALL_GATHER, parameter_server
+from soap.strategy.sync import ALL_REDUCE, SPARSE_ALL_GATHER, compressed, parameter_server
 from soap.strategy.sync_contracts import METHODS, named
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.export import export_model
 from soap.tracing.load import load_model
+from tests.runtime.compressed_training import LOSSY, train_compressed
 from tests.runtime.exact_modules import Batch, Trained, worst
 from tests.runtime.pool import Pool
 from tests.runtime.sparse_modules import OPTIMIZERS, Optimizer, batch_of, module_of, train_alone
@@ -66,6 +67,7 @@ class Case:
 CASES: dict[str, Case] = {
     "all_reduce": Case(),
     "sparse_all_gather": Case(sparse=SPARSE_ALL_GATHER),
+    "compressed": Case(dense=compressed(LOSSY), oracle=train_compressed),
     "parameter_server": Case(dense=parameter_server(2, "host")),
     "row_server": Case(sparse=parameter_server(2, "host", rows=True)),
 }
@@ -187,6 +189,7 @@ def test_bytes_counted_are_the_plans(four: Pool, files: dict[str, str], method: 
     counted = []
     for own in everywhere(four, case, traffic, files["spread"], method):
         moved = own.pulled_bytes + own.pushed_bytes + own.handed_bytes + own.gathered_bytes + own.index_bytes
+        moved += own.compressed_bytes
         counted.append(own.synchronized_bytes + moved)
     assert counted == [2 * planned for planned in planned_bytes(plan)]
     assert all(counted)

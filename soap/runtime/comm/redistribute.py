@@ -41,7 +41,8 @@ class Traffic:
     ``synchronized``: all-reduced gradients.
 
     Sent and received together: ``pulled``: values or rows from servers; ``pushed``: gradients to servers; ``handed``: both between a leader
-    and the other members of its host; ``gathered``: row gradients that readers give each other; ``index``: row numbers and counts of these.
+    and the other members of its host; ``gathered``: row gradients that readers give each other; ``index``: row numbers and counts of these;
+    ``compressed``: messages of compressed gradients.
     """
 
     sent_bytes: int = 0
@@ -55,6 +56,7 @@ class Traffic:
     handed_bytes: int = 0
     gathered_bytes: int = 0
     index_bytes: int = 0
+    compressed_bytes: int = 0
 
 
 class Pending:
@@ -222,6 +224,28 @@ class Communicator:
 
         pending.tensor = own
         return pending.then(add)
+
+    def all_gather(self, message: torch.Tensor, devices: tuple[int, ...]) -> Pending:
+        """Start an all-gather of contiguous tensors of one shape. Gives all of them as rows, in the order of the devices."""
+        wire = self._to_wire(message)
+        return self._rows(wire, [wire] * len(devices), message, devices)
+
+    def rows_to_all(self, rows: torch.Tensor, devices: tuple[int, ...]) -> Pending:
+        """Start an all-to-all: device i gets row i of this contiguous tensor. Gives the rows that came, in the order of the devices."""
+        wire = self._to_wire(rows)
+        return self._rows(wire, list(wire.unbind()), rows[0], devices)
+
+    def _rows(self, sent: torch.Tensor, leaving: list[torch.Tensor], like: torch.Tensor, devices: tuple[int, ...]) -> Pending:
+        """Start an all-to-all of ``leaving``, views of ``sent``. ``like``: a row on this rank's device."""
+        buffer = like.new_empty((len(devices), *like.shape))
+        wire, finish = self._from_wire(buffer)
+        if self._nccl:
+            work = _work(dist.all_to_all(list(wire.unbind()), leaving, group=self._groups[devices], async_op=True))
+            self.keep(Pending((work,), sent))
+            return Pending((work,), buffer, finish)
+        coming, left = self._each_to_each(wire.unbind(), leaving, devices)
+        self.keep(Pending(left, sent))
+        return Pending(coming, buffer, finish)
 
     def release(self, pending: Pending) -> None:
         """Forget a sent message that is known to have arrived."""

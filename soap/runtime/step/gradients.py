@@ -9,10 +9,12 @@ import torch
 
 from soap.plan.plan import Plan
 from soap.runtime.comm.redistribute import Communicator
+from soap.runtime.compression.peer import AS_IT_IS, CompressedTraining
 from soap.runtime.program.actions import ActionKind, part_of
 from soap.runtime.program.program import Program
 from soap.runtime.step.early_start import EarlyStart, SyncSchedule
 from soap.runtime.step.micro_batch import WHOLE_STEP, MicroBatch
+from soap.runtime.sync.compressed import CompressedSum
 from soap.runtime.sync.row_gradient import RowGradient
 from soap.runtime.sync.row_requests import asking_devices
 from soap.runtime.sync.seam import Gradient, SyncContext, ranks_part
@@ -28,10 +30,17 @@ class Gradients:
     ``dense``, ``rows``: owned shard -> its gradient, complete after a step's last micro-batch and ``add_up``.
     """
 
-    def __init__(self, program: Program, shards: ShardStore, comm: Communicator, dtype_of: Callable[[str], torch.dtype]) -> None:
+    def __init__(
+        self,
+        program: Program,
+        shards: ShardStore,
+        comm: Communicator,
+        dtype_of: Callable[[str], torch.dtype],
+        compressing: CompressedTraining = AS_IT_IS,
+    ) -> None:
         plan = program.plan
         self.early = EarlyStart(self.start)
-        self.context = context = SyncContext(plan, comm, shards, dtype_of, self.early)
+        self.context = context = SyncContext(plan, comm, shards, dtype_of, self.early, compressing)
         self._of = ranks_part(context)
         self._methods = list(dict.fromkeys(self._of.values()))
         self.by_rows = {number: method for number, method in self._of.items() if isinstance(method, RowSync)}
@@ -106,6 +115,11 @@ class Gradients:
                 self.rows[shard] = gradient
             else:
                 self.dense[shard] = gradient
+
+    @property
+    def compressed(self) -> CompressedSum | None:
+        """This rank's part in the synchronization of compressed parameters; None if it has none."""
+        return next((method for method in self._methods if isinstance(method, CompressedSum)), None)
 
     def whole(self, plan: Plan) -> dict[int, torch.Tensor]:
         """Shard -> dense gradient, with zeros for rows without gradient."""

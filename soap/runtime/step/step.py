@@ -9,6 +9,7 @@ import torch
 
 from soap.runtime.comm.position import HERE
 from soap.runtime.comm.redistribute import Communicator
+from soap.runtime.compression.peer import AS_IT_IS, CompressedTraining
 from soap.runtime.program.actions import LAST_ONLY, Action, ActionKind, part_of
 from soap.runtime.program.fused_tiles import units_of
 from soap.runtime.program.prepared import PreparedTiles
@@ -44,10 +45,11 @@ class StepRunner:
         recorder: Recorder | None = None,
         gradients: Gradients | None = None,
         compiled: bool = False,
+        compressing: CompressedTraining = AS_IT_IS,
     ) -> None:
         self.program, self.model, self.comm, self.shards = program, model, comm, shards
         self.dtype_of, self.recorder = dtype_of, recorder
-        self.gradients = gradients or Gradients(program, shards, comm, dtype_of)
+        self.gradients = gradients or Gradients(program, shards, comm, dtype_of, compressing)
         self._units = units_of(program, model, comm.rank) if compiled else {}
         self._prepared = PreparedTiles(program, shards, comm.rank, dtype_of)
         self._schedule = sync_schedule(program, comm.rank, early=recorder is None, messages_apart=comm.messages_apart)

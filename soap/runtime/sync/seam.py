@@ -18,6 +18,7 @@ import torch
 
 from soap.plan.plan import Plan, ShardSync, sync_name
 from soap.runtime.comm.redistribute import Communicator, Pending
+from soap.runtime.compression.peer import AS_IT_IS, CompressedTraining
 from soap.runtime.program.actions import ActionKind
 from soap.runtime.step.early_start import EarlyStart
 from soap.runtime.step.micro_batch import MicroBatch
@@ -35,13 +36,15 @@ Gradient = torch.Tensor | RowGradient
 
 @dataclass(frozen=True)
 class SyncContext:
-    """What all methods of a rank share. ``dtype_of``: tensor of the graph -> the dtype that it is computed in."""
+    """What all methods of a rank share. ``dtype_of``: tensor of the graph -> the dtype that it is computed in. ``compressing``: how
+    compressed parameters are trained."""
 
     plan: Plan
     comm: Communicator
     shards: ShardStore
     dtype_of: Callable[[str], torch.dtype]
     early: EarlyStart
+    compressing: CompressedTraining = AS_IT_IS
 
     @cached_property
     def requests(self) -> RowRequests:

@@ -1,0 +1,173 @@
+"""Compressed gradients on real ranks: every method, momentum correction, warm-up, and the check of what they compute."""
+
+from __future__ import annotations
+
+import warnings
+from functools import lru_cache
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+
+from soap.errors import RuntimeFailure
+from soap.model.regions import balanced
+from soap.plan.compression.policy import settled
+from soap.runtime.check import COMPRESSED_SUM, CheckResult, check
+from soap.runtime.compression import peer as peers
+from soap.runtime.compression.dgc import Momentum, WarmUp
+from soap.runtime.compression.oracle import Emulation, Training
+from soap.runtime.compression.peer import CompressedTraining
+from soap.runtime.trainer import Trainer
+from soap.strategy.compression import Bf16, Chunked, Compression, Int8, PowerSgd, Rgc, RgcAsq
+from soap.strategy.config import Strategy
+from soap.strategy.sync import compressed
+from soap.tracing.execute import ExecutableModel
+from soap.tracing.export import export_model
+from soap.tracing.load import load_model
+from tests.runtime.compressed_training import RANKS, SAMPLES, train_compressed
+from tests.runtime.exact_modules import Batch, Trained, worst
+from tests.runtime.pool import Pool
+from tests.runtime.sparse_modules import OPTIMIZERS, batch_of, module_of
+from tests.runtime.sparse_plans import by_samples, hosts
+
+FOUR = hosts(2, 2)
+METHODS: dict[str, Compression] = {
+    "exact": Rgc(0.3, "exact"),
+    "trimmed": Rgc(0.2, "trimmed"),
+    "policy": Rgc(0.2),
+    "search": Rgc(0.2, "search"),
+    "asq": RgcAsq(0.2),
+    "feedback": RgcAsq(0.2, error_feedback=True),
+    "chunked": Chunked(0.01),
+    "powersgd": PowerSgd(2),
+    "bf16": Bf16(),
+    "int8": Int8(),
+}
+TOLERANCE = 1e-9
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    found = tmp_path_factory.mktemp("models") / "words.pt2"
+    export_model(module_of("words"), batch_of(SAMPLES), path=found)
+    return str(found)
+
+
+@lru_cache(maxsize=4)
+def loaded(path: str) -> ExecutableModel:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return load_model(path, dtype="float64")
+
+
+def strategy_of(model: ExecutableModel, how: Compression) -> Strategy:
+    names = [tensor.name for tensor in model.graph.parameters if tensor.name not in model.graph.sparse]
+    return by_samples(model.graph, range(RANKS), SAMPLES).with_changes(parameters=dict.fromkeys(names, compressed(how)))
+
+
+def batches(count: int) -> list[Batch]:
+    return [batch_of(SAMPLES, step) for step in range(count)]
+
+
+def trained(path: str, method: str, steps: int, compressing: CompressedTraining, correct: bool) -> tuple[Trained, dict[int, torch.Tensor]]:
+    """With ``correct`` compressed parameters have no momentum in the optimizer, and the table has."""
+    model = loaded(path)
+    more = {"groups": lambda name, shape: {"momentum": 0.9 if name in model.graph.sparse else 0.0}} if correct else {}
+    optimizer = (lambda p: torch.optim.SGD(p, lr=0.1)) if correct else OPTIMIZERS["sgd"]
+    with Trainer(model, (strategy_of(model, METHODS[method]), FOUR), optimizer=optimizer, compressing=compressing, **more) as trainer:
+        losses = [trainer.step(*batch) for batch in batches(steps)]
+        own = {number: tensor.detach().clone() for number, tensor in trainer.shards.tensors.items()}
+        return Trained(losses, trainer.state_dict()), own
+
+
+def require_equal_replicas(results: list[tuple[Trained, dict[int, torch.Tensor]]]) -> None:
+    for other, own in results[1:]:
+        assert other.losses == results[0][0].losses
+        assert all(torch.equal(tensor, results[0][1][number]) for number, tensor in own.items())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_ranks_lose_what_the_compressors_lose(four: Pool, path: str, method: str) -> None:
+    """And their replicas are equal to the bit."""
+    results = four.run(trained, path, method, 7, CompressedTraining(), False, ranks=RANKS)
+    require_equal_replicas(results)
+    graph, module = loaded(path).graph, module_of("words")
+    how = {t.name: settled(graph, t.name, METHODS[method]) for t in graph.parameters if t.name not in graph.sparse}
+    expected = train_compressed(module, [[batch] for batch in batches(7)], OPTIMIZERS["sgd"], how)
+    assert worst(results[0][0], expected) < TOLERANCE
+    assert isinstance(how["head.weight"], RgcAsq) is False  # the output layer
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("masking", [False, True])
+def test_momentum_correction_and_warm_up(four: Pool, path: str, nesterov: bool, masking: bool) -> None:
+    """One dense step, one at each of five densities, then the final one."""
+    compressing = CompressedTraining(Momentum(0.9, nesterov, masking), WarmUp(1, 1))
+    results = four.run(trained, path, "exact", 8, compressing, True, ranks=RANKS)
+    require_equal_replicas(results)
+    module, names = module_of("words"), ("layer.weight", "layer.bias", "head.weight", "head.bias")
+    how = dict.fromkeys(names, METHODS["exact"])
+    training = Training(0.1, compressing.momentum, warm_up=compressing.warm_up)
+    alone = Emulation(module, lambda own, part: own(*part), how, RANKS, training)
+    if nesterov:
+        return_plain(alone)
+    losses = [alone.step([[t[a:b] for t in batch] for a, b in balanced(SAMPLES, RANKS)]) for batch in batches(8)]
+    expected = Trained(losses, {name: tensor.detach().clone() for name, tensor in module.state_dict().items()})
+    assert worst(results[0][0], expected) < TOLERANCE
+
+
+def return_plain(alone: Emulation) -> None:
+    """The table's momentum is plain in the ranks' optimizer."""
+    nested = alone._with_momentum
+
+    def plain(name: str, parameter: nn.Parameter, total: torch.Tensor) -> torch.Tensor:
+        if name in alone.peers:
+            return nested(name, parameter, total)
+        [kept] = alone.momenta.setdefault(name, [torch.zeros_like(parameter)])
+        return kept.mul_(0.9).add_(total)
+
+    alone._with_momentum = plain  # type: ignore[method-assign,assignment]
+
+
+def refused(path: str) -> list[str]:
+    model = loaded(path)
+    lines = []
+    for options in ({"optimizer": OPTIMIZERS["momentum"], "compressing": CompressedTraining(Momentum())}, {"clip_norm": 1.0}):
+        with pytest.raises(RuntimeFailure) as found:
+            Trainer(model, (strategy_of(model, METHODS["exact"]), FOUR), **options)  # type: ignore[arg-type]
+        lines.append(str(found.value))
+    return lines
+
+
+def test_momentum_is_not_applied_twice(four: Pool, path: str) -> None:
+    for line, other in four.run(refused, path, ranks=RANKS):
+        assert other.startswith("clip_norm 1.0 with compressed gradients, such as that of 'layer.weight'; expected a plan without")
+        assert line.startswith("momentum correction of 'layer.weight', whose optimizer has momentum 0.9; expected SGD with momentum 0")
+
+
+def checked(path: str, method: str, spoilt: bool) -> CheckResult:
+    """``spoilt``: rank 2 adds something of its own to what it sends in the second step."""
+    model = loaded(path)
+    with Trainer(model, (strategy_of(model, METHODS[method]), FOUR), optimizer=OPTIMIZERS["sgd"]) as trainer:
+        trainer.step(*batch_of(SAMPLES, 9))
+        whole = peers.Peer.course
+
+        def other(self: peers.Peer, gradient: torch.Tensor) -> peers.Course:
+            own = gradient + 1e-3 if trainer.rank == 2 and self.state.numbers["steps"] == 2 else gradient
+            return (yield from whole(self, own))
+
+        with patch.object(peers.Peer, "course", other if spoilt else whole):
+            return check(trainer, lambda step: batch_of(SAMPLES, step), OPTIMIZERS["sgd"], steps=3)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_checks_pass(four: Pool, path: str, method: str) -> None:
+    for result in four.run(checked, path, method, False, ranks=RANKS):
+        result.require()
+        assert result.compared == 3 * (1 + 5 + 5 + 4)  # loss, gradients, parameters, compressed sums
+
+
+def test_checks_notice_a_rank_that_sends_something_else(four: Pool, path: str) -> None:
+    for result in four.run(checked, path, "exact", True, ranks=RANKS):
+        assert not result.passed and result.worst.kind == COMPRESSED_SUM and result.worst.step == 2
