@@ -94,7 +94,7 @@ def loaded(path: str) -> ExecutableModel:
     return load_model(path, dtype="float64")
 
 
-def strategy_of(model: ExecutableModel, ranks: int) -> Strategy:
+def cut_strategy(model: ExecutableModel, ranks: int) -> Strategy:
     """By samples on two ranks; on four, layers are cut by their outputs as well, so that shards and buffers are others."""
     strategy = by_samples(model.graph, range(ranks), 6)
     for op in model.graph.operators:
@@ -103,7 +103,12 @@ def strategy_of(model: ExecutableModel, ranks: int) -> Strategy:
             first = next(k for k, factor in enumerate(op.factors) if factor.size == 6)
             degrees = tuple(2 if k in (first, cut) else 1 for k in range(len(op.factors)))
             strategy = strategy.with_operator(op.name, OpConfig(degrees, (0, 1, 2, 3)))
-    return strategy.with_changes(parameters={tensor.name: SyncConfig(payload="feedback") for tensor in model.graph.parameters})
+    return strategy
+
+
+def strategy_of(model: ExecutableModel, ranks: int) -> Strategy:
+    feedback = SyncConfig(payload="feedback")
+    return cut_strategy(model, ranks).with_changes(parameters={tensor.name: feedback for tensor in model.graph.parameters})
 
 
 def go_on(

@@ -1,8 +1,9 @@
 """Checkpoints: saved from the shards of one strategy, loaded into the shards of any other, on any number of ranks.
 
 Tensors are named as in the user's model: ``model.<parameter or buffer>``, ``optim.state.<parameter>.<key>`` and, for methods of
-synchronization with a state, ``sync.state.<parameter>.<name>``. Each is stored in its full shape; ranks write and read regions of it. A
-checkpoint also holds the step and the seed. These two are the whole state of random numbers: dropout is a function of (seed, step, call).
+synchronization with a state, ``sync.state.<parameter>.<name>`` (of compressed parameters one for each rank, see ``rank_state``). Each is
+stored in its full shape; ranks write and read regions of it. A checkpoint also holds the step and the seed. These two are the whole state
+of random numbers: dropout is a function of (seed, step, call).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from soap.model.regions import lengths, subtract, volume, whole
 from soap.plan.plan import Plan
 from soap.runtime.checkpoint.folder import MANIFEST, begin, discard, publish, resolve, unwritable
 from soap.runtime.checkpoint.manifest import Manifest, ParameterState, damaged, model_name, read_manifest, state_name
+from soap.runtime.checkpoint.rank_state import rank_state_to_read, rank_state_to_save, restore_ranks, states_of
 from soap.runtime.checkpoint.storage import CheckpointReader, CheckpointWriter, Region, RegionLoadPlanner, RegionSavePlanner
 from soap.runtime.checkpoint.sync_state import by_shard, kept_names, state_to_read, state_to_save
 from soap.runtime.comm.redistribute import Communicator
@@ -81,11 +83,13 @@ def save_checkpoint(
     schedule = _together(comm, lambda: schedules.joined(records))
     begun = _together(comm, lambda: begin(folder, step) if comm.rank == 0 else None)
     temporary, save_id = comm.gather((begun, secrets.token_hex(8)))[0]
-    manifest = replace(_manifest(training, step, seed, save_id, known), schedule=schedule)
+    ranks = states_of(comm, training.shards, training.gradients)
+    manifest = replace(_manifest(training, step, seed, save_id, known), schedule=schedule, rank_states=ranks)
     try:
         _together(comm, lambda: _require_visible(temporary))
         kept = training.gradients.state() if manifest.sync_states else {}
         regions = [*_regions_to_save(training, known, buffers), *state_to_save(training.shards, manifest.sync_states, kept)]
+        regions += rank_state_to_save(training.shards, ranks, training.gradients)
         planner = RegionSavePlanner(regions, manifest)
         writer = CheckpointWriter(temporary, manifest)
         _through_torch(Path(folder), lambda: save({}, storage_writer=writer, planner=planner))
@@ -121,12 +125,16 @@ def load_checkpoint(path: str | Path, training: Training, buffers: Mapping[str, 
     regions += found.values()
     kept = state_to_read(training.shards, manifest)
     regions += kept.values()
+    of_ranks = rank_state_to_read(training.shards, manifest, training.gradients)
+    regions += of_ranks.values()
     reader, planner = CheckpointReader(checkpoint, manifest), RegionLoadPlanner(regions, manifest)
     _through_torch(checkpoint, lambda: load({}, storage_reader=reader, planner=planner))
     read = {key: region.tensor for key, region in found.items()}
     _together(comm, lambda: state.restore(training.optimizer, training.parts, manifest.states, read))
     if manifest.sync_states and kept_names(plan):
         training.gradients.restore(by_shard(kept))
+    if manifest.rank_states:
+        restore_ranks(training.shards, manifest, training.gradients, of_ranks)
     if manifest.schedule is not None:
         record = manifest.schedule
         _together(comm, lambda: training.schedule.restore(record))

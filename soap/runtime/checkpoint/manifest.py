@@ -56,9 +56,22 @@ class ParameterState:
 
 
 @dataclass(frozen=True, slots=True)
+class RankStates:
+    """What ranks keep of a compressed parameter, each for itself. ``names``: of tensors of the parameter's shape, each with a part for each
+    of ``peers`` places. ``common``: names of tensors that ranks share. ``entries``: for each shard (``box``) and place, ``numbers`` by
+    name, and ``own``: name -> (dtype, number)."""
+
+    names: tuple[str, ...]
+    peers: int
+    common: tuple[str, ...] = ()
+    entries: tuple[Mapping[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """A checkpoint's contents. ``aliases``: further names of tied parameters. ``optimizer``: name of its class; None if nothing is trained.
-    ``schedule``: see ``runtime.updates.schedules``. ``sync_states``: parameter -> names of the state of its method of synchronization."""
+    ``schedule``: see ``runtime.updates.schedules``. ``sync_states``: parameter -> names of the state of its method of synchronization.
+    ``rank_states``: compressed parameter -> what each rank keeps of it."""
 
     save_id: str
     step: int
@@ -72,6 +85,7 @@ class Manifest:
     tensors: Mapping[str, StoredTensor]
     schedule: Mapping[str, Any] | None = None
     sync_states: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    rank_states: Mapping[str, RankStates] = field(default_factory=dict)
 
     @property
     def files(self) -> dict[str, int]:
@@ -90,8 +104,9 @@ class Manifest:
                 del state["others"]
         if content["schedule"] is None:
             del content["schedule"]
-        if not content["sync_states"]:
-            del content["sync_states"]
+        for name in ("sync_states", "rank_states"):
+            if not content[name]:
+                del content[name]
         return json.dumps({"format": FORMAT, "version": VERSION, **content}) + "\n"
 
 
@@ -129,6 +144,11 @@ def sync_state_name(parameter: str, name: str) -> str:
     return f"sync.state.{parameter}.{name}"
 
 
+def place_name(parameter: str, name: str, place: int) -> str:
+    """The name of what one of a compressed parameter's readers keeps among a checkpoint's tensors."""
+    return sync_state_name(parameter, f"{name}@{place}")
+
+
 def damaged(path: Path, what: str) -> CheckpointError:
     """The error for a damaged file."""
     return CheckpointError(f"checkpoint file {str(path)!r} is damaged: {what}; take another checkpoint")
@@ -162,6 +182,14 @@ _CHUNK = _record(
         "length": _NATURAL,
     }
 )
+_ENTRY = _record(
+    {
+        "box": {"type": "array", "items": _INTERVAL},
+        "place": _NATURAL,
+        "numbers": _map({"type": "integer", "minimum": -(2**62), "maximum": 2**62}),
+        "own": _map({"type": "array", "prefixItems": [{"enum": ["float32", "float64"]}, {"type": "number"}], "minItems": 2, "maxItems": 2}),
+    }
+)
 SCHEMA: dict[str, Any] = _record(
     {
         "format": {"const": FORMAT},
@@ -187,7 +215,20 @@ SCHEMA: dict[str, Any] = _record(
             )
         ),
     },
-    {"schedule": _record({"name": {"type": "string"}, "state": {"type": "object"}}), "sync_states": _map(_NAMES)},
+    {
+        "schedule": _record({"name": {"type": "string"}, "state": {"type": "object"}}),
+        "sync_states": _map(_NAMES),
+        "rank_states": _map(
+            _record(
+                {
+                    "names": _NAMES,
+                    "peers": {"type": "integer", "minimum": 1, "maximum": 2**20},
+                    "common": _NAMES,
+                    "entries": {"type": "array", "items": _ENTRY},
+                }
+            )
+        ),
+    },
 )
 
 
@@ -236,6 +277,10 @@ def _manifest(path: Path, document: Mapping[str, Any]) -> Manifest:
         tensors=tensors,
         schedule=document.get("schedule"),
         sync_states={name: tuple(own) for name, own in document.get("sync_states", {}).items()},
+        rank_states={
+            name: RankStates(tuple(own["names"]), int(own["peers"]), tuple(own["common"]), tuple(own["entries"]))
+            for name, own in document.get("rank_states", {}).items()
+        },
     )
 
 
@@ -259,3 +304,8 @@ def _check_complete(
             found, parameter = tensors.get(sync_state_name(name, key)), tensors.get(model_name(name))
             if found is None or parameter is None or found.shape != parameter.shape:
                 raise damaged(path, f"it lacks the synchronization state {key!r} of {name!r}, or has it in another shape")
+    for name, own in document.get("rank_states", {}).items():
+        for key in (f"{key}@{place}" for key in own["names"] for place in range(own["peers"])):
+            found, parameter = tensors.get(sync_state_name(name, key)), tensors.get(model_name(name))
+            if found is None or parameter is None or found.shape != parameter.shape:
+                raise damaged(path, f"it lacks {key!r} of compressed parameter {name!r}, or has it in another shape")
