@@ -14,6 +14,7 @@ from soap.cluster.topology import Topology
 from soap.errors import StrategyError
 from soap.search.record import MOST_FINALISTS
 from soap.simulator.costs import COST_SOURCES
+from soap.strategy.compression import Compression, parse
 from soap.strategy.config import SyncConfig
 from soap.strategy.sync import worded
 from soap.strategy.sync_contracts import METHODS, words
@@ -256,6 +257,20 @@ def _sync_forms() -> str:
         partitions = "[:PARTITIONS]" if any(contract.most_partitions > 1 for contract in own) else ""
         found.append(word + partitions + ("[+local]" if any("host" in contract.within for contract in own) else ""))
     return ", ".join(found)
+
+
+def lossy_method(text: str) -> Compression:
+    """Parse ``rgc:0.001``, a way of compressing gradients."""
+    try:
+        return parse(text)
+    except StrategyError as error:
+        raise argparse.ArgumentTypeError(f"{text[:100]!r} is not allowed: {error}") from None
+
+
+def warm_up(text: str) -> tuple[int, int]:
+    """Parse ``100`` or ``100,50``: dense steps, and steps at each density of a warm-up."""
+    dense, _, each = text.partition(",")
+    return not_negative(dense), not_negative(each) if each else 0
 
 
 def share(text: str) -> float:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from soap.api import SearchOutcome, costs_record, memory_range, predicted_range
-from soap.cli import certainty, figures, rows
+from soap.cli import certainty, compressing, figures, rows
 from soap.cli.plain_text import aligned, devices, listed, milliseconds, speed_up, split, sync_document, sync_text
 from soap.cluster.topology import Topology
 from soap.model import sparse_shares
@@ -62,6 +62,7 @@ def document(simulator: Simulator, strategy: Strategy, simulation: Simulation | 
         "unlike_data_parallel": _differences(graph, strategy, baseline),
         "sparse": sparse_shares.document(graph),
         "synchronized": {name: sync_document(sync) for name, sync in strategy.parameters.items() if sync != SyncConfig()},
+        **({"compressed": compressed} if (compressed := compressing.document(simulator, strategy, simulation)) else {}),
     }
 
 
@@ -70,7 +71,8 @@ def text(report: Mapping[str, Any], name: str) -> str:
     model, cluster = report["model"], report["cluster"]
     alike, crowd = _same(report, name), report["cluster"]["shared_cores"]
     sections = [
-        f"{model['name']} ({model['operators']} operators) on {cluster['name']} ({len(cluster['devices'])} devices)\n"
+        (f"{lossy}\n" if (lossy := compressing.first_line(report.get("compressed"))) else "")
+        + f"{model['name']} ({model['operators']} operators) on {cluster['name']} ({len(cluster['devices'])} devices)\n"
         f"costs: {report['costs']['description']}\n{resting(report['costs'])}"
         + (f"\nlinks: {report['costs']['links']}" if report["costs"]["links"] else "")
         + (f"\n{crowded(len(cluster['devices']), crowd)}" if crowd else "")
@@ -81,6 +83,7 @@ def text(report: Mapping[str, Any], name: str) -> str:
         *([] if alike and report["same_as"] == SINGLE else [_unlike(report["unlike_data_parallel"], model["operators"])]),
         *([rows.text(report["sparse"])] if report["sparse"] else []),
         *([_synchronized(report["synchronized"])] if report["synchronized"] else []),
+        *([compressing.text(report["compressed"])] if "compressed" in report else []),
     ]
     return "\n\n".join(sections)
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from soap import api
-from soap.cli import emulation, figures
+from soap.cli import compressing, emulation, figures
 from soap.cli.checkpoints import add_checkpoints, chosen
 from soap.cli.command import Parser, UsageError, note, run_command
 from soap.cli.options import (
@@ -27,6 +27,8 @@ from soap.cli.options import (
     positive_number,
     reading,
     refuse_overwriting,
+    share,
+    warm_up,
 )
 from soap.cli.plain_text import aligned, listed, milliseconds, speed_up
 from soap.cli.report import crowded, resting, shared_cores
@@ -91,6 +93,21 @@ def add_training(parser: Parser) -> None:
     parser.add_argument("--accumulate", metavar="K", type=positive, default=1, help=accumulate_help)
     parser.add_argument("--compile", action="store_true", help="by torch.compile, which takes its time in the first step")
     parser.add_argument("--clip-norm", metavar="X", type=positive_number, help="scale gradients to at most this global norm")
+    parser.add_argument(
+        "--correct-momentum",
+        metavar="M",
+        type=share,
+        help="of compressed parameters: apply momentum M before compression, and none to what was sent (DGC); their optimizer is then "
+        "plain SGD, and takes weight decay outside of that",
+    )
+    parser.add_argument(
+        "--warm-up",
+        metavar="DENSE[,EACH]",
+        type=warm_up,
+        default=(0, 0),
+        help="of compressed parameters: DENSE steps send everything, then EACH steps send 25%%, 6.25%%, 1.6%%, 0.4%%, 0.1%% (default: "
+        "none)",
+    )
     data_help = (
         "yields one sequence of tensors per step, the same on all ranks; or zoo:NAME (default: drawn like the example inputs, of which "
         "whole numbers other than indices and labels, such as offsets, lengths and masks, are taken as they are)"
@@ -166,6 +183,8 @@ def prepare(args: argparse.Namespace) -> tuple[Job, Mapping[str, Simulation], di
         optimizer=updating,
         accumulate=args.accumulate,
         clip_norm=args.clip_norm,
+        correct_momentum=args.correct_momentum,
+        warm_up=args.warm_up,
         compiled=args.compile,
         data=args.data,
         backend=args.backend,
@@ -254,6 +273,7 @@ def document(
         "resumed_at": job.checkpoints.resumed_at,
         "checkpoint": outcome.saved,
         "strategies": strategies,
+        "compressed": compressing.count(predicted[STRATEGY]),
         "emulation": emulation.document(hosts, scale),
         "memory": _memory(predicted[STRATEGY], outcome.peak_bytes),
         "check": {**asdict(outcome.check), "passed": outcome.check.passed, **_eager(job)} if outcome.check else None,
@@ -299,8 +319,10 @@ def text(report: Mapping[str, Any]) -> str:
     if report["checkpoint"]:
         facts.append(("checkpoint", report["checkpoint"]))
     if report["check"]:
-        facts.append(("check", _checked(report["check"])))
+        facts.append(("check", _checked(report["check"], lossy=report["compressed"] > 0)))
     head = f"{report['model']} on {report['cluster']}: {report['processes']} processes, {report['backend']}, {report['steps']} steps"
+    if report["compressed"]:
+        head = f"{compressing.lossy_line(report['compressed'])}\n{head}"
     if report["shared_cores"]:
         head += "\n" + crowded(report["processes"], report["shared_cores"])
     held = [_held(report["memory"])] if report["memory"] else []
@@ -322,11 +344,12 @@ def _held(memory: Sequence[Mapping[str, Any]]) -> str:
     return aligned(rows)
 
 
-def _checked(found: Mapping[str, Any]) -> str:
+def _checked(found: Mapping[str, Any], *, lossy: bool) -> str:
     worst = found["worst"]
     ours, alone = worst["from_float64"], worst["alone_from_float64"]
     judged = "" if ours is None else f"; from float64 it is {ours:.1e}, one process {alone:.1e}"
-    verdict = "as in one process" if found["passed"] else "NOT as in one process"
+    same = "before compression as in one process, then as one process emulates it, bit for bit" if lossy else "as in one process"
+    verdict = same if found["passed"] else f"NOT {same}"
     return (
         f"{verdict}: {found['compared']} tensors in {found['steps']} steps, largest difference {worst['error']:.1e} "
         f"({worst['kind']} {worst['name']}), allowed {found['tolerance']:.0e}"

@@ -230,7 +230,8 @@ def _report_several(args: argparse.Namespace, candidates: Sequence[Candidate], c
 
 
 def _told(args: argparse.Namespace) -> list[str]:
-    return [f"{option} {pattern}={spec}" for option in ("pin", "forbid") for pattern, spec in getattr(args, option)]
+    told = [f"{option} {pattern}={spec}" for option in ("pin", "forbid") for pattern, spec in getattr(args, option)]
+    return told + [f"lossy {method.word}" for method in args.lossy]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

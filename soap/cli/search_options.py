@@ -10,6 +10,7 @@ from soap.cli.command import Parser
 from soap.cli.options import (
     constraint,
     finalists,
+    lossy_method,
     not_negative,
     not_negative_number,
     positive,
@@ -125,6 +126,15 @@ def add_choices(parser: Parser) -> None:
         "behind it: each host adds up first), or allgather (of sparse parameters' rows); allreduce allows nothing else (repeatable; "
         "default: any method for sparse parameters, all-reduce for dense ones)",
     )
+    parser.add_argument(
+        "--lossy",
+        metavar="METHOD",
+        type=lossy_method,
+        action="append",
+        default=[],
+        help="allow gradients to be compressed by this method: rgc[:DENSITY], rgc+asq[:DENSITY], chunked[:DENSITY], powersgd[:RANK], bf16, "
+        "int8 (repeatable; default: none, as a plan that compresses trains no more exactly like one process)",
+    )
 
 
 def search_options(args: argparse.Namespace, updating: Updating, graph: OperatorGraph) -> SearchOptions:
@@ -139,6 +149,7 @@ def search_options(args: argparse.Namespace, updating: Updating, graph: Operator
         pins=args.pin,
         forbidden=args.forbid,
         syncs=args.sync,
+        lossy=args.lossy,
         costs=args.costs,
         risk=None if args.risk == NO_RISK else Risk(args.risk),
         confidence=args.confidence,

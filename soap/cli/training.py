@@ -23,6 +23,8 @@ from soap.measure.iteration import WARM_UP_STEPS, StepTimes, measure_steps
 from soap.measure.memory import peak_memory
 from soap.runtime.check import CheckResult, check
 from soap.runtime.comm.world import close_world, open_world
+from soap.runtime.compression.dgc import Momentum, WarmUp
+from soap.runtime.compression.peer import CompressedTraining
 from soap.runtime.system import clock
 from soap.runtime.trainer import Trainer
 from soap.runtime.training_options import TrainingOptions
@@ -44,7 +46,8 @@ class Job:
     """What a rank must know. The orders of tiles come from one simulation, so all ranks have the same. ``strategies``: name -> strategy
     and order of its tiles; the first is the one that is checked, traced and saved. ``optimizer``: as ``--optimizer``, or all options of
     updating; what it leaves open is taken from the checkpoint, if the job goes on from one. ``emulated``: whether ranks are on emulated
-    hosts. ``weighed``: whether peak memory is measured. ``record``: what the model's file says of its export."""
+    hosts. ``correct_momentum``, ``warm_up``: see ``--correct-momentum`` and ``--warm-up``. ``weighed``: whether peak memory is measured.
+    ``record``: what the model's file says of its export."""
 
     model: str
     reading: Reading
@@ -56,6 +59,8 @@ class Job:
     dtype: str | None = None
     accumulate: int = 1
     clip_norm: float | None = None
+    correct_momentum: float | None = None
+    warm_up: tuple[int, int] = (0, 0)
     compiled: bool = False
     data: str | None = None
     backend: str = "auto"
@@ -194,6 +199,9 @@ def make_trainer(job: Job, model: TracedModel, name: str) -> Trainer:
         seed=job.seed,
         accumulate=job.accumulate,
         clip_norm=job.clip_norm,
+        compressing=CompressedTraining(
+            None if job.correct_momentum is None else Momentum(job.correct_momentum), WarmUp(*job.warm_up)
+        ),
         compiled=job.compiled,
     )
     with clock.paused():  # it is made at this machine's speed

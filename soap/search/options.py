@@ -13,6 +13,7 @@ from soap.search.deciding import DEFAULT_CONFIDENCE
 from soap.search.metropolis import DEFAULT_BETA
 from soap.simulator.costs import COST_SOURCES, CostSource
 from soap.simulator.draws import Risk
+from soap.strategy.compression import Compression, parse
 from soap.strategy.config import Strategy, SyncConfig
 
 DEFAULT_BUDGET = 10_000
@@ -39,8 +40,11 @@ class SearchOptions:
 
     ``pins={"layers.*": "sample:4"}`` fixes some operators and searches the rest. ``forbidden={"*": "reduction"}`` rules out ways to split,
     devices or copies. ``syncs=[parameter_server(4)]``: methods that parameters may be synchronized by, beside all-reduce; by default all
-    methods for sparse parameters, and all-reduce for dense ones. ``uncut``: names of parameters that every device owns whole or not at all;
-    optimizers need this if their update is not elementwise. ``together``: names of parameters that a device owns either all of, or none.
+    methods for sparse parameters, and all-reduce for dense ones. ``lossy=["rgc:0.001"]``: methods that may compress gradients
+    (``soap.strategy.compression``), where their policy says so; by default none, so that every plan trains like one process.
+
+    ``uncut``: names of parameters that every device owns whole or not at all; optimizers need this if their update is not elementwise.
+    ``together``: names of parameters that a device owns either all of, or none.
 
     ``optimizer_states``: tensors of a parameter's size that the optimizer keeps. ``measured_updates``: whether ``soap-profile`` measures
     this optimizer's updates (SGD, Adam); if not, they are estimated. ``costs``: ``auto`` or ``estimate`` (``soap.simulator.costs``).
@@ -62,6 +66,7 @@ class SearchOptions:
     pins: Constraints = ()
     forbidden: Constraints = ()
     syncs: Sequence[SyncConfig] = ()
+    lossy: Sequence[Compression | str] = ()
     uncut: Collection[str] = ()
     together: Collection[str] = ()
     optimizer_states: int = OPTIMIZER_STATES
@@ -87,8 +92,14 @@ class SearchOptions:
             object.__setattr__(self, name, pairs_of(getattr(self, name)))
         for name in ("syncs", "uncut", "together"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
+        object.__setattr__(self, "lossy", self.compressions)
         if self.starts is not None:
             object.__setattr__(self, "starts", tuple(self.starts))
+
+    @property
+    def compressions(self) -> tuple[Compression, ...]:
+        """``lossy`` as settings."""
+        return tuple(parse(one) if isinstance(one, str) else one for one in self.lossy)
 
 
 def _check(budget: int, beta: float, patience: float | None, seconds: float | None) -> None:

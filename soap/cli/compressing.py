@@ -1,0 +1,83 @@
+"""What a plan's compressed parameters send, and what compressing them saves: a part of the commands' reports."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from soap.cli.plain_text import aligned, milliseconds
+from soap.plan.syncs.bucketing import gradient_bytes
+from soap.plan.syncs.compressed import layout_for
+from soap.simulator.folded import FoldedSimulation
+from soap.simulator.simulate import Simulation, Simulator
+from soap.strategy.compression import said_settings, written_settings
+from soap.strategy.config import Strategy
+from soap.strategy.sync import ALL_REDUCE
+from soap.units import format_bytes
+
+MOST_ROWS = 16
+"""Rows of the table; the strategy file has all."""
+
+
+def document(simulator: Simulator, strategy: Strategy, simulation: Simulation | FoldedSimulation) -> dict[str, Any] | None:
+    """Plain JSON values; None if nothing is compressed. ``sent_bytes``, ``dense_bytes``: of one device in a step, as it is and if the
+    gradient were all-reduced by a ring. ``saved_ns``: how much longer a step would take if this parameter alone, or with ``all`` every
+    one, were all-reduced; below 0 if compressing costs time."""
+    entries: dict[str, dict[str, Any]] = {}
+    if not isinstance(simulation, Simulation):  # compressed plans are not folded
+        return None
+    for sync in simulation.plan.syncs:
+        if sync.compression is None:
+            continue
+        layout, peers = layout_for(simulation.plan, sync), len(sync.readers)
+        entry = entries.setdefault(
+            sync.parameter,
+            {"method": said_settings(written_settings(sync.compression)), "density": getattr(sync.compression, "density", None)}
+            | {"sent_bytes": 0, "dense_bytes": 0},
+        )
+        entry["sent_bytes"] += layout.sent_bytes
+        entry["dense_bytes"] += 2 * (peers - 1) * gradient_bytes(simulation.plan, sync) // peers
+    if not entries:
+        return None
+    for name, entry in entries.items():
+        entry["saved_ns"] = _time_ns(simulator, strategy, [name]) - simulation.makespan_ns
+    return {"parameters": entries, "all": {"saved_ns": _time_ns(simulator, strategy, list(entries)) - simulation.makespan_ns}}
+
+
+def count(simulation: Simulation) -> int:
+    """How many parameters are compressed."""
+    return len({sync.parameter for sync in simulation.plan.syncs if sync.compression is not None})
+
+
+def _time_ns(simulator: Simulator, strategy: Strategy, names: Sequence[str]) -> int:
+    return simulator.predict(strategy.with_changes(parameters=dict.fromkeys(names, ALL_REDUCE))).makespan_ns
+
+
+def first_line(found: Mapping[str, Any] | None) -> str:
+    """What a reader has to know first; empty if nothing is compressed."""
+    if not found:
+        return ""
+    return lossy_line(len(found["parameters"]))
+
+
+def lossy_line(count: int) -> str:
+    """The line for so many compressed parameters."""
+    what = "1 parameter is compressed" if count == 1 else f"{count} parameters are compressed"
+    return f"lossy: {what}, so it does not train exactly like one process"
+
+
+def text(found: Mapping[str, Any]) -> str:
+    """One line a parameter, those that save most first."""
+    entries = sorted(found["parameters"].items(), key=lambda one: -one[1]["saved_ns"])
+    rows = [("compressed", "by", "sends a step", "instead of", "saves alone")]
+    rows += [
+        (name, one["method"], format_bytes(one["sent_bytes"]), format_bytes(one["dense_bytes"]), _saved(one["saved_ns"]))
+        for name, one in entries[:MOST_ROWS]
+    ]
+    more = [f"  and {len(entries) - MOST_ROWS} more; the strategy file has all"] if len(entries) > MOST_ROWS else []
+    together = f"  all together save {_saved(found['all']['saved_ns'])} a step"
+    return "\n".join([aligned(rows), *more, together])
+
+
+def _saved(saved_ns: int) -> str:
+    return milliseconds(saved_ns) if saved_ns >= 0 else f"-{milliseconds(-saved_ns)}"

@@ -1,0 +1,56 @@
+"""``--lossy`` from the search to the run: what is allowed, found, said and checked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import soap
+from soap.cli.run import main as run
+from soap.cli.search import main as search
+from soap.cli.simulate import main as simulate
+from soap.search.lossy import lossy_starts
+from soap.strategy.compression import Int8
+from tests.cli.refusals import assert_refused
+
+MODEL, CLUSTER = "zoo:gpt:tiny", "emulated:2x1@100Mbit/s"
+
+
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [("zip", "'zip' is unknown"), ("rgc:2", "density 2.0; expected"), ("powersgd:x", "expected a rank"), ("int8:4", "has no setting")],
+)
+def test_other_methods_are_refused(method: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert_refused(capsys, search, [MODEL, "--cluster", CLUSTER, "-o", str(tmp_path / "s.json"), "--lossy", method], 2, "--lossy", said)
+
+
+def test_what_is_compressed_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A search with ``--lossy`` says what each parameter sends, and what that saves; without it nothing is compressed."""
+    out = tmp_path / "s.json"
+    arguments = ["zoo:alexnet:tiny", "--cluster", "emulated:2x1@1Mbit/s", "--budget", "30", "--costs", "estimate", "--profile", "0"]
+    arguments += ["--verify", "0", "-o", str(out), "--start", "data_parallel", "--pin", "*=sample:2"]
+    assert search([*arguments, "--lossy", "bf16"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("lossy: ") and "so it does not train exactly like one process" in text.splitlines()[0]
+    assert "as the search was told: --pin *=sample:2, --lossy bf16" in text
+    assert simulate(["zoo:alexnet:tiny", "--strategy", str(out), "--cluster", "emulated:2x1@1Mbit/s", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    own = found["compressed"]["parameters"]
+    assert own and all(entry["method"] == "bf16" and entry["sent_bytes"] <= entry["dense_bytes"] // 2 + 8 for entry in own.values())
+    assert found["compressed"]["all"]["saved_ns"] > 0
+    assert search(arguments) == 0
+    assert "lossy" not in capsys.readouterr().out
+    assert all(sync.compression is None for sync in soap.load_strategy(out, "zoo:alexnet:tiny", "emulated:2x1@1Mbit/s").parameters.values())
+
+
+@pytest.mark.slow
+def test_a_lossy_plan_is_checked_against_its_emulation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, cluster, out = soap.load(MODEL, plan_only=True), soap.load_cluster("local:2"), tmp_path / "s.json"
+    [strategy] = lossy_starts(model.graph, soap.api.classical("data_parallel", model, cluster), [Int8()]).values()
+    soap.save_strategy(out, strategy, model, cluster)
+    assert run([str(out), "--model", MODEL, "--cluster", "local:2", "--steps", "3", "--check", "--costs", "estimate"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("lossy: ")
+    assert "before compression as in one process, then as one process emulates it, bit for bit" in text

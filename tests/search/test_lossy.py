@@ -1,0 +1,96 @@
+"""Compression in searches: never unless a method is named; where links are slow it is chosen, where they are fast it is not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from soap.cluster.topology import Topology
+from soap.errors import StrategyError
+from soap.model.graph import OperatorGraph
+from soap.profiles.roofline import RooflineCosts
+from soap.search.chains import search
+from soap.search.lossy import lossy_starts, lossy_syncs, with_lossy
+from soap.search.options import SearchOptions
+from soap.simulator.incremental import IncrementalSimulator
+from soap.simulator.simulate import Simulator
+from soap.strategy.classical import data_parallel
+from soap.strategy.compression import Bf16, Int8, PowerSgd, Rgc, RgcAsq
+from soap.strategy.config import Strategy, SyncConfig
+from soap.strategy.sync import ALL_REDUCE, compressed, sync_choices
+from tests.graph_builder import GraphBuilder
+from tests.strategies import CPU, cluster
+
+
+def layers() -> OperatorGraph:
+    """A large hidden layer, a small one, a table, and an output layer."""
+    g = GraphBuilder()
+    x = g.embedding(g.input("ids", 8, 3, dtype="int64"), 4096, 256, weight=g.parameter("table", 4096, 256))
+    x = g.linear(g.linear(x, 1024, name="large"), 16, name="small")
+    return g.build(g.mean(g.linear(x, 8192, name="output")))
+
+
+GRAPH = layers()
+
+
+def linked(bytes_per_second: float) -> Topology:
+    found = cluster([1, 1, 1, 1], CPU)
+    return replace(found, links=tuple(replace(link, bandwidth_bytes_per_second=bytes_per_second) for link in found.links))
+
+
+SLOW, FAST = linked(1e6), linked(1e12)
+
+
+def found(topology: Topology, *lossy: str) -> Strategy:
+    """All operators stay data-parallel; what is searched is how parameters are synchronized."""
+    costs = RooflineCosts(topology)
+    usual = data_parallel(GRAPH, topology)
+    pins = {op.name: ",".join(f"{f.name}:{d}" for f, d in zip(op.factors, usual.operators[op.name].degrees, strict=True) if d > 1)
+            + f"@{','.join(map(str, usual.operators[op.name].devices))}" for op in GRAPH.operators}
+    pins = {name: spec if not spec.startswith("@") else f"replicas:{usual.operators[name].replicas}{spec}" for name, spec in pins.items()}
+    options = SearchOptions(budget=200, cores=1, starts=["data_parallel"], syncs=[ALL_REDUCE], lossy=lossy, pins=pins)
+    result = search(GRAPH, topology, IncrementalSimulator(Simulator(GRAPH, topology, costs)), options)
+    return result.strategy
+
+
+def test_nothing_is_lossy_unless_it_is_named() -> None:
+    assert all(sync.contract.exact for sync in found(SLOW).parameters.values())
+    assert all(sync.contract.exact for ways in sync_choices(GRAPH, SLOW).values() for sync in ways)
+    assert SearchOptions().lossy == ()
+
+
+def test_choices_follow_the_policy() -> None:
+    """Vectors and small layers are left alone by sparse methods; averages do not reach the output layer; sparse tables have rows."""
+    ways = lossy_syncs(GRAPH, (RgcAsq(0.01), PowerSgd(2), Bf16()))
+    assert ways["large.weight"] == tuple(map(compressed, (RgcAsq(0.01, "search"), PowerSgd(2), Bf16())))
+    assert ways["output.weight"] == tuple(map(compressed, (Rgc(0.01, "sampled"), PowerSgd(2), Bf16())))
+    assert ways["small.weight"] == ways["large.bias"] == (compressed(Bf16()),)
+    assert "table" not in ways
+    choices = with_lossy(GRAPH, sync_choices(GRAPH, SLOW), [Bf16()])
+    assert all(own[0] == ALL_REDUCE for own in choices.values())
+    assert choices["table"] == sync_choices(GRAPH, SLOW)["table"] and choices["large.bias"] == (ALL_REDUCE, compressed(Bf16()))
+
+
+def test_starts_have_names() -> None:
+    starts = lossy_starts(GRAPH, data_parallel(GRAPH, SLOW), [Rgc(0.01), Int8()])
+    assert list(starts) == ["data_parallel, rgc:0.01", "data_parallel, int8"]
+    assert starts["data_parallel, rgc:0.01"].parameters.keys() == {"large.weight", "output.weight"}
+
+
+def test_slow_links_are_worth_it_and_fast_ones_are_not() -> None:
+    slow = found(SLOW, "rgc:0.001")
+    assert {name for name, sync in slow.parameters.items() if sync.compression} == {"large.weight", "output.weight"}
+    assert all(sync == SyncConfig() for sync in found(FAST, "rgc:0.001", "int8").parameters.values())
+
+
+def test_of_several_methods_each_parameter_gets_one() -> None:
+    mixed = found(SLOW, "rgc:0.001", "bf16", "int8")
+    own = {name: sync.compression.name for name, sync in mixed.parameters.items() if sync.compression}
+    assert own["large.weight"] == own["output.weight"] == "rgc"
+    assert own.get("large.bias") in (None, "bf16", "int8")
+
+
+def test_wrong_methods_are_refused_in_one_line() -> None:
+    with pytest.raises(StrategyError, match=r"^compression 'zip' is unknown; expected one of rgc, "):
+        SearchOptions(lossy=["zip"])
