@@ -22,6 +22,7 @@ from soap.cluster.presets import family
 from soap.cluster.topology import Topology
 from soap.emulation.hosts import host_limits
 from soap.errors import SoapWarning
+from soap.measure.compression_timing import time_compression
 from soap.measure.core_speed import core_reference_ns
 from soap.measure.neighbours import Neighbours
 from soap.measure.this_machine import cpu_cores
@@ -146,6 +147,9 @@ def _entry(one: Wanted, tile: Tile, times: TileTimes, timer: TileTimer, now: str
 def _upkeep(one: Wanted, place: Place) -> Sample:
     if one.kind == RUNTIME:
         return time_runtime(*place.clock)
+    if one.compressing is not None:
+        own = one.compressing
+        return time_compression(own.how, own.work, own.elements, own.peers, *place.clock)
     (size,) = one.key.lengths
     if one.kind == COPY:
         return time_copy(size, *place.clock)

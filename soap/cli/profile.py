@@ -13,7 +13,7 @@ from tqdm import tqdm
 from soap import api
 from soap.cli import links, report, what_decides
 from soap.cli.command import Parser, UsageError, note, run_command
-from soap.cli.options import add_cluster, add_json, add_model, positive_number, reading, reading_options, refuse_overwriting
+from soap.cli.options import add_cluster, add_json, add_model, lossy_method, positive_number, reading, reading_options, refuse_overwriting
 from soap.cli.plain_text import aligned, milliseconds
 from soap.cli.stopping import Stopping
 from soap.cli.wanted import Wanted, wanted
@@ -87,6 +87,8 @@ def _add_subject(parser: Parser) -> None:
     add_model(parser, positional=True)
     add_cluster(parser)
     parser.add_argument("--strategy", metavar="FILE", help="its computations, too, before those that a search may propose")
+    lossy = "what compressing gradients by this method takes, as one of the cluster's devices, too, as for soap-search (repeatable)"
+    parser.add_argument("--lossy", metavar="METHOD", type=lossy_method, action="append", default=[], help=lossy)
     add_json(parser)
 
 
@@ -103,7 +105,7 @@ def execute(args: argparse.Namespace) -> int:
     place = only_environment(here)
     if args.planned:
         _check_same_devices(here, topology)
-    everything = _of_kinds(wanted(graph, topology, _groups(strategies)), args.kind)
+    everything = _of_kinds(wanted(graph, topology, _groups(strategies), args.lossy), args.kind)
     known = set() if args.again else {entry.key for entry in store.entries(place)}
     todo = [one for one in everything if one.key not in known]
     outdated = store.corrections(place)
@@ -177,7 +179,7 @@ def _measure(args: argparse.Namespace, topology: Topology, todo: Sequence[Wanted
 def execute_show(args: argparse.Namespace) -> int:
     """Report what is known."""
     topology, graph, strategies = _subject(args)
-    found = document(graph, topology, strategies, wanted(graph, topology, _groups(strategies)), Store())
+    found = document(graph, topology, strategies, wanted(graph, topology, _groups(strategies), args.lossy), Store())
     print(report.dump(found) if args.json else text(found))
     return 0
 

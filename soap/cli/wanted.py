@@ -8,23 +8,39 @@ from math import prod
 
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
+from soap.plan.compression.seam import WORKS, Work, layout_of
 from soap.plan.row_counts import sparse_lookup_operators
 from soap.plan.tiling import Tile, tiles_of
-from soap.profiles.entries import COPY, RUNTIME, UPDATE, copy_key, runtime_key, update_key
+from soap.profiles.entries import COMPRESSION, COPY, RUNTIME, UPDATE, compression_key, copy_key, runtime_key, update_key
 from soap.profiles.keys import TileKey, TileKeys, tile_kind
 from soap.profiles.roofline import RooflineCosts
+from soap.search.lossy import lossy_syncs
 from soap.search.space import grids_of
+from soap.strategy.compression import Compression, said_settings, written_settings
 from soap.strategy.config import OpConfig, Strategy
 
 SPACE = "search space"
 UPKEEP = "runtime and updates"
 OTHER_UPKEEP = "other updates, and copies"
+COMPRESSED = "compression"
+COMPRESSED_ELEMENTS = tuple(2**power for power in range(13, 25, 3))
+"""Sizes of gradients whose compression is measured; above the largest, times are proportional."""
 MAY_BE_NEEDED = frozenset((SPACE, OTHER_UPKEEP))
 """Groups that belong to no strategy."""
 OPTIMIZERS = (2, 0, 1)
 """Numbers of tensors of a parameter's size that optimizers keep; Adam's first, as predictions count them."""
 UPKEEP_BYTES = tuple(2**power for power in range(6, 27, 4))
 """No larger sizes are measured: beyond 64 MiB memory decides, and times are proportional to the bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compressing:
+    """A work of compressing a gradient, or decompressing."""
+
+    how: Compression
+    work: Work
+    elements: int
+    peers: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +55,17 @@ class Wanted:
     tile: Tile | None
     estimated_ns: int
     optimizer_states: int = 0
+    compressing: Compressing | None = None
 
 
-def wanted(graph: OperatorGraph, topology: Topology, strategies: Mapping[str, Sequence[Strategy]]) -> list[Wanted]:
-    """Each computation once: what every prediction needs, the strategies' groups in their order, other optimizers, then the search
-    space. Among operators the most expensive come first."""
+def wanted(
+    graph: OperatorGraph, topology: Topology, strategies: Mapping[str, Sequence[Strategy]], lossy: Sequence[Compression] = ()
+) -> list[Wanted]:
+    """Each computation once: what every prediction needs, what ``lossy`` methods of compression take of all devices as peers, the
+    strategies' groups in their order, other optimizers, then the search space. Among operators the most expensive come first."""
     keys, costs, device = TileKeys(graph), RooflineCosts(topology), topology.devices[0].type
     first_upkeep, other_upkeep = upkeep(graph)
-    found: dict[TileKey, Wanted] = {one.key: one for one in first_upkeep}
+    found: dict[TileKey, Wanted] = {one.key: one for one in (*first_upkeep, *compressions(graph, topology.device_count, lossy))}
     groups = {name: _tiles_of_strategies(graph, own) for name, own in strategies.items()}
     groups[SPACE] = _tiles_of_space(graph, keys, topology)
     for group, tiles in groups.items():
@@ -83,6 +102,25 @@ def upkeep(graph: OperatorGraph) -> tuple[list[Wanted], list[Wanted]]:
     runtime = Wanted(runtime_key(), RUNTIME, "what the runtime adds to a tile", UPKEEP, None, 0)
     first = [one for one in updates if one.group == UPKEEP]
     return [runtime, *first], [*(one for one in updates if one.group != UPKEEP), *copies]
+
+
+def compressions(graph: OperatorGraph, peers: int, lossy: Sequence[Compression]) -> list[Wanted]:
+    """The works of these methods, as they compress this model's parameters, in sizes up to that of the largest one."""
+    ways = lossy_syncs(graph, lossy)
+    most = max((prod(graph.tensors[name].shape) for name in ways), default=0)
+    enough = next((i for i, size in enumerate(COMPRESSED_ELEMENTS) if size >= most), len(COMPRESSED_ELEMENTS) - 1)
+    found = []
+    for how in dict.fromkeys(sync.compression for own in ways.values() for sync in own):
+        if how is None:
+            continue
+        several = len(layout_of(how, (2, 2), 4, peers).exchanges) > 1
+        for elements in COMPRESSED_ELEMENTS[: enough + 1]:
+            for work in WORKS if several else (WORKS[0], WORKS[-1]):
+                name = f"{work} of {elements} elements, {said_settings(written_settings(how))}"
+                own = Compressing(how, work, elements, peers)
+                key = compression_key(how, work, elements, peers)
+                found.append(Wanted(key, COMPRESSION, name, COMPRESSED, None, 0, compressing=own))
+    return found if peers > 1 else []
 
 
 def _sizes(most: int) -> list[int]:

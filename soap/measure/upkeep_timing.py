@@ -47,7 +47,7 @@ def time_update(optimizer_states: int, size_bytes: int, device: torch.device, th
         tensor.requires_grad_().grad = torch.full_like(tensor, 1e-3)
     step = BY_STATES[optimizer_states](tensors).step
     if device.type == "cuda":
-        return _timed(step, device, threads, share, count)
+        return timed(step, device, threads, share, count)
     clock, others = clock_for(device, threads, share), torch.zeros(EVICTED_BYTES // 4)
     step()
     return sample(repeat(lambda: clock.times_ns([lambda: others.add_(1.0), step])[1:], SECONDS)[0], count)
@@ -57,7 +57,7 @@ def time_copy(size_bytes: int, device: torch.device, threads: int = 1, share: fl
     """Time of a copy of so many bytes."""
     source = torch.ones(max(1, size_bytes // 4), device=device)
     target = torch.zeros_like(source)
-    return _timed(lambda: target.copy_(source), device, threads, share, 1)
+    return timed(lambda: target.copy_(source), device, threads, share, 1)
 
 
 def time_runtime(device: torch.device, threads: int = 1, share: float = 1.0) -> Sample:
@@ -69,8 +69,9 @@ def time_runtime(device: torch.device, threads: int = 1, share: float = 1.0) -> 
     return Sample(max(1.0, (many.ns - few.ns) / tiles), (many.spread_ns + few.spread_ns) / tiles, min(many.repetitions, few.repetitions))
 
 
-def _timed(action: Callable[[], Any], device: torch.device, threads: int, share: float, parts: int) -> Sample:
-    """Measure in blocks of calls, long enough beside the clock's resolution; torch's benchmark finds the number of calls."""
+def timed(action: Callable[[], Any], device: torch.device, threads: int, share: float, parts: int) -> Sample:
+    """Time of an action of so many equal parts, a part each: blocks of calls, long enough beside the clock's resolution; torch's benchmark
+    finds the number of calls."""
 
     clock = clock_for(device, threads, share, ahead=False)
     action()

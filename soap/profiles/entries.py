@@ -7,12 +7,15 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
+from soap.plan.compression.seam import Work
 from soap.profiles.keys import TileKey
 from soap.profiles.work import Kernel
+from soap.strategy.compression import Compression, written_settings
 
-UPDATE, COPY, RUNTIME = "update", "copy", "runtime"
-"""Kinds of entries that belong to no operator: the optimizer's update of one tensor, a copy on a device (both by bytes), and what the
-runtime adds to each tile. Angle brackets in their families keep them apart from operators, whose families are hexadecimal digits."""
+UPDATE, COPY, RUNTIME, COMPRESSION = "update", "copy", "runtime", "compression"
+"""Kinds of entries that belong to no operator: the optimizer's update of one tensor, a copy on a device (both by bytes), what the runtime
+adds to each tile, and a work of compressing or decompressing a gradient (by elements). Angle brackets in their families keep them apart
+from operators, whose families are hexadecimal digits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,12 @@ def update_key(optimizer_states: int, size_bytes: int) -> TileKey:
 def copy_key(size_bytes: int) -> TileKey:
     """The key of a copy of so many bytes from one place of a device to another."""
     return TileKey(f"<{COPY}>", (size_bytes,), (), True)
+
+
+def compression_key(how: Compression, work: Work, elements: int, peers: int) -> TileKey:
+    """The key of a work of a method of compression on a gradient of so many elements, as one of so many peers."""
+    said = "-".join(f"{name}={value}" for name, value in written_settings(how).items())
+    return TileKey(f"<{COMPRESSION} {said} {work} {peers}>", (elements,), (), True)
 
 
 def runtime_key() -> TileKey:

@@ -34,7 +34,7 @@ from soap.plan.compression.seam import Layout, Work
 from soap.plan.row_counts import parameters_held
 from soap.plan.tiling import Tile
 from soap.profiles.corrections import CORRECTED, Correction
-from soap.profiles.entries import LAUNCH, UPDATE, Entry, encode, runtime_key, update_family, update_key
+from soap.profiles.entries import COMPRESSION, LAUNCH, UPDATE, Entry, compression_key, encode, runtime_key, update_family, update_key
 from soap.profiles.keys import Environment, TileKey, TileKeys, environments, tile_kind
 from soap.profiles.roofline import RooflineCosts, runtime_seconds, work_seconds
 from soap.profiles.store import Store
@@ -85,7 +85,7 @@ class Profile:
             for backward, timing, work in passes:
                 if timing is None:
                     continue
-                if work or entry.kind == UPDATE:
+                if work or entry.kind in (UPDATE, COMPRESSION):
                     self._families.setdefault((entry.key.family, backward), []).append((entry.key.lengths, entry.points, timing.ns))
                 if work:
                     estimated_ns = 1e9 * work_seconds(work, device, entry.kind, backward=backward)
@@ -114,8 +114,15 @@ class Profile:
 
     def update(self, optimizer_states: int, size_bytes: int, estimated_ns: int) -> tuple[float, Source]:
         """Nanoseconds of the update of one tensor."""
-        key = update_key(optimizer_states, size_bytes)
-        points = self._families.get((key.family, False), [])
+        return self._of_size(update_key(optimizer_states, size_bytes), estimated_ns)
+
+    def compression(self, how: Compression, work: Work, elements: int, peers: int, estimated_ns: int) -> tuple[float, Source]:
+        """Nanoseconds of a work of compressing a gradient, or decompressing."""
+        return self._of_size(compression_key(how, work, elements, peers), estimated_ns)
+
+    def _of_size(self, key: TileKey, estimated_ns: int) -> tuple[float, Source]:
+        """Nanoseconds of something that depends on a size alone."""
+        (size,), points = key.lengths, self._families.get((key.family, False), [])
         entry = self._exact.get(key)
         if entry is not None:
             return entry.forward.ns, Source.MEASURED
@@ -124,9 +131,9 @@ class Profile:
             return between, Source.INTERPOLATED
         if not points:
             return float(estimated_ns), Source.ESTIMATED
-        _, nearest_bytes, nearest_ns = min(points, key=lambda point: abs(log(point[1] / max(1, size_bytes))))
+        _, nearest_size, nearest_ns = min(points, key=lambda point: abs(log(point[1] / max(1, size))))
         # below the smallest the calls decide, which are the same for all; above the largest the bytes
-        return nearest_ns * max(1.0, size_bytes / nearest_bytes), Source.CALIBRATED
+        return nearest_ns * max(1.0, size / nearest_size), Source.CALIBRATED
 
     @property
     def launches_kernels(self) -> bool:
@@ -233,8 +240,12 @@ class ProfiledCosts:
         return self.update_answer(parameter_bytes, device).ns
 
     def compression_ns(self, compression: Compression, layout: Layout, work: Work, device: DeviceType) -> int:
-        """Compressing a gradient, or decompressing: an estimate."""
-        return self.estimate.compression_ns(compression, layout, work, device)
+        """Compressing a gradient, or decompressing."""
+        estimated_ns, profile = self.estimate.compression_ns(compression, layout, work, device), self.profiles.get(device.name)
+        if profile is None:
+            return estimated_ns
+        ns, _ = profile.compression(compression, work, layout.elements, layout.peers, estimated_ns)
+        return nanoseconds(ns / 1e9)
 
     def launch_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType, *, backward: bool) -> int:
         """Launching one pass over a tile."""
