@@ -12,9 +12,9 @@ import torch
 
 from soap.model.regions import lengths, whole
 from soap.runtime.comm.redistribute import cut
-from soap.runtime.compression.peer import Peer, copied, synchronized
+from soap.runtime.compression.peer import Peer, copied
 from soap.runtime.compression.seam import State
-from soap.runtime.compression.together import in_order
+from soap.runtime.compression.together import in_order, synchronized
 from soap.runtime.trainer import Trainer
 
 ByShard = Mapping[int, torch.Tensor]

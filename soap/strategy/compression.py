@@ -7,8 +7,8 @@ in ``soap.runtime.compression`` (what it does with numbers). All other code asks
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal, get_args
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Literal, Self, get_args
 
 from soap.errors import StrategyError
 
@@ -49,6 +49,15 @@ class Compression:
     def word(self) -> str:
         """``name``, or ``name:number``: what ``parse`` takes. Settings beside the number are not in it."""
         return f"{self.name}:{getattr(self, self.number)}" if self.number else self.name
+
+    @property
+    def share(self) -> float:
+        """The density; 1 for methods that have none."""
+        return float(getattr(self, "density", 1.0))
+
+    def at(self, density: float) -> Self:
+        """The same method at another density; itself if it has none."""
+        return replace(self, density=density) if self.number == "density" else self
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,7 +124,7 @@ def return_plain(alone: Emulation) -> None:
     def plain(name: str, parameter: nn.Parameter, total: torch.Tensor) -> torch.Tensor:
         if name in alone.peers:
             return nested(name, parameter, total)
-        [kept] = alone.momenta.setdefault(name, [torch.zeros_like(parameter)])
+        kept = alone.momenta.setdefault(name, torch.zeros_like(parameter))
         return kept.mul_(0.9).add_(total)
 
     alone._with_momentum = plain  # type: ignore[method-assign,assignment]

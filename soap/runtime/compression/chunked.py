@@ -52,7 +52,7 @@ class LargestOfChunks(Compressor[Chunked, ChunkedLayout]):
             parts = row.view(layout.chunks, layout.index_bytes + layout.code_bytes)
             places = _unpacked_positions(parts[:, : layout.index_bytes], layout.kept)
             total.index_add_(0, (places + starts).flatten(), self._decoded(parts[:, layout.index_bytes :]).flatten())
-        return self._shaped(total[: layout.elements])
+        return self.shaped(total[: layout.elements])
 
     def sent(self, state: State) -> Selected:
         """What the last message carried."""

@@ -15,8 +15,9 @@ from torch import nn
 from soap.errors import RuntimeFailure
 from soap.plan.compression.policy import LEAST_BYTES, Layer, chosen
 from soap.runtime.compression.dgc import Momentum, WarmUp, clip_locally, clipped
+from soap.runtime.compression.peer import CompressedTraining
 from soap.runtime.compression.together import Peers, in_order
-from soap.strategy.compression import Chunked, Compression, Rgc, RgcAsq
+from soap.strategy.compression import Compression
 
 Loss = Callable[[nn.Module, Sequence[torch.Tensor]], torch.Tensor]
 """(module, a part of the batch) -> the mean loss of its samples."""
@@ -56,10 +57,12 @@ class Emulation:
             known = ", ".join(self.parameters)
             raise RuntimeFailure(f"compression for {unknown[0]!r}, which the module does not train; expected one of {known}")
         self.compressions = {name: own for name, own in compressions.items() if own is not None}
+        common = CompressedTraining(training.momentum, training.warm_up)
         self.peers = {
-            name: Peers(own, self.parameters[name].shape, self.parameters[name].dtype, ranks) for name, own in self.compressions.items()
+            name: Peers(own, self.parameters[name].shape, self.parameters[name].dtype, ranks, common)
+            for name, own in self.compressions.items()
         }
-        self.momenta: dict[str, list[torch.Tensor]] = {}
+        self.momenta: dict[str, torch.Tensor] = {}
         self.decay_momenta: dict[str, torch.Tensor] = {}
         self._optimizer = None if training.optimizer is None else training.optimizer(list(self.parameters.values()))
 
@@ -95,25 +98,7 @@ class Emulation:
 
     def _total(self, name: str, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         """Compressed: of gradients with local momentum; dense: of gradients, which ``_update`` gives momentum."""
-        if name not in self.peers:
-            return in_order(gradients)
-        rule, peers = self.training.momentum, self.peers[name]
-        density = self._density(name)
-        if rule is None:
-            return in_order(gradients) if density is None else peers.synchronize(gradients, density)[0]
-        kept = self.momenta.setdefault(name, [torch.zeros_like(gradient) for gradient in gradients])
-        corrected = [rule.corrected(own, gradient) for own, gradient in zip(kept, gradients, strict=True)]
-        if density is None:
-            return in_order(corrected)
-        total = peers.synchronize(corrected, density)[0]
-        for rank, own in enumerate(kept):
-            rule.mask(own.view(-1), peers.sent(rank, density))
-        return total
-
-    def _density(self, name: str) -> float | None:
-        """Of this step; 1 for methods that have none."""
-        own = self.compressions[name]
-        return self.training.warm_up.density(self.steps, own.density if isinstance(own, Rgc | RgcAsq | Chunked) else 1.0)
+        return self.peers[name].synchronize(gradients)[0] if name in self.peers else in_order(gradients)
 
     def _update(self, totals: Mapping[str, torch.Tensor]) -> None:
         if self._optimizer is not None:
@@ -130,7 +115,7 @@ class Emulation:
             total = total + decay * parameter
             if rule is None:
                 return total
-            [kept] = self.momenta.setdefault(name, [torch.zeros_like(parameter)])
+            kept = self.momenta.setdefault(name, torch.zeros_like(parameter))
             kept.mul_(rule.factor).add_(total)
             return total + rule.factor * kept if rule.nesterov else kept
         if not decay:

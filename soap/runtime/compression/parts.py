@@ -46,7 +46,7 @@ class NarrowParts(Compressor[Settings, Sizes], Generic[Settings, Sizes]):
 
     def total(self, state: State, received: torch.Tensor) -> torch.Tensor:
         """The parts' sums, one behind the other."""
-        return self._shaped(self.wide(received).reshape(-1)[: self.layout.elements])
+        return self.shaped(self.wide(received).reshape(-1)[: self.layout.elements])
 
     @abstractmethod
     def narrow(self, rows: torch.Tensor) -> torch.Tensor:

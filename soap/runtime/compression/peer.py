@@ -1,22 +1,21 @@
 """One rank's part in the compressed synchronization of one parameter, step after step: momentum, warm-up, compressor and state.
 
 A step is a *course*: it gives what to exchange and takes what came, until it has the sum. Whoever drives it exchanges: real ranks do
-(``soap.runtime.sync.compressed``), or all of them in one process (``synchronized``), which has the same bits.
+(``soap.runtime.sync.compressed``), or all of them in one process (``together``), which has the same bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from soap.errors import RuntimeFailure
 from soap.plan.compression.seam import ExchangeKind, Layout
 from soap.runtime.compression.dgc import Momentum, WarmUp
-from soap.runtime.compression.seam import Compressor, State, compressor_of, kept_dtype
-from soap.runtime.compression.together import exchanged
-from soap.strategy.compression import Chunked, Compression, Rgc, RgcAsq
+from soap.runtime.compression.seam import Compressor, Selected, State, compressor_of
+from soap.strategy.compression import Compression
 
 Course = Generator[tuple[ExchangeKind, torch.Tensor], torch.Tensor, torch.Tensor]
 MOMENTUM, STEPS = "momentum", "steps"
@@ -50,58 +49,57 @@ class Peer:
     ) -> None:
         self.compression, self.training = compression, training
         self._shape, self._dtype, self._place, self._peers = tuple(shape), dtype, place, peers
-        self._compressors: dict[float | None, Compressor[Compression, Layout]] = {}
-        self.state = self._compressor(None).fresh(device)
+        self._compressors: dict[float, Compressor[Compression, Layout]] = {}
+        self._sent: Selected | None = None
+        own = self.compressor()
+        self.state = own.fresh(device)
         if training.momentum is not None:
-            size = self._compressor(None).layout.elements
-            self.state.summed[MOMENTUM] = torch.zeros(size, dtype=kept_dtype(dtype), device=device)
+            self.state.summed[MOMENTUM] = torch.zeros(own.layout.elements, dtype=own.kept_dtype, device=device)
 
     def course(self, gradient: torch.Tensor) -> Course:
-        """A step with this rank's gradient, which stays as it is. Returns the sum."""
+        """A step with this rank's gradient, which stays as it is. Returns the sum.
+
+        Everything up to the sum is in the type that is kept. RuntimeFailure in one line, with the state untouched, for a gradient that
+        cannot be compressed (see ``Compressor.compress``), in dense steps as well: they would leave it in u.
+        """
         rule, state = self.training.momentum, self.state
-        step = state.numbers.get(STEPS, 0)
-        density = self.training.warm_up.density(step, getattr(self.compression, "density", 1.0))
+        density = self.training.warm_up.density(self.steps, self.compression.share)
+        own = self.compressor(density)
+        flat = own.checked(gradient)
         if rule is not None:
-            flat = gradient.detach().reshape(-1).to(kept_dtype(self._dtype))
-            gradient = rule.corrected(state.summed[MOMENTUM], flat).to(self._dtype).reshape(self._shape)
+            flat = rule.corrected(state.summed[MOMENTUM], flat)
+        self._sent = None
         if density is None:
-            total = (yield "sum", gradient.detach().reshape(-1)).reshape(self._shape)
+            total = own.shaped((yield "sum", flat))
         else:
-            own = self._compressor(density)
             first, *others = own.layout.exchanges
-            received = yield first.kind, own.compress(state, gradient)
+            received = yield first.kind, own.message(state, flat)
             for exchange in others:
                 received = yield exchange.kind, own.answer(state, received)
             total = own.total(state, received)
+            self._sent = own.sent(state)
             if rule is not None:
-                rule.mask(state.summed[MOMENTUM], own.sent(state))
-        state.numbers[STEPS] = step + 1
+                rule.mask(state.summed[MOMENTUM], self._sent)
+        state.numbers[STEPS] = self.steps + 1
         return total
 
-    def _compressor(self, density: float | None) -> Compressor[Compression, Layout]:
+    @property
+    def steps(self) -> int:
+        """How many steps were taken."""
+        return self.state.numbers.get(STEPS, 0)
+
+    @property
+    def sent(self) -> Selected | None:
+        """What the last message carried; None if it had a bit of every element (see ``Compressor.sent``), as in a dense step."""
+        return self._sent
+
+    def compressor(self, density: float | None = None) -> Compressor[Compression, Layout]:
         """For a step at this density. None: the settings' own."""
+        density = self.compression.share if density is None else density
         if density not in self._compressors:
-            chosen = self.compression
-            if density is not None and isinstance(chosen, Rgc | RgcAsq | Chunked):
-                chosen = replace(chosen, density=density)
+            chosen = self.compression.at(density)
             self._compressors[density] = compressor_of(chosen, self._shape, self._dtype, self._place, self._peers)
         return self._compressors[density]
-
-
-def synchronized(peers: Sequence[Peer], gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The sum on each rank; all of them go through their exchanges in step."""
-    courses = [peer.course(gradient) for peer, gradient in zip(peers, gradients, strict=True)]
-    given = [next(course) for course in courses]
-    while True:
-        received = exchanged(given[0][0], [message for _, message in given])
-        given, totals = [], []
-        for course, got in zip(courses, received, strict=True):
-            try:
-                given.append(course.send(got))
-            except StopIteration as end:
-                totals.append(end.value)
-        if totals:
-            return totals
 
 
 def copied(state: State) -> State:

@@ -50,7 +50,7 @@ class LowRank(Compressor[PowerSgd, LowRankLayout]):
         right = received.view(self.layout.columns, self.layout.rank)
         total = state.step.pop("left") @ right.T
         state.common["right"] = torch.where(right.any(0), right, self._random().to(right.device))
-        return self._shaped(total)
+        return self.shaped(total)
 
     def _matrix(self, state: State) -> torch.Tensor:
         return state.residual.view(self.layout.rows, self.layout.columns)

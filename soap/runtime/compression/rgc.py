@@ -1,7 +1,7 @@
 """RGC: the largest elements travel with their positions, in one buffer [length, positions, values]; the others stay as a residual.
 
 Reused thresholds (``sampled``): a threshold is searched for in every fifth step. In between it is used again, unless fewer than k / 2 or
-more than 2 k elements exceed it: then it is searched for at once. (A GPU cannot know in time; it sends the first 2 k, and keeps the rest.)
+more than 2 k elements exceed it, or k is another (in a warm-up): then it is searched for at once. (A GPU cannot know in time; it sends the first 2 k, and keeps the rest.)
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from soap.strategy.compression import Rgc
 
 
 class LargestElements(SparseCompressor[Rgc]):
-    """See the module. State: ``residual``; with ``sampled`` also a threshold and its age."""
+    """See the module. State: ``residual``; with ``sampled`` also a threshold, its age, and the k that it was sought for."""
 
     law: ClassVar[str] = "sent + kept == kept before + gradient, bit for bit"
 
@@ -41,7 +41,8 @@ class LargestElements(SparseCompressor[Rgc]):
 
     def _again(self, state: State, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """Those above the last threshold, while that is young enough and good."""
-        if "threshold" not in state.own or not 0 < state.numbers.get("age", 0) < INTERVAL:
+        young = 0 < state.numbers.get("age", 0) < INTERVAL
+        if "threshold" not in state.own or not young or state.numbers.get("sought") != self.layout.kept:
             return None
         threshold = state.own["threshold"]
         if not place.on_host(residual):
@@ -58,7 +59,7 @@ class LargestElements(SparseCompressor[Rgc]):
         state.own.pop("threshold", None)
         state.numbers["age"] = 0
         if threshold is not None:
-            state.own["threshold"], state.numbers["age"] = threshold, 1
+            state.own["threshold"], state.numbers["age"], state.numbers["sought"] = threshold, 1, self.layout.kept
         return positions, count
 
     def _place(self, row: torch.Tensor) -> torch.Tensor:

@@ -97,7 +97,7 @@ class Compressor(ABC, Generic[Settings, Sizes]):
 
         RuntimeFailure in one line, with the state untouched, if the gradient has another shape or type, or an element that is not finite.
         """
-        return self.message(state, self._checked(gradient))
+        return self.message(state, self.checked(gradient))
 
     @abstractmethod
     def message(self, state: State, gradient: torch.Tensor) -> torch.Tensor:
@@ -119,7 +119,8 @@ class Compressor(ABC, Generic[Settings, Sizes]):
         """What of an all-gathered message is no padding."""
         return self.layout.real_bytes(0)
 
-    def _checked(self, gradient: torch.Tensor) -> torch.Tensor:
+    def checked(self, gradient: torch.Tensor) -> torch.Tensor:
+        """The gradient as ``message`` takes it: flat, finite, and in the type that is kept. RuntimeFailure as for ``compress``."""
         if tuple(gradient.shape) != self.layout.shape or gradient.dtype != self.dtype:
             raise RuntimeFailure(
                 f"a gradient of shape {tuple(gradient.shape)} and {gradient.dtype} for a compressor of {self.layout.shape} and "
@@ -130,7 +131,8 @@ class Compressor(ABC, Generic[Settings, Sizes]):
             require_finite(flat)
         return flat.to(self.kept_dtype)
 
-    def _shaped(self, total: torch.Tensor) -> torch.Tensor:
+    def shaped(self, total: torch.Tensor) -> torch.Tensor:
+        """A sum in the gradient's shape and type."""
         return total.to(self.dtype).reshape(self.layout.shape)
 
 

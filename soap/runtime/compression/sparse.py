@@ -51,7 +51,7 @@ class SparseCompressor(Compressor[Settings, SparseLayout], Generic[Settings]):
         for row in received:
             count = self.length(row) if place.on_host(row) else self.layout.capacity  # a GPU is not asked: padding adds zeros
             total.index_add_(0, self.positions(row)[:count].long(), self.values(row, count))
-        return self._shaped(total)
+        return self.shaped(total)
 
     def sent(self, state: State) -> Selected:
         """What the last message carried."""

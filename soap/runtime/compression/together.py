@@ -3,54 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
-from soap.plan.compression.seam import ExchangeKind, Layout
-from soap.runtime.compression.seam import Compressor, Selected, State, compressor_of
-from soap.strategy.compression import Chunked, Compression, Rgc, RgcAsq
+from soap.plan.compression.seam import ExchangeKind
+from soap.runtime.compression.peer import AS_IT_IS, CompressedTraining, Peer
+from soap.runtime.compression.seam import State
+from soap.strategy.compression import Compression
 
 
 class Peers:
-    """The compressors and states of all ranks, for one parameter."""
+    """All ranks of one parameter. They do what ``Peer`` does on real ranks."""
 
-    def __init__(self, compression: Compression, shape: Sequence[int], dtype: torch.dtype, peers: int) -> None:
-        self._compression, self._shape, self._dtype, self._peers = compression, tuple(shape), dtype, peers
-        self._made: dict[Compression, list[Compressor[Compression, Layout]]] = {}
-        self.states = [compressor.fresh() for compressor in self.compressors()]
+    def __init__(
+        self, compression: Compression, shape: Sequence[int], dtype: torch.dtype, peers: int, training: CompressedTraining = AS_IT_IS
+    ) -> None:
+        self.ranks = [Peer(compression, shape, dtype, place, peers, training) for place in range(peers)]
 
-    def compressors(self, density: float | None = None) -> list[Compressor[Compression, Layout]]:
-        """One for each rank. ``density``: another one than the settings' (in a warm-up); methods without one have none."""
-        chosen = self._compression
-        if density is not None and isinstance(chosen, Rgc | RgcAsq | Chunked):
-            chosen = replace(chosen, density=density)
-        if chosen not in self._made:
-            ranks = range(self._peers)
-            self._made[chosen] = [compressor_of(chosen, self._shape, self._dtype, rank, self._peers) for rank in ranks]
-        return self._made[chosen]
+    def synchronize(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The sum that each rank gets for the ranks' gradients."""
+        return synchronized(self.ranks, gradients)
 
-    def synchronize(self, gradients: Sequence[torch.Tensor], density: float | None = None) -> list[torch.Tensor]:
-        """The total that each rank gets for the ranks' gradients."""
-        return synchronized(self.compressors(density), self.states, gradients)
+    @property
+    def states(self) -> list[State]:
+        """What each rank keeps."""
+        return [peer.state for peer in self.ranks]
 
-    def sent(self, rank: int, density: float | None = None) -> Selected | None:
-        """What a rank's last message carried, see ``Compressor.sent``."""
-        return self.compressors(density)[rank].sent(self.states[rank])
+    @states.setter
+    def states(self, states: Sequence[State]) -> None:
+        for peer, state in zip(self.ranks, states, strict=True):
+            peer.state = state
 
 
-def synchronized(
-    compressors: Sequence[Compressor[Compression, Layout]], states: Sequence[State], gradients: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
-    """The total on each rank; all of them go through their exchanges in step."""
-    ranks = list(zip(compressors, states, strict=True))
-    first, *others = compressors[0].layout.exchanges
-    messages = [own.compress(state, gradient) for (own, state), gradient in zip(ranks, gradients, strict=True)]
-    received = exchanged(first.kind, messages)
-    for exchange in others:
-        messages = [own.answer(state, got) for (own, state), got in zip(ranks, received, strict=True)]
-        received = exchanged(exchange.kind, messages)
-    return [own.total(state, got) for (own, state), got in zip(ranks, received, strict=True)]
+def synchronized(peers: Sequence[Peer], gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The sum on each rank; all of them go through their exchanges in step."""
+    courses = [peer.course(gradient) for peer, gradient in zip(peers, gradients, strict=True)]
+    given = [next(course) for course in courses]
+    while True:
+        received = exchanged(given[0][0], [message for _, message in given])
+        given, totals = [], []
+        for course, got in zip(courses, received, strict=True):
+            try:
+                given.append(course.send(got))
+            except StopIteration as end:
+                totals.append(end.value)
+        if totals:
+            return totals
 
 
 def exchanged(kind: ExchangeKind, messages: Sequence[torch.Tensor]) -> list[torch.Tensor]:

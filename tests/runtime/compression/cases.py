@@ -44,7 +44,7 @@ def gradients(shape: Sequence[int], dtype: torch.dtype, ranks: int, step: int, k
 def residuals(peers: Peers) -> list[torch.Tensor]:
     """A copy of each rank's residual; zeros if the method keeps none."""
     found = []
-    for compressor, state in zip(peers.compressors(), peers.states, strict=True):
+    for compressor, state in ((peer.compressor(), peer.state) for peer in peers.ranks):
         kept = state.summed.get("residual")
         found.append(torch.zeros(compressor.layout.elements, dtype=compressor.kept_dtype) if kept is None else kept.clone())
     return found

@@ -120,9 +120,9 @@ def test_masking_takes_momentum_where_elements_were_sent() -> None:
     for step in range(3):
         emulation.step(batch(step))
         for rank in range(RANKS):
-            sent = emulation.peers["0.weight"].sent(rank)
+            sent = emulation.peers["0.weight"].ranks[rank].sent
             assert sent is not None
-            momentum = emulation.momenta["0.weight"][rank].flatten()
+            momentum = emulation.peers["0.weight"].states[rank].summed["momentum"]
             assert len(sent.positions) == 4
             assert not momentum[sent.positions].any()
             assert int(momentum.count_nonzero()) == 40 - 4
@@ -152,7 +152,7 @@ def test_clipping_comes_before_the_residual() -> None:
     emulation = Emulation(module, loss, {"0.weight": Rgc(0.1, "exact")}, RANKS, Training(0.1, clip_norm=1e-3))
     emulation.step(batch(0))
     for rank in range(RANKS):
-        state, sent = emulation.peers["0.weight"].states[rank], emulation.peers["0.weight"].sent(rank)
+        state, sent = emulation.peers["0.weight"].states[rank], emulation.peers["0.weight"].ranks[rank].sent
         assert sent is not None
         assert float(norm_of([state.residual, sent.values])) <= local_limit(1e-3, RANKS)
 
@@ -187,7 +187,7 @@ def test_a_dense_warm_up_is_momentum_sgd_and_hands_its_momentum_on() -> None:
     emulation = Emulation(module, loss, {"0.weight": Rgc(0.1, "exact")}, RANKS, Training(0.1, Momentum(0.9), warm_up=WarmUp(2)))
     for step in range(2):
         emulation.step(batch(step))
-    before = [own.clone() for own in emulation.momenta["0.weight"]]
+    before = [state.summed["momentum"].clone() for state in emulation.peers["0.weight"].states]
     assert all(own.any() for own in before)
     assert not any(state.residual.any() for state in emulation.peers["0.weight"].states)
     emulation.step(batch(2))

@@ -285,7 +285,7 @@ def test_messages_with_such_positions(monkeypatch: pytest.MonkeyPatch) -> None:
             peers = Peers(compression, (101,), dtype, 2)
             given = gradients((101,), dtype, 2, 0)
             total = peers.synchronize(given)[0]
-            sent = [peers.sent(rank) for rank in range(2)]
+            sent = [peer.sent for peer in peers.ranks]
             positions = {i for own in sent if own is not None for i in own.positions.tolist()}
             assert set(torch.nonzero(total)[:, 0].tolist()) == positions
             if isinstance(compression, Rgc):
