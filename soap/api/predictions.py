@@ -14,6 +14,7 @@ from soap.api.models import Cluster, Model, graph_of, topology_of
 from soap.api.strategies import classical
 from soap.cluster.topology import Topology
 from soap.errors import ProfileError, SoapWarning
+from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.profiles.roofline import RooflineCosts
 from soap.search.deciding import DECIDING_DRAWS
 from soap.search.explanation import Line, Synchronized
@@ -101,10 +102,12 @@ def simulator_for(
     optimizer_states: int = OPTIMIZER_STATES,
     costs: CostSource = "auto",
     measured_updates: bool = True,
+    training: PlannedTraining = PLAIN,
 ) -> Simulator:
     """A simulator of this model on this cluster, with the best costs and link figures that are known."""
     topology = with_links(topology_of(cluster), costs)
-    return Simulator(graph_of(model), topology, costs_for(topology, optimizer_states, costs, measured_updates), optimizer_states)
+    known = costs_for(topology, optimizer_states, costs, measured_updates)
+    return Simulator(graph_of(model), topology, known, optimizer_states, training)
 
 
 def costs_for(

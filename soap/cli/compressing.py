@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from soap.cli.plain_text import aligned, milliseconds
+from soap.errors import SoapWarning
+from soap.plan.compression.training import PLAIN
 from soap.plan.syncs.bucketing import gradient_bytes
 from soap.plan.syncs.compressed import layout_for
 from soap.simulator.folded import FoldedSimulation
@@ -14,6 +17,9 @@ from soap.strategy.compression import said_settings, written_settings
 from soap.strategy.config import Strategy
 from soap.strategy.sync import ALL_REDUCE
 from soap.units import format_bytes
+
+if TYPE_CHECKING:
+    from soap.runtime.compression.peer import CompressedTraining
 
 MOST_ROWS = 16
 """Rows of the table; the strategy file has all."""
@@ -42,6 +48,30 @@ def document(simulator: Simulator, strategy: Strategy, simulation: Simulation | 
     for name, entry in entries.items():
         entry["saved_ns"] = _time_ns(simulator, strategy, [name]) - simulation.makespan_ns
     return {"parameters": entries, "all": {"saved_ns": _time_ns(simulator, strategy, list(entries)) - simulation.makespan_ns}}
+
+
+def training_of(momentum: float | None, warm_up: tuple[int, int]) -> CompressedTraining:
+    """What ``--correct-momentum`` and ``--warm-up`` ask for. RuntimeFailure in one line for impossible values."""
+    from soap.runtime.compression.dgc import Momentum, WarmUp
+    from soap.runtime.compression.peer import CompressedTraining
+
+    return CompressedTraining(None if momentum is None else Momentum(momentum), WarmUp(*warm_up))
+
+
+def warn_of_memory(simulation: Simulation) -> None:
+    """SoapWarning in one line if the training of compressed parameters may need more memory than a device has, though the plan alone may
+    fit: a warm-up sends and receives more than later steps, and corrected momentum is kept beside the residual."""
+    if simulation.plan.training == PLAIN or not count(simulation) or simulation.fits:
+        return
+    pairs = zip(simulation.memory, simulation.topology.devices, strict=True)
+    total, device = max(((use.total, device) for use, device in pairs), key=lambda own: own[0] - own[1].type.memory_bytes)
+    warnings.warn(
+        f"{device.name} may need up to {format_bytes(total)} with --correct-momentum and --warm-up, and has "
+        f"{format_bytes(device.type.memory_bytes)}: momentum is kept beside residuals, and a warm-up sends up to everything; leave them "
+        "out, or compress fewer parameters",
+        SoapWarning,
+        stacklevel=2,
+    )
 
 
 def count(simulation: Simulation) -> int:

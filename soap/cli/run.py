@@ -97,8 +97,8 @@ def add_training(parser: Parser) -> None:
         "--correct-momentum",
         metavar="M",
         type=share,
-        help="of compressed parameters: apply momentum M before compression, and none to what was sent (DGC); their optimizer is then "
-        "plain SGD, and takes weight decay outside of that",
+        help="momentum of all parameters (with --optimizer sgd); to compressed ones it is applied before compression, and not to what was "
+        "sent (DGC)",
     )
     parser.add_argument(
         "--warm-up",
@@ -159,18 +159,25 @@ def prepare(args: argparse.Namespace) -> tuple[Job, Mapping[str, Simulation], di
         graph = api.load(args.model, plan_only=True, dtype=args.dtype, **read).graph
     graph = api.with_recorded_rows(graph, args.strategy)
     updating = Updating.of(args)
+    from soap.runtime.updates.momentum import compressed_names, require_correctable
     from soap.runtime.updates.parts import require_possible
     from soap.runtime.updates.trial import optimizer_states  # needed from here on anyway
 
     tried = updating.tried(graph)
     states = optimizer_states(tried, sparse=bool(graph.sparse))
-    simulator = api.simulator_for(graph, topology, optimizer_states=states, costs=args.costs, measured_updates=tried.measured)
+    planned = compressing.training_of(args.correct_momentum, args.warm_up).planned
+    simulator = api.simulator_for(
+        graph, topology, optimizer_states=states, costs=args.costs, measured_updates=tried.measured, training=planned
+    )
     predicted = {name: simulator.run(strategy) for name, strategy in strategies.items()}
     from soap.cli.training import Job
 
     trained = [STRATEGY, BASELINE] if args.compare_data_parallel else [STRATEGY]
     for name in trained:
         require_possible(predicted[name].plan, tried, lazy_sparse=False)
+        if args.correct_momentum is not None:
+            require_correctable(predicted[name].plan)
+        compressing.warn_of_memory(predicted[name])
     orders = {name: execution_order(predicted[name].tasks, predicted[name].schedule) for name in trained}
     job = Job(
         model=args.model,
@@ -185,6 +192,7 @@ def prepare(args: argparse.Namespace) -> tuple[Job, Mapping[str, Simulation], di
         clip_norm=args.clip_norm,
         correct_momentum=args.correct_momentum,
         warm_up=args.warm_up,
+        compressed={name: tuple(sorted(compressed_names(predicted[name].plan))) for name in trained},
         compiled=args.compile,
         data=args.data,
         backend=args.backend,

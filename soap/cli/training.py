@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from soap import api
+from soap.cli import compressing
 from soap.cli.batches import Batches, ConvertedBatches, DrawnBatches, JoinedBatches, UserBatches
 from soap.cli.checkpoints import Checkpoints, Saver
 from soap.cli.options import Reading
@@ -23,8 +24,6 @@ from soap.measure.iteration import WARM_UP_STEPS, StepTimes, measure_steps
 from soap.measure.memory import peak_memory
 from soap.runtime.check import CheckResult, check
 from soap.runtime.comm.world import close_world, open_world
-from soap.runtime.compression.dgc import Momentum, WarmUp
-from soap.runtime.compression.peer import CompressedTraining
 from soap.runtime.system import clock
 from soap.runtime.trainer import Trainer
 from soap.runtime.training_options import TrainingOptions
@@ -46,7 +45,8 @@ class Job:
     """What a rank must know. The orders of tiles come from one simulation, so all ranks have the same. ``strategies``: name -> strategy
     and order of its tiles; the first is the one that is checked, traced and saved. ``optimizer``: as ``--optimizer``, or all options of
     updating; what it leaves open is taken from the checkpoint, if the job goes on from one. ``emulated``: whether ranks are on emulated
-    hosts. ``correct_momentum``, ``warm_up``: see ``--correct-momentum`` and ``--warm-up``. ``weighed``: whether peak memory is measured.
+    hosts. ``correct_momentum``, ``warm_up``: see ``--correct-momentum`` and ``--warm-up``. ``compressed``: name of a
+    strategy -> parameters that it compresses, in order. ``weighed``: whether peak memory is measured.
     ``record``: what the model's file says of its export."""
 
     model: str
@@ -61,6 +61,7 @@ class Job:
     clip_norm: float | None = None
     correct_momentum: float | None = None
     warm_up: tuple[int, int] = (0, 0)
+    compressed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     compiled: bool = False
     data: str | None = None
     backend: str = "auto"
@@ -76,6 +77,10 @@ class Job:
     def updating(self) -> Updating:
         """How parameters are updated."""
         return Updating((self.optimizer,)) if isinstance(self.optimizer, str) else self.optimizer
+
+    def updating_by(self, name: str) -> Updating:
+        """The same for the strategy of this name: what it compresses has momentum before that."""
+        return replace(self.updating, corrected=self.compressed.get(name, ()))
 
     @property
     def main(self) -> str:
@@ -189,7 +194,7 @@ def _weigh(job: Job, model: TracedModel, batches: Batches, device: torch.device)
 def make_trainer(job: Job, model: TracedModel, name: str) -> Trainer:
     """A trainer of the model's own parameters by the strategy of this name."""
     strategy, order = job.strategies[name]
-    recipe = job.updating.recipe()
+    recipe = job.updating_by(name).recipe()
     options = TrainingOptions(
         optimizer=recipe.optimizer,
         groups=recipe.groups,
@@ -199,9 +204,7 @@ def make_trainer(job: Job, model: TracedModel, name: str) -> Trainer:
         seed=job.seed,
         accumulate=job.accumulate,
         clip_norm=job.clip_norm,
-        compressing=CompressedTraining(
-            None if job.correct_momentum is None else Momentum(job.correct_momentum), WarmUp(*job.warm_up)
-        ),
+        compressing=compressing.training_of(job.correct_momentum, job.warm_up),
         compiled=job.compiled,
     )
     with clock.paused():  # it is made at this machine's speed

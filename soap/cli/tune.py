@@ -92,7 +92,12 @@ def execute(args: argparse.Namespace) -> int:
         return 0
     known = job.updating.tried(graph).measured
     simulator = api.simulator_for(
-        graph, topology, optimizer_states=given.optimizer_states, costs=args.costs, measured_updates=known
+        graph,
+        topology,
+        optimizer_states=given.optimizer_states,
+        costs=args.costs,
+        measured_updates=known,
+        training=given.plan.training,
     )
     tried = sorted({*(sample.partitions for sample in tuning.samples), tuning.partitions})
     simulations = {count: simulator.run(with_partitions(strategy, wanted.parameters, count)) for count in tried}

@@ -79,13 +79,16 @@ def schedule_spec(text: str) -> str:
 
 @dataclass(frozen=True)
 class Updating:
-    """The options as text, so that they can be sent to every rank."""
+    """The options as text, so that they can be sent to every rank. ``momentum``: as ``--correct-momentum``, of all parameters but those
+    that are ``corrected``, which have it before they are compressed."""
 
     optimizers: tuple[str, ...] = ("sgd",)
     learning_rate: float | None = None
     weight_decay: float | None = None
     no_decay: tuple[str, ...] = ()
     schedules: tuple[str, ...] = ()
+    momentum: float | None = None
+    corrected: tuple[str, ...] = ()
 
     @staticmethod
     def of(args: argparse.Namespace, default: str = "sgd") -> Updating:
@@ -93,7 +96,8 @@ class Updating:
         if args.no_decay and args.weight_decay is None:
             raise UsageError("--no-decay without --weight-decay; add --weight-decay X")
         chosen = tuple(args.optimizer or (default,))
-        return Updating(chosen, args.lr, args.weight_decay, tuple(args.no_decay), tuple(args.schedule))
+        momentum = getattr(args, "correct_momentum", None)
+        return Updating(chosen, args.lr, args.weight_decay, tuple(args.no_decay), tuple(args.schedule), momentum)
 
     def recipe(self) -> Recipe:
         """What trainers take. UsageError in one line for names, options and values that torch does not have."""
@@ -110,7 +114,7 @@ class Updating:
         }
         schedule = self._schedule(next(iter(makes.values())))
         only = next(iter(makes.values())) if list(makes) == ["*"] else makes
-        return Recipe(only, None if self.weight_decay is None else self._decay, schedule)
+        return Recipe(only, None if self.weight_decay is None and self.momentum is None else self._groups, schedule)
 
     def tried(self, graph: OperatorGraph) -> Tried:
         """What the optimizer needs of this model's parameters, found by trying it."""
@@ -133,12 +137,20 @@ class Updating:
             if "weight_decay" not in _options(made.target):
                 raise UsageError(f"--weight-decay: {call.name} has no weight decay; leave it out, or use --optimizer adamw")
             made = Making(made.target, made.options, made.explicit | {"weight_decay"})
+        if self.momentum is not None:
+            _require_plain_sgd(self.momentum, made, call)
+            made = Making(made.target, made.options, made.explicit | {"momentum"})
         made.check(f"--optimizer {call.text}")
         return made
 
-    def _decay(self, name: str, shape: tuple[int, ...]) -> Mapping[str, Any]:
-        spared = len(shape) <= 1 or any(fnmatchcase(name, pattern) for pattern in self.no_decay)
-        return {"weight_decay": 0.0 if spared else self.weight_decay}
+    def _groups(self, name: str, shape: tuple[int, ...]) -> Mapping[str, Any]:
+        found: dict[str, Any] = {}
+        if self.weight_decay is not None:
+            spared = len(shape) <= 1 or any(fnmatchcase(name, pattern) for pattern in self.no_decay)
+            found["weight_decay"] = 0.0 if spared else self.weight_decay
+        if self.momentum is not None:
+            found["momentum"] = 0.0 if name in self.corrected else self.momentum
+        return found
 
     def _schedule(self, optimizer: Making) -> Scheduling | None:
         if not self.schedules:
@@ -214,6 +226,22 @@ class Scheduling:
                 made.step(*metric)
         except Exception as error:
             raise UsageError(f"{where}: {_told(error)}; expected options as torch has them: {_defaults(self.parts[0][0])}") from None
+
+
+def _require_plain_sgd(momentum: float, made: Making, call: NamedCall) -> None:
+    """UsageError unless the optimizer is SGD without momentum of its own."""
+    import torch
+
+    from soap.runtime.updates.optimizers import sgd
+
+    if made.target not in (sgd, torch.optim.SGD):
+        raise UsageError(f"--correct-momentum {momentum:g} beside --optimizer {call.text}; expected sgd, whose momentum that is")
+    for option in ("momentum", "dampening", "nesterov"):
+        if call.options.get(option):
+            raise UsageError(
+                f"--correct-momentum {momentum:g} beside --optimizer {call.text}, which sets {option} too; expected SGD without: all "
+                "parameters get momentum from --correct-momentum"
+            )
 
 
 def _pattern_and_call(text: str) -> tuple[str | None, NamedCall]:

@@ -13,6 +13,7 @@ from functools import cached_property
 
 from soap.model.graph import Operator, OperatorGraph
 from soap.model.regions import Box
+from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.plan.tiling import Tile
 from soap.strategy.compression import Compression
 from soap.strategy.config import Strategy
@@ -177,6 +178,7 @@ class Plan:
     ``first_tile[i]``: the position of operator i's first tile; its tiles follow in index order. ``accelerators``: devices that are not
     CPUs; a server beside such a device keeps its parameters in the host's memory. ``sparse_lookups``: operators whose tiles look rows up
     (``row_counts.sparse_lookup_operators``). ``strategy``: what the plan was built from; for a folded plan, the strategy of two copies.
+    ``training``: what training adds to compressed parameters.
     """
 
     strategy: Strategy
@@ -193,6 +195,7 @@ class Plan:
     shards: tuple[Shard, ...]
     syncs: tuple[ShardSync, ...]
     sparse_lookups: frozenset[int]
+    training: PlannedTraining = PLAIN
 
     @cached_property
     def on_servers(self) -> frozenset[int]:

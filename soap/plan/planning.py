@@ -16,6 +16,7 @@ from math import prod
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph, TensorKind
 from soap.model.regions import Box, cells, contains, subtract, volume, whole
+from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.plan.coverage import HolderIndex
 from soap.plan.delivery import Carriers, LocalFetch, Reader
 from soap.plan.plan import Exchange, Fetch, Holding, Message, Part, Piece, Plan, Reduction
@@ -62,9 +63,10 @@ class Delivery:
 class PlanBuilder:
     """Builds plans for one graph on one cluster, keeping what consecutive strategies have in common."""
 
-    def __init__(self, graph: OperatorGraph, topology: Topology) -> None:
+    def __init__(self, graph: OperatorGraph, topology: Topology, training: PlannedTraining = PLAIN) -> None:
         self.graph = graph
         self.topology = topology
+        self.training = training
         size = max(1024, 8 * len(graph.operators))
         self._part = lru_cache(size)(self._make_part)
         self._delivery = lru_cache(size)(self._make_delivery)
@@ -75,7 +77,7 @@ class PlanBuilder:
         self._readers = [_readers(graph, position) for position in range(len(graph.operators))]
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (PlanBuilder, (self.graph, self.topology))  # another process starts with empty caches
+        return (PlanBuilder, (self.graph, self.topology, self.training))  # another process starts with empty caches
 
     def build(self, strategy: Strategy, *, empty_tiles: bool = False) -> Plan:
         """The plan of a strategy. StrategyError if it does not fit the graph or the cluster. ``empty_tiles``: see ``Strategy.validate``."""
@@ -124,6 +126,7 @@ class PlanBuilder:
             shards=shards,
             syncs=syncs,
             sparse_lookups=sparse_lookup_operators(self.graph, strategy.parameters),
+            training=self.training,
         )
 
     def _make_part(self, position: int, config: OpConfig) -> OperatorPart:

@@ -21,7 +21,6 @@ from soap.plan.plan import Plan
 from soap.runtime.comm.position import HERE
 from soap.runtime.comm.redistribute import Communicator, Traffic
 from soap.runtime.comm.world import close_world, open_world
-from soap.runtime.compression.peer import require_no_momentum
 from soap.runtime.inputs import compare_ranks, micro_batches
 from soap.runtime.program.fused_tiles import missing_compiler
 from soap.runtime.program.program import compile_program
@@ -33,6 +32,7 @@ from soap.runtime.sync.look_ups import note_rows
 from soap.runtime.sync.shards import ShardStore, gather_regions
 from soap.runtime.trace import Event, Recorder, join_events
 from soap.runtime.training_options import DEFAULT_TRAINING, TrainingKeywords, TrainingOptions
+from soap.runtime.updates.momentum import require_correctable, wrong_momentum
 from soap.runtime.updates.parts import joined_names, other_options, parts_of, require_possible, trainable_shapes
 from soap.runtime.updates.schedules import Schedule
 from soap.runtime.updates.trial import try_optimizer
@@ -102,20 +102,22 @@ class Trainer:
 
     def _prepare_updates(self, trained: Sequence[str]) -> None:
         """Make the optimizer of this rank's parts, the schedule and the end of a step. RuntimeFailure, the same on all ranks, if the
-        optimizer's factory treats parts of a parameter differently."""
+        optimizer's factory treats parts of a parameter differently, or if corrected momentum is not all parameters' momentum."""
         plan, self.parts = self.plan, parts_of(self.shards)
+        compressed = [sync.parameter for sync in plan.syncs if sync.compression is not None]
         self.optimizer = self.layout.optimizer({name: [p.tensor for p in self.parts.values() if p.parameter == name] for name in trained})
-        found = self.comm.gather(other_options(self.layout, trainable_shapes(plan), self.parts, self.optimizer))
+        line = other_options(self.layout, trainable_shapes(plan), self.parts, self.optimizer)
+        if compressed and self.compressing.momentum is not None:
+            require_correctable(plan)
+            line = line or wrong_momentum(plan, self.compressing.momentum, self.optimizer, self.parts.values())
+        found = self.comm.gather(line)
         if any(found):
             raise RuntimeFailure(next(filter(None, found)))
-        compressed = [sync.parameter for sync in plan.syncs if sync.compression is not None]
         if compressed and self.clip_norm is not None:
             raise RuntimeFailure(
                 f"clip_norm {self.clip_norm} with compressed gradients, such as that of {compressed[0]!r}; expected a plan without "
                 "compression: what is not sent would be clipped again and again"
             )
-        if self.compressing.momentum is not None:
-            require_no_momentum(self.optimizer, {id(p.tensor): p.parameter for p in self.parts.values() if p.parameter in compressed})
         self.schedule = Schedule.of(self.recipe.schedule, self.optimizer)
         self._ending = StepEnd(plan, self.comm, self.sizes.gradients, self.parts, self.optimizer, self.clip_norm, self.lazy_sparse)
         by_rows = {sync.parameter for sync in plan.syncs if sync.contract.by_rows}

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
+from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.plan.plan import Plan
 from soap.simulator.analysis.timeline import busy_time_ns, bytes_moved, critical_path_ns, link_bytes
 from soap.simulator.communication.prices import Communication
@@ -134,17 +135,25 @@ class Simulation:
 class Simulator:
     """Simulates strategies of one graph on one cluster, keeping what consecutive strategies have in common.
 
-    ``costs``: durations. ``optimizer_states``: tensors of a parameter's size that the optimizer keeps for it (Adam 2).
+    ``costs``: durations. ``optimizer_states``: tensors of a parameter's size that the optimizer keeps for it (Adam 2). ``training``: what
+    training adds to compressed parameters; compiled simulators know nothing of it.
     """
 
-    def __init__(self, graph: OperatorGraph, topology: Topology, costs: CostModel, optimizer_states: int = 2) -> None:
+    def __init__(
+        self,
+        graph: OperatorGraph,
+        topology: Topology,
+        costs: CostModel,
+        optimizer_states: int = 2,
+        training: PlannedTraining = PLAIN,
+    ) -> None:
         self.graph = graph
         self.topology = topology
         self.costs = costs
         self.communication = Communication(topology)
         self.optimizer_states = optimizer_states
         self._parameters = {parameter.name: None for parameter in graph.parameters}
-        self._builder = PlanBuilder(graph, topology)
+        self._builder = PlanBuilder(graph, topology, training)
         self._answers: OrderedDict[Hashable, tuple[int, int]] = OrderedDict()
         self._folded: OrderedDict[Hashable, FoldedSimulation | str] = OrderedDict()
 

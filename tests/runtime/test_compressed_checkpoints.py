@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from tests.runtime.exact_modules import Trained
 from tests.runtime.pool import Pool
 from tests.runtime.sparse_modules import batch_of, module_of
 from tests.runtime.sparse_plans import by_samples, hosts
-from tests.runtime.test_compressed_sync import METHODS, loaded
+from tests.runtime.test_compressed_sync import METHODS, loaded, table_momentum
 from tests.runtime.test_sync_state import cut_strategy
 
 CORRECTED = CompressedTraining(Momentum(0.9), WarmUp(2, 3))
@@ -50,7 +51,8 @@ def go_on(
     model = loaded(path)
     how = None if method is None else METHODS[method]
     plan = strategy_of(model, how, ranks, cut), hosts(*[1] * ranks)
-    with Trainer(model, plan, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), compressing=compressing) as trainer:
+    uncompressed = {} if how is None or compressing.momentum is None else {"groups": partial(table_momentum, compressing.momentum)}
+    with Trainer(model, plan, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), compressing=compressing, **uncompressed) as trainer:
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             if source is not None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from torch import nn
 
 from soap.errors import RuntimeFailure
 from soap.model.regions import balanced
@@ -71,14 +71,20 @@ def batches(count: int) -> list[Batch]:
 
 
 def trained(path: str, method: str, steps: int, compressing: CompressedTraining, correct: bool) -> tuple[Trained, dict[int, torch.Tensor]]:
-    """With ``correct`` compressed parameters have no momentum in the optimizer, and the table has."""
+    """With ``correct`` compressed parameters have no momentum in the optimizer, and the table has the same as they before."""
     model = loaded(path)
-    more = {"groups": lambda name, shape: {"momentum": 0.9 if name in model.graph.sparse else 0.0}} if correct else {}
+    more = {"groups": partial(table_momentum, compressing.momentum)} if correct else {}
     optimizer = (lambda p: torch.optim.SGD(p, lr=0.1)) if correct else OPTIMIZERS["sgd"]
     with Trainer(model, (strategy_of(model, METHODS[method]), FOUR), optimizer=optimizer, compressing=compressing, **more) as trainer:
         losses = [trainer.step(*batch) for batch in batches(steps)]
         own = {number: tensor.detach().clone() for number, tensor in trainer.shards.tensors.items()}
         return Trained(losses, trainer.state_dict()), own
+
+
+def table_momentum(rule: Momentum | None, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
+    """Groups with momentum for the table, which is not compressed."""
+    assert rule is not None
+    return {"momentum": rule.factor, "nesterov": rule.nesterov} if name == "words.weight" else {}
 
 
 def require_equal_replicas(results: list[tuple[Trained, dict[int, torch.Tensor]]]) -> None:
@@ -110,40 +116,40 @@ def test_momentum_correction_and_warm_up(four: Pool, path: str, nesterov: bool, 
     how = dict.fromkeys(names, METHODS["exact"])
     training = Training(0.1, compressing.momentum, warm_up=compressing.warm_up)
     alone = Emulation(module, lambda own, part: own(*part), how, RANKS, training)
-    if nesterov:
-        return_plain(alone)
     losses = [alone.step([[t[a:b] for t in batch] for a, b in balanced(SAMPLES, RANKS)]) for batch in batches(8)]
     expected = Trained(losses, {name: tensor.detach().clone() for name, tensor in module.state_dict().items()})
     assert worst(results[0][0], expected) < TOLERANCE
 
 
-def return_plain(alone: Emulation) -> None:
-    """The table's momentum is plain in the ranks' optimizer."""
-    nested = alone._with_momentum
-
-    def plain(name: str, parameter: nn.Parameter, total: torch.Tensor) -> torch.Tensor:
-        if name in alone.peers:
-            return nested(name, parameter, total)
-        kept = alone.momenta.setdefault(name, torch.zeros_like(parameter))
-        return kept.mul_(0.9).add_(total)
-
-    alone._with_momentum = plain  # type: ignore[method-assign,assignment]
-
-
 def refused(path: str) -> list[str]:
     model = loaded(path)
     lines = []
-    for options in ({"optimizer": OPTIMIZERS["momentum"], "compressing": CompressedTraining(Momentum())}, {"clip_norm": 1.0}):
+    plain, rule = lambda p: torch.optim.SGD(p, lr=0.1), CompressedTraining(Momentum())
+    nested = lambda name, shape: {} if name != "words.weight" else {"momentum": 0.9, "nesterov": True}  # noqa: E731
+    damped = lambda name, shape: {} if name != "words.weight" else {"momentum": 0.9, "dampening": 0.5}  # noqa: E731
+    for options in (
+        {"clip_norm": 1.0},
+        {"optimizer": OPTIMIZERS["momentum"], "compressing": rule},
+        {"optimizer": plain, "compressing": rule},
+        {"optimizer": plain, "compressing": rule, "groups": nested},
+        {"optimizer": plain, "compressing": rule, "groups": damped},
+        {"optimizer": lambda p: torch.optim.Adam(p, lr=0.1), "compressing": rule},
+    ):
         with pytest.raises(RuntimeFailure) as found:
             Trainer(model, (strategy_of(model, METHODS["exact"]), FOUR), **options)  # type: ignore[arg-type]
         lines.append(str(found.value))
     return lines
 
 
-def test_momentum_is_not_applied_twice(four: Pool, path: str) -> None:
-    for line, other in four.run(refused, path, ranks=RANKS):
-        assert other.startswith("clip_norm 1.0 with compressed gradients, such as that of 'layer.weight'; expected a plan without")
-        assert line.startswith("momentum correction of 'layer.weight', whose optimizer has momentum 0.9; expected SGD with momentum 0")
+def test_momentum_is_applied_once_to_each_parameter(four: Pool, path: str) -> None:
+    for lines in four.run(refused, path, ranks=RANKS):
+        clipped, twice, missing, nested, damped, adam = lines
+        assert clipped.startswith("clip_norm 1.0 with compressed gradients, such as that of 'layer.weight'; expected a plan without")
+        assert twice.startswith("momentum correction of 'layer.weight', whose optimizer has momentum 0.9; expected SGD with momentum 0")
+        beside = "momentum correction beside 'words.weight', which is not compressed and whose optimizer has momentum "
+        for line, own in ((missing, "0"), (nested, "0.9, nesterov"), (damped, "0.9, dampening 0.5")):
+            assert line.startswith(f"{beside}{own}; expected SGD with momentum 0.9 for such parameters")
+        assert "optimizer has no option 'momentum'; expected SGD with momentum" in adam
 
 
 def checked(path: str, method: str, spoilt: bool) -> CheckResult:

@@ -37,6 +37,8 @@ class Effort:
 LINE_BYTES, SECTOR_BYTES = 64, 32
 PROBES = 24
 """How often a binary search halves its interval at most."""
+SUM_COPIES = 4
+"""Of a vector that is summed part by part: itself, everyone's parts, and the sums, padded."""
 INTERVAL = 5
 """Steps from one search for a threshold to the next, where it is used again (``sampled``): the paper's."""
 
@@ -99,7 +101,7 @@ class Layout(ABC):
     @property
     def message_bytes(self) -> int:
         """What a peer sends and receives: its own messages and everyone's; a sum is sent in parts, which are added and sent to all."""
-        copies = {"all_gather": 1 + self.peers, "all_to_all": 2 * self.peers, "sum": 4}
+        copies = {"all_gather": 1 + self.peers, "all_to_all": 2 * self.peers, "sum": SUM_COPIES}
         return sum(copies[each.kind] * each.message_bytes for each in self.exchanges)
 
     @property

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from soap.model.regions import lengths
-from soap.plan.compression.seam import Exchange, Layout, Work, layout_of
+from soap.plan.compression.seam import SUM_COPIES, Exchange, Layout, Work, layout_of
 from soap.plan.flows import Round
 from soap.plan.plan import Plan, ShardSync, sync_name
 from soap.plan.syncs.amounts import moving_rounds
@@ -48,18 +48,17 @@ class CompressedSum(SyncMethod):
 
     def buffers(self, plan: Plan, sync: ShardSync) -> Iterable[tuple[int, int]]:
         """What each reader keeps from step to step, messages, the sum, and what its work takes for a while."""
-        how, layout = _settings(sync), layout_for(plan, sync)
-        return [(device, held_bytes(how, layout, on_host=device not in plan.accelerators)) for device in sync.readers]
+        return [(device, sum(_amounts(plan, sync, device))) for device in sync.readers]
 
     def holds(self, plan: Plan, sync: ShardSync) -> Iterator[Hold]:
         """State all the time; messages and the sum from the selection on; what work takes, while it goes on."""
-        layout = layout_for(plan, sync)
         for device in sync.readers:
             names = [work_name(sync, work, device) for work in STAGES]
-            yield Hold(device, layout.state_bytes(_settings(sync)))
-            yield Hold(device, layout.message_bytes + layout.whole_bytes, since=names[0])
+            state, moved, room = _amounts(plan, sync, device)
+            yield Hold(device, state)
+            yield Hold(device, moved, since=names[0])
             for name in names:
-                yield Hold(device, room_bytes(plan, sync, device), since=name, until=name)
+                yield Hold(device, room, since=name, until=name)
 
     @staticmethod
     def _works(sync: ShardSync, layout: Layout, work: Work) -> tuple[DeviceWork, ...]:
@@ -81,14 +80,20 @@ def exchange_rounds(sync: ShardSync, exchange: Exchange) -> tuple[Round, ...]:
 
 
 def held_bytes(compression: Compression, layout: Layout, *, on_host: bool) -> int:
-    """All that a reader holds for a compressed shard beside its gradient, at most."""
+    """All that a reader holds for a compressed shard beside its gradient, at most, if training adds nothing."""
     passing = layout.message_bytes + layout.whole_bytes + layout.room_bytes(compression, on_host=on_host)
     return layout.state_bytes(compression) + passing
 
 
-def room_bytes(plan: Plan, sync: ShardSync, device: int) -> int:
-    """What a reader's work takes for a while, at most."""
-    return layout_for(plan, sync).room_bytes(_settings(sync), on_host=device not in plan.accelerators)
+def _amounts(plan: Plan, sync: ShardSync, device: int) -> tuple[int, int, int]:
+    """Bytes of a reader: what it keeps from step to step; messages and the sum; what its work takes for a while. At most, in any step of
+    the training: a warm-up sends more than later steps, momentum keeps more."""
+    how, layout, training, on_host = _settings(sync), layout_for(plan, sync), plan.training, device not in plan.accelerators
+    densest = layout_of(how.at(max(how.share, training.densest)), layout.shape, plan.graph.tensors[sync.parameter].itemsize, layout.peers)
+    messages = [each.message_bytes for each in (layout, densest)] + [SUM_COPIES * layout.whole_bytes] * training.dense
+    rooms = [each.room_bytes(how, on_host=on_host) for each in (layout, densest)]
+    state = layout.state_bytes(how) + training.kept * layout.whole_bytes
+    return state, max(messages) + layout.whole_bytes, max(rooms) + training.made * layout.whole_bytes
 
 
 def work_name(sync: ShardSync, work: str, device: int) -> str:

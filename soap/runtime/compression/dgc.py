@@ -9,7 +9,8 @@
 - *Weight decay* stays out of residuals. It has a momentum of its own, equal on all ranks.
 - *Warm-up*: dense steps first (RedSync), or densities that fall by a factor of four at a time (DGC: 25%, 6.25%, 1.5625%, 0.4%, 0.1%).
 
-Parameters that are not compressed have ordinary momentum. Adam may be given the compressed sums instead; that is a heuristic.
+Parameters that are not compressed have ordinary momentum of the same size (``updates.momentum``). Adam may be given the compressed sums
+instead; that is a heuristic.
 """
 
 from __future__ import annotations

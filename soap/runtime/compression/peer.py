@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from soap.errors import RuntimeFailure
 from soap.plan.compression.seam import ExchangeKind, Layout
-from soap.runtime.compression.dgc import Momentum, WarmUp
+from soap.plan.compression.training import PlannedTraining
+from soap.runtime.compression.dgc import FALL, Momentum, WarmUp
 from soap.runtime.compression.seam import Compressor, Selected, State, compressor_of
 from soap.strategy.compression import Compression
 
@@ -25,10 +25,17 @@ MOMENTUM, STEPS = "momentum", "steps"
 @dataclass(frozen=True, slots=True)
 class CompressedTraining:
     """What the training of compressed parameters has beside the optimizer. ``momentum``: momentum correction; their optimizer then has no
-    momentum of its own. ``warm_up``: by dense steps, or by density."""
+    momentum of its own, and that of all other parameters has this one. ``warm_up``: by dense steps, or by density."""
 
     momentum: Momentum | None = None
     warm_up: WarmUp = WarmUp()  # noqa: RUF009 - it cannot be changed
+
+    @property
+    def planned(self) -> PlannedTraining:
+        """What memory and time depend on."""
+        rule, warm_up = self.momentum, self.warm_up
+        densest = FALL if warm_up.stage_steps else 0.0
+        return PlannedTraining(int(rule is not None), int(rule is not None and rule.nesterov), densest, warm_up.dense_steps > 0)
 
 
 AS_IT_IS = CompressedTraining()
@@ -106,20 +113,3 @@ def copied(state: State) -> State:
     """A state with tensors of its own."""
     summed, common, own = ({name: tensor.clone() for name, tensor in part.items()} for part in (state.summed, state.common, state.own))
     return State(summed, common, own, dict(state.numbers))
-
-
-def require_no_momentum(optimizer: torch.optim.Optimizer | None, names: dict[int, str]) -> None:
-    """RuntimeFailure in one line if an optimizer that has no momentum to turn off, or one of its own, updates a parameter whose momentum is
-    corrected. ``names``: id of a tensor of such a parameter -> the parameter's name."""
-    for group in optimizer.param_groups if optimizer is not None else ():
-        for tensor in group["params"]:
-            name = names.get(id(tensor))
-            if name is not None and group.get("momentum", None) != 0:
-                raise RuntimeFailure(
-                    f"momentum correction of {name!r}, whose optimizer has {_own(group)}; expected SGD with momentum 0 for compressed "
-                    "parameters: their momentum is applied before they are compressed"
-                )
-
-
-def _own(group: dict[str, object]) -> str:
-    return f"momentum {group['momentum']}" if "momentum" in group else "no option 'momentum'"

@@ -1,7 +1,8 @@
 """RGC: the largest elements travel with their positions, in one buffer [length, positions, values]; the others stay as a residual.
 
 Reused thresholds (``sampled``): a threshold is searched for in every fifth step. In between it is used again, unless fewer than k / 2 or
-more than 2 k elements exceed it, or k is another (in a warm-up): then it is searched for at once. (A GPU cannot know in time; it sends the first 2 k, and keeps the rest.)
+more than 2 k elements exceed it, or k is another one (in a warm-up): then it is searched for at once. (A GPU cannot know in time how many
+exceed it; it sends the first 2 k, and keeps the rest.)
 """
 
 from __future__ import annotations

@@ -1,0 +1,20 @@
+"""What a training adds to compression, as far as memory and time depend on it. Searches know nothing of it: they plan for the long run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTraining:
+    """``kept``, ``made``: tensors of a compressed parameter's size that its momentum keeps from step to step, and makes in a step.
+    ``densest``: the largest density of a warm-up; 0: none. ``dense``: whether a warm-up begins with steps that send everything."""
+
+    kept: int = 0
+    made: int = 0
+    densest: float = 0.0
+    dense: bool = False
+
+
+PLAIN = PlannedTraining()
+"""Neither momentum correction nor a warm-up."""
