@@ -166,6 +166,8 @@ def prepare(args: argparse.Namespace) -> tuple[Job, Mapping[str, Simulation], di
     tried = updating.tried(graph)
     states = optimizer_states(tried, sparse=bool(graph.sparse))
     planned = compressing.training_of(args.correct_momentum, args.warm_up).planned
+    if planned.kept and updating.decays:  # which has a momentum of its own
+        planned = replace(planned, kept=planned.kept + 1)
     simulator = api.simulator_for(
         graph, topology, optimizer_states=states, costs=args.costs, measured_updates=tried.measured, training=planned
     )

@@ -116,6 +116,11 @@ class Updating:
         only = next(iter(makes.values())) if list(makes) == ["*"] else makes
         return Recipe(only, None if self.weight_decay is None and self.momentum is None else self._groups, schedule)
 
+    @property
+    def decays(self) -> bool:
+        """Whether some parameters have weight decay."""
+        return bool(self.weight_decay) or any(_pattern_and_call(text)[1].options.get("weight_decay") for text in self.optimizers)
+
     def tried(self, graph: OperatorGraph) -> Tried:
         """What the optimizer needs of this model's parameters, found by trying it."""
         from soap.runtime.updates.trial import try_optimizer

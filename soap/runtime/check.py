@@ -24,6 +24,7 @@ from soap.runtime.compressed_check import EmulatedSums, LocalGradients
 from soap.runtime.sizes import run_dtype
 from soap.runtime.sync.row_update import Updater
 from soap.runtime.trainer import Trainer
+from soap.runtime.updates.momentum import DecayMomentum, compressed_names
 from soap.runtime.updates.optimizers import Optimizers
 from soap.runtime.updates.parts import trainable_shapes
 from soap.runtime.updates.schedules import Schedule
@@ -166,6 +167,9 @@ class _Reference:
             {number: (name, whole(self.trainable[name].shape)) for number, name in numbered.items()},
             trainer.lazy_sparse,
         )
+        rule, compressed = trainer.compressing.momentum, compressed_names(trainer.plan)
+        kept = {number: self.trainable[name] for number, name in numbered.items() if name in compressed}
+        self._decay = None if rule is None else DecayMomentum(rule, own, kept)
         self.dtype = coarsest(trainer)
         self.tolerance = TOLERANCES[self.dtype] if tolerance is None else tolerance
 
@@ -220,7 +224,7 @@ class _Reference:
     def _update(self, loss: float, gradients: Mapping[str, torch.Tensor], looked_up: Mapping[str, torch.Tensor]) -> None:
         """Update whole parameters with the ranks' own gradients: Adam may divide rounding by rounding, and both sides must then agree."""
         found = {number: self.trainer.place(gradients[name]) for name, number in self._numbers.items() if name in gradients}
-        self._updater.update(found, {}, looked_up)
+        self._updater.update(found if self._decay is None else self._decay.added(found), {}, looked_up)
         self._schedule.step(loss)
 
 

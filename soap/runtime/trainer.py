@@ -32,7 +32,7 @@ from soap.runtime.sync.look_ups import note_rows
 from soap.runtime.sync.shards import ShardStore, gather_regions
 from soap.runtime.trace import Event, Recorder, join_events
 from soap.runtime.training_options import DEFAULT_TRAINING, TrainingKeywords, TrainingOptions
-from soap.runtime.updates.momentum import require_correctable, wrong_momentum
+from soap.runtime.updates.momentum import DecayMomentum, require_correctable, wrong_momentum
 from soap.runtime.updates.parts import joined_names, other_options, parts_of, require_possible, trainable_shapes
 from soap.runtime.updates.schedules import Schedule
 from soap.runtime.updates.trial import try_optimizer
@@ -119,7 +119,9 @@ class Trainer:
                 "compression: what is not sent would be clipped again and again"
             )
         self.schedule = Schedule.of(self.recipe.schedule, self.optimizer)
-        self._ending = StepEnd(plan, self.comm, self.sizes.gradients, self.parts, self.optimizer, self.clip_norm, self.lazy_sparse)
+        rule, kept = self.compressing.momentum, {n: p.tensor for n, p in self.parts.items() if p.parameter in compressed}
+        decay = None if rule is None else DecayMomentum(rule, self.optimizer, kept)
+        self._ending = StepEnd(plan, self.comm, self.sizes.gradients, self.parts, self.optimizer, self.clip_norm, self.lazy_sparse, decay)
         by_rows = {sync.parameter for sync in plan.syncs if sync.contract.by_rows}
         kept = {plan.shards[number].parameter for number in self.shards.tensors}
         self._to_look_up = [name for name in plan.graph.sparse if name in kept and name not in by_rows] if self.lazy_sparse else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,9 +15,10 @@ from soap.errors import RuntimeFailure
 from soap.model.regions import balanced
 from soap.runtime.compression.dgc import Momentum, WarmUp
 from soap.runtime.compression.oracle import Emulation, Training
+from soap.runtime.compression.peer import CompressedTraining
+from soap.runtime.trainer import Trainer
 from soap.runtime.updates.momentum import compressed_names, require_correctable
 from soap.simulator.lowering import build_plan
-from soap.strategy.config import Strategy
 from soap.strategy.sync import compressed
 from soap.tracing.export import export_model
 from tests.runtime.compressed_training import RANKS, SAMPLES
@@ -42,11 +44,10 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(found)
 
 
-def job_of(path: str, names: tuple[str, ...], momentum: float | None, strategy: Strategy | None = None) -> Job:
+def job_of(path: str, names: tuple[str, ...], momentum: float | None, optimizer: str = "sgd", checked: bool = False) -> Job:
     model = loaded(path)
-    chosen = (strategy or by_samples(model.graph, range(RANKS), SAMPLES)).with_changes(
-        parameters=dict.fromkeys(names, compressed(METHODS["exact"]))
-    )
+    strategy = by_samples(model.graph, range(RANKS), SAMPLES)
+    chosen = strategy.with_changes(parameters=dict.fromkeys(names, compressed(METHODS["exact"])))
     plan = build_plan(model.graph, chosen, FOUR)
     return Job(
         model=path,
@@ -55,7 +56,8 @@ def job_of(path: str, names: tuple[str, ...], momentum: float | None, strategy: 
         strategies={"strategy": (chosen, None)},  # type: ignore[dict-item]
         steps=STEPS,
         seed=0,
-        optimizer=Updating(("sgd",), 0.1, momentum=momentum),
+        optimizer=Updating((optimizer,), 0.1, momentum=momentum),
+        checked=checked,
         dtype="float64",
         correct_momentum=momentum,
         warm_up=(1, 1),
@@ -68,15 +70,38 @@ def batches() -> list[list[torch.Tensor]]:
     return [list(batch_of(SAMPLES, step)) for step in range(STEPS)]
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.2])
 @pytest.mark.parametrize("names", [PARTLY, (*PARTLY, "layer.bias", "head.bias"), ()])
-def test_momentum_of_the_command_is_that_of_the_emulation(four: Pool, path: str, names: tuple[str, ...]) -> None:
-    """Of parameters that are compressed, and of biases and the table, which are not."""
-    outcome = four.run(train, job_of(path, names, 0.9), ranks=RANKS)[0]
+def test_momentum_of_the_command_is_that_of_the_emulation(four: Pool, path: str, names: tuple[str, ...], decay: float) -> None:
+    """Of parameters that are compressed, and of biases and the table, which are not; and of their weight decay. A check agrees."""
+    optimizer = f"torch.optim.SGD:weight_decay={decay}"
+    outcome = four.run(train, job_of(path, names, 0.9, optimizer, checked=bool(decay and names)), ranks=RANKS)[0]
     module = module_of("words")
-    training = Training(0.1, Momentum(0.9), warm_up=WarmUp(1, 1))
+    training = Training(0.1, Momentum(0.9), decay, warm_up=WarmUp(1, 1))
     alone = Emulation(module, lambda own, part: own(*part), dict.fromkeys(names, METHODS["exact"]), RANKS, training)
     expected = [alone.step([[t[a:b] for t in words(step)] for a, b in balanced(SAMPLES, RANKS)]) for step in range(STEPS)]
     assert outcome.measured["strategy"].losses == pytest.approx(expected, rel=1e-9)
+    assert outcome.check is None or outcome.check.passed
+
+
+def decaying(path: str, steps: range, source: str | None, target: str | None) -> list[float]:
+    model = loaded(path)
+    strategy = by_samples(model.graph, range(RANKS), SAMPLES).with_changes(parameters=dict.fromkeys(PARTLY, compressed(METHODS["exact"])))
+    groups = lambda name, shape: {"momentum": 0.0 if name in PARTLY else 0.9, "weight_decay": 0.2}  # noqa: E731
+    rule = CompressedTraining(Momentum(0.9))
+    with Trainer(model, (strategy, FOUR), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), groups=groups, compressing=rule) as trainer:
+        if source is not None:
+            trainer.load(source)
+        losses = [trainer.step(*words(step)) for step in steps]
+        if target is not None:
+            trainer.save(target)
+        return losses
+
+
+def test_momentum_of_weight_decay_is_in_checkpoints(four: Pool, path: str, tmp_path: Path) -> None:
+    straight = four.run(decaying, path, range(6), None, None, ranks=RANKS)[0]
+    first = four.run(decaying, path, range(3), None, str(tmp_path), ranks=RANKS)[0]
+    assert first + four.run(decaying, path, range(3, 6), str(tmp_path), None, ranks=RANKS)[0] == straight
 
 
 def test_a_parameter_with_two_rules_is_refused(path: str) -> None:

@@ -6,7 +6,7 @@
   it plain SGD (Nesterov: with m + 1 times the learning rate); without masking it is SGD with momentum.
 - *Local clipping*: a rank's gradients are clipped before they are added to residuals, at N^(-1/2) of the norm for all N ranks' sum. Local
   gradients carry their share 1/N, so that they are summed; N independent ones of norm x have a sum of norm N^(1/2) x.
-- *Weight decay* stays out of residuals. It has a momentum of its own, equal on all ranks.
+- *Weight decay* stays out of residuals. It has a momentum of its own, equal on all ranks (``updates.momentum``).
 - *Warm-up*: dense steps first (RedSync), or densities that fall by a factor of four at a time (DGC: 25%, 6.25%, 1.5625%, 0.4%, 0.1%).
 
 Parameters that are not compressed have ordinary momentum of the same size (``updates.momentum``). Adam may be given the compressed sums
@@ -56,10 +56,12 @@ class Momentum:
             sent.clear(kept)
 
     def decayed(self, kept: torch.Tensor, weight: torch.Tensor, decay: float) -> torch.Tensor:
-        """What weight decay adds to the summed gradient. ``kept``: its own momentum, which becomes that of the next step."""
-        own = decay * weight
-        kept.mul_(self.factor).add_(own)
-        return own + self.factor * kept if self.nesterov else kept
+        """What momentum adds to weight decay, which itself is ``decay * weight``. ``kept``: its own momentum, which becomes that of the
+        next step."""
+        kept.mul_(self.factor)
+        earlier = kept.clone()
+        kept.add_(weight, alpha=decay)
+        return self.factor * kept if self.nesterov else earlier
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,8 +120,9 @@ class Emulation:
             return total + rule.factor * kept if rule.nesterov else kept
         if not decay:
             return total
+        total = total + decay * parameter
         if rule is None:
-            return total + decay * parameter
+            return total
         return total + rule.decayed(self.decay_momenta.setdefault(name, torch.zeros_like(parameter)), parameter, decay)
 
 

@@ -14,13 +14,14 @@ from soap.runtime.step.gradients import Gradients
 from soap.runtime.sync.row_update import Updater
 from soap.runtime.trace import Recorder, watch_nothing
 from soap.runtime.updates.clipping import clip
+from soap.runtime.updates.momentum import DecayMomentum
 from soap.runtime.updates.parts import Part, merged
 from soap.simulator.tasks import TaskKind
 
 
 class StepEnd:
     """The end of a step on one rank. ``parts``: what its optimizer updates. ``clip_norm``: the largest global norm of the gradients; None:
-    no clipping. ``lazy``: see ``row_update``."""
+    no clipping. ``lazy``: see ``row_update``. ``decay``: momentum of weight decay, if momentum is corrected."""
 
     def __init__(
         self,
@@ -31,7 +32,9 @@ class StepEnd:
         optimizer: torch.optim.Optimizer | None,
         clip_norm: float | None,
         lazy: bool,
+        decay: DecayMomentum | None = None,
     ) -> None:
+        self._decay = decay
         self.plan, self.comm, self.gradients, self.clip_norm = plan, comm, gradients, clip_norm
         self._parts, self._name = parts, update_name(comm.rank)
         tensors = {number: part.tensor for number, part in parts.items()}
@@ -50,7 +53,8 @@ class StepEnd:
         left = None if not done else self._parts.keys() - done
         timed = recorder is not None and (gradients.dense.keys() | gradients.rows.keys()) - done
         with recorder.task(self._name, TaskKind.UPDATE) if recorder is not None and timed else nullcontext():
-            self._updater.update(*merged(self.plan, self._parts, gradients.dense, gradients.rows), looked_up, left)
+            dense = gradients.dense if self._decay is None else self._decay.added(gradients.dense)
+            self._updater.update(*merged(self.plan, self._parts, dense, gradients.rows), looked_up, left)
         HERE.task = ""
         gradients.refresh(watch_nothing if recorder is None else recorder.watch)
         return norm

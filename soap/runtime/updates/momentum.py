@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,9 @@ from soap.errors import RuntimeFailure
 from soap.plan.plan import Plan
 from soap.runtime.compression.dgc import Momentum
 from soap.runtime.updates.parts import Part
+
+DECAY_MOMENTUM = "decay_momentum"
+"""Name of the optimizer's state."""
 
 
 def compressed_names(plan: Plan) -> frozenset[str]:
@@ -51,6 +54,31 @@ def wrong_momentum(plan: Plan, rule: Momentum, optimizer: torch.optim.Optimizer 
                     "such parameters: groups=lambda name, shape: {'momentum': …}"
                 )
     return ""
+
+
+class DecayMomentum:
+    """Momentum of the weight decay of compressed parameters, which stays out of residuals: it is the same on all ranks. The optimizer, SGD
+    without momentum, adds the decay itself; this adds what earlier ones have left. ``tensors``: compressed shard -> what is updated.
+
+    The momentum is part of the optimizer's state (``DECAY_MOMENTUM``), so checkpoints have it.
+    """
+
+    def __init__(self, rule: Momentum, optimizer: torch.optim.Optimizer | None, tensors: Mapping[int, torch.Tensor]) -> None:
+        self._rule, self._optimizer = rule, optimizer
+        self._numbers = {id(tensor): number for number, tensor in tensors.items()}
+
+    @torch.no_grad()
+    def added(self, gradients: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """The gradients with it. They are left as they are."""
+        found, optimizer = dict(gradients), self._optimizer
+        for group in optimizer.param_groups if optimizer is not None else ():
+            for tensor in group["params"]:
+                number, decay = self._numbers.get(id(tensor)), group.get("weight_decay", 0.0)
+                if optimizer is None or number not in found or not (decay or DECAY_MOMENTUM in optimizer.state[tensor]):
+                    continue
+                kept = optimizer.state[tensor].setdefault(DECAY_MOMENTUM, torch.zeros_like(tensor, requires_grad=False))
+                found[number] = found[number] + self._rule.decayed(kept, tensor.detach(), float(decay))
+        return found
 
 
 def _has(group: dict[str, Any], rule: Momentum) -> bool:
