@@ -50,12 +50,12 @@ def document(simulator: Simulator, strategy: Strategy, simulation: Simulation | 
     return {"parameters": entries, "all": {"saved_ns": _time_ns(simulator, strategy, list(entries)) - simulation.makespan_ns}}
 
 
-def training_of(momentum: float | None, warm_up: tuple[int, int]) -> CompressedTraining:
-    """What ``--correct-momentum`` and ``--warm-up`` ask for. RuntimeFailure in one line for impossible values."""
+def training_of(momentum: float | None, warm_up: tuple[int, int], clip_norm: float | None = None) -> CompressedTraining:
+    """What ``--correct-momentum``, ``--warm-up`` and ``--clip-norm`` ask for. RuntimeFailure in one line for impossible values."""
     from soap.runtime.compression.dgc import Momentum, WarmUp
     from soap.runtime.compression.peer import CompressedTraining
 
-    return CompressedTraining(None if momentum is None else Momentum(momentum), WarmUp(*warm_up))
+    return CompressedTraining(None if momentum is None else Momentum(momentum), WarmUp(*warm_up), clip_norm)
 
 
 def warn_of_memory(simulation: Simulation) -> None:

@@ -159,13 +159,14 @@ def prepare(args: argparse.Namespace) -> tuple[Job, Mapping[str, Simulation], di
         graph = api.load(args.model, plan_only=True, dtype=args.dtype, **read).graph
     graph = api.with_recorded_rows(graph, args.strategy)
     updating = Updating.of(args)
+    from soap.runtime.updates.clipping import require_clippable
     from soap.runtime.updates.momentum import compressed_names, require_correctable
     from soap.runtime.updates.parts import require_possible
     from soap.runtime.updates.trial import optimizer_states  # needed from here on anyway
 
     tried = updating.tried(graph)
     states = optimizer_states(tried, sparse=bool(graph.sparse))
-    planned = compressing.training_of(args.correct_momentum, args.warm_up).planned
+    planned = compressing.training_of(args.correct_momentum, args.warm_up, args.clip_norm).planned
     if planned.kept and updating.decays:  # which has a momentum of its own
         planned = replace(planned, kept=planned.kept + 1)
     simulator = api.simulator_for(
@@ -179,6 +180,10 @@ def prepare(args: argparse.Namespace) -> tuple[Job, Mapping[str, Simulation], di
         require_possible(predicted[name].plan, tried, lazy_sparse=False)
         if args.correct_momentum is not None:
             require_correctable(predicted[name].plan)
+        if args.clip_norm is not None and compressed_names(predicted[name].plan):
+            require_clippable(predicted[name].plan, args.clip_norm)
+            if getattr(args, "check", False):
+                raise UsageError("--check with --clip-norm and a plan that compresses: each rank clips its own gradients; check without")
         compressing.warn_of_memory(predicted[name])
     orders = {name: execution_order(predicted[name].tasks, predicted[name].schedule) for name in trained}
     job = Job(

@@ -99,6 +99,9 @@ class CheckResult:
             )
 
 
+UNCHECKED = "a check of clipped gradients, some of them compressed: ranks clip their own, one process the sum; check without clip_norm"
+
+
 def in_float64(found: Difference) -> str:
     """The distances from float64, as a supplement to a line about a difference; empty if they are not known."""
     if found.from_float64 is None or found.alone_from_float64 is None:
@@ -118,6 +121,8 @@ def check(
     ``optimizer``: the one that the trainer was made with; groups and schedule are the trainer's. ``tolerance``: by default by dtype
     (``TOLERANCES``).
     """
+    if trainer.compressing.clip_norm is not None:
+        raise RuntimeFailure(UNCHECKED)
     reference = _Reference(trainer, optimizer, tolerance) if trainer.rank == 0 else None
     differences: list[Difference] = []
     lossy = any(sync.compression is not None for sync in trainer.plan.syncs)

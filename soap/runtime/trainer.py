@@ -32,7 +32,8 @@ from soap.runtime.sync.look_ups import note_rows
 from soap.runtime.sync.shards import ShardStore, gather_regions
 from soap.runtime.trace import Event, Recorder, join_events
 from soap.runtime.training_options import DEFAULT_TRAINING, TrainingKeywords, TrainingOptions
-from soap.runtime.updates.momentum import DecayMomentum, require_correctable, wrong_momentum
+from soap.runtime.updates.clipping import require_clippable
+from soap.runtime.updates.momentum import DecayMomentum, compressed_names, require_correctable, wrong_momentum
 from soap.runtime.updates.parts import joined_names, other_options, parts_of, require_possible, trainable_shapes
 from soap.runtime.updates.schedules import Schedule
 from soap.runtime.updates.trial import try_optimizer
@@ -75,6 +76,9 @@ class Trainer:
         self.steps = 0
         self.program = compile_program(plan, order, epilogue=find_epilogue(model))
         self.plan = plan = self.program.plan
+        if self.clip_norm is not None and compressed_names(plan):
+            require_clippable(plan, self.clip_norm)
+            self.compressing = replace(self.compressing, clip_norm=self.clip_norm)
         self.world = open_world(plan.device_count, device_kind, options.backend, options.timeout_s)
         self.rank, self.device = self.world.rank, self.world.device
         self.comm = Communicator(self.device, self.program.device_groups(), self.world.timeout)
@@ -113,15 +117,11 @@ class Trainer:
         found = self.comm.gather(line)
         if any(found):
             raise RuntimeFailure(next(filter(None, found)))
-        if compressed and self.clip_norm is not None:
-            raise RuntimeFailure(
-                f"clip_norm {self.clip_norm} with compressed gradients, such as that of {compressed[0]!r}; expected a plan without "
-                "compression: what is not sent would be clipped again and again"
-            )
         self.schedule = Schedule.of(self.recipe.schedule, self.optimizer)
-        rule, kept = self.compressing.momentum, {n: p.tensor for n, p in self.parts.items() if p.parameter in compressed}
-        decay = None if rule is None else DecayMomentum(rule, self.optimizer, kept)
-        self._ending = StepEnd(plan, self.comm, self.sizes.gradients, self.parts, self.optimizer, self.clip_norm, self.lazy_sparse, decay)
+        rule, updated = self.compressing.momentum, {n: p.tensor for n, p in self.parts.items() if p.parameter in compressed}
+        decay = None if rule is None else DecayMomentum(rule, self.optimizer, updated)
+        clip_norm = None if compressed else self.clip_norm  # else each rank has clipped already
+        self._ending = StepEnd(plan, self.comm, self.sizes.gradients, self.parts, self.optimizer, clip_norm, self.lazy_sparse, decay)
         by_rows = {sync.parameter for sync in plan.syncs if sync.contract.by_rows}
         kept = {plan.shards[number].parameter for number in self.shards.tensors}
         self._to_look_up = [name for name in plan.graph.sparse if name in kept and name not in by_rows] if self.lazy_sparse else []

@@ -42,7 +42,8 @@ class TrainingOptions:
     plan must keep its parameters whole. ``groups``: (parameter's name, whole shape) -> its options that differ, such as
     ``{"weight_decay": 0.0}``; ``optimizer`` then gets torch's parameter groups. ``schedule``: a function that makes a schedule of
     ``torch.optim.lr_scheduler`` from the optimizer. It steps after each update, with the loss if it takes a metric. ``clip_norm``: scale
-    gradients to at most this global norm. ``compressing``: momentum correction and warm-up of the parameters that the plan compresses.
+    gradients to at most this global norm; where some are compressed, each of N ranks scales its own, all together, to at most N^(-1/2) of
+    it. ``compressing``: momentum correction and warm-up of the parameters that the plan compresses.
     ``lazy_sparse``: rows of sparse parameters that a step does not look up stay as they are, whatever the optimizer does with zero
     gradients (see ``row_update``).
 

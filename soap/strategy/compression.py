@@ -57,7 +57,7 @@ class Compression:
 
     def at(self, density: float) -> Self:
         """The same method at another density; itself if it has none."""
-        return replace(self, **{"density": density}) if self.number == "density" else self  # type: ignore[arg-type]
+        return replace(self, **{"density": density}) if self.number == "density" else self
 
 
 @dataclass(frozen=True, slots=True)

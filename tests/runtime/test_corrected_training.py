@@ -13,13 +13,17 @@ from soap.cli.training import Job, train
 from soap.cli.updating import Updating
 from soap.errors import RuntimeFailure
 from soap.model.regions import balanced
+from soap.profiles.roofline import RooflineCosts
+from soap.runtime.check import check
 from soap.runtime.compression.dgc import Momentum, WarmUp
 from soap.runtime.compression.oracle import Emulation, Training
 from soap.runtime.compression.peer import CompressedTraining
 from soap.runtime.trainer import Trainer
 from soap.runtime.updates.momentum import compressed_names, require_correctable
 from soap.simulator.lowering import build_plan
-from soap.strategy.sync import compressed
+from soap.simulator.simulate import Simulator
+from soap.simulator.tasks import TaskKind
+from soap.strategy.sync import SPARSE_ALL_GATHER, compressed, parameter_server
 from soap.tracing.export import export_model
 from tests.runtime.compressed_training import RANKS, SAMPLES
 from tests.runtime.pool import Pool
@@ -44,7 +48,9 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(found)
 
 
-def job_of(path: str, names: tuple[str, ...], momentum: float | None, optimizer: str = "sgd", checked: bool = False) -> Job:
+def job_of(
+    path: str, names: tuple[str, ...], momentum: float | None, optimizer: str = "sgd", *, checked: bool = False, clip: float | None = None
+) -> Job:
     model = loaded(path)
     strategy = by_samples(model.graph, range(RANKS), SAMPLES)
     chosen = strategy.with_changes(parameters=dict.fromkeys(names, compressed(METHODS["exact"])))
@@ -58,6 +64,7 @@ def job_of(path: str, names: tuple[str, ...], momentum: float | None, optimizer:
         seed=0,
         optimizer=Updating((optimizer,), 0.1, momentum=momentum),
         checked=checked,
+        clip_norm=clip,
         dtype="float64",
         correct_momentum=momentum,
         warm_up=(1, 1),
@@ -82,6 +89,69 @@ def test_momentum_of_the_command_is_that_of_the_emulation(four: Pool, path: str,
     expected = [alone.step([[t[a:b] for t in words(step)] for a, b in balanced(SAMPLES, RANKS)]) for step in range(STEPS)]
     assert outcome.measured["strategy"].losses == pytest.approx(expected, rel=1e-9)
     assert outcome.check is None or outcome.check.passed
+
+
+@pytest.mark.parametrize("clip", [0.05, 0.4, 1e6])
+@pytest.mark.parametrize("momentum", [None, 0.9])
+def test_ranks_clip_their_own_gradients_as_the_emulation_does(four: Pool, path: str, clip: float, momentum: float | None) -> None:
+    """Those of all parameters together, in dense steps of a warm-up as well; at 0.4 some ranks clip in some steps."""
+    outcome = four.run(train, job_of(path, PARTLY, momentum, clip=clip), ranks=RANKS)[0]
+    training = Training(0.1, None if momentum is None else Momentum(momentum), clip_norm=clip, warm_up=WarmUp(1, 1))
+    alone = Emulation(module_of("words"), lambda own, part: own(*part), dict.fromkeys(PARTLY, METHODS["exact"]), RANKS, training)
+    expected = [alone.step([[t[a:b] for t in words(step)] for a, b in balanced(SAMPLES, RANKS)]) for step in range(STEPS)]
+    assert outcome.measured["strategy"].losses == pytest.approx(expected, rel=1e-9)
+
+
+def clipped_apart(path: str) -> tuple[list[float], list[float], list[str]]:
+    """Losses with micro-batches, and of traced steps; lines of what is refused."""
+    model, lines = loaded(path), []
+    strategy = by_samples(model.graph, range(RANKS), SAMPLES).with_changes(parameters=dict.fromkeys(PARTLY, compressed(METHODS["exact"])))
+    options = {"optimizer": lambda p: torch.optim.SGD(p, lr=0.1), "clip_norm": 0.05}
+    with Trainer(model, (strategy, FOUR), accumulate=2, **options) as trainer:  # type: ignore[arg-type]
+        twice = [trainer.step(*words(step), *words(step)) for step in range(3)]
+    with Trainer(model, (strategy, FOUR), **options) as trainer:  # type: ignore[arg-type]
+        trainer.trace(*words(0))
+        once = [trainer.step(*words(step)) for step in (1, 2)]
+        with pytest.raises(RuntimeFailure) as found:
+            check(trainer, words, options["optimizer"])  # type: ignore[arg-type]
+        lines.append(str(found.value))
+    served = strategy.with_changes(parameters={**strategy.parameters, "layer.bias": parameter_server(1)})
+    rows = strategy.with_changes(parameters={**strategy.parameters, "words.weight": SPARSE_ALL_GATHER})
+    cut = cut_strategy(model, 4).with_changes(parameters=strategy.parameters)
+    for other in (served, rows, cut):
+        with pytest.raises(RuntimeFailure) as found:
+            Trainer(model, (other, FOUR), **options)  # type: ignore[arg-type]
+        lines.append(str(found.value))
+    return twice, once, lines
+
+
+def test_clipping_waits_for_the_last_micro_batch(four: Pool, path: str) -> None:
+    """Two equal micro-batches have the gradients of one, and a traced step is a step."""
+    for twice, once, (checked, served, rows, cut) in four.run(clipped_apart, path, ranks=RANKS):
+        assert twice[1:] == pytest.approx(once, rel=1e-9)
+        assert checked.startswith("a check of clipped gradients, some of them compressed")
+        assert served.startswith("clip_norm 0.05 with compressed gradients, where 'layer.bias' is not summed over all devices (")
+        assert rows.startswith("clip_norm 0.05 with compressed gradients, where 'words.weight' is not summed over all devices (")
+        assert "is not summed over all devices (" in cut and "2 of 4" in cut
+
+
+def test_with_clipping_everything_is_sent_behind_the_backward_pass(path: str) -> None:
+    """In plans and simulations: selections, and all-reduces of what is not compressed. Without it they begin before."""
+    graph = loaded(path).graph
+    strategy = by_samples(graph, range(RANKS), SAMPLES).with_changes(parameters=dict.fromkeys(PARTLY, compressed(METHODS["exact"])))
+    for clip in (None, 1.0):
+        found = Simulator(graph, FOUR, RooflineCosts(FOUR), 0, CompressedTraining(clip_norm=clip).planned).run(strategy)
+        starts = found.schedule.start_ns
+        backward = {device: 0 for device in range(RANKS)}
+        for i, task in enumerate(found.tasks.tasks):
+            if task.kind is TaskKind.BACKWARD:
+                [device] = [d for d in task.resources if d < RANKS]
+                backward[device] = max(backward[device], starts[i] + task.duration_ns)
+        selections = [(task.resources[0], starts[i]) for i, task in enumerate(found.tasks.tasks) if task.name.startswith("select ")]
+        sums = [starts[i] for i, task in enumerate(found.tasks.tasks) if task.kind is TaskKind.SYNC and "sync" in task.name]
+        assert len(selections) == 2 * RANKS and len(sums) >= 3
+        late = all(start >= backward[device] for device, start in selections) and all(start >= max(backward.values()) for start in sums)
+        assert late == (clip is not None)
 
 
 def decaying(path: str, steps: range, source: str | None, target: str | None) -> list[float]:

@@ -8,13 +8,15 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class PlannedTraining:
     """``kept``, ``made``: tensors of a compressed parameter's size that its momentum keeps from step to step, and makes in a step.
-    ``densest``: the largest density of a warm-up; 0: none. ``dense``: whether a warm-up begins with steps that send everything."""
+    ``densest``: the largest density of a warm-up; 0: none. ``dense``: whether a warm-up begins with steps that send everything.
+    ``late``: gradients are clipped on each rank before anything is sent, which is known behind its whole backward pass."""
 
     kept: int = 0
     made: int = 0
     densest: float = 0.0
     dense: bool = False
+    late: bool = False
 
 
 PLAIN = PlannedTraining()
-"""Neither momentum correction nor a warm-up."""
+"""Neither momentum correction nor a warm-up nor clipping."""

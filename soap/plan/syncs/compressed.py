@@ -1,8 +1,9 @@
 """Compressed gradients: each reader selects what of its gradient is sent, all readers exchange that, and each makes the same sum of it.
 
 A shard is compressed by itself: it shares no bucket. What devices do takes them time (``DeviceWork``): to select, once the shard's gradient
-is complete; to combine what came, where a method exchanges twice; to restore the sum, before the update. The last two come after the whole
-backward pass. Which exchanges there are and how large their messages are says the method's ``Layout``.
+is complete (if ranks clip: once the device's whole backward pass is); to combine what came, where a method exchanges twice; to restore the
+sum, before the update. The last two come after the whole backward pass. Which exchanges there are and how large their messages are says the
+method's ``Layout``.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class CompressedSum(SyncMethod):
         layout, found = layout_for(plan, sync), []
         works: tuple[Work, ...] = ("select", "combine")
         for (stage, verb), work, exchange in zip(EXCHANGES, works, layout.exchanges, strict=False):
-            name, own = sync_name(sync, verb), self._works(sync, layout, work)
+            name, own = sync_name(sync, verb), self._works(plan, sync, layout, work)
             if exchange.kind == "sum":
                 found.append(SyncStep(Phase.AFTER_BACKWARD, stage, name, summed_bytes=exchange.message_bytes, works=own))
             else:
@@ -44,7 +45,7 @@ class CompressedSum(SyncMethod):
 
     def ending(self, plan: Plan, sync: ShardSync) -> Sequence[DeviceWork]:
         """Every reader restores the sum."""
-        return self._works(sync, layout_for(plan, sync), "restore")
+        return self._works(plan, sync, layout_for(plan, sync), "restore")
 
     def buffers(self, plan: Plan, sync: ShardSync) -> Iterable[tuple[int, int]]:
         """What each reader keeps from step to step, messages, the sum, and what its work takes for a while."""
@@ -61,8 +62,8 @@ class CompressedSum(SyncMethod):
                 yield Hold(device, room, since=name, until=name)
 
     @staticmethod
-    def _works(sync: ShardSync, layout: Layout, work: Work) -> tuple[DeviceWork, ...]:
-        how, late = _settings(sync), work != "select"
+    def _works(plan: Plan, sync: ShardSync, layout: Layout, work: Work) -> tuple[DeviceWork, ...]:
+        how, late = _settings(sync), work != "select" or plan.training.late
         return tuple(
             DeviceWork(STAGES[work], device, work_name(sync, work, device), how, layout, work, late) for device in sync.readers
         )

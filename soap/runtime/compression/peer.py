@@ -24,18 +24,22 @@ MOMENTUM, STEPS = "momentum", "steps"
 
 @dataclass(frozen=True, slots=True)
 class CompressedTraining:
-    """What the training of compressed parameters has beside the optimizer. ``momentum``: momentum correction; their optimizer then has no
-    momentum of its own, and that of all other parameters has this one. ``warm_up``: by dense steps, or by density."""
+    """What training by a plan that compresses has beside the optimizer. ``momentum``: momentum correction; their optimizer then has no
+    momentum of its own, and that of all other parameters has this one. ``warm_up``: by dense steps, or by density.
+    ``clip_norm``: each rank clips its own gradients, of all parameters together, at N^(-1/2) of this; trainers take it from their options.
+    """
 
     momentum: Momentum | None = None
     warm_up: WarmUp = WarmUp()  # noqa: RUF009 - it cannot be changed
+    clip_norm: float | None = None
 
     @property
     def planned(self) -> PlannedTraining:
         """What memory and time depend on."""
         rule, warm_up = self.momentum, self.warm_up
         densest = FALL if warm_up.stage_steps else 0.0
-        return PlannedTraining(int(rule is not None), int(rule is not None and rule.nesterov), densest, warm_up.dense_steps > 0)
+        made = int(rule is not None and rule.nesterov)
+        return PlannedTraining(int(rule is not None), made, densest, warm_up.dense_steps > 0, self.clip_norm is not None)
 
 
 AS_IT_IS = CompressedTraining()

@@ -9,11 +9,13 @@ import torch
 
 from soap.plan.plan import Plan
 from soap.runtime.comm.redistribute import Communicator
+from soap.runtime.compression.dgc import clip_locally
 from soap.runtime.compression.peer import AS_IT_IS, CompressedTraining
 from soap.runtime.program.actions import ActionKind, part_of
 from soap.runtime.program.program import Program
 from soap.runtime.step.early_start import EarlyStart, SyncSchedule
 from soap.runtime.step.micro_batch import WHOLE_STEP, MicroBatch
+from soap.runtime.sync.all_reduce import BucketedSum
 from soap.runtime.sync.compressed import CompressedSum
 from soap.runtime.sync.row_gradient import RowGradient
 from soap.runtime.sync.row_requests import asking_devices
@@ -46,7 +48,8 @@ class Gradients:
         self.by_rows = {number: method for number, method in self._of.items() if isinstance(method, RowSync)}
         self._asks = comm.rank in asking_devices(plan)
         self._after_update = part_of(program.after_update, comm.rank)
-        self._started: set[tuple[ActionKind, int]] = set()
+        self._started: dict[tuple[ActionKind, int], None] = {}
+        self._clip_norm = compressing.clip_norm
         parameters = {sync.parameter for sync in plan.syncs if sync.contract.by_rows}
         idle = {i: shards.tensors[i] for i in program.idle_shards if i in shards.tensors}
         no_rows = torch.empty(0, dtype=torch.int64, device=comm.device)
@@ -71,6 +74,8 @@ class Gradients:
             method.begin(part, watch)
         with self.early.step(schedule, part):
             yield
+        if self._clip_norm is not None:
+            self._clip(self._clip_norm)
         for method in self._methods:
             method.end(part)
 
@@ -83,11 +88,25 @@ class Gradients:
         self._of[number].hand_on(number)
 
     def start(self, kind: ActionKind, number: int) -> None:
-        """Start an exchange of gradients unless it has started already in this micro-batch."""
+        """Start an exchange of gradients unless it has started already in this micro-batch. If ranks clip, it waits for the end."""
         if (kind, number) not in self._started:
-            self._started.add((kind, number))
-            method = self._of[number]
-            (method.collect if kind is ActionKind.COLLECT else method.synchronize)(number)
+            self._started[kind, number] = None
+            if self._clip_norm is None:
+                self._start(kind, number)
+
+    def _start(self, kind: ActionKind, number: int) -> None:
+        method = self._of[number]
+        (method.collect if kind is ActionKind.COLLECT else method.synchronize)(number)
+
+    def _clip(self, norm: float) -> None:
+        """Clip this rank's gradients together, and start what has waited for that, in the program's order."""
+        if not self._started:  # not the last micro-batch
+            return
+        own = [buffer for method in self._methods if isinstance(method, BucketedSum) for buffer in method.own_gradients()]
+        for buffer, small in zip(own, clip_locally(own, norm, self.context.plan.device_count), strict=True):
+            buffer.copy_(small)
+        for kind, number in self._started:
+            self._start(kind, number)
 
     def refresh(self, watch: Watch = watch_nothing) -> None:
         """Send values that were updated or loaded to readers that keep copies of them. Waits until all have arrived."""

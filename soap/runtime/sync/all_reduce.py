@@ -65,6 +65,12 @@ class BucketedSum(RankSync):
                 self._tensors[shard].grad = None
                 self._gradients.pop(shard, None)
 
+    def own_gradients(self) -> Iterable[torch.Tensor]:
+        """This rank's own gradients, complete before they are synchronized; a change in place is what is sent."""
+        for shard in tuple(self._fresh):
+            self._fill(shard)
+        return self.buffers.values()
+
     def synchronize(self, number: int) -> None:
         """Begin summing a buffer over its devices."""
         for shard in self.syncs[number].shards:

@@ -6,12 +6,26 @@ from collections.abc import Mapping
 
 import torch
 
+from soap.errors import RuntimeFailure
 from soap.plan.plan import Plan
 from soap.runtime.comm.packing import plain
 from soap.runtime.comm.redistribute import Communicator
 
 EPSILON = 1e-6
 """What ``torch.nn.utils.clip_grad_norm_`` adds to the norm that it divides by."""
+
+
+def require_clippable(plan: Plan, largest: float) -> None:
+    """RuntimeFailure in one line if ranks cannot clip their own gradients, which they do where some are compressed: each must have a share
+    of all gradients, so that N^(-1/2) of the norm means something, and none may be on its way to a server."""
+    everyone = tuple(range(plan.device_count))
+    for sync in plan.syncs:
+        if tuple(sorted(sync.readers)) != everyone or sync.contract.by_rows or sync.contract.has_servers or sync.aggregated:
+            raise RuntimeFailure(
+                f"clip_norm {largest:g} with compressed gradients, where {sync.parameter!r} is not summed over all devices "
+                f"({sync.contract.name}, {len(sync.readers)} of {plan.device_count}); expected data parallelism by all-reduces and "
+                "compressed sums: ranks clip their own gradients before they are compressed"
+            )
 
 
 def clip(comm: Communicator, plan: Plan, gradients: Mapping[int, torch.Tensor], largest: float) -> float:

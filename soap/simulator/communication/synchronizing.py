@@ -60,6 +60,8 @@ class Synchronization:
         self._settle(ready)
         for number, sync in enumerate(plan.syncs):
             gradients = [backward[tile] for tile, _ in sync.uses if tile in backward]
+            if plan.training.late:  # nothing leaves a device before its gradients are clipped
+                gradients += [self._settled[device] for device in sync.readers if device in self._settled]
             tasks = list(self._walk(number, Phase.AFTER_BACKWARD, gradients, backward))
             ends = self._works(sync, self._ending[number], tasks[-1:])
             after = tasks[-1:] or gradients
