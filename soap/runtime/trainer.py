@@ -281,8 +281,8 @@ class Trainer:
     def _training(self) -> Training:
         from soap.runtime.checkpoint.checkpoint import Training
 
-        gradients = self.sizes.gradients
-        return Training(self.model, self.plan, self.comm, self.shards, self.parts, self.optimizer, self.schedule, self.place, gradients)
+        own = self.shards, self.parts, self.optimizer, self.schedule, self.place, self.sizes.gradients
+        return Training(self.model, self.plan, self.comm, *own, self.compressing)
 
     def _warn_of_unchanged(self, state: Mapping[str, torch.Tensor]) -> None:
         """Warn of loaded values that have no effect: what the program only reads keeps its exported value."""
