@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -43,6 +43,9 @@ from soap.tracing.model import TileContext, TracedModel
 
 if TYPE_CHECKING:
     from soap.runtime.checkpoint.checkpoint import Training
+
+AGREED = ("dtype", "accumulate", "clip_norm", "compressing", "lazy_sparse", "seed")
+"""Options that change what is computed or exchanged."""
 
 
 class Trainer:
@@ -115,7 +118,8 @@ class Trainer:
                 "compression: what is not sent would be clipped again and again"
             )
         if self.compressing.momentum is not None:
-            require_no_momentum(self.optimizer, {id(p.tensor): p.parameter for p in self.parts.values() if p.parameter in compressed})
+            own = {id(p.tensor): p.parameter for p in self.parts.values() if p.parameter in compressed}
+            _on_all(self.comm, lambda: require_no_momentum(self.optimizer, own))
         self.schedule = Schedule.of(self.recipe.schedule, self.optimizer)
         self._ending = StepEnd(plan, self.comm, self.sizes.gradients, self.parts, self.optimizer, self.clip_norm, self.lazy_sparse)
         by_rows = {sync.parameter for sync in plan.syncs if sync.contract.by_rows}
@@ -321,14 +325,19 @@ class Trainer:
         return full
 
     def _check_agreement(self) -> None:
-        """RuntimeFailure unless all ranks have the same program: otherwise they would wait for each other forever."""
-        options = (self.dtype, self.accumulate, self.clip_norm)
+        """RuntimeFailure unless all ranks have the same program and options: otherwise they would wait for each other forever, or add up
+        what does not belong together."""
         moved = (self.plan.messages, self.plan.exchanges, self.plan.syncs)
-        text = repr((self.plan.graph.hash, self.program.order, moved, options))
-        digests = self.comm.gather(hashlib.sha256(text.encode()).hexdigest())
-        for rank, digest in enumerate(digests):
-            if digest != digests[0]:
+        text = repr((self.plan.graph.hash, self.program.order, moved))
+        own = {name: str(getattr(self, name)) for name in AGREED}
+        digests = self.comm.gather((hashlib.sha256(text.encode()).hexdigest(), own))
+        for rank, (digest, options) in enumerate(digests):
+            if digest != digests[0][0]:
                 raise RuntimeFailure(f"rank {rank} has another model, strategy or order than rank 0; expected the same on all ranks")
+            for name, first in digests[0][1].items():
+                if options[name] != first:
+                    told = f"rank {rank} trains with {name} {options[name]}, rank 0 with {first}"
+                    raise RuntimeFailure(f"{told}; expected the same on all ranks")
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of the tensor on this rank's device, in the dtype that is computed in."""
@@ -345,6 +354,17 @@ class Trainer:
     def _home(self, name: str) -> torch.device:
         own = self.model.parameters[name]
         return torch.device("cpu") if own.is_meta else own.device
+
+
+def _on_all(comm: Communicator, check: Callable[[], None]) -> None:
+    """Check something on this rank. The first rank's RuntimeFailure is raised on all: the others would wait for it."""
+    failure = ""
+    try:
+        check()
+    except RuntimeFailure as error:
+        failure = str(error)
+    for found in filter(None, comm.gather(failure)):
+        raise RuntimeFailure(found)
 
 
 def _refuse_impossible(model: TracedModel, options: TrainingOptions) -> None:
