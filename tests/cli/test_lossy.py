@@ -45,6 +45,35 @@ def test_what_is_compressed_is_reported(tmp_path: Path, capsys: pytest.CaptureFi
     assert all(sync.compression is None for sync in soap.load_strategy(out, "zoo:alexnet:tiny", "emulated:2x1@1Mbit/s").parameters.values())
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--warm-up", "2,", "expected DENSE or DENSE,EACH steps, such as 100,50"),
+        ("--warm-up", ",2", "expected DENSE or DENSE,EACH steps"),
+        ("--warm-up", "2,3,4", "expected DENSE or DENSE,EACH steps"),
+        ("--warm-up", "-1", "expected DENSE or DENSE,EACH steps"),
+        ("--correct-momentum", "1", "expected a momentum from 0 to below 1"),
+        ("--correct-momentum", "nan", "expected a number of at least 0"),
+    ],
+)
+def test_other_ways_to_train_are_refused_at_once(option: str, value: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert_refused(capsys, run, ["none.json", "--model", MODEL, "--cluster", "local:2", f"{option}={value}"], 2, option, said)
+
+
+def test_another_cluster_is_no_help_against_a_wrong_setting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The hint at ``--what-if`` stands where that helps: the file is fine, and of another cluster."""
+    model, cluster, out = soap.load(MODEL, plan_only=True), soap.load_cluster("local:2"), tmp_path / "s.json"
+    [strategy] = lossy_starts(model.graph, soap.api.classical("data_parallel", model, cluster), [Int8()]).values()
+    soap.save_strategy(out, strategy, model, cluster)
+    arguments = [MODEL, "--strategy", str(out), "--costs", "estimate"]
+    assert_refused(capsys, simulate, [*arguments, "--cluster", CLUSTER], 2, "or price it here all the same with --what-if")
+    out.write_text(out.read_text().replace('"int8"', '"bf16", "density": 0.1'))
+    for where in ("local:2", CLUSTER):
+        assert simulate([*arguments, "--cluster", where]) == 2
+        line = capsys.readouterr().err
+        assert line.count("\n") == 1 and "bf16: unknown setting 'density'; it has no settings" in line and "--what-if" not in line
+
+
 @pytest.mark.slow
 def test_a_lossy_plan_is_checked_against_its_emulation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, cluster, out = soap.load(MODEL, plan_only=True), soap.load_cluster("local:2"), tmp_path / "s.json"
