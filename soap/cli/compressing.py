@@ -13,7 +13,7 @@ from soap.plan.syncs.bucketing import gradient_bytes
 from soap.plan.syncs.compressed import layout_for
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.simulate import Simulation, Simulator
-from soap.strategy.compression import said_settings, written_settings
+from soap.strategy.compression import Compression, said_settings, written_settings
 from soap.strategy.config import Strategy
 from soap.strategy.sync import ALL_REDUCE
 from soap.units import format_bytes
@@ -94,6 +94,11 @@ def lossy_line(count: int) -> str:
     """The line for so many compressed parameters."""
     what = "1 parameter is compressed" if count == 1 else f"{count} parameters are compressed"
     return f"lossy: {what}, so it does not train exactly like one process"
+
+
+def does_not_pay(methods: Sequence[Compression]) -> str:
+    """The line of a search that might compress by these methods, and chose a plan that compresses nothing."""
+    return f"compression does not pay here: of the plans tried, none with {', '.join(one.word for one in methods)} was chosen"
 
 
 def text(found: Mapping[str, Any]) -> str:

@@ -269,8 +269,11 @@ def lossy_method(text: str) -> Compression:
 
 def warm_up(text: str) -> tuple[int, int]:
     """Parse ``100`` or ``100,50``: dense steps, and steps at each density of a warm-up."""
-    dense, _, each = text.partition(",")
-    return not_negative(dense), not_negative(each) if each else 0
+    dense, comma, each = text.partition(",")
+    try:
+        return not_negative(dense), not_negative(each) if comma else 0
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"{text[:100]!r} is not allowed; expected DENSE or DENSE,EACH steps, such as 100,50") from None
 
 
 def share(text: str) -> float:
@@ -278,6 +281,14 @@ def share(text: str) -> float:
     value = not_negative_number(text)
     if value > 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed; expected a share from 0 to 1, such as 0.9")
+    return value
+
+
+def momentum(text: str) -> float:
+    """A momentum, from 0 to below 1."""
+    value = not_negative_number(text)
+    if value >= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; expected a momentum from 0 to below 1, such as 0.9")
     return value
 
 

@@ -22,12 +22,12 @@ from soap.cli.options import (
     add_model,
     add_outputs,
     data_spec,
+    momentum,
     not_negative,
     positive,
     positive_number,
     reading,
     refuse_overwriting,
-    share,
     warm_up,
 )
 from soap.cli.plain_text import aligned, listed, milliseconds, speed_up
@@ -96,7 +96,7 @@ def add_training(parser: Parser) -> None:
     parser.add_argument(
         "--correct-momentum",
         metavar="M",
-        type=share,
+        type=momentum,
         help="momentum of all parameters (with --optimizer sgd); to compressed ones it is applied before compression, and not to what was "
         "sent (DGC)",
     )

@@ -214,7 +214,8 @@ def _report(args: argparse.Namespace, outcome: api.SearchOutcome, measured: Meas
         print(report.dump({**found, "strategy": args.output}))
         return
     at_hand_now = family(args.cluster[0]) is not None
-    print(search_report.text(outcome, found, told=_told(args), at_hand=at_hand_now, measured=measured, verified_s=verified_s))
+    told, lossy = _told(args), args.lossy
+    print(search_report.text(outcome, found, told=told, lossy=lossy, at_hand=at_hand_now, measured=measured, verified_s=verified_s))
     print(f"\nwrote {' and '.join(_outputs(args))}")
 
 
@@ -225,7 +226,7 @@ def _report_several(args: argparse.Namespace, candidates: Sequence[Candidate], c
         compared = clusters.document(candidates, args.objective, search_report.document)
         print(report.dump({**found, "strategy": args.output, **compared}))
         return
-    print(f"{clusters.text(candidates, args.objective)}\n\n{search_report.text(chosen, found, told=_told(args))}")
+    print(f"{clusters.text(candidates, args.objective)}\n\n{search_report.text(chosen, found, told=_told(args), lossy=args.lossy)}")
     print(f"\nwrote {' and '.join(_outputs(args))}")
 
 

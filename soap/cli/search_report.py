@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from soap import api
-from soap.cli import certainty, explanation, report, verification
+from soap.cli import certainty, compressing, explanation, report, verification
 from soap.cli.first_measuring import Measured
+from soap.strategy.compression import Compression
 
 SEARCHED = ("seed", "budget", "beta", "risk", "draws", "spreads", "evaluations", "interrupted", "pins", "forbidden")
 
@@ -40,16 +41,20 @@ def text(
     found: Mapping[str, Any],
     *,
     told: Sequence[str] = (),
+    lossy: Sequence[Compression] = (),
     at_hand: bool = False,
     measured: Measured | None = None,
     verified_s: float | None = None,
 ) -> str:
-    """The document for people. ``told``: the user's constraints. ``at_hand``: whether the cluster is this machine."""
+    """The document for people. ``told``: the user's constraints. ``lossy``: methods that it
+    might compress by. ``at_hand``: whether the cluster is this machine."""
     sections = [report.text(found, report.FOUND), report.optimality(outcome)]
     if measured is not None:
         sections.append(measured.text)
     if told:
         sections[-1] += f"\nas the search was told: --{', --'.join(told)}; the other strategies above were not"
+    if lossy and "compressed" not in found:
+        sections[-1] += f"\n{compressing.does_not_pay(lossy)}"
     if "measured" in found:
         sections.append(verification.text(found["measured"]))
     elif verified_s is not None and outcome.kept is None:

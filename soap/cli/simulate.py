@@ -112,6 +112,7 @@ def _read(args: argparse.Namespace, graph: OperatorGraph, topology: Topology) ->
         header = api.load_strategy_header(args.strategy)
         if args.what_if or header.model_hash != graph.hash or len(header.devices) != topology.device_count:
             raise
+        api.load_strategy(args.strategy, graph, topology, any_cluster=True)  # what is wrong beside the cluster is said as it is
         raise StrategyError(f"{error}, or price it here all the same with --what-if") from None
 
 

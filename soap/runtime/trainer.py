@@ -45,6 +45,9 @@ from soap.tracing.model import TileContext, TracedModel
 if TYPE_CHECKING:
     from soap.runtime.checkpoint.checkpoint import Training
 
+AGREED = ("dtype", "accumulate", "clip_norm", "compressing", "lazy_sparse", "seed")
+"""Options that change what is computed or exchanged."""
+
 
 class Trainer:
     """Trains a traced model by a plan. Made on all ranks at once, with equal arguments.
@@ -285,8 +288,8 @@ class Trainer:
     def _training(self) -> Training:
         from soap.runtime.checkpoint.checkpoint import Training
 
-        gradients = self.sizes.gradients
-        return Training(self.model, self.plan, self.comm, self.shards, self.parts, self.optimizer, self.schedule, self.place, gradients)
+        own = self.shards, self.parts, self.optimizer, self.schedule, self.place, self.sizes.gradients
+        return Training(self.model, self.plan, self.comm, *own, self.compressing)
 
     def _warn_of_unchanged(self, state: Mapping[str, torch.Tensor]) -> None:
         """Warn of loaded values that have no effect: what the program only reads keeps its exported value."""
@@ -325,14 +328,19 @@ class Trainer:
         return full
 
     def _check_agreement(self) -> None:
-        """RuntimeFailure unless all ranks have the same program: otherwise they would wait for each other forever."""
-        options = (self.dtype, self.accumulate, self.clip_norm)
+        """RuntimeFailure unless all ranks have the same program and options: otherwise they would wait for each other forever, or add up
+        what does not belong together."""
         moved = (self.plan.messages, self.plan.exchanges, self.plan.syncs)
-        text = repr((self.plan.graph.hash, self.program.order, moved, options))
-        digests = self.comm.gather(hashlib.sha256(text.encode()).hexdigest())
-        for rank, digest in enumerate(digests):
-            if digest != digests[0]:
+        text = repr((self.plan.graph.hash, self.program.order, moved))
+        own = {name: str(getattr(self, name)) for name in AGREED}
+        digests = self.comm.gather((hashlib.sha256(text.encode()).hexdigest(), own))
+        for rank, (digest, options) in enumerate(digests):
+            if digest != digests[0][0]:
                 raise RuntimeFailure(f"rank {rank} has another model, strategy or order than rank 0; expected the same on all ranks")
+            for name, first in digests[0][1].items():
+                if options[name] != first:
+                    told = f"rank {rank} trains with {name} {options[name]}, rank 0 with {first}"
+                    raise RuntimeFailure(f"{told}; expected the same on all ranks")
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of the tensor on this rank's device, in the dtype that is computed in."""

@@ -22,6 +22,8 @@ Codes = Literal["2bit", "bf16"]
 
 DENSITY = 0.001
 """RedSync's and DGC's."""
+MOST_RANK = 2**20
+"""Of PowerSGD: above any real value, and small enough to compute with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +112,9 @@ class Chunked(Compression):
     def __post_init__(self) -> None:
         _require_density(self.name, self.density)
         _require_one_of(self.name, "codes", self.codes, get_args(Codes))
-        if not 0 <= self.decay <= 1:
-            raise StrategyError(f"{self.name}: decay {self.decay}; expected a number from 0 to 1 (1: nothing of the residual is forgotten)")
+        if not _is_of(self.decay, "float") or not 0 <= self.decay <= 1:
+            shown = f"{self.name}: decay {_shown(self.decay)}"
+            raise StrategyError(f"{shown}; expected a number from 0 to 1 (1: nothing of the residual is forgotten)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +127,8 @@ class PowerSgd(Compression):
     rank: int = 2
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rank, int) or self.rank < 1:
-            raise StrategyError(f"{self.name}: rank {self.rank!r}; expected a whole number of at least 1")
+        if not isinstance(self.rank, int) or isinstance(self.rank, bool) or not 1 <= self.rank <= MOST_RANK:
+            raise StrategyError(f"{self.name}: rank {_shown(self.rank)}; expected a whole number from 1 to {MOST_RANK}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,17 +155,17 @@ def parse(text: str) -> Compression:
     name, colon, number = text.partition(":")
     kind = COMPRESSIONS.get(name)
     if kind is None:
-        raise StrategyError(f"compression {name!r} is unknown; expected one of {', '.join(COMPRESSIONS)}")
+        raise StrategyError(f"compression {_shown(name)} is unknown; expected one of {', '.join(COMPRESSIONS)}")
     if not colon:
         return kind()
     if not kind.number:
-        raise StrategyError(f"compression {text!r}: {name} has no setting; expected {name!r}")
+        raise StrategyError(f"compression {_shown(text)}: {name} has no setting; expected {name!r}")
     whole = any(own.name == kind.number and own.type == "int" for own in fields(kind))
     try:
         value: Any = int(number) if whole else float(number)
     except ValueError:
         example = kind().word
-        raise StrategyError(f"compression {text!r}: expected a {kind.number} behind the colon, such as {example!r}") from None
+        raise StrategyError(f"compression {_shown(text)}: expected a {kind.number} behind the colon, such as {example!r}") from None
     return kind(**{kind.number: value})
 
 
@@ -178,14 +181,17 @@ def read_settings(entry: Mapping[str, Any]) -> Compression:
     name = given.pop("method", None)
     kind = COMPRESSIONS.get(name) if isinstance(name, str) else None
     if kind is None:
-        raise StrategyError(f"compression {str(name)[:60]!r} is unknown; expected one of {', '.join(COMPRESSIONS)}")
+        raise StrategyError(f"compression {_shown(name)} is unknown; expected one of {', '.join(COMPRESSIONS)}")
     known = {field.name: field.type for field in fields(kind)}
+    expected = f"expected one of {', '.join(known)}" if known else "it has no settings"
     for setting, value in given.items():
         if setting not in known:
-            raise StrategyError(f"{name}: unknown setting {setting[:60]!r}; expected one of {', '.join(known) or '(none)'}")
+            raise StrategyError(f"{name}: unknown setting {_shown(setting)}; {expected}: take it out")
         if not _is_of(value, str(known[setting])):
-            raise StrategyError(f"{name}: {setting} {str(value)[:60]!r}; expected {_EXPECTED.get(str(known[setting]), 'a text')}")
-    return kind(**{setting: float(value) if known[setting] == "float" else value for setting, value in given.items()})
+            shown, wanted = _shown(value), _EXPECTED.get(str(known[setting]), "a text")
+            raise StrategyError(f"{name}: {setting} {shown}; expected {wanted}")
+    made = kind(**given)
+    return replace(made, **{setting: float(value) for setting, value in given.items() if known[setting] == "float"})
 
 
 def said_settings(entry: Mapping[str, Any]) -> str:
@@ -207,6 +213,16 @@ def settings_schema() -> Mapping[str, Any]:
 _EXPECTED = {"float": "a number", "int": "a whole number", "bool": "true or false"}
 
 
+def _shown(value: object) -> str:
+    """A value for a message: one short line, whatever it is."""
+    if isinstance(value, int) and not -(10**20) < value < 10**20:
+        return "a number of over 20 digits"  # Python writes out no number of over 4,300
+    try:
+        return " ".join(repr(value).split())[:60]
+    except ValueError:  # such a number in a list
+        return f"a {type(value).__name__}"
+
+
 def _is_of(value: Any, kind: str) -> bool:
     if kind == "bool":
         return isinstance(value, bool)
@@ -216,10 +232,10 @@ def _is_of(value: Any, kind: str) -> bool:
 
 
 def _require_density(name: str, density: float) -> None:
-    if not 0 < density <= 1:
-        raise StrategyError(f"{name}: density {density}; expected a share of the elements above 0 and up to 1, such as {DENSITY}")
+    if not _is_of(density, "float") or not 0 < density <= 1:
+        raise StrategyError(f"{name}: density {_shown(density)}; expected a share of the elements above 0 and up to 1, such as {DENSITY}")
 
 
 def _require_one_of(name: str, setting: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        raise StrategyError(f"{name}: {setting} {value!r}; expected one of {', '.join(allowed)}")
+        raise StrategyError(f"{name}: {setting} {_shown(value)}; expected one of {', '.join(allowed)}")

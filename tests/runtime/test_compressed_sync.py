@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from soap.errors import RuntimeFailure
 from soap.model.regions import balanced
@@ -20,7 +21,7 @@ from soap.runtime.compression.oracle import Emulation, Training
 from soap.runtime.compression.peer import CompressedTraining
 from soap.runtime.trainer import Trainer
 from soap.strategy.compression import Bf16, Chunked, Compression, Int8, PowerSgd, Rgc, RgcAsq
-from soap.strategy.config import Strategy
+from soap.strategy.config import OpConfig, Strategy
 from soap.strategy.sync import compressed
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.export import export_model
@@ -148,6 +149,49 @@ def test_momentum_is_applied_once_to_each_parameter(four: Pool, path: str) -> No
         for line, own in ((missing, "0"), (nested, "0.9, nesterov"), (damped, "0.9, dampening 0.5")):
             assert line.startswith(f"{beside}{own}; expected SGD with momentum 0.9 for such parameters")
         assert "optimizer has no option 'momentum'; expected SGD with momentum" in adam
+
+
+def refused_everywhere(path: str) -> str:
+    """Of a plan whose only compressed parameter is on ranks 0 and 1."""
+    model = loaded(path)
+    strategy = by_samples(model.graph, range(RANKS), SAMPLES).with_changes(parameters={"head.weight": compressed(METHODS["exact"])})
+    [op] = [op for op in model.graph.operators if any(use.tensor == "head.weight" for use in op.parameters)]
+    first = next(number for number, factor in enumerate(op.factors) if factor.size == SAMPLES)
+    degrees = tuple(2 if number == first else 1 for number in range(len(op.factors)))
+    strategy = strategy.with_operator(op.name, OpConfig(degrees, (0, 1)))
+    with pytest.raises(RuntimeFailure) as found:
+        Trainer(model, (strategy, FOUR), optimizer=OPTIMIZERS["momentum"], compressing=CompressedTraining(Momentum()), timeout_s=10)
+    return str(found.value)
+
+
+def test_ranks_without_the_parameter_refuse_it_too(four: Pool, path: str) -> None:
+    lines = four.run(refused_everywhere, path, ranks=RANKS)
+    assert len(set(lines)) == 1 and lines[0].startswith("momentum correction of 'head.weight', whose optimizer has momentum 0.9; expected")
+
+
+def disagreeing(path: str, name: str, own: object) -> str:
+    """Rank 1 has another value of an option than the others."""
+    model, more = loaded(path), {name: own} if dist.get_rank() == 1 else {}
+    with pytest.raises(RuntimeFailure) as found:
+        Trainer(model, (strategy_of(model, METHODS["exact"]), FOUR), timeout_s=10, **more)  # type: ignore[arg-type]
+    return str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        ("compressing", CompressedTraining(None, WarmUp(2))),
+        ("compressing", CompressedTraining(Momentum(0.9))),
+        ("seed", 3),
+        ("lazy_sparse", True),
+        ("accumulate", 2),
+    ],
+)
+def test_ranks_that_train_otherwise_are_refused(four: Pool, path: str, name: str, own: object) -> None:
+    """With another warm-up ranks would wait for each other, or add up what does not belong together; with another seed dropout differs."""
+    lines = four.run(disagreeing, path, name, own, ranks=RANKS)
+    assert len(set(lines)) == 1 and "\n" not in lines[0]
+    assert lines[0].startswith(f"rank 1 trains with {name} {own}, rank 0 with ") and "expected the same on all ranks" in lines[0]
 
 
 def checked(path: str, method: str, spoilt: bool) -> CheckResult:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,10 +24,11 @@ from soap.model.regions import lengths, subtract, volume, whole
 from soap.plan.plan import Plan
 from soap.runtime.checkpoint.folder import MANIFEST, begin, discard, publish, resolve, unwritable
 from soap.runtime.checkpoint.manifest import Manifest, ParameterState, damaged, model_name, read_manifest, state_name
-from soap.runtime.checkpoint.rank_state import rank_state_to_read, rank_state_to_save, restore_ranks, states_of
+from soap.runtime.checkpoint.rank_state import rank_state_to_read, rank_state_to_save, require_same_training, restore_ranks, states_of
 from soap.runtime.checkpoint.storage import CheckpointReader, CheckpointWriter, Region, RegionLoadPlanner, RegionSavePlanner
 from soap.runtime.checkpoint.sync_state import by_shard, kept_names, state_to_read, state_to_save
 from soap.runtime.comm.redistribute import Communicator
+from soap.runtime.compression.peer import CompressedTraining
 from soap.runtime.step.gradients import Gradients
 from soap.runtime.sync.shards import ShardStore
 from soap.runtime.updates import schedules, state
@@ -42,7 +43,8 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class Training:
     """What checkpoints need to know of a training on this rank. ``parts``: what the optimizer updates. ``place``: moves a tensor to this
-    rank's device, in the dtype that is computed in. ``gradients``: give the state of the methods of synchronization."""
+    rank's device, in the dtype that is computed in. ``gradients``: give the state of the methods of synchronization. ``compressing``: see
+    ``TrainingOptions``."""
 
     model: TracedModel
     plan: Plan
@@ -53,6 +55,7 @@ class Training:
     schedule: Schedule
     place: Callable[[torch.Tensor], torch.Tensor]
     gradients: Gradients
+    compressing: CompressedTraining
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,8 @@ def save_checkpoint(
     temporary, save_id = comm.gather((begun, secrets.token_hex(8)))[0]
     ranks = states_of(comm, training.shards, training.gradients)
     manifest = replace(_manifest(training, step, seed, save_id, known), schedule=schedule, rank_states=ranks)
+    if ranks:
+        manifest = replace(manifest, compressing=asdict(training.compressing))
     try:
         _together(comm, lambda: _require_visible(temporary))
         kept = training.gradients.state() if manifest.sync_states else {}
@@ -114,6 +119,7 @@ def load_checkpoint(path: str | Path, training: Training, buffers: Mapping[str, 
     if len(set(ids)) > 1:
         raise CheckpointError(f"ranks see different checkpoints at {str(path)!r}; expected a folder that all ranks share")
     schedules.require_same(comm.gather(training.schedule.name), manifest.schedule, str(checkpoint))
+    require_same_training(training.compressing, training.shards, manifest, str(checkpoint))
     read_buffers = {name: torch.empty_like(tensor) for name, tensor in buffers.items()}
     regions = [Region(model_name(name), tuple(t.shape), whole(t.shape), t) for name, t in read_buffers.items()]
     for number, tensor in tensors.items():
@@ -134,7 +140,7 @@ def load_checkpoint(path: str | Path, training: Training, buffers: Mapping[str, 
     if manifest.sync_states and kept_names(plan):
         training.gradients.restore(by_shard(kept))
     if manifest.rank_states:
-        restore_ranks(training.shards, manifest, training.gradients, of_ranks)
+        restore_ranks(training.shards, manifest, training.gradients, of_ranks, training.compressing)
     if manifest.schedule is not None:
         record = manifest.schedule
         _together(comm, lambda: training.schedule.restore(record))

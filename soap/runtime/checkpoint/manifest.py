@@ -58,11 +58,13 @@ class ParameterState:
 @dataclass(frozen=True, slots=True)
 class RankStates:
     """What ranks keep of a compressed parameter, each for itself. ``names``: of tensors of the parameter's shape, each with a part for each
-    of ``peers`` places. ``common``: names of tensors that ranks share. ``entries``: for each shard (``box``) and place, ``numbers`` by
+    of ``peers`` places, which is the most that a region has. ``method``: of compression, with its settings as in strategy files.
+    ``common``: names of tensors that ranks share. ``entries``: for each region (``box``) and ``place`` of its ``peers``, ``numbers`` by
     name, and ``own``: name -> (dtype, number)."""
 
     names: tuple[str, ...]
     peers: int
+    method: Mapping[str, Any] = field(default_factory=dict)
     common: tuple[str, ...] = ()
     entries: tuple[Mapping[str, Any], ...] = ()
 
@@ -71,7 +73,8 @@ class RankStates:
 class Manifest:
     """A checkpoint's contents. ``aliases``: further names of tied parameters. ``optimizer``: name of its class; None if nothing is trained.
     ``schedule``: see ``runtime.updates.schedules``. ``sync_states``: parameter -> names of the state of its method of synchronization.
-    ``rank_states``: compressed parameter -> what each rank keeps of it."""
+    ``rank_states``: compressed parameter -> what each rank keeps of it. ``compressing``: momentum correction and warm-up that they were
+    trained with."""
 
     save_id: str
     step: int
@@ -86,6 +89,7 @@ class Manifest:
     schedule: Mapping[str, Any] | None = None
     sync_states: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     rank_states: Mapping[str, RankStates] = field(default_factory=dict)
+    compressing: Mapping[str, Any] | None = None
 
     @property
     def files(self) -> dict[str, int]:
@@ -102,9 +106,7 @@ class Manifest:
         for state in content["states"].values():
             if not state["others"]:
                 del state["others"]
-        if content["schedule"] is None:
-            del content["schedule"]
-        for name in ("sync_states", "rank_states"):
+        for name in ("schedule", "sync_states", "rank_states", "compressing"):
             if not content[name]:
                 del content[name]
         return json.dumps({"format": FORMAT, "version": VERSION, **content}) + "\n"
@@ -172,6 +174,7 @@ def _map(values: dict[str, Any]) -> dict[str, Any]:
 
 _NAMES = {"type": "array", "items": {"type": "string"}}
 _NATURAL = {"type": "integer", "minimum": 0, "maximum": 2**62}
+_PEERS = {"type": "integer", "minimum": 1, "maximum": 2**20}
 _INTERVAL = {"type": "array", "items": _NATURAL, "minItems": 2, "maxItems": 2}
 _FILE = re.compile(r"__\d+_\d+\.distcp")
 _CHUNK = _record(
@@ -186,6 +189,7 @@ _ENTRY = _record(
     {
         "box": {"type": "array", "items": _INTERVAL},
         "place": _NATURAL,
+        "peers": _PEERS,
         "numbers": _map({"type": "integer", "minimum": -(2**62), "maximum": 2**62}),
         "own": _map({"type": "array", "prefixItems": [{"enum": ["float32", "float64"]}, {"type": "number"}], "minItems": 2, "maxItems": 2}),
     }
@@ -222,12 +226,14 @@ SCHEMA: dict[str, Any] = _record(
             _record(
                 {
                     "names": _NAMES,
-                    "peers": {"type": "integer", "minimum": 1, "maximum": 2**20},
+                    "peers": _PEERS,
+                    "method": {"type": "object"},
                     "common": _NAMES,
                     "entries": {"type": "array", "items": _ENTRY},
                 }
             )
         ),
+        "compressing": {"type": "object"},
     },
 )
 
@@ -278,9 +284,10 @@ def _manifest(path: Path, document: Mapping[str, Any]) -> Manifest:
         schedule=document.get("schedule"),
         sync_states={name: tuple(own) for name, own in document.get("sync_states", {}).items()},
         rank_states={
-            name: RankStates(tuple(own["names"]), int(own["peers"]), tuple(own["common"]), tuple(own["entries"]))
+            name: RankStates(tuple(own["names"]), int(own["peers"]), own["method"], tuple(own["common"]), tuple(own["entries"]))
             for name, own in document.get("rank_states", {}).items()
         },
+        compressing=document.get("compressing"),
     )
 
 
@@ -304,8 +311,26 @@ def _check_complete(
             found, parameter = tensors.get(sync_state_name(name, key)), tensors.get(model_name(name))
             if found is None or parameter is None or found.shape != parameter.shape:
                 raise damaged(path, f"it lacks the synchronization state {key!r} of {name!r}, or has it in another shape")
+    if document.get("rank_states") and "compressing" not in document:
+        raise damaged(path, "it lacks the momentum correction and warm-up of its compressed parameters")
     for name, own in document.get("rank_states", {}).items():
+        _check_entries(path, name, own, tensors.get(model_name(name)))
         for key in (f"{key}@{place}" for key in own["names"] for place in range(own["peers"])):
             found, parameter = tensors.get(sync_state_name(name, key)), tensors.get(model_name(name))
             if found is None or parameter is None or found.shape != parameter.shape:
                 raise damaged(path, f"it lacks {key!r} of compressed parameter {name!r}, or has it in another shape")
+
+
+def _check_entries(path: Path, name: str, own: Mapping[str, Any], parameter: StoredTensor | None) -> None:
+    """CheckpointError unless each entry's region lies in the parameter, its place is one of its peers', and its numbers can be floats."""
+    for entry in own["entries"]:
+        box = tuple((int(a), int(b)) for a, b in entry["box"])
+        shape = () if parameter is None else parameter.shape
+        if len(box) != len(shape) or any(a > b for a, b in box) or not contains(whole(shape), box):
+            raise damaged(path, f"region {box} of compressed parameter {name!r} lies outside its shape {shape}")
+        if not entry["place"] < entry["peers"] <= own["peers"]:
+            place = f"place {entry['place']} of {entry['peers']}"
+            raise damaged(path, f"{place} ranks of compressed parameter {name!r}, which has {own['peers']}")
+        for key, (_, value) in entry["own"].items():
+            if isinstance(value, int) and abs(value) > 2**62:
+                raise damaged(path, f"{key!r} of compressed parameter {name!r} is too large")

@@ -1,27 +1,33 @@
 """What each rank keeps of compressed parameters for itself: residuals, momentum, thresholds and their age, signs, the warm-up's position.
 
 A residual is saved for each *place* among a shard's readers (``sync.state.<parameter>.residual@<place>``), as a tensor of the parameter's
-shape. As many readers get back just what they had, however the parameter is cut now. Otherwise nothing is lost either: the first reader
-goes on from the sum of all places, the others from zero. What means nothing to others (a reused threshold) then begins anew; numbers that
-were equal everywhere (steps, whose sign's turn it is) go on.
+shape. Regions of a parameter may have unlike numbers of readers, so each region's is recorded. A region that overlaps only such with as
+many readers as its own gives each reader what the reader at its place had. Elsewhere the first reader goes on from the sum of all places,
+the others from zero. What means nothing to others (a reused threshold, a basis) then begins anew, also where regions or the method's
+settings are others; numbers that were equal everywhere (steps, whose sign's turn it is) go on. What has no place in this plan is dropped.
+All of that is said in one line each. Another momentum correction or warm-up is refused: no sum of states would mean the same.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from soap.errors import SoapWarning
-from soap.model.regions import Box, lengths, whole
+from soap.errors import CheckpointError, SoapWarning
+from soap.model.regions import Box, intersect, lengths, subtract, whole
+from soap.plan.plan import ShardSync
 from soap.runtime.checkpoint.manifest import Manifest, RankStates, place_name, sync_state_name
 from soap.runtime.checkpoint.storage import Region
 from soap.runtime.comm.redistribute import Communicator
+from soap.runtime.compression.peer import MOMENTUM, STEPS, CompressedTraining
 from soap.runtime.compression.seam import State, kept_dtype
 from soap.runtime.step.gradients import Gradients
 from soap.runtime.sync.shards import ShardStore
+from soap.strategy.compression import Compression, written_settings
 
 Wanted = dict[tuple[int, str, int], Region]
 """(shard, name, place) -> where it is read to."""
@@ -33,25 +39,36 @@ def _states(gradients: Gradients) -> Mapping[int, State]:
     return {} if gradients.compressed is None else gradients.compressed.states
 
 
+def _syncs(store: ShardStore) -> dict[int, ShardSync]:
+    """Compressed shard -> its synchronization; of all ranks."""
+    return {sync.shards[0]: sync for sync in store.plan.syncs if sync.compression is not None}
+
+
 def _readers(store: ShardStore) -> dict[int, tuple[int, ...]]:
     """Compressed shard -> its readers."""
-    return {sync.shards[0]: sync.readers for sync in store.plan.syncs if sync.compression is not None}
+    return {number: sync.readers for number, sync in _syncs(store).items()}
+
+
+def _settings(sync: ShardSync) -> dict[str, Any]:
+    assert sync.compression is not None  # it is in ``_syncs``
+    return written_settings(sync.compression)
 
 
 def states_of(comm: Communicator, store: ShardStore, gradients: Gradients) -> dict[str, RankStates]:
     """Parameter -> what all ranks keep of it; called on all ranks at once."""
-    readers, own = _readers(store), []
+    syncs, own = _syncs(store), []
     for shard, state in _states(gradients).items():
-        entry: dict[str, Any] = {"box": [list(side) for side in store.plan.shards[shard].box], "place": readers[shard].index(store.rank)}
+        box, readers = store.plan.shards[shard].box, syncs[shard].readers
+        entry: dict[str, Any] = {"box": [list(side) for side in box], "place": readers.index(store.rank), "peers": len(readers)}
         entry["numbers"] = dict(state.numbers)
         entry["own"] = {name: [str(tensor.dtype).removeprefix("torch."), float(tensor)] for name, tensor in state.own.items()}
-        common = [common_name(name, store.plan.shards[shard].box) for name in state.common]
-        own.append((store.plan.shards[shard].parameter, tuple(state.summed), len(readers[shard]), common, entry))
+        names, common = tuple(state.summed), tuple(common_name(name, box) for name in state.common)
+        own.append((store.plan.shards[shard].parameter, RankStates(names, len(readers), _settings(syncs[shard]), common, (entry,))))
     found: dict[str, RankStates] = {}
-    for parameter, names, peers, common, entry in (each for ranks in comm.gather(own) for each in ranks):
-        before = found.get(parameter, RankStates(names, 0))
-        every = tuple(dict.fromkeys((*before.common, *common)))
-        found[parameter] = RankStates(names, max(before.peers, peers), every, (*before.entries, entry))
+    for parameter, one in (each for ranks in comm.gather(own) for each in ranks):
+        before = found.get(parameter, RankStates(one.names, 0, one.method))
+        every = tuple(dict.fromkeys((*before.common, *one.common)))
+        found[parameter] = RankStates(one.names, max(before.peers, one.peers), one.method, every, (*before.entries, *one.entries))
     return found
 
 
@@ -78,6 +95,32 @@ def rank_state_to_save(store: ShardStore, known: Mapping[str, RankStates], gradi
                 yield Region(full, tuple(value.shape), whole(value.shape), value)
 
 
+def require_same_training(compressing: CompressedTraining, store: ShardStore, manifest: Manifest, checkpoint: str) -> None:
+    """CheckpointError if this plan compresses what was compressed, with another momentum correction or warm-up."""
+    again = {sync.parameter for sync in _syncs(store).values()} & manifest.rank_states.keys()
+    ours, theirs = asdict(compressing), dict(manifest.compressing or {})
+    for name in sorted(ours.keys() | theirs.keys()) if again else ():
+        if ours.get(name) != theirs.get(name):
+            shown = [" ".join(str(own.get(name)).split())[:120] for own in (theirs, ours)]
+            raise CheckpointError(
+                f"checkpoint {checkpoint!r} was saved with {name} {shown[0]} of compressed parameters, this run has {shown[1]}; expected "
+                "the same (soap-run: --correct-momentum and --warm-up)"
+            )
+
+
+def _overlapping(stored: RankStates, box: Box) -> list[Mapping[str, Any]]:
+    """The entries of regions that share elements with this one."""
+    return [entry for entry in stored.entries if intersect(_box(entry), box) is not None]
+
+
+def _box(entry: Mapping[str, Any]) -> Box:
+    return tuple((int(a), int(b)) for a, b in entry["box"])
+
+
+def _peers(entries: Iterable[Mapping[str, Any]]) -> set[int]:
+    return {entry["peers"] for entry in entries}
+
+
 def rank_state_to_read(store: ShardStore, manifest: Manifest, gradients: Gradients) -> Wanted:
     """Empty tensors for what this rank goes on from, as far as the checkpoint has it."""
     readers, found = _readers(store), Wanted()
@@ -86,9 +129,10 @@ def rank_state_to_read(store: ShardStore, manifest: Manifest, gradients: Gradien
         stored = manifest.rank_states.get(shard.parameter)
         if stored is None:
             continue
-        place, same = readers[number].index(store.rank), stored.peers == len(readers[number])
+        place, peers = readers[number].index(store.rank), _peers(_overlapping(stored, shard.box))
+        every = range(max(peers, default=0)) if place == 0 else ()
         for name in (name for name in stored.names if name in state.summed):
-            for other in (place,) if same else range(stored.peers) if place == 0 else ():
+            for other in (place,) if peers == {len(readers[number])} else every:
                 found[number, name, other] = _empty(manifest, place_name(shard.parameter, name, other), shard.box)
         for name, value in state.common.items():
             full = sync_state_name(shard.parameter, common_name(name, shard.box))
@@ -102,9 +146,11 @@ def _empty(manifest: Manifest, name: str, box: Box) -> Region:
     return Region(name, stored.shape, box, torch.empty(lengths(box), dtype=getattr(torch, stored.dtype)))
 
 
-def restore_ranks(store: ShardStore, manifest: Manifest, gradients: Gradients, read: Wanted) -> None:
-    """Go on from what was read. Says in one line, on rank 0, what was summed up, and what this plan has no use for."""
-    readers = _readers(store)
+def restore_ranks(
+    store: ShardStore, manifest: Manifest, gradients: Gradients, read: Wanted, compressing: CompressedTraining
+) -> None:
+    """Go on from what was read. Says in one line each, on rank 0, what was summed up, what begins anew, and what this plan drops."""
+    syncs = _syncs(store)
     for number, state in _states(gradients).items():
         stored = manifest.rank_states.get(store.plan.shards[number].parameter)
         if stored is None:
@@ -117,43 +163,93 @@ def restore_ranks(store: ShardStore, manifest: Manifest, gradients: Gradients, r
         for name in state.common:
             if (number, name, COMMON) in read:
                 state.common[name].copy_(read[number, name, COMMON].tensor)
-        box, place = [list(side) for side in store.plan.shards[number].box], readers[number].index(store.rank)
-        mine = [own for own in stored.entries if own["box"] == box and own["place"] == place]
-        state.own.clear()
-        if stored.peers == len(readers[number]) and mine:
-            state.numbers = dict(mine[0]["numbers"])
-            state.own |= {name: torch.tensor(value, dtype=getattr(torch, kind)) for name, (kind, value) in mine[0]["own"].items()}
-        else:
-            first = stored.entries[0]["numbers"] if stored.entries else {}
-            state.numbers = {k: v for k, v in first.items() if all(own["numbers"].get(k) == v for own in stored.entries)}
+        _restore_own(state, stored, syncs[number], store.plan.shards[number].box, store.rank)
     if store.rank == 0:
-        _tell(store, manifest, readers)
+        _tell(store, manifest, compressing)
+
+
+def _restore_own(state: State, stored: RankStates, sync: ShardSync, box: Box, rank: int) -> None:
+    """Thresholds and numbers: this reader's own if nothing has changed, else those numbers that are equal everywhere."""
+    state.own.clear()
+    near = _overlapping(stored, box)
+    mine = [own for own in near if _box(own) == box and own["place"] == sync.readers.index(rank)]
+    if mine and _peers(near) == {len(sync.readers)} and stored.method == _settings(sync):
+        state.numbers = dict(mine[0]["numbers"])
+        state.own |= {name: torch.tensor(value, dtype=getattr(torch, kind)) for name, (kind, value) in mine[0]["own"].items()}
+        return
+    known = near or stored.entries
+    first = known[0]["numbers"] if known else {}
+    state.numbers = {name: value for name, value in first.items() if all(own["numbers"].get(name) == value for own in known)}
+    if stored.method.get("method") != _settings(sync)["method"]:
+        state.numbers = {name: value for name, value in state.numbers.items() if name == STEPS}
 
 
 def _order(entry: tuple[tuple[int, str, int], Region]) -> int:
     return entry[0][2]
 
 
-def _tell(store: ShardStore, manifest: Manifest, readers: Mapping[int, tuple[int, ...]]) -> None:
-    plan = store.plan
-    now = {plan.shards[number].parameter: len(own) for number, own in readers.items()}
-    summed = [name for name, stored in manifest.rank_states.items() if name in now and now[name] != stored.peers]
-    if summed:
-        peers = manifest.rank_states[summed[0]].peers
-        warnings.warn(
-            f"residuals of {len(summed)} compressed parameters, such as {summed[0]!r}, are of {peers} ranks; of {now[summed[0]]} ranks now "
-            "the first goes on from their sum: nothing is lost, but losses differ from those of an uninterrupted run",
-            SoapWarning,
-            stacklevel=2,
+def _tell(store: ShardStore, manifest: Manifest, compressing: CompressedTraining) -> None:
+    summed: dict[str, tuple[int, int]] = {}
+    anew, dropped, lost = dict[str, None](), dict[str, str](), dict[str, None]()
+    boxes: dict[str, list[Box]] = {}
+    for sync in _syncs(store).values():
+        boxes.setdefault(sync.parameter, []).append(sync.box)
+        stored = manifest.rank_states.get(sync.parameter)
+        near = _overlapping(stored, sync.box) if stored is not None else []
+        if stored is None or not near:
+            continue
+        gone, others = set(stored.names) - _kept(sync.compression, compressing), _peers(near) - {len(sync.readers)}
+        if gone:
+            dropped[sync.parameter] = min(gone)
+        elif others:
+            summed.setdefault(sync.parameter, (max(others), len(sync.readers)))
+        elif (stored.method, {_box(own) for own in near}) != (_settings(sync), {sync.box}) and _has_own(stored, near):
+            anew[sync.parameter] = None
+    for parameter, stored in manifest.rank_states.items():
+        left = list(dict.fromkeys(_box(entry) for entry in stored.entries)) if stored.names else []
+        for box in boxes.get(parameter, ()):
+            left = [piece for rest in left for piece in subtract(rest, box)]
+        if left:
+            lost[parameter] = None
+    for name, (before, now) in list(summed.items())[:1]:
+        _warn(
+            f"residuals of {len(summed)} compressed parameters, such as {name!r}, are of {before} ranks; of {now} ranks now the first goes "
+            "on from their sum, and thresholds begin anew: losses differ from those of an uninterrupted run"
         )
-    unused = [name for name in manifest.rank_states if name not in now]
-    if unused:
-        warnings.warn(
-            f"residuals of {len(unused)} parameters, such as {unused[0]!r}, are lost: this plan does not compress them; expected the "
-            "compression that they were saved with",
-            SoapWarning,
-            stacklevel=2,
+    for name in list(anew)[:1]:
+        _warn(
+            f"thresholds and bases of {len(anew)} compressed parameters, such as {name!r}, begin anew: they were saved of other regions or "
+            "settings; residuals go on"
         )
+    for name, key in list(dropped.items())[:1]:
+        _warn(
+            f"{key} of {len(dropped)} parameters, such as {name!r}, is lost: this plan's compression keeps none; expected "
+            f"{_said(manifest.rank_states[name].method)}, which it was saved with"
+        )
+    for name in list(lost)[:1]:
+        _warn(
+            f"residuals of {len(lost)} parameters, such as {name!r}, are lost: this plan does not compress them, or not all of their "
+            "regions; expected the compression that they were saved with"
+        )
+
+
+def _has_own(stored: RankStates, near: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether there is anything that only the same reader of the same region can go on from."""
+    return bool(stored.common) or any(entry["own"] for entry in near)
+
+
+def _kept(compression: Compression | None, compressing: CompressedTraining) -> set[str]:
+    """Names of what a rank keeps of a parameter that is compressed so."""
+    names = () if compression is None else compression.summed_state
+    return {*names, *(() if compressing.momentum is None else (MOMENTUM,))}
+
+
+def _said(method: Mapping[str, Any]) -> str:
+    return " ".join(str(method.get("method")).split())[:60]
+
+
+def _warn(line: str) -> None:
+    warnings.warn(line, SoapWarning, stacklevel=2)
 
 
 def common_name(name: str, box: Box) -> str:
