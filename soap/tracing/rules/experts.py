@@ -102,7 +102,7 @@ def _products(groups: _Groups, rows: torch.Tensor, weight: torch.Tensor) -> torc
 
 
 def _outer_products(groups: _Groups, rows: torch.Tensor, grads: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    out = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    out = torch.empty_like(weight)  # laid out as the weight: the gradient of a transposed parameter need not be copied
     for expert, start, stop in groups:
         torch.mm(rows[start:stop].T, grads[start:stop], out=out[expert])
     for expert in groups.idle:
