@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Thread
 
+from soap.measure.this_machine import cpu_cores
+
 FEWEST_CORES = 2
 
 _running: list[subprocess.Popen[bytes]] = []
@@ -24,7 +26,7 @@ def begin() -> None:
 
     The process ends with this one, however this one ends, or by ``end``. Ctrl-C does not reach it.
     """
-    if _running or len(os.sched_getaffinity(0)) < FEWEST_CORES or _all_on_disk():
+    if _running or cpu_cores() < FEWEST_CORES or _all_on_disk():
         return
     try:
         # its standard input ends with this process; in a session of its own it gets none of the terminal's signals
@@ -61,13 +63,10 @@ def compiling() -> Iterator[None]:
 
 
 def _all_on_disk() -> bool:
-    from soap.search.compiled.chain import advance  # importing numba takes half a second
-    from soap.simulator.compiled.evaluate import evaluate
+    from soap.api.slow_functions import SLOW  # importing numba takes half a second
     from soap.simulator.compiled.jit import is_compiled
-    from soap.simulator.compiled.memory import bound_memory
-    from soap.simulator.compiled.rebuild import lower_all
 
-    return all(is_compiled(function) for function in (advance, bound_memory, evaluate, lower_all))
+    return all(map(is_compiled, SLOW))
 
 
 def main() -> None:

@@ -1,4 +1,5 @@
-"""Arguments of the functions that take longest to compile, made without calling any: an engine and a chain for a model of one operator."""
+"""The functions that take longest to compile, and arguments for them, made without calling any: an engine and a chain for a model of one
+operator."""
 
 from __future__ import annotations
 
@@ -22,10 +23,12 @@ from soap.simulator.compiled.rebuild import lower_all
 from soap.simulator.engine import Engine
 from soap.simulator.memory.bound import NO_TABLES
 
+SLOW: tuple[Callable[..., Any], ...] = (lower_all, evaluate, bound_memory, advance)
+"""The functions that take longest to compile, in the order in which a search calls them."""
+
 
 def slow_functions() -> Iterator[tuple[Callable[..., Any], tuple[Any, ...]]]:
-    """(function, arguments of the types that a search passes), in the order in which a search calls them. The arguments' types are all
-    that they are good for."""
+    """(one of ``SLOW``, arguments of the types that a search passes). The arguments' types are all that they are good for."""
     graph, topology = _model(), preset("local:2")
     costs = RooflineCosts(topology)
     engine = Engine(graph, topology, costs)
@@ -34,10 +37,13 @@ def slow_functions() -> Iterator[tuple[Callable[..., Any], tuple[Any, ...]]]:
     chain = make_chain(len(graph.operators), len(graph.parameters), topology.device_count, len(space.grids.estimate), 1, 1)
     tables = handle(SearchTables(grids=grids, neighbours=neighbours, groups=groups, chain=chain))
     whole = np.zeros(1, np.int32)
-    yield lower_all, (engine.world, whole, whole, whole)
-    yield evaluate, (*engine.handles(), 0)
-    yield bound_memory, (engine.world, NO_TABLES)
-    yield advance, (*engine.handles(), tables, NO_TABLES, engine.drawing, 0, 0.0, 0.0, False)
+    arguments: tuple[tuple[Any, ...], ...] = (
+        (engine.world, whole, whole, whole),
+        (*engine.handles(), 0),
+        (engine.world, NO_TABLES),
+        (*engine.handles(), tables, NO_TABLES, engine.drawing, 0, 0.0, 0.0, False),
+    )
+    yield from zip(SLOW, arguments, strict=True)
 
 
 def _model() -> OperatorGraph:
