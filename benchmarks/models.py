@@ -32,7 +32,7 @@ def export_model(name: str, folder: Path) -> Path:
 
 def make_model(name: str) -> Made:
     """The model of this name with an example batch, drawn from torch's generator."""
-    return {**MODELS, **RUNTIME_MODELS, **EMULATED_MODELS}[name]()
+    return {**MODELS, **RUNTIME_MODELS, **EMULATED_MODELS, **COMPRESSED_MODELS}[name]()
 
 
 def _text(batch: int, length: int, vocabulary: int) -> tuple[Tensor, ...]:
@@ -65,6 +65,11 @@ def _dlrm(batch: int, largest: int = 400_000) -> Made:
 
 def _alexnet(batch: int) -> Made:
     config = AlexNetConfig(hidden=1024, classes=100)
+    return AlexNet(config), labelled_images(batch, config.image, config.classes)
+
+
+def _small_alexnet(batch: int) -> Made:
+    config = AlexNetConfig(image=127, channels=(32, 64, 96, 64, 64), hidden=1024, classes=100, dropout=0.0)
     return AlexNet(config), labelled_images(batch, config.image, config.classes)
 
 
@@ -102,3 +107,9 @@ EMULATED_MODELS: dict[str, Callable[[], Made]] = {
     "emulated-dlrm": partial(_dlrm, batch=2048, largest=20_000),
 }
 """For ``benchmarks.accuracy``: 8 to 14 MB of parameters, which four hosts sum at 200 Mbit/s in 0.5 to 0.8 s."""
+
+COMPRESSED_MODELS: dict[str, Callable[[], Made]] = {
+    "emulated-alexnet": partial(_small_alexnet, batch=32),
+    "emulated-lstm": partial(_recurrent, vocabulary=2000, width=384, steps=20, chunk=10, batch=20),
+}
+"""For ``benchmarks.lossy_emulated``, beside ``emulated-resnet50``: what RedSync's paper trains, in sizes for four emulated hosts."""
