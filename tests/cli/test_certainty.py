@@ -110,6 +110,20 @@ def test_a_range_is_found_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) 
     assert usual["speedup"] == [1.0, 1.0, 1.0] and usual["wins"] == 0.5
 
 
+def test_a_step_that_takes_longer_than_its_tasks_moves_the_range_and_is_said() -> None:
+    topology = parse_cluster(described(CLOSE))
+    for name, factor in (("local:2", api.simulate(MODEL, "local:2", "megatron", costs="estimate").range["step_factor"]), ("pair", 1.0)):
+        cluster = topology if name == "pair" else name
+        found = api.simulate(MODEL, cluster, "megatron", costs="estimate")
+        usual = api.classical("data_parallel", found.simulator.graph, found.simulator.topology)
+        tasks, whole = (api.timed(found.simulator, {"a": found.strategy, "b": usual}, usual, whole=whole) for whole in (False, True))
+        assert whole[0].times_ns == pytest.approx([factor * ns for ns in tasks[0].times_ns], rel=1e-4)
+        assert [own.wins(whole[1]) for own in whole] == [own.wins(tasks[1]) for own in tasks]
+        said = certainty.text(found.range)
+        assert (f"steps here take {factor:.2f} times as long as their tasks" in said) == (name == "local:2")
+    assert factor == 1.0
+
+
 def decided(kept: str, leader: str, wins: dict[str, float]) -> str:
     plans = {name: {"predicted_ns": 2_000_000, "wins": share, "gain": [0.9, 1.2]} for name, share in wins.items()}
     found = {"kept": kept, "reference": "data_parallel", "leader": leader, "plans": plans, "confidence": 0.9, "draws": 64}
