@@ -247,7 +247,7 @@ def test_a_step_s_own_error_is_that_of_the_other_models() -> None:
     own = pvariance([log(ns) for ns in DRAWS])
     assert known.spread == pytest.approx(max(pvariance(errors) - own, 0) ** 0.5)
     last = judged(cells)[-1]  # whose 400 ms say nothing about its own draws
-    assert median(last.draws_ns[USUAL]) == pytest.approx(100e6 * exp(known.mean), rel=0.02)
+    assert median(last.draws_ns[USUAL]) == pytest.approx(100e6 * exp(known.mean), rel=0.05)
     assert last.times_ns == cells[-1].times_ns
     unmeasured = [*cells, cell("e", mode="unprofiled", usual=100)]
     assert judged(unmeasured)[-1].draws_ns == last.draws_ns  # of measured costs, too
