@@ -26,6 +26,7 @@ from benchmarks import accuracy_report, default_cells
 from benchmarks.accuracy_report import Plan
 from benchmarks.default_cells import Cell, Foreseen
 from benchmarks.default_page import RANGE, TITLES, by_mode
+from benchmarks.step_errors import judged
 from soap.errors import SoapError
 from soap.files import check_writable, read_text, write_bytes_atomically, write_text_atomically
 from soap.search.plot import check_plot
@@ -51,7 +52,8 @@ faster and the slower ones, of gains the smaller and the greater. Plans without 
 DRAWN = """## Plans with draws
 
 Plans that `benchmarks.default_command` timed on this machine ([default_command.md](default_command.md)) have draws of their times, by the
-costs that are known after the command. A range lies between two quantiles of the draws. Modes of the command:"""
+costs that are known after the command, and by what a step takes beside its tasks in the plans of all other models. A range lies between two
+quantiles of the draws. Modes of the command:"""
 LEFT_OUT = f"""## Plans on emulated clusters
 
 These are not the ranges that reports show. Those are quantiles of draws of the errors in `soap/profiles/data/spreads.json`, whose figures
@@ -113,7 +115,7 @@ def _error(plan: Plan) -> float:
 def series_of(cells: Sequence[Cell], plans: Sequence[Plan]) -> list[Series]:
     """The accuracy tables' plans, then of each mode the times of all plans and the gains of those that differ."""
     found = [left_out(ACCURACY_NAME, plans)] if plans else []
-    for mode, own in by_mode(cells).items():
+    for mode, own in by_mode(judged(cells)).items():
         found.append(drawn(f"{mode}: times", [time for cell in own for time in cell.times]))
         if gains := [gain for cell in own if (gain := cell.gain) is not None]:
             found.append(drawn(f"{mode}: gains", gains))

@@ -80,7 +80,7 @@ def finished(key: Key, path: Path, turns: Turns) -> Cell:
         usual, found = api.classical(USUAL, graph, topology), api.load_strategy(out, graph, topology)
         plans = {USUAL: usual} if found == usual else {USUAL: usual, FOUND: found}
         simulator = api.simulator_for(graph, topology)
-        drawn = {plan.name: plan.times_ns for plan in api.timed(simulator, plans, usual)}
+        drawn = {plan.name: plan.times_ns for plan in api.timed(simulator, plans, usual, whole=False)}
         watch = Watch()
         raced, note = timed(model, path, simulator, plans, turns)
         sources = api.costs_record(simulator, simulator.run(plans.get(FOUND, usual)).tasks)["shares"]

@@ -15,6 +15,7 @@ from textwrap import fill
 
 from benchmarks import default_cells
 from benchmarks.default_cells import MODES, PEER, USUAL, Cell, Foreseen, Ratio
+from benchmarks.step_errors import judged
 from soap.errors import SoapError
 from soap.files import write_text_atomically
 from soap.measure.paired import CONFIDENCE
@@ -60,6 +61,7 @@ PREDICTED = f"""## Predicted and measured
 
 Of each plan that was timed, the range that {RANGE:.0%} of the draws of its time are in, by the costs that are known after the command
 (estimates alone in the modes that do not measure), beside the median of the rounds; and the same of the plan's gain over data parallelism.
+What a step takes beside its tasks (`step` in `soap/profiles/data/spreads.json`) is here that of the other models: none is judged by itself.
 All shares, as a curve: [coverage.md](coverage.md).
 """
 
@@ -160,7 +162,7 @@ def page(cells: Sequence[Cell]) -> str:
         if notes := _notes(own):
             parts.append(_list(notes))
     parts.append(PREDICTED)
-    for mode, own in modes.items():
+    for mode, own in by_mode(judged(cells)).items():
         parts.append(f"### {TITLES[mode]}: predicted\n\n{predicted_conclusion(own)}\n")
         parts.append("\n".join([_head(PREDICTED_HEAD), *predicted_lines(own), ""]))
     return "\n".join(parts)

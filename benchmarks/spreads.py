@@ -25,13 +25,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import stdev
 from typing import Any
 
-from benchmarks import accuracy_report
+from benchmarks import accuracy_report, default_cells
 from benchmarks.spread_pairs import CPU_CLUSTER, CPU_PAIRS, ROOT, Pair, cpu_pairs, gpu_pairs, measure, record
+from benchmarks.step_errors import MODE, step_error
 from soap.cli.options import positive
 from soap.errors import SoapError
 from soap.profiles.entries import UPDATE
 from soap.profiles.lookup import Source
-from soap.profiles.spreads import CLASSES, SIZES, class_of, row_name
+from soap.profiles.spreads import CLASSES, ELSEWHERE, HERE, SIZES, class_of, row_name
 
 KINDS_AT_ONCE = 4
 """A plan's time is that of about so many kinds of operators, whose errors partly even out."""
@@ -156,6 +157,7 @@ def fit() -> Figures:
             "estimated": {device: _updates(own, tiles[device]["estimated"], where[device]) for device, own in pairs.items()},
         },
         "server": dict.fromkeys(DEVICES, server),
+        "step": _steps(),
         "memory": {
             "quantiles": [0.91, 1.0],
             "source": "docs/benchmarks.md: 120 ranks used 1 / 1.01 to 1 / 1.15 of what was expected, in the median 1 / 1.05, none more",
@@ -275,6 +277,23 @@ def _links(part: float, measured: str, plans: Figures, quick: Sequence[Mapping[s
             "described": overhead,
         },
         "plan": {"measured": plans, "quick": remaining, "described": overhead},
+    }
+
+
+def _steps() -> Figures:
+    """Of whole steps: of processes that share a machine's cores as they were timed, elsewhere nothing."""
+    cells = default_cells.read(ROOT / "benchmarks/default_command_cells.json")
+    mean, spread = step_error(cells)
+    counted = [cell for cell in cells if cell.mode == MODE]
+    said = (
+        f"benchmarks/default_command_cells.json: {len(counted)} plans of {len({cell.model for cell in counted})} models on processes of "
+        "one machine, whose costs were measured; the spread beside that of the draws"
+    )
+    nothing = {"mean": 0.0, "all": 0.0}
+    elsewhere = "none is known: plans of docs/accuracy.md erred to both sides"
+    return {
+        HERE: {"cpu": _figures({"mean": mean, "all": spread}, said), "cuda": _figures(nothing, "none was measured")},
+        ELSEWHERE: {device: _figures(nothing, elsewhere) for device in DEVICES},
     }
 
 

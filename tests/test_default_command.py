@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from math import exp, inf
+from math import exp, inf, log
 from pathlib import Path
-from statistics import NormalDist
+from statistics import NormalDist, median, pvariance
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from benchmarks import coverage, default_cells, default_command, default_page, s
 from benchmarks.accuracy_report import HEAD as ACCURACY_HEAD
 from benchmarks.accuracy_report import Plan, line_of
 from benchmarks.default_cells import FOUND, MODES, PEER, SAME, USUAL, Cell, Foreseen, Ratio, ratio_of
+from benchmarks.step_errors import judged, step_error
 from soap.errors import SoapError
 
 MS = 1_000_000
@@ -235,6 +236,24 @@ def test_a_model_is_judged_by_the_errors_of_the_others() -> None:
     assert (own.plans, own.at_range, own.below, own.above) == (4, 0.75, 0, 1)
     with pytest.raises(SoapError, match="all plans are of a; expected those of two models"):
         coverage.left_out("x", plans[:2])
+
+
+def test_a_step_s_own_error_is_that_of_the_other_models() -> None:
+    longer = {"a": 100, "b": 110, "c": 120, "d": 110, "e": 400}
+    cells = [cell(model, usual=ms) for model, ms in longer.items()]
+    known = step_error(cells[:4])
+    errors = [log(ms / 100) for ms in (100, 110, 120, 110)]
+    assert known.mean == pytest.approx(sum(errors) / 4)
+    own = pvariance([log(ns) for ns in DRAWS])
+    assert known.spread == pytest.approx(max(pvariance(errors) - own, 0) ** 0.5)
+    last = judged(cells)[-1]  # whose 400 ms say nothing about its own draws
+    assert median(last.draws_ns[USUAL]) == pytest.approx(100e6 * exp(known.mean), rel=0.05)
+    assert last.times_ns == cells[-1].times_ns
+    unmeasured = [*cells, cell("e", mode="unprofiled", usual=100)]
+    assert judged(unmeasured)[-1].draws_ns == last.draws_ns  # of measured costs, too
+    assert judged(cells[:4]) == cells[:4]  # three others are too few
+    with pytest.raises(SoapError, match="3 models were timed with measured costs; expected 4 or more"):
+        step_error(cells[:3])
 
 
 def test_the_page_of_coverage_and_its_picture(tmp_path: Path) -> None:

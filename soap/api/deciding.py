@@ -20,7 +20,7 @@ DECIDING_SEED = "deciding"
 
 def draws_for(simulator: Simulator, count: int, risk: Risk = Risk.MEAN, seed: str = SEARCH_SEED) -> Draws:
     """Draws of the costs and links of a simulator."""
-    return Draws(KnownSpreads(simulator.costs, simulator.topology), count, seed, risk)
+    return Draws(known_spreads_of(simulator), count, seed, risk)
 
 
 def timed(
@@ -31,13 +31,15 @@ def timed(
     *,
     reference: Strategy | None = None,
     compiled: bool = True,
+    whole: bool = True,
 ) -> list[Timed]:
     """Plans by name with their times under draws of the costs, the same for all. ``usual``: data parallelism. ``reference``: the plan that
-    others must beat, if it is another one. ``compiled``: see ``drawn_times``."""
+    others must beat, if it is another one. ``compiled``: see ``drawn_times``. ``whole``: with what a step takes beside its tasks."""
     found = drawn_times(simulator, plans.values(), drawn := draws_for(simulator, draws, seed=DECIDING_SEED), compiled=compiled)
+    of_step = known_spreads_of(simulator).of_step() if whole else ()
     timed_plans = []
     for (name, strategy), times in zip(plans.items(), found, strict=True):
-        factors = drawn.factors(plan_errors(simulator, strategy, usual)).tolist()
+        factors = drawn.factors((*plan_errors(simulator, strategy, usual), *of_step)).tolist()
         own_ns = tuple(drawn_ns(ns, factor) for ns, factor in zip(times.times_ns, factors, strict=True))
         unlike = len(_unlike(strategy, reference or usual))
         timed_plans.append(Timed(name, strategy, times.usual_ns, own_ns, unlike, times.messages))
@@ -47,7 +49,12 @@ def timed(
 def plan_errors(simulator: Simulator, strategy: Strategy, usual: Strategy) -> tuple[Error, ...]:
     """The errors of a plan beside those of its costs. ``usual``: data parallelism."""
     whole = len(simulator.graph.operators) + len(simulator.graph.parameters)
-    return KnownSpreads(simulator.costs, simulator.topology).of_plan(_unlike(strategy, usual), whole)
+    return known_spreads_of(simulator).of_plan(_unlike(strategy, usual), whole)
+
+
+def known_spreads_of(simulator: Simulator) -> KnownSpreads:
+    """How far the costs and links of a simulator may be off."""
+    return KnownSpreads(simulator.costs, simulator.topology)
 
 
 def decision(
@@ -92,9 +99,10 @@ def _beside(plan: Timed, reference: Timed | None) -> dict[str, Any]:
     return {"predicted_ns": plan.usual_ns, "wins": round(plan.wins(reference), 4), "gain": gain}
 
 
-def range_record(plan: Timed, usual: Timed) -> dict[str, Any]:
+def range_record(plan: Timed, usual: Timed, step_factor: float) -> dict[str, Any]:
     """How sure a prediction is, as plain values: the times that 10, 50 and 90% of the draws are below, the gain over data parallelism in
-    the same way, and the share of the draws in which the plan beats it."""
+    the same way, and the share of the draws in which the plan beats it. ``step_factor``: how many times as long as its tasks say a step
+    is expected to take; the times have it, the simulated ones (``predicted_ns``) have not."""
     shares = (RANGE[0], 0.5, RANGE[1])
     return {
         "shares": list(shares),
@@ -102,6 +110,7 @@ def range_record(plan: Timed, usual: Timed) -> dict[str, Any]:
         "speedup": [round(float(own), 4) for own in _quantiles(plan.gains(usual), shares)],
         "wins": round(plan.wins(usual), 4),
         "draws": len(plan.times_ns),
+        "step_factor": round(step_factor, 4),
     }
 
 

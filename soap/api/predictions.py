@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from soap.api.deciding import range_record, timed
+from soap.api.deciding import known_spreads_of, range_record, timed
 from soap.api.models import Cluster, Model, graph_of, topology_of
 from soap.api.strategies import classical
 from soap.cluster.topology import Topology
@@ -70,7 +70,8 @@ def predicted_range(simulator: Simulator, strategy: Strategy, tasks: int) -> dic
     commands' JSON. ``tasks``: how many the strategy has."""
     usual = classical(BASELINE, simulator.graph, simulator.topology)
     compiled = plays_compiled(tasks, DECIDING_DRAWS)
-    return range_record(*timed(simulator, {"plan": strategy, BASELINE: usual}, usual, compiled=compiled))
+    plans = timed(simulator, {"plan": strategy, BASELINE: usual}, usual, compiled=compiled)
+    return range_record(*plans, known_spreads_of(simulator).step_factor)
 
 
 def explain(simulator: Simulator, strategy: Strategy, simulation: Simulation | None = None) -> list[Line]:

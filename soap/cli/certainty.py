@@ -10,9 +10,11 @@ from soap.search.starts import BASELINE
 
 
 def text(found: Mapping[str, Any]) -> str:
-    """``117.0 ms to 149.2 ms (80%); 1.1 to 1.3x data_parallel, …``, of a ``range_record``."""
+    """``117.0 ms to 149.2 ms (80%); 1.1 to 1.3x data_parallel, …``, of a ``range_record``. It says so where a step takes longer than its
+    tasks, which simulated times do not have."""
     least, _, most = found["speedup"]
-    time = f"{between(found)} ({found['shares'][-1] - found['shares'][0]:.0%})"
+    longer = "" if found["step_factor"] == 1 else f", steps here take {found['step_factor']:.2f} times as long as their tasks"
+    time = f"{between(found)} ({found['shares'][-1] - found['shares'][0]:.0%}{longer})"
     if least == most:  # the plan is data parallelism
         return time
     return f"{time}; {least:.2f} to {most:.2f}x {BASELINE}, which it beats in {_share(found['wins'], found['draws'])} draws of the costs"

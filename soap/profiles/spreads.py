@@ -14,6 +14,10 @@ Plans that configure one alike share its error. Each has the spread ``all / sqrt
 is unlike in all of them has ``all``. A search's chains know nothing of these, which are the same for nearly equal plans; they count where
 it is decided which plan is kept.
 
+A step of processes on this machine's cores takes longer than its tasks say, whatever the plan: ranks wait for each other, and threads that
+communicate take cores from those that compute. ``step`` has by how much, as the mean and the spread of one error that all plans share. It
+moves what is predicted; which of two plans is faster it cannot change.
+
 A communication has two: ``all``, shared by all communications of the cluster, and ``sort``, by whether it leaves its host and whether it is
 a collective.
 """
@@ -25,9 +29,10 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
-from math import sqrt
+from math import exp, sqrt
 from typing import Any
 
+from soap.cluster.presets import LOCAL, family
 from soap.cluster.topology import DeviceType, Topology
 from soap.model.graph import PRODUCT_KINDS, RECURRENT_KINDS, OperatorGraph
 from soap.plan.tiling import Tile
@@ -42,6 +47,8 @@ TILE_PARTS = ("rate", "kind", "shape")
 CLASSES = ("product", "convolution", "attention", "recurrent", "embedding", "other")
 """Of kinds of operators; what is in no other class waits for memory on most devices."""
 SIZES = ("short", "long")
+HERE, ELSEWHERE = "this machine", "others"
+"""Where a step is taken: by processes that share this machine, or on a cluster that has been described, or emulated."""
 WAYS = {False: "forward", True: "backward"}
 
 
@@ -78,6 +85,7 @@ class KnownSpreads:
         kinds = {device.type.kind for device in topology.devices}
         self._kind = "cpu" if "cpu" in kinds else "cuda"
         self._links = topology.links_known
+        self._place = HERE if family(topology.name) == LOCAL else ELSEWHERE
         self._keys: dict[str, TileKeys] = {}
 
     def of_tile(self, graph: OperatorGraph, tile: Tile, device: DeviceType, *, backward: bool) -> tuple[Error, ...]:
@@ -139,8 +147,18 @@ class KnownSpreads:
         spread = self._known["plan"][self._links][self._kind]["all"] / sqrt(max(1, whole))
         return tuple(Error(("plan", *part), spread) for part in parts)
 
+    def of_step(self) -> tuple[Error, ...]:
+        """Of the time of a whole step beside that of its tasks: the same for all plans."""
+        known = self._known["step"][self._place][self._kind]
+        return (Error(("step",), known["all"], known["mean"]),)
+
+    @property
+    def step_factor(self) -> float:
+        """How many times as long as its tasks say a step is expected to take; 1 where no such is known."""
+        return exp(sum(error.mean for error in self.of_step()))
+
     @property
     def hash(self) -> str:
         """16 hex digits over all figures; the sources of costs are part of the cost model's own hash."""
-        text = json.dumps([2, self._known, self._kind, self._links], sort_keys=True)
+        text = json.dumps([3, self._known, self._kind, self._links, self._place], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]

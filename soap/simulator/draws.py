@@ -1,8 +1,8 @@
 """Draws: predictions under several sets of costs that may be true, beside the one set that is most likely.
 
 A cost is known up to *errors*. An error is one unknown factor; whatever names it errs alike in a draw. That a device's rate is wrong is one
-error of all its tiles; how far one shape of one operator is off is an error of its own. In draw k an error with the spread s is the factor
-exp(s * z), and the factor of a cost is the product of those of its errors.
+error of all its tiles; how far one shape of one operator is off is an error of its own. In draw k an error with the spread s and the mean
+m is the factor exp(m + s * z), and the factor of a cost is the product of those of its errors.
 
 The z of an error are a stratified sample of the standard normal distribution: of each of ``count`` equally likely intervals the middle one
 by probability, in an order that follows from the error's name and the seed alone, scaled to variance 1. So every error has the same factors
@@ -36,10 +36,12 @@ Longs = NDArray[np.int64]
 
 
 class Error(NamedTuple):
-    """An unknown factor of costs. ``name``: equal names are one error. ``spread``: standard deviation of the factor's logarithm."""
+    """An unknown factor of costs. ``name``: equal names are one error. ``spread``, ``mean``: standard deviation and mean of the factor's
+    logarithm; the mean is 0 of what errs to both sides alike."""
 
     name: tuple[str, ...]
     spread: float
+    mean: float = 0.0
 
 
 class Communicated(NamedTuple):
@@ -103,7 +105,7 @@ class Draws:
         """[draw]: by how much a cost with these errors is longer than predicted."""
         exponent = np.zeros(self.count)
         for error in errors:
-            exponent += error.spread * self._score(error.name)
+            exponent += error.mean + error.spread * self._score(error.name)
         factors: Floats = np.exp(exponent)
         return factors
 

@@ -7,6 +7,7 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import pytest
@@ -108,6 +109,22 @@ def test_a_range_is_found_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) 
     assert found.range["draws"] == DECIDING_DRAWS and found.range["time_ns"] == sorted(found.range["time_ns"]) and len(asked) == 1
     usual = soap.simulate(MODEL, "p100-4x4", "data_parallel").range
     assert usual["speedup"] == [1.0, 1.0, 1.0] and usual["wins"] == 0.5
+
+
+def test_a_step_that_takes_longer_than_its_tasks_moves_the_range_and_is_said() -> None:
+    topology = parse_cluster(described(CLOSE))
+    for name, factor in (("local:2", api.simulate(MODEL, "local:2", "megatron", costs="estimate").range["step_factor"]), ("pair", 1.0)):
+        cluster = topology if name == "pair" else name
+        found = api.simulate(MODEL, cluster, "megatron", costs="estimate")
+        usual = api.classical("data_parallel", found.simulator.graph, found.simulator.topology)
+        tasks, whole = (api.timed(found.simulator, {"a": found.strategy, "b": usual}, usual, whole=whole) for whole in (False, True))
+        longer = [[a / b for a, b in zip(*(own[place].times_ns for own in (whole, tasks)), strict=True)] for place in (0, 1)]
+        assert longer[0] == pytest.approx(longer[1], rel=1e-5)  # of all plans alike
+        assert geometric_mean(longer[0]) == pytest.approx(factor, rel=1e-4)
+        assert [own.wins(whole[1]) for own in whole] == [own.wins(tasks[1]) for own in tasks]
+        said = certainty.text(found.range)
+        assert (f"steps here take {factor:.2f} times as long as their tasks" in said) == (name == "local:2")
+    assert factor == 1.0
 
 
 def decided(kept: str, leader: str, wins: dict[str, float]) -> str:

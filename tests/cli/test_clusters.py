@@ -181,7 +181,10 @@ def test_an_option_that_one_cluster_cannot_have(tmp_path: Path, capsys: Capsys) 
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="signals")
-@pytest.mark.parametrize(("search_number", "number", "code"), [(1, signal.SIGINT, 130), (2, signal.SIGINT, 130), (2, signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("search_number", "number", "code"),
+    [pytest.param(1, signal.SIGINT, 130, marks=pytest.mark.long), (2, signal.SIGINT, 130), (2, signal.SIGTERM, 143)],
+)
 def test_interrupted_it_keeps_what_is_known(
     search_number: int, number: int, code: int, priced: dict[str, str], tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:

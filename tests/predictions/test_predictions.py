@@ -11,7 +11,8 @@ OFTEN = {("h200-8", "single_device"), ("h100-8", "data_parallel")}
 
 def marks(row: Row) -> list[pytest.MarkDecorator]:
     """Full-size models: the others are for `make test-all`."""
-    return [pytest.mark.slow if (row.cluster, row.plan) in OFTEN and row.model != "zoo:resnet50" else pytest.mark.long]
+    often = (row.cluster, row.plan) in OFTEN and row.model != "zoo:resnet50" and row.precision != "tf32"
+    return [pytest.mark.slow if often else pytest.mark.long]
 
 
 def test_all_have_figures() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import exp
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -45,6 +46,18 @@ def test_the_file_has_all_errors_of_all_clusters(known: str, device: str) -> Non
     assert all(error.spread >= 0 for error in errors) and len({error.name for error in errors}) >= 6
     for section in ("communication", "overhead", "plan"):
         assert all(figure > 0 for name, figure in known_spreads()[section][known][device].items() if name != "source")
+
+
+def test_steps_take_longer_than_their_tasks_on_processes_of_this_machine_alone() -> None:
+    found = {}
+    for name in ("local:2", "local:4", "emulated:2x1@1Gbit/s", "p100-4x4", "h200-8"):
+        topology = preset(name)
+        spreads = KnownSpreads(RooflineCosts(topology), topology)
+        (error,) = spreads.of_step()
+        assert spreads.step_factor == pytest.approx(exp(error.mean)) and error.spread >= 0
+        found[name] = error.mean
+    known = known_spreads()["step"]["this machine"]["cpu"]["mean"]
+    assert known > 0 and found == {**dict.fromkeys(found, 0.0), "local:2": known, "local:4": known}
 
 
 PARTS = ("rate", "kind", "shape")

@@ -113,7 +113,7 @@ def strategies(graph: OperatorGraph, randoms: int) -> dict[str, Strategy]:
     return result | {f"random {i}": random_strategy(graph, local_topology(2 + 2 * (i % 2)), random.Random(i)) for i in range(randoms)}
 
 
-@pytest.mark.parametrize("name", often(list(EXAMPLES), ["plane", "spectral"]))
+@pytest.mark.parametrize("name", often(list(EXAMPLES), ["plane"]))
 def test_every_model_trains_as_a_plain_loop(four: Pool, files: dict[str, str], name: str) -> None:
     steps = batches(name, 3, DOUBLE)
     expected = train_plainly(module_of(name, DOUBLE), steps)
@@ -169,7 +169,7 @@ def test_adam_clipping_and_micro_batches(four: Pool, files: dict[str, str], name
         assert worst(Trained(found.losses, [], found.state), Trained(expected.losses, [], expected.state)) < 1e-7, kind
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("optimizer", often(["sgd", "adam"], ["adam"]))
 def test_a_checkpoint_goes_on_under_another_plan(four: Pool, files: dict[str, str], tmp_path: Path, optimizer: str) -> None:
     steps = batches("operator", 4, DOUBLE)
     expected = train_plainly(module_of("operator", DOUBLE), steps, optimizer)

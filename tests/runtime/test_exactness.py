@@ -158,7 +158,7 @@ def test_accumulated_gradients(four: Pool, files: dict[str, str]) -> None:
         assert_exact(four, files["conv norm"], "conv norm", [[6, 6, 6], [3, 6]], {"accumulate": 3})
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_traced_step_accumulates_as_well(four: Pool, files: dict[str, str]) -> None:
     assert_exact(four, files["weighted"], "weighted", [[6, 6], [6, 5]], {"accumulate": 2}, traced=True)
 
@@ -179,7 +179,7 @@ def test_local_batch_norm_is_that_of_data_parallel_ranks(four: Pool, files: dict
         assert worst(result, plain) > 1e-3  # which batch norm over the whole batch would give
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_local_batch_norm_is_checked_by_the_same_groups(four: Pool, files: dict[str, str]) -> None:
     reading = (("batch_norm", "local"),)
     graph = loaded(files["conv norm"], "float64", reading).graph

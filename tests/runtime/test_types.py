@@ -103,7 +103,7 @@ def test_constants_follow_the_type(four: Pool, tmp_path: Path, case: tuple[Calla
     assert_checked(four, path, dtype, TOLERANCES[dtype])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.long)])
 def test_batch_norm_of_a_model_in_a_lower_type(four: Pool, tmp_path: Path, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     path = tmp_path / "m.pt2"

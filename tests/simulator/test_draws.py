@@ -37,6 +37,12 @@ def test_a_single_draw_is_the_usual_costs() -> None:
     assert draws(1).factors([Error(("a",), 2.0)]).tolist() == [1.0]
 
 
+def test_an_error_with_a_mean_moves_all_draws_by_it() -> None:
+    assert draws(1).factors([Error(("a",), 2.0, 0.5)]).tolist() == pytest.approx([np.exp(0.5)])
+    found = draws(16)
+    assert np.allclose(found.factors([Error(("a",), 0.2, -0.3)]), found.factors([Error(("a",), 0.2)]) * np.exp(-0.3))
+
+
 def test_equal_names_err_alike_and_factors_multiply() -> None:
     found = draws(16)
     a, b = found.factors([Error(("a",), 0.2)]), found.factors([Error(("b",), 0.3)])

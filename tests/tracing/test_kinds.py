@@ -29,9 +29,14 @@ SELDOM = {
 ``fourier_mixing``, ``long_convolution``, ``masked_convolutions``, ``moe_top_2``, ``points``, ``several_resolutions``…"""
 
 
+AROUND = [name for name in TRAINED if name not in SELDOM and not name.startswith("loss_")]
+OFTEN = {name for number, name in enumerate(AROUND) if number % 3}
+"""Two in three of the others: drawn programs (``test_random_programs``) have most of their operators, too."""
+
+
 def _marks(name: str) -> list[pytest.MarkDecorator]:
     """Losses are quick; what is around them is not."""
-    return [pytest.mark.long] if name in SELDOM else [] if name.startswith("loss_") else [pytest.mark.slow]
+    return [] if name.startswith("loss_") else [pytest.mark.slow if name in OFTEN else pytest.mark.long]
 
 
 REFUSED = [name for name, kind in KINDS.items() if kind.refused]

@@ -18,7 +18,7 @@ from soap.tracing.model import TileContext
 from tests.tracing.emulation import Graded, draw_configs, emulated_loss, graded
 from tests.tracing.programs import export
 
-LOWER = [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
+LOWER = [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.long)]
 
 
 def _images(channels: int = 3, size: int = 8) -> Tensor:

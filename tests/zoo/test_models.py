@@ -21,7 +21,7 @@ from soap.zoo.gpt import CausalAttention, GPTConfig
 from soap.zoo.lm1b import SampledConfig, SampledLanguageModel
 from soap.zoo.nmt import Translator, TranslatorConfig
 from soap.zoo.recurrent import LanguageModel, RecurrentConfig
-from tests.extent import FEW
+from tests.extent import FEW, often
 
 # Exporting an LSTM swaps the list of weights that it keeps beside its parameters, and puts it back; torch warns of it.
 pytestmark = pytest.mark.filterwarnings("ignore:The tensor attributes .*_flat_weights")
@@ -161,8 +161,7 @@ def test_tables_are_found_to_be_sparse_and_every_call_has_a_rule(name: str) -> N
     assert all(op.partitionable for op in graph.operators)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize("name", often(list(SPARSE), ["dlrm", "lm1b"], pytest.mark.slow))
 def test_data_touches_the_share_of_rows_that_is_asked_for(name: str) -> None:
     spec = f"zoo:{name}:emulation"
     model = soap.load(spec, plan_only=True)
