@@ -45,7 +45,8 @@ HOSTS = 4
 LOSSY = ("rgc", "rgc+asq", "chunked", "powersgd", "int8", "bf16")
 FOUND = "found"
 HEAD = (
-    "rate", "model", "sent compressed", "predicted, ms", "measured, ms", "error", f"over our {BASELINE}", *(f"over {name}" for name in PEERS),
+    "rate", "model", "sent compressed", "predicted, ms", "measured, ms", "error", f"over our {BASELINE}",
+    *(f"over {name}" for name in PEERS),
 )  # fmt: skip
 INTRO = """# Compression on emulated hosts
 
