@@ -70,8 +70,8 @@ def predicted_range(simulator: Simulator, strategy: Strategy, tasks: int) -> dic
     commands' JSON. ``tasks``: how many the strategy has."""
     usual = classical(BASELINE, simulator.graph, simulator.topology)
     compiled = plays_compiled(tasks, DECIDING_DRAWS)
-    plans = timed(simulator, {"plan": strategy, BASELINE: usual}, usual, compiled=compiled)
-    return range_record(*plans, known_spreads_of(simulator).step_factor)
+    plan, reference = timed(simulator, {"plan": strategy, BASELINE: usual}, usual, compiled=compiled)
+    return range_record(plan, reference, known_spreads_of(simulator).step_factor)
 
 
 def explain(simulator: Simulator, strategy: Strategy, simulation: Simulation | None = None) -> list[Line]:
