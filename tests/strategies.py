@@ -201,7 +201,7 @@ def syncs(graph: OperatorGraph, parameter: str) -> st.SearchStrategy[SyncConfig]
     rows = parameter in graph.sparse
     servers = [parameter_server(partitions, within, rows=rows) for partitions in (1, 3) for within in WITHIN]
     gathered = [SPARSE_ALL_GATHER] if parameter in graph.sparse else []
-    lossy = [compressed(how) for how in LOSSY if not rows and graph.tensors[parameter].dtype in FLOATING]
+    lossy = [compressed(how, within) for how in LOSSY for within in WITHIN if not rows and graph.tensors[parameter].dtype in FLOATING]
     return st.sampled_from([SyncConfig(), *gathered, *servers, *lossy])
 
 

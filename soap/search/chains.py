@@ -33,7 +33,7 @@ from soap.model.graph import OperatorGraph
 from soap.search.constraints import brought_inside, pairs_of, parse
 from soap.search.descent import adopt, propose_descent
 from soap.search.infeasible import infeasible
-from soap.search.lossy import lossy_starts, with_lossy
+from soap.search.lossy import lossy_starts, lossy_ways, with_lossy
 from soap.search.metropolis import ChainState, Evaluator, step
 from soap.search.options import SearchOptions
 from soap.search.polish import MAX_POLISHED, polish_best
@@ -90,7 +90,8 @@ def search(
         return in_one_partition(brought_inside(space, strategy), options.uncut)
 
     baseline, strategies = strategies[BASELINE], {name: inside(strategy) for name, strategy in strategies.items()}
-    strategies |= {name: inside(own) for name, own in lossy_starts(graph, strategies[BASELINE], options.compressions).items()}
+    lossy = lossy_starts(graph, strategies[BASELINE], options.compressions, lossy_ways(topology))
+    strategies |= {name: inside(own) for name, own in lossy.items()}
     recorder = Recorder(improved=improved)
     interrupted = False
     bar: tqdm[Any] = tqdm(total=options.budget, unit="proposal", disable=None if progress else True)
@@ -126,7 +127,7 @@ def _allowed_space(graph: OperatorGraph, topology: Topology, options: SearchOpti
     pins, forbidden = pairs_of(options.pins), pairs_of(options.forbidden)
     allowed = parse(graph, topology.device_count, pins, forbidden)
     allowed = with_uncut(graph, topology, allowed, options.uncut, options.together)
-    syncs = with_lossy(graph, sync_choices(graph, topology, options.syncs, options.uncut), options.compressions)
+    syncs = with_lossy(graph, sync_choices(graph, topology, options.syncs, options.uncut), options.compressions, lossy_ways(topology))
     return build_space(graph, topology.device_count, allowed=allowed, syncs=syncs)
 
 

@@ -11,7 +11,7 @@ from soap.errors import StrategyError
 from soap.model.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
 from soap.search.chains import search
-from soap.search.lossy import lossy_starts, lossy_syncs, with_lossy
+from soap.search.lossy import lossy_starts, lossy_syncs, lossy_ways, peer_counts, with_lossy
 from soap.search.options import SearchOptions
 from soap.simulator.incremental import IncrementalSimulator
 from soap.simulator.simulate import Simulator
@@ -89,6 +89,28 @@ def test_of_several_methods_each_parameter_gets_one() -> None:
     own = {name: sync.compression.name for name, sync in mixed.parameters.items() if sync.compression}
     assert own["large.weight"] == own["output.weight"] == "rgc"
     assert own.get("large.bias") in (None, "bf16", "int8")
+
+
+def pairs_of_hosts(inside: float, outside: float) -> Topology:
+    """Two hosts of two devices; bytes per second inside hosts and between them."""
+    found = cluster([2, 2], CPU)
+    rates = [outside if "network" in (link.source, link.target) else inside for link in found.links]
+    return replace(
+        found, links=tuple(replace(link, bandwidth_bytes_per_second=rate) for link, rate in zip(found.links, rates, strict=True))
+    )
+
+
+def test_hosts_compress_together_where_that_pays() -> None:
+    """A choice where several hosts have several devices. It takes dense sums inside hosts, which slow links there do not carry."""
+    assert lossy_ways(pairs_of_hosts(1e10, 1e5)) == ("none", "host") and lossy_ways(SLOW) == lossy_ways(cluster([4], CPU)) == ("none",)
+    assert peer_counts(pairs_of_hosts(1e10, 1e5)) == (4, 2) and peer_counts(SLOW) == (4,)
+    for inside, within in ((1e10, "host"), (1e5, "none")):
+        own = found(pairs_of_hosts(inside, 1e5), "rgc:0.001").parameters["output.weight"]
+        assert own == compressed(Rgc(0.001, "sampled"), within)
+    assert list(lossy_starts(GRAPH, data_parallel(GRAPH, SLOW), [Rgc(0.01)], ["none", "host"])) == [
+        "data_parallel, rgc:0.01",
+        "data_parallel, rgc:0.01 by host",
+    ]
 
 
 def test_wrong_methods_are_refused_in_one_line() -> None:

@@ -22,6 +22,6 @@ CASES: dict[str, tuple[SyncConfig, ...]] = {
     "all_reduce": (SyncConfig(),),
     "sparse_all_gather": (SPARSE_ALL_GATHER,),
     "parameter_server": tuple(parameter_server(count, within) for count in (1, 2, 7) for within in ("none", "host")),
-    "compressed": tuple(map(compressed, COMPRESSED)),
+    "compressed": (*map(compressed, COMPRESSED), *(compressed(how, "host") for how in (COMPRESSED[1], PowerSgd(rank=3), Int8()))),
     "row_server": tuple(parameter_server(count, within, rows=True) for count in (1, 3, 40) for within in ("none", "host")),
 }

@@ -165,7 +165,7 @@ def test_tasks_move_what_it_says(contract: Contract) -> None:
             for step in method_for(sync).steps(plan, sync):
                 task = moved[step.name]
                 expected = sum(size for flows, _ in step.rounds for *_, size in flows)
-                assert task.bytes == (expected or 2 * (len(sync.readers) - 1) * step.summed_bytes)
+                assert task.bytes == (expected or 2 * (len(sync.peers) - 1) * step.summed_bytes)
 
 
 @METHOD

@@ -86,7 +86,10 @@ class Synchronization:
         """Add, for devices that have such work, the task that says that no backward pass is left. ``backward``: device -> its tasks."""
         works = [work for steps in self._steps for step in steps for work in step.works]
         works += [work for ending in self._ending for work in ending]
-        for device in sorted({work.device for work in works if work.settled}):
+        devices = {work.device for work in works if work.settled}
+        if devices and self._plan.training.late:
+            devices.update(device for sync in self._plan.syncs for device in sync.readers)
+        for device in sorted(devices):
             place = (UPDATE, device, 1, 0, 0, 0)
             self._settled[device] = self._tasks.add(place, settled_name(device), TaskKind.COMPRESS, (), 1, backward[device])
 
@@ -108,7 +111,7 @@ class Synchronization:
     def _move(self, sync: ShardSync, step: SyncStep, after: Iterable[int]) -> int:
         place = self._place(sync, step.stage)
         if step.summed_bytes:
-            return self._tasks.all_reduce(place, step.name, TaskKind.SYNC, step.summed_bytes, sync.readers, after, chunked=step.large)
+            return self._tasks.all_reduce(place, step.name, TaskKind.SYNC, step.summed_bytes, sync.peers, after, chunked=step.large)
         return self._tasks.exchange(place, step.name, TaskKind.SYNC, step.rounds, after, chunked=step.large)
 
     def _serve(self, sync: ShardSync, part: ShardUpdate, resource: int, after: Iterable[int]) -> int:

@@ -130,7 +130,7 @@ class ShardTables(NamedTuple):
     number of hosts + a device type; for tables with gradients of some rows, the number of hosts and of types is added. ``rows_alone``:
     whether an update of a table changes only the rows with a gradient.
 
-    ``effort``: what compression of a shard takes (``syncs.compressed``), by ``compressed``: [code, parameter, shard, number of readers].
+    ``effort``: what compression of a shard takes (``syncs.compressed``), by ``compressed``: [code, parameter, shard, number of peers].
     """
 
     ptr: Longs

@@ -14,6 +14,7 @@ from soap.simulator.lowering import build_plan, lower
 from soap.simulator.reference import simulate
 from soap.strategy.config import FLOATING, Strategy
 from soap.strategy.sync import SPARSE_ALL_GATHER, compressed, parameter_server
+from soap.strategy.sync_contracts import WITHIN
 from tests.strategies import LOSSY
 
 Played = tuple[int, int, frozenset[int], int, int]
@@ -38,8 +39,9 @@ def synchronized(strategy: Strategy, graph: OperatorGraph, draw: random.Random, 
     for tensor in graph.parameters:
         if draw.random() < share:
             rows = tensor.name in graph.sparse
-            servers = parameter_server(draw.choice((1, 2, 7, 40)), "host" if draw.random() < 0.5 else "none", rows=rows)
-            lossy = compressed(draw.choice(LOSSY)) if tensor.dtype in FLOATING else servers
+            within = draw.choice(WITHIN)
+            servers = parameter_server(draw.choice((1, 2, 7, 40)), within, rows=rows)
+            lossy = compressed(draw.choice(LOSSY), within) if tensor.dtype in FLOATING else servers
             other = SPARSE_ALL_GATHER if rows else lossy
             chosen[tensor.name] = other if draw.random() < 0.5 else servers
     return replace(strategy, parameters=chosen)
