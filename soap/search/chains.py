@@ -30,6 +30,7 @@ from tqdm import tqdm
 
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
+from soap.plan.compression.training import PlannedTraining
 from soap.search.constraints import brought_inside, pairs_of, parse
 from soap.search.descent import adopt, propose_descent
 from soap.search.infeasible import infeasible
@@ -157,6 +158,10 @@ class Able(Protocol):
         """Tensors of a parameter's size that the optimizer keeps, as in ``simulator.memory.peaks``."""
 
     @property
+    def training(self) -> PlannedTraining:
+        """What training adds to compressed parameters."""
+
+    @property
     def draws(self) -> Draws | None:
         """Draws of the costs, under which strategies are compared; None: only the most likely costs count."""
 
@@ -220,7 +225,7 @@ class _Run:
         fits = None if able.always_fits() else self._fits
         budgets = sorted((budget for _, budget in lows), reverse=True)
         chains = Tempering(
-            CompiledSpace(self.space, self.topology, able.engine_costs, able.optimizer_states, able.draws),
+            CompiledSpace(self.space, self.topology, able.engine_costs, able.optimizer_states, able.draws, able.training),
             [low.strategy for low, _ in lows],
             seed=self.options.seed, budgets=budgets, beta=self.options.beta, fits=fits, cores=self.options.cores,
         )  # fmt: skip

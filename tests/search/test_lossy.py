@@ -9,6 +9,7 @@ import pytest
 from soap.cluster.topology import Topology
 from soap.errors import StrategyError
 from soap.model.graph import OperatorGraph
+from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.profiles.roofline import RooflineCosts
 from soap.search.chains import search
 from soap.search.lossy import lossy_starts, lossy_syncs, lossy_ways, peer_counts, with_lossy
@@ -111,6 +112,37 @@ def test_hosts_compress_together_where_that_pays() -> None:
         "data_parallel, rgc:0.01",
         "data_parallel, rgc:0.01 by host",
     ]
+
+
+@pytest.mark.parametrize("training", [PLAIN, PlannedTraining(late=True), PlannedTraining(kept=1, densest=0.25, dense=True)])
+def test_what_is_priced_is_what_is_trained(training: PlannedTraining) -> None:
+    """By the search, to the nanosecond; with clipping a step takes longer, as sums and selections wait."""
+    costs, options = RooflineCosts(SLOW), SearchOptions(budget=60, cores=1, starts=["data_parallel"], lossy=["rgc:0.01"])
+    simulator = Simulator(GRAPH, SLOW, costs, training=training)
+    result = search(GRAPH, SLOW, IncrementalSimulator(simulator), options)
+    exact = Simulator(GRAPH, SLOW, costs, training=training).run(result.strategy)
+    assert result.cost_ns == exact.makespan_ns
+    lossy = lossy_starts(GRAPH, data_parallel(GRAPH, SLOW), [Rgc(0.01)])["data_parallel, rgc:0.01"]
+    times = [Simulator(GRAPH, SLOW, costs, training=own).run(lossy).makespan_ns for own in (PLAIN, training)]
+    assert (times[0] < times[1]) == training.late
+    assert IncrementalSimulator(simulator).makespan_ns(lossy) == times[1]
+
+
+def test_a_warm_up_that_does_not_fit_is_not_chosen() -> None:
+    """What a dense step sends needs more memory than the steps behind it."""
+    def use(training: PlannedTraining) -> list[int]:
+        strategy = lossy_starts(GRAPH, data_parallel(GRAPH, SLOW), [Rgc(0.001)])["data_parallel, rgc:0.001"]
+        return [own.total for own in Simulator(GRAPH, SLOW, RooflineCosts(SLOW), training=training).run(strategy).memory]
+
+    warm = PlannedTraining(dense=True)
+    assert max(use(PLAIN)) < max(use(warm))
+    limit = (max(use(PLAIN)) + max(use(warm))) // 2
+    tight = replace(SLOW, devices=tuple(replace(d, type=replace(d.type, memory_bytes=limit)) for d in SLOW.devices))
+    for training, compresses in ((PLAIN, True), (warm, False)):
+        evaluator = IncrementalSimulator(Simulator(GRAPH, tight, RooflineCosts(tight), training=training))
+        strategy = lossy_starts(GRAPH, data_parallel(GRAPH, tight), [Rgc(0.001)])["data_parallel, rgc:0.001"]
+        evaluator.makespan_ns(strategy)
+        assert (evaluator.overflow_bytes(strategy) == 0) == compresses
 
 
 def test_wrong_methods_are_refused_in_one_line() -> None:

@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from soap.model.regions import lengths
 from soap.plan.compression.seam import SUM_COPIES, Exchange, Layout, Work, layout_of
+from soap.plan.compression.training import PlannedTraining
 from soap.plan.flows import Round, box_bytes
 from soap.plan.plan import Plan, ShardSync, sync_name
 from soap.plan.syncs.amounts import COPIES, moving_rounds, reading_groups
@@ -118,17 +119,17 @@ def inside_bytes(gradient_bytes: int, whole_bytes: int, others: int) -> int:
     return COPIES * others * gradient_bytes + whole_bytes
 
 
-def held_bytes(compression: Compression, layout: Layout, *, on_host: bool) -> int:
-    """All that a peer holds for a compressed shard beside its gradient, at most, if training adds nothing."""
-    passing = layout.message_bytes + layout.whole_bytes + layout.room_bytes(compression, on_host=on_host)
-    return layout.state_bytes(compression) + passing
-
-
 def _amounts(plan: Plan, sync: ShardSync, device: int) -> tuple[int, int, int]:
-    """Bytes of a peer: what it keeps from step to step; messages and the sum; what its work takes for a while. At most, in any step of
-    the training: a warm-up sends more than later steps, momentum keeps more."""
-    how, layout, training, on_host = _settings(sync), layout_for(plan, sync), plan.training, device not in plan.accelerators
-    densest = layout_of(how.at(max(how.share, training.densest)), layout.shape, plan.graph.tensors[sync.parameter].itemsize, layout.peers)
+    how, layout, element_bytes = _settings(sync), layout_for(plan, sync), plan.graph.tensors[sync.parameter].itemsize
+    return amounts(how, layout, element_bytes, plan.training, on_host=device not in plan.accelerators)
+
+
+def amounts(
+    how: Compression, layout: Layout, element_bytes: int, training: PlannedTraining, *, on_host: bool
+) -> tuple[int, int, int]:
+    """Bytes of a peer beside its gradient: what it keeps from step to step; messages and the sum; what its work takes for a while. At
+    most, in any step of the training: a warm-up sends more than later steps, momentum keeps more."""
+    densest = layout_of(how.at(max(how.share, training.densest)), layout.shape, element_bytes, layout.peers)
     messages = [each.message_bytes for each in (layout, densest)] + [SUM_COPIES * layout.whole_bytes] * training.dense
     rooms = [each.room_bytes(how, on_host=on_host) for each in (layout, densest)]
     state = layout.state_bytes(how) + training.kept * layout.whole_bytes

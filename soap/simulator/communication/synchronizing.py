@@ -60,7 +60,7 @@ class Synchronization:
         self._settle(ready)
         for number, sync in enumerate(plan.syncs):
             gradients = [backward[tile] for tile, _ in sync.uses if tile in backward]
-            if plan.training.late:  # nothing leaves a device before its gradients are clipped
+            if self._is_clipped(sync):  # nothing leaves a device before its gradients are clipped
                 gradients += [self._settled[device] for device in sync.readers if device in self._settled]
             tasks = list(self._walk(number, Phase.AFTER_BACKWARD, gradients, backward))
             ends = self._works(sync, self._ending[number], tasks[-1:])
@@ -87,11 +87,17 @@ class Synchronization:
         works = [work for steps in self._steps for step in steps for work in step.works]
         works += [work for ending in self._ending for work in ending]
         devices = {work.device for work in works if work.settled}
-        if devices and self._plan.training.late:
-            devices.update(device for sync in self._plan.syncs for device in sync.readers)
+        if devices:
+            devices.update(device for sync in self._plan.syncs if self._is_clipped(sync) for device in sync.readers)
         for device in sorted(devices):
             place = (UPDATE, device, 1, 0, 0, 0)
             self._settled[device] = self._tasks.add(place, settled_name(device), TaskKind.COMPRESS, (), 1, backward[device])
+
+    def _is_clipped(self, sync: ShardSync) -> bool:
+        """Whether its devices clip their gradients before they send them, if some are compressed. (Others are refused then: a server's
+        partition, or rows, could not be clipped so.)"""
+        contract = sync.contract
+        return self._plan.training.late and len(sync.readers) > 1 and (contract.sums_in_place or contract.compresses)
 
     def _works(
         self, sync: ShardSync, works: Iterable[DeviceWork], after: Iterable[int], backward: Mapping[int, int] = NOTHING

@@ -8,7 +8,8 @@ from soap.cluster.topology import DeviceType
 from soap.model.graph import OperatorGraph
 from soap.plan.compression.policy import settled
 from soap.plan.compression.seam import WORKS, layout_of
-from soap.plan.syncs.compressed import held_bytes
+from soap.plan.compression.training import PlannedTraining
+from soap.plan.syncs.compressed import amounts
 from soap.simulator.compiled.syncs.codes import sync_of
 from soap.simulator.costs import CostModel, compression_ns
 
@@ -23,7 +24,12 @@ BETWEEN, SUMMED = range(2)
 
 
 def effort_row(
-    graph: OperatorGraph, costs: CostModel, types: Sequence[DeviceType], shape: tuple[int, ...], key: tuple[int, ...]
+    graph: OperatorGraph,
+    costs: CostModel,
+    types: Sequence[DeviceType],
+    training: PlannedTraining,
+    shape: tuple[int, ...],
+    key: tuple[int, ...],
 ) -> list[int]:
     """The columns for a shard of this shape. ``key``: an entry of ``ShardTables.compressed``."""
     code, parameter, _, peers = key
@@ -35,5 +41,5 @@ def effort_row(
     row = [len(messages), *messages[0], *(messages[1] if len(messages) > 1 else (0, 0)), layout.whole_bytes]
     for kind in types:
         row += [compression_ns(costs, how, layout, work, kind) for work in WORKS]
-        row.append(held_bytes(how, layout, on_host=kind.kind == "cpu"))
+        row.append(sum(amounts(how, layout, tensor.itemsize, training, on_host=kind.kind == "cpu")))
     return row

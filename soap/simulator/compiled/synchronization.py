@@ -100,10 +100,11 @@ def synchronize(W: World) -> None:
                         _add_update(W, parameter, shard)
                 elif G.user[first_user + lowest] == op:
                     _synchronize_shard(W, parameter, shard, opened, slot0)
-    for bucket in range(S.count[TASKS]):
+    buckets = S.count[TASKS]
+    for bucket in range(buckets):
         finish_bucket(W, bucket, slot0 + bucket)
     add_owners_tasks(W, slot0)
-    add_compressed(W, slot0)
+    add_compressed(W, slot0, buckets)
     cut_sums(R, C, S, slot0)
     ask_prices(D, S)
     _install(W, slot0)

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
+from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.simulator.compiled.task_keys import task_key
 from soap.simulator.costs import CostModel
 from soap.simulator.engine import Engine
-from soap.simulator.lowering import build_plan, lower
+from soap.simulator.lowering import PlanBuilder, lower
 from soap.simulator.reference import simulate
 from soap.strategy.config import FLOATING, Strategy
 from soap.strategy.sync import SPARSE_ALL_GATHER, compressed, parameter_server
@@ -21,9 +22,11 @@ Played = tuple[int, int, frozenset[int], int, int]
 """(duration, start, resources, end, bytes)."""
 
 
-def reference_tasks(graph: OperatorGraph, topology: Topology, costs: CostModel, strategy: Strategy) -> dict[tuple[int, int], Played]:
+def reference_tasks(
+    graph: OperatorGraph, topology: Topology, costs: CostModel, strategy: Strategy, training: PlannedTraining = PLAIN
+) -> dict[tuple[int, int], Played]:
     """What the reference makes of a strategy: key -> task as it was played."""
-    tasks = lower(build_plan(graph, strategy, topology), topology, costs)
+    tasks = lower(PlanBuilder(graph, topology, training).build(strategy), topology, costs)
     schedule = simulate(tasks)
     played = {}
     for task, start, end in zip(tasks.tasks, schedule.start_ns.tolist(), schedule.end_ns.tolist(), strict=True):

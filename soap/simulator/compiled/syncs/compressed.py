@@ -54,13 +54,13 @@ def effort_columns(D: ShardTables) -> int:
 
 
 @compiled
-def add_compressed(W: World, slot0: int) -> None:
-    """Add the tasks of all compressed shards, in the order of the parameters, after the ``count[TASKS]`` tasks from ``slot0`` on. Needs the
-    parameters' geometries."""
+def add_compressed(W: World, slot0: int, buckets: int) -> None:
+    """Add the tasks of all compressed shards, in the order of the parameters, after the ``count[TASKS]`` tasks from ``slot0`` on, of which
+    ``buckets`` sums are the first. Needs the parameters' geometries."""
     D, C, S = W.shards, W.state, W.scratch
     if not any_compressed(W):
         return
-    _settle_devices(W, slot0)
+    _settle_devices(W, slot0, buckets)
     for parameter in range(len(W.graph.parameter_dtype)):
         if is_compressed(C.sync[parameter]) and is_trained(W.graph, parameter):
             geometry = S.geometry[parameter]
@@ -72,10 +72,11 @@ def add_compressed(W: World, slot0: int) -> None:
 
 
 @compiled
-def _settle_devices(W, slot0):  # type: ignore[no-untyped-def]
+def _settle_devices(W, slot0, buckets):  # type: ignore[no-untyped-def]
     """Add, for each peer of a compressed shard, the task that waits for all of its backward passes, with a row for what waits for
-    it. ``settled``: by device, its slot, or -1; ``settling``: where the row's next slot goes."""
-    G, D, C, S = W.graph, W.shards, W.state, W.scratch
+    it: its own works, and if ranks clip (``late``) all sums. ``settled``: by device, its slot, or -1; ``settling``: where the row's next
+    slot goes. The ``count[TASKS]`` tasks from ``slot0`` on are sums in buckets first, then others."""
+    G, R, D, C, S = W.graph, W.groups, W.shards, W.state, W.scratch
     fill(S.settled, 0, len(S.settled), -1)
     fill(S.settling, 0, len(S.settling), 0)
     for parameter in range(len(G.parameter_dtype)):
@@ -88,6 +89,16 @@ def _settle_devices(W, slot0):  # type: ignore[no-untyped-def]
                         exchanges = D.effort[find_effort(W, parameter, shard) + EXCHANGES]
                         for i in range(S.peers[0]):
                             S.settling[S.peers[1 + i]] += exchanges
+                        if D.late[0]:
+                            _count_clipped(C, S)
+    compressing = False
+    for device in range(len(S.settled)):
+        compressing |= S.settling[device] > 0
+    sums = buckets if compressing and D.late[0] else 0
+    for bucket in range(sums):
+        group = C.index[slot0 + bucket]
+        for i in range(R.sets.ptr[group], R.sets.ptr[group + 1]):
+            S.settling[R.sets.item[i]] += 1
     for device in range(len(S.settled)):
         if S.settling[device] > 0:
             slot = slot0 + S.count[TASKS]
@@ -102,6 +113,41 @@ def _settle_devices(W, slot0):  # type: ignore[no-untyped-def]
             slot, device = C.tile_slot[op] + count + tile, C.dev[C.dev_ptr[op] + tile]
             if C.alive[slot] and S.settled[device] >= 0:
                 add_sync_edge(S, slot, S.settled[device])
+    for bucket in range(sums):
+        group = C.index[slot0 + bucket]
+        for i in range(R.sets.ptr[group], R.sets.ptr[group + 1]):
+            _wait_until_settled(C, S, slot0 + bucket, R.sets.item[i])
+
+
+@compiled
+def _count_clipped(C, S):  # type: ignore[no-untyped-def]
+    """Count in ``settling`` what of a compressed shard waits until devices have clipped, beside their own works."""
+    inside = S.peers[0] < S.members[0]
+    for i in range(S.peers[0]):
+        S.settling[S.peers[1 + i]] += 1  # the selection
+    for i in range(S.members[0]):
+        if inside:
+            S.settling[S.members[1 + i]] += 1  # for what is collected
+        elif _own_uses(C, S, S.members[1 + i]) == 0:
+            for j in range(S.members[0]):
+                S.settling[S.members[1 + j]] += 1 if j != i else 0
+
+
+@compiled
+def _wait_until_settled(C, S, slot, device):  # type: ignore[no-untyped-def]
+    """Let a task wait until a device has no backward pass left."""
+    C.arena[S.settling[device]] = slot
+    S.settling[device] += 1
+    C.waits[slot] += 1
+
+
+@compiled
+def _own_uses(C, S, device):  # type: ignore[no-untyped-def]
+    """How many of the tiles that use the shard have a backward pass on this device."""
+    own = 0
+    for i in range(S.count[USES]):
+        own += 1 if S.use_device[i] == device and C.alive[S.use_slot[i]] else 0
+    return own
 
 
 @compiled
@@ -129,13 +175,12 @@ def _add_sum(W, parameter, shard, number, slot0):  # type: ignore[no-untyped-def
                 row = new_row(C, 1)
                 C.arena[row + 2] = works + peers
             key = task_key(SYNC, parameter, stages[k], number, device, 0)
-            _write(C, slot, key, duration, OTHER if followed else SYNC_DEVICE, row, 2 if k else inside)
+            _write(C, slot, key, duration, OTHER if followed else SYNC_DEVICE, row, 1 if k else inside)
             C.resource[slot], C.resource_n[slot] = device, 1
-            if k > 0:
-                C.arena[S.settling[device]] = slot
-                S.settling[device] += 1
-            elif not inside:
-                _wait_for_gradient(C, S, slot, device)
+            if k > 0 or D.late[0]:
+                _wait_until_settled(C, S, slot, device)
+            if k == 0 and not inside:
+                _wait_for_gradient(D, C, S, slot, device)
         if not last:
             _add_exchange(W, parameter, number, at + MESSAGES + 2 * k, works + peers, SPREAD if k else SUM)
         elif inside:
@@ -170,14 +215,18 @@ def _add_inside(W, parameter, shard, number, slot, begins):  # type: ignore[no-u
         C.arena[row + 2 + i] = slot + 1 + i
     C.kind[slot], C.index[slot], C.waits[slot] = OTHER, row, 0
     wait_for_tiles(C, S, slot, slot + 1)
+    for i in range(S.members[0] if D.late[0] else 0):
+        _wait_until_settled(C, S, slot, S.members[1 + i])
 
 
 @compiled
-def _wait_for_gradient(C, S, slot, device):  # type: ignore[no-untyped-def]
-    """Let a selection wait for the backward passes of the device's own uses of the shard; if it has none, for all of them."""
-    own = 0
-    for i in range(S.count[USES]):
-        own += 1 if S.use_device[i] == device and C.alive[S.use_slot[i]] else 0
+def _wait_for_gradient(D, C, S, slot, device):  # type: ignore[no-untyped-def]
+    """Let a selection wait for the backward passes of the device's own uses of the shard; if it has none, for all of them, and if ranks
+    clip until all readers have."""
+    own = _own_uses(C, S, device)
+    for i in range(S.members[0] if own == 0 and D.late[0] else 0):
+        if S.members[1 + i] != device:
+            _wait_until_settled(C, S, slot, S.members[1 + i])
     for i in range(S.count[USES]):
         if C.alive[S.use_slot[i]] and (own == 0 or S.use_device[i] == device):
             add_sync_edge(S, S.use_slot[i], slot)
