@@ -192,8 +192,8 @@ def strategies_for(
     return Strategy(operators, {name: sync for name, sync in chosen.items() if sync != SyncConfig()})
 
 
-LOSSY = (Rgc(density=0.2), RgcAsq(selection="exact"), PowerSgd(), Int8())
-"""Compressions with one exchange of messages, two sums, and two exchanges of parts."""
+LOSSY = (Rgc(density=0.2), Rgc(density=0.2, ragged=True), RgcAsq(selection="exact"), PowerSgd(), Int8())
+"""Compressions with one exchange of messages, one of sizes before it, two sums, and two exchanges of parts."""
 
 
 def syncs(graph: OperatorGraph, parameter: str) -> st.SearchStrategy[SyncConfig]:

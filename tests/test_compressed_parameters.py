@@ -28,7 +28,16 @@ from tests.graph_builder import GraphBuilder
 from tests.strategies import CPU, cluster
 
 FOUR = cluster([1, 1, 1, 1], CPU)
-EVERY = (Rgc(), Rgc(0.25, "sampled"), RgcAsq(error_feedback=True), Chunked(codes="bf16", decay=1.0), PowerSgd(4), Bf16(), Int8())
+EVERY = (
+    Rgc(),
+    Rgc(0.25, "sampled"),
+    Rgc(0.25, "search", ragged=True),
+    RgcAsq(error_feedback=True),
+    Chunked(codes="bf16", decay=1.0),
+    PowerSgd(4),
+    Bf16(),
+    Int8(),
+)
 
 
 def layers() -> OperatorGraph:
@@ -71,6 +80,9 @@ WRONG = [
     ({"method": "rgc", "density": True}, "rgc: density True; expected a number"),
     ({"method": "rgc", "density": 2}, "rgc: density 2; expected a share"),
     ({"method": "powersgd", "rank": 1.5}, "powersgd: rank 1.5; expected a whole number"),
+    ({"method": "rgc", "ragged": 1}, "rgc: ragged 1; expected true or false"),
+    ({"method": "rgc", "ragged": True, "selection": "exact"}, "rgc: ragged with selection 'exact', whose messages all have one length; "),
+    ({"method": "bf16", "ragged": True}, "bf16: unknown setting 'ragged'; it has no settings: take it out"),
     ({"method": "rgc+asq", "error_feedback": 1}, r"rgc\+asq: error_feedback 1; expected true or false"),
     ({"method": "rgc+asq", "selection": "sampled"}, r"rgc\+asq: selection 'sampled'; expected one of "),
     ({"method": "rgc", "density": 10**400}, "rgc: density a number of over 20 digits; expected a share"),

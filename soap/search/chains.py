@@ -34,7 +34,7 @@ from soap.plan.compression.training import PlannedTraining
 from soap.search.constraints import brought_inside, pairs_of, parse
 from soap.search.descent import adopt, propose_descent
 from soap.search.infeasible import infeasible
-from soap.search.lossy import lossy_starts, lossy_ways, with_lossy
+from soap.search.lossy import lossy_starts, lossy_ways, may_be_ragged, with_lossy
 from soap.search.metropolis import ChainState, Evaluator, step
 from soap.search.options import SearchOptions
 from soap.search.polish import MAX_POLISHED, polish_best
@@ -128,7 +128,8 @@ def _allowed_space(graph: OperatorGraph, topology: Topology, options: SearchOpti
     pins, forbidden = pairs_of(options.pins), pairs_of(options.forbidden)
     allowed = parse(graph, topology.device_count, pins, forbidden)
     allowed = with_uncut(graph, topology, allowed, options.uncut, options.together)
-    syncs = with_lossy(graph, sync_choices(graph, topology, options.syncs, options.uncut), options.compressions, lossy_ways(topology))
+    exact, withins = sync_choices(graph, topology, options.syncs, options.uncut), lossy_ways(topology)
+    syncs = with_lossy(graph, exact, options.compressions, withins, ragged=may_be_ragged(topology))
     return build_space(graph, topology.device_count, allowed=allowed, syncs=syncs)
 
 

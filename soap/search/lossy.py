@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.plan.compression.policy import chosen, layer_of
-from soap.strategy.compression import Compression
+from soap.strategy.compression import EXACT, Compression, Rgc, RgcAsq
 from soap.strategy.config import FLOATING, Strategy, SyncConfig
 from soap.strategy.sync import ALL_REDUCE, compressed, server_count, ways_within
 from soap.strategy.sync_contracts import Within
@@ -26,10 +27,23 @@ def peer_counts(topology: Topology) -> tuple[int, ...]:
     return tuple(counts[within] for within in lossy_ways(topology))
 
 
+def may_be_ragged(topology: Topology) -> bool:
+    """Whether searches try ragged messages: on processors. The sizes of messages are known when a GPU has made them; a processor that
+    waited for that in the middle of a step would not launch what comes behind."""
+    return all(device.type.kind == "cpu" for device in topology.devices)
+
+
+def _ragged(method: Compression) -> Sequence[Compression]:
+    varies = isinstance(method, Rgc | RgcAsq) and method.selection not in EXACT
+    return [replace(method, ragged=True)] if varies else []
+
+
 def lossy_syncs(
-    graph: OperatorGraph, lossy: Sequence[Compression], withins: Sequence[Within] = ("none",)
+    graph: OperatorGraph, lossy: Sequence[Compression], withins: Sequence[Within] = ("none",), *, ragged: bool = False
 ) -> dict[str, tuple[SyncConfig, ...]]:
-    """Dense trainable parameter -> how these methods compress it (``policy.chosen``); parameters that none of them does are left out."""
+    """Dense trainable parameter -> how these methods compress it (``policy.chosen``); parameters that none of them does are left out.
+    ``ragged``: with ragged messages, too, where messages vary in length."""
+    lossy = [way for method in lossy for way in (method, *(_ragged(method) if ragged else ()))]
     found = {}
     for tensor in graph.parameters:
         if tensor.requires_grad and tensor.name not in graph.sparse and tensor.dtype in FLOATING:
@@ -41,10 +55,10 @@ def lossy_syncs(
 
 
 def with_lossy(
-    graph: OperatorGraph, syncs: Choices, lossy: Sequence[Compression], withins: Sequence[Within] = ("none",)
+    graph: OperatorGraph, syncs: Choices, lossy: Sequence[Compression], withins: Sequence[Within] = ("none",), *, ragged: bool = False
 ) -> dict[str, tuple[SyncConfig, ...]]:
     """The choices of ``sync.sync_choices`` with those that compress, in the graph's order; all-reduce stays the first."""
-    more = lossy_syncs(graph, lossy, withins)
+    more = lossy_syncs(graph, lossy, withins, ragged=ragged)
     names = [tensor.name for tensor in graph.parameters if tensor.name in syncs or tensor.name in more]
     return {name: (*syncs.get(name, (ALL_REDUCE,)), *more.get(name, ())) for name in names}
 

@@ -12,7 +12,7 @@ from soap.model.graph import OperatorGraph
 from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.profiles.roofline import RooflineCosts
 from soap.search.chains import search
-from soap.search.lossy import lossy_starts, lossy_syncs, lossy_ways, peer_counts, with_lossy
+from soap.search.lossy import lossy_starts, lossy_syncs, lossy_ways, may_be_ragged, peer_counts, with_lossy
 from soap.search.options import SearchOptions
 from soap.simulator.incremental import IncrementalSimulator
 from soap.simulator.simulate import Simulator
@@ -107,7 +107,7 @@ def test_hosts_compress_together_where_that_pays() -> None:
     assert peer_counts(pairs_of_hosts(1e10, 1e5)) == (4, 2) and peer_counts(SLOW) == (4,)
     for inside, within in ((1e10, "host"), (1e5, "none")):
         own = found(pairs_of_hosts(inside, 1e5), "rgc:0.001").parameters["output.weight"]
-        assert own == compressed(Rgc(0.001, "sampled"), within)
+        assert own.compression is not None and own.compression.padded == Rgc(0.001, "sampled") and own.within == within
     assert list(lossy_starts(GRAPH, data_parallel(GRAPH, SLOW), [Rgc(0.01)], ["none", "host"])) == [
         "data_parallel, rgc:0.01",
         "data_parallel, rgc:0.01 by host",
@@ -143,6 +143,17 @@ def test_a_warm_up_that_does_not_fit_is_not_chosen() -> None:
         strategy = lossy_starts(GRAPH, data_parallel(GRAPH, tight), [Rgc(0.001)])["data_parallel, rgc:0.001"]
         evaluator.makespan_ns(strategy)
         assert (evaluator.overflow_bytes(strategy) == 0) == compresses
+
+
+def test_real_lengths_are_sent_where_bytes_count_more_than_messages() -> None:
+    """On processors: a GPU would have to tell how long its messages are in the middle of a step."""
+    assert may_be_ragged(SLOW) and not may_be_ragged(cluster([2, 2]))
+    ways = lossy_syncs(GRAPH, [Rgc(0.01), Bf16(), Rgc(0.01, "exact")], ragged=True)["large.weight"]
+    assert ways == tuple(map(compressed, (Rgc(0.01, "sampled"), Rgc(0.01, "sampled", ragged=True), Bf16(), Rgc(0.01, "exact"))))
+    for latency, ragged in ((1e-6, True), (10.0, False)):
+        topology = replace(SLOW, links=tuple(replace(link, latency_seconds=latency) for link in SLOW.links))
+        own = found(topology, "rgc:0.001").parameters["output.weight"].compression
+        assert own == Rgc(0.001, "sampled", ragged=ragged)
 
 
 def test_wrong_methods_are_refused_in_one_line() -> None:

@@ -10,6 +10,7 @@ COMPRESSED = (
     Rgc(),
     Rgc(density=0.3, selection="exact"),
     Rgc(density=0.5, selection="sampled"),
+    Rgc(density=0.3, selection="search", ragged=True),
     RgcAsq(density=0.1),
     Chunked(),
     PowerSgd(rank=3),

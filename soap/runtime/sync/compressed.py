@@ -22,7 +22,7 @@ from soap.plan.syncs.compressed import COLLECT, EXCHANGES, HAND_ON
 from soap.runtime.comm.parcels import Parcels, bytes_of, start_exchange
 from soap.runtime.comm.redistribute import Pending
 from soap.runtime.compression.peer import CompressedTraining, Course, Peer
-from soap.runtime.compression.seam import State, kept_dtype
+from soap.runtime.compression.seam import State, kept_dtype, sizes_of
 from soap.runtime.compression.together import in_order
 from soap.runtime.program.actions import ActionKind
 from soap.runtime.step.micro_batch import MicroBatch
@@ -32,8 +32,8 @@ from soap.runtime.sync.seam import Gradient, SyncContext
 from soap.runtime.trace import Watch
 from soap.simulator.tasks import TaskKind
 
-Exchanges = Generator[tuple[ExchangeKind, torch.Tensor, str], torch.Tensor, torch.Tensor]
-"""A course whose exchanges are all-gathers and all-to-alls, with the names of the simulator's tasks."""
+Exchanges = Generator[tuple[ExchangeKind, torch.Tensor, str, Sequence[int]], torch.Tensor, torch.Tensor]
+"""A course whose exchanges are all-gathers and all-to-alls, with the names of the simulator's tasks, and the sizes of ragged messages."""
 
 
 class CompressedSum(BucketedSum):
@@ -154,13 +154,16 @@ class CompressedSum(BucketedSum):
     def _go_on(self, number: int, course: Exchanges, received: torch.Tensor | None) -> None:
         """Take a course to its next exchange, and begin that, or to its end."""
         try:
-            kind, message, name = next(course) if received is None else course.send(received)
+            kind, message, name, sizes = next(course) if received is None else course.send(received)
         except StopIteration as end:
             [shard] = self.syncs[number].shards
             self._totals[shard] = end.value.to(self.store.tensors[shard].dtype)
             return
         message, devices = message.detach().contiguous(), self.syncs[number].peers
-        pending = (self.comm.all_gather if kind == "all_gather" else self.comm.rows_to_all)(message, devices)
+        if kind == "ragged":
+            pending = self.comm.gather_ragged(message, sizes, devices)
+        else:
+            pending = (self.comm.all_gather if kind == "all_gather" else self.comm.rows_to_all)(message, devices)
         self.watch(name, TaskKind.SYNC, pending)
         self._courses[number] = course, pending
 
@@ -175,14 +178,20 @@ class CompressedSum(BucketedSum):
                 total: torch.Tensor = end.value
                 return total
             name = sync_name(sync, verb)
+            if kind == "ragged":
+                assert received is not None  # sizes come first
+                sizes = sizes_of(received)
+                traffic.compressed_bytes += sum(sizes) + (count - 2) * message.nbytes
+                received = yield kind, message, name, sizes
+                continue
             if kind != "sum":
                 traffic.compressed_bytes += 2 * (count - 1) * (message if kind == "all_gather" else message[0]).nbytes
-                received = yield kind, message, name
+                received = yield kind, message, name, ()
                 continue
             traffic.synchronized_bytes += message.nbytes
             size, part = message.numel(), -(-message.numel() // count)
-            parts = yield "all_to_all", torch.nn.functional.pad(message, (0, count * part - size)).view(count, part), name
-            received = (yield "all_gather", in_order(parts.unbind()), name).reshape(-1)[:size]
+            parts = yield "all_to_all", torch.nn.functional.pad(message, (0, count * part - size)).view(count, part), name, ()
+            received = (yield "all_gather", in_order(parts.unbind()), name, ()).reshape(-1)[:size]
         raise AssertionError  # ``cycle`` has no end
 
     @property
