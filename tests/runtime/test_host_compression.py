@@ -12,6 +12,7 @@ import torch
 from soap.cluster.topology import Topology
 from soap.errors import RuntimeFailure
 from soap.model.regions import balanced
+from soap.plan.compression.policy import settled
 from soap.runtime.check import CheckResult, check
 from soap.runtime.comm.redistribute import Traffic
 from soap.runtime.compression.dgc import Momentum, WarmUp
@@ -70,10 +71,13 @@ def trained(
         return Trained(losses, trainer.state_dict()), own, trainer.traffic
 
 
-def emulated(method: str, per_host: int, steps: int, compressing: CompressedTraining, clip: float | None = None) -> Trained:
-    module = module_of("words")
+def emulated(
+    path: str, method: str, per_host: int, steps: int, compressing: CompressedTraining, clip: float | None = None
+) -> Trained:
+    module, graph = module_of("words"), loaded(path).graph
+    how = {name: settled(graph, name, METHODS[method]) for name in LAYERS}  # the output layer's values are not averaged
     training = Training(0.1, compressing.momentum, warm_up=compressing.warm_up, clip_norm=clip)
-    alone = Emulation(module, lambda own, part: own(*part), dict.fromkeys(LAYERS, METHODS[method]), RANKS, training, per_host)
+    alone = Emulation(module, lambda own, part: own(*part), how, RANKS, training, per_host)
     losses = [alone.step([[t[a:b] for t in batch] for a, b in balanced(SAMPLES, RANKS)]) for batch in batches(steps)]
     return Trained(losses, {name: tensor.detach().clone() for name, tensor in module.state_dict().items()})
 
@@ -89,7 +93,7 @@ def test_hosts_lose_what_the_emulation_loses(
     """Two peers, whose replicas and those of their hosts' other ranks are equal to the bit; and every byte is in the plan."""
     results = four.run(trained, path, method, topology, range(8), compressing, ranks=RANKS)
     require_equal_replicas([(found, own) for found, own, _ in results])
-    assert worst(results[0][0], emulated(method, per_host, 8, compressing)) < TOLERANCE
+    assert worst(results[0][0], emulated(path, method, per_host, 8, compressing)) < TOLERANCE
     if compressing is AS_IT_IS:
         model = loaded(path)
         strategy = strategy_of(model, compressed(METHODS[method], "host"))
@@ -104,7 +108,7 @@ def test_hosts_clip_their_sums(four: Pool, path: str, clip: float, topology: Top
     """Of all parameters together, at N^(-1/2) of the norm, where N is the number of hosts."""
     results = four.run(trained, path, "exact", topology, range(6), AS_IT_IS, clip, ranks=RANKS)
     require_equal_replicas([(found, own) for found, own, _ in results])
-    assert worst(results[0][0], emulated("exact", per_host, 6, AS_IT_IS, clip)) < TOLERANCE
+    assert worst(results[0][0], emulated(path, "exact", per_host, 6, AS_IT_IS, clip)) < TOLERANCE
 
 
 def refused(path: str) -> str:

@@ -104,8 +104,8 @@ def synchronize(W: World) -> None:
     for bucket in range(buckets):
         finish_bucket(W, bucket, slot0 + bucket)
     add_owners_tasks(W, slot0)
+    cut_sums(R, C, S, slot0)  # what follows is not cut
     add_compressed(W, slot0, buckets)
-    cut_sums(R, C, S, slot0)
     ask_prices(D, S)
     _install(W, slot0)
     for device in range(devices):

@@ -13,7 +13,7 @@ DENSITY = 0.02
 METHODS: dict[str, tuple[Compression, ...]] = {
     "rgc": (
         *(Rgc(DENSITY, selection) for selection in ("exact", "trimmed", "search", "sampled")),
-        *(Rgc(DENSITY, selection, ragged=True) for selection in ("search", "sampled")),
+        Rgc(DENSITY, "search", ragged=True),
     ),
     "rgc+asq": (
         *(RgcAsq(DENSITY, selection, ef) for selection in ("exact", "trimmed", "search") for ef in (False, True)),

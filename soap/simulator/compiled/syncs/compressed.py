@@ -96,7 +96,7 @@ def _settle_devices(W, slot0, buckets):  # type: ignore[no-untyped-def]
         compressing |= S.settling[device] > 0
     sums = buckets if compressing and D.late[0] else 0
     for bucket in range(sums):
-        group = C.index[slot0 + bucket]
+        group = S.t_res_n[bucket]
         for i in range(R.sets.ptr[group], R.sets.ptr[group + 1]):
             S.settling[R.sets.item[i]] += 1
     for device in range(len(S.settled)):
@@ -114,7 +114,7 @@ def _settle_devices(W, slot0, buckets):  # type: ignore[no-untyped-def]
             if C.alive[slot] and S.settled[device] >= 0:
                 add_sync_edge(S, slot, S.settled[device])
     for bucket in range(sums):
-        group = C.index[slot0 + bucket]
+        group = S.t_res_n[bucket]
         for i in range(R.sets.ptr[group], R.sets.ptr[group + 1]):
             _wait_until_settled(C, S, slot0 + bucket, R.sets.item[i])
 
