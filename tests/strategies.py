@@ -192,8 +192,8 @@ def strategies_for(
     return Strategy(operators, {name: sync for name, sync in chosen.items() if sync != SyncConfig()})
 
 
-LOSSY = (Rgc(density=0.2), RgcAsq(selection="exact"), PowerSgd(), Int8())
-"""Compressions with one exchange of messages, two sums, and two exchanges of parts."""
+LOSSY = (Rgc(density=0.2), Rgc(density=0.2, ragged=True), RgcAsq(selection="exact"), PowerSgd(), Int8())
+"""Compressions with one exchange of messages, one of sizes before it, two sums, and two exchanges of parts."""
 
 
 def syncs(graph: OperatorGraph, parameter: str) -> st.SearchStrategy[SyncConfig]:
@@ -201,7 +201,7 @@ def syncs(graph: OperatorGraph, parameter: str) -> st.SearchStrategy[SyncConfig]
     rows = parameter in graph.sparse
     servers = [parameter_server(partitions, within, rows=rows) for partitions in (1, 3) for within in WITHIN]
     gathered = [SPARSE_ALL_GATHER] if parameter in graph.sparse else []
-    lossy = [compressed(how) for how in LOSSY if not rows and graph.tensors[parameter].dtype in FLOATING]
+    lossy = [compressed(how, within) for how in LOSSY for within in WITHIN if not rows and graph.tensors[parameter].dtype in FLOATING]
     return st.sampled_from([SyncConfig(), *gathered, *servers, *lossy])
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from soap.cluster.topology import Topology
 from soap.errors import StrategyError
 from soap.model.graph import OperatorGraph
 from soap.plan.compression.policy import layer_of
@@ -22,11 +23,21 @@ from soap.strategy.compression import Bf16, Chunked, Compression, Int8, PowerSgd
 from soap.strategy.config import Strategy, SyncConfig
 from soap.strategy.json_file import dumps, loads, strategy_hash
 from soap.strategy.sync import compressed
+from soap.strategy.sync_contracts import WITHIN, Within
 from tests.graph_builder import GraphBuilder
 from tests.strategies import CPU, cluster
 
 FOUR = cluster([1, 1, 1, 1], CPU)
-EVERY = (Rgc(), Rgc(0.25, "sampled"), RgcAsq(error_feedback=True), Chunked(codes="bf16", decay=1.0), PowerSgd(4), Bf16(), Int8())
+EVERY = (
+    Rgc(),
+    Rgc(0.25, "sampled"),
+    Rgc(0.25, "search", ragged=True),
+    RgcAsq(error_feedback=True),
+    Chunked(codes="bf16", decay=1.0),
+    PowerSgd(4),
+    Bf16(),
+    Int8(),
+)
 
 
 def layers() -> OperatorGraph:
@@ -41,21 +52,23 @@ def layers() -> OperatorGraph:
 GRAPH = layers()
 
 
-def strategy_of(how: Compression, *names: str) -> Strategy:
-    return data_parallel(GRAPH, FOUR).with_changes(parameters=dict.fromkeys(names or ("middle.weight",), compressed(how)))
+def strategy_of(how: Compression, *names: str, topology: Topology = FOUR, within: Within = "none") -> Strategy:
+    sync = compressed(how, within)
+    return data_parallel(GRAPH, topology).with_changes(parameters=dict.fromkeys(names or ("middle.weight",), sync))
 
 
 @pytest.mark.parametrize("how", EVERY, ids=lambda how: how.word)
 def test_files_keep_all_settings(how: Compression) -> None:
     assert read_settings(json.loads(json.dumps(written_settings(how)))) == how
-    strategy = strategy_of(how)
-    found, _ = loads(dumps(strategy, GRAPH, FOUR), GRAPH, FOUR)
-    assert found.sync("middle.weight") == compressed(how)
+    for within in WITHIN:
+        strategy = strategy_of(how, within=within)
+        found, _ = loads(dumps(strategy, GRAPH, FOUR), GRAPH, FOUR)
+        assert found.sync("middle.weight") == compressed(how, within)
 
 
 def test_hashes_tell_settings_apart() -> None:
-    hashes = {strategy_hash(strategy_of(how), GRAPH) for how in EVERY}
-    assert len({*hashes, strategy_hash(data_parallel(GRAPH, FOUR), GRAPH)}) == len(EVERY) + 1
+    hashes = {strategy_hash(strategy_of(how, within=within), GRAPH) for how in EVERY for within in WITHIN}
+    assert len({*hashes, strategy_hash(data_parallel(GRAPH, FOUR), GRAPH)}) == 2 * len(EVERY) + 1
 
 
 WRONG = [
@@ -67,6 +80,9 @@ WRONG = [
     ({"method": "rgc", "density": True}, "rgc: density True; expected a number"),
     ({"method": "rgc", "density": 2}, "rgc: density 2; expected a share"),
     ({"method": "powersgd", "rank": 1.5}, "powersgd: rank 1.5; expected a whole number"),
+    ({"method": "rgc", "ragged": 1}, "rgc: ragged 1; expected true or false"),
+    ({"method": "rgc", "ragged": True, "selection": "exact"}, "rgc: ragged with selection 'exact', whose messages all have one length; "),
+    ({"method": "bf16", "ragged": True}, "bf16: unknown setting 'ragged'; it has no settings: take it out"),
     ({"method": "rgc+asq", "error_feedback": 1}, r"rgc\+asq: error_feedback 1; expected true or false"),
     ({"method": "rgc+asq", "selection": "sampled"}, r"rgc\+asq: selection 'sampled'; expected one of "),
     ({"method": "rgc", "density": 10**400}, "rgc: density a number of over 20 digits; expected a share"),
@@ -154,6 +170,42 @@ def test_devices_work_and_wait(how: Compression) -> None:
     assert len(names) == 4 * len(works)
     sent = sum(task.bytes for task in tasks.tasks if "middle.weight" in task.name)
     assert sent == sum(2 * 3 * e.message_bytes if e.kind == "sum" else 12 * e.message_bytes for e in layout.exchanges)
+
+
+@pytest.mark.parametrize("how", EVERY, ids=lambda how: how.word)
+def test_one_device_of_each_host_compresses(how: Compression) -> None:
+    """It waits for its host's gradients, and the host's other devices for the sum. They keep nothing, and select nothing."""
+    hosts = cluster([2, 2], CPU)
+    plan = build_plan(GRAPH, strategy_of(how, topology=hosts, within="host"), hosts)
+    tasks = lower(plan, hosts, RooflineCosts(hosts))
+    schedule = simulate(tasks)
+    [sync] = [sync for sync in plan.syncs if sync.compression]
+    layout, size = layout_for(plan, sync), 64 * 64 * 4
+    assert (sync.readers, sync.leaders, sync.peers, layout.peers) == ((0, 1, 2, 3), (0, 0, 2, 2), (0, 2), 2)
+    start, end = ({t.name: int(at) for t, at in zip(tasks.tasks, times, strict=True)} for times in (schedule.start_ns, schedule.end_ns))
+    assert start["collect middle.weight[0]"] >= max(end[f"backward middle[{device}]"] for device in range(4))
+    works = ["select", "combine", "restore"] if len(layout.exchanges) > 1 else ["select", "restore"]
+    for device in (0, 2):
+        assert start[f"select middle.weight[0] @{device}"] >= end["collect middle.weight[0]"]
+        assert start["hand on middle.weight[0]"] >= end[f"restore middle.weight[0] @{device}"]
+    assert all(start[f"update @{device}"] >= end["hand on middle.weight[0]"] for device in range(4))
+    names = [task.name for task in tasks.tasks if task.kind is TaskKind.COMPRESS and not task.name.startswith("settle")]
+    assert sorted(names) == sorted(f"{work} middle.weight[0] @{device}" for work in works for device in (0, 2))
+    moved = {task.name: (task.bytes, task.flows) for task in tasks.tasks if "middle.weight" in task.name and task.bytes}
+    assert moved.pop("collect middle.weight[0]") == (2 * size, ((1, 0, size), (3, 2, size)))
+    assert moved.pop("hand on middle.weight[0]") == (2 * size, ((0, 1, size), (2, 3, size)))
+    assert sum(sent for sent, _ in moved.values()) == sum(2 * e.message_bytes for e in layout.exchanges)
+    state = layout.state_bytes(how)
+    kept = {hold.device: hold.size_bytes for hold in method_for(sync).holds(plan, sync) if not hold.since}
+    assert kept == {0: state, 2: state}
+
+
+def test_a_host_alone_compresses_nothing() -> None:
+    """Nothing leaves it, so its devices sum as ever; buckets and all."""
+    alone = cluster([4], CPU)
+    plan = build_plan(GRAPH, strategy_of(Rgc(0.1), topology=alone, within="host"), alone)
+    assert {sync.method for sync in plan.syncs} == {"all_reduce"}
+    assert plan.syncs == build_plan(GRAPH, data_parallel(GRAPH, alone), alone).syncs
 
 
 def test_one_reader_compresses_nothing() -> None:

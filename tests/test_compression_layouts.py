@@ -36,7 +36,7 @@ def test_methods_are_read_by_name_and_number() -> None:
         ("rgc:1.5", "rgc: density 1.5; expected a share"),
         ("rgc:nan", "rgc: density nan; expected a share"),
         ("powersgd:1.5", "expected a rank behind the colon, such as 'powersgd:2'"),
-        ("powersgd:0", "powersgd: rank 0; expected a whole number of at least 1"),
+        ("powersgd:0", "powersgd: rank 0; expected a whole number from 1 to 1048576"),
         ("bf16:2", "bf16 has no setting; expected 'bf16'"),
     ],
 )
@@ -96,6 +96,19 @@ def test_what_is_real_of_a_padded_message() -> None:
     assert layout.real_bytes(2500) == 8 + 8 * 2500
     assert layout_of(RgcAsq(0.001, "search"), SHAPE, 4, 4).real_bytes(2500) == 16 + 4 * 2500
     assert layout_of(Bf16(), SHAPE, 4, 4).real_bytes(0) == layout_of(Bf16(), SHAPE, 4, 4).exchanges[0].message_bytes
+
+
+def test_ragged_messages_are_planned_as_long_as_expected() -> None:
+    """k / ln 2 elements behind an exchange of sizes; memory has room for 2 k."""
+    layout, padded = layout_of(Rgc(0.001, "search", ragged=True), SHAPE, 4, 4), layout_of(Rgc(0.001, "search"), SHAPE, 4, 4)
+    assert layout.exchanges == (Exchange("all_gather", 8), Exchange("ragged", 8 + 8 * 2885, 8 + 8 * 4000))
+    assert layout.sent_bytes == 3 * (8 + 8 + 8 * 2885) < padded.sent_bytes == 3 * (8 + 8 * 4000)
+    assert layout.message_bytes > padded.message_bytes
+    assert layout_of(RgcAsq(0.001, "search", ragged=True), SHAPE, 4, 4).exchanges[1].message_bytes == 8 * -(-(16 + 4 * 2885) // 8)
+    hidden, convolution = Layer("hidden", (6000, 1500), 4), Layer("convolution", (512, 512, 3, 3), 4)
+    assert chosen(Rgc(0.01, ragged=True), hidden) == Rgc(0.01, "sampled", ragged=True)
+    assert chosen(Rgc(0.01, ragged=True), convolution) == Rgc(0.01, "trimmed")
+    assert chosen(RgcAsq(0.01, ragged=True), Layer("output", (10_000, 1500), 4)) == Rgc(0.01, "sampled", ragged=True)
 
 
 def test_narrow_gradients_are_kept_and_sent_in_float32() -> None:

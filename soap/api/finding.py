@@ -46,7 +46,12 @@ def find(
     one line if model, cluster or options cannot be used; InfeasibleError if no strategy fits into memory.
     """
     simulator = simulator_for(
-        model, cluster, optimizer_states=options.optimizer_states, costs=options.costs, measured_updates=options.measured_updates
+        model,
+        cluster,
+        optimizer_states=options.optimizer_states,
+        costs=options.costs,
+        measured_updates=options.measured_updates,
+        training=options.training,
     )
     from soap.simulator.incremental import IncrementalSimulator  # importing numba takes a second: do it for searches only
 

@@ -27,7 +27,7 @@ def gain_with(simulator: Simulator, plan: Strategy, usual: Strategy) -> Callable
     def gain(figure: Figure, factor: float) -> float:
         topology = with_figure(simulator.topology, figure, factor)
         costs = ScaledCosts(simulator.costs, simulator.topology, topology, simulator.optimizer_states)
-        there = Simulator(simulator.graph, topology, costs, simulator.optimizer_states)
+        there = Simulator(simulator.graph, topology, costs, simulator.optimizer_states, simulator.training)
         times = [_time_ns(there, strategy, own, compiled=compiled) for strategy, own in known]
         return times[1] / times[0]
 
@@ -42,7 +42,7 @@ def _time_ns(simulator: Simulator, strategy: Strategy, known: Simulation | Folde
         return simulate(lower(known.plan, simulator.topology, simulator.costs)).makespan_ns
     from soap.simulator.engine import Engine  # imports numba
 
-    engine = Engine(simulator.graph, simulator.topology, simulator.costs)
+    engine = Engine(simulator.graph, simulator.topology, simulator.costs, training=simulator.training)
     engine.load(strategy)
     return engine.simulate()
 

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from soap.cli.plain_text import aligned, milliseconds
-from soap.errors import SoapWarning
+from soap.errors import RuntimeFailure, SoapWarning
 from soap.plan.compression.training import PLAIN
+from soap.plan.plan import ShardSync
 from soap.plan.syncs.bucketing import gradient_bytes
 from soap.plan.syncs.compressed import layout_for
 from soap.simulator.folded import FoldedSimulation
@@ -26,28 +27,33 @@ MOST_ROWS = 16
 
 
 def document(simulator: Simulator, strategy: Strategy, simulation: Simulation | FoldedSimulation) -> dict[str, Any] | None:
-    """Plain JSON values; None if nothing is compressed. ``sent_bytes``, ``dense_bytes``: of one device in a step, as it is and if the
-    gradient were all-reduced by a ring. ``saved_ns``: how much longer a step would take if this parameter alone, or with ``all`` every
-    one, were all-reduced; below 0 if compressing costs time."""
+    """Plain JSON values; None if nothing is compressed. ``sent_bytes``: what a device that compresses sends the others that do, in a step;
+    ``dense_bytes``: what each would send if the gradient were all-reduced by a ring. ``saved_ns``: how much longer a step would take if
+    this parameter alone, or with ``all`` every one, were all-reduced; below 0 if compressing costs time."""
     entries: dict[str, dict[str, Any]] = {}
     if not isinstance(simulation, Simulation):  # compressed plans are not folded
         return None
     for sync in simulation.plan.syncs:
         if sync.compression is None:
             continue
-        layout, peers = layout_for(simulation.plan, sync), len(sync.readers)
+        layout, readers = layout_for(simulation.plan, sync), len(sync.readers)
         entry = entries.setdefault(
             sync.parameter,
-            {"method": said_settings(written_settings(sync.compression)), "density": getattr(sync.compression, "density", None)}
+            {"method": _said(sync), "density": getattr(sync.compression, "density", None)}
             | {"sent_bytes": 0, "dense_bytes": 0},
         )
         entry["sent_bytes"] += layout.sent_bytes
-        entry["dense_bytes"] += 2 * (peers - 1) * gradient_bytes(simulation.plan, sync) // peers
+        entry["dense_bytes"] += 2 * (readers - 1) * gradient_bytes(simulation.plan, sync) // readers
     if not entries:
         return None
     for name, entry in entries.items():
         entry["saved_ns"] = _time_ns(simulator, strategy, [name]) - simulation.makespan_ns
     return {"parameters": entries, "all": {"saved_ns": _time_ns(simulator, strategy, list(entries)) - simulation.makespan_ns}}
+
+
+def _said(sync: ShardSync) -> str:
+    assert sync.compression is not None  # the caller has seen to it
+    return said_settings(written_settings(sync.compression)) + ", one device of each host" * sync.aggregated
 
 
 def training_of(momentum: float | None, warm_up: tuple[int, int], clip_norm: float | None = None) -> CompressedTraining:
@@ -56,6 +62,19 @@ def training_of(momentum: float | None, warm_up: tuple[int, int], clip_norm: flo
     from soap.runtime.compression.peer import CompressedTraining
 
     return CompressedTraining(None if momentum is None else Momentum(momentum), WarmUp(*warm_up), clip_norm)
+
+
+def unclippable(simulation: Simulation | FoldedSimulation, clip_norm: float | None) -> str:
+    """One line about a plan that ``soap-run`` refuses with this ``--clip-norm``; empty if it does not."""
+    if clip_norm is None or not isinstance(simulation, Simulation) or not count(simulation):
+        return ""
+    from soap.runtime.updates.clipping import require_clippable
+
+    try:
+        require_clippable(simulation.plan, clip_norm)
+    except RuntimeFailure as cause:
+        return f"soap-run will refuse this plan with --clip-norm: {cause}; or search with --pin"
+    return ""
 
 
 def warn_of_memory(simulation: Simulation) -> None:

@@ -267,6 +267,26 @@ def lossy_method(text: str) -> Compression:
         raise argparse.ArgumentTypeError(f"{text[:100]!r} is not allowed: {error}") from None
 
 
+def add_compressed_training(parser: Parser, when: str = "") -> None:
+    """What training by a plan that compresses has beside the optimizer. ``when``: what the helps begin with."""
+    parser.add_argument("--clip-norm", metavar="X", type=positive_number, help=f"{when}scale gradients to at most this global norm")
+    parser.add_argument(
+        "--correct-momentum",
+        metavar="M",
+        type=momentum,
+        help=f"{when}momentum of all parameters (with --optimizer sgd); to compressed ones it is applied before compression, and not to "
+        "what was sent (DGC)",
+    )
+    parser.add_argument(
+        "--warm-up",
+        metavar="DENSE[,EACH]",
+        type=warm_up,
+        default=(0, 0),
+        help=f"{when}of compressed parameters: DENSE steps send everything, then EACH steps send 25%%, 6.25%%, 1.6%%, 0.4%%, 0.1%% "
+        "(default: none)",
+    )
+
+
 def warm_up(text: str) -> tuple[int, int]:
     """Parse ``100`` or ``100,50``: dense steps, and steps at each density of a warm-up."""
     dense, comma, each = text.partition(",")

@@ -18,17 +18,16 @@ from soap.cli.command import Parser, UsageError, note, run_command
 from soap.cli.options import (
     add_backend,
     add_cluster,
+    add_compressed_training,
     add_costs,
     add_model,
     add_outputs,
     data_spec,
-    momentum,
     not_negative,
     positive,
     positive_number,
     reading,
     refuse_overwriting,
-    warm_up,
 )
 from soap.cli.plain_text import aligned, listed, milliseconds, speed_up
 from soap.cli.report import crowded, resting, shared_cores
@@ -92,22 +91,7 @@ def add_training(parser: Parser) -> None:
     )
     parser.add_argument("--accumulate", metavar="K", type=positive, default=1, help=accumulate_help)
     parser.add_argument("--compile", action="store_true", help="by torch.compile, which takes its time in the first step")
-    parser.add_argument("--clip-norm", metavar="X", type=positive_number, help="scale gradients to at most this global norm")
-    parser.add_argument(
-        "--correct-momentum",
-        metavar="M",
-        type=momentum,
-        help="momentum of all parameters (with --optimizer sgd); to compressed ones it is applied before compression, and not to what was "
-        "sent (DGC)",
-    )
-    parser.add_argument(
-        "--warm-up",
-        metavar="DENSE[,EACH]",
-        type=warm_up,
-        default=(0, 0),
-        help="of compressed parameters: DENSE steps send everything, then EACH steps send 25%%, 6.25%%, 1.6%%, 0.4%%, 0.1%% (default: "
-        "none)",
-    )
+    add_compressed_training(parser)
     data_help = (
         "yields one sequence of tensors per step, the same on all ranks; or zoo:NAME (default: drawn like the example inputs, of which "
         "whole numbers other than indices and labels, such as offsets, lengths and masks, are taken as they are)"

@@ -13,6 +13,7 @@ from soap.api import ahead
 from soap.cli import at_hand, clusters, explain, report, rows, search_report
 from soap.cli.clusters import Candidate
 from soap.cli.command import Parser, UsageError, note, run_command
+from soap.cli.compressing import unclippable
 from soap.cli.first_measuring import Measured
 from soap.cli.options import add_cluster, add_costs, add_explain, add_model, add_outputs, add_rows, has_gpus, reading, refuse_overwriting
 from soap.cli.search_options import add_budget, add_choices, add_runs, search_options
@@ -146,6 +147,8 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
             raise RuntimeFailure(f"{error}; what the search chose by its predictions is in {args.output}") from None
     _save(args, outcome, stopping)
     _report(args, outcome, measured, verified_s)
+    if line := unclippable(outcome.simulation, args.clip_norm):
+        note(PROG, line)
     if interrupted:
         note(PROG, f"interrupted after {outcome.result.evaluations} evaluations: the best strategy so far is in {args.output}")
         return stopping.exit_code

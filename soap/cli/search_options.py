@@ -6,8 +6,10 @@ import argparse
 from dataclasses import replace
 
 from soap.cli import first_measuring, verification
-from soap.cli.command import Parser
+from soap.cli.command import Parser, UsageError
+from soap.cli.compressing import training_of
 from soap.cli.options import (
+    add_compressed_training,
     constraint,
     finalists,
     lossy_method,
@@ -20,6 +22,7 @@ from soap.cli.options import (
 )
 from soap.cli.updating import Updating
 from soap.model.graph import OperatorGraph
+from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.search.deciding import DEFAULT_CONFIDENCE
 from soap.search.metropolis import DEFAULT_BETA
 from soap.search.options import DEFAULT_BUDGET, DEFAULT_DRAWS, DEFAULT_RISK, SearchOptions
@@ -135,6 +138,19 @@ def add_choices(parser: Parser) -> None:
         help="allow gradients to be compressed by this method: rgc[:DENSITY], rgc+asq[:DENSITY], chunked[:DENSITY], powersgd[:RANK], bf16, "
         "int8 (repeatable; default: none, as a plan that compresses trains no more exactly like one process)",
     )
+    add_compressed_training(parser, "with --lossy, as soap-run will be told: ")
+
+
+def _training(args: argparse.Namespace, updating: Updating) -> PlannedTraining:
+    """What training by plans that compress will have. UsageError if none may."""
+    given = {"--correct-momentum": args.correct_momentum, "--warm-up": any(args.warm_up) or None, "--clip-norm": args.clip_norm}
+    named = [option for option, value in given.items() if value is not None]
+    if not named:
+        return PLAIN
+    if not args.lossy:
+        raise UsageError(f"{named[0]} without --lossy; expected --lossy METHOD too: the times of other plans do not depend on it")
+    planned = training_of(args.correct_momentum, args.warm_up, args.clip_norm).planned
+    return replace(planned, kept=planned.kept + (planned.kept > 0 and updating.decays))
 
 
 def search_options(args: argparse.Namespace, updating: Updating, graph: OperatorGraph) -> SearchOptions:
@@ -150,6 +166,7 @@ def search_options(args: argparse.Namespace, updating: Updating, graph: Operator
         forbidden=args.forbid,
         syncs=args.sync,
         lossy=args.lossy,
+        training=_training(args, updating),
         costs=args.costs,
         risk=None if args.risk == NO_RISK else Risk(args.risk),
         confidence=args.confidence,

@@ -14,7 +14,7 @@ from soap.plan.tiling import Tile, tiles_of
 from soap.profiles.entries import COMPRESSION, COPY, RUNTIME, UPDATE, compression_key, copy_key, runtime_key, update_key
 from soap.profiles.keys import TileKey, TileKeys, tile_kind
 from soap.profiles.roofline import RooflineCosts
-from soap.search.lossy import lossy_syncs
+from soap.search.lossy import lossy_syncs, peer_counts
 from soap.search.space import grids_of
 from soap.strategy.compression import Compression, said_settings, written_settings
 from soap.strategy.config import OpConfig, Strategy
@@ -61,11 +61,13 @@ class Wanted:
 def wanted(
     graph: OperatorGraph, topology: Topology, strategies: Mapping[str, Sequence[Strategy]], lossy: Sequence[Compression] = ()
 ) -> list[Wanted]:
-    """Each computation once: what every prediction needs, what ``lossy`` methods of compression take of all devices as peers, the
-    strategies' groups in their order, other optimizers, then the search space. Among operators the most expensive come first."""
+    """Each computation once: what every prediction needs, what ``lossy`` methods of compression take of all devices as peers, or of
+    one of each host, the strategies' groups in their order, other optimizers, then the search space. Among operators the most expensive
+    come first."""
     keys, costs, device = TileKeys(graph), RooflineCosts(topology), topology.devices[0].type
     first_upkeep, other_upkeep = upkeep(graph)
-    found: dict[TileKey, Wanted] = {one.key: one for one in (*first_upkeep, *compressions(graph, topology.device_count, lossy))}
+    compressing = [one for peers in peer_counts(topology) for one in compressions(graph, peers, lossy)]
+    found: dict[TileKey, Wanted] = {one.key: one for one in (*first_upkeep, *compressing)}
     groups = {name: _tiles_of_strategies(graph, own) for name, own in strategies.items()}
     groups[SPACE] = _tiles_of_space(graph, keys, topology)
     for group, tiles in groups.items():

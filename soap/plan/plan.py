@@ -163,6 +163,11 @@ class ShardSync:
         return named(self.method)
 
     @property
+    def peers(self) -> tuple[int, ...]:
+        """The leaders, each once, ascending: all readers, or with local aggregation one of each host."""
+        return tuple(dict.fromkeys(self.leaders))
+
+    @property
     def aggregated(self) -> bool:
         """Whether some readers communicate through a leader (local aggregation)."""
         return self.leaders != self.readers

@@ -30,7 +30,7 @@ from soap.cluster.presets import device_types
 from soap.cluster.topology import DeviceType, Topology
 from soap.model.graph import OperatorGraph
 from soap.model.regions import Box
-from soap.plan.compression.seam import Layout, Work
+from soap.plan.compression.seam import Layout, Work, layout_of
 from soap.plan.row_counts import parameters_held
 from soap.plan.tiling import Tile
 from soap.profiles.corrections import CORRECTED, Correction
@@ -244,6 +244,13 @@ class ProfiledCosts:
         estimated_ns, profile = self.estimate.compression_ns(compression, layout, work, device), self.profiles.get(device.name)
         if profile is None:
             return estimated_ns
+        usual = compression.padded
+        if usual != compression:  # measured as padded; what is done for varying lengths is estimated
+            plain = layout_of(usual, layout.shape, layout.value_bytes, layout.peers)
+            if work == "combine" and len(plain.exchanges) == 1:
+                return estimated_ns
+            added_ns = estimated_ns - self.estimate.compression_ns(usual, plain, work, device)
+            return self.compression_ns(usual, plain, work, device) + added_ns
         ns, _ = profile.compression(compression, work, layout.elements, layout.peers, estimated_ns)
         return nanoseconds(ns / 1e9)
 

@@ -11,10 +11,12 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from soap.model.regions import lengths, whole
+from soap.plan.syncs.amounts import reading_groups
 from soap.runtime.comm.redistribute import cut
 from soap.runtime.compression.peer import Peer, copied
 from soap.runtime.compression.seam import State
 from soap.runtime.compression.together import in_order, synchronized
+from soap.runtime.sync.compressed import hosts_sum, peer_of
 from soap.runtime.trainer import Trainer
 
 ByShard = Mapping[int, torch.Tensor]
@@ -45,14 +47,11 @@ class EmulatedSums:
 
     def __init__(self, trainer: Trainer, states: Sequence[Mapping[int, State]]) -> None:
         self._trainer, self._peers = trainer, dict[int, list[Peer]]()
-        self._readers = {sync.shards[0]: sync.readers for sync in trainer.plan.syncs if sync.compression is not None}
-        for sync in trainer.plan.syncs:
-            if sync.compression is None:
-                continue
-            [shard], own = sync.shards, []
-            dtype = trainer.dtype_of(sync.parameter)
-            for place, rank in enumerate(sync.readers):
-                peer = Peer(sync.compression, lengths(sync.box), dtype, place, len(sync.readers), trainer.compressing)
+        self._syncs = {sync.shards[0]: sync for sync in trainer.plan.syncs if sync.compression is not None}
+        for shard, sync in self._syncs.items():
+            own, dtype = [], trainer.dtype_of(sync.parameter)
+            for rank in sync.peers:
+                peer = peer_of(sync, rank, lengths(sync.box), dtype, trainer.compressing)
                 peer.state = states[rank][shard]
                 own.append(peer)
             self._peers[shard] = own
@@ -62,9 +61,9 @@ class EmulatedSums:
         found = {}
         for shard, peers in self._peers.items():
             name, box = self._trainer.plan.shards[shard].parameter, self._trainer.plan.shards[shard].box
-            totals = synchronized(peers, self._given(local, shard))
+            totals = synchronized(peers, self._of_hosts(local, shard))
             mine = cut(gradients[name], whole(gradients[name].shape), box).cpu()
-            found[f"{name}{list(box)}"] = not all(torch.equal(total, mine) for total in totals)
+            found[f"{name}{list(box)}"] = not all(torch.equal(total.to(mine.dtype), mine) for total in totals)
         return found
 
     def uncompressed(self, local: Sequence[ByShard], gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -78,4 +77,12 @@ class EmulatedSums:
         return found
 
     def _given(self, local: Sequence[ByShard], shard: int) -> list[torch.Tensor]:
-        return [local[rank][shard] for rank in self._readers[shard]]
+        return [local[rank][shard] for rank in self._syncs[shard].readers]
+
+    def _of_hosts(self, local: Sequence[ByShard], shard: int) -> list[torch.Tensor]:
+        """What each peer compresses."""
+        sync, given = self._syncs[shard], self._given(local, shard)
+        if not sync.aggregated:
+            return given
+        of_reader = dict(zip(sync.readers, given, strict=True))
+        return [hosts_sum([of_reader[reader] for reader in group]) for group in reading_groups(sync)]

@@ -30,10 +30,11 @@ from tqdm import tqdm
 
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
+from soap.plan.compression.training import PlannedTraining
 from soap.search.constraints import brought_inside, pairs_of, parse
 from soap.search.descent import adopt, propose_descent
 from soap.search.infeasible import infeasible
-from soap.search.lossy import lossy_starts, with_lossy
+from soap.search.lossy import lossy_starts, lossy_ways, may_be_ragged, with_lossy
 from soap.search.metropolis import ChainState, Evaluator, step
 from soap.search.options import SearchOptions
 from soap.search.polish import MAX_POLISHED, polish_best
@@ -90,7 +91,8 @@ def search(
         return in_one_partition(brought_inside(space, strategy), options.uncut)
 
     baseline, strategies = strategies[BASELINE], {name: inside(strategy) for name, strategy in strategies.items()}
-    strategies |= {name: inside(own) for name, own in lossy_starts(graph, strategies[BASELINE], options.compressions).items()}
+    lossy = lossy_starts(graph, strategies[BASELINE], options.compressions, lossy_ways(topology))
+    strategies |= {name: inside(own) for name, own in lossy.items()}
     recorder = Recorder(improved=improved)
     interrupted = False
     bar: tqdm[Any] = tqdm(total=options.budget, unit="proposal", disable=None if progress else True)
@@ -126,7 +128,8 @@ def _allowed_space(graph: OperatorGraph, topology: Topology, options: SearchOpti
     pins, forbidden = pairs_of(options.pins), pairs_of(options.forbidden)
     allowed = parse(graph, topology.device_count, pins, forbidden)
     allowed = with_uncut(graph, topology, allowed, options.uncut, options.together)
-    syncs = with_lossy(graph, sync_choices(graph, topology, options.syncs, options.uncut), options.compressions)
+    exact, withins = sync_choices(graph, topology, options.syncs, options.uncut), lossy_ways(topology)
+    syncs = with_lossy(graph, exact, options.compressions, withins, ragged=may_be_ragged(topology))
     return build_space(graph, topology.device_count, allowed=allowed, syncs=syncs)
 
 
@@ -154,6 +157,10 @@ class Able(Protocol):
     @property
     def optimizer_states(self) -> int:
         """Tensors of a parameter's size that the optimizer keeps, as in ``simulator.memory.peaks``."""
+
+    @property
+    def training(self) -> PlannedTraining:
+        """What training adds to compressed parameters."""
 
     @property
     def draws(self) -> Draws | None:
@@ -219,7 +226,7 @@ class _Run:
         fits = None if able.always_fits() else self._fits
         budgets = sorted((budget for _, budget in lows), reverse=True)
         chains = Tempering(
-            CompiledSpace(self.space, self.topology, able.engine_costs, able.optimizer_states, able.draws),
+            CompiledSpace(self.space, self.topology, able.engine_costs, able.optimizer_states, able.draws, able.training),
             [low.strategy for low, _ in lows],
             seed=self.options.seed, budgets=budgets, beta=self.options.beta, fits=fits, cores=self.options.cores,
         )  # fmt: skip

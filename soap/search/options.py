@@ -8,6 +8,7 @@ from math import inf
 from typing import TypeAlias
 
 from soap.errors import ProfileError, StrategyError
+from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.search.constraints import pairs_of
 from soap.search.deciding import DEFAULT_CONFIDENCE
 from soap.search.metropolis import DEFAULT_BETA
@@ -41,7 +42,8 @@ class SearchOptions:
     ``pins={"layers.*": "sample:4"}`` fixes some operators and searches the rest. ``forbidden={"*": "reduction"}`` rules out ways to split,
     devices or copies. ``syncs=[parameter_server(4)]``: methods that parameters may be synchronized by, beside all-reduce; by default all
     methods for sparse parameters, and all-reduce for dense ones. ``lossy=["rgc:0.001"]``: methods that may compress gradients
-    (``soap.strategy.compression``), where their policy says so; by default none, so that every plan trains like one process.
+    (``soap.strategy.compression``), where their policy says so; by default none, so that every plan trains like one process. ``training``:
+    what training then adds: corrected momentum, a warm-up, clipping (``CompressedTraining.planned``).
 
     ``uncut``: names of parameters that every device owns whole or not at all; optimizers need this if their update is not elementwise.
     ``together``: names of parameters that a device owns either all of, or none.
@@ -67,6 +69,7 @@ class SearchOptions:
     forbidden: Constraints = ()
     syncs: Sequence[SyncConfig] = ()
     lossy: Sequence[Compression | str] = ()
+    training: PlannedTraining = PLAIN
     uncut: Collection[str] = ()
     together: Collection[str] = ()
     optimizer_states: int = OPTIMIZER_STATES

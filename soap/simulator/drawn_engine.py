@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
+from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.simulator.compiled.draws import Drawing, draw_tables, make_drawing, play_draws
 from soap.simulator.compiled.events import NO_BOUND
 from soap.simulator.compiled.graph_arrays import Longs
@@ -22,10 +23,12 @@ class DrawnEngine(Engine):
 
     _drawing: Drawing
 
-    def __init__(self, graph: OperatorGraph, topology: Topology, costs: CostModel, draws: Draws) -> None:
+    def __init__(
+        self, graph: OperatorGraph, topology: Topology, costs: CostModel, draws: Draws, training: PlannedTraining = PLAIN
+    ) -> None:
         self.draws = draws
         self._usual_ns = self._proposed_usual_ns = 0
-        super().__init__(graph, topology, costs, draws=draws)
+        super().__init__(graph, topology, costs, draws=draws, training=training)
 
     def simulate(self) -> int:
         """Cost in ns of the loaded strategy under all draws, from full simulations."""
@@ -67,6 +70,10 @@ class DrawnEngine(Engine):
         self.drawing = handle(self._drawing)
 
 
-def make_engine(graph: OperatorGraph, topology: Topology, costs: CostModel, draws: Draws | None) -> Engine:
+def make_engine(
+    graph: OperatorGraph, topology: Topology, costs: CostModel, draws: Draws | None, training: PlannedTraining = PLAIN
+) -> Engine:
     """An engine, with draws if there are any."""
-    return Engine(graph, topology, costs) if draws is None else DrawnEngine(graph, topology, costs, draws)
+    if draws is None:
+        return Engine(graph, topology, costs, training=training)
+    return DrawnEngine(graph, topology, costs, draws, training)

@@ -42,7 +42,7 @@ def drawn_times(simulator: Simulator, strategies: Iterable[Strategy], draws: Dra
         if not isinstance(folded, str):
             found.append(_by_reference(folded, draws))
             continue
-        engine = engine or DrawnEngine(simulator.graph, simulator.topology, simulator.costs, draws)
+        engine = engine or DrawnEngine(simulator.graph, simulator.topology, simulator.costs, draws, simulator.training)
         engine.load(strategy)
         engine.simulate()
         messages = int(np.count_nonzero(engine.played_tasks().bytes))

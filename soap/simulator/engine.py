@@ -11,6 +11,7 @@ import numpy as np
 from soap.cluster.topology import Topology
 from soap.errors import ModelError
 from soap.model.graph import OperatorGraph
+from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.simulator.communication.prices import Communication
 from soap.simulator.communication.servers import core_names
 from soap.simulator.compiled.change import REPLACED_OPERATORS, Edit, make_edit, make_undo
@@ -67,8 +68,10 @@ class Engine:
         costs: CostModel,
         communication: Communication | None = None,
         draws: Draws | None = None,
+        training: PlannedTraining = PLAIN,
     ) -> None:
-        """``communication``: prices of this topology, if they are not the usual ones (``folding``). ``draws``: for ``DrawnEngine``."""
+        """``communication``: prices of this topology, if they are not the usual ones (``folding``). ``draws``: for ``DrawnEngine``.
+        ``training``: what training adds to compressed parameters."""
         self.graph, self.topology = graph, topology
         self.choices: Mapping[str, Sequence[SyncConfig]] = {}
         """Parameter -> the synchronizations that compiled code chooses from."""
@@ -77,7 +80,7 @@ class Engine:
         self._world: World | None = None
         self._graph = graph_tables(graph, topology)
         cluster = cluster_tables(communication)
-        self.variants = Variants(graph, topology, costs, draws)
+        self.variants = Variants(graph, topology, costs, draws, training)
         self._groups = DeviceGroups(communication, cluster)
         self._renew(graph=self._graph, cluster=cluster, groups=self._groups.arrays)
         self._size, self._slots, self._arena = 4096, 4096, 65536

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable
 
+from soap.plan.compression.training import PlannedTraining
 from soap.simulator.compiled.evaluate import evaluate
 from soap.simulator.compiled.jit import is_compiled
 from soap.simulator.compiled.memory_tables import FITS
@@ -58,6 +59,11 @@ class IncrementalSimulator:
         """Tensors of a parameter's size that the optimizer keeps for it."""
         return self._simulator.optimizer_states
 
+    @property
+    def training(self) -> PlannedTraining:
+        """What training adds to compressed parameters."""
+        return self._simulator.training
+
     def always_fits(self) -> bool:
         """True if every device has ``AMPLE`` times the memory that one device would need for the whole model."""
         graph, topology = self._simulator.graph, self._simulator.topology
@@ -107,7 +113,7 @@ class IncrementalSimulator:
 
     def _engine(self) -> Engine:
         simulator = self._simulator
-        return make_engine(simulator.graph, simulator.topology, simulator.costs, self.draws)
+        return make_engine(simulator.graph, simulator.topology, simulator.costs, self.draws, simulator.training)
 
     def _holder(self, strategy: Strategy) -> _Holder:
         simulator = self._simulator

@@ -136,7 +136,7 @@ class Simulator:
     """Simulates strategies of one graph on one cluster, keeping what consecutive strategies have in common.
 
     ``costs``: durations. ``optimizer_states``: tensors of a parameter's size that the optimizer keeps for it (Adam 2). ``training``: what
-    training adds to compressed parameters; compiled simulators know nothing of it.
+    training adds to compressed parameters.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Simulator:
         self.topology = topology
         self.costs = costs
         self.communication = Communication(topology)
-        self.optimizer_states = optimizer_states
+        self.optimizer_states, self.training = optimizer_states, training
         self._parameters = {parameter.name: None for parameter in graph.parameters}
         self._builder = PlanBuilder(graph, topology, training)
         self._answers: OrderedDict[Hashable, tuple[int, int]] = OrderedDict()

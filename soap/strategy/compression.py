@@ -17,6 +17,8 @@ Selection = Literal["policy", "exact", "trimmed", "search", "sampled"]
 mean and maximum (RedSync's algorithm 2). ``search``: k to 2k elements above a threshold, by binary search (algorithm 3). ``sampled``: the
 same, with a threshold of an earlier step in four steps of five. ``policy``: by the kind of layer, see ``soap.plan.compression.policy``."""
 SELECTIONS: tuple[Selection, ...] = get_args(Selection)
+EXACT: tuple[Selection, ...] = ("exact", "trimmed")
+"""Selections of just k elements; the others select up to 2 k."""
 Codes = Literal["2bit", "bf16"]
 """How ``chunked`` sends values: a sign and one of two magnitudes of the chunk, or bfloat16."""
 
@@ -57,6 +59,11 @@ class Compression:
         """The density; 1 for methods that have none."""
         return float(getattr(self, "density", 1.0))
 
+    @property
+    def padded(self) -> Self:
+        """The same method with messages of one size; itself if it has no others."""
+        return replace(self, **{"ragged": False}) if getattr(self, "ragged", False) else self
+
     def at(self, density: float) -> Self:
         """The same method at another density; itself if it has none."""
         return replace(self, **{"density": density}) if self.number == "density" else self
@@ -64,17 +71,23 @@ class Compression:
 
 @dataclass(frozen=True, slots=True)
 class Rgc(Compression):
-    """Residual gradient compression: the largest ``density`` of the elements travel with their positions, the others stay as a residual."""
+    """Residual gradient compression: the largest ``density`` of the elements travel with their positions, the others stay as a residual.
+
+    ``ragged``: ranks tell each other the sizes of their messages first, and then send just these; else messages are padded to as many
+    elements as a selection can have, and go at once. The sums have the same bits. Only for selections of varying length.
+    """
 
     name: ClassVar[str] = "rgc"
     number: ClassVar[str] = "density"
     exact_sums: ClassVar[bool] = True
     density: float = DENSITY
     selection: Selection = "policy"
+    ragged: bool = False
 
     def __post_init__(self) -> None:
         _require_density(self.name, self.density)
         _require_one_of(self.name, "selection", self.selection, SELECTIONS)
+        _require_ragged(self.name, self.selection, self.ragged)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +95,7 @@ class RgcAsq(Compression):
     """RGC with alternating signs: in one step the largest, in the next the smallest elements, all of which travel as their mean.
 
     ``error_feedback``: the differences from the mean stay in the residual; RedSync drops them. A reused threshold would be the other
-    sign's, so there is no sampled search.
+    sign's, so there is no sampled search. ``ragged``: see ``Rgc``.
     """
 
     name: ClassVar[str] = "rgc+asq"
@@ -90,10 +103,12 @@ class RgcAsq(Compression):
     density: float = DENSITY
     selection: Selection = "policy"
     error_feedback: bool = False
+    ragged: bool = False
 
     def __post_init__(self) -> None:
         _require_density(self.name, self.density)
         _require_one_of(self.name, "selection", self.selection, tuple(each for each in SELECTIONS if each != "sampled"))
+        _require_ragged(self.name, self.selection, self.ragged)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +249,13 @@ def _is_of(value: Any, kind: str) -> bool:
 def _require_density(name: str, density: float) -> None:
     if not _is_of(density, "float") or not 0 < density <= 1:
         raise StrategyError(f"{name}: density {_shown(density)}; expected a share of the elements above 0 and up to 1, such as {DENSITY}")
+
+
+def _require_ragged(name: str, selection: Selection, ragged: bool) -> None:
+    if not isinstance(ragged, bool):
+        raise StrategyError(f"{name}: ragged {_shown(ragged)}; expected true or false")
+    if ragged and selection in EXACT:
+        raise StrategyError(f"{name}: ragged with selection {selection!r}, whose messages all have one length; expected ragged false")
 
 
 def _require_one_of(name: str, setting: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -32,9 +32,13 @@ def parameter_server(partitions: int = 1, within: Within = "none", *, rows: bool
     return SyncConfig("servers", within=within, partitions=partitions)
 
 
-def compressed(compression: Compression) -> SyncConfig:
-    """Every reader sends the others what a method makes of its gradient, and updates its copy with the sum of what all sent. Lossy."""
-    return SyncConfig(payload=COMPRESSED, compression=compression)
+def compressed(compression: Compression, within: Within = "none") -> SyncConfig:
+    """Every reader sends the others what a method makes of its gradient, and updates its copy with the sum of what all sent. Lossy.
+
+    ``within="host"``: the readers of a host add up their gradients first. The first of them compresses and exchanges with the other hosts',
+    and gives the sum to the rest.
+    """
+    return SyncConfig(payload=COMPRESSED, within=within, compression=compression)
 
 
 def worded(word: str, partitions: int = 1, within: Within = "none", *, sparse: bool = False) -> SyncConfig:
@@ -103,8 +107,7 @@ def sync_choices(
     ``asked``: the choices beside all-reduce, for all parameters. If it is empty, sparse parameters may have every method and dense ones
     have no choice. ``uncut``: parameters that stay in one partition.
     """
-    ways: tuple[Within, ...] = ("none", "host") if _hosts_share(topology) else ("none",)
-    counts = partition_counts(topology)
+    counts, ways = partition_counts(topology), ways_within(topology)
     every = [SPARSE_ALL_GATHER, *(parameter_server(count, within) for count in counts for within in ways)]
     found = {}
     for tensor in graph.parameters:
@@ -131,6 +134,11 @@ def synchronized(graph: OperatorGraph, sync: SyncConfig, *, sparse: bool) -> dic
     """Trainable parameter -> ``sync``, or its counterpart for the parameter's kind. ``sparse``: only the sparse parameters."""
     names = [tensor.name for tensor in graph.parameters if tensor.requires_grad and (tensor.name in graph.sparse or not sparse)]
     return {name: fitted(graph, name, sync) for name in names}
+
+
+def ways_within(topology: Topology) -> tuple[Within, ...]:
+    """What may be done inside hosts first, on this cluster."""
+    return ("none", "host") if _hosts_share(topology) else ("none",)
 
 
 def _hosts_share(topology: Topology) -> bool:

@@ -17,7 +17,8 @@ Owner = Literal["readers", "servers"]
 Residence = Literal["kept", "gathered"]
 """Whether readers keep the value between uses, or get it anew for each."""
 Within = Literal["none", "host"]
-"""What is done inside a host first: nothing, or local aggregation: its devices communicate with the servers through one of them."""
+"""What is done inside a host first: nothing, or local aggregation: its devices add up, and communicate with servers or peers through one of
+them."""
 
 DENSE, ROWS, COMPRESSED = "dense", "rows", "compressed"
 """Payloads: whole gradients, the rows that a step touches, or what a compressor makes of them."""
@@ -136,6 +137,7 @@ METHODS: list[Contract] = [
         residence="kept",
         parameters="dense",
         exact=False,
+        within=("none", "host"),
         folding="gradients are compressed",
     ),
 ]

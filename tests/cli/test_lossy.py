@@ -27,6 +27,12 @@ def test_other_methods_are_refused(method: str, said: str, tmp_path: Path, capsy
     assert_refused(capsys, search, [MODEL, "--cluster", CLUSTER, "-o", str(tmp_path / "s.json"), "--lossy", method], 2, "--lossy", said)
 
 
+@pytest.mark.parametrize("option", ["--clip-norm=1", "--correct-momentum=0.9", "--warm-up=5"])
+def test_training_without_compression_changes_no_plan(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = "without --lossy; expected --lossy METHOD too"
+    assert_refused(capsys, search, [MODEL, "--cluster", CLUSTER, "-o", str(tmp_path / "s.json"), option], 2, option.split("=")[0], said)
+
+
 def test_what_is_compressed_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A search with ``--lossy`` says what each parameter sends, and what that saves; without it nothing is compressed."""
     out = tmp_path / "s.json"

@@ -19,7 +19,16 @@ from tests.search.test_lossy import GRAPH
 from tests.simulator.examples import PointCosts
 from tests.strategies import CPU, GPU, cluster
 
-EVERY: tuple[Compression, ...] = (Rgc(0.01, "exact"), Rgc(0.01, "sampled"), RgcAsq(0.01, "search"), Chunked(), PowerSgd(2), Bf16(), Int8())
+EVERY: tuple[Compression, ...] = (
+    Rgc(0.01, "exact"),
+    Rgc(0.01, "sampled"),
+    Rgc(0.01, "search", ragged=True),
+    RgcAsq(0.01, "search"),
+    Chunked(),
+    PowerSgd(2),
+    Bf16(),
+    Int8(),
+)
 FOUR, GPUS = cluster([1] * 4, CPU), cluster([4], GPU)
 HOST, DEVICE = FOUR.devices[0].type, GPUS.devices[0].type
 
@@ -83,6 +92,21 @@ def test_what_was_measured_counts() -> None:
         asked = layout(own, 2**19, peers)
         assert ask(2**19, work, own, peers) == estimated.compression_ns(own, asked, work, HOST)  # type: ignore[arg-type]
     assert costs.hash != ProfiledCosts(FOUR, {HOST.name: entries[:1]}).hash
+
+
+def test_ragged_messages_take_what_padded_ones_take_and_a_little_more() -> None:
+    """They are not measured by themselves, so that a search compares both by one source: what was measured of padded ones counts, and what
+    is done about lengths is estimated."""
+    padded = Rgc(0.01, "search")
+    ragged = replace(padded, ragged=True)
+    costs = ProfiledCosts(FOUR, {HOST.name: [measured(padded, "select", 2**19, 4e6), measured(padded, "restore", 2**19, 3e6)]})
+    estimated = RooflineCosts(FOUR)
+    for work, measured_ns in (("select", 4_000_000), ("restore", 3_000_000)):
+        sheet = [estimated.compression_ns(how, layout(how, 2**19), work, HOST) for how in (padded, ragged)]  # type: ignore[arg-type]
+        found = costs.compression_ns(ragged, layout(ragged, 2**19), work, HOST)  # type: ignore[arg-type]
+        assert found == measured_ns + sheet[1] - sheet[0] > measured_ns
+    sizes = layout(ragged, 2**19)
+    assert costs.compression_ns(ragged, sizes, "combine", HOST) == estimated.compression_ns(ragged, sizes, "combine", HOST)
 
 
 def test_profiles_want_what_the_methods_do_to_the_model() -> None:

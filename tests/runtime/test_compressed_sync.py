@@ -14,12 +14,14 @@ import torch.distributed as dist
 from soap.errors import RuntimeFailure
 from soap.model.regions import balanced
 from soap.plan.compression.policy import settled
+from soap.plan.syncs.compressed import layout_for
 from soap.runtime.check import COMPRESSED_SUM, CheckResult, check
 from soap.runtime.compression import peer as peers
 from soap.runtime.compression.dgc import Momentum, WarmUp
 from soap.runtime.compression.oracle import Emulation, Training
 from soap.runtime.compression.peer import CompressedTraining
 from soap.runtime.trainer import Trainer
+from soap.simulator.lowering import build_plan
 from soap.strategy.compression import Bf16, Chunked, Compression, Int8, PowerSgd, Rgc, RgcAsq
 from soap.strategy.config import OpConfig, Strategy
 from soap.strategy.sync import compressed
@@ -38,6 +40,7 @@ METHODS: dict[str, Compression] = {
     "trimmed": Rgc(0.2, "trimmed"),
     "policy": Rgc(0.2),
     "search": Rgc(0.2, "search"),
+    "ragged": Rgc(0.2, "search", ragged=True),
     "asq": RgcAsq(0.2),
     "feedback": RgcAsq(0.2, error_feedback=True),
     "chunked": Chunked(0.01),
@@ -192,6 +195,34 @@ def test_ranks_that_train_otherwise_are_refused(four: Pool, path: str, name: str
     lines = four.run(disagreeing, path, name, own, ranks=RANKS)
     assert len(set(lines)) == 1 and "\n" not in lines[0]
     assert lines[0].startswith(f"rank 1 trains with {name} {own}, rank 0 with ") and "expected the same on all ranks" in lines[0]
+
+
+def counted(path: str) -> tuple[int, list[list[int]]]:
+    """Bytes of compressed gradients that a rank has moved in three steps; of each step the lengths of its messages."""
+    model, lengths = loaded(path), []
+    with Trainer(model, (strategy_of(model, METHODS["ragged"]), FOUR), optimizer=OPTIMIZERS["sgd"]) as trainer:
+        own = trainer.sizes.gradients.compressed
+        assert own is not None
+        for batch in batches(3):
+            trainer.step(*batch)
+            sent = [own.peers[shard].sent for shard in sorted(own.peers)]
+            lengths.append([len(one.positions) for one in sent if one is not None])
+        return trainer.traffic.compressed_bytes, lengths
+
+
+def test_only_real_lengths_travel(four: Pool, path: str) -> None:
+    """Each rank sends its messages to three others, and gets theirs; behind the sizes, of eight bytes each."""
+    model = loaded(path)
+    plan = build_plan(model.graph, strategy_of(model, METHODS["ragged"]), FOUR)
+    layouts = [layout_for(plan, sync) for sync in sorted((s for s in plan.syncs if s.compression), key=lambda sync: sync.shards)]
+    results = four.run(counted, path, ranks=RANKS)
+    for rank, (found, _) in enumerate(results):
+        expected = 0
+        for other, (_, steps) in enumerate(results):
+            sizes = [layout.holding(count).row_bytes for own in steps for layout, count in zip(layouts, own, strict=True)]
+            expected += (3 if other == rank else 1) * sum(8 + size for size in sizes)
+        assert found == expected
+    assert len({tuple(map(tuple, steps)) for _, steps in results}) > 1  # lengths differ
 
 
 def checked(path: str, method: str, spoilt: bool) -> CheckResult:

@@ -169,7 +169,7 @@ def planned_bytes(plan: Plan) -> list[int]:
     rounds = list(asking_rounds(plan))
     for sync in plan.syncs:
         for step in method_of(sync.contract).steps(plan, sync):
-            found.update(dict.fromkeys(sync.readers, step.summed_bytes))
+            found.update(dict.fromkeys(sync.peers, step.summed_bytes))
             rounds += step.rounds
     for source, target, size in (flow for flows, _ in rounds for flow in flows):
         found.update({source: size})

@@ -9,9 +9,10 @@ import pytest
 from soap.cluster.topology import Topology
 from soap.errors import StrategyError
 from soap.model.graph import OperatorGraph
+from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.profiles.roofline import RooflineCosts
 from soap.search.chains import search
-from soap.search.lossy import lossy_starts, lossy_syncs, with_lossy
+from soap.search.lossy import lossy_starts, lossy_syncs, lossy_ways, may_be_ragged, peer_counts, with_lossy
 from soap.search.options import SearchOptions
 from soap.simulator.incremental import IncrementalSimulator
 from soap.simulator.simulate import Simulator
@@ -89,6 +90,70 @@ def test_of_several_methods_each_parameter_gets_one() -> None:
     own = {name: sync.compression.name for name, sync in mixed.parameters.items() if sync.compression}
     assert own["large.weight"] == own["output.weight"] == "rgc"
     assert own.get("large.bias") in (None, "bf16", "int8")
+
+
+def pairs_of_hosts(inside: float, outside: float) -> Topology:
+    """Two hosts of two devices; bytes per second inside hosts and between them."""
+    found = cluster([2, 2], CPU)
+    rates = [outside if "network" in (link.source, link.target) else inside for link in found.links]
+    return replace(
+        found, links=tuple(replace(link, bandwidth_bytes_per_second=rate) for link, rate in zip(found.links, rates, strict=True))
+    )
+
+
+def test_hosts_compress_together_where_that_pays() -> None:
+    """A choice where several hosts have several devices. It takes dense sums inside hosts, which slow links there do not carry."""
+    assert lossy_ways(pairs_of_hosts(1e10, 1e5)) == ("none", "host") and lossy_ways(SLOW) == lossy_ways(cluster([4], CPU)) == ("none",)
+    assert peer_counts(pairs_of_hosts(1e10, 1e5)) == (4, 2) and peer_counts(SLOW) == (4,)
+    for inside, within in ((1e10, "host"), (1e5, "none")):
+        own = found(pairs_of_hosts(inside, 1e5), "rgc:0.001").parameters["output.weight"]
+        assert own.compression is not None and own.compression.padded == Rgc(0.001, "sampled") and own.within == within
+    assert list(lossy_starts(GRAPH, data_parallel(GRAPH, SLOW), [Rgc(0.01)], ["none", "host"])) == [
+        "data_parallel, rgc:0.01",
+        "data_parallel, rgc:0.01 by host",
+    ]
+
+
+@pytest.mark.parametrize("training", [PLAIN, PlannedTraining(late=True), PlannedTraining(kept=1, densest=0.25, dense=True)])
+def test_what_is_priced_is_what_is_trained(training: PlannedTraining) -> None:
+    """By the search, to the nanosecond; with clipping a step takes longer, as sums and selections wait."""
+    costs, options = RooflineCosts(SLOW), SearchOptions(budget=60, cores=1, starts=["data_parallel"], lossy=["rgc:0.01"])
+    simulator = Simulator(GRAPH, SLOW, costs, training=training)
+    result = search(GRAPH, SLOW, IncrementalSimulator(simulator), options)
+    exact = Simulator(GRAPH, SLOW, costs, training=training).run(result.strategy)
+    assert result.cost_ns == exact.makespan_ns
+    lossy = lossy_starts(GRAPH, data_parallel(GRAPH, SLOW), [Rgc(0.01)])["data_parallel, rgc:0.01"]
+    times = [Simulator(GRAPH, SLOW, costs, training=own).run(lossy).makespan_ns for own in (PLAIN, training)]
+    assert (times[0] < times[1]) == training.late
+    assert IncrementalSimulator(simulator).makespan_ns(lossy) == times[1]
+
+
+def test_a_warm_up_that_does_not_fit_is_not_chosen() -> None:
+    """What a dense step sends needs more memory than the steps behind it."""
+    def use(training: PlannedTraining) -> list[int]:
+        strategy = lossy_starts(GRAPH, data_parallel(GRAPH, SLOW), [Rgc(0.001)])["data_parallel, rgc:0.001"]
+        return [own.total for own in Simulator(GRAPH, SLOW, RooflineCosts(SLOW), training=training).run(strategy).memory]
+
+    warm = PlannedTraining(dense=True)
+    assert max(use(PLAIN)) < max(use(warm))
+    limit = (max(use(PLAIN)) + max(use(warm))) // 2
+    tight = replace(SLOW, devices=tuple(replace(d, type=replace(d.type, memory_bytes=limit)) for d in SLOW.devices))
+    for training, compresses in ((PLAIN, True), (warm, False)):
+        evaluator = IncrementalSimulator(Simulator(GRAPH, tight, RooflineCosts(tight), training=training))
+        strategy = lossy_starts(GRAPH, data_parallel(GRAPH, tight), [Rgc(0.001)])["data_parallel, rgc:0.001"]
+        evaluator.makespan_ns(strategy)
+        assert (evaluator.overflow_bytes(strategy) == 0) == compresses
+
+
+def test_real_lengths_are_sent_where_bytes_count_more_than_messages() -> None:
+    """On processors: a GPU would have to tell how long its messages are in the middle of a step."""
+    assert may_be_ragged(SLOW) and not may_be_ragged(cluster([2, 2]))
+    ways = lossy_syncs(GRAPH, [Rgc(0.01), Bf16(), Rgc(0.01, "exact")], ragged=True)["large.weight"]
+    assert ways == tuple(map(compressed, (Rgc(0.01, "sampled"), Rgc(0.01, "sampled", ragged=True), Bf16(), Rgc(0.01, "exact"))))
+    for latency, ragged in ((1e-6, True), (10.0, False)):
+        topology = replace(SLOW, links=tuple(replace(link, latency_seconds=latency) for link in SLOW.links))
+        own = found(topology, "rgc:0.001").parameters["output.weight"].compression
+        assert own == Rgc(0.001, "sampled", ragged=ragged)
 
 
 def test_wrong_methods_are_refused_in_one_line() -> None:

@@ -10,6 +10,7 @@ COMPRESSED = (
     Rgc(),
     Rgc(density=0.3, selection="exact"),
     Rgc(density=0.5, selection="sampled"),
+    Rgc(density=0.3, selection="search", ragged=True),
     RgcAsq(density=0.1),
     Chunked(),
     PowerSgd(rank=3),
@@ -22,6 +23,6 @@ CASES: dict[str, tuple[SyncConfig, ...]] = {
     "all_reduce": (SyncConfig(),),
     "sparse_all_gather": (SPARSE_ALL_GATHER,),
     "parameter_server": tuple(parameter_server(count, within) for count in (1, 2, 7) for within in ("none", "host")),
-    "compressed": tuple(map(compressed, COMPRESSED)),
+    "compressed": (*map(compressed, COMPRESSED), *(compressed(how, "host") for how in (COMPRESSED[1], PowerSgd(rank=3), Int8()))),
     "row_server": tuple(parameter_server(count, within, rows=True) for count in (1, 3, 40) for within in ("none", "host")),
 }

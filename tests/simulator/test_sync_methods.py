@@ -11,6 +11,7 @@ from soap.cluster.overheads import Port
 from soap.cluster.topology import Topology
 from soap.errors import StrategyError
 from soap.model.graph import OperatorGraph
+from soap.plan.compression.training import PlannedTraining
 from soap.plan.plan import Plan
 from soap.plan.syncs.seam import Phase, SyncMethod, method_for, method_of
 from soap.profiles.roofline import RooflineCosts
@@ -165,7 +166,7 @@ def test_tasks_move_what_it_says(contract: Contract) -> None:
             for step in method_for(sync).steps(plan, sync):
                 task = moved[step.name]
                 expected = sum(size for flows, _ in step.rounds for *_, size in flows)
-                assert task.bytes == (expected or 2 * (len(sync.readers) - 1) * step.summed_bytes)
+                assert task.bytes == (expected or 2 * (len(sync.peers) - 1) * step.summed_bytes)
 
 
 @METHOD
@@ -181,7 +182,7 @@ def test_delta_full_and_reference_are_equal(contract: Contract, seed: int) -> No
             names = rng.sample(served(contract), 1) if rng.random() < 0.6 or not configs else []
             syncs = {name: rng.choice((SyncConfig(), *CASES[contract.name])) for name in names}
             edits.append(Edit(configs, syncs, rng.random() < 0.6))
-        check((GRAPH, topology, start, edits), afresh=True)
+        check((GRAPH, topology, start, edits), afresh=True, training=PlannedTraining(late=seed > 0))
 
 
 @METHOD

@@ -8,7 +8,7 @@ from typing import Literal
 
 from soap.model.graph import PRODUCT_KINDS, OperatorGraph
 from soap.plan.compression.powersgd import LowRankLayout
-from soap.strategy.compression import Bf16, Compression, Int8, PowerSgd, Rgc, RgcAsq, Selection
+from soap.strategy.compression import EXACT, Bf16, Compression, Int8, PowerSgd, Rgc, RgcAsq, Selection
 
 LEAST_BYTES = 128 * 1024
 """Smaller parameters travel whole: RedSync compresses convolutions above 128 KB. For hidden layers it names no limit; this one is used."""
@@ -48,9 +48,10 @@ def chosen(compression: Compression, layer: Layer, least_bytes: int = LEAST_BYTE
 def suited(compression: Compression, layer: Layer) -> Compression:
     """A method as it treats a layer that it compresses: with a selection; an output layer's values are not averaged."""
     if isinstance(compression, RgcAsq) and layer.kind == "output":
-        compression = Rgc(density=compression.density, selection=compression.selection)
+        compression = Rgc(density=compression.density, selection=compression.selection, ragged=compression.ragged)
     if isinstance(compression, Rgc | RgcAsq) and compression.selection == "policy":
-        return replace(compression, selection=_selection(compression, layer))
+        selection = _selection(compression, layer)
+        return replace(compression, selection=selection, ragged=compression.ragged and selection not in EXACT)
     return compression
 
 

@@ -1,13 +1,20 @@
-"""Messages of RGC: one buffer [length, positions, values], padded to as many elements as a selection can have."""
+"""Messages of RGC: one buffer [length, positions, values], padded to as many elements as a selection can have; or *ragged*, of just its
+length, behind an exchange of all messages' sizes.
+
+How long a ragged message is is known only when it is made. Plans take what is expected by the law of the selection: a binary search ends
+at any threshold between that of k and that of 2 k elements alike, and in a distribution's tail the logarithm of the number of elements
+above a threshold falls evenly with it. On average 2^u k elements are then above it, u even on (0, 1): k / ln 2, or 1.44 k.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import log, prod
 from typing import Self
 
 from soap.errors import StrategyError
 from soap.plan.compression.seam import INTERVAL, PROBES, Effort, Exchange, Layout, Work, kept_count, rounded_up
-from soap.strategy.compression import Compression, Rgc, RgcAsq, Selection
+from soap.strategy.compression import EXACT, Compression, Rgc, RgcAsq, Selection
 
 LENGTH_BYTES = 8
 MOST_SHORT = 2**31
@@ -16,23 +23,27 @@ HOST_BLOCK, DEVICE_BLOCK = 128, 64
 """Elements that share a maximum, see ``soap.runtime.compression.selection`` and ``device_selection``."""
 HOST_CALLS, PROBE_CALLS, RESTORE_CALLS = 20, 9, 3
 """Calls to select on a processor; kernels of a probe on a GPU; calls to add one peer's message."""
-EXACT: tuple[Selection, ...] = ("exact", "trimmed")
-"""Selections of k elements; the others select up to 2 k."""
+SIZE_BYTES = 8
+"""Of a message's size, as ranks tell it each other."""
 
 
 @dataclass(frozen=True, slots=True)
 class SparseLayout(Layout):
-    """A message of up to ``capacity`` elements, usually ``kept``. A ragged all-gather sends it with a capacity of just its length."""
+    """A message of up to ``capacity`` elements, at least ``kept`` (fewer only where fewer have the right sign). A ``ragged`` all-gather
+    sends it with a capacity of just its length, ``likely`` elements on average."""
 
     kept: int
     capacity: int
+    likely: int
+    ragged: bool
 
     @classmethod
     def of(cls, compression: Rgc | RgcAsq, shape: tuple[int, ...], value_bytes: int, peers: int) -> Self:
         """StrategyError if the selection is left to the policy, which knows the layer."""
-        bare = cls(shape, value_bytes, peers, 0, 0)
-        kept = kept_count(bare.elements, compression.density)
-        return cls(shape, value_bytes, peers, kept, capacity_of(compression.selection, kept, bare.elements))
+        elements = prod(shape)
+        kept = kept_count(elements, compression.density)
+        capacity, likely = capacity_of(compression.selection, kept, elements), likely_of(compression.selection, kept, elements)
+        return cls(shape, value_bytes, peers, kept, capacity, likely, compression.ragged)
 
     @property
     def header_bytes(self) -> int:
@@ -55,9 +66,20 @@ class SparseLayout(Layout):
         return rounded_up(self.header_bytes + self.capacity * self.index_bytes, self.value_bytes)
 
     @property
+    def row_bytes(self) -> int:
+        """A message: a multiple of eight bytes, as messages lie behind each other."""
+        return rounded_up(self.values_at + self.capacity * self.sent_value_bytes, LENGTH_BYTES)
+
+    def holding(self, count: int) -> Self:
+        """The layout of a message of just so many elements."""
+        return replace(self, capacity=count)
+
+    @property
     def exchanges(self) -> tuple[Exchange, ...]:
-        """One all-gather, of a multiple of eight bytes: messages lie behind each other."""
-        return (Exchange("all_gather", rounded_up(self.values_at + self.capacity * self.sent_value_bytes, LENGTH_BYTES)),)
+        """One all-gather, or a small one of sizes and a ragged one."""
+        if not self.ragged:
+            return (Exchange("all_gather", self.row_bytes),)
+        return (Exchange("all_gather", SIZE_BYTES), Exchange("ragged", self.holding(self.likely).row_bytes, self.row_bytes))
 
     def effort(self, compression: Compression, work: Work, *, on_host: bool) -> Effort:
         """``select``: the gradient is added to the residual (two reads, a write), and a pass over the result notes maxima and the mean.
@@ -65,18 +87,21 @@ class SparseLayout(Layout):
         processor looks for a threshold among what it has collected; a GPU counts in these blocks, once a probe, as its shapes may not
         depend on values. ``restore``: zeros are written, and each peer's elements are added to them."""
         assert isinstance(compression, Rgc | RgcAsq)
+        if work == "combine":  # sizes are read
+            return Effort(self.peers * SIZE_BYTES, 0, 2)
+        copied = 2 * (self.row_bytes + self.holding(self.likely).row_bytes) if self.ragged else 0  # padding is taken away, or added
         whole, held = self.whole_bytes, self.kept * (self.index_bytes + self.value_bytes)
         if work == "restore":
             scattered = self.peers * self.capacity
-            return Effort(whole + self.peers * self.exchanges[0].message_bytes, scattered, 1 + RESTORE_CALLS * self.peers)
+            return Effort(whole + self.peers * (self.row_bytes + copied), scattered, 1 + RESTORE_CALLS * self.peers)
         exact = compression.selection in EXACT
         if on_host:
             looked_at = min(whole, HOST_BLOCK * self.kept * self.value_bytes)
-            return Effort(5 * whole + looked_at + 4 * held, 3 * self.capacity, HOST_CALLS)
+            return Effort(5 * whole + looked_at + 4 * held + copied, 3 * self.capacity, HOST_CALLS)
         candidates = min(whole, DEVICE_BLOCK * self.capacity * self.value_bytes)
         passes, calls = (8, 30) if exact else (10, 40)
         probes = 0.0 if exact else PROBES / INTERVAL if compression.selection == "sampled" else PROBES
-        traffic = passes * whole + (4 + round(2 * probes)) * candidates
+        traffic = passes * whole + (4 + round(2 * probes)) * candidates + copied
         return Effort(traffic, 3 * self.capacity, calls + round(PROBE_CALLS * probes))
 
     def room_bytes(self, compression: Compression, *, on_host: bool) -> int:
@@ -94,6 +119,11 @@ def capacity_of(selection: Selection, kept: int, elements: int) -> int:
     if selection == "policy":
         raise StrategyError("selection 'policy' has no size yet: soap.plan.compression.policy chooses one for each layer")
     return kept if selection in EXACT else min(2 * kept, elements)
+
+
+def likely_of(selection: Selection, kept: int, elements: int) -> int:
+    """How many elements are expected of a selection, see the module."""
+    return kept if selection in EXACT else min(round(kept / log(2)), elements)
 
 
 LAYOUT = SparseLayout

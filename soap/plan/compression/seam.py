@@ -14,7 +14,7 @@ from typing import Literal, get_args
 
 from soap.strategy.compression import Compression
 
-ExchangeKind = Literal["all_gather", "all_to_all", "sum"]
+ExchangeKind = Literal["all_gather", "all_to_all", "sum", "ragged"]
 Work = Literal["select", "combine", "restore"]
 """What a device does: before the first exchange, between the two, and after the last."""
 WORKS: tuple[Work, ...] = get_args(Work)
@@ -39,6 +39,8 @@ PROBES = 24
 """How often a binary search halves its interval at most."""
 SUM_COPIES = 4
 """Of a vector that is summed part by part: itself, everyone's parts, and the sums, padded."""
+RAGGED_COPIES = 3
+"""Of a message whose size varies: padded, without padding, and one of the others', padded."""
 INTERVAL = 5
 """Steps from one search for a threshold to the next, where it is used again (``sampled``): the paper's."""
 
@@ -48,11 +50,13 @@ class Exchange:
     """One collective among the peers.
 
     ``message_bytes``: with ``all_gather`` each rank's message, which all get; with ``all_to_all`` the message to each peer; with ``sum``
-    the vector that is summed in the order of the ranks.
+    the vector that is summed in the order of the ranks. ``ragged``: an all-gather of messages of unlike sizes, which ranks have told each
+    other in the exchange before; ``message_bytes`` is what is expected on average, ``most_bytes`` the largest.
     """
 
     kind: ExchangeKind
     message_bytes: int
+    most_bytes: int = 0
 
     def sent_bytes(self, peers: int) -> int:
         """What each of the peers puts on the wire: its message (and those passed on) to all others, or for a sum both halves of
@@ -101,8 +105,8 @@ class Layout(ABC):
     @property
     def message_bytes(self) -> int:
         """What a peer sends and receives: its own messages and everyone's; a sum is sent in parts, which are added and sent to all."""
-        copies = {"all_gather": 1 + self.peers, "all_to_all": 2 * self.peers, "sum": SUM_COPIES}
-        return sum(copies[each.kind] * each.message_bytes for each in self.exchanges)
+        copies = {"all_gather": 1 + self.peers, "all_to_all": 2 * self.peers, "sum": SUM_COPIES, "ragged": RAGGED_COPIES + self.peers}
+        return sum(copies[each.kind] * (each.most_bytes or each.message_bytes) for each in self.exchanges)
 
     @property
     def sent_bytes(self) -> int:

@@ -1,4 +1,5 @@
-"""What a training adds to compression, as far as memory and time depend on it. Searches know nothing of it: they plan for the long run."""
+"""What a training adds to compression, as far as memory and time depend on it. A step's time is that of steps behind a warm-up, which are
+most; memory has to hold for all of them."""
 
 from __future__ import annotations
 

@@ -4,36 +4,45 @@ A shard is compressed by itself: it shares no bucket. What devices do takes them
 is complete (if ranks clip: once the device's whole backward pass is); to combine what came, where a method exchanges twice; to restore the
 sum, before the update. The last two come after the whole backward pass. Which exchanges there are and how large their messages are says the
 method's ``Layout``.
+
+With local aggregation the readers of each host add up their gradients at the first of them, as they are. That one is the host's *peer*: it
+alone compresses, exchanges with the other hosts' peers, keeps a residual, and gives the restored sum to its host's other readers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from soap.model.regions import lengths
 from soap.plan.compression.seam import SUM_COPIES, Exchange, Layout, Work, layout_of
-from soap.plan.flows import Round
+from soap.plan.compression.training import PlannedTraining
+from soap.plan.flows import Round, box_bytes
 from soap.plan.plan import Plan, ShardSync, sync_name
-from soap.plan.syncs.amounts import moving_rounds
-from soap.plan.syncs.seam import COMBINE, RESTORE, SELECT, SPREAD, SUM, DeviceWork, Hold, Phase, SyncMethod, SyncStep
+from soap.plan.syncs.amounts import COPIES, moving_rounds, reading_groups
+from soap.plan.syncs.seam import COMBINE, PULL, PUSH, RESTORE, SELECT, SPREAD, SUM, DeviceWork, Hold, Phase, SyncMethod, SyncStep
 from soap.strategy.compression import Compression
 from soap.strategy.sync_contracts import named
 
 EXCHANGES = ((SUM, "sync"), (SPREAD, "spread"))
 """Stage and verb of the first and the second exchange."""
+COLLECT, HAND_ON = (PUSH, "collect"), (PULL, "hand on")
+"""Stage and verb of what happens inside hosts: gradients to their peers, and sums from these."""
 STAGES: dict[Work, int] = {"select": SELECT, "combine": COMBINE, "restore": RESTORE}
 
 
 class CompressedSum(SyncMethod):
-    """All readers own the whole region, and keep a residual of their own. A region with a single reader is not compressed."""
+    """All readers own the whole region; the peers keep a residual each. A region with a single peer is not compressed."""
 
-    def serves_region(self, readers: Sequence[int]) -> bool:
-        """A gradient that goes nowhere stays as it is."""
-        return len(readers) > 1
+    def serves_region(self, readers: Sequence[int], peers: Collection[int]) -> bool:
+        """A gradient that goes nowhere, or nowhere but inside a host, stays as it is."""
+        return len(peers) > 1
 
     def steps(self, plan: Plan, sync: ShardSync, *, pull_together: bool = True) -> Sequence[SyncStep]:
-        """One or two exchanges, each after the devices' work for it."""
+        """One or two exchanges, each after the peers' work for it; with local aggregation between what happens inside hosts."""
         layout, found = layout_for(plan, sync), []
+        if sync.aggregated:
+            stage, verb = COLLECT
+            found.append(SyncStep(Phase.AFTER_BACKWARD, stage, sync_name(sync, verb), _inside(plan, sync, back=False)))
         works: tuple[Work, ...] = ("select", "combine")
         for (stage, verb), work, exchange in zip(EXCHANGES, works, layout.exchanges, strict=False):
             name, own = sync_name(sync, verb), self._works(plan, sync, layout, work)
@@ -41,19 +50,27 @@ class CompressedSum(SyncMethod):
                 found.append(SyncStep(Phase.AFTER_BACKWARD, stage, name, summed_bytes=exchange.message_bytes, works=own))
             else:
                 found.append(SyncStep(Phase.AFTER_BACKWARD, stage, name, exchange_rounds(sync, exchange), works=own))
+        if sync.aggregated:
+            stage, verb = HAND_ON
+            restoring, rounds = self._works(plan, sync, layout, "restore"), _inside(plan, sync, back=True)
+            found.append(SyncStep(Phase.AFTER_BACKWARD, stage, sync_name(sync, verb), rounds, works=restoring))
         return found
 
     def ending(self, plan: Plan, sync: ShardSync) -> Sequence[DeviceWork]:
-        """Every reader restores the sum."""
-        return self._works(plan, sync, layout_for(plan, sync), "restore")
+        """Every reader restores the sum, unless peers do, and give it to the others."""
+        return () if sync.aggregated else self._works(plan, sync, layout_for(plan, sync), "restore")
 
     def buffers(self, plan: Plan, sync: ShardSync) -> Iterable[tuple[int, int]]:
-        """What each reader keeps from step to step, messages, the sum, and what its work takes for a while."""
-        return [(device, sum(_amounts(plan, sync, device))) for device in sync.readers]
+        """What each peer keeps from step to step, messages, the sum, and what its work takes for a while; what travels inside hosts."""
+        yield from ((device, sum(_amounts(plan, sync, device))) for device in sync.peers)
+        yield from _inside_buffers(plan, sync)
 
     def holds(self, plan: Plan, sync: ShardSync) -> Iterator[Hold]:
-        """State all the time; messages and the sum from the selection on; what work takes, while it goes on."""
-        for device in sync.readers:
+        """Of peers: state all the time; messages and the sum from the selection on; what work takes, while it goes on. Of all readers, with
+        local aggregation: what travels inside hosts, once it does."""
+        for device, size in _inside_buffers(plan, sync):
+            yield Hold(device, size, since=sync_name(sync, COLLECT[1]))
+        for device in sync.peers:
             names = [work_name(sync, work, device) for work in STAGES]
             state, moved, room = _amounts(plan, sync, device)
             yield Hold(device, state)
@@ -65,32 +82,54 @@ class CompressedSum(SyncMethod):
     def _works(plan: Plan, sync: ShardSync, layout: Layout, work: Work) -> tuple[DeviceWork, ...]:
         how, late = _settings(sync), work != "select" or plan.training.late
         return tuple(
-            DeviceWork(STAGES[work], device, work_name(sync, work, device), how, layout, work, late) for device in sync.readers
+            DeviceWork(STAGES[work], device, work_name(sync, work, device), how, layout, work, late) for device in sync.peers
         )
 
 
 def layout_for(plan: Plan, sync: ShardSync) -> Layout:
     """The messages of a compressed synchronization."""
-    return layout_of(_settings(sync), lengths(sync.box), plan.graph.tensors[sync.parameter].itemsize, len(sync.readers))
+    return layout_of(_settings(sync), lengths(sync.box), plan.graph.tensors[sync.parameter].itemsize, len(sync.peers))
 
 
 def exchange_rounds(sync: ShardSync, exchange: Exchange) -> tuple[Round, ...]:
-    """The round in which each reader sends every other a message, the same to all or not."""
-    flows = [(source, target, exchange.message_bytes) for source in sync.readers for target in sync.readers]
+    """The round in which each peer sends every other a message, the same to all or not."""
+    flows = [(source, target, exchange.message_bytes) for source in sync.peers for target in sync.peers]
     return moving_rounds((flows, 0))
 
 
-def held_bytes(compression: Compression, layout: Layout, *, on_host: bool) -> int:
-    """All that a reader holds for a compressed shard beside its gradient, at most, if training adds nothing."""
-    passing = layout.message_bytes + layout.whole_bytes + layout.room_bytes(compression, on_host=on_host)
-    return layout.state_bytes(compression) + passing
+def _inside(plan: Plan, sync: ShardSync, *, back: bool) -> tuple[Round, ...]:
+    """The round in which the readers of each host send its peer their gradients, which that adds up; ``back``: or get the sum from it."""
+    size = box_bytes(plan, sync.parameter, sync.box)
+    pairs = [(reader, leader) for reader, leader in zip(sync.readers, sync.leaders, strict=True) if reader != leader]
+    flows = [(leader, reader, size) if back else (reader, leader, size) for reader, leader in pairs]
+    most = 0 if back else max(len(group) - 1 for group in reading_groups(sync)) * size
+    return moving_rounds((flows, most))
+
+
+def _inside_buffers(plan: Plan, sync: ShardSync) -> Iterator[tuple[int, int]]:
+    """(reader, bytes) of what travels inside hosts: buffers to receive in and copies to send, and the sum of a host's gradients."""
+    size, whole = box_bytes(plan, sync.parameter, sync.box), layout_for(plan, sync).whole_bytes
+    for group in reading_groups(sync) if sync.aggregated else ():
+        for device in group:
+            yield device, inside_bytes(size, whole, len(group) - 1) if device == group[0] else COPIES * size
+
+
+def inside_bytes(gradient_bytes: int, whole_bytes: int, others: int) -> int:
+    """Those of a peer with so many other readers on its host. ``whole_bytes``: of the gradient in the type in which it is summed."""
+    return COPIES * others * gradient_bytes + whole_bytes
 
 
 def _amounts(plan: Plan, sync: ShardSync, device: int) -> tuple[int, int, int]:
-    """Bytes of a reader: what it keeps from step to step; messages and the sum; what its work takes for a while. At most, in any step of
-    the training: a warm-up sends more than later steps, momentum keeps more."""
-    how, layout, training, on_host = _settings(sync), layout_for(plan, sync), plan.training, device not in plan.accelerators
-    densest = layout_of(how.at(max(how.share, training.densest)), layout.shape, plan.graph.tensors[sync.parameter].itemsize, layout.peers)
+    how, layout, element_bytes = _settings(sync), layout_for(plan, sync), plan.graph.tensors[sync.parameter].itemsize
+    return amounts(how, layout, element_bytes, plan.training, on_host=device not in plan.accelerators)
+
+
+def amounts(
+    how: Compression, layout: Layout, element_bytes: int, training: PlannedTraining, *, on_host: bool
+) -> tuple[int, int, int]:
+    """Bytes of a peer beside its gradient: what it keeps from step to step; messages and the sum; what its work takes for a while. At
+    most, in any step of the training: a warm-up sends more than later steps, momentum keeps more."""
+    densest = layout_of(how.at(max(how.share, training.densest)), layout.shape, element_bytes, layout.peers)
     messages = [each.message_bytes for each in (layout, densest)] + [SUM_COPIES * layout.whole_bytes] * training.dense
     rooms = [each.room_bytes(how, on_host=on_host) for each in (layout, densest)]
     state = layout.state_bytes(how) + training.kept * layout.whole_bytes

@@ -7,7 +7,7 @@ EuroSys 2019.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from soap.model.regions import Box
 from soap.plan.flows import box_bytes
@@ -24,7 +24,7 @@ class ParameterServer(SyncMethod):
 
     pull_phase = Phase.AFTER_UPDATE
 
-    def serves_region(self, readers: Sequence[int]) -> bool:
+    def serves_region(self, readers: Sequence[int], peers: Collection[int]) -> bool:
         """Only regions with several readers: one reader alone needs no server."""
         return len(readers) > 1
 

@@ -5,7 +5,7 @@ Kim et al., "Parallax: Sparsity-aware Data Parallel Training of Deep Neural Netw
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from soap.model.regions import Box
 from soap.plan.plan import Plan, ShardSync, sync_name
@@ -21,7 +21,7 @@ class RowServer(ParameterServer):
 
     pull_phase = Phase.BEFORE_FORWARD
 
-    def serves_region(self, readers: Sequence[int]) -> bool:
+    def serves_region(self, readers: Sequence[int], peers: Collection[int]) -> bool:
         """Every region, even with one reader: that saves the reader the memory for the table."""
         return True
 

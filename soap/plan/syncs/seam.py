@@ -7,7 +7,7 @@ updated, and what memory that takes. Lowering, memory, explanations and the runt
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from importlib import import_module
@@ -125,8 +125,8 @@ class SyncMethod(ABC):
     def __init__(self, contract: Contract) -> None:
         self.contract = contract
 
-    def serves_region(self, readers: Sequence[int]) -> bool:
-        """Whether this method synchronizes a region with these readers; if not, the default method does."""
+    def serves_region(self, readers: Sequence[int], peers: Collection[int]) -> bool:
+        """Whether this method synchronizes a region with these readers; if not, the default method does. ``peers``: see ``ShardSync``."""
         return True
 
     def owners(

@@ -1,11 +1,12 @@
 """What each rank keeps of compressed parameters for itself: residuals, momentum, thresholds and their age, signs, the warm-up's position.
 
-A residual is saved for each *place* among a shard's readers (``sync.state.<parameter>.residual@<place>``), as a tensor of the parameter's
-shape. Regions of a parameter may have unlike numbers of readers, so each region's is recorded. A region that overlaps only such with as
-many readers as its own gives each reader what the reader at its place had. Elsewhere the first reader goes on from the sum of all places,
-the others from zero. What means nothing to others (a reused threshold, a basis) then begins anew, also where regions or the method's
-settings are others; numbers that were equal everywhere (steps, whose sign's turn it is) go on. What has no place in this plan is dropped.
-All of that is said in one line each. Another momentum correction or warm-up is refused: no sum of states would mean the same.
+A residual is saved for each *place* among a shard's peers (``sync.state.<parameter>.residual@<place>``), as a tensor of the parameter's
+shape. Peers are the readers, or with local aggregation one of each host. Regions of a parameter may have unlike numbers of peers, so each
+region's is recorded. A region that overlaps only such with as many peers as its own gives each peer what the one at its place had.
+Elsewhere the first peer goes on from the sum of all places, the others from zero. What means nothing to others (a reused threshold, a
+basis) then begins anew, also where regions or the method's settings are others; numbers that were equal everywhere (steps, whose sign's
+turn it is) go on. What has no place in this plan is dropped. All of that is said in one line each. Another momentum correction or warm-up
+is refused: no sum of states would mean the same.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from soap.strategy.compression import Compression, written_settings
 Wanted = dict[tuple[int, str, int], Region]
 """(shard, name, place) -> where it is read to."""
 COMMON = -1
-"""In place of a place: the same for all readers."""
+"""In place of a place: the same for all peers."""
 
 
 def _states(gradients: Gradients) -> Mapping[int, State]:
@@ -44,9 +45,9 @@ def _syncs(store: ShardStore) -> dict[int, ShardSync]:
     return {sync.shards[0]: sync for sync in store.plan.syncs if sync.compression is not None}
 
 
-def _readers(store: ShardStore) -> dict[int, tuple[int, ...]]:
-    """Compressed shard -> its readers."""
-    return {number: sync.readers for number, sync in _syncs(store).items()}
+def _peers(store: ShardStore) -> dict[int, tuple[int, ...]]:
+    """Compressed shard -> its peers."""
+    return {number: sync.peers for number, sync in _syncs(store).items()}
 
 
 def _settings(sync: ShardSync) -> dict[str, Any]:
@@ -58,12 +59,12 @@ def states_of(comm: Communicator, store: ShardStore, gradients: Gradients) -> di
     """Parameter -> what all ranks keep of it; called on all ranks at once."""
     syncs, own = _syncs(store), []
     for shard, state in _states(gradients).items():
-        box, readers = store.plan.shards[shard].box, syncs[shard].readers
-        entry: dict[str, Any] = {"box": [list(side) for side in box], "place": readers.index(store.rank), "peers": len(readers)}
+        box, peers = store.plan.shards[shard].box, syncs[shard].peers
+        entry: dict[str, Any] = {"box": [list(side) for side in box], "place": peers.index(store.rank), "peers": len(peers)}
         entry["numbers"] = dict(state.numbers)
         entry["own"] = {name: [str(tensor.dtype).removeprefix("torch."), float(tensor)] for name, tensor in state.own.items()}
         names, common = tuple(state.summed), tuple(common_name(name, box) for name in state.common)
-        own.append((store.plan.shards[shard].parameter, RankStates(names, len(readers), _settings(syncs[shard]), common, (entry,))))
+        own.append((store.plan.shards[shard].parameter, RankStates(names, len(peers), _settings(syncs[shard]), common, (entry,))))
     found: dict[str, RankStates] = {}
     for parameter, one in (each for ranks in comm.gather(own) for each in ranks):
         before = found.get(parameter, RankStates(one.names, 0, one.method))
@@ -74,8 +75,8 @@ def states_of(comm: Communicator, store: ShardStore, gradients: Gradients) -> di
 
 def rank_state_to_save(store: ShardStore, known: Mapping[str, RankStates], gradients: Gradients) -> Iterator[Region]:
     """The regions that this rank saves: those of its own places, and for shards whose first device it is zeros for places that have no
-    reader, and what is common."""
-    readers, states = _readers(store), _states(gradients)
+    peer, and what is common."""
+    peers, states = _peers(store), _states(gradients)
     for number, tensor in store.tensors.items():
         shard = store.plan.shards[number]
         if shard.parameter not in known:
@@ -84,12 +85,12 @@ def rank_state_to_save(store: ShardStore, known: Mapping[str, RankStates], gradi
         for name in stored.names:
             if state is not None:
                 value = state.summed[name].view(tensor.shape)
-                yield Region(place_name(shard.parameter, name, readers[number].index(store.rank)), shape, shard.box, value)
+                yield Region(place_name(shard.parameter, name, peers[number].index(store.rank)), shape, shard.box, value)
             if shard.devices[0] == store.rank:
                 empty = torch.zeros_like(tensor, dtype=kept_dtype(tensor.dtype), requires_grad=False)
-                for place in range(len(readers.get(number, ())), stored.peers):
+                for place in range(len(peers.get(number, ())), stored.peers):
                     yield Region(place_name(shard.parameter, name, place), shape, shard.box, empty)
-        if state is not None and readers[number][0] == store.rank:
+        if state is not None and peers[number][0] == store.rank:
             for name, value in state.common.items():
                 full = sync_state_name(shard.parameter, common_name(name, shard.box))
                 yield Region(full, tuple(value.shape), whole(value.shape), value)
@@ -117,22 +118,23 @@ def _box(entry: Mapping[str, Any]) -> Box:
     return tuple((int(a), int(b)) for a, b in entry["box"])
 
 
-def _peers(entries: Iterable[Mapping[str, Any]]) -> set[int]:
+def _counts(entries: Iterable[Mapping[str, Any]]) -> set[int]:
+    """Numbers of peers."""
     return {entry["peers"] for entry in entries}
 
 
 def rank_state_to_read(store: ShardStore, manifest: Manifest, gradients: Gradients) -> Wanted:
     """Empty tensors for what this rank goes on from, as far as the checkpoint has it."""
-    readers, found = _readers(store), Wanted()
+    peers, found = _peers(store), Wanted()
     for number, state in _states(gradients).items():
         shard = store.plan.shards[number]
         stored = manifest.rank_states.get(shard.parameter)
         if stored is None:
             continue
-        place, peers = readers[number].index(store.rank), _peers(_overlapping(stored, shard.box))
-        every = range(max(peers, default=0)) if place == 0 else ()
+        place, counts = peers[number].index(store.rank), _counts(_overlapping(stored, shard.box))
+        every = range(max(counts, default=0)) if place == 0 else ()
         for name in (name for name in stored.names if name in state.summed):
-            for other in (place,) if peers == {len(readers[number])} else every:
+            for other in (place,) if counts == {len(peers[number])} else every:
                 found[number, name, other] = _empty(manifest, place_name(shard.parameter, name, other), shard.box)
         for name, value in state.common.items():
             full = sync_state_name(shard.parameter, common_name(name, shard.box))
@@ -169,11 +171,11 @@ def restore_ranks(
 
 
 def _restore_own(state: State, stored: RankStates, sync: ShardSync, box: Box, rank: int) -> None:
-    """Thresholds and numbers: this reader's own if nothing has changed, else those numbers that are equal everywhere."""
+    """Thresholds and numbers: this peer's own if nothing has changed, else those numbers that are equal everywhere."""
     state.own.clear()
     near = _overlapping(stored, box)
-    mine = [own for own in near if _box(own) == box and own["place"] == sync.readers.index(rank)]
-    if mine and _peers(near) == {len(sync.readers)} and stored.method == _settings(sync):
+    mine = [own for own in near if _box(own) == box and own["place"] == sync.peers.index(rank)]
+    if mine and _counts(near) == {len(sync.peers)} and stored.method == _settings(sync):
         state.numbers = dict(mine[0]["numbers"])
         state.own |= {name: torch.tensor(value, dtype=getattr(torch, kind)) for name, (kind, value) in mine[0]["own"].items()}
         return
@@ -198,11 +200,11 @@ def _tell(store: ShardStore, manifest: Manifest, compressing: CompressedTraining
         near = _overlapping(stored, sync.box) if stored is not None else []
         if stored is None or not near:
             continue
-        gone, others = set(stored.names) - _kept(sync.compression, compressing), _peers(near) - {len(sync.readers)}
+        gone, others = set(stored.names) - _kept(sync.compression, compressing), _counts(near) - {len(sync.peers)}
         if gone:
             dropped[sync.parameter] = min(gone)
         elif others:
-            summed.setdefault(sync.parameter, (max(others), len(sync.readers)))
+            summed.setdefault(sync.parameter, (max(others), len(sync.peers)))
         elif (stored.method, {_box(own) for own in near}) != (_settings(sync), {sync.box}) and _has_own(stored, near):
             anew[sync.parameter] = None
     for parameter, stored in manifest.rank_states.items():
@@ -234,7 +236,7 @@ def _tell(store: ShardStore, manifest: Manifest, compressing: CompressedTraining
 
 
 def _has_own(stored: RankStates, near: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether there is anything that only the same reader of the same region can go on from."""
+    """Whether there is anything that only the same peer of the same region can go on from."""
     return bool(stored.common) or any(entry["own"] for entry in near)
 
 
@@ -253,6 +255,6 @@ def _warn(line: str) -> None:
 
 
 def common_name(name: str, box: Box) -> str:
-    """A state that all readers of a shard share."""
+    """A state that all peers of a shard share."""
     return f"{name}[{','.join(f'{a}:{b}' for a, b in box)}]"
 

@@ -230,6 +230,13 @@ class Communicator:
         wire = self._to_wire(message)
         return self._rows(wire, [wire] * len(devices), message, devices)
 
+    def gather_ragged(self, message: torch.Tensor, sizes: Sequence[int], devices: tuple[int, ...]) -> Pending:
+        """Start an all-gather of flat tensors of unlike ``sizes``, in elements, in the order of the devices. Gives all of them, one behind
+        the other. Gloo has no such collective, and NCCL's all-gather wants equal sizes: it is an all-to-all."""
+        sent, buffer = self._to_wire(message), message.new_empty(sum(sizes))
+        wire, finish = self._from_wire(buffer)
+        return self._all_to_each(sent, [sent] * len(devices), torch.split(wire, list(sizes)), buffer, finish, devices)
+
     def rows_to_all(self, rows: torch.Tensor, devices: tuple[int, ...]) -> Pending:
         """Start an all-to-all: device i gets row i of this contiguous tensor. Gives the rows that came, in the order of the devices."""
         wire = self._to_wire(rows)
@@ -239,11 +246,23 @@ class Communicator:
         """Start an all-to-all of ``leaving``, views of ``sent``. ``like``: a row on this rank's device."""
         buffer = like.new_empty((len(devices), *like.shape))
         wire, finish = self._from_wire(buffer)
+        return self._all_to_each(sent, leaving, wire.unbind(), buffer, finish, devices)
+
+    def _all_to_each(
+        self,
+        sent: torch.Tensor,
+        leaving: list[torch.Tensor],
+        places: Sequence[torch.Tensor],
+        buffer: torch.Tensor,
+        finish: Callable[[], None] | None,
+        devices: tuple[int, ...],
+    ) -> Pending:
+        """Start an all-to-all of ``leaving``, views of ``sent``, into ``places``, from where ``finish`` brings it into ``buffer``."""
         if self._nccl:
-            work = _work(dist.all_to_all(list(wire.unbind()), leaving, group=self._groups[devices], async_op=True))
+            work = _work(dist.all_to_all(list(places), leaving, group=self._groups[devices], async_op=True))
             self.keep(Pending((work,), sent))
             return Pending((work,), buffer, finish)
-        coming, left = self._each_to_each(wire.unbind(), leaving, devices)
+        coming, left = self._each_to_each(places, leaving, devices)
         self.keep(Pending(left, sent))
         return Pending(coming, buffer, finish)
 

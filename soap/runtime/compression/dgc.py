@@ -5,7 +5,8 @@
 - *Factor masking*: where an element is sent, its u becomes zero, so that stale momentum does not carry on. At a density of one that makes
   it plain SGD (Nesterov: with m + 1 times the learning rate); without masking it is SGD with momentum.
 - *Local clipping*: a rank's gradients are clipped before they are added to residuals, at N^(-1/2) of the norm for all N ranks' sum. Local
-  gradients carry their share 1/N, so that they are summed; N independent ones of norm x have a sum of norm N^(1/2) x.
+  gradients carry their share 1/N, so that they are summed; N independent ones of norm x have a sum of norm N^(1/2) x. N is the number of
+  compressing peers: where a host's ranks add up first, hosts, and what is clipped is the host's sum.
 - *Weight decay* stays out of residuals. It has a momentum of its own, equal on all ranks (``updates.momentum``).
 - *Warm-up*: dense steps first (RedSync), or densities that fall by a factor of four at a time (DGC: 25%, 6.25%, 1.5625%, 0.4%, 0.1%).
 
@@ -95,8 +96,13 @@ def clip_locally(gradients: Sequence[torch.Tensor], norm: float, peers: int) -> 
 
 def clipped(gradients: Sequence[torch.Tensor], norm: float) -> list[torch.Tensor]:
     """Gradients, scaled down together if their common norm exceeds this one. They are left as they are."""
-    scale = (norm / (norm_of(gradients) + EPSILON)).clamp_max(1)
+    scale = scale_of(gradients, norm)
     return [gradient * scale.to(gradient.dtype) for gradient in gradients]
+
+
+def scale_of(gradients: Iterable[torch.Tensor], norm: float) -> torch.Tensor:
+    """By how much gradients are scaled down so that their common norm does not exceed this one; at most 1."""
+    return (norm / (norm_of(gradients) + EPSILON)).clamp_max(1)
 
 
 def norm_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -45,12 +45,20 @@ class Training:
 
 
 class Emulation:
-    """A module that is trained by several ranks. ``compressions``: parameter's name -> how it is compressed; others are not."""
+    """A module that is trained by several ranks. ``compressions``: parameter's name -> how it is compressed; others are not. ``per_host``:
+    so many ranks, one after the other, add up their gradients first, and compress their sum as one peer; the last host may have fewer."""
 
     def __init__(
-        self, module: nn.Module, loss: Loss, compressions: Mapping[str, Compression | None], ranks: int, training: Training
+        self,
+        module: nn.Module,
+        loss: Loss,
+        compressions: Mapping[str, Compression | None],
+        ranks: int,
+        training: Training,
+        per_host: int = 1,
     ) -> None:
         self.module, self.training, self.ranks, self.steps = module, training, ranks, 0
+        self._hosts = [range(first, min(first + per_host, ranks)) for first in range(0, ranks, per_host)]
         self._loss = loss
         self.parameters = {name: tensor for name, tensor in module.named_parameters() if tensor.requires_grad}
         if unknown := [name for name in compressions if name not in self.parameters]:
@@ -59,7 +67,7 @@ class Emulation:
         self.compressions = {name: own for name, own in compressions.items() if own is not None}
         common = CompressedTraining(training.momentum, training.warm_up)
         self.peers = {
-            name: Peers(own, self.parameters[name].shape, self.parameters[name].dtype, ranks, common)
+            name: Peers(own, self.parameters[name].shape, self.parameters[name].dtype, len(self._hosts), common)
             for name, own in self.compressions.items()
         }
         self.momenta: dict[str, torch.Tensor] = {}
@@ -78,8 +86,9 @@ class Emulation:
     def totals(self, gradients: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """The sum that reaches every rank, for each rank's local gradients."""
         norm = self.training.clip_norm
+        gradients = [{name: in_order([gradients[rank][name] for rank in host]) for name in self.parameters} for host in self._hosts]
         if norm is not None and self.compressions:
-            gradients = [dict(zip(own, clip_locally(list(own.values()), norm, self.ranks), strict=True)) for own in gradients]
+            gradients = [dict(zip(own, clip_locally(list(own.values()), norm, len(gradients)), strict=True)) for own in gradients]
         found = {name: self._total(name, [own[name] for own in gradients]) for name in self.parameters}
         if norm is not None and not self.compressions:
             found = dict(zip(found, clipped(list(found.values()), norm), strict=True))

@@ -9,7 +9,9 @@ A rank has one ``Compressor`` and one ``State`` for each compressed parameter. I
     total = compressor.total(state, received)                 decompression; the same bits on all ranks
 
 What an exchange gives: ``all_gather`` all ranks' messages as rows, in the order of the ranks; ``all_to_all`` takes a row for each rank and
-gives a row from each; ``sum`` takes and gives numbers. Local gradients carry their share of the batch, so they are summed, not averaged.
+gives a row from each; ``sum`` takes and gives numbers; ``ragged`` takes messages of any sizes, which ``all_gather`` has told all ranks just
+before (``sizes_of``), and gives them one behind the other. Local gradients carry their share of the batch, so they are summed, not
+averaged.
 """
 
 from __future__ import annotations
@@ -134,6 +136,12 @@ class Compressor(ABC, Generic[Settings, Sizes]):
     def shaped(self, total: torch.Tensor) -> torch.Tensor:
         """A sum in the gradient's shape and type."""
         return total.to(self.dtype).reshape(self.layout.shape)
+
+
+def sizes_of(told: torch.Tensor) -> list[int]:
+    """The sizes in bytes of all ranks' messages, as an all-gather has brought them: a row of eight bytes from each."""
+    found: list[int] = told.contiguous().view(torch.int64).flatten().tolist()
+    return found
 
 
 def kept_dtype(dtype: torch.dtype) -> torch.dtype:

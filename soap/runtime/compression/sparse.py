@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import replace
 from typing import Generic, TypeVar
 
 import torch
 
 from soap.plan.compression.rgc import LENGTH_BYTES, SparseLayout
 from soap.runtime.compression import device_selection, place
-from soap.runtime.compression.seam import Compressor, Selected, State
+from soap.runtime.compression.seam import Compressor, Selected, State, sizes_of
 from soap.runtime.compression.selection import Surveyed, exact, search, trimmed
 from soap.strategy.compression import Compression, Selection
 
@@ -31,7 +30,15 @@ class SparseCompressor(Compressor[Settings, SparseLayout], Generic[Settings]):
         row = self._row(selected)
         self.write(state, row, selected)
         state.step = {"positions": positions, "values": selected.values} | ({} if count is None else {"count": count})
-        return row
+        if not self.layout.ragged:
+            return row
+        state.step["short"] = short = self.shortened(row)
+        return torch.tensor([short.nbytes], device=row.device).view(torch.uint8)
+
+    def answer(self, state: State, received: torch.Tensor) -> torch.Tensor:
+        """Ragged: this rank's message without padding, once the sizes of all are here."""
+        state.step["sizes"] = received
+        return state.step["short"]
 
     @abstractmethod
     def chosen(self, state: State, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -48,7 +55,10 @@ class SparseCompressor(Compressor[Settings, SparseLayout], Generic[Settings]):
     def total(self, state: State, received: torch.Tensor) -> torch.Tensor:
         """Messages are added one after the other in the order of the ranks; within one no position occurs twice, but for padding."""
         total = torch.zeros(self.layout.elements, dtype=self.kept_dtype, device=received.device)
-        for row in received:
+        rows = received.unbind()
+        if self.layout.ragged:
+            rows = tuple(self.padded(part) for part in received.split(sizes_of(state.step["sizes"])))
+        for row in rows:
             count = self.length(row) if place.on_host(row) else self.layout.capacity  # a GPU is not asked: padding adds zeros
             total.index_add_(0, self.positions(row)[:count].long(), self.values(row, count))
         return self.shaped(total)
@@ -69,20 +79,20 @@ class SparseCompressor(Compressor[Settings, SparseLayout], Generic[Settings]):
 
     def real_bytes(self, message: torch.Tensor) -> int:
         """What of it is no padding."""
-        return self.layout.real_bytes(self.length(message))
+        return message.nbytes if self.layout.ragged else self.layout.real_bytes(self.length(message))
 
     def shortened(self, message: torch.Tensor) -> torch.Tensor:
         """A message without its padding, for a ragged all-gather: of so many bytes as one whose capacity is its length."""
         count = self.length(message)
-        return _moved(message, self.layout, replace(self.layout, capacity=count), count)
+        return _moved(message, self.layout, self.layout.holding(count), count)
 
     def padded(self, message: torch.Tensor) -> torch.Tensor:
         """The message that was shortened, as ``total`` takes it."""
         count = self.length(message)
-        return _moved(message, replace(self.layout, capacity=count), self.layout, count)
+        return _moved(message, self.layout.holding(count), self.layout, count)
 
     def _row(self, selected: Selected) -> torch.Tensor:
-        row = torch.zeros(self.layout.exchanges[0].message_bytes, dtype=torch.uint8, device=selected.positions.device)
+        row = torch.zeros(self.layout.row_bytes, dtype=torch.uint8, device=selected.positions.device)
         own = len(selected.positions)
         row[:LENGTH_BYTES].view(torch.int64).copy_(torch.tensor(own) if selected.count is None else selected.count)
         self.positions(row)[:own] = selected.positions
@@ -90,7 +100,7 @@ class SparseCompressor(Compressor[Settings, SparseLayout], Generic[Settings]):
 
 
 def _moved(message: torch.Tensor, source: SparseLayout, target: SparseLayout, count: int) -> torch.Tensor:
-    row = torch.zeros(target.exchanges[0].message_bytes, dtype=torch.uint8, device=message.device)
+    row = torch.zeros(target.row_bytes, dtype=torch.uint8, device=message.device)
     head, values = target.header_bytes + count * target.index_bytes, count * target.sent_value_bytes
     row[:head] = message[:head]
     row[target.values_at :][:values] = message[source.values_at :][:values]

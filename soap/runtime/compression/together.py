@@ -55,6 +55,8 @@ def exchanged(kind: ExchangeKind, messages: Sequence[torch.Tensor]) -> list[torc
     """What each rank gets from a collective."""
     if kind == "all_to_all":
         return [torch.stack([message[rank] for message in messages]) for rank in range(len(messages))]
+    if kind == "ragged":
+        return [torch.cat(list(messages))] * len(messages)
     if kind == "all_gather":
         return [torch.stack(list(messages))] * len(messages)
     return [in_order(messages)] * len(messages)

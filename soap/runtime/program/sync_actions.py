@@ -49,7 +49,8 @@ def after_backward(
 
 def groups(plan: Plan) -> set[tuple[int, ...]]:
     """The sets of devices that exchange something to keep parameters in step."""
-    return {asking_devices(plan), *(plan.members(sync) for sync in plan.syncs)}
+    peers = (sync.peers for sync in plan.syncs if sync.contract.compresses)
+    return {asking_devices(plan), *(plan.members(sync) for sync in plan.syncs), *peers}
 
 
 def task_name(plan: Plan, kind: ActionKind, subject: int) -> str:

@@ -9,7 +9,7 @@ import torch
 
 from soap.plan.plan import Plan
 from soap.runtime.comm.redistribute import Communicator
-from soap.runtime.compression.dgc import clip_locally
+from soap.runtime.compression.dgc import clip_locally, local_limit
 from soap.runtime.compression.peer import AS_IT_IS, CompressedTraining
 from soap.runtime.program.actions import ActionKind, part_of
 from soap.runtime.program.program import Program
@@ -17,6 +17,7 @@ from soap.runtime.step.early_start import EarlyStart, SyncSchedule
 from soap.runtime.step.micro_batch import WHOLE_STEP, MicroBatch
 from soap.runtime.sync.all_reduce import BucketedSum
 from soap.runtime.sync.compressed import CompressedSum
+from soap.runtime.sync.host_clipping import clip_hosts, peer_groups
 from soap.runtime.sync.row_gradient import RowGradient
 from soap.runtime.sync.row_requests import asking_devices
 from soap.runtime.sync.seam import Gradient, SyncContext, ranks_part
@@ -99,14 +100,24 @@ class Gradients:
         (method.collect if kind is ActionKind.COLLECT else method.synchronize)(number)
 
     def _clip(self, norm: float) -> None:
-        """Clip this rank's gradients together, and start what has waited for that, in the program's order."""
+        """Clip this rank's gradients together, or its host's, and start what has waited for that, in the program's order."""
         if not self._started:  # not the last micro-batch
             return
-        own = [buffer for method in self._methods if isinstance(method, BucketedSum) for buffer in method.own_gradients()]
-        for buffer, small in zip(own, clip_locally(own, norm, self.context.plan.device_count), strict=True):
-            buffer.copy_(small)
+        groups, compressed = peer_groups(self.context.plan), self.compressed
+        together = compressed is not None and len(groups) < self.context.plan.device_count
+        for kind, number in self._started if together else ():
+            if kind is ActionKind.COLLECT:
+                self._start(kind, number)
+        methods = [method for method in self._methods if isinstance(method, BucketedSum) and not (together and method is compressed)]
+        own = [buffer for method in methods for buffer in method.own_gradients()]
+        if compressed is not None and together:
+            clip_hosts(self.context.comm, groups, own, compressed, local_limit(norm, len(groups)))
+        else:
+            for buffer, small in zip(own, clip_locally(own, norm, len(groups)), strict=True):
+                buffer.copy_(small)
         for kind, number in self._started:
-            self._start(kind, number)
+            if not together or kind is not ActionKind.COLLECT:
+                self._start(kind, number)
 
     def refresh(self, watch: Watch = watch_nothing) -> None:
         """Send values that were updated or loaded to readers that keep copies of them. Waits until all have arrived."""

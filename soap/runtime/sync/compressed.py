@@ -3,6 +3,9 @@
 A shard's selection runs as soon as its gradient is complete, and its first exchange starts. All that comes later (answers, sums) waits for
 the end of the backward pass. There all shards go on in one order, which is the same on all ranks: each sends its second message before the
 first one waits for its own.
+
+With local aggregation only peers do that (``ShardSync.peers``), for the sum of their host's gradients, which they first get from the host's
+other readers. Behind all shards' exchanges peers give these the sums. Gradients of a host are summed as peers sum, at least in float32.
 """
 
 from __future__ import annotations
@@ -15,24 +18,27 @@ import torch
 
 from soap.plan.compression.seam import ExchangeKind
 from soap.plan.plan import ShardSync, sync_name
-from soap.plan.syncs.compressed import EXCHANGES
+from soap.plan.syncs.compressed import COLLECT, EXCHANGES, HAND_ON
+from soap.runtime.comm.parcels import Parcels, bytes_of, start_exchange
 from soap.runtime.comm.redistribute import Pending
-from soap.runtime.compression.peer import Course, Peer
-from soap.runtime.compression.seam import State
+from soap.runtime.compression.peer import CompressedTraining, Course, Peer
+from soap.runtime.compression.seam import State, kept_dtype, sizes_of
 from soap.runtime.compression.together import in_order
+from soap.runtime.program.actions import ActionKind
 from soap.runtime.step.micro_batch import MicroBatch
 from soap.runtime.sync.all_reduce import BucketedSum
+from soap.runtime.sync.roles import Roles, roles_of
 from soap.runtime.sync.seam import Gradient, SyncContext
 from soap.runtime.trace import Watch
 from soap.simulator.tasks import TaskKind
 
-Exchanges = Generator[tuple[ExchangeKind, torch.Tensor, str], torch.Tensor, torch.Tensor]
-"""A course whose exchanges are all-gathers and all-to-alls, with the names of the simulator's tasks."""
+Exchanges = Generator[tuple[ExchangeKind, torch.Tensor, str, Sequence[int]], torch.Tensor, torch.Tensor]
+"""A course whose exchanges are all-gathers and all-to-alls, with the names of the simulator's tasks, and the sizes of ragged messages."""
 
 
 class CompressedSum(BucketedSum):
-    """Each shard has a buffer of its own, with the rank's local gradient. ``peers``: shard -> this rank's part and state. ``local``: if it
-    is a dict, each step leaves a copy of the local gradients there, for a check."""
+    """Each shard has a buffer of its own, with the rank's local gradient. ``peers``: shard -> this rank's part and state, if it is a peer.
+    ``local``: if it is a dict, each step leaves a copy of the local gradients there, for a check."""
 
     collective: ClassVar[bool] = False
 
@@ -42,13 +48,15 @@ class CompressedSum(BucketedSum):
         self.local: dict[int, torch.Tensor] | None = None
         self._courses: dict[int, tuple[Exchanges, Pending]] = {}
         self._totals: dict[int, torch.Tensor] = {}
+        self._roles: dict[int, Roles] = {number: roles_of(self.plan, sync) for number, sync in syncs.items() if sync.aggregated}
+        self._collecting: dict[int, tuple[Pending, Parcels]] = {}
+        self._of_host: dict[int, torch.Tensor] = {}
+        self._blank = torch.empty(0, device=self.comm.device)
         for sync in syncs.values():
             [shard] = sync.shards
-            tensor, place = context.shards.tensors[shard], sync.readers.index(self.rank)
-            assert sync.compression is not None  # the method compresses
-            self.peers[shard] = Peer(
-                sync.compression, tensor.shape, tensor.dtype, place, len(sync.readers), context.compressing, tensor.device
-            )
+            tensor = context.shards.tensors[shard]
+            if self.rank in sync.peers:
+                self.peers[shard] = peer_of(sync, self.rank, tensor.shape, tensor.dtype, context.compressing, tensor.device)
 
     def begin(self, part: MicroBatch, watch: Watch) -> None:
         """Forget the last step's sums."""
@@ -56,39 +64,113 @@ class CompressedSum(BucketedSum):
         if part.first:
             self._totals = {}
 
+    @classmethod
+    def task_name(cls, sync: ShardSync, kind: ActionKind) -> str:
+        """What travels inside hosts has names of its own."""
+        verbs = {ActionKind.COLLECT: COLLECT[1], ActionKind.HAND_ON: HAND_ON[1]}
+        return sync_name(sync, verbs.get(kind, cls.gives))
+
+    def collect(self, number: int) -> None:
+        """Send this rank's gradient to its host's peer; as the peer, begin to receive the others'."""
+        gradient, roles = self._own_gradient(number), self._roles[number]
+        parcels: Parcels = {}
+        places: Parcels = {}
+        if self.rank in roles.speakers:
+            places = {member: [torch.empty_like(gradient)] for member in roles.members(self.rank) if member != self.rank}
+        else:
+            parcels = {roles.leader(self.rank): [gradient]}
+        self._collecting[number] = self._inside(ActionKind.COLLECT, number, parcels, places), places
+
     def synchronize(self, number: int) -> None:
         """Select what is sent of a shard, and begin to send it."""
+        [shard] = self.syncs[number].shards
+        if number not in self._roles:
+            self._select(number, self._own_gradient(number))
+        elif shard in self.peers:
+            self._select(number, self._hosts_gradient(number))
+            del self._of_host[number]
+
+    def end(self, part: MicroBatch) -> None:
+        """After the last micro-batch: exchange what is left, restore the sums, and give them to other readers of the host."""
+        while self._courses:
+            for number in sorted(self._courses):
+                course, pending = self._courses.pop(number)
+                self._go_on(number, course, pending.wait())
+        if part.last:
+            self._hand_on()
+        super().end(part)
+
+    def _select(self, number: int, gradient: torch.Tensor) -> None:
+        [shard] = self.syncs[number].shards
+        self._go_on(number, self._apart(number, self.peers[shard].course(gradient)), None)
+
+    def _own_gradient(self, number: int) -> torch.Tensor:
+        """This rank's gradient of a shard."""
         [shard] = self.syncs[number].shards
         self._fill(shard)
         gradient = self.buffers[number].view(self.store.tensors[shard].shape)
         if self.local is not None:
             self.local[shard] = gradient.clone()
-        self._go_on(number, self._apart(number, self.peers[shard].course(gradient)), None)
+        return gradient
 
-    def end(self, part: MicroBatch) -> None:
-        """After the last micro-batch: exchange what is left, and restore the sums."""
-        while self._courses:
-            for number in sorted(self._courses):
-                course, pending = self._courses.pop(number)
-                self._go_on(number, course, pending.wait())
-        super().end(part)
+    def hosts_gradients(self) -> list[torch.Tensor]:
+        """As a peer: the sums of the host's gradients, once they are collected. A change in place is what is compressed."""
+        return [self._hosts_gradient(number) for number in self._roles if self.syncs[number].shards[0] in self.peers]
+
+    def _hosts_gradient(self, number: int) -> torch.Tensor:
+        """The sum of the gradients of this rank's host, in the order of the readers."""
+        if number not in self._of_host:
+            [shard] = self.syncs[number].shards
+            pending, places = self._collecting.pop(number)
+            pending.wait()
+            own = self.buffers[number].view(self.store.tensors[shard].shape)
+            members = self._roles[number].members(self.rank)
+            self._of_host[number] = hosts_sum([own if member == self.rank else places[member][0] for member in members])
+        return self._of_host[number]
+
+    def _hand_on(self) -> None:
+        """As a peer, give the host's other readers the sums; as another reader, get them."""
+        arriving = []
+        for number, roles in self._roles.items():
+            [shard] = self.syncs[number].shards
+            parcels: Parcels = {}
+            places: Parcels = {}
+            if self.rank in roles.speakers:
+                parcels = {member: [self._totals[shard]] for member in roles.members(self.rank) if member != self.rank}
+            else:
+                self._totals[shard] = torch.empty_like(self.store.tensors[shard], requires_grad=False)
+                places = {roles.leader(self.rank): [self._totals[shard]]}
+            arriving.append(self._inside(ActionKind.HAND_ON, number, parcels, places))
+        for pending in arriving:
+            pending.wait()
+        self._collecting.clear()
+        if arriving:
+            self.comm.finish_sends()  # whoever updates may change the sums
+
+    def _inside(self, kind: ActionKind, number: int, parcels: Parcels, places: Parcels) -> Pending:
+        self.comm.traffic.handed_bytes += bytes_of(parcels) + bytes_of(places)
+        return self.named(kind, number, start_exchange(self.comm, self._roles[number].devices, parcels, places, self._blank))
 
     def _go_on(self, number: int, course: Exchanges, received: torch.Tensor | None) -> None:
         """Take a course to its next exchange, and begin that, or to its end."""
         try:
-            kind, message, name = next(course) if received is None else course.send(received)
+            kind, message, name, sizes = next(course) if received is None else course.send(received)
         except StopIteration as end:
-            self._totals[self.syncs[number].shards[0]] = end.value
+            [shard] = self.syncs[number].shards
+            self._totals[shard] = end.value.to(self.store.tensors[shard].dtype)
             return
-        message, devices = message.detach().contiguous(), self.syncs[number].readers
-        pending = (self.comm.all_gather if kind == "all_gather" else self.comm.rows_to_all)(message, devices)
+        message, devices = message.detach().contiguous(), self.syncs[number].peers
+        if kind == "ragged":
+            pending = self.comm.gather_ragged(message, sizes, devices)
+        else:
+            pending = (self.comm.all_gather if kind == "all_gather" else self.comm.rows_to_all)(message, devices)
         self.watch(name, TaskKind.SYNC, pending)
         self._courses[number] = course, pending
 
     def _apart(self, number: int, course: Course) -> Exchanges:
         """The same course with two exchanges for each sum: every rank adds up a part, in the order of the ranks, and gives it to all."""
         sync, traffic = self.syncs[number], self.comm.traffic
-        count, received = len(sync.readers), None
+        count, received = len(sync.peers), None
         for _, verb in cycle(EXCHANGES):
             try:
                 kind, message = next(course) if received is None else course.send(received)
@@ -96,20 +178,26 @@ class CompressedSum(BucketedSum):
                 total: torch.Tensor = end.value
                 return total
             name = sync_name(sync, verb)
+            if kind == "ragged":
+                assert received is not None  # sizes come first
+                sizes = sizes_of(received)
+                traffic.compressed_bytes += sum(sizes) + (count - 2) * message.nbytes
+                received = yield kind, message, name, sizes
+                continue
             if kind != "sum":
                 traffic.compressed_bytes += 2 * (count - 1) * (message if kind == "all_gather" else message[0]).nbytes
-                received = yield kind, message, name
+                received = yield kind, message, name, ()
                 continue
             traffic.synchronized_bytes += message.nbytes
             size, part = message.numel(), -(-message.numel() // count)
-            parts = yield "all_to_all", torch.nn.functional.pad(message, (0, count * part - size)).view(count, part), name
-            received = (yield "all_gather", in_order(parts.unbind()), name).reshape(-1)[:size]
+            parts = yield "all_to_all", torch.nn.functional.pad(message, (0, count * part - size)).view(count, part), name, ()
+            received = (yield "all_gather", in_order(parts.unbind()), name, ()).reshape(-1)[:size]
         raise AssertionError  # ``cycle`` has no end
 
     @property
     def shards(self) -> Iterable[int]:
         """Every reader owns the whole shard."""
-        return self.peers
+        return [sync.shards[0] for sync in self.syncs.values()]
 
     def gradient(self, shard: int) -> Gradient:
         """What all ranks have sent, added up in their order."""
@@ -123,6 +211,25 @@ class CompressedSum(BucketedSum):
     def states(self) -> Mapping[int, State]:
         """Shard -> what this rank keeps of it."""
         return {shard: peer.state for shard, peer in self.peers.items()}
+
+
+def peer_of(
+    sync: ShardSync,
+    rank: int,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    training: CompressedTraining,
+    device: torch.device | str = "cpu",
+) -> Peer:
+    """The part of one of ``sync.peers``. With local aggregation it gets its host's gradient as ``hosts_sum`` makes it."""
+    assert sync.compression is not None  # the method compresses
+    summed = kept_dtype(dtype) if sync.aggregated else dtype
+    return Peer(sync.compression, shape, summed, sync.peers.index(rank), len(sync.peers), training, device)
+
+
+def hosts_sum(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of gradients of one host, in this order, at least in float32."""
+    return in_order([gradient.to(kept_dtype(gradient.dtype)) for gradient in gradients])
 
 
 METHOD = CompressedSum

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from soap.cluster.topology import Topology
+from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.search.compiled.chain import DONE, advance, begin_chain
 from soap.search.compiled.edits import UNKNOWN
 from soap.search.compiled.memory import (
@@ -70,10 +71,17 @@ class CompiledSpace:
     """A space as arrays, for any number of chains."""
 
     def __init__(
-        self, space: Space, topology: Topology, costs: CostModel, optimizer_states: int = 2, draws: Draws | None = None
+        self,
+        space: Space,
+        topology: Topology,
+        costs: CostModel,
+        optimizer_states: int = 2,
+        draws: Draws | None = None,
+        training: PlannedTraining = PLAIN,
     ) -> None:
         """``optimizer_states``: tensors of a parameter's size that the optimizer keeps, as in ``simulator.memory.peaks``. ``draws``: of the
-        costs, under which chains compare strategies."""
+        costs, under which chains compare strategies. ``training``: what training adds to compressed parameters."""
+        self.training = training
         self.space, self.topology, self.costs, self.optimizer_states, self.draws = space, topology, costs, optimizer_states, draws
         self.grids = grid_tables(space, topology, costs)
         self._kept = (self.grids, neighbour_tables(space), group_tables(space))
@@ -100,7 +108,7 @@ class CompiledChain:
         """``proposals``: the most that the log can hold. ``start_ns``: the cost that beta is relative to; by default the strategy's."""
         self._space = space
         graph = space.space.graph
-        self.engine = make_engine(graph, space.topology, space.costs, space.draws)
+        self.engine = make_engine(graph, space.topology, space.costs, space.draws, space.training)
         self.engine.choices = space.space.syncs
         devices = space.topology.device_count
         tiles = sum(max(devices, len(config.devices)) for config in strategy.operators.values())

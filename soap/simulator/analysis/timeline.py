@@ -239,7 +239,7 @@ class _Lanes:
 def sum_groups(plan: Plan) -> Mapping[str, tuple[int, ...]]:
     """Name of each all-reduce -> its devices."""
     steps = ((sync, step) for sync in plan.syncs for step in method_for(sync).steps(plan, sync))
-    groups = {step.name: sync.readers for sync, step in steps if step.summed_bytes}
+    groups = {step.name: sync.peers for sync, step in steps if step.summed_bytes}
     for reduction in plan.reductions:
         for gradient in (False, True):
             groups[reduce_name(plan.graph.operators[reduction.operator], reduction, gradient=gradient)] = reduction.devices

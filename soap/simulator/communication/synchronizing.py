@@ -60,7 +60,7 @@ class Synchronization:
         self._settle(ready)
         for number, sync in enumerate(plan.syncs):
             gradients = [backward[tile] for tile, _ in sync.uses if tile in backward]
-            if plan.training.late:  # nothing leaves a device before its gradients are clipped
+            if self._is_clipped(sync):  # nothing leaves a device before its gradients are clipped
                 gradients += [self._settled[device] for device in sync.readers if device in self._settled]
             tasks = list(self._walk(number, Phase.AFTER_BACKWARD, gradients, backward))
             ends = self._works(sync, self._ending[number], tasks[-1:])
@@ -86,9 +86,18 @@ class Synchronization:
         """Add, for devices that have such work, the task that says that no backward pass is left. ``backward``: device -> its tasks."""
         works = [work for steps in self._steps for step in steps for work in step.works]
         works += [work for ending in self._ending for work in ending]
-        for device in sorted({work.device for work in works if work.settled}):
+        devices = {work.device for work in works if work.settled}
+        if devices:
+            devices.update(device for sync in self._plan.syncs if self._is_clipped(sync) for device in sync.readers)
+        for device in sorted(devices):
             place = (UPDATE, device, 1, 0, 0, 0)
             self._settled[device] = self._tasks.add(place, settled_name(device), TaskKind.COMPRESS, (), 1, backward[device])
+
+    def _is_clipped(self, sync: ShardSync) -> bool:
+        """Whether its devices clip their gradients before they send them, if some are compressed. (Others are refused then: a server's
+        partition, or rows, could not be clipped so.)"""
+        contract = sync.contract
+        return self._plan.training.late and len(sync.readers) > 1 and (contract.sums_in_place or contract.compresses)
 
     def _works(
         self, sync: ShardSync, works: Iterable[DeviceWork], after: Iterable[int], backward: Mapping[int, int] = NOTHING
@@ -108,7 +117,7 @@ class Synchronization:
     def _move(self, sync: ShardSync, step: SyncStep, after: Iterable[int]) -> int:
         place = self._place(sync, step.stage)
         if step.summed_bytes:
-            return self._tasks.all_reduce(place, step.name, TaskKind.SYNC, step.summed_bytes, sync.readers, after, chunked=step.large)
+            return self._tasks.all_reduce(place, step.name, TaskKind.SYNC, step.summed_bytes, sync.peers, after, chunked=step.large)
         return self._tasks.exchange(place, step.name, TaskKind.SYNC, step.rounds, after, chunked=step.large)
 
     def _serve(self, sync: ShardSync, part: ShardUpdate, resource: int, after: Iterable[int]) -> int:

@@ -12,7 +12,7 @@ from soap.simulator.compiled.task_keys import STATE_FULL
 @compiled
 def cut_sums(R: Groups, C: State, S: Scratch, slot0: int) -> None:
     """Where sums are cut, cut those among the ``count[TASKS]`` tasks from ``slot0`` on. A sum's first chunk keeps the sum's slot, because
-    edges from tiles lead there; the other chunks come after all tasks. Devices' updates wait for the last chunk."""
+    edges from tiles lead there; the other chunks come after these tasks. Devices' updates wait for the last chunk."""
     shortest = R.shortest_chunk_ns[0]
     if shortest == NO_CHUNKS:
         return

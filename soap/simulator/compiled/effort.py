@@ -8,32 +8,38 @@ from soap.cluster.topology import DeviceType
 from soap.model.graph import OperatorGraph
 from soap.plan.compression.policy import settled
 from soap.plan.compression.seam import WORKS, layout_of
-from soap.plan.syncs.compressed import held_bytes
+from soap.plan.compression.training import PlannedTraining
+from soap.plan.syncs.compressed import amounts
 from soap.simulator.compiled.syncs.codes import sync_of
 from soap.simulator.costs import CostModel, compression_ns
 
-EXCHANGES, MESSAGES, OF_TYPES = 0, 1, 5
-"""Columns of ``ShardTables.effort``: the number of exchanges; of both the kind and the message's bytes; then those of each type of
-device."""
+EXCHANGES, MESSAGES, WHOLE, OF_TYPES = 0, 1, 5, 6
+"""Columns of ``ShardTables.effort``: the number of exchanges; of both the kind and the message's bytes; bytes of all elements in the
+type in which they are summed; then those of each type of device."""
 HELD, TYPE_COLUMNS = len(WORKS), len(WORKS) + 1
-"""Columns of a type of device: the works in ns, and the bytes that a reader holds."""
+"""Columns of a type of device: the works in ns, and the bytes that a peer holds."""
 
 BETWEEN, SUMMED = range(2)
-"""Kinds of exchanges: every reader sends every other a message, or all sum a vector."""
+"""Kinds of exchanges: every peer sends every other a message, or all sum a vector."""
 
 
 def effort_row(
-    graph: OperatorGraph, costs: CostModel, types: Sequence[DeviceType], shape: tuple[int, ...], key: tuple[int, ...]
+    graph: OperatorGraph,
+    costs: CostModel,
+    types: Sequence[DeviceType],
+    training: PlannedTraining,
+    shape: tuple[int, ...],
+    key: tuple[int, ...],
 ) -> list[int]:
     """The columns for a shard of this shape. ``key``: an entry of ``ShardTables.compressed``."""
-    code, parameter, _, readers = key
+    code, parameter, _, peers = key
     how, tensor = sync_of(code).compression, graph.parameters[parameter]
     assert how is not None  # the code is that of a compression
     how = settled(graph, tensor.name, how)
-    layout = layout_of(how, shape, tensor.itemsize, readers)
+    layout = layout_of(how, shape, tensor.itemsize, peers)
     messages = [(SUMMED if each.kind == "sum" else BETWEEN, each.message_bytes) for each in layout.exchanges]
-    row = [len(messages), *messages[0], *(messages[1] if len(messages) > 1 else (0, 0))]
+    row = [len(messages), *messages[0], *(messages[1] if len(messages) > 1 else (0, 0)), layout.whole_bytes]
     for kind in types:
         row += [compression_ns(costs, how, layout, work, kind) for work in WORKS]
-        row.append(held_bytes(how, layout, on_host=kind.kind == "cpu"))
+        row.append(sum(amounts(how, layout, tensor.itemsize, training, on_host=kind.kind == "cpu")))
     return row

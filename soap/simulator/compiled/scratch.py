@@ -36,7 +36,7 @@ class Scratch(NamedTuple):
     - By parameter: ``geometry``, ``expected`` (a stamp).
     - The tiles that use a shard: ``use_slot``, ``use_device``, ``use_lookups``, ``use_block`` (equal for replicas of one tile).
     - By place in ``members``, from 0 on: ``lookups``, ``seen``, ``leader``, ``touched``, ``together``, ``received``; by partition:
-      ``p_rows``, ``p_server``. See ``syncs.server_traffic``.
+      ``p_rows``, ``p_server``. See ``syncs.server_traffic``. ``peers``: the number of the ``members`` that are leaders, then these devices.
 
     The others are lists for intermediate results.
     """
@@ -118,6 +118,7 @@ class Scratch(NamedTuple):
     settled: Longs
     settling: Longs
     members: Ints
+    peers: Ints
     geometry: Ints
     expected: Longs
     use_slot: Ints
@@ -147,7 +148,7 @@ def make_scratch(size: int, devices: int, links: int) -> Scratch:
     sizes |= dict.fromkeys(("hash_key", "hash_stamp", "hash_value"), table)
     sizes |= dict.fromkeys(("mark", "mark_value"), max(devices, size))
     sizes |= dict.fromkeys(("load", "load_stamp"), links + 1)
-    sizes |= {"held": devices + links + 1, "members": devices + 1, "cell": 16 * size, "flow": 3 * size}
+    sizes |= {"held": devices + links + 1, "members": devices + 1, "peers": devices + 1, "cell": 16 * size, "flow": 3 * size}
     sizes |= dict.fromkeys(("update", "floor", "taken", "settled", "settling"), devices)
     sizes |= dict.fromkeys(("lookups", "leader", "touched", "together", "received", "seen"), devices + 1)
     sizes |= dict.fromkeys(("e_src", "e_dst", "res", "work", "fill", "gradient_next", "gradient_task"), 4 * size)

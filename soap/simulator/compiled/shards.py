@@ -13,6 +13,7 @@ import numpy as np
 from soap.cluster.topology import DeviceType, Topology
 from soap.model.graph import OperatorGraph
 from soap.model.regions import Box, cells, contains, lengths, subtract, volume, whole
+from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.plan.placement import server_devices
 from soap.simulator.communication.servers import server_type
 from soap.simulator.compiled.effort import effort_row
@@ -28,8 +29,15 @@ Need = tuple[int, int, Box]
 class Geometries:
     """The geometries of one graph's trainable parameters."""
 
-    def __init__(self, graph: OperatorGraph, topology: Topology, types: Sequence[DeviceType], costs: CostModel) -> None:
-        self._graph, self._topology, self._types, self._costs = graph, topology, types, costs
+    def __init__(
+        self,
+        graph: OperatorGraph,
+        topology: Topology,
+        types: Sequence[DeviceType],
+        costs: CostModel,
+        training: PlannedTraining = PLAIN,
+    ) -> None:
+        self._graph, self._topology, self._types, self._costs, self._training = graph, topology, types, costs, training
         self._ptr, self._bytes, self._lowest = Growing(np.int64), Growing(np.int64), Growing(np.int32)
         self._updates = [Growing(np.int64) for _ in types]
         self._use_ptr, self._use_user, self._use_place = Growing(np.int64), Growing(np.int32), Growing(np.int32)
@@ -102,7 +110,7 @@ class Geometries:
     def compress(self, key: tuple[int, ...]) -> None:
         """Work out what compression of a shard takes. ``key``: an entry of ``compressed``."""
         self._compressed.add(key)
-        self._effort.add(effort_row(self._graph, self._costs, self._types, self._shapes[key[2]], key))
+        self._effort.add(effort_row(self._graph, self._costs, self._types, self._training, self._shapes[key[2]], key))
 
     def arrays(self) -> ShardTables:
         """All geometries and prices as arrays."""
@@ -123,6 +131,7 @@ class Geometries:
             price_ns=self._price_ns.array(),
             compressed=self._compressed.arrays(),
             effort=self._effort.array(),
+            late=np.array([self._training.late], np.int32),
             rows_alone=np.array([updates_rows_alone(self._costs)], np.int32),
         )
 

@@ -130,7 +130,8 @@ class ShardTables(NamedTuple):
     number of hosts + a device type; for tables with gradients of some rows, the number of hosts and of types is added. ``rows_alone``:
     whether an update of a table changes only the rows with a gradient.
 
-    ``effort``: what compression of a shard takes (``syncs.compressed``), by ``compressed``: [code, parameter, shard, number of readers].
+    ``effort``: what compression of a shard takes (``syncs.compressed``), by ``compressed``: [code, parameter, shard, number of peers].
+    ``late``: see ``PlannedTraining.late``.
     """
 
     ptr: Longs
@@ -150,6 +151,7 @@ class ShardTables(NamedTuple):
     rows_alone: Ints
     compressed: Lists
     effort: Longs
+    late: Ints
 
 
 def make_state(operators: int, readers: int, parameters: int, devices: int, slots: int, arena: int) -> State:

@@ -12,10 +12,16 @@ from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.scratch import EDGES, EXPECTED, PRICES, STAMP, TASKS
 from soap.simulator.compiled.state import ARENA, NEVER, SLOTS, SYNC_BUCKET, SYNC_DEVICE, SYNCS, UPDATE_DEVICE, Groups, State
 from soap.simulator.compiled.syncs.all_reduce import finish_bucket, join_bucket
-from soap.simulator.compiled.syncs.codes import gathers_rows, is_compressed
+from soap.simulator.compiled.syncs.codes import gathers_rows
 from soap.simulator.compiled.syncs.compressed import add_compressed
 from soap.simulator.compiled.syncs.dispatch import add_owners_tasks, owned_by_servers
-from soap.simulator.compiled.syncs.members import find_geometries, find_geometry, find_members, first_user_with_gradient
+from soap.simulator.compiled.syncs.members import (
+    compresses,
+    find_geometries,
+    find_geometry,
+    find_members,
+    first_user_with_gradient,
+)
 from soap.simulator.compiled.syncs.pricing import adding_ns, ask_prices, table_price_ns
 from soap.simulator.compiled.syncs.sparse_all_gather import gathered_bytes, gathered_rows
 from soap.simulator.compiled.task_keys import STATE_FULL, UPDATE, set_key, task_key
@@ -94,11 +100,12 @@ def synchronize(W: World) -> None:
                         _add_update(W, parameter, shard)
                 elif G.user[first_user + lowest] == op:
                     _synchronize_shard(W, parameter, shard, opened, slot0)
-    for bucket in range(S.count[TASKS]):
+    buckets = S.count[TASKS]
+    for bucket in range(buckets):
         finish_bucket(W, bucket, slot0 + bucket)
     add_owners_tasks(W, slot0)
-    add_compressed(W, slot0)
-    cut_sums(R, C, S, slot0)
+    cut_sums(R, C, S, slot0)  # what follows is not cut
+    add_compressed(W, slot0, buckets)
     ask_prices(D, S)
     _install(W, slot0)
     for device in range(devices):
@@ -119,7 +126,7 @@ def _synchronize_shard(W, parameter, shard, opened, slot0):  # type: ignore[no-u
     if not owned_by_servers(W, parameter):
         _add_update(W, parameter, shard)
         code = W.state.sync[parameter]
-        if W.scratch.members[0] > 1 and not gathers_rows(code) and not is_compressed(code):
+        if W.scratch.members[0] > 1 and not gathers_rows(code) and not compresses(W, code):
             join_bucket(W, parameter, shard, opened, slot0)
 
 

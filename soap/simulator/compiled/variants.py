@@ -17,6 +17,7 @@ import numpy as np
 from soap.cluster.topology import DeviceType, Topology
 from soap.model.graph import Operand, Operator, OperatorGraph, TensorKind
 from soap.model.regions import Box, balanced, volume
+from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.plan.row_counts import tile_lookups
 from soap.plan.tiling import Tile
 from soap.simulator.compiled.graph_arrays import Ints, Longs, device_types
@@ -61,14 +62,21 @@ class VariantTables(NamedTuple):
 class Variants:
     """The variants of one graph's operators, made when they are first asked for."""
 
-    def __init__(self, graph: OperatorGraph, topology: Topology, costs: CostModel, draws: Draws | None = None) -> None:
+    def __init__(
+        self,
+        graph: OperatorGraph,
+        topology: Topology,
+        costs: CostModel,
+        draws: Draws | None = None,
+        training: PlannedTraining = PLAIN,
+    ) -> None:
         self.graph, self.costs, self.draws = graph, costs, draws
         by_name: dict[str, DeviceType] = {device.type.name: device.type for device in topology.devices}
         self._types = [by_name[name] for name in device_types(topology)]
         classes: dict[Hashable, int] = {}
         self._parameters = {tensor.name: i for i, tensor in enumerate(graph.parameters)}
         self._class_of = [classes.setdefault(_likeness(graph, op, self._parameters), i) for i, op in enumerate(graph.operators)]
-        self.geometries = Geometries(graph, topology, self._types, costs)
+        self.geometries = Geometries(graph, topology, self._types, costs, training)
         self._numbers: dict[tuple[int, tuple[int, ...]], int] = {}
         self._boxes: dict[Box, int] = {}
         self._known: list[Box] = []

@@ -11,8 +11,14 @@ from soap.strategy.compression import Bf16, Chunked, Compression, Int8, PowerSgd
 
 DENSITY = 0.02
 METHODS: dict[str, tuple[Compression, ...]] = {
-    "rgc": tuple(Rgc(DENSITY, selection) for selection in ("exact", "trimmed", "search", "sampled")),
-    "rgc+asq": tuple(RgcAsq(DENSITY, selection, ef) for selection in ("exact", "trimmed", "search") for ef in (False, True)),
+    "rgc": (
+        *(Rgc(DENSITY, selection) for selection in ("exact", "trimmed", "search", "sampled")),
+        Rgc(DENSITY, "search", ragged=True),
+    ),
+    "rgc+asq": (
+        *(RgcAsq(DENSITY, selection, ef) for selection in ("exact", "trimmed", "search") for ef in (False, True)),
+        RgcAsq(DENSITY, "search", ragged=True),
+    ),
     "chunked": (Chunked(DENSITY), Chunked(DENSITY, "bf16"), Chunked(DENSITY, "bf16", 1.0), Chunked(0.5, "2bit", 1.0)),
     "powersgd": (PowerSgd(1), PowerSgd(3)),
     "bf16": (Bf16(),),

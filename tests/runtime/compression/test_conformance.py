@@ -10,7 +10,7 @@ import torch
 
 from soap.errors import SoapError
 from soap.plan.compression.seam import layout_of
-from soap.runtime.compression.seam import State, carried_over, compressor_of
+from soap.runtime.compression.seam import State, carried_over, compressor_of, sizes_of
 from soap.runtime.compression.together import Peers, exchanged
 from soap.strategy.compression import COMPRESSIONS, Compression
 from tests.runtime.compression.cases import METHODS, SETTINGS, SHAPES, TYPES, gradient, gradients, residuals
@@ -45,15 +45,20 @@ def test_messages_have_the_size_that_the_layout_gives(compression: Compression, 
             made = [compressor_of(compression, shape, dtype, rank, ranks) for rank in range(ranks)]
             states = [compressor.fresh() for compressor in made]
             messages = [c.compress(s, g) for c, s, g in zip(made, states, gradients(shape, dtype, ranks, 0), strict=True)]
+            received: list[torch.Tensor] = []
             for number, exchange in enumerate(layout.exchanges):
                 each = ranks if exchange.kind == "all_to_all" else 1
-                assert {message.nbytes for message in messages} == {each * exchange.message_bytes}
+                if exchange.kind == "ragged":
+                    assert [message.nbytes for message in messages] == sizes_of(received[0])
+                    assert max(exchange.message_bytes, *sizes_of(received[0])) <= exchange.most_bytes
+                else:
+                    assert {message.nbytes for message in messages} == {each * exchange.message_bytes}
                 if exchange.kind == "all_to_all":
                     assert {message.shape[0] for message in messages} == {ranks}
                 received = exchanged(exchange.kind, messages)
                 if number + 1 < len(layout.exchanges):
                     messages = [c.answer(s, r) for c, s, r in zip(made, states, received, strict=True)]
-            if layout.exchanges[0].kind == "all_gather":
+            if [exchange.kind for exchange in layout.exchanges] == ["all_gather"]:
                 assert all(c.real_bytes(m) <= layout.exchanges[0].message_bytes for c, m in zip(made, messages, strict=True))
 
 

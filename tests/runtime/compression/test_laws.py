@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from math import log
+
 import pytest
 import torch
 
@@ -67,6 +70,40 @@ def test_rgc_sends_the_largest_of_the_residual(where: str, selection: Selection)
         compressor.compress(state, own)
         positions, _ = real(compressor.sent(state))
         assert positions.tolist() == sorted(torch.topk(had.abs(), 30).indices.tolist())
+
+
+@pytest.mark.parametrize("how", [Rgc(0.02, "search"), Rgc(0.02, "sampled"), RgcAsq(0.02, "search"), RgcAsq(0.02, "search", True)], ids=repr)
+def test_ragged_messages_have_the_sums_of_padded_ones(where: str, how: Rgc | RgcAsq) -> None:
+    """And leave the same residuals; only their real length travels."""
+    for shape in SHAPES:
+        padded, ragged = (Peers(own, shape, torch.float32, 3) for own in (how, replace(how, ragged=True)))
+        for step in range(7):
+            given = gradients(shape, torch.float32, 3, step)
+            assert all(torch.equal(*pair) for pair in zip(padded.synchronize(given), ragged.synchronize(given), strict=True))
+            assert all(torch.equal(*pair) for pair in zip(residuals(padded), residuals(ragged), strict=True))
+            for peer in ragged.ranks:
+                positions, _ = real(peer.sent)
+                layout = peer.compressor().layout
+                assert peer.state.step["short"].nbytes == layout.holding(len(positions)).row_bytes  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("selection", ["search", "sampled"])
+@pytest.mark.parametrize("kind", ["normal", "laplace"])
+def test_lengths_are_those_expected(selection: Selection, kind: str) -> None:
+    """On average, over many steps with a residual, as plans take it: k / ln 2."""
+    lengths, kept, expected = [], 0, 0
+    for seed in range(6):
+        compressor = compressor_of(Rgc(0.002, selection), (50_000,), torch.float32, 0, 1)
+        state, generator = compressor.fresh(), torch.Generator().manual_seed(seed)
+        kept, expected = compressor.layout.kept, compressor.layout.likely  # type: ignore[attr-defined]
+        for _ in range(20):
+            own = torch.randn(50_000, generator=generator)
+            if kind == "laplace":
+                own = own.sign() * torch.empty(50_000).exponential_(generator=generator)
+            compressor.compress(state, (1 + seed) * own)
+            lengths.append(len(real(compressor.sent(state))[0]))
+    assert expected == round(kept / log(2))
+    assert sum(lengths) / len(lengths) == pytest.approx(expected, rel=0.1)
 
 
 def test_a_threshold_is_searched_for_every_fifth_step() -> None:

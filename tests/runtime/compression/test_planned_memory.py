@@ -35,7 +35,15 @@ TRAININGS = {
     "densities": CompressedTraining(warm_up=WarmUp(0, 1)),
     "all": CompressedTraining(Momentum(0.9), WarmUp(1, 1)),
 }
-METHODS: list[Compression] = [Rgc(0.001, "search"), Rgc(0.001, "exact"), RgcAsq(0.001), Chunked(0.001), PowerSgd(2), Bf16()]
+METHODS: list[Compression] = [
+    Rgc(0.001, "search"),
+    Rgc(0.001, "search", ragged=True),
+    Rgc(0.001, "exact"),
+    RgcAsq(0.001),
+    Chunked(0.001),
+    PowerSgd(2),
+    Bf16(),
+]
 
 
 def planned(how: Compression, training: CompressedTraining) -> tuple[Plan, ShardSync]:

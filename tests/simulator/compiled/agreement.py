@@ -7,22 +7,26 @@ from dataclasses import replace
 
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
+from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.simulator.compiled.task_keys import task_key
 from soap.simulator.costs import CostModel
 from soap.simulator.engine import Engine
-from soap.simulator.lowering import build_plan, lower
+from soap.simulator.lowering import PlanBuilder, lower
 from soap.simulator.reference import simulate
 from soap.strategy.config import FLOATING, Strategy
 from soap.strategy.sync import SPARSE_ALL_GATHER, compressed, parameter_server
+from soap.strategy.sync_contracts import WITHIN
 from tests.strategies import LOSSY
 
 Played = tuple[int, int, frozenset[int], int, int]
 """(duration, start, resources, end, bytes)."""
 
 
-def reference_tasks(graph: OperatorGraph, topology: Topology, costs: CostModel, strategy: Strategy) -> dict[tuple[int, int], Played]:
+def reference_tasks(
+    graph: OperatorGraph, topology: Topology, costs: CostModel, strategy: Strategy, training: PlannedTraining = PLAIN
+) -> dict[tuple[int, int], Played]:
     """What the reference makes of a strategy: key -> task as it was played."""
-    tasks = lower(build_plan(graph, strategy, topology), topology, costs)
+    tasks = lower(PlanBuilder(graph, topology, training).build(strategy), topology, costs)
     schedule = simulate(tasks)
     played = {}
     for task, start, end in zip(tasks.tasks, schedule.start_ns.tolist(), schedule.end_ns.tolist(), strict=True):
@@ -38,8 +42,9 @@ def synchronized(strategy: Strategy, graph: OperatorGraph, draw: random.Random, 
     for tensor in graph.parameters:
         if draw.random() < share:
             rows = tensor.name in graph.sparse
-            servers = parameter_server(draw.choice((1, 2, 7, 40)), "host" if draw.random() < 0.5 else "none", rows=rows)
-            lossy = compressed(draw.choice(LOSSY)) if tensor.dtype in FLOATING else servers
+            within = draw.choice(WITHIN)
+            servers = parameter_server(draw.choice((1, 2, 7, 40)), within, rows=rows)
+            lossy = compressed(draw.choice(LOSSY), within) if tensor.dtype in FLOATING else servers
             other = SPARSE_ALL_GATHER if rows else lossy
             chosen[tensor.name] = other if draw.random() < 0.5 else servers
     return replace(strategy, parameters=chosen)

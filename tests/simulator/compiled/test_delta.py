@@ -13,6 +13,7 @@ import benchmarks.simulator
 from benchmarks.agreement import compare
 from soap import api, zoo
 from soap.model.sparse_access import scaled
+from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.profiles.roofline import RooflineCosts
 from soap.simulator import chunks
 from soap.simulator.compiled.task_keys import FORWARD, task_key
@@ -27,21 +28,24 @@ from tests.simulator.compiled.walks import Edit, Walk, check, walks
 from tests.simulator.examples import ExampleSpreads
 from tests.strategies import CPU, cluster
 
+TRAININGS = (PLAIN, PlannedTraining(late=True))
+"""Whether ranks clip their gradients before they send them, if some are compressed."""
+
 
 @settings(MANY, suppress_health_check=list(HealthCheck))
-@given(walks(), st.booleans(), st.sampled_from((1, 1_000, chunks.GPU_CHUNK_NS)))
-def test_random_walks(walk: Walk, launched: bool, shortest_ns: int) -> None:
+@given(walks(), st.booleans(), st.sampled_from((1, 1_000, chunks.GPU_CHUNK_NS)), st.sampled_from(TRAININGS))
+def test_random_walks(walk: Walk, launched: bool, shortest_ns: int, training: PlannedTraining) -> None:
     """``shortest_ns``: of chunks of sums between GPUs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunks, "GPU_CHUNK_NS", shortest_ns)
-        check(walk, afresh=True, launched=launched)
+        check(walk, afresh=True, launched=launched, training=training)
 
 
 @settings(USUAL, suppress_health_check=list(HealthCheck))
-@given(walks(max_edits=3), st.booleans(), st.integers(1, 9), st.sampled_from(Risk))
-def test_random_walks_under_draws(walk: Walk, launched: bool, count: int, risk: Risk) -> None:
+@given(walks(max_edits=3), st.booleans(), st.integers(1, 9), st.sampled_from(Risk), st.sampled_from(TRAININGS))
+def test_random_walks_under_draws(walk: Walk, launched: bool, count: int, risk: Risk, training: PlannedTraining) -> None:
     """Every draw of every proposal, too."""
-    check(walk, afresh=True, launched=launched, draws=Draws(ExampleSpreads(), count, seed=count, risk=risk))
+    check(walk, afresh=True, launched=launched, draws=Draws(ExampleSpreads(), count, seed=count, risk=risk), training=training)
 
 
 OFTEN = {4: {*zoo.names()} - {"inception_v3", "resnet101"}, 16: {"nmt", "dlrm", "gpt"}, 64: {"nmt"}}

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from soap import api
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
+from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.profiles.roofline import RooflineCosts
 from soap.simulator.compiled.memory_tables import FITS, LACKING, UNKNOWN
 from soap.simulator.engine import Engine
 from soap.simulator.incremental import IncrementalSimulator
-from soap.simulator.lowering import build_plan
+from soap.simulator.lowering import PlanBuilder, build_plan
 from soap.simulator.memory.bound import MemoryBound
 from soap.simulator.memory.peaks import peak_bytes
 from soap.simulator.simulate import Simulator
@@ -29,24 +30,35 @@ from tests.strategies import CPU, cases, cluster
 
 
 def bound(
-    graph: OperatorGraph, topology: Topology, limit: int = 1 << 60, states: int = 2, *, played: bool = True
+    graph: OperatorGraph,
+    topology: Topology,
+    limit: int = 1 << 60,
+    states: int = 2,
+    *,
+    played: bool = True,
+    training: PlannedTraining = PLAIN,
 ) -> tuple[Engine, MemoryBound]:
     """An engine, and the bound of what it holds."""
-    engine = Engine(graph, topology, RooflineCosts(topology))
+    engine = Engine(graph, topology, RooflineCosts(topology), training=training)
     return engine, MemoryBound(engine, [limit] * topology.device_count, states, played=played)
 
 
 @settings(suppress_health_check=list(HealthCheck))
-@given(case=cases(max_moves=5, max_tiles=4, servers=True), seed=st.integers(0, 2**16))
-def test_never_below(case: tuple[OperatorGraph, Topology, Strategy], seed: int) -> None:
+@given(
+    case=cases(max_moves=5, max_tiles=4, servers=True),
+    seed=st.integers(0, 2**16),
+    training=st.sampled_from((PLAIN, PlannedTraining(kept=1, made=1, densest=0.5, dense=True))),
+)
+def test_never_below(case: tuple[OperatorGraph, Topology, Strategy], seed: int, training: PlannedTraining) -> None:
     graph, topology, strategy = case
-    engine, memory = bound(graph, topology)
+    engine, memory = bound(graph, topology, training=training)
+    builder = PlanBuilder(graph, topology, training)
     engine.load(strategy)
     engine.simulate()
     draw = random.Random(seed)
-    simulator = Simulator(graph, topology, RooflineCosts(topology))
+    simulator = Simulator(graph, topology, RooflineCosts(topology), training=training)
     for _ in range(6):
-        exact = peak_bytes(build_plan(graph, strategy, topology))
+        exact = peak_bytes(builder.build(strategy))
         peaks = simulator.run(strategy).peak_bytes
         assert all(certain <= peak for certain, peak in zip(memory.certain_bytes(), peaks, strict=True))
         assert all(least <= own <= most for (least, most), own in zip(memory.bounds_bytes(), exact, strict=True))
@@ -54,7 +66,7 @@ def test_never_below(case: tuple[OperatorGraph, Topology, Strategy], seed: int) 
         config = random_config(op, topology.device_count, draw)
         engine.propose(op.name, config)
         proposed = strategy.with_operator(op.name, config)
-        exact = peak_bytes(build_plan(graph, proposed, topology))
+        exact = peak_bytes(builder.build(proposed))
         told = memory.bounds_bytes()  # of what is proposed
         assert all(least <= own <= most for (least, most), own in zip(told, exact, strict=True))
         if draw.random() < 0.5:

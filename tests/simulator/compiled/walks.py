@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
+from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.profiles.roofline import RooflineCosts
 from soap.simulator.compiled.events import NO_BOUND
 from soap.simulator.drawn_engine import DrawnEngine, make_engine
@@ -65,21 +66,23 @@ def makespan_of(tasks: dict[tuple[int, int], Played]) -> int:
     return max(end for _, _, _, end, _ in tasks.values())
 
 
-def check(walk: Walk, *, afresh: bool, launched: bool = False, draws: Draws | None = None) -> None:
+def check(
+    walk: Walk, *, afresh: bool, launched: bool = False, draws: Draws | None = None, training: PlannedTraining = PLAIN
+) -> None:
     """``afresh``: simulate every proposal with another engine as well, from the ground up. ``launched``: devices' work is. ``draws``: of
-    the costs; then costs are what all of them come to, and each draw is that of the reference."""
+    the costs; then costs are what all of them come to, and each draw is that of the reference. ``training``: of compressed parameters."""
     graph, topology, strategy, edits = walk
     states = 2 * (len(edits) % 2)  # of an optimizer that updates rows alone, or whole tables
     costs = (LaunchedCosts if launched else RooflineCosts)(topology, states)
-    engine = make_engine(graph, topology, costs, draws)
-    full = make_engine(graph, topology, costs, draws) if afresh else engine
+    engine = make_engine(graph, topology, costs, draws, training)
+    full = make_engine(graph, topology, costs, draws, training) if afresh else engine
     engine.load(strategy)
     held_ns = engine.simulate()
-    current = reference_tasks(graph, topology, costs, strategy)
+    current = reference_tasks(graph, topology, costs, strategy, training)
     for edit in edits:
         edited = edit.of(strategy)
-        expected = reference_tasks(graph, topology, costs, edited)
-        drawn = None if draws is None else reference_times_ns(Simulator(graph, topology, costs).run(edited), draws)
+        expected = reference_tasks(graph, topology, costs, edited, training)
+        drawn = None if draws is None else reference_times_ns(Simulator(graph, topology, costs, 2, training).run(edited), draws)
         cost_ns = makespan_of(expected) if draws is None or drawn is None else draws_cost_ns(drawn, draws.risk)
         for at_most_ns in (cost_ns, cost_ns - 1, cost_ns // 2):  # the bounded decision is the exact one
             assert edit.propose(engine, at_most_ns) == (cost_ns if at_most_ns == cost_ns else None)

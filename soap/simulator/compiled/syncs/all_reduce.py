@@ -7,7 +7,7 @@ from soap.simulator.compiled.communication import allreduce, find_list, sum_over
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.scratch import FULL, TASKS, USES
 from soap.simulator.compiled.state import SYNC_BUCKET
-from soap.simulator.compiled.syncs.codes import method_of, wire_bytes
+from soap.simulator.compiled.syncs.codes import is_compressed, method_of, wire_bytes
 from soap.simulator.compiled.syncs.exchange import add_sync_edge
 from soap.simulator.compiled.task_keys import STATE_FULL, SYNC, task_key
 
@@ -17,7 +17,9 @@ def join_bucket(W, parameter, shard, opened, slot0):  # type: ignore[no-untyped-
     """Put a shard into the open bucket of its devices, method and dtype. Call it after ``find_members``."""
     G, R, D, C, S = W.graph, W.groups, W.shards, W.state, W.scratch
     group = find_list(R.sets, S.members[1 : 1 + S.members[0]])
-    place = (group * G.bucket_kinds[1] + method_of(C.sync[parameter])) * G.bucket_kinds[0] + G.parameter_dtype[parameter]
+    code = C.sync[parameter]
+    method = 0 if is_compressed(code) else method_of(code)  # a compressed parameter's shard with a single peer is left to the default
+    place = (group * G.bucket_kinds[1] + method) * G.bucket_kinds[0] + G.parameter_dtype[parameter]
     if place >= len(S.bucket_stamp):
         raise MemoryError(FULL)
     if S.bucket_stamp[place] != opened:  # the first bucket is closed early

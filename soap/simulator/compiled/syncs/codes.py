@@ -54,9 +54,10 @@ def sync_code(sync: SyncConfig) -> int:
 def sync_of(code: int) -> SyncConfig:
     """The synchronization that has this code."""
     contract = METHODS[code >> _METHOD & 63]
+    within = contract.within[code >> _HOSTS & 1]
     if contract.compresses:
-        return compressed(list(_SETTINGS)[code >> _PARTITIONS])
-    return of_method(contract, 1 + (code >> _PARTITIONS), contract.within[code >> _HOSTS & 1])
+        return compressed(list(_SETTINGS)[code >> _PARTITIONS], within)
+    return of_method(contract, 1 + (code >> _PARTITIONS), within)
 
 
 def known_sync(code: int, held: SyncConfig, choices: Iterable[SyncConfig]) -> SyncConfig:
@@ -92,7 +93,7 @@ def sums_in_place(code: int) -> bool:
 
 @compiled
 def is_compressed(code: int) -> bool:
-    """Whether gradients travel compressed, where there are several readers."""
+    """Whether gradients travel compressed, where there are several peers."""
     return code & 8 == 8
 
 
@@ -104,7 +105,7 @@ def partitions_of(code: int) -> int:
 
 @compiled
 def is_local(code: int) -> bool:
-    """Whether a host's devices push and pull together (local aggregation)."""
+    """Whether a host's devices communicate together, through one of them (local aggregation)."""
     return code >> _HOSTS & 1 == 1
 
 

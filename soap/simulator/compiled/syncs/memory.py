@@ -31,7 +31,7 @@ from soap.simulator.compiled.syncs.codes import (
     wire_bytes,
 )
 from soap.simulator.compiled.syncs.compressed import held_bytes
-from soap.simulator.compiled.syncs.members import find_geometry, find_members, is_trained
+from soap.simulator.compiled.syncs.members import compresses, find_geometry, find_members, is_trained
 from soap.simulator.compiled.variants import CELLS
 from soap.simulator.compiled.world import World
 
@@ -97,8 +97,9 @@ def _add_compressed(W, M, parameter):  # type: ignore[no-untyped-def]
     for shard in range(D.ptr[geometry], D.ptr[geometry + 1]):
         if D.lowest[shard] >= 0:
             find_members(W, parameter, shard)
-            for i in range(S.members[0] if S.members[0] > 1 else 0):
-                _add(M, S.members[1 + i], 0, held_bytes(W, parameter, shard, S.members[1 + i]))
+            if compresses(W, W.state.sync[parameter]):
+                for i in range(S.members[0]):
+                    _add(M, S.members[1 + i], 0, held_bytes(W, parameter, shard, i))
 
 
 @compiled

@@ -9,9 +9,10 @@ from __future__ import annotations
 from soap.simulator.compiled.communication import begin_joining, join_flow
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.rows import INDEX_BYTES, count_lookups, count_together, is_sparse, part_of_rows, touched_by
-from soap.simulator.compiled.scratch import FULL, STAMP
-from soap.simulator.compiled.syncs.codes import is_local, partitions_of
+from soap.simulator.compiled.scratch import FULL
+from soap.simulator.compiled.syncs.codes import partitions_of
 from soap.simulator.compiled.syncs.exchange import round_of_flows
+from soap.simulator.compiled.syncs.members import find_leaders
 from soap.simulator.compiled.world import World
 
 
@@ -30,7 +31,7 @@ def prepare(W: World, parameter: int, shard: int, number: int, code: int) -> int
     for i in range(count):
         S.p_rows[i] = rows // count + (1 if i < rows % count else 0)
         S.p_server[i] = K.server[(G.first_server[parameter] + number + i) % servers]
-    _group(K, S, is_local(code))
+    find_leaders(W, code)
     sparse = is_sparse(G, parameter)
     if sparse:
         count_lookups(S)
@@ -40,18 +41,6 @@ def prepare(W: World, parameter: int, shard: int, number: int, code: int) -> int
         if S.leader[i] == i:
             S.together[i] = touched_by(G, parameter, S.together[i]) if sparse else -1
     return count
-
-
-@compiled
-def _group(K, S, local):  # type: ignore[no-untyped-def]
-    S.count[STAMP] += 1
-    for i in range(S.members[0]):
-        S.leader[i] = i
-        host = K.host_device[S.members[1 + i]]
-        if local and S.mark[host] == S.count[STAMP]:
-            S.leader[i] = S.mark_value[host]
-        elif local:
-            S.mark[host], S.mark_value[host] = S.count[STAMP], i
 
 
 @compiled
