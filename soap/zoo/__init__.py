@@ -25,11 +25,15 @@ __all__ = ["ZooModel", "batches", "build", "names"]
 
 _MODULES = {
     "alexnet": "alexnet",
+    "vgg16": "vgg",
+    "vgg19": "vgg",
     "inception_v3": "inception",
     "resnet50": "resnet",
     "resnet101": "resnet",
+    "resnet152": "resnet",
     "rnntc": "recurrent",
     "rnnlm": "recurrent",
+    "lstm_ptb": "recurrent",
     "nmt": "nmt",
     "gpt": "gpt",
     "dlrm": "dlrm",

@@ -50,11 +50,12 @@ class ChunkedLSTM(nn.Module):
     """LSTM layers that walk through a sequence chunk by chunk, one call per layer and chunk.
 
     A chunk of a layer needs only the chunk below it and the one before it, so that different devices can work on different chunks at
-    the same time; all chunks of a layer share its weights.
+    the same time; all chunks of a layer share its weights. ``dropout``: of what each layer reads, and of the outputs (Zaremba 2014).
     """
 
-    def __init__(self, inputs: int, width: int, layers: int) -> None:
+    def __init__(self, inputs: int, width: int, layers: int, dropout: float = 0.0) -> None:
         super().__init__()
+        self.dropout = dropout
         self.layers = nn.ModuleList(nn.LSTM(inputs if i == 0 else width, width, batch_first=True) for i in range(layers))
 
     def forward(self, chunks: Sequence[Tensor], states: Sequence[LstmState] | None = None) -> tuple[list[Tensor], list[LstmState]]:
@@ -63,10 +64,13 @@ class ChunkedLSTM(nn.Module):
         for depth, layer in enumerate(self.layers):
             state = None if states is None else states[depth]
             for i, chunk in enumerate(outputs):
-                outputs[i], state = layer(chunk, state)
+                outputs[i], state = layer(self._dropped(chunk), state)
             assert state is not None  # there is at least one chunk
             final.append(state)
-        return outputs, final
+        return [self._dropped(chunk) for chunk in outputs], final
+
+    def _dropped(self, inputs: Tensor) -> Tensor:
+        return F.dropout(inputs, self.dropout, self.training) if self.dropout else inputs
 
 
 def chunks_of(sequences: Tensor, chunk: int) -> list[Tensor]:

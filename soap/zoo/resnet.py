@@ -77,4 +77,6 @@ RECIPES = {
     "resnet50:tiny": _recipe(ResNetConfig((1, 1, 1, 1), image=36, width=8, classes=10), 8),
     "resnet101": _recipe(ResNetConfig((3, 4, 23, 3)), 64),
     "resnet101:tiny": _recipe(ResNetConfig((1, 1, 2, 1), image=36, width=8, classes=10), 8),
+    "resnet152": _recipe(ResNetConfig((3, 8, 36, 3)), 64),
+    "resnet152:tiny": _recipe(ResNetConfig((1, 2, 2, 1), image=36, width=8, classes=10), 8),
 }

@@ -20,7 +20,10 @@ QUICK = {"dlrm", "gpt", "lm1b"}
 USUAL = {"full-mesh", "ports-several", "waiting-cores"}
 """Clusters: GPUs, CPUs with ports, CPUs without."""
 
-LARGE: dict[str, set[str]] = {"resnet101": set(), "inception_v3": set(), "resnet50": {"full-mesh"}}
+LARGE: dict[str, set[str]] = {
+    **{name: set() for name in ("inception_v3", "resnet101", "resnet152", "vgg16", "vgg19")},
+    **{name: {"full-mesh"} for name in ("resnet50", "lstm_ptb")},
+}
 """On which clusters `make test` has it; others than the quick ones are on the usual clusters there."""
 
 

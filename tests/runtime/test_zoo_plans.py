@@ -1,4 +1,4 @@
-"""520 pairs of a zoo model and a random strategy on two to four ranks: loss, gradients, parameters and buffers are those of plain PyTorch.
+"""680 pairs of a zoo model and a random strategy on two to four ranks: loss, gradients, parameters and buffers are those of plain PyTorch.
 
 Every 39th is run, which takes in each model, with other plans; all of them by `make test-all`. A failing pair is repeated by its name:
 ``SOAP_TESTS=all python -m pytest "tests/runtime/test_zoo_plans.py::test_pair[gpt-17]"``.
@@ -26,7 +26,7 @@ def pairs() -> Iterator[Pair]:
             yield Pair(model, number, PAIRS_PER_MODEL)
 
 
-LARGE = ("inception_v3", "nmt_gnmt", "resnet50", "resnet101")
+LARGE = ("inception_v3", "nmt_gnmt", "resnet50", "resnet101", "resnet152", "vgg16", "vgg19")
 """Of the same operators as smaller ones, and many of them."""
 
 
@@ -47,8 +47,8 @@ def test_pair(four: Pool, pair: Pair, record_property: Callable[[str, object], N
     assert worst.error <= tolerance, f"{worst.what} is off by {worst.error:.2e}, expected at most {tolerance:.0e}: {pair}"
 
 
-def test_pairs_are_520_on_two_to_four_ranks() -> None:
+def test_pairs_are_680_on_two_to_four_ranks() -> None:
     drawn = list(pairs())
-    assert len(set(drawn)) == 520
+    assert len(set(drawn)) == 680
     assert {pair.ranks for pair in drawn} == {2, 3, 4}
-    assert sum(pair.dtype == "float64" for pair in drawn) == 416
+    assert sum(pair.dtype == "float64" for pair in drawn) == 544

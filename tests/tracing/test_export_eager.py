@@ -284,9 +284,11 @@ def test_rounding_is_judged_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 ZOO = [name if ":" in name else f"{name}:tiny" for name in zoo.names()]
+LARGE = {"inception_v3:tiny", "resnet101:tiny", "resnet152:tiny", "vgg19:tiny"}
+"""``resnet50`` and ``vgg16`` have their blocks."""
 
 
-@pytest.mark.parametrize("name", often(ZOO, {*ZOO} - {"resnet101:tiny", "inception_v3:tiny"}, pytest.mark.slow))  # resnet50 has the blocks
+@pytest.mark.parametrize("name", often(ZOO, {*ZOO} - LARGE, pytest.mark.slow))
 def test_programs_of_the_zoo_train_as_their_modules(name: str) -> None:
     model = zoo.build(name)
     exported = traced(model.module, model.args, dict(model.kwargs))

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import soap
 from soap import zoo
+from soap.plan.compression.policy import layer_of
 from soap.zoo.blocks import chunks_of, mean_token_loss
 from soap.zoo.dlrm import CRITEO_KAGGLE_ROWS, DLRM, DLRMConfig, _interactions
 from soap.zoo.gnmt import GNMT, GNMTConfig
@@ -54,6 +55,39 @@ def test_language_model_does_not_depend_on_the_chunks(chunk: int) -> None:
     chunked.load_state_dict(whole.state_dict())
     sequences, labels = torch.randint(20, (3, 7)), torch.randint(20, (3, 7))
     torch.testing.assert_close(chunked(sequences, labels), whole(sequences, labels))
+
+
+def test_a_tied_language_model_by_hand() -> None:
+    """Dropout of what both layers read, and of what the last one gives; one weight for encoder and decoder."""
+    model = LanguageModel(replace(LANGUAGE, width=6, dropout=0.5, tied=True)).double()
+    assert [name for name, _ in model.named_parameters() if "weight" in name and "lstm" not in name] == ["embedding.weight"]
+    sequences, labels = torch.randint(20, (3, 7)), torch.randint(20, (3, 7))
+    torch.manual_seed(5)
+    loss = model(sequences, labels)
+    torch.manual_seed(5)
+    found = F.embedding(sequences, model.head.weight)
+    for layer in model.lstm.layers:
+        found = layer(F.dropout(found, 0.5))[0]
+    scores = F.linear(F.dropout(found, 0.5), model.head.weight, model.head.bias)
+    torch.testing.assert_close(loss, F.cross_entropy(scores.flatten(0, 1), labels.flatten()))
+
+
+@pytest.mark.slow
+def test_lstm_ptb_is_an_output_layer_and_two_hidden_ones() -> None:
+    """For the policy of compression: the tied encoder counts as the output layer."""
+    graph = soap.load("zoo:lstm_ptb", plan_only=True).graph
+    kinds = {tensor.name: layer_of(graph, tensor.name).kind for tensor in graph.parameters if len(tensor.shape) > 1}
+    assert kinds.pop("embedding.weight") == "output"
+    assert set(kinds.values()) == {"hidden"} and len(kinds) == 4
+    assert not graph.sparse
+
+
+@pytest.mark.parametrize(("name", "convolutions"), [("vgg16", 13), ("vgg19", 16)])
+def test_vgg_has_its_convolutions_in_five_stages(name: str, convolutions: int) -> None:
+    layers = zoo.build(name, fake=True).module.features
+    assert sum(isinstance(layer, torch.nn.Conv2d) for layer in layers) == convolutions
+    assert sum(isinstance(layer, torch.nn.MaxPool2d) for layer in layers) == 5
+    assert layers(torch.zeros(1, 3, 224, 224, device="meta")).shape == (1, 512, 7, 7)
 
 
 def test_translator_does_not_depend_on_the_chunks() -> None:

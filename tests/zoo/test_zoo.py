@@ -17,13 +17,17 @@ pytestmark = pytest.mark.filterwarnings("ignore:The tensor attributes .*_flat_we
 NAMES = zoo.names()
 PARAMETERS = {
     "alexnet": 61_100_840,
+    "vgg16": 138_357_544,
+    "vgg19": 143_667_240,
     "inception_v3": 23_834_568,
     "resnet50": 25_557_032,
     "resnet101": 44_549_160,
+    "resnet152": 60_192_808,
     # 124,439,808 of GPT-2 small and an output layer of 50,257 x 768.
     "gpt": 124_439_808 + 50_257 * 768,
     "rnntc": 20_000 * 1024 + 4 * 4 * 1024 * (2 * 1024 + 2) + 2 * (1024 + 1),
     "rnnlm": 10_000 * 2048 + 2 * 4 * 2048 * (2 * 2048 + 2) + 10_000 * (2048 + 1),
+    "lstm_ptb": 10_000 * (1500 + 1) + 2 * 4 * 1500 * (2 * 1500 + 2),  # RedSync's Table 1: 204 MB
     "nmt": 2 * 32_000 * 1024 + 4 * 4 * 1024 * (2 * 1024 + 2) + 3 * 1024 * 1024 + 32_000 * (1024 + 1),
     "lm": 32_000 * 512 + 2 * 4 * 512 * (2 * 512 + 2) + 32_000 * (512 + 1),
     "dlrm": 5_569_296 * 16 + 155_984 + 320_001,
@@ -160,13 +164,14 @@ def test_spec(spec: str, name: str, batch: int) -> None:
     assert (model.name, model.batch) == (name, batch)
 
 
-@pytest.mark.parametrize("spec", ["vgg", "gpt@", "gpt@-1", "gpt:tiny:tiny", "gpt@8:tiny", ""])
+@pytest.mark.parametrize("spec", ["vgg11", "gpt@", "gpt@-1", "gpt:tiny:tiny", "gpt@8:tiny", ""])
 def test_unknown_spec(spec: str) -> None:
     with pytest.raises(ModelError) as caught:
         zoo.build(spec)
     assert str(caught.value) == (
         f"no zoo model {spec!r}: expected NAME[:SIZE][@BATCH] with NAME one of "
-        "alexnet, inception_v3, resnet50, resnet101, rnntc, rnnlm, nmt, gpt, dlrm, lm, lm1b, nmt_gnmt, full_sparse"
+        "alexnet, vgg16, vgg19, inception_v3, resnet50, resnet101, resnet152, rnntc, rnnlm, lstm_ptb, nmt, gpt, dlrm, lm, lm1b, nmt_gnmt, "
+        "full_sparse"
     )
 
 

@@ -307,6 +307,19 @@ def test_union_density_is_nearly_the_sum_of_densities() -> None:
     assert 0.015 <= int(total.count_nonzero()) / size <= 0.016
 
 
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_union_density_of_independent_and_of_equal_gradients(ranks: int) -> None:
+    """1 - (1 - D)^p, a little less than p D, where ranks choose independently of each other; D where they choose the same."""
+    size, density = 100_000, 0.01
+    for given, expected in (
+        (gradients((size,), torch.float32, ranks, 0), 1 - (1 - density) ** ranks),
+        ([gradient((size,), torch.float32, 0)] * ranks, density),
+    ):
+        total = Peers(Rgc(density, "exact"), (size,), torch.float32, ranks).synchronize(given)[0]
+        assert int(total.count_nonzero()) / size == pytest.approx(expected, rel=0.01)
+        assert int(total.count_nonzero()) <= ranks * density * size
+
+
 def test_positions_take_eight_bytes_above_two_to_the_31() -> None:
     small = layout_of(Rgc(0.001, "exact"), (2**31,), 4, 2)
     large = layout_of(Rgc(0.001, "exact"), (2**31 + 1,), 4, 2)

@@ -48,9 +48,10 @@ def test_random_walks_under_draws(walk: Walk, launched: bool, count: int, risk: 
     check(walk, afresh=True, launched=launched, draws=Draws(ExampleSpreads(), count, seed=count, risk=risk), training=training)
 
 
-OFTEN = {4: {*zoo.names()} - {"inception_v3", "resnet101"}, 16: {"nmt", "dlrm", "gpt"}, 64: {"nmt"}}
-"""Nearly all models on 4 devices (``resnet50`` has the parts of the other two); on more the one whose tables are served, tied and read
-by unrolled steps, one of many tables, one of chains."""
+LARGE = {"inception_v3", "resnet101", "resnet152", "vgg16", "vgg19"}
+OFTEN = {4: {*zoo.names()} - LARGE, 16: {"nmt", "dlrm", "gpt"}, 64: {"nmt"}}
+"""Nearly all models on 4 devices (``resnet50`` and ``alexnet`` have the parts of the others); on more the one whose tables are served, tied
+and read by unrolled steps, one of many tables, one of chains."""
 SIZES = [
     pytest.param(devices, model, marks=pytest.mark.slow if model in OFTEN[devices] else pytest.mark.long)
     for devices in OFTEN
