@@ -16,11 +16,11 @@ from soap.cli import report
 from soap.cli.command import Parser, UsageError, run_command
 from soap.cli.options import add_json, not_negative, positive
 from soap.cli.plain_text import aligned
-from soap.preprocess import generate, local
-from soap.preprocess.engine import META, Options, Summary
-from soap.preprocess.manager import MODES, Limits
-from soap.preprocess.spec import PRESETS, load_spec
-from soap.preprocess.work import STEPS, Done
+from soap.preprocessing import generate, local
+from soap.preprocessing.engine import META, Options, Summary
+from soap.preprocessing.manager import MODES, Limits
+from soap.preprocessing.spec import PRESETS, load_spec
+from soap.preprocessing.work import STEPS, Done
 from soap.units import format_bytes
 
 PROG = "soap-preprocess"

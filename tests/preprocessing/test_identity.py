@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from soap.preprocess.container import PreprocessError
-from soap.preprocess.engine import Options
-from soap.preprocess.spec import PRESETS, Spec, from_document
+from soap.preprocessing.container import PreprocessError
+from soap.preprocessing.engine import Options
+from soap.preprocessing.spec import PRESETS, Spec, from_document
 from tests.extent import MANY
-from tests.preprocess.reference import reference
-from tests.preprocess.running import Cut, files_of, preprocess, result, same
+from tests.preprocessing.reference import reference
+from tests.preprocessing.running import Cut, files_of, preprocess, result, same
 
 SPEC = from_document({
     "columns": [

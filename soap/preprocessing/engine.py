@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from soap.files import reason, write_text_atomically
-from soap.preprocess.container import PreprocessError, key_of, read_record, unwritable, write_record
-from soap.preprocess.inputs import GZIP, PARQUET, Chunk, Unit, cut_lines, find_units
-from soap.preprocess.manager import MODES, Manager
-from soap.preprocess.parsing import cut_row_groups
-from soap.preprocess.resources import Machine
-from soap.preprocess.spec import Spec
-from soap.preprocess.work import CONVERT, FORMAT, INDEX, MERGE, OPEN, STEPS, UNITE, WRITE, Done, Task, Work, made_of
+from soap.preprocessing.container import PreprocessError, key_of, read_record, unwritable, write_record
+from soap.preprocessing.inputs import GZIP, PARQUET, Chunk, Unit, cut_lines, find_units
+from soap.preprocessing.manager import MODES, Manager
+from soap.preprocessing.resources import Machine
+from soap.preprocessing.spec import Spec
+from soap.preprocessing.work import CONVERT, FORMAT, INDEX, MERGE, OPEN, STEPS, UNITE, WRITE, Done, Task, Work, made_of
 from soap.units import format_bytes
 
 META = "meta.json"
@@ -168,7 +167,7 @@ class _Run:
         return Summary(meta["rows"], meta["skipped"], kept, len(self.all), rows)
 
     def _steps(self) -> dict[str, Any]:
-        from soap.preprocess.steps import make_final
+        from soap.preprocessing.steps import make_final
 
         work = self.work
         opened = self._step([Task(OPEN, i, u.number, u.size) for i, u in enumerate(work.units) if u.kind == GZIP])
@@ -202,6 +201,8 @@ class _Run:
         record = read_record(path, self.key)
         size = self.options.chunk_bytes or (record or {}).get("chunk_bytes") or self._chunk_bytes()
         write_record(path, self.key, chunk_bytes=size)
+        from soap.preprocessing.parsing import cut_row_groups
+
         chunks: list[Chunk] = []
         whole = self.options.modes.get(INDEX) == "unit"
         for unit in self.work.units:
@@ -245,7 +246,7 @@ class _Run:
         return found
 
     def _meta(self, rows: int, by_unit: Mapping[int, Sequence[Done]]) -> dict[str, Any]:
-        from soap.preprocess.container import read_arrays
+        from soap.preprocessing.container import read_arrays
 
         work = self.work
         dictionaries = {}
@@ -270,7 +271,7 @@ class _Run:
         """Move everything to where it belongs; ``meta.json`` last: where it is, all is whole."""
         import numpy as np
 
-        from soap.preprocess.container import read_arrays
+        from soap.preprocessing.container import read_arrays
 
         folder = self.work.out / "dictionaries"
         if self.work.out.exists():

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from soap.preprocess import kernel
-from soap.preprocess.container import PreprocessError
-from soap.preprocess.inputs import Chunk, Unit, line_of
-from soap.preprocess.spec import Column, Spec
+from soap.preprocessing import kernel
+from soap.preprocessing.container import PreprocessError
+from soap.preprocessing.inputs import Chunk, Unit, line_of
+from soap.preprocessing.spec import Column, Spec
 
 MOST_BAD = 1000
 """Bad lines of a chunk that are remembered one by one."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from soap.preprocess.container import PreprocessError, unwritable
+from soap.preprocessing.container import PreprocessError, unwritable
 
 KINDS = ("criteo-like",)
 ROWS = (

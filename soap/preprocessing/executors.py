@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from soap.preprocess.work import Done, Task, Work
+from soap.preprocessing.work import Done, Task, Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class InProcess:
 
     def wait(self, limit_s: float) -> Sequence[Done | Lost]:
         """Do one task."""
-        from soap.preprocess.steps import perform  # numba
+        from soap.preprocessing.steps import perform  # numba
 
         if not self._begun:
             return ()

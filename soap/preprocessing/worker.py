@@ -1,4 +1,4 @@
-"""A worker: does one task after the other, and says how much memory each needed. ``python -m soap.preprocess.worker FD``."""
+"""A worker: does one task after the other, and says how much memory each needed. ``python -m soap.preprocessing.worker FD``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from soap.errors import SoapError
-from soap.preprocess.work import Task, Work
+from soap.preprocessing.work import Task, Work
 
 PR_SET_PDEATHSIG = 1
 
@@ -21,7 +21,7 @@ PR_SET_PDEATHSIG = 1
 def serve(connection: Connection) -> None:
     """Do what is asked until the other end is closed."""
     work: Work = connection.recv()
-    from soap.preprocess.steps import perform
+    from soap.preprocessing.steps import perform
 
     connection.send(("ready", None))
     while True:

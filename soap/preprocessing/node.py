@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from os import getpid
 
-from soap.preprocess.container import PreprocessError
-from soap.preprocess.executors import Executor, Lost
-from soap.preprocess.manager import Limits, Manager, State
-from soap.preprocess.resources import Machine
-from soap.preprocess.work import Done, Task
+from soap.preprocessing.container import PreprocessError
+from soap.preprocessing.executors import Executor, Lost
+from soap.preprocessing.manager import Limits, Manager, State
+from soap.preprocessing.resources import Machine
+from soap.preprocessing.work import Done, Task
 from soap.units import format_bytes
 
 TICK_S = 0.5

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from soap.preprocess.engine import NodesTogether, Options, Summary, run
-from soap.preprocess.executors import InProcess
-from soap.preprocess.manager import Limits, Manager, State
-from soap.preprocess.node import Node
-from soap.preprocess.resources import Machine, Sample
-from soap.preprocess.spec import Spec
-from soap.preprocess.work import Done, Task, Work
+from soap.preprocessing.engine import NodesTogether, Options, Summary, run
+from soap.preprocessing.executors import InProcess
+from soap.preprocessing.manager import Limits, Manager, State
+from soap.preprocessing.node import Node
+from soap.preprocessing.resources import Machine, Sample
+from soap.preprocessing.spec import Spec
+from soap.preprocessing.work import Done, Task, Work
 
 
 class Cut(Exception):

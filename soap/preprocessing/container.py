@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from soap.errors import SoapError
 from soap.files import reason
-from soap.preprocess.kernel import checksum
 
 MAGIC = b"SOAPARR1"
 ALIGNMENT = 64
@@ -38,6 +37,8 @@ def key_of(*parts: object) -> str:
 
 def checksum_of(array: Array) -> str:
     """Of an array's bytes."""
+    from soap.preprocessing.kernel import checksum  # numba, which commands start without
+
     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     whole = len(data) // 8 * 8
     return f"{int(checksum(data[:whole].view(np.uint64), data[whole:])):016x}"

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from soap.preprocess.resources import Sample
-from soap.preprocess.work import CONVERT, INDEX, MERGE, OPEN, UNITE, WRITE, Done
+from soap.preprocessing.resources import Sample
+from soap.preprocessing.work import CONVERT, INDEX, MERGE, OPEN, UNITE, WRITE, Done
 
 SERIAL, UNIT, CHUNK, ADAPTIVE = "serial", "unit", "chunk", "adaptive"
 MODES = (SERIAL, UNIT, CHUNK, ADAPTIVE)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from soap.preprocess.container import key_of
-from soap.preprocess.inputs import GZIP, Chunk, Unit
-from soap.preprocess.spec import Spec
+from soap.preprocessing.container import key_of
+from soap.preprocessing.inputs import GZIP, Chunk, Unit
+from soap.preprocessing.spec import Spec
 
 FORMAT = 1
 """Of files that steps leave for each other; another number makes all of them anew."""

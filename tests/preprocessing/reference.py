@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from soap.preprocess.spec import Column, Spec
+from soap.preprocessing.spec import Column, Spec
 
 
 def lines_of(data: bytes) -> list[bytes]:

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from soap.files import reason
-from soap.preprocess import kernel
-from soap.preprocess.container import (
+from soap.preprocessing import kernel
+from soap.preprocessing.container import (
     Array,
     PreprocessError,
     checksum_of,
@@ -28,11 +28,11 @@ from soap.preprocess.container import (
     write_arrays,
     write_record,
 )
-from soap.preprocess.encoder import IdEncoder, TextEncoder, Texts
-from soap.preprocess.inputs import PARQUET, Chunk, read_lines
-from soap.preprocess.parsing import Layout, Parsed, parquet, parse_lines, parse_row_groups
-from soap.preprocess.spec import Column
-from soap.preprocess.work import CONVERT, INDEX, MERGE, NAMES, OPEN, UNITE, WRITE, Done, Task, Work
+from soap.preprocessing.encoder import IdEncoder, TextEncoder, Texts
+from soap.preprocessing.inputs import PARQUET, Chunk, read_lines
+from soap.preprocessing.parsing import Layout, Parsed, parquet, parse_lines, parse_row_groups
+from soap.preprocessing.spec import Column
+from soap.preprocessing.work import CONVERT, INDEX, MERGE, NAMES, OPEN, UNITE, WRITE, Done, Task, Work
 
 NARROW = 2**16
 """Dictionaries of at most so many entries have codes of two bytes."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from soap.preprocess import kernel
+from soap.preprocessing import kernel
 
 FIRST_PLACES = 1 << 10
 NO_WEIGHTS: NDArray[np.int64] = np.empty(0, np.int64)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from soap.files import reason
-from soap.preprocess.container import PreprocessError
+from soap.preprocessing.container import PreprocessError
 
 TSV, GZIP, PARQUET = "tsv", "gzip", "parquet"
 SEARCH_BYTES = 1 << 16

@@ -8,18 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from soap.files import reason
-from soap.preprocess import engine
-from soap.preprocess.container import PreprocessError
-from soap.preprocess.engine import Begun, NodesTogether, Options, Summary
-from soap.preprocess.executors import Executor, InProcess
-from soap.preprocess.inputs import GZIP, PARQUET, Unit, cut_lines, find_units
-from soap.preprocess.manager import SERIAL, Manager, State
-from soap.preprocess.node import Node, Seen
-from soap.preprocess.parsing import cut_row_groups
-from soap.preprocess.processes import Processes
-from soap.preprocess.resources import Machine
-from soap.preprocess.spec import Spec, load_spec
-from soap.preprocess.work import CONVERT, INDEX, OPEN, WRITE, Work
+from soap.preprocessing import engine
+from soap.preprocessing.container import PreprocessError
+from soap.preprocessing.engine import Begun, NodesTogether, Options, Summary
+from soap.preprocessing.executors import Executor, InProcess
+from soap.preprocessing.inputs import GZIP, PARQUET, Unit, cut_lines, find_units
+from soap.preprocessing.manager import SERIAL, Manager, State
+from soap.preprocessing.node import Node, Seen
+from soap.preprocessing.processes import Processes
+from soap.preprocessing.resources import Machine
+from soap.preprocessing.spec import Spec, load_spec
+from soap.preprocessing.work import CONVERT, INDEX, OPEN, WRITE, Work
 
 Told = Callable[[dict[str, Any]], None]
 
@@ -110,5 +109,7 @@ def plan(spec: Spec, inputs: Sequence[str | Path], out: Path, options: Options) 
 
 def _count(unit: Unit, spec: Spec, size: int) -> int:
     if unit.kind == PARQUET:
+        from soap.preprocessing.parsing import cut_row_groups
+
         return len(cut_row_groups(unit, spec, size))
     return len(cut_lines(unit.number, unit.size * (4 if unit.kind == GZIP else 1), size))

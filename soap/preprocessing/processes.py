@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from soap.preprocess.container import PreprocessError
-from soap.preprocess.executors import Lost
-from soap.preprocess.resources import private_bytes
-from soap.preprocess.work import Done, Task, Work
+from soap.preprocessing.container import PreprocessError
+from soap.preprocessing.executors import Lost
+from soap.preprocessing.resources import private_bytes
+from soap.preprocessing.work import Done, Task, Work
 
 THREADS = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "ARROW_IO_THREADS")}
 """A worker has one core."""
@@ -105,7 +105,7 @@ class Processes:
         root = str(Path(__file__).parents[2])
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {**os.environ, **THREADS, **MEMORY, "PYTHONPATH": path}
-        command = [sys.executable, "-m", "soap.preprocess.worker", str(theirs.fileno())]
+        command = [sys.executable, "-m", "soap.preprocessing.worker", str(theirs.fileno())]
         with theirs:
             process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL)
         worker = _Worker(process, Connection(ours.detach()))
