@@ -80,7 +80,7 @@ class TextEncoder:
         position = 0
         while True:
             position, self._known, self._used = kernel.add_texts(
-                data, starts, ends, weights, position, self._known, self._table, self._hashes, self._text, self._bounds, self._used,
+                data, (starts, ends), weights, position, self._known, self._table, self._hashes, self._text, self._bounds, self._used,
                 self._counts, codes,
             )  # fmt: skip
             if position == starts.size:

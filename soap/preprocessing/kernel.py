@@ -26,6 +26,40 @@ for _i, _digit in enumerate(b"0123456789abcdef"):
 
 
 @njit(cache=True, nogil=True)
+def read_number(data, p, size, digits):  # type: ignore[no-untyped-def]
+    """The whole number of a field: where the field ends, the number, and whether it is one in range."""
+    negative = p < size and data[p] == MINUS
+    if negative:
+        p += 1
+    begin = p
+    value = np.int64(0)
+    clean = True
+    while p < size and data[p] != TAB and data[p] != NEWLINE and data[p] != RETURN:
+        digit = digits[data[p]]
+        if digit > 9:
+            clean = False
+        elif value < NUMBER_LIMIT:
+            value = value * 10 + np.int64(digit)
+        p += 1
+    return p, -value if negative else value, clean and p > begin and value < NUMBER_LIMIT
+
+
+@njit(cache=True, nogil=True)
+def read_hex(data, p, size, digits):  # type: ignore[no-untyped-def]
+    """The same for hexadecimal digits."""
+    begin = p
+    number = np.uint64(0)
+    clean = True
+    while p < size and data[p] != TAB and data[p] != NEWLINE and data[p] != RETURN:
+        digit = digits[data[p]]
+        if digit > 15:
+            clean = False
+        number = (number << np.uint64(4)) | np.uint64(digit)
+        p += 1
+    return p, number, clean and p - begin <= HEX_DIGITS
+
+
+@njit(cache=True, nogil=True)
 def parse(data, size, kinds, missing, moduli, spare, digits, numbers, ids, starts, ends, bad):  # type: ignore[no-untyped-def]
     """Read lines of fields between tabs. A line ends with LF, CR or CRLF, or where the data do.
 
@@ -46,44 +80,21 @@ def parse(data, size, kinds, missing, moduli, spare, digits, numbers, ids, start
             kind = kinds[fields] if fields < columns else STRING
             first = p
             if kind == NUMBER:
-                negative = p < size and data[p] == MINUS
-                if negative:
-                    p += 1
-                mark = p
-                value = np.int64(0)
-                clean = True
-                while p < size and data[p] != TAB and data[p] != NEWLINE and data[p] != RETURN:
-                    digit = digits[data[p]]
-                    if digit > 9:
-                        clean = False
-                    elif value < NUMBER_LIMIT:
-                        value = value * 10 + np.int64(digit)
-                    p += 1
-                if negative:
-                    value = -value
+                p, value, clean = read_number(data, p, size, digits)
                 if p == first:
                     value = np.int64(missing[fields])
-                elif p == mark or not clean or value >= NUMBER_LIMIT or value < -NUMBER_LIMIT:
+                elif not clean:
                     if fault == GOOD:
-                        fault = NO_NUMBER
-                        place = fields
+                        fault, place = NO_NUMBER, fields
                     value = np.int64(0)
                 numbers[n, row] = value
                 n += 1
             elif kind == HEX:
-                number = np.uint64(0)
-                clean = True
-                while p < size and data[p] != TAB and data[p] != NEWLINE and data[p] != RETURN:
-                    digit = digits[data[p]]
-                    if digit > 15:
-                        clean = False
-                    number = (number << np.uint64(4)) | np.uint64(digit)
-                    p += 1
+                p, number, clean = read_hex(data, p, size, digits)
                 if p == first:
                     number = missing[fields]
-                elif (not clean or p - first > HEX_DIGITS) and fault == GOOD:
-                    fault = NO_HEX
-                    place = fields
+                elif not clean and fault == GOOD:
+                    fault, place = NO_HEX, fields
                 if moduli[fields] != 0:
                     number = number % moduli[fields]
                 ids[h, row] = number
@@ -176,9 +187,10 @@ def place_ids(seen, known, table):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def add_texts(data, starts, ends, weights, begin, known, table, hashes, text, bounds, used, counts, codes):  # type: ignore[no-untyped-def]
-    """As ``add_ids`` for bytes: value (column, row) is ``data[starts:ends]``. What is known is in ``text`` (``used`` bytes of it), with
+def add_texts(data, spans, weights, begin, known, table, hashes, text, bounds, used, counts, codes):  # type: ignore[no-untyped-def]
+    """As ``add_ids`` for bytes: value (column, row) is ``data[start:end]``, ``spans`` both. What is known: ``text`` (``used`` bytes), with
     ``bounds`` around each, and its ``hashes``. Stops, too, where ``text`` is full. Returns position, known and used."""
+    starts, ends = spans
     columns, rows = starts.shape
     mask = np.uint64(len(table) - 1)
     limit = min(len(table) // 2, len(hashes))

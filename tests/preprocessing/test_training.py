@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import soap
+from soap import api
 from soap.api.preprocessed import count_touched, measure_rows_of
 from soap.cli.preprocess import main
 from soap.cli.preprocessed import sized
@@ -98,5 +99,5 @@ def test_four_commands_from_made_up_data_to_training(tmp_path: Path, capsys: pyt
     )
     found = json.loads(capsys.readouterr().out)
     assert found["check"]["passed"]
-    sparse = json.loads(Path(strategy).read_text())["sparse"]
+    sparse = api.load_strategy_contents(strategy).record["sparse"]
     assert {own["source"] for own in sparse.values()} == {"measured"}

@@ -1,0 +1,181 @@
+"""``python -m benchmarks.preprocess [--rows N]``: rows per second of ``soap-preprocess`` beside other ways to do the same, and what reading
+and writing alone take. Needs polars and pyarrow; takes minutes. Results: docs/benchmarks.md.
+
+All contenders read the same generated files and leave labels, numbers and first-appearance indices as ``.npy``; each runs in a process of
+its own, its input in the page cache. The plain loop, which is much slower, has the first rows only. Rounds are interleaved; medians count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from soap.preprocessing.generate import generate
+from soap.preprocessing.local import preprocess
+
+PLAIN_ROWS = 100_000
+NUMBERS, CATEGORIES = 13, 26
+COLUMNS = ("y", *(f"I{i}" for i in range(NUMBERS)), *(f"C{i}" for i in range(CATEGORIES)))
+
+
+def _ours(mode: str) -> Callable[[list[Path], Path], None]:
+    def run(files: list[Path], out: Path) -> None:
+        modes = {"index": mode, "convert": mode}
+        preprocess("criteo-kaggle", files, out, modes=modes, parquet=False)
+
+    return run
+
+
+def plain(files: list[Path], out: Path) -> None:
+    """One value at a time, as the public DLRM script does: text to numbers by line, dictionaries by row and column."""
+    labels, numbers, ids = [], [], []
+    dictionaries: list[dict[int, int]] = [{} for _ in range(CATEGORIES)]
+    for path in files:
+        with path.open() as stream:
+            for line in stream:
+                fields = line.rstrip("\n").split("\t")
+                for i, field in enumerate(fields):
+                    if field == "":
+                        fields[i] = "0"
+                labels.append(np.int32(fields[0]))
+                numbers.append(np.array(fields[1:14], dtype=np.int32))
+                own = np.array([int(field, 16) for field in fields[14:]], dtype=np.int64)
+                for j in range(CATEGORIES):
+                    dictionaries[j].setdefault(int(own[j]), len(dictionaries[j]))
+                ids.append(own)
+    categories = np.empty((len(ids), CATEGORIES), np.int32)
+    for i, own in enumerate(ids):
+        for j in range(CATEGORIES):
+            categories[i, j] = dictionaries[j][int(own[j])]
+    _save(out, np.array(labels, np.int32)[:, None], np.maximum(np.array(numbers), 0), categories)
+
+
+def arrow(files: list[Path], out: Path) -> None:
+    """pyarrow in one process, with its threads."""
+    import pyarrow as pa
+    from pyarrow import csv
+
+    kinds = {name: pa.binary() if name[0] == "C" else pa.int32() for name in COLUMNS}
+    tables = [
+        csv.read_csv(
+            path,
+            csv.ReadOptions(column_names=COLUMNS),
+            csv.ParseOptions(delimiter="\t", quote_char=False),
+            csv.ConvertOptions(check_utf8=False, column_types=kinds, null_values=[""], strings_can_be_null=False),
+        )
+        for path in files
+    ]
+    table = pa.concat_tables(tables)
+    del tables
+    numbers = [np.maximum(table.column(f"I{i}").fill_null(0).to_numpy(), 0) for i in range(NUMBERS)]
+    codes = []
+    for i in range(CATEGORIES):
+        coded = table.column(f"C{i}").dictionary_encode().unify_dictionaries()
+        codes.append(np.concatenate([chunk.indices.to_numpy() for chunk in coded.chunks]))
+    _save(out, table.column("y").to_numpy()[:, None], np.stack(numbers, 1), np.stack(codes, 1))
+
+
+def polars(files: list[Path], out: Path) -> None:
+    """polars in one process, with its threads. Indices of equal texts are equal; their order is that of the physical categories."""
+    import polars as pl
+
+    schema = {name: pl.String if name[0] == "C" else pl.Int32 for name in COLUMNS}
+    frame = pl.scan_csv(files, separator="\t", has_header=False, quote_char=None, schema=schema)
+    numbers = [pl.col(f"I{i}").fill_null(0).clip(0) for i in range(NUMBERS)]
+    codes = [pl.col(f"C{i}").fill_null("").cast(pl.Categorical).to_physical() for i in range(CATEGORIES)]
+    found = frame.select([pl.col("y"), *numbers, *codes]).collect()
+    order = [name for name in COLUMNS if name[0] == "C"]
+    _save(out, found["y"].to_numpy()[:, None], found.select(COLUMNS[1:14]).to_numpy(), found.select(order).to_numpy())
+
+
+def copy(files: list[Path], out: Path) -> None:
+    """Reading all bytes, and writing as many as the final arrays have: no work."""
+    out.mkdir(parents=True, exist_ok=True)
+    rows = 0
+    for path in files:
+        with path.open("rb") as stream:
+            while block := stream.read(2**24):
+                rows += block.count(b"\n")
+    with (out / "all").open("wb") as target:
+        block = bytes(2**24)
+        for begin in range(0, rows * 160, len(block)):
+            target.write(block[: min(len(block), rows * 160 - begin)])
+
+
+def _save(out: Path, labels: np.ndarray, numbers: np.ndarray, categories: np.ndarray) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    for name, array in (("labels", labels), ("numbers", numbers), ("categories", categories)):
+        np.save(out / f"{name}.npy", np.ascontiguousarray(array, np.int32))
+
+
+CONTENDERS: dict[str, Callable[[list[Path], Path], None]] = {
+    "adaptive": _ours("adaptive"),
+    "serial": _ours("serial"),
+    "unit": _ours("unit"),
+    "chunk": _ours("chunk"),
+    "plain": plain,
+    "pyarrow": arrow,
+    "polars": polars,
+    "copy": copy,
+}
+
+
+def measure(name: str, files: list[Path], out: Path) -> float:
+    """Seconds of one contender in a process of its own."""
+    shutil.rmtree(out, ignore_errors=True)
+    command = [sys.executable, "-m", "benchmarks.preprocess", "--one", name, "--out", str(out), *map(str, files)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        print(f"{name} failed: {done.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
+        return float("nan")
+    return float(done.stdout)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=8_000_000)
+    parser.add_argument("--files", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--folder", type=Path, help="for data and results (default: a temporary one)")
+    parser.add_argument("--only", nargs="*", default=[*CONTENDERS])
+    parser.add_argument("--one", choices=CONTENDERS, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("files_given", nargs="*", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        begin = time.perf_counter()
+        CONTENDERS[args.one](args.files_given, args.out)
+        print(time.perf_counter() - begin)
+        return
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        root = Path(folder)
+        generate(root / "raw", args.rows, files=args.files, wrote=lambda count: None)
+        generate(root / "few", PLAIN_ROWS, files=1, wrote=lambda count: None)
+        files = sorted((root / "raw").iterdir())
+        size = sum(path.stat().st_size for path in files)
+        seconds: dict[str, list[float]] = {name: [] for name in args.only}
+        for _ in range(args.rounds):
+            for name in args.only:
+                own = sorted((root / "few").iterdir()) if name == "plain" else files
+                seconds[name].append(measure(name, own, root / "out"))
+        rates = {name: (PLAIN_ROWS if name == "plain" else args.rows) / statistics.median(own) for name, own in seconds.items()}
+        print(f"{args.rows} rows, {size / 1e9:.2f} GB, {os.cpu_count()} cores, {args.rounds} rounds")
+        print("| contender | rows/s | adaptive ÷ it |\n|---|---:|---:|")
+        for name, rate in rates.items():
+            print(f"| {name} | {rate:,.0f} | {rates.get('adaptive', float('nan')) / rate:.2f} |")
+        print(json.dumps(seconds))
+
+
+if __name__ == "__main__":
+    main()
