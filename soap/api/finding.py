@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from soap.api.ahead import compiling
 from soap.api.deciding import draws_for
 from soap.api.models import Cluster, Model
 from soap.api.outcome import SearchOutcome
@@ -53,17 +54,18 @@ def find(
     evaluator = IncrementalSimulator(simulator, draws)
     if progress and not evaluator.begins_at_once():
         announce_compiling()
-    result = search_graph(
-        simulator.graph,
-        simulator.topology,
-        evaluator,
-        options,
-        progress=progress,
-        improved=improved,
-        stopped=stopped,
-        further_starts=_dynamic_start(simulator, options.starts),
-        polish_up_to=MAX_POLISHED if polish else 0,
-    )
+    with compiling():
+        result = search_graph(
+            simulator.graph,
+            simulator.topology,
+            evaluator,
+            options,
+            progress=progress,
+            improved=improved,
+            stopped=stopped,
+            further_starts=_dynamic_start(simulator, options.starts),
+            polish_up_to=MAX_POLISHED if polish else 0,
+        )
     pins, forbidden = pairs_of(options.pins), pairs_of(options.forbidden)
     return SearchOutcome(simulator, result, pins=pins, forbidden=forbidden, confidence=options.confidence, compared_by=draws)
 

@@ -1,10 +1,12 @@
 """What ``soap-search`` measures first if its time is short: what decides among the plans that a quick search finds under the costs that are
-known so far, those things first whose knowledge is worth most (``soap.api.what_decides``); and nothing more once the choice is sure."""
+known so far, those things first whose knowledge is worth most (``soap.api.what_decides``). Once the choice is sure, only what the
+prediction of the plan that must be beaten rests on: a range of a factor of four tells nobody how long training takes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, takewhile
 
 from soap import api
 from soap.api.informing import TILES, Thing, WhatDecides
@@ -23,13 +25,16 @@ MOST_PLANS = 4
 DRAWS = 256
 LEAST_VALUE = 0.002
 """What is worth less than this share of an iteration is not measured: a minute of measuring is as much of eight hours of training."""
+RESTS_ON = 0.9
+"""Share of a plan's computation that is measured even if the choice is sure."""
 DECIDING = "plans that may be chosen"
 """The group of what they need."""
 
 
 @dataclass(frozen=True)
 class Aim:
-    """``sure``: nothing that could be measured is worth it. ``todo``: what the plans need and is not known, the most valuable first."""
+    """``sure``: nothing that could be measured changes the choice. ``todo``: what decides, the most valuable first; if the choice is sure,
+    what its prediction rests on."""
 
     sure: bool
     todo: tuple[Wanted, ...] = ()
@@ -54,8 +59,21 @@ def aim(graph: OperatorGraph, topology: Topology, options: SearchOptions) -> Aim
     plans = {"reference": reference, **{f"plan {number}": plan for number, plan in enumerate(others, 1)}}
     found = api.what_decides(outcome.simulator, plans, "reference", draws=DRAWS)
     if found.value_to_measure_ns <= LEAST_VALUE * found.reference.mean_ns:
-        return Aim(sure=True)
+        return Aim(sure=True, todo=tuple(_rests_on(graph, topology, reference)))
     return Aim(sure=False, todo=tuple(_most_valuable_first(graph, topology, list(plans.values()), found)))
+
+
+def _rests_on(graph: OperatorGraph, topology: Topology, plan: Strategy) -> list[Wanted]:
+    """What every prediction needs, then the fewest computations that make up ``RESTS_ON`` of the plan's."""
+    everything = wanted(graph, topology, {DECIDING: [plan]})
+    own = [one for one in everything if one.group == DECIDING]
+    spent = accumulate((one.estimated_ns for one in own), initial=0)  # before each of them; the most expensive come first
+    enough = RESTS_ON * sum(one.estimated_ns for one in own)
+    return [*_upkeep_first(everything), *(one for one, before in zip(own, spent, strict=False) if before < enough)]
+
+
+def _upkeep_first(everything: Sequence[Wanted]) -> list[Wanted]:
+    return list(takewhile(lambda one: one.tile is None, everything))
 
 
 def _most_valuable_first(graph: OperatorGraph, topology: Topology, plans: Sequence[Strategy], found: WhatDecides) -> list[Wanted]:
@@ -63,9 +81,8 @@ def _most_valuable_first(graph: OperatorGraph, topology: Topology, plans: Sequen
     device = topology.devices[0].type.name
     ranks = {matter.thing: rank for rank, matter in enumerate(found.matters)}
     everything = wanted(graph, topology, {DECIDING: plans})
-    needed = next((place for place, one in enumerate(everything) if one.tile is not None), len(everything))
     own = [one for one in everything if one.group == DECIDING]
-    return [*everything[:needed], *sorted(own, key=lambda one: ranks.get(Thing(TILES, device, one.kind), len(ranks)))]
+    return [*_upkeep_first(everything), *sorted(own, key=lambda one: ranks.get(Thing(TILES, device, one.kind), len(ranks)))]
 
 
 def in_turn(aimed: Aim | None, unknown: Sequence[Wanted]) -> tuple[list[Wanted], list[Wanted]]:

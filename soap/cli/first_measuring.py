@@ -1,7 +1,7 @@
 """What ``soap-search`` measures before it searches, within some seconds: the cluster's links, and the model's computations, those first
-that decide which plan is chosen, and none once the choice is sure (``aiming``). It measures the same as ``soap-profile links`` and
-``soap-profile MODEL`` and keeps it in the same store: what is known is not measured again, and the next search goes on with what is left.
-No failure here ends a search."""
+that decide which plan is chosen; once the choice is sure, what its prediction rests on, and no more (``aiming``). It measures the same as
+``soap-profile links`` and ``soap-profile MODEL`` and keeps it in the same store: what is known is not measured again, and the next search
+goes on with what is left. No failure here ends a search."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class _FirstMeasuring:
             self._measure("links", lambda: self._probe(probes, store, has_more=bool(todo)))
         if assumed and self.probes and todo:
             aimed = self._aim()
-        if todo and not self.sure:
+        if todo:
             self._measure("computations", lambda: self._compute(aimed, todo, place, store))
         left = len(probes) - self.probes, len(todo) - self.computations
         return Measured(self.clock() - self.began, self.probes, left[0], self.computations, left[1], "; ".join(self.problems), self.sure)
@@ -131,20 +131,17 @@ class _FirstMeasuring:
         self.probes += _links(self.topology, todo, store, self.seconds * (LINKS_SHARE if has_more else 1.0))
 
     def _compute(self, aimed: Aim | None, todo: Sequence[Wanted], place: Environment, store: Store) -> None:
-        """What decides first; then, if the choice is not sure by that, what decides now, and the rest."""
-        left_s = self._left_s()
-        if left_s <= 0:
-            return
+        """What decides first, then what decides by that, and the rest; once the choice is sure, only what its prediction rests on."""
         room.require_for_tiles(self.graph, self.topology)
         first, rest = in_turn(aimed, todo)
-        if first:
-            self.computations += _computations(self.model, self.reading, self.topology, place, first, store, left_s)
-            if not rest or self._left_s() <= 0:
-                return
-            rest = [own for part in in_turn(self._aim(), rest) for own in part]
-            left_s = self._left_s()
-        if not self.sure and left_s > 0:
-            self.computations += _computations(self.model, self.reading, self.topology, place, rest, store, left_s)
+        if first and not self.sure:
+            self._compute_these(first, place, store)
+            first, rest = in_turn(self._aim() if rest and self._left_s() > 0 else None, rest)
+        self._compute_these(first if self.sure else [*first, *rest], place, store)
+
+    def _compute_these(self, todo: Sequence[Wanted], place: Environment, store: Store) -> None:
+        if todo and (left_s := self._left_s()) > 0:
+            self.computations += _computations(self.model, self.reading, self.topology, place, todo, store, left_s)
 
     def _left_s(self) -> float:
         return self.seconds + self.aiming_s - (self.clock() - self.began)

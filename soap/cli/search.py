@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from soap import api
+from soap.api import ahead
 from soap.cli import at_hand, clusters, explain, report, rows, search_report
 from soap.cli.clusters import Candidate
 from soap.cli.command import Parser, UsageError, note, run_command
@@ -119,10 +120,12 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
     _check_outputs(args)
     topology = api.load_cluster(args.cluster[0])
     clusters.check_priced(args.objective, {args.cluster[0]: topology})
-    graph = rows.load_graph(args, topology)
     wish = at_hand.wish(topology, args.profile, args.verify, args.costs)
     if wish.problem:
         note(PROG, wish.problem)
+    if not wish.profile_s:
+        ahead.begin()
+    graph = rows.load_graph(args, topology)
     updating = Updating(tuple(args.optimizer or ("adam",)))
     options = search_options(args, updating, graph)  # refuse impossible options before anything is measured
     measured: Measured | None = None
@@ -156,6 +159,7 @@ def _search_several(args: argparse.Namespace, stopping: Stopping) -> int:
     clusters.check_priced(args.objective, topologies)
     if any(family(spec) for spec in args.cluster):
         note(PROG, "several clusters are compared by predictions: nothing is measured or run")
+    ahead.begin()
     kinds = {has_gpus(one): one for one in topologies.values()}  # autocast has another list of casts for GPUs
     models = {gpus: rows.load_graph(args, one) for gpus, one in kinds.items()}
     updating = Updating(tuple(args.optimizer or ("adam",)))

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from soap.model.graph import DimMap
 from soap.tracing.calls import Call, Program
-from soap.tracing.match import Group, Match, copy, match, merge, without_repeats
+from soap.tracing.match import Group, copy, cover, match, merge, without_repeats
 from soap.tracing.rules import tiled
 
 
@@ -76,7 +76,7 @@ class Fuser:
                 if halo is not None:  # a window: compute its region, halo included
                     group = without_repeats(halo)
                     continue
-                found = Match(drop_producer=set(source.sizes))  # compute all of it, read the region
+                found = cover(source, group, source.made[name], reads, shape)
             group = without_repeats(merge(source, group, found))
         return group
 

@@ -246,7 +246,7 @@ class _Builder:
         parameters: Sequence[tuple[str, Maps]],
         outputs: Mapping[str, Maps],
     ) -> tuple[Factor, ...]:
-        sample = {m[self.samples[v]].factor for v, m in inputs if v in self.samples and m}
+        sample = {m[self.samples[v]].factor for v, m in (*inputs, *outputs.items()) if v in self.samples and m}
         in_parameter = {dim.factor for _, maps in parameters for dim in maps}
         in_output = {dim.factor for maps in outputs.values() for dim in maps}
         result: list[Factor] = []

@@ -28,9 +28,9 @@ def batch_dimensions(program: Program, groups: Sequence[Group], given: Mapping[s
     labels = _input_dimensions(program, given)
     for group in groups:
         for step in group.steps:
-            operands = zip(step.call.operands, step.operands, strict=True)
+            operands = zip(step.call.operands, step.rule.operands, strict=True)  # not the group's: there it may be whole
             marked = {maps[labels[v]].factor for v, maps in operands if v in labels and maps} - {None}
-            for value, maps in zip(step.call.outputs, step.outputs, strict=True):
+            for value, maps in zip(step.call.outputs, step.rule.outputs, strict=True):
                 for dim, m in enumerate(maps):
                     if m.factor in marked:
                         labels.setdefault(value, dim)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from soap.model.graph import WHOLE, DimMap
@@ -12,12 +12,25 @@ from soap.tracing.rules.notation import Maps, Tiled
 
 @dataclass
 class Step:
-    """A call inside a group, with its maps over the group's factors."""
+    """A call inside a group, with its maps over the group's factors. ``factors``: factor of its rule -> which part of it a tile has."""
 
     call: Call
     rule: Tiled
+    factors: dict[int, DimMap]
     operands: list[Maps]
     outputs: list[Maps]
+
+    def rewrite(self, change: Mapping[int, DimMap]) -> None:
+        """See ``Group.rewrite``."""
+        self.factors = {factor: compose(dim, change) for factor, dim in self.factors.items()}
+        self.operands = [compose_all(maps, change) for maps in self.operands]
+        self.outputs = [compose_all(maps, change) for maps in self.outputs]
+
+    def widen(self, factors: Iterable[int]) -> None:
+        """Split these factors of the rule no longer: a tile has all of them."""
+        self.factors |= {factor: unsplit(self.rule.factors[factor][1]) for factor in factors}
+        self.operands = [compose_all(maps, self.factors) for maps in self.rule.operands]
+        self.outputs = [compose_all(maps, self.factors) for maps in self.rule.outputs]
 
 
 @dataclass
@@ -34,7 +47,7 @@ class Group:
     @classmethod
     def of(cls, call: Call, rule: Tiled) -> Group:
         """A group of one call."""
-        step = Step(call, rule, list(rule.operands), list(rule.outputs))
+        step = Step(call, rule, {i: DimMap(i) for i in range(len(rule.factors))}, list(rule.operands), list(rule.outputs))
         return cls(
             [step],
             {i: name for i, (name, _) in enumerate(rule.factors)},
@@ -59,8 +72,7 @@ class Group:
     def rewrite(self, change: Mapping[int, DimMap]) -> None:
         """Replace factors in all maps: factor f's tile becomes the interval that ``change[f]`` gives."""
         for step in self.steps:
-            step.operands = [compose_all(maps, change) for maps in step.operands]
-            step.outputs = [compose_all(maps, change) for maps in step.outputs]
+            step.rewrite(change)
         self.made = {name: compose_all(maps, change) for name, maps in self.made.items()}
 
 
@@ -133,6 +145,23 @@ def match(producer: Group, consumer: Group, made: Maps, reads: Sequence[Maps], s
     return result
 
 
+def cover(producer: Group, consumer: Group, made: Maps, reads: Sequence[Maps], shape: Sequence[int]) -> Match:
+    """As ``match``, for a producer that computes more than ``consumer`` reads: all of each dimension in which they do not agree."""
+    result = Match()
+    for wanted in reads:
+        for mine, theirs, size in zip(simplified(made, shape), simplified(wanted, shape), shape, strict=True):
+            if mine.factor is None:
+                continue
+            agree = size > 1 and theirs.factor is not None and _identify(result, producer, consumer, mine, theirs)
+            if not agree or result.coarsen_consumer[theirs.factor] > 1:  # type: ignore[index]
+                result.drop_producer.add(mine.factor)
+    for c, p in list(result.same.items()):
+        if p in result.drop_producer:
+            del result.same[c], result.coarsen_consumer[c]
+            result.coarsen_producer.pop(p, None)
+    return result
+
+
 def _identify(result: Match, producer: Group, consumer: Group, mine: DimMap, theirs: DimMap) -> bool:
     assert mine.factor is not None and theirs.factor is not None
     if not mine.exact or not theirs.exact:
@@ -197,30 +226,30 @@ def merge(producer: Group, consumer: Group, found: Match) -> Group:
 
 def copy(group: Group) -> Group:
     """A copy that can be rewritten without touching the original."""
-    steps = [replace(step, operands=list(step.operands), outputs=list(step.outputs)) for step in group.steps]
+    steps = [replace(step) for step in group.steps]
     return Group(steps, dict(group.names), dict(group.sizes), set(group.summed), group.light, dict(group.made))
 
 
 def without_repeats(group: Group) -> Group:
-    """Keep derived calls that came in along several ways once. If the ways need different regions, all of it is computed."""
+    """Keep derived calls that came in along several ways once. Where the ways need different regions, a dimension is computed whole."""
     kept: dict[str, Step] = {}
-    differ: list[Step] = []
+    wider: list[Step] = []
     for step in group.steps:
         first = kept.setdefault(step.call.name, step)
-        if first.outputs != step.outputs or first.operands != step.operands:
-            differ.append(first)
+        if differ := [factor for factor, dim in first.factors.items() if dim != step.factors[factor]]:
+            first.widen(differ)
+            wider.append(first)
     group.steps = list(kept.values())
-    makers = {value: step for step in group.steps for value in step.call.outputs}
-    while differ:  # a call that is computed whole needs its operands whole, or what it selects of them
-        step = differ.pop()
-        step.operands, step.outputs = _unsplit_maps(step)
+    makers = {value: (step, place) for step in group.steps for place, value in enumerate(step.call.outputs)}
+    while wider:  # what is computed in a larger region needs more of its operands
+        step = wider.pop()
         group.made.update(zip(step.call.outputs, step.outputs, strict=True))
-        needed = (makers[value] for value in step.call.operands if value in makers)
-        differ += [maker for maker in needed if maker.outputs != _unsplit_maps(maker)[1]]
+        for value, needed in zip(step.call.operands, step.operands, strict=True):
+            maker, place = makers.get(value, (None, 0))
+            if maker is None:
+                continue
+            dims = zip(maker.rule.outputs[place], maker.outputs[place], needed, strict=True)
+            if lacking := [own.factor for own, made, need in dims if own.factor is not None and made.factor is not None and made != need]:
+                maker.widen(lacking)
+                wider.append(maker)
     return group
-
-
-def _unsplit_maps(step: Step) -> tuple[list[Maps], list[Maps]]:
-    """Maps of the operands and outputs of a call that is computed in one piece."""
-    change = {factor: unsplit(size) for factor, (_, size) in enumerate(step.rule.factors)}
-    return [compose_all(maps, change) for maps in step.rule.operands], [compose_all(maps, change) for maps in step.rule.outputs]

@@ -10,9 +10,9 @@ import pytest
 import soap
 from soap import api
 from soap.cli import aiming, first_measuring
-from soap.cli.aiming import DECIDING, Aim, aim, in_turn
+from soap.cli.aiming import DECIDING, RESTS_ON, Aim, aim, in_turn
 from soap.cli.first_measuring import Measured, measure_first
-from soap.cli.wanted import Wanted
+from soap.cli.wanted import UPKEEP, Wanted, wanted
 from soap.errors import InfeasibleError
 from soap.measure.link_probes import NEEDED, Probe, probes_for
 from soap.profiles import spreads
@@ -89,6 +89,16 @@ def test_nothing_is_measured_if_the_choice_is_sure(monkeypatch: pytest.MonkeyPat
     assert measured.document["sure"] is True
 
 
+def test_if_the_choice_is_sure_what_its_prediction_rests_on_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    every = unknown()
+    now = Aimed(Aim(True, (every[0], every[4])))
+    assert now.measure(monkeypatch).computations == 2 and now.passes == [[every[0], every[4]]]
+    then = Aimed(Aim(False, (every[3],)), Aim(True, (every[3], every[0], every[4])))
+    measured = then.measure(monkeypatch)
+    assert then.passes == [[every[3]], [every[0], every[4]]] and measured.sure
+    assert measured.computations_left == len(every) - 3
+
+
 @pytest.mark.parametrize("sure_after", ["links", "what decides"])
 def test_measuring_ends_once_the_choice_is_sure(sure_after: str, monkeypatch: pytest.MonkeyPatch) -> None:
     every = unknown()
@@ -159,7 +169,14 @@ def test_without_errors_a_choice_is_sure(monkeypatch: pytest.MonkeyPatch) -> Non
     known = known_figures(lambda section, part: 0.0)
     monkeypatch.setattr(spreads, "known_spreads", lambda: known)
     graph, topology = soap.load(MODEL, plan_only=True).graph, soap.load_cluster(CLUSTER)
-    assert aim(graph, topology, OPTIONS) == Aim(sure=True)
+    aimed = aim(graph, topology, OPTIONS)
+    assert aimed is not None and aimed.sure
+    everything = wanted(graph, topology, {DECIDING: [soap.classical("data_parallel", graph, topology)]})
+    upkeep, own = ([one for one in everything if one.group == group] for group in (UPKEEP, DECIDING))
+    assert aimed.todo[: len(upkeep)] == tuple(upkeep)
+    ns = [one.estimated_ns for one in aimed.todo[len(upkeep) :]]
+    assert sum(ns) >= RESTS_ON * sum(one.estimated_ns for one in own) > sum(ns[:-1])  # and not one more
+    assert ns == sorted((one.estimated_ns for one in own), reverse=True)[: len(ns)] and len(ns) < len(own)
 
 
 def test_a_quick_search_is_not_polished() -> None:

@@ -122,3 +122,35 @@ def test_what_inputs_alone_make_is_computed_on_a_window_s_region() -> None:
     assert [(dim.scale, dim.lo, dim.hi) for dim in images.dims[2:]] == 2 * [(1, -1, 2)]
     for seed in range(6):
         compare(model, draw_configs(model.graph, random.Random(seed)))
+
+
+def _shifted(tokens: Tensor) -> Tensor:
+    """As encoder-decoders of libraries make the decoder's input of the labels."""
+    shifted = tokens.new_zeros(tokens.shape)
+    shifted[:, 1:] = tokens[:, :-1].clone()
+    shifted[:, 0] = 2
+    return shifted.masked_fill(shifted == -100, 1)
+
+
+def _every_other(tokens: Tensor) -> Tensor:
+    kept = torch.zeros_like(tokens)
+    kept[:, ::2] = tokens[:, ::2]
+    kept[:, 3] = kept[:, 2] + 1
+    return kept
+
+
+def _first_row_too(tokens: Tensor) -> Tensor:
+    """Here the ways do not agree in the samples."""
+    changed = tokens + 1
+    return changed + changed[:1] + changed[:, :1]
+
+
+def test_calls_that_come_in_along_several_ways_stay_split_where_the_ways_agree() -> None:
+    tokens = torch.randint(3, 20, (4, 6))
+    words = nn.Embedding(60, 8)
+    for make, expected in ((_shifted, "b=4s"), (_every_other, "b=4s"), (_first_row_too, "b=4s")):
+        model = imported(Lambda(lambda self, x, make=make: self.words(make(x)).square().mean(), words=words), tokens)
+        (embedding,) = (line for line in described(model.graph.operators) if line.startswith("words"))
+        assert f" {expected} " in embedding, make.__name__
+        for seed in range(4):
+            compare(model, draw_configs(model.graph, random.Random(seed)))

@@ -8,13 +8,15 @@ function is compiled once.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, TypeVar, cast
 
-from numba import types
+from numba import typeof, types
 from numba.core.caching import IndexDataCacheFile
+from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import CPUDispatcher
 
+from soap.simulator.compiled.claims import claimed
 from soap.simulator.compiled.parts import PartCompiler
 from soap.simulator.compiled.stamps import stamp
 
@@ -25,18 +27,23 @@ _OPTIONS = {"nopython": True, "nogil": True, "error_model": "numpy", "_nrt": Fal
 
 def entry(function: Function) -> Function:
     """For functions that Python calls: compiled at the first call; the machine code is kept on disk; other Python threads run meanwhile."""
-    made = _Dispatcher(py_func=function, targetoptions=_OPTIONS)
+    made = _Entry(py_func=function, targetoptions=_OPTIONS)
     with suppress(RuntimeError):  # nowhere to write: it is compiled again in every process
         made.enable_caching()
         cache = vars(made)["_cache"]
-        cache._cache_file = _MachineCode(made, cache.cache_path, cache._impl.filename_base)
+        cache._cache_file = made.file = _MachineCode(made, cache.cache_path, cache._impl.filename_base)
     return cast(Function, made)
+
+
+def compile_unless_claimed(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bool:
+    """Compile an entry for arguments of these types and keep it on disk, unless another process is at it. Returns whether it is done."""
+    assert isinstance(function, _Entry)
+    return function.compile_unless_claimed(tuple(typeof(argument) for argument in arguments))
 
 
 def is_compiled(function: Callable[..., Any]) -> bool:
     """Whether an entry's machine code is on disk."""
-    file = getattr(getattr(function, "_cache", None), "_cache_file", None)
-    return isinstance(file, _MachineCode) and bool(file._load_index())
+    return isinstance(function, _Entry) and function.file is not None and bool(function.file._load_index())
 
 
 def compiled(function: Function) -> Function:
@@ -57,6 +64,27 @@ class _Dispatcher(CPUDispatcher):
     def get_call_template(self, args: Any, kws: Any) -> Any:
         """The version that compiled code calls for these argument types; whole numbers count as int64."""
         return super().get_call_template([_wide(kind) for kind in args], {name: _wide(kind) for name, kind in kws.items()})
+
+
+class _Entry(_Dispatcher):
+    """A function that Python calls. ``file``: where its machine code is kept; None if it is not."""
+
+    file: _MachineCode | None = None
+
+    def compile(self, sig: Any) -> Any:
+        """Compile it, or load it; if another process compiles it, wait for that."""
+        with global_compiler_lock, self._claimed():  # in this order also where a function asks for another
+            return super().compile(sig)
+
+    def compile_unless_claimed(self, sig: Any) -> bool:
+        """``compile``, but False at once if another process compiles it."""
+        with global_compiler_lock, self._claimed(wait=False) as own:
+            if own:
+                super().compile(sig)
+            return own
+
+    def _claimed(self, *, wait: bool = True) -> AbstractContextManager[bool]:
+        return nullcontext(True) if self.file is None else claimed(f"{self.file._index_path}.claim", wait=wait)
 
 
 class _Part(_Dispatcher):

@@ -8,7 +8,7 @@ torch's kind, because how many rows an expert has is known only when it runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -23,13 +23,14 @@ that call them are read without these libraries (``soap.tracing.archive``)."""
 
 _LIBRARY: Any = torch.library.Library("soap", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define("expert_mm(Tensor input, Tensor weight, Tensor ids) -> Tensor")
-_LIBRARY.define("expert_outer(Tensor input, Tensor grad, Tensor ids, int experts) -> Tensor")
+_LIBRARY.define("expert_mm_backward(Tensor grad, Tensor input, Tensor weight, Tensor ids, bool[2] needed) -> (Tensor, Tensor)")
 _LIBRARY.define("grouped_mm(Tensor input, Tensor weight, Tensor offs) -> Tensor")
 
 expert_mm: Any = torch.ops.soap.expert_mm.default
 """``out[r] = input[r] @ weight[ids[r]]`` of rows (S, k), matrices (E, k, n) and ids (S,); zero if an id belongs to no expert."""
-expert_outer: Any = torch.ops.soap.expert_outer.default
-"""``out[e] = sum over rows r of e: input[r]^T grad[r]``: the gradient of ``weight`` above, (E, k, n)."""
+expert_mm_backward: Any = torch.ops.soap.expert_mm_backward.default
+"""Its gradients by ``input``, and by ``weight``: ``out[e] = sum over rows r of e: input[r]^T grad[r]``. One that is not needed is empty.
+Both at once, because sorting the rows takes as long as some of the products."""
 grouped_mm: Any = torch.ops.soap.grouped_mm.default
 """The same product for rows that lie one expert after another: those of expert e end before row ``offs[e]``."""
 
@@ -50,11 +51,11 @@ class _Groups:
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sorted rows, by expert."""
-        return tensor if self._order is None else tensor[self._order]
+        return tensor if self._order is None else tensor.index_select(0, self._order)  # copies row by row, unlike an index
 
     def back(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sorted rows, put back where they were before."""
-        return tensor if self._order is None else torch.empty_like(tensor).index_copy_(0, self._order, tensor)
+        return tensor if self._order is None else tensor.index_select(0, torch.argsort(self._order))
 
     def __iter__(self) -> Iterator[tuple[int, int, int]]:
         """(expert, first row, last row + 1) of every expert that has rows."""
@@ -64,22 +65,48 @@ class _Groups:
                 yield expert, begin, begin + count
             begin += count
 
+    @property
+    def outside(self) -> tuple[slice, slice]:
+        """The sorted rows that belong to no expert: at the beginning, and at the end."""
+        return slice(0, self._counts[0]), slice(sum(self._counts[:-1]), None)
+
+    @property
+    def idle(self) -> list[int]:
+        """Experts without rows."""
+        return [expert for expert, count in enumerate(self._counts[1:-1]) if not count]
+
 
 def _expert_mm(input: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     groups = _Groups(ids, weight.shape[0])
-    rows = groups.of(input)
-    out = input.new_zeros(input.shape[0], weight.shape[2])
+    return groups.back(_products(groups, groups.of(input), weight))
+
+
+def _expert_mm_backward(
+    grad: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, needed: Sequence[bool]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    groups = _Groups(ids, weight.shape[0])
+    grads = groups.of(grad)
+    by_input = groups.back(_products(groups, grads, weight.mT)) if needed[0] else input.new_empty(0)
+    by_weight = _outer_products(groups, groups.of(input), grads, weight) if needed[1] else weight.new_empty(0)
+    return by_input, by_weight
+
+
+def _products(groups: _Groups, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Sorted rows times their experts' matrices."""
+    out = rows.new_empty(rows.shape[0], weight.shape[2])
     for expert, start, stop in groups:
         torch.mm(rows[start:stop], weight[expert], out=out[start:stop])
-    return groups.back(out)
+    for part in groups.outside:
+        out[part] = 0
+    return out
 
 
-def _expert_outer(input: torch.Tensor, grad: torch.Tensor, ids: torch.Tensor, experts: int) -> torch.Tensor:
-    groups = _Groups(ids, experts)
-    rows, grads = groups.of(input), groups.of(grad)
-    out = input.new_zeros(experts, input.shape[1], grad.shape[1])
+def _outer_products(groups: _Groups, rows: torch.Tensor, grads: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(weight)  # laid out as the weight: the gradient of a transposed parameter need not be copied
     for expert, start, stop in groups:
         torch.mm(rows[start:stop].T, grads[start:stop], out=out[expert])
+    for expert in groups.idle:
+        out[expert] = 0
     return out
 
 
@@ -94,17 +121,22 @@ def _keep(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> N
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     input, weight, ids = ctx.saved_tensors
-    by_input = expert_mm(grad, weight.mT, ids) if ctx.needs_input_grad[0] else None
-    by_weight = expert_outer(input, grad, ids, weight.shape[0]) if ctx.needs_input_grad[1] else None
-    return by_input, by_weight, None
+    needed = ctx.needs_input_grad[:2]
+    found = expert_mm_backward(grad, input, weight, ids, needed)
+    return (*(own if needs else None for own, needs in zip(found, needed, strict=True)), None)
 
 
-for _name, _kernel in (("expert_mm", _expert_mm), ("expert_outer", _expert_outer)):
+for _name, _kernel in (("expert_mm", _expert_mm), ("expert_mm_backward", _expert_mm_backward)):
     _LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
 _LIBRARY.impl("grouped_mm", _grouped_mm, "CompositeImplicitAutograd")
 torch.library.register_fake("soap::expert_mm", lambda x, weight, ids: x.new_empty(x.shape[0], weight.shape[2]), lib=_LIBRARY)
 torch.library.register_fake(
-    "soap::expert_outer", lambda x, grad, ids, experts: x.new_empty(experts, x.shape[1], grad.shape[1]), lib=_LIBRARY
+    "soap::expert_mm_backward",
+    lambda grad, input, weight, ids, needed: (
+        input.new_empty(input.shape if needed[0] else 0),
+        weight.new_empty(weight.shape if needed[1] else 0),
+    ),
+    lib=_LIBRARY,
 )
 torch.library.register_autograd("soap::expert_mm", _backward, setup_context=_keep, lib=_LIBRARY)
 
