@@ -5,23 +5,20 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from soap.preprocessing.load import Load
+
 NO_LIMIT = 2**60
 """Version 1 says so of groups without a limit, about."""
-SMOOTHING = 0.5
-"""Weight of the newest sample of other processes' load."""
-LEAST_INTERVAL_S = 0.2
-"""Loads over shorter times are the clock's ticks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """``cores``: that may be used; ``others``: cores that other processes keep busy; ``available_bytes``: memory that can be had without
-    anything being killed; ``limit_bytes``: all memory there is for us; ``disk_bytes``: free in the folder."""
+    """``cores``: that may be used; ``others``: how many of them other programs keep busy; ``available_bytes``: memory that can be had
+    without anything being killed; ``limit_bytes``: all memory there is for us; ``disk_bytes``: free in the folder."""
 
     cores: float
     others: float
@@ -31,20 +28,19 @@ class Sample:
 
 
 class Machine:
-    """Samples of this machine. ``folder``: whose disk counts; ``root``: where ``/proc`` and control groups are."""
+    """Samples of this machine. ``folder``: whose disk counts; ``root``: where ``/proc`` and control groups are; ``clock``: seconds."""
 
-    def __init__(self, folder: Path, root: Path = Path("/")) -> None:
+    def __init__(self, folder: Path, root: Path = Path("/"), clock: Callable[[], float] = time.monotonic) -> None:
         self._folder, self._root = folder, root
-        self._before: tuple[float, float, float] | None = None
-        self._others = 0.0
+        self._load = Load(root / "proc", clock)
 
     def sample(self, own: Iterable[int]) -> Sample:
         """Now. ``own``: ids of processes that are ours, whose load is not others'."""
         limit, available = self._memory()
-        cores = min(len(os.sched_getaffinity(0)), self._quota())
-        with suppress(OSError):
-            self._load(own)
-        return Sample(cores, self._others, available, limit, shutil.disk_usage(self._folder).free)
+        ours, quota = os.sched_getaffinity(0), self._quota()
+        cores = min(len(ours), quota)
+        busy = self._load.others(own, ours) - (len(ours) - cores)  # below a quota, others first take what we may not use
+        return Sample(cores, max(0.0, busy), available, limit, shutil.disk_usage(self._folder).free)
 
     def _memory(self) -> tuple[int, int]:
         """Limit and what is available, in bytes."""
@@ -94,31 +90,6 @@ class Machine:
                     if group == top or top not in group.parents:
                         break
                     group = group.parent
-
-    def _load(self, own: Iterable[int]) -> None:
-        """How many cores others kept busy since the last sample."""
-        now = time.monotonic()
-        if self._before is not None and now - self._before[0] < LEAST_INTERVAL_S:
-            return
-        ticks = os.sysconf("SC_CLK_TCK")
-        fields = list(map(int, (self._root / "proc/stat").read_text(encoding="ascii").split("\n")[0].split()[1:]))
-        busy = (sum(fields[:3]) + sum(fields[5:8])) / ticks
-        ours = sum(map(_seconds, own))
-        if self._before is not None:
-            then, busy_then, ours_then = self._before
-            if ours >= ours_then:  # else one of ours has ended meanwhile
-                others = max(0.0, (busy - busy_then - (ours - ours_then)) / (now - then))
-                self._others += SMOOTHING * (others - self._others)
-        self._before = now, busy, ours
-
-
-def _seconds(process: int) -> float:
-    """Processor seconds of a process and of its children that have ended."""
-    try:
-        fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 def private_bytes(process: int) -> int:
