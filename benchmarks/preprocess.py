@@ -1,8 +1,10 @@
 """``python -m benchmarks.preprocess [--rows N]``: rows per second of ``soap-preprocess`` beside other ways to do the same, and what reading
-and writing alone take. Needs polars and pyarrow; takes minutes. Results: docs/benchmarks.md.
+and writing alone take. Needs polars and pyarrow; takes minutes. Results: docs/results/preprocess.md.
 
 All contenders read the same generated files and leave labels, numbers and first-appearance indices as ``.npy``; each runs in a process of
-its own, its input in the page cache. The plain loop, which is much slower, has the first rows only. Rounds are interleaved; medians count.
+its own, its input in the page cache, the disk at rest. The plain loop, which is much slower, has the first rows only. A round is one run of
+each, in another order every time; ratios are those of the same round, and their median counts. ``small`` is the adaptive run on one core
+in a control group of 1 GB (version 1; root).
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import shutil
 import statistics
 import subprocess
@@ -21,10 +24,13 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.quiet import Watch
 from soap.preprocessing.generate import generate
+from soap.preprocessing.inputs import find_units
 from soap.preprocessing.local import preprocess
 
 PLAIN_ROWS = 100_000
+SMALL_BYTES = 10**9
 NUMBERS, CATEGORIES = 13, 26
 COLUMNS = ("y", *(f"I{i}" for i in range(NUMBERS)), *(f"C{i}" for i in range(CATEGORIES)))
 
@@ -119,6 +125,21 @@ def _save(out: Path, labels: np.ndarray, numbers: np.ndarray, categories: np.nda
         np.save(out / f"{name}.npy", np.ascontiguousarray(array, np.int32))
 
 
+def small(files: list[Path], out: Path) -> None:
+    """The adaptive run on a small machine."""
+    group = Path("/sys/fs/cgroup/memory") / f"soap-benchmark-{os.getpid()}"
+    group.mkdir()
+    try:
+        (group / "memory.limit_in_bytes").write_text(str(SMALL_BYTES))
+        words = ["sh", "-c", 'echo $$ > "$0/cgroup.procs"; exec "$@"', str(group), "taskset", "-c", "0", sys.executable]
+        command = ["-m", "soap.cli.preprocess", "criteo-kaggle", *map(str, files), "-o", str(out), "--no-parquet", "--quiet"]
+        subprocess.run([*words, *command], check=True, stdout=subprocess.DEVNULL)
+        peak = int((group / "memory.max_usage_in_bytes").read_text())
+        print(f"small: at most {peak / 1e6:.0f} MB of {SMALL_BYTES / 1e6:.0f}", file=sys.stderr)
+    finally:
+        group.rmdir()
+
+
 CONTENDERS: dict[str, Callable[[list[Path], Path], None]] = {
     "adaptive": _ours("adaptive"),
     "serial": _ours("serial"),
@@ -128,18 +149,21 @@ CONTENDERS: dict[str, Callable[[list[Path], Path], None]] = {
     "pyarrow": arrow,
     "polars": polars,
     "copy": copy,
+    "small": small,
 }
 
 
 def measure(name: str, files: list[Path], out: Path) -> float:
     """Seconds of one contender in a process of its own."""
     shutil.rmtree(out, ignore_errors=True)
+    os.sync()  # what the last one wrote is not to be written meanwhile
     command = [sys.executable, "-m", "benchmarks.preprocess", "--one", name, "--out", str(out), *map(str, files)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         print(f"{name} failed: {done.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
         return float("nan")
-    return float(done.stdout)
+    print(done.stderr, end="", file=sys.stderr)
+    return float(done.stdout.split()[-1])
 
 
 def main() -> None:
@@ -162,19 +186,37 @@ def main() -> None:
         root = Path(folder)
         generate(root / "raw", args.rows, files=args.files, wrote=lambda count: None)
         generate(root / "few", PLAIN_ROWS, files=1, wrote=lambda count: None)
-        files = sorted((root / "raw").iterdir())
+        files = [Path(unit.path) for unit in find_units([root / "raw"])]
         size = sum(path.stat().st_size for path in files)
         seconds: dict[str, list[float]] = {name: [] for name in args.only}
-        for _ in range(args.rounds):
-            for name in args.only:
+        others: list[float] = []
+        order, draw = [*args.only], random.Random(0)
+        for number in range(args.rounds):
+            watch = Watch()
+            draw.shuffle(order)
+            for name in order:
                 own = sorted((root / "few").iterdir()) if name == "plain" else files
                 seconds[name].append(measure(name, own, root / "out"))
-        rates = {name: (PLAIN_ROWS if name == "plain" else args.rows) / statistics.median(own) for name, own in seconds.items()}
-        print(f"{args.rows} rows, {size / 1e9:.2f} GB, {os.cpu_count()} cores, {args.rounds} rounds")
-        print("| contender | rows/s | adaptive ÷ it |\n|---|---:|---:|")
-        for name, rate in rates.items():
-            print(f"| {name} | {rate:,.0f} | {rates.get('adaptive', float('nan')) / rate:.2f} |")
-        print(json.dumps(seconds))
+                print(f"round {number}: {name} {seconds[name][-1]:.2f} s", file=sys.stderr, flush=True)
+            others.append(watch.others_share() or 0.0)
+        show(seconds, args.rows, size, others)
+
+
+def show(seconds: dict[str, list[float]], rows: int, size: int, others: list[float]) -> None:
+    """The table."""
+    print(f"{rows} rows, {size / 1e9:.2f} GB, {os.cpu_count()} cores, {len(others)} rounds; others used {shares(others)} of the cores")
+    per_row = {name: [one / (PLAIN_ROWS if name == "plain" else rows) for one in own] for name, own in seconds.items()}
+    print("| contender | rows/s | MB/s | adaptive ÷ it | least to most |\n|---|---:|---:|---:|---|")
+    for name, own in per_row.items():
+        rate = 1 / statistics.median(own)
+        ratios = [theirs / ours for theirs, ours in zip(own, per_row.get("adaptive", own), strict=True)]
+        cells = [f"{rate:,.0f}", f"{rate * size / rows / 1e6:.0f}", f"{statistics.median(ratios):.2f}"]
+        print(f"| {name} | {' | '.join(cells)} | {min(ratios):.2f} to {max(ratios):.2f} |")
+    print(json.dumps(seconds))
+
+
+def shares(others: list[float]) -> str:
+    return " ".join(f"{share:.0%}" for share in others)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,9 @@ def make_parser() -> Parser:
     parser.add_argument("--on-error", choices=["stop", "skip"], default="stop", help="at lines that do not fit SPEC (default %(default)s)")
     mode = "how steps are parallelized, such as index=unit,convert=adaptive; steps: index, convert, write; " + ", ".join(MODES)
     parser.add_argument("--mode", metavar="STEP=MODE,…", type=modes, default={}, help=f"{mode} (default adaptive)")
-    workers = "tasks at once at most (default: by cores, memory and load, while it runs)"
+    workers = "tasks at once at most, on each node (default: by cores, memory and load, while it runs)"
+    nodes = "spread over all nodes of the Ray cluster there (auto: that of this machine), which share inputs and OUT"
+    parser.add_argument("--ray", metavar="ADDRESS", help=nodes)
     parser.add_argument("--workers", metavar="N", type=positive, help=workers)
     parser.add_argument("--chunk-bytes", metavar="N", type=positive, help="of input at once, about (default: by memory, up to 32 MiB)")
     parser.add_argument("--no-parquet", action="store_true", help="write arrays for training alone")
@@ -84,6 +86,8 @@ def execute(args: argparse.Namespace) -> int:
         raise UsageError(f"expected SPEC and at least one INPUT, such as: {PROG} criteo-kaggle day_0.tsv -o data")
     spec, out = load_spec(args.spec), Path(args.output)
     if args.plan:
+        if args.ray is not None:
+            raise UsageError("--plan says what this machine would do; leave --ray out")
         codec = "zstd" if args.compress else "none"
         options = Options(args.on_error, args.mode, args.chunk_bytes, args.workers, not args.no_parquet, codec)
         found = local.plan(spec, args.inputs, out, options)
@@ -92,7 +96,7 @@ def execute(args: argparse.Namespace) -> int:
     with _bars(args.quiet) as bars:
         summary = local.preprocess(
             spec, args.inputs, out, on_error=args.on_error, modes=args.mode, chunk_bytes=args.chunk_bytes, workers=args.workers,
-            parquet=not args.no_parquet, compress=args.compress, begun=bars.begin, seen=bars.seen,
+            parquet=not args.no_parquet, compress=args.compress, ray=args.ray, begun=bars.begin, seen=bars.seen,
         )  # fmt: skip
     print(report.dump({"output": str(out), **asdict(summary)}) if args.json else text(out, summary))
     return 0

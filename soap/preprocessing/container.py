@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,16 @@ def checksum_of(array: Array) -> str:
     return f"{int(checksum(data[:whole].view(np.uint64), data[whole:])):016x}"
 
 
+def temporary_of(path: Path) -> Path:
+    """Where this process writes a file until it is whole."""
+    return path.with_name(f".{path.name}.{owner(os.getpid())}.tmp")
+
+
+def owner(process: int) -> str:
+    """A process of this machine: others that share the folder may have one of the same number."""
+    return f"{platform.node().replace('/', '')}-{process}"
+
+
 def write_arrays(path: Path, arrays: Mapping[str, Array]) -> str:
     """Write arrays as a whole or not at all. Returns the file's checksum. PreprocessError if they cannot be written."""
     entries, position, sums = [], 0, []
@@ -53,7 +64,7 @@ def write_arrays(path: Path, arrays: Mapping[str, Array]) -> str:
         position += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
     header = json.dumps(entries).encode()
     header += b" " * (-(len(MAGIC) + 8 + len(header)) % ALIGNMENT)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = temporary_of(path)
     try:
         with temporary.open("wb", buffering=0) as stream:
             write_all(stream.fileno(), MAGIC + len(header).to_bytes(8, "little") + header)
@@ -102,7 +113,7 @@ def file_checksum(path: Path) -> str:
 def write_record(path: Path, key: str, **facts: Any) -> dict[str, Any]:
     """Write down what a step has done. Returns the record."""
     record = {"key": key, **facts}
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = temporary_of(path)
     try:
         temporary.write_text(json.dumps(record), encoding="utf-8")
         os.replace(temporary, path)

@@ -6,20 +6,19 @@ import fcntl
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from soap.files import reason, write_text_atomically
+from soap.preprocessing import final
 from soap.preprocessing.container import PreprocessError, key_of, read_record, unwritable, write_record
 from soap.preprocessing.inputs import GZIP, PARQUET, Chunk, Unit, cut_lines, find_units
 from soap.preprocessing.manager import MODES, Manager
 from soap.preprocessing.resources import Machine
 from soap.preprocessing.spec import Spec
 from soap.preprocessing.work import CONVERT, FORMAT, INDEX, MERGE, OPEN, STEPS, UNITE, WRITE, Done, Task, Work, made_of
-from soap.units import format_bytes
 
 META = "meta.json"
 FOLDER = ".work"
@@ -127,6 +126,8 @@ def locked(out: Path) -> Iterator[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise PreprocessError(f"another soap-preprocess is at work on {str(out)!r}; wait for it, or choose another -o") from None
+        for left in folder.rglob(".*.tmp"):  # of a run that was killed
+            left.unlink(missing_ok=True)
         yield folder
     finally:
         os.close(lock)
@@ -167,8 +168,6 @@ class _Run:
         return Summary(meta["rows"], meta["skipped"], kept, len(self.all), rows)
 
     def _steps(self) -> dict[str, Any]:
-        from soap.preprocessing.steps import make_final
-
         work = self.work
         opened = self._step([Task(OPEN, i, u.number, u.size) for i, u in enumerate(work.units) if u.kind == GZIP])
         sizes = {done.task.unit: done.rows for done in opened}
@@ -183,7 +182,7 @@ class _Run:
             [Task(MERGE, i, 0, per_dictionary, name=name, made_of=whole) for i, name in enumerate(work.spec.dictionaries)], on_first=True
         )
         rows = sum(done.rows for done in indexed)
-        make_final(work, rows)
+        final.make(work, rows)
         mapped = made_of([*united, *merged])
         tasks, first = [], 0
         for done in indexed:
@@ -201,13 +200,13 @@ class _Run:
         record = read_record(path, self.key)
         size = self.options.chunk_bytes or (record or {}).get("chunk_bytes") or self._chunk_bytes()
         write_record(path, self.key, chunk_bytes=size)
-        from soap.preprocessing.parsing import cut_row_groups
-
         chunks: list[Chunk] = []
         whole = self.options.modes.get(INDEX) == "unit"
         for unit in self.work.units:
             own = 2**62 if whole else size
             if unit.kind == PARQUET:
+                from soap.preprocessing.parsing import cut_row_groups  # numba, which this process does without else
+
                 chunks += cut_row_groups(unit, self.work.spec, own)
             else:
                 chunks += cut_lines(unit.number, sizes.get(unit.number, unit.size), own)
@@ -304,51 +303,3 @@ def spread_over(groups: Sequence[Sequence[Task]], nodes: int) -> list[list[Task]
         found[node] += [replace(task, node=node) for task in group]
         sizes[node] += sum(max(1, task.size) for task in group)
     return found
-
-
-class NodesTogether:
-    """Nodes that each run in a thread of this process; a node may well be elsewhere. ``nodes``: each has ``run`` and ``close``."""
-
-    def __init__(self, nodes: Sequence[Any]) -> None:
-        self._nodes = nodes
-
-    @property
-    def count(self) -> int:
-        """How many."""
-        return len(self._nodes)
-
-    def run(self, tasks: Sequence[Sequence[Task]]) -> list[Done]:
-        """All nodes at once."""
-        if len(self._nodes) == 1:
-            found: list[Done] = self._nodes[0].run(tasks[0])
-            return found
-        with ThreadPoolExecutor(len(self._nodes)) as pool:
-            parts = list(pool.map(lambda pair: pair[0].run(pair[1]), zip(self._nodes, tasks, strict=True)))
-        return [done for part in parts for done in part]
-
-    def close(self) -> None:
-        """End them."""
-        for node in self._nodes:
-            node.close()
-
-
-def disk_needed(spec: Spec, units: Sequence[Unit], parquet: bool) -> int:
-    """About how many bytes all files of a run take at their most: as much as the input for what steps leave for each other, and the final
-    arrays; what is uncompressed; and Parquet."""
-    raw = sum(unit.size * (4 if unit.kind == GZIP else 1) for unit in units)
-    inflated = sum(4 * unit.size for unit in units if unit.kind == GZIP)
-    return inflated + round(raw * (1.6 + 0.7 * parquet))
-
-
-def require_disk(spec: Spec, units: Sequence[Unit], out: Path, parquet: bool) -> None:
-    """PreprocessError if the disk is surely too small. What earlier runs left in ``out`` counts as room."""
-    place = out
-    while not place.exists():
-        place = place.parent
-    free = Machine(place).sample(()).disk_bytes + sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
-    needed = disk_needed(spec, units, parquet) // 2
-    if free < needed:
-        raise PreprocessError(
-            f"{str(out)!r} has {format_bytes(free)} free; expected at least {format_bytes(needed)}: make room, choose another -o, "
-            "or leave Parquet out (--no-parquet)"
-        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,17 +52,23 @@ class Chunk:
 
 
 def find_units(paths: Sequence[str | Path]) -> tuple[Unit, ...]:
-    """The units of these files, in this order. A folder stands for its files in order of their names. PreprocessError if one cannot be
-    read, or there is none."""
+    """The units of these files, in this order. A folder stands for its files by name, where numbers count as such: ``day_2`` comes before
+    ``day_10``. PreprocessError if one cannot be read, or there is none."""
     files: list[Path] = []
     for path in map(Path, paths):
         try:
-            files += sorted(p for p in path.iterdir() if p.is_file() and not p.name.startswith(".")) if path.is_dir() else [path]
+            inside = (p for p in path.iterdir() if p.is_file() and not p.name.startswith(".")) if path.is_dir() else [path]
+            files += sorted(inside, key=_by_name)
         except OSError as cause:
             raise _unreadable(path, cause) from None
     if not files:
         raise PreprocessError(f"no input files in {', '.join(map(str, paths)) or 'nothing'}; expected TSV, TSV.gz or Parquet files")
     return tuple(_unit(number, path) for number, path in enumerate(files))
+
+
+def _by_name(path: Path) -> tuple[list[tuple[str, int]], str]:
+    parts = re.findall(r"([^0-9]*)([0-9]*)", path.name)
+    return [(text, int(digits or -1)) for text, digits in parts], path.name
 
 
 def _unit(number: int, path: Path) -> Unit:

@@ -10,11 +10,12 @@ from typing import Any
 from soap.files import reason
 from soap.preprocessing import engine
 from soap.preprocessing.container import PreprocessError
-from soap.preprocessing.engine import Begun, NodesTogether, Options, Summary
+from soap.preprocessing.disk import disk_needed, require_disk
+from soap.preprocessing.engine import Begun, Nodes, Options, Summary
 from soap.preprocessing.executors import Executor, InProcess
 from soap.preprocessing.inputs import GZIP, PARQUET, Unit, cut_lines, find_units
 from soap.preprocessing.manager import SERIAL, Manager, State
-from soap.preprocessing.node import Node, Seen
+from soap.preprocessing.node import Node, NodesTogether, Seen
 from soap.preprocessing.processes import Processes
 from soap.preprocessing.resources import Machine
 from soap.preprocessing.spec import Spec, load_spec
@@ -34,6 +35,7 @@ def preprocess(
     workers: int | None = None,
     parquet: bool = True,
     compress: bool = False,
+    ray: str | None = None,
     begun: Begun | None = None,
     seen: Seen | None = None,
 ) -> Summary:
@@ -41,16 +43,25 @@ def preprocess(
 
     ``spec``: a preset's name, a YAML file or a ``Spec``. ``inputs``: TSV, TSV.gz or Parquet files in chronological order; a folder stands
     for its files by name. ``out``: a new or empty folder, or one of an earlier run, which then goes on. ``on_error``: ``stop`` or ``skip``
-    lines that do not fit. ``modes``: step -> serial, unit, chunk or adaptive. ``workers``: tasks at once at most. ``parquet``: write it as
-    well, with ``compress`` by zstd. PreprocessError in one line if anything fails.
+    lines that do not fit. ``modes``: step -> serial, unit, chunk or adaptive. ``workers``: tasks at once at most, on each node.
+    ``parquet``: write it as well, with ``compress`` by zstd. ``ray``: the address of a Ray cluster (``auto``: the one that this machine
+    belongs to) whose nodes all take part. PreprocessError in one line if anything fails.
     """
     given = spec if isinstance(spec, Spec) else load_spec(spec)
     codec = "zstd" if compress else "none"
     options = Options(on_error, modes or {}, chunk_bytes, workers, parquet, codec)
     folder = Path(out)
-    engine.require_disk(given, find_units(inputs), folder, parquet)
+    require_disk(find_units(inputs), folder, parquet)
     with_log = _Log(folder / engine.LOG)
-    return engine.run(given, inputs, folder, options, lambda work: local_nodes(work, options, with_log, seen), begun)
+
+    def make_nodes(work: Work) -> Nodes:
+        if ray is None:
+            return local_nodes(work, options, with_log, seen)
+        from soap.preprocessing.ray_nodes import RayNodes
+
+        return RayNodes(work, options, ray, told=with_log, seen=seen)
+
+    return engine.run(given, inputs, folder, options, make_nodes, begun)
 
 
 def local_nodes(work: Work, options: Options, told: Told | None = None, seen: Seen | None = None) -> NodesTogether:
@@ -103,7 +114,7 @@ def plan(spec: Spec, inputs: Sequence[str | Path], out: Path, options: Options) 
         "available_bytes": sample.available_bytes,
         "limit_bytes": sample.limit_bytes,
         "disk_bytes": sample.disk_bytes,
-        "disk_needed_bytes": engine.disk_needed(spec, units, options.parquet),
+        "disk_needed_bytes": disk_needed(units, options.parquet),
     }
 
 

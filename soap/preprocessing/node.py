@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from os import getpid
 
@@ -93,3 +94,31 @@ def _next(waiting: Sequence[Task], running: dict[Task, None], limits: Limits) ->
         if units[task.unit] < limits.chunks and (task.unit in units or len(units) < limits.units):
             return task
     return None
+
+
+class NodesTogether:
+    """Several nodes, each of which runs in a thread of this process."""
+
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        self._nodes = nodes
+        self._pool = ThreadPoolExecutor(len(nodes))  # kept: a worker ends with the thread that started it
+
+    @property
+    def count(self) -> int:
+        """How many."""
+        return len(self._nodes)
+
+    def run(self, tasks: Sequence[Sequence[Task]]) -> list[Done]:
+        """All nodes at once. The first error ends the run."""
+        if len(self._nodes) == 1:
+            return self._nodes[0].run(tasks[0])
+        futures = [self._pool.submit(node.run, own) for node, own in zip(self._nodes, tasks, strict=True)]
+        for future in wait(futures, return_when=FIRST_EXCEPTION).done:
+            future.result()
+        return [done for future in futures for done in future.result()]
+
+    def close(self) -> None:
+        """End them."""
+        for node in self._nodes:
+            node.close()
+        self._pool.shutdown(cancel_futures=True)

@@ -9,10 +9,11 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from glob import escape
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from soap.preprocessing.container import PreprocessError
+from soap.preprocessing.container import PreprocessError, owner
 from soap.preprocessing.executors import Lost
 from soap.preprocessing.resources import private_bytes
 from soap.preprocessing.work import Done, Task, Work
@@ -39,6 +40,7 @@ class Processes:
         self._workers: list[_Worker] = []
         self._count = 0
         self._lost: list[Lost] = []
+        self._closed = False
 
     @property
     def processes(self) -> Sequence[int]:
@@ -96,11 +98,14 @@ class Processes:
         return task
 
     def close(self) -> None:
-        """End all workers."""
+        """End all workers. A thread that runs their node meanwhile starts no new ones."""
+        self._closed = True
         for worker in list(self._workers):
             self._end(worker)
 
     def _new(self) -> _Worker:
+        if self._closed:
+            raise PreprocessError("the run was ended")
         ours, theirs = socket.socketpair()
         root = str(Path(__file__).parents[2])
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -120,10 +125,12 @@ class Processes:
         self._end(worker)
 
     def _end(self, worker: _Worker) -> None:
+        if worker not in self._workers:  # ended by another thread, by ``close``
+            return
         self._workers.remove(worker)
         worker.process.kill()
         worker.process.wait()
         with suppress(OSError):
             worker.connection.close()
-        for left in self._work.path.glob(f"**/.*.{worker.process.pid}.tmp"):
+        for left in self._work.path.glob(f"**/.*.{escape(owner(worker.process.pid))}.tmp"):
             left.unlink(missing_ok=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gzip
 import os
-import shutil
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,12 +22,14 @@ from soap.preprocessing.container import (
     key_of,
     read_arrays,
     read_record,
+    temporary_of,
     unwritable,
     write_all,
     write_arrays,
     write_record,
 )
 from soap.preprocessing.encoder import IdEncoder, TextEncoder, Texts
+from soap.preprocessing.final import BLOCK_ROWS, opened, written
 from soap.preprocessing.inputs import PARQUET, Chunk, read_lines
 from soap.preprocessing.parsing import Layout, Parsed, parquet, parse_lines, parse_row_groups
 from soap.preprocessing.spec import Column
@@ -36,8 +37,6 @@ from soap.preprocessing.work import CONVERT, INDEX, MERGE, NAMES, OPEN, UNITE, W
 
 NARROW = 2**16
 """Dictionaries of at most so many entries have codes of two bytes."""
-BLOCK_ROWS = 2**15
-"""Rows that are converted at once: their block stays in the cache."""
 
 
 def perform(work: Work, task: Task) -> Done:
@@ -53,7 +52,7 @@ def _open(work: Work, task: Task) -> Done:
     found = read_record(record, key)
     if found and path.exists() and path.stat().st_size == found["size"]:
         return Done(task, rows=found["size"], kept=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = temporary_of(path)
     try:
         with gzip.open(unit.path) as source, temporary.open("wb") as target:
             while block := _block(source, unit.path):
@@ -204,7 +203,7 @@ def _convert(work: Work, task: Task) -> Done:
     record = work.path / f"convert-{chunk.name}.json"
     key = key_of(work.key, task.made_of, task.first_row, task.rows)
     found = read_record(record, key)
-    if found and _written(work, task) == found["made"]:
+    if found and written(work, task) == found["made"]:
         return Done(task, task.rows, made=found["made"], kept=True)
     indexed = read_arrays(work.indexed(chunk))
     mappings = {name: _mapping(work, name, chunk) for name in work.spec.dictionaries}
@@ -212,7 +211,7 @@ def _convert(work: Work, task: Task) -> Done:
     labels = [i for i, kind in enumerate(kinds) if kind == "label"]
     numbers = [i for i, kind in enumerate(kinds) if kind == "integer"]
     sums: list[str] = []
-    files = {name: _final(work, name) for name in NAMES}
+    files = {name: opened(work, name) for name in NAMES}
     try:
         for begin in range(0, task.rows, BLOCK_ROWS):
             end = min(task.rows, begin + BLOCK_ROWS)
@@ -258,30 +257,6 @@ def _part(arrays: Mapping[str, Array], name: str, number: int) -> Array:
     return arrays[f"places:{name}"][cuts[number] : cuts[number + 1]]
 
 
-def _final(work: Work, name: str) -> tuple[int, int]:
-    """A final array's file, open, and where its data begin."""
-    path = work.out / NAMES[name]
-    with path.open("rb") as stream:
-        version = np.lib.format.read_magic(stream)
-        assert version == (1, 0)
-        np.lib.format.read_array_header_1_0(stream)
-        offset = stream.tell()
-    return os.open(path, os.O_RDWR), offset
-
-
-def _written(work: Work, task: Task) -> str:
-    """The checksum of what the final arrays hold of a chunk."""
-    try:
-        arrays = {name: np.load(work.out / file, mmap_mode="r") for name, file in NAMES.items()}
-    except (OSError, ValueError):
-        return ""
-    sums = []
-    for begin in range(task.first_row, task.first_row + task.rows, BLOCK_ROWS):
-        end = min(task.first_row + task.rows, begin + BLOCK_ROWS)
-        sums += [checksum_of(arrays[name][begin:end]) for name in NAMES]
-    return key_of(sums)
-
-
 def _write(work: Work, task: Task) -> Done:
     """One Parquet file of so many rows."""
     path = work.out / "parquet" / f"part-{task.number:06d}.parquet"
@@ -297,7 +272,7 @@ def _write(work: Work, task: Task) -> Done:
     groups = (("labels", work.spec.labels), ("numbers", work.spec.numbers), ("categories", work.spec.categories))
     columns = {column.name: pa.array(np.ascontiguousarray(arrays[name][:, i])) for name, own in groups for i, column in enumerate(own)}
     table = pa.table({column.name: columns[column.name] for column in work.spec.columns})
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = temporary_of(path)
     try:
         packed = work.codec != "none"
         module.write_table(
@@ -334,38 +309,6 @@ def _finished(task: Task, path: Path, key: str, arrays: dict[str, Array]) -> Don
     made = write_arrays(path, arrays)
     write_record(_record(path), key, made=made)
     return Done(task, made=made)
-
-
-def make_final(work: Work, rows: int) -> None:
-    """Make the final arrays, with all of their space taken. Those that are there with the same shape stay."""
-    (work.out / "parquet").mkdir(parents=True, exist_ok=True)
-    shapes = {"labels": len(work.spec.labels), "numbers": len(work.spec.numbers), "categories": len(work.spec.categories)}
-    for name, columns in shapes.items():
-        path = work.out / NAMES[name]
-        try:
-            there = np.load(path, mmap_mode="r")
-            if there.shape == (rows, columns) and there.dtype == np.int32:
-                continue
-        except (OSError, ValueError):
-            pass
-        temporary = path.with_name(f".{path.name}.tmp")
-        try:
-            with temporary.open("wb") as stream:
-                header = {"descr": "<i4", "fortran_order": False, "shape": (rows, columns)}
-                np.lib.format.write_array_header_1_0(stream, header)
-                size = rows * columns * 4
-                if size:
-                    stream.flush()
-                    os.posix_fallocate(stream.fileno(), stream.tell(), size)  # a full disk is told now
-            os.replace(temporary, path)
-        except OSError as cause:
-            temporary.unlink(missing_ok=True)
-            raise unwritable(path, cause) from None
-
-
-def clear(folder: Path) -> None:
-    """Remove a run's folder."""
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 _STEPS: dict[str, Callable[[Work, Task], Done]] = {

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from soap.preprocessing.container import PreprocessError
 from soap.preprocessing.engine import Options
+from soap.preprocessing.inputs import find_units
 from soap.preprocessing.spec import PRESETS, Spec, from_document
 from tests.extent import MANY
 from tests.preprocessing.reference import reference
@@ -90,6 +91,9 @@ def test_all_files_are_the_same_whatever_the_cut(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow", reason="Parquet is written by pyarrow")
     found = []
     for number, (chunk, nodes) in enumerate([(10**6, 1), (64, 3), (1000, 2)]):
+        left = tmp_path / f"out{number}" / ".work" / "out" / "parquet" / ".part-000000.parquet.elsewhere-1.tmp"  # of a killed run
+        left.parent.mkdir(parents=True)
+        left.write_bytes(b"PAR1")
         preprocess(SPEC, inputs, tmp_path / f"out{number}", Options(chunk_bytes=chunk), seed=number, nodes=nodes)
         found.append(files_of(tmp_path / f"out{number}"))
     assert found[0] == found[1] == found[2]
@@ -108,6 +112,13 @@ def test_parquet_gives_what_lines_give(tmp_path: Path) -> None:
     data = b"".join(b"\t".join(row) + b"\n" for row in texts)
     preprocess(SPEC, [tmp_path / "in.parquet"], tmp_path / "out", Options(chunk_bytes=500, parquet=False), seed=3)
     same(result(tmp_path / "out", SPEC), reference(SPEC, [data]))
+
+
+def test_files_of_a_folder_follow_each_other_by_number(tmp_path: Path) -> None:
+    names = ["day_10", "day_2", "day_0", "day_2b", "day_01", "other", ".hidden"]
+    for name in names:
+        (tmp_path / name).write_bytes(b"")
+    assert [unit.name for unit in find_units([tmp_path])] == ["day_0", "day_01", "day_2", "day_2b", "day_10", "other"]
 
 
 def test_negative_numbers_are_zero_and_ids_have_64_bits(tmp_path: Path) -> None:
