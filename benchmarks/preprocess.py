@@ -3,7 +3,8 @@ and writing alone take. Needs polars and pyarrow; takes minutes. Results: docs/r
 
 All contenders read the same generated files and leave labels, numbers and first-appearance indices as ``.npy``; each runs in a process of
 its own, its input in the page cache, the disk at rest. The plain loop, which is much slower, has the first rows only. A round is one run of
-each, in another order every time; ratios are those of the same round, and their median counts. ``small`` is the adaptive run on one core
+each, in another order every time; ratios are those of the same round, and their median counts. Where others use the machine, too, processor
+seconds say what work a way is, and the clock what it got done. ``small`` is the adaptive run on one core
 in a control group of 1 GB (version 1; root).
 """
 
@@ -17,10 +18,10 @@ import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -153,17 +154,20 @@ CONTENDERS: dict[str, Callable[[list[Path], Path], None]] = {
 }
 
 
-def measure(name: str, files: list[Path], out: Path) -> float:
-    """Seconds of one contender in a process of its own."""
+def measure(name: str, files: list[Path], out: Path) -> tuple[float, float]:
+    """Seconds of one contender in a process of its own: on the clock, and of processors."""
     shutil.rmtree(out, ignore_errors=True)
     os.sync()  # what the last one wrote is not to be written meanwhile
     command = [sys.executable, "-m", "benchmarks.preprocess", "--one", name, "--out", str(out), *map(str, files)]
+    before = os.times()
     done = subprocess.run(command, capture_output=True, text=True)
+    after = os.times()
     if done.returncode:
         print(f"{name} failed: {done.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
-        return float("nan")
+        return float("nan"), float("nan")
     print(done.stderr, end="", file=sys.stderr)
-    return float(done.stdout.split()[-1])
+    used = after.children_user + after.children_system - before.children_user - before.children_system
+    return float(done.stdout.split()[-1]), used
 
 
 def main() -> None:
@@ -171,7 +175,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8_000_000)
     parser.add_argument("--files", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--folder", type=Path, help="for data and results (default: a temporary one)")
+    parser.add_argument("--folder", type=Path, default=Path("preprocess-benchmark"), help="for data, results and rounds; all are kept")
     parser.add_argument("--only", nargs="*", default=[*CONTENDERS])
     parser.add_argument("--one", choices=CONTENDERS, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
@@ -182,41 +186,43 @@ def main() -> None:
         CONTENDERS[args.one](args.files_given, args.out)
         print(time.perf_counter() - begin)
         return
-    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        root = Path(folder)
-        generate(root / "raw", args.rows, files=args.files, wrote=lambda count: None)
-        generate(root / "few", PLAIN_ROWS, files=1, wrote=lambda count: None)
-        files = [Path(unit.path) for unit in find_units([root / "raw"])]
-        size = sum(path.stat().st_size for path in files)
-        seconds: dict[str, list[float]] = {name: [] for name in args.only}
-        others: list[float] = []
-        order, draw = [*args.only], random.Random(0)
-        for number in range(args.rounds):
-            watch = Watch()
-            draw.shuffle(order)
-            for name in order:
-                own = sorted((root / "few").iterdir()) if name == "plain" else files
-                seconds[name].append(measure(name, own, root / "out"))
-                print(f"round {number}: {name} {seconds[name][-1]:.2f} s", file=sys.stderr, flush=True)
-            others.append(watch.others_share() or 0.0)
-        show(seconds, args.rows, size, others)
+    root: Path = args.folder
+    for name, rows, count in (("raw", args.rows, args.files), ("few", PLAIN_ROWS, 1)):
+        if not (root / name).exists():
+            generate(root / name, rows, files=count, wrote=lambda count: None)
+    files = [Path(unit.path) for unit in find_units([root / "raw"])]
+    draw, order = random.Random(), [*args.only]
+    for _ in range(args.rounds):
+        watch, found = Watch(), {}
+        draw.shuffle(order)
+        for name in order:
+            found[name] = measure(name, find_few(root) if name == "plain" else files, root / "out")
+            print(f"{name}: {found[name][0]:.2f} s, of processors {found[name][1]:.2f} s", file=sys.stderr, flush=True)
+        with (root / "rounds.jsonl").open("a") as stream:
+            stream.write(json.dumps({"others": watch.others_share(), "seconds": found}) + "\n")
+    show([json.loads(line) for line in (root / "rounds.jsonl").read_text().splitlines()], args.rows, sum(p.stat().st_size for p in files))
 
 
-def show(seconds: dict[str, list[float]], rows: int, size: int, others: list[float]) -> None:
-    """The table."""
-    print(f"{rows} rows, {size / 1e9:.2f} GB, {os.cpu_count()} cores, {len(others)} rounds; others used {shares(others)} of the cores")
-    per_row = {name: [one / (PLAIN_ROWS if name == "plain" else rows) for one in own] for name, own in seconds.items()}
-    print("| contender | rows/s | MB/s | adaptive ÷ it | least to most |\n|---|---:|---:|---:|---|")
-    for name, own in per_row.items():
-        rate = 1 / statistics.median(own)
-        ratios = [theirs / ours for theirs, ours in zip(own, per_row.get("adaptive", own), strict=True)]
-        cells = [f"{rate:,.0f}", f"{rate * size / rows / 1e6:.0f}", f"{statistics.median(ratios):.2f}"]
-        print(f"| {name} | {' | '.join(cells)} | {min(ratios):.2f} to {max(ratios):.2f} |")
-    print(json.dumps(seconds))
+def find_few(root: Path) -> list[Path]:
+    return [Path(unit.path) for unit in find_units([root / "few"])]
 
 
-def shares(others: list[float]) -> str:
-    return " ".join(f"{share:.0%}" for share in others)
+def show(rounds: list[dict[str, Any]], rows: int, size: int) -> None:
+    """The table of all rounds so far."""
+    others = " ".join(f"{one['others']:.0%}" for one in rounds)
+    print(f"{rows} rows, {size / 1e9:.2f} GB, {os.cpu_count()} cores, {len(rounds)} rounds; others used {others} of the cores")
+    print("| contender | rows/s | MB/s | adaptive ÷ it | least to most | rows per processor second | adaptive ÷ it |")
+    print("|---|---:|---:|---:|---|---:|---:|")
+    for name in CONTENDERS:
+        own = [one["seconds"] for one in rounds if name in one["seconds"] and "adaptive" in one["seconds"]]
+        if not own:
+            continue
+        count = PLAIN_ROWS if name == "plain" else rows
+        rates = [statistics.median(count / one[name][i] for one in own) for i in range(2)]
+        ratios = [[rows / one["adaptive"][i] * one[name][i] / count for one in own] for i in range(2)]
+        clock, used = (statistics.median(ratio) for ratio in ratios)
+        span = f"{min(ratios[0]):.2f} to {max(ratios[0]):.2f}"
+        print(f"| {name} | {rates[0]:,.0f} | {rates[0] * size / rows / 1e6:.0f} | {clock:.2f} | {span} | {rates[1]:,.0f} | {used:.2f} |")
 
 
 if __name__ == "__main__":

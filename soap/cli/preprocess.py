@@ -12,7 +12,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from soap.cli import report
 from soap.cli.command import Parser, UsageError, run_command
 from soap.cli.options import add_json, not_negative, positive
 from soap.cli.plain_text import aligned
@@ -91,14 +90,14 @@ def execute(args: argparse.Namespace) -> int:
         codec = "zstd" if args.compress else "none"
         options = Options(args.on_error, args.mode, args.chunk_bytes, args.workers, not args.no_parquet, codec)
         found = local.plan(spec, args.inputs, out, options)
-        print(report.dump(found) if args.json else plan_text(found))
+        print(_json(found) if args.json else plan_text(found))
         return 0
     with _bars(args.quiet) as bars:
         summary = local.preprocess(
             spec, args.inputs, out, on_error=args.on_error, modes=args.mode, chunk_bytes=args.chunk_bytes, workers=args.workers,
             parquet=not args.no_parquet, compress=args.compress, ray=args.ray, begun=bars.begin, seen=bars.seen,
         )  # fmt: skip
-    print(report.dump({"output": str(out), **asdict(summary)}) if args.json else text(out, summary))
+    print(_json({"output": str(out), **asdict(summary)}) if args.json else text(out, summary))
     return 0
 
 
@@ -120,7 +119,7 @@ def _generate(args: argparse.Namespace) -> int:
             wrote=advance,
         )
     found = {"output": args.output, "rows": rows, "files": files}
-    print(report.dump(found) if args.json else f"wrote {rows} rows to {args.output} ({files} file{'s' if files > 1 else ''})")
+    print(_json(found) if args.json else f"wrote {rows} rows to {args.output} ({files} file{'s' if files > 1 else ''})")
     return 0
 
 
@@ -163,6 +162,12 @@ def _bars(hidden: bool) -> Iterator[Bars]:
         yield bars
     finally:
         bars.close()
+
+
+def _json(found: Mapping[str, Any]) -> str:
+    from soap.cli.report import dump  # what searches report, which takes longer to import than all else here
+
+    return dump(found)
 
 
 def text(out: Path, summary: Summary) -> str:

@@ -11,6 +11,7 @@ import json
 import os
 import platform
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ def write_arrays(path: Path, arrays: Mapping[str, Array]) -> str:
 def read_arrays(path: Path) -> dict[str, Array]:
     """The arrays of a file, mapped read-only: bytes are read when they are used. PreprocessError if it is no such file."""
     try:
-        mapped = np.memmap(path, np.uint8, "r")
+        mapped = np.memmap(path, np.uint8, "r").view(np.ndarray)  # slices of a memmap cost ten times as much
         size = int.from_bytes(mapped[8:16].tobytes(), "little")
         if mapped[:8].tobytes() != MAGIC or size > LONGEST_HEADER_BYTES:
             raise ValueError("it is no file of arrays")
@@ -89,7 +90,7 @@ def read_arrays(path: Path) -> dict[str, Array]:
         found = {}
         for entry in json.loads(mapped[16:begin].tobytes()):
             kind, shape = np.dtype(entry["type"]), tuple(entry["shape"])
-            length = kind.itemsize * int(np.prod(shape, dtype=np.int64))
+            length = kind.itemsize * prod(shape)
             first = begin + entry["at"]
             if first + length > len(mapped):
                 raise ValueError("it is cut short")

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,12 @@ class Spec:
     @property
     def hash(self) -> str:
         """Of everything that the result depends on."""
-        return hashlib.sha256(json.dumps(self.document(), sort_keys=True).encode()).hexdigest()
+        return _hash(self)
+
+
+@lru_cache(maxsize=16)  # every task asks for it
+def _hash(spec: Spec) -> str:
+    return hashlib.sha256(json.dumps(spec.document(), sort_keys=True).encode()).hexdigest()
 
 
 def _criteo(modulus: int) -> Spec:

@@ -28,7 +28,7 @@ from soap.preprocessing.container import (
     write_arrays,
     write_record,
 )
-from soap.preprocessing.encoder import IdEncoder, TextEncoder, Texts
+from soap.preprocessing.encoder import IdEncoder, TextEncoder
 from soap.preprocessing.final import BLOCK_ROWS, opened, written
 from soap.preprocessing.inputs import PARQUET, Chunk, read_lines
 from soap.preprocessing.parsing import Layout, Parsed, parquet, parse_lines, parse_row_groups
@@ -140,30 +140,41 @@ def _unite(work: Work, task: Task) -> Done:
 
 
 def _united(work: Work, task: Task) -> dict[str, Array]:
-    arrays: dict[str, Array] = {}
-    for name, columns in work.spec.dictionaries.items():
-        parts = [read_arrays(work.indexed(chunk)) for chunk in task.others]
-        arrays |= _joined(name, columns[0], parts)
-    return arrays
+    joined = {name: _Joined(name, columns[0]) for name, columns in work.spec.dictionaries.items()}
+    for chunk in task.others:
+        part = read_arrays(work.indexed(chunk))
+        for own in joined.values():
+            own.add(part)
+    return {name: array for own in joined.values() for name, array in own.arrays().items()}
 
 
-def _joined(name: str, column: Column, parts: list[dict[str, Array]]) -> dict[str, Array]:
-    """One dictionary of several, in order of first appearance, and the new place of every part's entries (``places``, part after part, cut
-    at ``cuts``)."""
-    places = []
-    if column.kind == "hex":
-        encoder = IdEncoder()
-        for part in parts:
-            places.append(encoder.add(part[f"values:{name}"][None], part[f"counts:{name}"])[0])
-        found: dict[str, Array] = {f"values:{name}": encoder.values, f"counts:{name}": encoder.counts}
-    else:
-        texts = TextEncoder()
-        for part in parts:
-            own = Texts(part[f"values:{name}"], part[f"bounds:{name}"])
-            places.append(texts.add(own.data, own.bounds[None, :-1], own.bounds[None, 1:], part[f"counts:{name}"])[0])
-        found = {f"values:{name}": texts.values.data, f"bounds:{name}": texts.values.bounds, f"counts:{name}": texts.counts}
-    cuts = np.cumsum([0, *(len(own) for own in places)])
-    return {**found, f"places:{name}": np.concatenate([np.empty(0, np.int32), *places]), f"cuts:{name}": cuts}
+class _Joined:
+    """One dictionary of several, in order of first appearance."""
+
+    def __init__(self, name: str, column: Column) -> None:
+        self._name = name
+        self._encoder = IdEncoder() if column.kind == "hex" else TextEncoder()
+        self._places: list[NDArray[np.int32]] = [np.empty(0, np.int32)]
+
+    def add(self, part: Mapping[str, Array]) -> None:
+        """The next one."""
+        values, counts = part[f"values:{self._name}"], part[f"counts:{self._name}"]
+        if isinstance(self._encoder, IdEncoder):
+            found = self._encoder.add(values[None], counts)
+        else:
+            bounds = part[f"bounds:{self._name}"]
+            found = self._encoder.add(values, bounds[None, :-1], bounds[None, 1:], counts)
+        self._places.append(found[0])
+
+    def arrays(self) -> dict[str, Array]:
+        """All values and counts, and the new place of every part's entries (``places``, part after part, cut at ``cuts``)."""
+        found: dict[str, Array] = {"counts": self._encoder.counts, "places": np.concatenate(self._places)}
+        found["cuts"] = np.cumsum([len(own) for own in self._places])
+        if isinstance(self._encoder, IdEncoder):
+            found["values"] = self._encoder.values
+        else:
+            found |= {"values": self._encoder.values.data, "bounds": self._encoder.values.bounds}
+        return {f"{key}:{self._name}": array for key, array in found.items()}
 
 
 def _merge(work: Work, task: Task) -> Done:
@@ -174,7 +185,10 @@ def _merge(work: Work, task: Task) -> Done:
         return kept
     column = work.spec.dictionaries[task.name][0]
     name = task.name
-    whole = _joined(name, column, [read_arrays(work.united(unit.number)) for unit in work.units])
+    joined = _Joined(name, column)
+    for unit in work.units:
+        joined.add(read_arrays(work.united(unit.number)))
+    whole = joined.arrays()
     if column.min_count > 1:
         whole = _without_rare(name, column, whole)
     return _finished(task, path, key, whole)
@@ -206,7 +220,8 @@ def _convert(work: Work, task: Task) -> Done:
     if found and written(work, task) == found["made"]:
         return Done(task, task.rows, made=found["made"], kept=True)
     indexed = read_arrays(work.indexed(chunk))
-    mappings = {name: _mapping(work, name, chunk) for name in work.spec.dictionaries}
+    united = read_arrays(work.united(chunk.unit))
+    mappings = {name: _mapping(work, name, united, chunk) for name in work.spec.dictionaries}
     kinds = [column.kind for column in work.spec.columns if column.kind in ("label", "integer")]
     labels = [i for i, kind in enumerate(kinds) if kind == "label"]
     numbers = [i for i, kind in enumerate(kinds) if kind == "integer"]
@@ -244,9 +259,9 @@ def _categories(
     return out
 
 
-def _mapping(work: Work, name: str, chunk: Chunk) -> NDArray[np.int32]:
+def _mapping(work: Work, name: str, united: Mapping[str, Array], chunk: Chunk) -> NDArray[np.int32]:
     """The final row of each entry of a chunk's dictionary."""
-    united, merged = read_arrays(work.united(chunk.unit)), read_arrays(work.merged(name))
+    merged = read_arrays(work.merged(name))
     to_unit = _part(united, name, chunk.number)
     found: NDArray[np.int32] = _part(merged, name, chunk.unit)[to_unit]
     return found

@@ -33,6 +33,14 @@ def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def whole(raw: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """What they become in one go."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    assert main(["criteo-kaggle", str(raw), "-o", str(out), "--no-parquet", "--mode", "index=serial,convert=serial"]) == 0
+    return files_of(out)
+
+
 def _error(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     assert main(list(argv)) != 0
     lines = capsys.readouterr().err.strip().splitlines()
@@ -73,13 +81,14 @@ def test_processes_give_what_this_process_gives(tmp_path: Path) -> None:
     ("number", "everybody", "code", "said"),
     [
         (signal.SIGKILL, False, -signal.SIGKILL, ""),
-        (signal.SIGINT, False, 130, "soap-preprocess: interrupted\n"),
         (signal.SIGINT, True, 130, "soap-preprocess: interrupted\n"),
+        pytest.param(signal.SIGINT, False, 130, "soap-preprocess: interrupted\n", marks=pytest.mark.long),
     ],
 )
 def test_ended_run_goes_on_from_its_chunks(
-    tmp_path: Path, raw: Path, capsys: pytest.CaptureFixture[str], number: int, everybody: bool, code: int, said: str
-) -> None:
+    tmp_path: Path, raw: Path, whole: dict[str, bytes], capsys: pytest.CaptureFixture[str],
+    number: int, everybody: bool, code: int, said: str,
+) -> None:  # fmt: skip
     """Ctrl-C in a terminal reaches every process; ``kill -INT`` and the killer of those that need memory only one."""
     out, work = tmp_path / "out", tmp_path / "out" / ".work"
     argv = ["criteo-kaggle", str(raw), "-o", str(out), "--no-parquet", "--chunk-bytes", "40000"]
@@ -99,8 +108,7 @@ def test_ended_run_goes_on_from_its_chunks(
     assert main([*argv, "--json", "--mode", "index=serial,convert=serial"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["tasks"] > found["kept"] >= kept >= 5
-    assert main(["criteo-kaggle", str(raw), "-o", str(tmp_path / "whole"), "--no-parquet", "--mode", "index=serial,convert=serial"]) == 0
-    assert files_of(out) == files_of(tmp_path / "whole")
+    assert files_of(out) == whole
 
 
 def test_plan_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
