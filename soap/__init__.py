@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from soap.cluster.topology import Topology
     from soap.errors import InfeasibleError, ModelError, ProfileError, RuntimeFailure, SoapError, StrategyError, TopologyError
     from soap.model.graph import OperatorGraph
+    from soap.preprocessing.local import preprocess
     from soap.runner.config import RunnerConfig
     from soap.runner.partitioner import partitioner
     from soap.runner.runner import get_runner
@@ -35,6 +36,7 @@ _HOME = {
     "load_cluster": "soap.api",
     "load_strategy": "soap.api",
     "measure_rows": "soap.api",
+    "preprocess": "soap.preprocessing.local",
     "save_strategy": "soap.api",
     "simulate": "soap.api",
     "get_runner": "soap.runner.runner",
@@ -70,6 +72,7 @@ __all__ = [  # noqa: RUF022 - verbs, then values, then errors
     "load_strategy",
     "measure_rows",
     "partitioner",
+    "preprocess",
     "save_strategy",
     "shard",
     "simulate",

@@ -37,6 +37,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "soap.emulation": ("soap.emulation", "soap.runtime.system", "soap.cluster", *GROUND_FLOOR),
     "soap.measure": ("soap.measure", "soap.emulation.reference_work", *RUNTIME),
     "soap.profiles": ("soap.profiles", "soap.measure", "soap.emulation.reference_work", "soap.simulator", *PLANNING),
+    "soap.preprocessing": ("soap.preprocessing", *GROUND_FLOOR),
+    "soap.data": ("soap.data", *GROUND_FLOOR),
     "soap.api": EVERYTHING,
     "soap.runner": EVERYTHING,
     "soap.cli": EVERYTHING,
@@ -44,8 +46,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 }
 """Prefix of module names -> prefixes of our modules that they may import. The longest prefix counts."""
 
-COMMANDS = tuple(f"soap.cli.{name}" for name in ("search", "run", "simulate", "diff", "compare", "profile", "tune"))
-WITHOUT_TORCH = (*PLANNING, "soap.simulator", "soap.search", "soap.emulation", "soap.runtime.system.clock")
+COMMANDS = tuple(f"soap.cli.{name}" for name in ("search", "run", "simulate", "diff", "compare", "profile", "tune", "preprocess"))
+WITHOUT_TORCH = (*PLANNING, "soap.simulator", "soap.search", "soap.emulation", "soap.runtime.system.clock", "soap.preprocessing")
 
 
 def _modules() -> dict[str, Path]:

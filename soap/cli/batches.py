@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from soap import zoo
+from soap.cli.preprocessed import batches, folder_of
 from soap.errors import SoapError
 from soap.tracing.imports import from_here
 from soap.tracing.model import TracedModel
@@ -50,11 +51,13 @@ class DrawnBatches:
 class UserBatches:
     """Batches of the callable ``pkg.mod:name``: a sequence of tensors per step, in the order of the model's inputs.
     ``zoo:NAME[:SIZE][@BATCH]`` draws batches as the zoo does for this model. At its end the callable is called again. Every rank calls
-    it and must get the same batches, so whatever is random needs a seed."""
+    it and must get the same batches, so whatever is random needs a seed. ``preprocessed:OUT`` yields what ``soap-preprocess`` wrote, in
+    batches of the size of ``model``'s."""
 
-    def __init__(self, spec: str) -> None:
+    def __init__(self, spec: str, model: TracedModel | None = None) -> None:
         self._spec = spec
-        self._make = _callable(spec)
+        folder = folder_of(spec)
+        self._make = _callable(spec) if folder is None else batches(folder, _batch_of(model, spec))
         self._step = -1
         self._batch: list[torch.Tensor] = []
         self._source = self._begin()
@@ -117,6 +120,13 @@ def _drawn(example: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     if example.dim() == 0 or example.numel() == 0:
         return example
     return example.gather(0, torch.randint(len(example), example.shape, generator=generator))
+
+
+def _batch_of(model: TracedModel | None, spec: str) -> int:
+    """The size of a model's batch."""
+    if model is None:
+        raise SoapError(f"--data {spec}: expected a model that says how large a batch is")
+    return int(model.graph.tensors[model.input_names[0]].shape[0])
 
 
 def _callable(spec: str) -> Callable[[], Any]:

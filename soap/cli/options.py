@@ -132,6 +132,8 @@ def add_rows(parser: Parser) -> None:
     parser.add_argument(
         "--alpha-batches", metavar="N", type=positive, default=ALPHA_BATCHES, help="of so many batches of --data (default %(default)s)"
     )
+    whole = "what soap-preprocess wrote: count over all of it, and make zoo:dlrm's tables as long as its dictionaries"
+    parser.add_argument("--alpha-from", metavar="OUT", help=whole)
     parser.add_argument(
         "--alpha",
         metavar="GLOB=SHARE",

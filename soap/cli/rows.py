@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from soap import api
+from soap.api.preprocessed import measure_rows_of
 from soap.cli.options import reading
 from soap.cli.plain_text import aligned
+from soap.cli.preprocessed import folder_of, sized
 from soap.cluster.topology import Topology
 from soap.model import sparse_shares
 from soap.model.graph import OperatorGraph
@@ -21,13 +23,16 @@ MOST_ROWS = 16
 
 def load_graph(args: argparse.Namespace, topology: Topology | None) -> OperatorGraph:
     """The model's graph, with rows counted on ``--data`` and shares from ``--alpha``."""
+    args.model = sized(args.model, args.alpha_from or folder_of(args.data))
     model = api.load(args.model, plan_only=True, **reading(args, topology))
     graph = model.graph
     if args.data is not None:
         from soap.cli.batches import UserBatches  # imports torch, which reading the model has done already
 
-        batches = UserBatches(args.data)
+        batches = UserBatches(args.data, model)
         graph = api.measure_rows(model, (batches(step) for step in range(args.alpha_batches)))
+    if args.alpha_from is not None:
+        graph = measure_rows_of(model, args.alpha_from)
     return sparse_shares.with_alphas(graph, args.alpha)
 
 

@@ -30,6 +30,7 @@ from soap.cli.options import (
     refuse_overwriting,
 )
 from soap.cli.plain_text import aligned, listed, milliseconds, speed_up
+from soap.cli.preprocessed import folder_of, sized
 from soap.cli.report import crowded, resting, shared_cores
 from soap.cli.timelines import measured_text, not_as_priced
 from soap.cli.updating import Updating, add_updating
@@ -93,8 +94,9 @@ def add_training(parser: Parser) -> None:
     parser.add_argument("--compile", action="store_true", help="by torch.compile, which takes its time in the first step")
     add_compressed_training(parser)
     data_help = (
-        "yields one sequence of tensors per step, the same on all ranks; or zoo:NAME (default: drawn like the example inputs, of which "
-        "whole numbers other than indices and labels, such as offsets, lengths and masks, are taken as they are)"
+        "yields one sequence of tensors per step, the same on all ranks; or zoo:NAME; or preprocessed:OUT, what soap-preprocess wrote "
+        "(default: drawn like the example inputs, of which whole numbers other than indices and labels, such as offsets and masks, "
+        "are taken as they are)"
     )
     parser.add_argument("--data", metavar="PKG.MOD:CALLABLE", type=data_spec, help=data_help)
 
@@ -133,6 +135,7 @@ def execute(args: argparse.Namespace) -> int:
 def prepare(args: argparse.Namespace) -> tuple[Job, Mapping[str, Simulation], dict[str, Any]]:
     """The job for the ranks, the prediction for each strategy, and where these numbers come from."""
     topology = api.load_cluster(args.cluster or _recorded_cluster(args.strategy))
+    args.model = sized(args.model, folder_of(args.data))
     read = reading(args, topology)
     model = api.load(args.model, plan_only=True, **read)
     graph, record = model.graph, getattr(model, "record", None)

@@ -69,7 +69,7 @@ def execute(args: argparse.Namespace) -> int:
     topology = api.load_cluster(args.cluster)
     graph = rows.load_graph(args, topology)
     strategy = api.classical(args.builtin, graph, topology) if args.builtin else _read(args, graph, topology)
-    if args.strategy and not (args.data or args.alpha):
+    if args.strategy and not (args.data or args.alpha or args.alpha_from):
         graph = api.with_recorded_rows(graph, args.strategy)
     made_for = _made_for(args, topology) if args.what_if else None
     simulator = api.simulator_for(graph, topology, costs=args.costs)

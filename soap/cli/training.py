@@ -123,7 +123,7 @@ def train(job: Job) -> Outcome:
 
 def batches_of(job: Job, model: TracedModel) -> Batches:
     """The batches of the job, by step."""
-    batches: Batches = DrawnBatches(model, job.seed) if job.data is None else UserBatches(job.data)
+    batches: Batches = DrawnBatches(model, job.seed) if job.data is None else UserBatches(job.data, model)
     if job.dtype is not None:
         batches = ConvertedBatches(batches, getattr(torch, job.dtype))
     return JoinedBatches(batches, job.accumulate) if job.accumulate > 1 else batches

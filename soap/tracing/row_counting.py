@@ -58,6 +58,26 @@ def measured_by_examples(model: ExecutableModel) -> dict[str, RowAccess]:
     return {name: found[name] if found[name].touched[0] > 1 else access for name, access in model.graph.sparse.items()}
 
 
+def columns_read(model: ExecutableModel, batch: Sequence[torch.Tensor], position: int) -> dict[str, int] | None:
+    """By sparse parameter, the column of input ``position`` (samples, columns) whose values are the rows that it looks up. None if any
+    parameter is looked up otherwise: several times, or by what is computed from the input."""
+    counters = {name: _Counter(model, name, access) for name, access in model.graph.sparse.items()}
+    if any(not counter.known or len(counter.indices) != 1 for counter in counters.values()):
+        return None
+    generator = torch.Generator().manual_seed(0)
+    probe = [tensor.clone() for tensor in batch]
+    probe[position] = torch.randint(2**62, batch[position].shape, generator=generator)  # no two columns are alike; nothing is looked up
+    values = _values(model, {counter.indices[0] for counter in counters.values()}, probe)
+    found = {}
+    for name, counter in counters.items():
+        own = values[counter.indices[0]].flatten()
+        column = next((i for i in range(probe[position].shape[1]) if torch.equal(own, probe[position][:, i])), None)
+        if column is None:
+            return None
+        found[name] = column
+    return found
+
+
 class _Counter:
     """Counts for one parameter. ``indices``: the values that hold its lookups' indices."""
 

@@ -1,7 +1,8 @@
 """Benchmark models, by name: ``build("inception_v3@1024", fake=True)``. Importing this package does not import torch.
 
-A spec is ``NAME[:SIZE][@BATCH]``, with or without the prefix ``zoo:``; every model has the size ``tiny``. Every model is a plain module in
-training mode whose ``forward`` takes inputs and targets, batch first, and returns the scalar training loss.
+A spec is ``NAME[:SIZE][@BATCH]``, with or without the prefix ``zoo:``; every model has the size ``tiny``. Of DLRM, ``:tables=ROWS-ROWS-…``
+before the batch gives it tables as long as those of data. Every model is a plain module in training mode whose ``forward`` takes inputs
+and targets, batch first, and returns the scalar training loss.
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ _MODULES = {
 SEED_STRIDE = 1_000_003
 """Keeps the batches of neighbouring seeds apart."""
 
-_SPEC = re.compile(r"(?:zoo:)?(?P<name>[^:@]+)(?P<size>:[^:@]+)?(?:@(?P<batch>[0-9]+))?")
+TABLES = ":tables="
+"""Before the rows of each table, where data decide them."""
+
+_SPEC = re.compile(r"(?:zoo:)?(?P<name>[^:@]+)(?P<size>:[^:@=]+)?(?P<tables>:tables=[0-9]+(?:-[0-9]+)*)?(?:@(?P<batch>[0-9]+))?")
 
 
 @dataclass(frozen=True)
@@ -126,4 +130,11 @@ def _recipe(spec: str) -> tuple[str, Recipe, int]:
     if name not in recipes:
         sizes = [known for known in recipes if known.partition(":")[0] == match["name"]]
         raise ModelError(f"no zoo model {spec!r}: expected one of {', '.join(sizes)}")
-    return name, recipes[name], recipes[name].batch if match["batch"] is None else int(match["batch"])
+    batch = recipes[name].batch if match["batch"] is None else int(match["batch"])
+    if match["tables"] is None:
+        return name, recipes[name], batch
+    rows = tuple(map(int, match["tables"].removeprefix(TABLES).split("-")))
+    with_tables = recipes[name].with_tables
+    if with_tables is None or not all(0 < count < 2**31 for count in rows):
+        raise ModelError(f"zoo model {spec!r}: expected a model whose tables are data's, such as dlrm, and from 1 to 2^31 rows of each")
+    return name + match["tables"], with_tables(rows), batch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
@@ -87,7 +87,11 @@ def _inputs(batch: int, config: DLRMConfig) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _recipe(config: DLRMConfig) -> Recipe:
-    return Recipe(partial(DLRM, config), partial(_inputs, config=config), config.batch)
+    return Recipe(partial(DLRM, config), partial(_inputs, config=config), config.batch, partial(_with_tables, config))
+
+
+def _with_tables(config: DLRMConfig, rows: tuple[int, ...]) -> Recipe:
+    return _recipe(replace(config, rows=rows))
 
 
 _TERABYTE = DLRMConfig(CRITEO_TERABYTE_ROWS, bottom=(13, 512, 256, 64), top=(512, 512, 256, 1), batch=2048)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 @dataclass(frozen=True)
 class Recipe:
     """One size of one model. ``module`` makes it, ``inputs`` makes the arguments for a batch size, ``batch`` is the usual global batch.
+    ``with_tables``: the same with tables of so many rows, where data decide them.
 
     Both draw from torch's global generator on the current default device, which the caller sets.
     """
@@ -19,6 +20,7 @@ class Recipe:
     module: Callable[[], nn.Module]
     inputs: Callable[[int], tuple[Tensor, ...]]
     batch: int
+    with_tables: Callable[[tuple[int, ...]], Recipe] | None = None
 
 
 def labelled_images(batch: int, size: int, classes: int) -> tuple[Tensor, Tensor]:

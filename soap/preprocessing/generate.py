@@ -1,0 +1,88 @@
+"""Made-up data in Criteo's format, for tests and demonstrations: counts like theirs, categories by Zipf's law."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from soap.preprocessing.container import PreprocessError, unwritable
+
+KINDS = ("criteo-like",)
+ROWS = (
+    1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306, 10, 5652, 2173, 4,
+    7046547, 18, 15, 286181, 105, 142572,
+)  # fmt: skip
+"""Distinct values of the categories of Criteo's display advertising data (Kaggle 2014): as many can be drawn here."""
+NUMBERS = 13
+EXPONENT = 1.05
+"""Of Zipf's law: a few values are most of a column, most are rare."""
+CLICKS, MISSING_NUMBERS, MISSING_CATEGORIES = 0.25, 0.1, 0.03
+BLOCK_ROWS = 50_000
+"""Rows that are drawn together: file and block decide what they are, not how many there are."""
+_HEX = np.frombuffer(b"".join(b"%02x" % i for i in range(256)), np.uint8).reshape(256, 2)
+
+
+def generate(
+    folder: Path, rows: int, *, files: int = 1, seed: int = 0, categories: int | None = None, wrote: Callable[[int], None]
+) -> None:
+    """Write so many rows into ``day_0.tsv``, ``day_1.tsv``, … of a new or empty folder. ``categories``: distinct values of a column at
+    most. ``wrote`` is told of rows that were written. PreprocessError if the folder is not empty or cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise PreprocessError(f"-o {str(folder)!r} holds files; expected a new or empty folder: choose another path")
+        for number, (first, last) in enumerate(pairwise([rows * i // files for i in range(files + 1)])):
+            with (folder / f"day_{number}.tsv").open("wb") as stream:
+                for begin in range(first, last, BLOCK_ROWS):
+                    count = min(BLOCK_ROWS, last - begin)
+                    stream.write(_block(np.random.Generator(np.random.Philox(key=[seed, begin])), count, categories))
+                    wrote(count)
+    except OSError as cause:
+        raise unwritable(folder, cause) from None
+
+
+def _block(draw: np.random.Generator, rows: int, categories: int | None) -> bytes:
+    """Rows as lines of text."""
+    fields = [_texts((draw.random(rows) < CLICKS).astype(np.int64), np.zeros(rows, bool))]
+    for i in range(NUMBERS):
+        numbers = np.floor(np.exp(draw.normal(1.5 + 0.3 * (i % 5), 1.6, rows))).astype(np.int64) - (2 if i == 1 else 0)
+        fields.append(_texts(np.minimum(numbers, 2**31 - 1), draw.random(rows) < MISSING_NUMBERS))
+    for i, count in enumerate(ROWS):
+        ids = _ids(draw, rows, min(count, categories or count), i)
+        fields.append((_HEX[ids.astype(">u4").view(np.uint8)].reshape(rows, 8), np.where(draw.random(rows) < MISSING_CATEGORIES, 0, 8)))
+    return _lines(fields)
+
+
+def _ids(draw: np.random.Generator, rows: int, count: int, column: int) -> NDArray[np.int64]:
+    """Ids of 32 bits: ranks by Zipf's law (see ``soap/zoo/zipf.py``), spread over all of them by a multiplication that can be undone."""
+    power = 1 - EXPONENT
+    ends = (1 + draw.random(rows) * np.expm1(power * np.log(count + 1))) ** (1 / power)
+    ranks = np.clip(ends.astype(np.int64) - 1, 0, count - 1)
+    ids: NDArray[np.int64] = (ranks * 2654435761 + 97 * column) % 2**32
+    return ids
+
+
+Field = tuple[NDArray[np.uint8], NDArray[Any]]
+"""Bytes (rows, width) of which the first so many count."""
+
+
+def _texts(numbers: NDArray[np.int64], missing: NDArray[np.bool_]) -> Field:
+    texts = numbers.astype("S12")
+    lengths = np.char.str_len(texts)
+    return texts.view(np.uint8).reshape(len(numbers), 12), np.where(missing, 0, lengths)
+
+
+def _lines(fields: list[Field]) -> bytes:
+    """Fields with tabs between them and a line feed behind the last."""
+    parts, keep = [], []
+    for i, (text, lengths) in enumerate(fields):
+        end = np.full((len(text), 1), ord("\n" if i == len(fields) - 1 else "\t"), np.uint8)
+        parts += [text, end]
+        keep += [np.arange(text.shape[1]) < lengths[:, None], np.ones((len(text), 1), bool)]
+    found: NDArray[np.uint8] = np.concatenate(parts, axis=1)[np.concatenate(keep, axis=1)]
+    return found.tobytes()

@@ -1,0 +1,126 @@
+"""Preprocessing on this machine: one node, whose processes are as many as its resource manager allows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from soap.files import reason
+from soap.preprocessing import engine
+from soap.preprocessing.container import PreprocessError
+from soap.preprocessing.disk import disk_needed, require_disk
+from soap.preprocessing.engine import Begun, Nodes, Options, Summary
+from soap.preprocessing.executors import Executor, InProcess
+from soap.preprocessing.inputs import GZIP, PARQUET, Unit, cut_lines, find_units
+from soap.preprocessing.manager import SERIAL, Manager, State
+from soap.preprocessing.node import Node, NodesTogether, Seen
+from soap.preprocessing.processes import Processes
+from soap.preprocessing.resources import Machine
+from soap.preprocessing.spec import Spec, load_spec
+from soap.preprocessing.work import CONVERT, INDEX, OPEN, WRITE, Work
+
+Told = Callable[[dict[str, Any]], None]
+
+
+def preprocess(
+    spec: str | Path | Spec,
+    inputs: Sequence[str | Path],
+    out: str | Path,
+    *,
+    on_error: str = "stop",
+    modes: Mapping[str, str] | None = None,
+    chunk_bytes: int | None = None,
+    workers: int | None = None,
+    parquet: bool = True,
+    compress: bool = False,
+    ray: str | None = None,
+    begun: Begun | None = None,
+    seen: Seen | None = None,
+) -> Summary:
+    """Index, convert and write recommender data; the result is byte-identical whatever runs at once.
+
+    ``spec``: a preset's name, a YAML file or a ``Spec``. ``inputs``: TSV, TSV.gz or Parquet files in chronological order; a folder stands
+    for its files by name. ``out``: a new or empty folder, or one of an earlier run, which then goes on. ``on_error``: ``stop`` or ``skip``
+    lines that do not fit. ``modes``: step -> serial, unit, chunk or adaptive. ``workers``: tasks at once at most, on each node.
+    ``parquet``: write it as well, with ``compress`` by zstd. ``ray``: the address of a Ray cluster (``auto``: the one that this machine
+    belongs to) whose nodes all take part. PreprocessError in one line if anything fails.
+    """
+    given = spec if isinstance(spec, Spec) else load_spec(spec)
+    codec = "zstd" if compress else "none"
+    options = Options(on_error, modes or {}, chunk_bytes, workers, parquet, codec)
+    folder = Path(out)
+    require_disk(find_units(inputs), folder, parquet)
+    with_log = _Log(folder / engine.LOG)
+
+    def make_nodes(work: Work) -> Nodes:
+        if ray is None:
+            return local_nodes(work, options, with_log, seen)
+        from soap.preprocessing.ray_nodes import RayNodes
+
+        return RayNodes(work, options, ray, told=with_log, seen=seen)
+
+    return engine.run(given, inputs, folder, options, make_nodes, begun)
+
+
+def local_nodes(work: Work, options: Options, told: Told | None = None, seen: Seen | None = None) -> NodesTogether:
+    """This machine as one node. If both steps are serial, this process does everything."""
+    serial = all(options.modes.get(step) == SERIAL for step in (INDEX, CONVERT))
+    executor: Executor = InProcess(work) if serial else Processes(work)
+    return NodesTogether([Node(executor, Manager(options.modes, options.workers, told), Machine(work.path), seen)])
+
+
+class _Log:
+    """Decisions of the resource manager, one JSON document per line, behind those of earlier runs."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __call__(self, facts: dict[str, Any]) -> None:
+        try:
+            with self._path.open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps(facts) + "\n")
+        except OSError as cause:
+            raise PreprocessError(f"cannot write {str(self._path)!r}: {reason(cause)}; make room") from None
+
+
+def plan(spec: Spec, inputs: Sequence[str | Path], out: Path, options: Options) -> dict[str, Any]:
+    """What a run would do now, as plain JSON values. Nothing is written. Chunks of compressed inputs are estimated."""
+    units = find_units(inputs)
+    place = out
+    while not place.exists():
+        place = place.parent
+    sample = Machine(place).sample(())
+    manager = Manager(options.modes, options.workers)
+    size = options.chunk_bytes or manager.chunk_bytes(sample)
+    chunks = {unit.number: _count(unit, spec, 2**62 if manager.mode(INDEX) == "unit" else size) for unit in units}
+    steps = {}
+    for step in (OPEN, INDEX, CONVERT, WRITE):
+        if (step == WRITE and not options.parquet) or (step == OPEN and not any(unit.kind == GZIP for unit in units)):
+            continue
+        waiting = {number: 1 if step == OPEN else count for number, count in chunks.items()}
+        largest = size if step in (INDEX, CONVERT) else 2**18 * 4 * len(spec.columns)
+        limits = manager.limits(step, State(waiting, 0, 0, 0, largest), sample)
+        steps[step] = {
+            "mode": manager.mode(step), "units": limits.units, "chunks": limits.chunks, "tasks": limits.tasks,
+            "because_of": limits.why, "task_bytes": manager.task_bytes(step, largest),
+        }  # fmt: skip
+    return {
+        "units": [{"name": unit.name, "kind": unit.kind, "size_bytes": unit.size, "chunks": chunks[unit.number]} for unit in units],
+        "chunk_bytes": size,
+        "steps": steps,
+        "cores": sample.cores,
+        "available_bytes": sample.available_bytes,
+        "limit_bytes": sample.limit_bytes,
+        "disk_bytes": sample.disk_bytes,
+        "disk_needed_bytes": disk_needed(units, options.parquet),
+    }
+
+
+def _count(unit: Unit, spec: Spec, size: int) -> int:
+    if unit.kind == PARQUET:
+        from soap.preprocessing.parsing import cut_row_groups
+
+        return len(cut_row_groups(unit, spec, size))
+    return len(cut_lines(unit.number, unit.size * (4 if unit.kind == GZIP else 1), size))
