@@ -17,10 +17,10 @@ EPSILON = 1e-6
 
 def require_clippable(plan: Plan, largest: float) -> None:
     """RuntimeFailure in one line if ranks cannot clip their own gradients, which they do where some are compressed: each must have a share
-    of all gradients, so that N^(-1/2) of the norm means something, and none may be on its way to a server."""
+    of all gradients, so that N^(-1/2) of the norm means something, and none may be on its way to an owner."""
     everyone = tuple(range(plan.device_count))
     for sync in plan.syncs:
-        if tuple(sorted(sync.readers)) != everyone or sync.contract.by_rows or sync.contract.has_servers or sync.aggregated:
+        if tuple(sorted(sync.readers)) != everyone or sync.contract.by_rows or sync.contract.owned_in_parts or sync.aggregated:
             raise RuntimeFailure(
                 f"clip_norm {largest:g} with compressed gradients, where {sync.parameter!r} is not summed over all devices "
                 f"({sync.contract.name}, {len(sync.readers)} of {plan.device_count}); expected data parallelism by all-reduces and "
