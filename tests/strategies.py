@@ -13,7 +13,7 @@ from soap.model.graph import DimMap, Factor, Operator, OperatorGraph, TensorKind
 from soap.model.regions import Box
 from soap.strategy.compression import Int8, PowerSgd, Rgc, RgcAsq
 from soap.strategy.config import FLOATING, OpConfig, Strategy, SyncConfig, settled_config
-from soap.strategy.sync import SPARSE_ALL_GATHER, compressed, parameter_server
+from soap.strategy.sync import SHARDED_STATE, SPARSE_ALL_GATHER, compressed, parameter_server
 from soap.strategy.sync_contracts import WITHIN
 from tests.graph_builder import ATTRIBUTE, GraphBuilder
 
@@ -202,7 +202,7 @@ def syncs(graph: OperatorGraph, parameter: str) -> st.SearchStrategy[SyncConfig]
     servers = [parameter_server(partitions, within, rows=rows) for partitions in (1, 3) for within in WITHIN]
     gathered = [SPARSE_ALL_GATHER] if parameter in graph.sparse else []
     lossy = [compressed(how, within) for how in LOSSY for within in WITHIN if not rows and graph.tensors[parameter].dtype in FLOATING]
-    return st.sampled_from([SyncConfig(), *gathered, *servers, *lossy])
+    return st.sampled_from([SyncConfig(), SHARDED_STATE, *gathered, *servers, *lossy])
 
 
 @st.composite

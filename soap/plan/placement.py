@@ -1,8 +1,8 @@
-"""Which server owns which partition of a parameter. Each host has one server, beside its first device.
+"""Which server, or which reader, owns which part of a parameter. Each host has one server, beside its first device.
 
-Partitions are placed by load, as in Parallax. Parameters are taken largest first; each starts at the server with the fewest bytes so far,
-and all its bytes count there, although its further partitions go to the following servers. So a parameter's place does not depend on how
-other parameters are synchronized, and changing one parameter moves no other.
+Partitions on servers are placed by load, as in Parallax. Parameters are taken largest first; each starts at the server with the fewest
+bytes so far, and all its bytes count there, although its further partitions go to the following servers. Parts of readers are dealt out
+like cards. So a parameter's place does not depend on how other parameters are synchronized, and changing one parameter moves no other.
 """
 
 from __future__ import annotations
@@ -30,6 +30,20 @@ def first_servers(graph: OperatorGraph, servers: int) -> dict[str, int]:
     return found
 
 
+def first_readers(graph: OperatorGraph) -> dict[str, int]:
+    """Parameter -> the reader, modulo the number of readers, that owns the first of its parts.
+
+    Rows are dealt out one after the other, the largest first: a parameter begins where the one before has ended. So readers' loads differ
+    by a row at most if the same devices read all parameters whole, and small parameters do not all lie on the first reader.
+    """
+    rows = {tensor.name: max(1, tensor.shape[0]) if tensor.shape else 1 for tensor in graph.parameters}
+    found, dealt = {}, 0
+    for tensor in sorted(graph.parameters, key=lambda tensor: (-(tensor.bytes // rows[tensor.name]), tensor.name)):
+        found[tensor.name] = dealt
+        dealt += rows[tensor.name] if tensor.requires_grad else 0
+    return found
+
+
 def cut_rows(box: Box, partitions: int) -> list[Box]:
     """A region cut along dimension 0 into ``partitions`` balanced parts, at most one per row; a scalar is one part."""
     if not box:
@@ -38,6 +52,6 @@ def cut_rows(box: Box, partitions: int) -> list[Box]:
     return [((start + first, start + last), *rest) for first, last in balanced(stop - start, min(partitions, stop - start))]
 
 
-def server_of(first: int, cell: int, partition: int, servers: int) -> int:
-    """The server of a partition of a parameter's region number ``cell``, if the parameter begins at ``first``."""
-    return (first + cell + partition) % servers
+def owner_of(first: int, cell: int, part: int, owners: int) -> int:
+    """The owner (below ``owners``) of a part of a parameter's region number ``cell``, if the parameter begins at ``first``."""
+    return (first + cell + part) % owners

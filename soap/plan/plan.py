@@ -123,8 +123,8 @@ class Shard:
 
     Shards of one parameter are disjoint, even where operators split a shared parameter differently. A shard's gradient is summed over
     ``uses``, (position in ``Plan.tiles``, parameter position), then over the devices. The part of a trainable parameter that no tile reads
-    is a shard without uses, on the first device of the parameter's first shard. A tile's device has a copy of what the tile reads, unless
-    servers own it: then the shard is one partition, and ``devices`` is its server.
+    is a shard without uses, on the first device of the parameter's first shard. A tile's device has a copy of what the tile reads. If it is
+    owned in parts, the shard is one part of that: ``devices`` is its server, or one of the readers.
     """
 
     parameter: str
@@ -136,25 +136,33 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class ShardSync:
-    """Shards that one method synchronizes together, and who reads them.
+class ReadRegion:
+    """A region ``box`` of a parameter that tiles read as one piece. ``shards``: what it consists of (positions in ``Plan.shards``), in row
+    order: a single one, unless each owner has a part. ``uses``: who reads it, (position in ``Plan.tiles``, parameter position)."""
 
-    ``method``: its name in ``sync_contracts``. ``parameter``, ``index``: name it in reports: a parameter, and the number of its first
-    shard, or of the region if servers own it. ``box``: the region that readers read. ``shards``: the shards that it updates (positions in
-    ``Plan.shards``): those whose gradients share one buffer, in the buffer's order, or the partitions of a region, in row order. Their
-    ``devices`` are the owners. ``readers``: the devices (sorted, distinct) whose tiles read it; ``uses`` lists these tiles. ``leaders``:
-    for each reader, the device through which it communicates: with local aggregation the first reader on its host, else the reader itself.
-    ``compression``: how its gradient is compressed, with a selection that suits the layer.
+    parameter: str
+    box: Box
+    shards: tuple[int, ...]
+    uses: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class ShardSync:
+    """Regions of parameters that one method synchronizes together, and who reads them.
+
+    ``method``: its name in ``sync_contracts``. ``parameter``, ``index``: name it in reports: the first region's parameter, and the number
+    of the region among the parameter's. ``regions``: those whose gradients share one buffer, in the buffer's order. The ``devices`` of
+    their shards are the owners. ``readers``: the devices (sorted, distinct) whose tiles read them. ``leaders``: for each reader, the device
+    through which it communicates: with local aggregation the first reader on its host, else the reader itself. ``compression``: how its
+    gradient is compressed, with a selection that suits the layer.
     """
 
     method: str
     parameter: str
     index: int
-    box: Box
-    shards: tuple[int, ...]
+    regions: tuple[ReadRegion, ...]
     readers: tuple[int, ...]
     leaders: tuple[int, ...]
-    uses: tuple[tuple[int, int], ...]
     compression: Compression | None = None
 
     @property
@@ -166,6 +174,21 @@ class ShardSync:
     def peers(self) -> tuple[int, ...]:
         """The leaders, each once, ascending: all readers, or with local aggregation one of each host."""
         return tuple(dict.fromkeys(self.leaders))
+
+    @property
+    def box(self) -> Box:
+        """The first region, of methods that synchronize each by itself."""
+        return self.regions[0].box
+
+    @cached_property
+    def shards(self) -> tuple[int, ...]:
+        """The shards of its regions, in their order (positions in ``Plan.shards``)."""
+        return tuple([number for region in self.regions for number in region.shards])
+
+    @cached_property
+    def uses(self) -> tuple[tuple[int, int], ...]:
+        """The tiles that read its regions, as (position in ``Plan.tiles``, parameter position)."""
+        return tuple([use for region in self.regions for use in region.uses])
 
     @property
     def aggregated(self) -> bool:
@@ -206,6 +229,12 @@ class Plan:
     def on_servers(self) -> frozenset[int]:
         """Shards that servers own."""
         return frozenset(number for sync in self.syncs if sync.contract.has_servers for number in sync.shards)
+
+    @cached_property
+    def dealt_out(self) -> frozenset[int]:
+        """Shards that one of several readers owns."""
+        own = (sync for sync in self.syncs if sync.contract.owned_in_parts and not sync.contract.has_servers)
+        return frozenset(number for sync in own for number in sync.shards)
 
     @cached_property
     def synchronized(self) -> frozenset[int]:
@@ -279,7 +308,7 @@ def reduce_name(op: Operator, reduction: Reduction, *, gradient: bool = False) -
 
 def sync_name(sync: ShardSync, verb: str = "sync") -> str:
     """Task name of a communication of a synchronization."""
-    return f"{verb} {sync.parameter}[{sync.index}]{_more(sync.shards) if not sync.contract.has_servers else ''}"
+    return f"{verb} {sync.parameter}[{sync.index}]{_more(sync.regions)}"
 
 
 ASK_NAME = "ask for rows"

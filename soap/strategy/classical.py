@@ -15,7 +15,7 @@ from soap.model.graph import Operator, OperatorGraph
 from soap.strategy.config import OpConfig, Strategy, settled, settled_config
 from soap.strategy.grids import device_order, fill, grouped, sample_factor, uniform_config
 from soap.strategy.megatron import balanced_blocks, hybrid, megatron, operator_work
-from soap.strategy.sync import SPARSE_ALL_GATHER, synchronized, usual_server
+from soap.strategy.sync import SHARDED_STATE, SPARSE_ALL_GATHER, synchronized, usual_server
 from soap.strategy.tensor_parallel_chains import dense
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "single_device",
     "sparse_allgather",
     "uniform_config",
+    "zero1",
 ]
 
 
@@ -108,8 +109,19 @@ def sparse_allgather(graph: OperatorGraph, topology: Topology) -> Strategy:
     return data_parallel(graph, topology).with_changes(parameters=synchronized(graph, SPARSE_ALL_GATHER, sparse=True))
 
 
+def zero1(graph: OperatorGraph, topology: Topology) -> Strategy:
+    """Data parallelism in which each device owns a part of every parameter, and alone keeps the optimizer's state for it: Rajbhandari et
+    al., "ZeRO", SC 2020."""
+    return data_parallel(graph, topology).with_changes(parameters=synchronized(graph, SHARDED_STATE, sparse=False))
+
+
 SYNCHRONIZED: Mapping[str, Callable[[OperatorGraph, Topology], Strategy]] = MappingProxyType(
-    {"hybrid": hybrid_synchronization, "parameter_server": parameter_server, "sparse_allgather": sparse_allgather}
+    {
+        "hybrid": hybrid_synchronization,
+        "parameter_server": parameter_server,
+        "sparse_allgather": sparse_allgather,
+        "zero1": zero1,
+    }
 )
 """Data parallelism with methods of synchronization other than all-reduce, by name."""
 

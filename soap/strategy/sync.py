@@ -20,6 +20,9 @@ ALL_REDUCE = SyncConfig()
 SPARSE_ALL_GATHER = SyncConfig(payload="rows")
 """For sparse parameters: every reader gets the others' indices and rows of the gradient, adds them up and updates its copy."""
 
+SHARDED_STATE = SyncConfig("parts")
+"""Each reader owns a part of every shard, and alone keeps the optimizer's state for it and updates it (ZeRO-1, ZeRO-2)."""
+
 
 def parameter_server(partitions: int = 1, within: Within = "none", *, rows: bool = False) -> SyncConfig:
     """Each shard is cut by rows into partitions, which the hosts' servers own and update. Readers push gradients and pull values.
@@ -105,7 +108,7 @@ def sync_choices(
     """Trainable parameter -> its possible synchronizations, all-reduce first; parameters without a choice are left out.
 
     ``asked``: the choices beside all-reduce, for all parameters. If it is empty, sparse parameters may have every method and dense ones
-    have no choice. ``uncut``: parameters that stay in one partition.
+    have no choice. ``uncut``: parameters that stay in one partition, and of which readers own no parts.
     """
     counts, ways = partition_counts(topology), ways_within(topology)
     every = [SPARSE_ALL_GATHER, *(parameter_server(count, within) for count in counts for within in ways)]
@@ -115,7 +118,7 @@ def sync_choices(
         known = [fitting(sync, sparse=sparse) for sync in asked or (every if sparse else ())]
         wanted = [sync for sync in known if sync is not None]
         if tensor.name in uncut:
-            wanted = [replace(sync, partitions=1) for sync in wanted]
+            wanted = [replace(sync, partitions=1) for sync in wanted if sync.owner != "parts"]
         choices = tuple(dict.fromkeys((ALL_REDUCE, *wanted)))
         if tensor.requires_grad and len(choices) > 1:
             found[tensor.name] = choices
@@ -123,9 +126,11 @@ def sync_choices(
 
 
 def in_one_partition(strategy: Strategy, names: Collection[str]) -> Strategy:
-    """The strategy with each of these parameters in one partition, if servers own it."""
+    """The strategy with each of these parameters in one partition, if servers own it, and all-reduced, if readers own parts of it."""
     for name, sync in strategy.parameters.items():
-        if name in names and sync.partitions > 1:
+        if name in names and sync.owner == "parts":
+            strategy = strategy.with_parameter(name, ALL_REDUCE)
+        elif name in names and sync.partitions > 1:
             strategy = strategy.with_parameter(name, replace(sync, partitions=1))
     return strategy
 

@@ -12,8 +12,9 @@ from typing import Literal
 
 from soap.errors import StrategyError
 
-Owner = Literal["readers", "servers"]
-"""Who holds the updated value and the optimizer's state: every device that reads it, or servers in partitions."""
+Owner = Literal["readers", "parts", "servers"]
+"""Who holds the updated value and the optimizer's state: every device that reads it; each of these devices a part; or servers in
+partitions."""
 Residence = Literal["kept", "gathered"]
 """Whether readers keep the value between uses, or get it anew for each."""
 Within = Literal["none", "host"]
@@ -23,7 +24,7 @@ them."""
 DENSE, ROWS, COMPRESSED = "dense", "rows", "compressed"
 """Payloads: whole gradients, the rows that a step touches, or what a compressor makes of them."""
 
-OWNERS: tuple[Owner, ...] = ("readers", "servers")
+OWNERS: tuple[Owner, ...] = ("readers", "parts", "servers")
 RESIDENCES: tuple[Residence, ...] = ("kept", "gathered")
 WITHIN: tuple[Within, ...] = ("none", "host")
 
@@ -67,14 +68,24 @@ class Contract:
         return self.owner == "servers"
 
     @property
+    def owned_in_parts(self) -> bool:
+        """Whether each owner has a part of what readers read: their own values are copies, of which parts are brought from others."""
+        return self.owner != "readers"
+
+    @property
     def compresses(self) -> bool:
         """Whether gradients travel compressed: how is a field of the synchronization (``SyncConfig.compression``)."""
         return self.payload == COMPRESSED
 
     @property
+    def in_buckets(self) -> bool:
+        """Whether dense gradients of several regions travel together."""
+        return self.payload == DENSE and not self.has_servers
+
+    @property
     def sums_in_place(self) -> bool:
         """Whether readers sum dense gradients in buffers that they keep from step to step."""
-        return self.payload == DENSE and not self.has_servers
+        return self.in_buckets and not self.owned_in_parts
 
     def serves(self, *, sparse: bool) -> bool:
         """Whether it can synchronize a parameter that is sparse, or dense."""
@@ -139,6 +150,16 @@ METHODS: list[Contract] = [
         exact=False,
         within=("none", "host"),
         folding="gradients are compressed",
+    ),
+    Contract(
+        name="sharded_state",
+        word="zero",
+        owner="parts",
+        payload=DENSE,
+        residence="kept",
+        parameters="all",
+        exact=True,
+        folding="readers own parts of parameters",
     ),
 ]
 """All methods, the default first. Their positions here are their numbers in compiled code."""

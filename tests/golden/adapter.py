@@ -258,7 +258,7 @@ def _parameter_lines(plan: Plan) -> Iterator[str]:
     for sync in plan.syncs:
         words = f"payload {sync.contract.payload}, residence {sync.contract.residence}"
         if not sync.contract.has_servers:
-            yield f"sync owner readers, {words}: on {sync.readers} {'; '.join(map(region, sync.shards))}"
+            yield f"sync owner {sync.contract.owner}, {words}: on {sync.readers} {'; '.join(map(region, sync.shards))}"
             continue
         servers = "; ".join(f"{region(number)} on {plan.shards[number].devices}" for number in sync.shards)
         yield (

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from soap.model.graph import OperatorGraph
 from soap.model.regions import volume
-from soap.plan.plan import Plan, ShardSync
+from soap.plan.plan import Plan, ReadRegion, ShardSync
 from soap.simulator.lowering import build_plan
 from soap.strategy.config import OpConfig, Strategy
 from tests.strategies import CPU, cluster
@@ -36,9 +36,9 @@ def plan_of(graph: OperatorGraph, default: Split, device_count: int = 3, **other
 
 def summed(plan: Plan, shards: Sequence[int]) -> ShardSync:
     """Gradients of shards of the same devices, summed in one buffer."""
-    first = plan.shards[shards[0]]
-    uses = tuple(use for number in shards for use in plan.shards[number].uses)
-    return ShardSync("all_reduce", first.parameter, first.index, first.box, tuple(shards), first.devices, first.devices, uses)
+    first, own = plan.shards[shards[0]], [(number, plan.shards[number]) for number in shards]
+    regions = tuple(ReadRegion(shard.parameter, shard.box, (number,), shard.uses) for number, shard in own)
+    return ShardSync("all_reduce", first.parameter, first.index, regions, first.devices, first.devices)
 
 
 def random_order(plan: Plan, rng: random.Random) -> list[int]:

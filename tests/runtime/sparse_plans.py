@@ -10,7 +10,7 @@ from soap.cluster.topology import Topology
 from soap.model.graph import FactorKind, OperatorGraph
 from soap.strategy.classical import random_config
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
-from soap.strategy.sync import SPARSE_ALL_GATHER, fitted, parameter_server
+from soap.strategy.sync import SHARDED_STATE, SPARSE_ALL_GATHER, fitted, parameter_server
 from tests.strategies import CPU, cluster
 
 
@@ -45,11 +45,14 @@ SYNCS: Mapping[str, SyncConfig] = {
     "servers": parameter_server(5),
     "many partitions": parameter_server(40),
     "local": parameter_server(3, "host"),
+    "zero": SHARDED_STATE,
 }
 
 
 def random_sync(rng: random.Random, sparse: bool) -> SyncConfig:
-    method = rng.choice(["allreduce", "allgather", "parameter_server", "parameter_server"])
+    method = rng.choice(["allreduce", "allgather", "parameter_server", "parameter_server", "zero"])
+    if method == "zero":
+        return SHARDED_STATE
     if method == "parameter_server":
         return parameter_server(rng.choice([1, 2, 3, 7, 40]), "host" if rng.random() < 0.5 else "none", rows=sparse)
     return SPARSE_ALL_GATHER if method == "allgather" and sparse else SyncConfig()

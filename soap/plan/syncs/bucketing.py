@@ -1,4 +1,4 @@
-"""Buckets: which parameter shards sum their gradients together. They follow from the graph and the shards, not from costs."""
+"""Buckets: which regions of parameters sum their gradients together. They follow from the graph and the shards, not from costs."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ FIRST_BUCKET_BYTES = 2**20
 def make_buckets(
     graph: OperatorGraph, tiles: Sequence[Tile], shards: Sequence[Shard], syncs: Sequence[ShardSync]
 ) -> tuple[ShardSync, ...]:
-    """Join synchronizations of one shard each into buckets, in the order in which the backward pass completes their gradients.
+    """Join synchronizations of one region each into buckets, in the order in which the backward pass completes their gradients.
 
-    A shard's gradient is complete once the lowest operator that uses it has run backward. So shards are taken by that operator's position,
-    highest first, then by parameter and index. Each joins the open bucket of its devices and dtype. A bucket closes at ``BUCKET_BYTES``,
-    the first one of its devices and dtype at ``FIRST_BUCKET_BYTES``. A shard on a single device gets a bucket of its own, because nothing
-    is sent. The result is ordered by the lowest operator that a bucket's shards need, highest first, then by the bucket's first shard.
+    A region's gradient is complete once the lowest operator that uses it has run backward. So regions are taken by that operator's
+    position, highest first, then by their first shard. Each joins the open bucket of its readers and dtype. A bucket closes at
+    ``BUCKET_BYTES``, the first one of its readers and dtype at ``FIRST_BUCKET_BYTES``. A region with a single reader gets a bucket of its
+    own, because nothing is sent. The result is ordered by the lowest operator that a bucket's regions need, highest first, then by the
+    bucket's first shard.
     """
     trained = graph.backward_operators
+    alone = {sync.shards[0]: sync for sync in syncs}
     lowest = {sync.shards[0]: min(tiles[t].operator for t, _ in sync.uses if tiles[t].operator in trained) for sync in syncs}
     begun: set[tuple[tuple[int, ...], str]] = set()
     open_buckets: dict[tuple[tuple[int, ...], str], list[int]] = {}
     filled: dict[tuple[tuple[int, ...], str], int] = {}
     finished: list[list[int]] = []
     for number in sorted(lowest, key=lambda number: (-lowest[number], number)):
-        shard = shards[number]
-        key = (shard.devices, graph.tensors[shard.parameter].dtype)
+        own = alone[number]
+        key = (own.readers, graph.tensors[own.parameter].dtype)
         open_buckets.setdefault(key, []).append(number)
-        filled[key] = filled.get(key, 0) + shard_bytes(graph, shard)
-        if len(shard.devices) == 1 or filled[key] >= (BUCKET_BYTES if key in begun else FIRST_BUCKET_BYTES):
+        filled[key] = filled.get(key, 0) + sum(shard_bytes(graph, shards[i]) for i in own.shards)
+        if len(own.readers) == 1 or filled[key] >= (BUCKET_BYTES if key in begun else FIRST_BUCKET_BYTES):
             begun.add(key)
             finished.append(open_buckets.pop(key))
             filled[key] = 0
     finished += open_buckets.values()
     finished.sort(key=lambda numbers: (-lowest[numbers[-1]], numbers[0]))
-    alone = {sync.shards[0]: sync for sync in syncs}
-    return tuple(_joined([alone[number] for number in numbers], shards) for numbers in finished)
+    return tuple(_joined([alone[number] for number in numbers]) for numbers in finished)
 
 
-def _joined(syncs: Sequence[ShardSync], shards: Sequence[Shard]) -> ShardSync:
+def _joined(syncs: Sequence[ShardSync]) -> ShardSync:
     """The synchronizations as one, named after the first."""
-    numbers = tuple(number for sync in syncs for number in sync.shards)
-    return replace(syncs[0], index=shards[numbers[0]].index, shards=numbers, uses=tuple(use for sync in syncs for use in sync.uses))
+    return replace(syncs[0], regions=tuple(region for sync in syncs for region in sync.regions))
 
 
 def idle_shards(plan: Plan) -> tuple[int, ...]:

@@ -9,9 +9,9 @@ from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.model.regions import Box
 from soap.plan.compression.policy import settled
-from soap.plan.placement import first_servers, server_devices
-from soap.plan.plan import Shard, ShardSync
-from soap.plan.syncs.seam import Servers, SyncMethod, method_of
+from soap.plan.placement import first_readers, first_servers, server_devices
+from soap.plan.plan import ReadRegion, Shard, ShardSync
+from soap.plan.syncs.seam import Places, SyncMethod, method_of
 from soap.plan.tiling import Tile
 from soap.strategy.config import Strategy, SyncConfig
 from soap.strategy.sync_contracts import METHODS
@@ -26,7 +26,7 @@ class Keeping:
     def __init__(self, graph: OperatorGraph, topology: Topology) -> None:
         self._graph, self._topology = graph, topology
         devices = server_devices(topology)
-        self._servers = Servers(devices, first_servers(graph, len(devices)))
+        self._places = Places(devices, first_servers(graph, len(devices)), first_readers(graph))
 
     def keep(
         self, tiles: Sequence[Tile], first_tile: Sequence[int], regions: Iterable[tuple[str, Sequence[Cell]]], strategy: Strategy
@@ -49,13 +49,14 @@ class Keeping:
                 leaders = self._leaders(readers) if sync.within == "host" else readers
                 used = sync if wanted.serves_region(readers, dict.fromkeys(leaders)) else usual
                 method = wanted if used is sync else method_of(used.contract)
-                owned = method.owners(parameter, index, box, readers, used, self._servers)
+                owned = method.owners(parameter, index, box, readers, used, self._places)
                 numbers = tuple(range(len(shards), len(shards) + len(owned)))
                 shards += [Shard(parameter, len(shards) - first + i, part, owners, places, True) for i, (part, owners) in enumerate(owned)]
                 leaders = leaders if used is sync else readers
                 name = method.contract.name
                 how = None if used.compression is None else settled(self._graph, parameter, used.compression)
-                syncs.setdefault(name, []).append(ShardSync(name, parameter, index, box, numbers, readers, leaders, places, how))
+                region = ReadRegion(parameter, box, numbers, places)
+                syncs.setdefault(name, []).append(ShardSync(name, parameter, index, (region,), readers, leaders, how))
         groups = [method.groups(self._graph, tiles, shards, syncs[method.contract.name]) for method in self._in_order(syncs)]
         return tuple(shards), tuple(chain.from_iterable(groups))
 

@@ -14,7 +14,7 @@ from soap.plan.flows import box_bytes
 from soap.plan.placement import cut_rows
 from soap.plan.plan import Plan, ShardSync, serve_name, sync_name
 from soap.plan.syncs.amounts import COPIES, COUNT_BYTES, Amounts, moving_rounds, reading_groups
-from soap.plan.syncs.seam import PULL, PUSH, Hold, Phase, Servers, ShardUpdate, SyncMethod, SyncStep
+from soap.plan.syncs.seam import PULL, PUSH, Hold, Phase, Places, ShardUpdate, SyncMethod, SyncStep
 from soap.strategy.config import SyncConfig
 from soap.strategy.sync_contracts import named
 
@@ -29,10 +29,10 @@ class ParameterServer(SyncMethod):
         return len(readers) > 1
 
     def owners(
-        self, parameter: str, region: int, box: Box, readers: tuple[int, ...], sync: SyncConfig, servers: Servers
+        self, parameter: str, region: int, box: Box, readers: tuple[int, ...], sync: SyncConfig, places: Places
     ) -> Sequence[tuple[Box, tuple[int, ...]]]:
         """The partitions: cut by rows, on the hosts' servers in turn."""
-        return [(part, (servers.owner(parameter, region, number),)) for number, part in enumerate(cut_rows(box, sync.partitions))]
+        return [(part, (places.server(parameter, region, number),)) for number, part in enumerate(cut_rows(box, sync.partitions))]
 
     def steps(self, plan: Plan, sync: ShardSync, *, pull_together: bool = True) -> Sequence[SyncStep]:
         """A push and a pull. Each host's leader communicates with the servers, and the host's other readers with their leader.

@@ -11,12 +11,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from importlib import import_module
+from typing import Literal
 
 from soap.model.graph import OperatorGraph
 from soap.model.regions import Box
 from soap.plan.compression.seam import Layout, Work
 from soap.plan.flows import Round, box_bytes
-from soap.plan.placement import server_of
+from soap.plan.placement import owner_of
 from soap.plan.plan import Plan, Shard, ShardSync
 from soap.plan.tiling import Tile
 from soap.strategy.compression import Compression
@@ -87,11 +88,13 @@ class ShardUpdate:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Memory that a device holds from the start of task ``since`` to the end of task ``until``.
+    """Memory that a device holds from the start of task ``since`` to the end of task ``until``, or with ``before`` to its start.
 
     An empty name means the step's beginning, or its end. ``with_uses``: held at least until the last pass of a tile that uses what is
     synchronized. If task ``since`` does not take place, nothing is held, or with ``with_uses`` from the step's beginning. If task ``until``
-    does not take place, the memory is held until the last use.
+    does not take place, the memory is held until the last use. ``from_gradient``: held from the first backward pass on the device that
+    makes a gradient of what is synchronized; if none does, nothing. ``queue``: if set, the device learns late that the memory is free: it
+    then waits for the oldest in the queue where too much is held (``simulator.memory.transit``); what is sent may be free only at the end.
     """
 
     device: int
@@ -99,18 +102,27 @@ class Hold:
     since: str = ""
     until: str = ""
     with_uses: bool = False
+    before: bool = False
+    from_gradient: bool = False
+    queue: Literal["", "sent", "received"] = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Servers:
-    """Where servers are. ``devices``: for each server the device beside it. ``first``: parameter -> the server of its first partition."""
+class Places:
+    """Where owners of parts are. ``servers``: for each server the device beside it. ``first_server``: parameter -> the server of its first
+    partition. ``first_reader``: parameter -> the reader of its first part (``placement.first_readers``)."""
 
-    devices: tuple[int, ...]
-    first: Mapping[str, int]
+    servers: tuple[int, ...]
+    first_server: Mapping[str, int]
+    first_reader: Mapping[str, int]
 
-    def owner(self, parameter: str, region: int, partition: int) -> int:
+    def server(self, parameter: str, region: int, partition: int) -> int:
         """The device of the server that owns a partition of a parameter's region."""
-        return self.devices[server_of(self.first[parameter], region, partition, len(self.devices))]
+        return self.servers[owner_of(self.first_server[parameter], region, partition, len(self.servers))]
+
+    def reader(self, parameter: str, region: int, part: int, readers: Sequence[int]) -> int:
+        """Which of a region's readers owns a part of it."""
+        return readers[owner_of(self.first_reader[parameter], region, part, len(readers))]
 
 
 Asked = tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int]]]
@@ -130,7 +142,7 @@ class SyncMethod(ABC):
         return True
 
     def owners(
-        self, parameter: str, region: int, box: Box, readers: tuple[int, ...], sync: SyncConfig, servers: Servers
+        self, parameter: str, region: int, box: Box, readers: tuple[int, ...], sync: SyncConfig, places: Places
     ) -> Sequence[tuple[Box, tuple[int, ...]]]:
         """(part, its owners) for each part of a region. By default each reader owns the whole region."""
         return [(box, readers)]

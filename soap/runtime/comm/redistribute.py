@@ -40,7 +40,7 @@ class Traffic:
     over groups, by size of the buffer, counted on every member; ``scattered``: the part in which each member has a cell.
     ``synchronized``: all-reduced gradients.
 
-    Sent and received together: ``pulled``: values or rows from servers; ``pushed``: gradients to servers; ``handed``: both between a leader
+    Sent and received together: ``pulled``: values or rows from owners; ``pushed``: gradients to owners; ``handed``: both between a leader
     and the other members of its host; ``gathered``: row gradients that readers give each other; ``index``: row numbers and counts of these;
     ``compressed``: messages of compressed gradients.
     """
@@ -265,6 +265,24 @@ class Communicator:
         coming, left = self._each_to_each(places, leaving, devices)
         self.keep(Pending(left, sent))
         return Pending(coming, buffer, finish)
+
+    def slices_to_all(
+        self, sent: torch.Tensor, given: Sequence[slice], buffer: torch.Tensor, taken: Sequence[slice], devices: tuple[int, ...]
+    ) -> Pending:
+        """Start an all-to-all without copies: device i gets ``sent[given[i]]``, and ``buffer[taken[i]]`` receives what it sends.
+
+        Both tensors are contiguous, of one dtype, and cut along dimension 0. This rank's own slices have to be empty.
+        """
+        wire = self._to_wire(plain(sent))
+        landing, finish = self._from_wire(plain(buffer))
+        leaving, coming = [wire[own] for own in given], [landing[own] for own in taken]
+        if self._nccl:
+            work = _work(dist.all_to_all(coming, leaving, group=self._groups[devices], async_op=True))
+            self.keep(Pending((work,), sent))
+            return Pending((work,), buffer, finish)
+        received, left = self._each_to_each(coming, leaving, devices)
+        self.keep(Pending(left, sent))
+        return Pending(received, buffer, finish)
 
     def release(self, pending: Pending) -> None:
         """Forget a sent message that is known to have arrived."""

@@ -14,7 +14,7 @@ from soap.plan.plan import forward_name, local_pieces
 from soap.plan.tiling import Tile
 from soap.runtime.program.activity import ValueKey
 from soap.runtime.program.program import Program
-from soap.runtime.sync.roles import piece_read
+from soap.runtime.sync.roles import pieces_read
 from soap.runtime.sync.shards import Region, ShardStore
 from soap.tracing.types import partial_dtype
 
@@ -148,7 +148,8 @@ class PreparedTiles:
         self._program, self._plan = program, program.plan
         self._shards, self._dtype_of = shards, dtype_of
         self._places: dict[tuple[str, Region], int] = {}
-        self._by_rows = {piece_read(self._plan, i): i for i, sync in enumerate(self._plan.syncs) if sync.contract.by_rows}
+        read = enumerate(pieces_read(self._plan))
+        self._by_rows = {piece: i for i, own in read for piece in own if self._plan.syncs[i].contract.by_rows}
         self.readers, self.takers = program.readers(rank), program.takers(rank)
         self.fetches = {i: self._fetched(i) for i, fetch in enumerate(self._plan.fetches) if fetch.device == rank}
         self.tiles = {i: self._prepare(i) for i, tile in enumerate(self._plan.tiles) if tile.device == rank}

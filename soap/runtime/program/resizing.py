@@ -58,7 +58,7 @@ def resized_plan(plan: Plan, graph: OperatorGraph, topology: Topology) -> Plan:
         exchanges=built.exchanges,
         reductions=built.reductions,
         shards=shards,
-        syncs=tuple(replace(sync, uses=_uses_of(sync, shards)) for sync in plan.syncs),
+        syncs=tuple(_with_new_uses(sync, shards) for sync in plan.syncs),
         sparse_lookups=frozenset(position for position, place in enumerate(places) if place in plan.sparse_lookups),
     )
 
@@ -103,10 +103,9 @@ def _fits(old: Factor, new: Factor) -> bool:
     return old.kind is not FactorKind.PARAMETER or old.size == new.size
 
 
-def _uses_of(sync: ShardSync, shards: Sequence[Shard]) -> tuple[tuple[int, int], ...]:
-    """The uses of a synchronization. On servers each partition lists all uses of the region; else each shard lists its own."""
-    own = sync.shards[:1] if sync.contract.has_servers else sync.shards
-    return tuple(use for number in own for use in shards[number].uses)
+def _with_new_uses(sync: ShardSync, shards: Sequence[Shard]) -> ShardSync:
+    """A synchronization with the uses of ``shards``. Each part of a region lists all uses of the region."""
+    return replace(sync, regions=tuple(replace(region, uses=shards[region.shards[0]].uses) for region in sync.regions))
 
 
 def _with_uses(old: Plan, plan: Plan) -> tuple[Shard, ...]:

@@ -21,10 +21,8 @@ def sync_schedule(program: Program, rank: int, early: bool = True, *, messages_a
 
 
 def _contributions(program: Program, rank: int, sync: ShardSync) -> int:
-    """How many gradients this rank's segments contribute to a synchronization: one per segment and leaf. Leaves are the shards, or the
-    whole region if servers own it."""
-    leaves = [sync.uses] if sync.contract.has_servers else [program.plan.shards[i].uses for i in sync.shards]
-    return sum(len({program.segment_of[tile] for tile in _active(program, rank, uses)}) for uses in leaves)
+    """How many gradients this rank's segments contribute to a synchronization: one per segment and leaf. Each region is a leaf."""
+    return sum(len({program.segment_of[tile] for tile in _active(program, rank, region.uses)}) for region in sync.regions)
 
 
 def _active(program: Program, rank: int, uses: Sequence[tuple[int, int]]) -> Iterator[int]:

@@ -15,7 +15,7 @@ from soap.runtime.comm.parcels import Parcels, bytes_of, start_exchange
 from soap.runtime.comm.redistribute import Pending, cut
 from soap.runtime.program.actions import ActionKind
 from soap.runtime.step.micro_batch import MicroBatch
-from soap.runtime.sync.roles import piece_read, roles_of
+from soap.runtime.sync.roles import pieces_read, roles_of
 from soap.runtime.sync.seam import RankSync, SyncContext
 from soap.runtime.trace import Watch
 
@@ -34,7 +34,8 @@ class DenseServing(RankSync):
         self._collecting: dict[int, tuple[Pending, Parcels]] = {}
         self._pushing: list[Pending] = []
         self._given: dict[int, dict[int, torch.Tensor]] = {}
-        self._leaves = {i: self.store.leaves[piece_read(self.plan, i)] for i, roles in self._roles.items() if self.rank in roles.readers}
+        read = pieces_read(self.plan)
+        self._leaves = {i: self.store.leaves[read[i][0]] for i, roles in self._roles.items() if self.rank in roles.readers}
         early = context.early
         for number, leaf in self._leaves.items():  # the hook must not hold this object: it lives as long as the leaf
             leaf.register_post_accumulate_grad_hook(lambda _, number=number: early.arrived(number))  # type: ignore[no-untyped-call]

@@ -50,12 +50,28 @@ def roles_of(plan: Plan, sync: ShardSync) -> Roles:
 
 
 def pieces(plan: Plan) -> list[Box]:
-    """Boxes of the pieces that parameter regions of tiles consist of: first all shards of the plan, then the region of each
-    synchronization, in the order of ``Plan.syncs``."""
-    return [*(shard.box for shard in plan.shards), *(sync.box for sync in plan.syncs)]
+    """Boxes of the pieces that parameter regions of tiles consist of: first all shards of the plan, then the regions of all
+    synchronizations, in the order of ``Plan.syncs``."""
+    return [*(shard.box for shard in plan.shards), *(region.box for sync in plan.syncs for region in sync.regions)]
 
 
-def piece_read(plan: Plan, number: int) -> int:
-    """The piece that tiles read for a synchronization: its whole region if servers own it in partitions, else its first shard."""
-    sync = plan.syncs[number]
-    return len(plan.shards) + number if sync.contract.has_servers else sync.shards[0]
+def pieces_read(plan: Plan) -> list[tuple[int, ...]]:
+    """For each synchronization, the pieces that tiles read, one for each of its regions: the region if owners have parts of it, else its
+    only shard."""
+    found, following = [], len(plan.shards)
+    for sync in plan.syncs:
+        own = tuple(range(following, following + len(sync.regions)))
+        found.append(own if sync.contract.owned_in_parts else sync.shards)
+        following += len(sync.regions)
+    return found
+
+
+def uses_of_pieces(plan: Plan) -> list[tuple[tuple[int, int], ...]]:
+    """For each piece, who reads it: (position in ``Plan.tiles``, parameter position)."""
+    found = [shard.uses for shard in plan.shards] + [()] * sum(len(sync.regions) for sync in plan.syncs)
+    for sync, read in zip(plan.syncs, pieces_read(plan), strict=True):
+        for region, piece in zip(sync.regions, read, strict=True):
+            for shard in region.shards:
+                found[shard] = ()
+            found[piece] = region.uses
+    return found

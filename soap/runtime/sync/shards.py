@@ -1,7 +1,7 @@
 """This rank's parameter shards: one leaf tensor each, and the regions of them that tiles need.
 
-Readers of a dense region that servers own have a copy of it, which is a leaf too. If a server is also a reader, its partitions are views of
-its copy.
+Readers of a dense region that is owned in parts have a copy of it, which is a leaf too. An owner that is also a reader has its parts as
+views of its copy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from soap.model.dtypes import replaced
 from soap.model.regions import Box, lengths, relative, whole
 from soap.plan.plan import Plan
 from soap.runtime.comm.redistribute import Communicator, assemble, cut
-from soap.runtime.sync.roles import piece_read, pieces
+from soap.runtime.sync.roles import pieces, pieces_read, uses_of_pieces
 
 
 class Region(NamedTuple):
@@ -29,7 +29,7 @@ class Region(NamedTuple):
 class ShardStore:
     """The shards that a rank owns. ``tensors``: shard -> leaf tensor, in plan order; trainable ones require a gradient.
 
-    ``leaves``: piece (see ``roles.pieces``) -> leaf tensor that tiles read: the rank's shards, and its copies of dense regions on servers.
+    ``leaves``: piece (see ``roles.pieces``) -> leaf tensor that tiles read: the rank's shards, and its copies of dense regions in parts.
     ``boxes``: piece -> box. ``joined``: parameter in ``whole`` -> one tensor of the whole parameter; its shards are views of it.
     """
 
@@ -42,9 +42,7 @@ class ShardStore:
         self.leaves: dict[int, torch.Tensor] = {}
         self.boxes = pieces(plan)
         self._regions: dict[tuple[int, int], list[int]] = {}
-        uses = [() if number in plan.on_servers else shard.uses for number, shard in enumerate(plan.shards)]
-        uses += [sync.uses if sync.contract.has_servers else () for sync in plan.syncs]
-        for piece, own in enumerate(uses):
+        for piece, own in enumerate(uses_of_pieces(plan)):
             for use in own:
                 if plan.tiles[use[0]].device == rank:
                     self._regions.setdefault(use, []).append(piece)
@@ -55,9 +53,9 @@ class ShardStore:
         """Copy this rank's regions out of full parameters. Existing shards are filled in place, so that optimizers keep them.
 
         ``share``: a shard that is a whole parameter uses the parameter's own memory if device and dtype are the same.
-        Copies of regions on servers get no values here, except this rank's own partitions. RuntimeFailure for a meta tensor.
+        Copies of regions in parts get no values here, except this rank's own parts. RuntimeFailure for a meta tensor.
         """
-        copied = {} if self.leaves else self._make_copies(parameters, device, dtype) | self._join(parameters, device, dtype)
+        copied = {} if self.leaves else self._make_copies(parameters, device, dtype, share) | self._join(parameters, device, dtype)
         for number, shard in enumerate(self.plan.shards):
             if self.rank not in shard.devices:
                 continue
@@ -73,7 +71,7 @@ class ShardStore:
             if number in copied:
                 own = copied[number]
                 own.copy_(region)
-            elif share and region is full and (full.dtype, full.device) == (kind, device) and full.is_contiguous():
+            elif share and region is full and _is_kept_so(full, kind, device):
                 own = full
             else:
                 own = torch.empty(lengths(shard.box), dtype=kind, device=device)
@@ -86,18 +84,23 @@ class ShardStore:
         self.tensors, self.leaves, self.joined = other.tensors, other.leaves, other.joined
 
     def _make_copies(
-        self, parameters: Mapping[str, torch.Tensor], device: torch.device, dtype: torch.dtype | None
+        self, parameters: Mapping[str, torch.Tensor], device: torch.device, dtype: torch.dtype | None, share: bool
     ) -> dict[int, torch.Tensor]:
-        """Allocate this rank's copies of dense regions on servers. Returns shard -> view, for the partitions that this rank owns itself."""
+        """Allocate this rank's copies of dense regions in parts. Returns shard -> view, for the parts that this rank owns itself."""
         mine: dict[int, torch.Tensor] = {}
-        for number, own in enumerate(self.plan.syncs):
-            if not own.contract.has_servers or own.contract.by_rows or self.rank not in own.readers:
+        for own, read in zip(self.plan.syncs, pieces_read(self.plan), strict=True):
+            if not own.contract.owned_in_parts or own.contract.by_rows or self.rank not in own.readers:
                 continue
-            copy = torch.empty(lengths(own.box), dtype=_kind(parameters[own.parameter], dtype), device=device)
-            for shard in own.shards:
-                if self.rank in self.plan.shards[shard].devices:
-                    mine[shard] = cut(copy, own.box, self.plan.shards[shard].box)
-            self.leaves[piece_read(self.plan, number)] = copy.detach().requires_grad_()
+            for region, piece in zip(own.regions, read, strict=True):
+                full = parameters[region.parameter].detach()
+                kind = _kind(full, dtype)
+                copy = full
+                if not (share and region.box == whole(full.shape) and _is_kept_so(full, kind, device)):
+                    copy = torch.empty(lengths(region.box), dtype=kind, device=device)
+                for shard in region.shards:
+                    if self.rank in self.plan.shards[shard].devices:
+                        mine[shard] = cut(copy, region.box, self.plan.shards[shard].box)
+                self.leaves[piece] = copy.detach().requires_grad_()
         return mine
 
     def _join(self, parameters: Mapping[str, torch.Tensor], device: torch.device, dtype: torch.dtype | None) -> dict[int, torch.Tensor]:
@@ -133,6 +136,11 @@ class ShardStore:
     def build(self, region: Region) -> torch.Tensor:
         """The region as one tensor, differentiable with respect to its pieces."""
         return assemble(region.box, [self.boxes[i] for i in region.pieces], [self.leaves[i] for i in region.pieces])
+
+
+def _is_kept_so(full: torch.Tensor, kind: torch.dtype, device: torch.device) -> bool:
+    """Whether a tensor may be a shard as it is."""
+    return (full.dtype, full.device) == (kind, device) and full.is_contiguous()
 
 
 def _kind(full: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:

@@ -17,7 +17,7 @@ EPSILON = 1e-6
 
 def require_clippable(plan: Plan, largest: float) -> None:
     """RuntimeFailure in one line if ranks cannot clip their own gradients, which they do where some are compressed: each must have a share
-    of all gradients, so that N^(-1/2) of the norm means something, and none may be on its way to a server. Those of a host are clipped
+    of all gradients, so that N^(-1/2) of the norm means something, and none may be on its way to an owner. Those of a host are clipped
     together if it compresses as one peer; then all that is compressed must be compressed so."""
     everyone = tuple(range(plan.device_count))
     ways = {sync.leaders: sync.parameter for sync in plan.syncs if sync.contract.compresses}
@@ -27,7 +27,7 @@ def require_clippable(plan: Plan, largest: float) -> None:
             "each device to compress, or one device of each host, the same for all parameters: peers clip what they compress"
         )
     for sync in plan.syncs:
-        if tuple(sorted(sync.readers)) != everyone or sync.contract.by_rows or sync.contract.has_servers:
+        if tuple(sorted(sync.readers)) != everyone or sync.contract.by_rows or sync.contract.owned_in_parts:
             raise RuntimeFailure(
                 f"clip_norm {largest:g} with compressed gradients, where {sync.parameter!r} is not summed over all devices "
                 f"({sync.contract.name}, {len(sync.readers)} of {plan.device_count}); expected data parallelism by all-reduces and "

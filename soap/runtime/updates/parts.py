@@ -59,11 +59,16 @@ def require_possible(plan: Plan, tried: Tried, lazy_sparse: bool) -> None:
 
 
 def _require_whole(plan: Plan, said: str, shards: Sequence[Shard]) -> None:
-    """RuntimeFailure unless all of a parameter's shards are on the same devices; on servers it must be a single partition."""
+    """RuntimeFailure unless all of a parameter's shards are on the same devices; on servers it must be a single partition, and of several
+    readers none may own a part."""
     served = {plan.shards[number].parameter for number in plan.on_servers}
     if len(shards) > 1 and shards[0].parameter in served:
         raise RuntimeFailure(
             f"{said}, but servers keep it in {len(shards)} partitions; keep it in one (parameter_server:1), or use an elementwise optimizer"
+        )
+    if len(shards) > 1 and shards[0].parameter in {plan.shards[number].parameter for number in plan.dealt_out}:
+        raise RuntimeFailure(
+            f"{said}, but its readers own parts of it (zero); synchronize it by allreduce, or use an elementwise optimizer"
         )
     if len({shard.devices for shard in shards}) > 1:
         shape = list(plan.graph.tensors[shards[0].parameter].shape)

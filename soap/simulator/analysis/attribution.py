@@ -75,12 +75,12 @@ def _by_bytes(plan: Plan, shards: Iterable[int]) -> Shares:
 
 
 def _synchronized(plan: Plan) -> dict[str, Shares]:
-    """Task name -> the operators whose parameters it synchronizes. Unless the method sums in buckets, the whole parameter counts, not only
+    """Task name -> the operators whose parameters it synchronizes. Unless gradients travel in buckets, the whole parameter counts, not only
     the region that the task synchronizes."""
     found: dict[str, Shares] = {}
     for sync in plan.syncs:
         of_parameter = [i for i, shard in enumerate(plan.shards) if shard.parameter == sync.parameter]
-        shares = _by_bytes(plan, sync.shards if sync.contract.sums_in_place else of_parameter)
+        shares = _by_bytes(plan, sync.shards if sync.contract.in_buckets else of_parameter)
         method = method_for(sync)
         steps = method.steps(plan, sync)
         names = [step.name for step in steps] + [work.name for step in steps for work in step.works]

@@ -69,9 +69,15 @@ class Synchronization:
             for part in self._updates[number]:
                 for device in plan.shards[part.shard].devices if tasks and not part.name else ():
                     ready[device].append(ends.get(device, tasks[-1]))
-            list(self._walk(number, Phase.AFTER_UPDATE, served))
+            if served:
+                list(self._walk(number, Phase.AFTER_UPDATE, served))
+        updates = {}
         for device, duration in self._device_updates().items():
-            self._tasks.add((UPDATE, device, 0, 0, 0, 0), update_name(device), TaskKind.UPDATE, (device,), duration, ready[device])
+            place = (UPDATE, device, 0, 0, 0, 0)
+            updates[device] = self._tasks.add(place, update_name(device), TaskKind.UPDATE, (device,), duration, ready[device])
+        for number, sync in enumerate(plan.syncs):
+            if not any(part.name for part in self._updates[number]):
+                list(self._walk(number, Phase.AFTER_UPDATE, [updates[device] for device in plan.owners(sync) if device in updates]))
 
     def _walk(self, number: int, phase: Phase, after: Iterable[int], backward: Mapping[int, int] = NOTHING) -> Iterator[int]:
         """Add the tasks of one synchronization in one phase, each after the one before; yields the communications."""

@@ -78,9 +78,9 @@ class Undo(NamedTuple):
 
     ``fields``: for each changed block, its old values (operator, row, own_slot, own_count, block, block_end, tile_slot, tiles, variant,
     replicas, dev_ptr, where its ``back_row`` begin in ``rows``, ``DONE``). ``alive``: of the changed operators' backward tiles, from
-    ``alive_ptr`` on. ``sync_row`` (by operator), ``update_ns``, ``update_alive`` (by device): of all. ``dirty``: stamps of operators to be
-    lowered. ``entry``: which of the changed blocks is an operator's; ``saved``: stamps of the operators that have one. ``parameter``,
-    ``sync``: changed parameters, and how they were synchronized.
+    ``alive_ptr`` on. ``sync_row`` (by operator), ``update_ns``, ``update_alive``, ``update_row`` (by device): of all. ``dirty``: stamps
+    of operators to be lowered. ``entry``: which of the changed blocks is an operator's; ``saved``: stamps of the operators that have one.
+    ``parameter``, ``sync``: changed parameters, and how they were synchronized.
     """
 
     what: Longs
@@ -91,6 +91,7 @@ class Undo(NamedTuple):
     sync_row: Ints
     update_ns: Longs
     update_alive: Ints
+    update_row: Ints
     dirty: Longs
     entry: Ints
     saved: Longs
@@ -110,6 +111,7 @@ def make_undo(operators: int, readers: int, parameters: int, devices: int, slots
         sync_row=ints(operators),
         update_ns=longs(devices),
         update_alive=ints(devices),
+        update_row=ints(devices),
         dirty=longs(operators),
         entry=ints(operators),
         saved=longs(operators),
@@ -263,7 +265,7 @@ def change_sums(W: World) -> None:
     for op in range(len(G.backward)):
         U.sync_row[op] = C.sync_row[op]
     for device in range(len(C.busy)):
-        U.update_ns[device], U.update_alive[device] = C.duration[device], C.alive[device]
+        U.update_ns[device], U.update_alive[device], U.update_row[device] = C.duration[device], C.alive[device], C.update_row[device]
     count_sums(R, C, -1)
     U.what[SYNCHRONIZED] = 1
     synchronize(W)
@@ -289,7 +291,7 @@ def undo(W: World) -> None:
         for device in range(len(C.busy)):
             if C.alive[device] != U.update_alive[device]:
                 C.waits[device] += NEVER if C.alive[device] else -NEVER
-            C.duration[device], C.alive[device] = U.update_ns[device], U.update_alive[device]
+            C.duration[device], C.alive[device], C.update_row[device] = U.update_ns[device], U.update_alive[device], U.update_row[device]
         count_sums(R, C, 1)
     for n in range(U.what[CHANGED] - 1, -1, -1):
         at = n * FIELDS

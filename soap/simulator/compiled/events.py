@@ -167,6 +167,8 @@ def _settle_successors(G, C, R, Q, slot, end):  # type: ignore[no-untyped-def]
             settle(Q, R.sets.item[i], end)
     elif kind == SYNC_DEVICE:
         settle(Q, C.index[slot], end)
+    elif kind == UPDATE_DEVICE and C.update_row[slot] >= 0:
+        _settle_row(C, Q, C.update_row[slot], end)
 
 
 @inlined

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph, TensorKind
 from soap.model.sparse_access import RowAccess
-from soap.plan.placement import first_servers, server_devices
+from soap.plan.placement import first_readers, first_servers, server_devices
 from soap.simulator.communication.prices import Communication
 from soap.simulator.communication.servers import first_cores, row_seconds, server_type
 from soap.strategy.sync_contracts import METHODS
@@ -32,7 +32,7 @@ class GraphTables(NamedTuple):
     - ``user`` (lists per parameter): operators that use the parameter, trainable or not, ascending. ``user_place``: which of the operator's
       ``parameter`` it is, -1 if it is frozen.
 
-    By parameter: ``parameter_dtype``, ``parameter_itemsize``, ``first_server`` (``placement.first_servers``), and for sparse ones
+    By parameter: ``parameter_dtype``, ``parameter_itemsize``, ``first_server``, ``first_reader`` (``placement``), and for sparse ones
     ``touched`` from ``touched_ptr`` on: how many rows a batch looks up, how many rows there are, ``RowAccess.touched``. ``bucket_kinds``:
     (number of dtypes, number of methods); a bucket has one of each. ``backward``: whether any output has a gradient. ``loss``: operator and
     output that make the loss. ``solid``: whether at least one replica of every tile has a backward pass under every strategy.
@@ -61,6 +61,7 @@ class GraphTables(NamedTuple):
     parameter_itemsize: Ints
     bucket_kinds: Ints
     first_server: Ints
+    first_reader: Longs
     touched_ptr: Ints
     touched: Longs
     backward: Ints
@@ -144,7 +145,7 @@ def graph_tables(graph: OperatorGraph, topology: Topology) -> GraphTables:
     users = [sorted({position for position, _ in graph.parameter_users.get(t.name, ())}) for t in graph.parameters]
     places_of = [{number: place for place, (number,) in enumerate(own)} for own in uses]
     user_ptr, user_table = _joined([[(op, places_of[op].get(number, -1)) for op in own] for number, own in enumerate(users)], 2)
-    servers = first_servers(graph, len(server_devices(topology)))
+    servers, first_reader = first_servers(graph, len(server_devices(topology))), first_readers(graph)
     touched = [_touched(graph.sparse.get(t.name)) for t in graph.parameters]
     read_operand, read_producer, read_output, read_slot = _columns(read_table)
     output_itemsize, output_partial_itemsize, output_gradient, output_dtype = _columns(output_table)
@@ -173,6 +174,7 @@ def graph_tables(graph: OperatorGraph, topology: Topology) -> GraphTables:
         parameter_itemsize=np.array([t.itemsize for t in graph.parameters], np.int32),
         bucket_kinds=np.array([len(dtypes), len(METHODS)], np.int32),
         first_server=np.array([servers[t.name] for t in graph.parameters], np.int32),
+        first_reader=np.array([first_reader[t.name] for t in graph.parameters], np.int64),
         touched_ptr=np.cumsum([0, *map(len, touched)]).astype(np.int32),
         touched=np.array([count for own in touched for count in own], np.int64),
         backward=np.array([graph.needs_backward(op) for op in graph.operators], np.int32),

@@ -35,7 +35,7 @@ class DeviceGroups:
         """Add a set of devices, ascending."""
         self._sets.add(devices)
         count = self._communication.topology.device_count
-        for option in self._communication.allreduce_options(devices):
+        for option in self._communication.allreduce_options(devices) if len(devices) > 1 else ():
             self._latency.add([option.latency_seconds])
             self._per_byte.add([option.seconds_per_byte])
             self._resource.add([self._static.add(np.array(option.links, np.int32) + np.int32(count))])

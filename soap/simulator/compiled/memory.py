@@ -34,6 +34,7 @@ from soap.simulator.compiled.memory_tables import (
     LARGEST_SUM,
     LARGEST_SURE_GRADIENT,
     LARGEST_TILE,
+    LEAVING,
     PARAMETER_GRADIENTS,
     PARTS,
     READ,
@@ -97,7 +98,7 @@ def _sum_up(K, M, operators, device):  # type: ignore[no-untyped-def]
     work -= 2 * (part[LARGEST_GRADIENT, device] - part[LARGEST_SURE_GRADIENT, device])
     work += part[LARGEST_SUM, device] - part[DOUBTFUL, device] - part[COLLECTED_DOUBTFUL, device]
     M.least[device] = held + (1 + states) * trainable + max(work, trainable)
-    certain = held + states * trainable + M.fixed[0] + max(part[SURE, device], trainable)
+    certain = held + states * trainable + M.fixed[0] + max(part[SURE, device], trainable - part[LEAVING, device])
     M.certain[device] = min(M.least[device], int((1 + ALLOWANCE) * certain)) if M.fixed[2] else M.total[device]
 
 

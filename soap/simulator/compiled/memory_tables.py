@@ -16,11 +16,12 @@ operand, tile]: bytes of the rows that it looks up at most (``COMPACT``), and th
 -1. By tile: bytes that are certainly there when the loss is known (``SURELY_KEPT``)."""
 
 HELD, TRAINABLE, ACTIVATIONS, COLLECTED, SENT, LARGEST_SUM, LARGEST_SHARD, LARGEST_TILE, LARGEST_ADDED, LARGEST_GRADIENT = range(10)
-DOUBTFUL, HELD_DOUBTFUL, TRAINABLE_DOUBTFUL, COLLECTED_DOUBTFUL, LARGEST_SURE_GRADIENT, SURE = range(10, 16)
-PARTS = 16
+DOUBTFUL, HELD_DOUBTFUL, TRAINABLE_DOUBTFUL, COLLECTED_DOUBTFUL, LARGEST_SURE_GRADIENT, SURE, LEAVING = range(10, 17)
+PARTS = 17
 """Rows of ``MemoryTables.part``, each by device, in bytes. ``DOUBTFUL``: the part of activations (and of ``SENT``) that the lower bound
 leaves out, because it may be counted twice; the other ``_DOUBTFUL`` rows likewise. ``LARGEST_SURE_GRADIENT``: ``LARGEST_GRADIENT`` without
-parameters of which tiles may have rows only. ``SURE``: what is certainly there when the loss is known."""
+parameters of which tiles may have rows only. ``SURE``: what is certainly there when the loss is known. ``LEAVING``: gradients of parts that
+others own; ``HELD`` makes up for the optimizer's states of these, which ``TRAINABLE`` includes."""
 
 FITS, UNKNOWN, LACKING = range(3)
 """Verdicts of the bounds. FITS: every device has its upper bound. LACKING: some device has less than it certainly needs, whatever the

@@ -32,11 +32,12 @@ class Scratch(NamedTuple):
     - ``k_``: carriers; ``part``: their pieces. ``t_``: tasks. ``e_``: edges. ``res``: resources of exchanges. ``cell``: bounds of cells and
       of pieces. ``hash_key``, ``hash_stamp``, ``hash_value``: a hash table.
     - By device: ``update`` in ns; ``floor``: least ns of its update, whatever the changed operator becomes; ``taken``: partitions on the
-      cores of a host, for the host's lowest device; ``settled``, ``settling``: see ``syncs.compressed``.
+      cores of a host, for the host's lowest device; ``settled``, ``settling``: see ``syncs.compressed`` and ``syncs.sharded_state``.
     - By parameter: ``geometry``, ``expected`` (a stamp).
     - The tiles that use a shard: ``use_slot``, ``use_device``, ``use_lookups``, ``use_block`` (equal for replicas of one tile).
     - By place in ``members``, from 0 on: ``lookups``, ``seen``, ``leader``, ``touched``, ``together``, ``received``; by partition:
       ``p_rows``, ``p_server``. See ``syncs.server_traffic``. ``peers``: the number of the ``members`` that are leaders, then these devices.
+    - By bucket: ``bucket_region``, the number of its first region; ``owned_ptr``: see ``syncs.sharded_state``.
 
     The others are lists for intermediate results.
     """
@@ -136,6 +137,9 @@ class Scratch(NamedTuple):
     bucket_stamp: Longs
     bucket_of: Ints
     bucket_limit: Longs
+    bucket_region: Ints
+    owned_ptr: Longs
+    owned: Longs
     fill: Ints
 
 

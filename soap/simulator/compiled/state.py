@@ -39,7 +39,7 @@ class State(NamedTuple):
     ``back_row``: by ``GraphTables.reader``, where the rows of that reader's backward tiles begin.
 
     ``sync``: by parameter, its code (``sync_codes``). ``sync_slot``: first slot of the synchronization tasks after the backward pass.
-    ``pull_slot``: first slot of the pulls before the forward pass.
+    ``pull_slot``: first slot of the pulls before the forward pass. ``update_row``: by device, the row of what waits for its update, or -1.
 
     By slot: ``key``, ``subkey`` (stable identity, breaks ties: ``task_ids``); ``duration`` in ns; ``launch`` of a tile, in ns; ``latency``
     of a message, in ns, for which it holds nothing; ``overhead`` of communication, in ns, for which it keeps devices busy that have ports
@@ -68,6 +68,7 @@ class State(NamedTuple):
     sync: Ints
     sync_slot: Ints
     pull_slot: Ints
+    update_row: Ints
     key: Longs
     subkey: Longs
     duration: Longs
@@ -157,7 +158,7 @@ class ShardTables(NamedTuple):
 def make_state(operators: int, readers: int, parameters: int, devices: int, slots: int, arena: int) -> State:
     """Room for a graph's state, with this many slots and places in the arena."""
     sizes = {"used": 8, "dev": arena, "back_row": readers, "sync": parameters, "arena": arena, "busy": devices}
-    sizes |= {"sync_slot": 1, "pull_slot": 1}
+    sizes |= {"sync_slot": 1, "pull_slot": 1, "update_row": devices}
     per_operator = {"variant", "replicas", "tiles", "dev_ptr", "tile_slot", "own_slot", "own_count", "row", "block", "block_end"}
     per_operator |= {"sync_row", "loose"}
     fields: dict[str, Any] = {}

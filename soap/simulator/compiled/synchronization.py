@@ -1,7 +1,7 @@
 """Lowers the synchronization of parameters after the backward pass, and the devices' updates (compiled).
 
-The counterpart of ``plan.syncs.bucketing`` and ``communication.synchronizing``. In ``State`` the sums in buckets come first, then the tasks
-of parameter servers and sparse all-gathers, which the methods' own files in ``syncs`` add.
+The counterpart of ``plan.syncs.bucketing`` and ``communication.synchronizing``. In ``State`` the buckets' sums and scatters come first,
+then the tasks of other methods, which the methods' own files in ``syncs`` add.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.scratch import EDGES, EXPECTED, PRICES, STAMP, TASKS
 from soap.simulator.compiled.state import ARENA, NEVER, SLOTS, SYNC_BUCKET, SYNC_DEVICE, SYNCS, UPDATE_DEVICE, Groups, State
 from soap.simulator.compiled.syncs.all_reduce import finish_bucket, join_bucket
-from soap.simulator.compiled.syncs.codes import gathers_rows
+from soap.simulator.compiled.syncs.codes import gathers_rows, is_compressed, is_in_buckets
 from soap.simulator.compiled.syncs.compressed import add_compressed
 from soap.simulator.compiled.syncs.dispatch import add_owners_tasks, owned_by_servers
 from soap.simulator.compiled.syncs.members import (
@@ -23,6 +23,15 @@ from soap.simulator.compiled.syncs.members import (
     first_user_with_gradient,
 )
 from soap.simulator.compiled.syncs.pricing import adding_ns, ask_prices, table_price_ns
+from soap.simulator.compiled.syncs.sharded_state import (
+    finish_scatter,
+    gather_values,
+    is_scattered,
+    owned_by_readers,
+    owner_place,
+    part_ns,
+    parts_of,
+)
 from soap.simulator.compiled.syncs.sparse_all_gather import gathered_bytes, gathered_rows
 from soap.simulator.compiled.task_keys import STATE_FULL, UPDATE, set_key, task_key
 from soap.simulator.compiled.world import World
@@ -102,7 +111,11 @@ def synchronize(W: World) -> None:
                     _synchronize_shard(W, parameter, shard, opened, slot0)
     buckets = S.count[TASKS]
     for bucket in range(buckets):
-        finish_bucket(W, bucket, slot0 + bucket)
+        if is_scattered(W, bucket):
+            finish_scatter(W, bucket, slot0 + bucket)
+        else:
+            finish_bucket(W, bucket, slot0 + bucket)
+    gather_values(W, buckets, slot0)
     add_owners_tasks(W, slot0)
     cut_sums(R, C, S, slot0)  # what follows is not cut
     add_compressed(W, slot0, buckets)
@@ -120,13 +133,13 @@ def synchronize(W: World) -> None:
 
 @compiled
 def _synchronize_shard(W, parameter, shard, opened, slot0):  # type: ignore[no-untyped-def]
-    """Add a shard's updates on its readers, and put it into a bucket. A shard that servers own gets neither here, and a gathered or
+    """Add a shard's updates on its owners, and put it into a bucket. A shard that servers own gets neither here, and a gathered or
     compressed one no bucket: their tasks come after all sums."""
     find_members(W, parameter, shard)
     if not owned_by_servers(W, parameter):
         _add_update(W, parameter, shard)
         code = W.state.sync[parameter]
-        if W.scratch.members[0] > 1 and not gathers_rows(code) and not compresses(W, code):
+        if W.scratch.members[0] > 1 and (is_in_buckets(code) or (is_compressed(code) and not compresses(W, code))):
             join_bucket(W, parameter, shard, opened, slot0)
 
 
@@ -146,7 +159,9 @@ def expect_updates(W: World, op: int) -> None:
             continue
         for shard in range(D.ptr[geometry], D.ptr[geometry + 1]):
             find_members(W, parameter, shard)
-            if D.lowest[shard] < 0 or not owned_by_servers(W, parameter):
+            if owned_by_readers(W, parameter, shard):
+                _add_parts(W, parameter, shard, S.floor, -1)
+            elif D.lowest[shard] < 0 or not owned_by_servers(W, parameter):
                 own, rows = _gathered(W, parameter, shard)
                 for i in range(1, 1 + S.members[0]):
                     S.floor[S.members[i]] -= _update_ns(W, S.members[i], shard, own, rows)
@@ -155,12 +170,24 @@ def expect_updates(W: World, op: int) -> None:
 
 @compiled
 def _add_update(W, parameter, shard):  # type: ignore[no-untyped-def]
-    """Add the updates of a shard on its readers."""
+    """Add the updates of a shard on its owners, if these are readers."""
     S = W.scratch
+    if owned_by_readers(W, parameter, shard):
+        _add_parts(W, parameter, shard, S.update, 1)
+        return
     own, rows = _gathered(W, parameter, shard)
     for i in range(S.members[0]):
         device = S.members[1 + i]
         S.update[device] += _update_ns(W, device, shard, own, rows)
+
+
+@compiled
+def _add_parts(W, parameter, shard, update, sign):  # type: ignore[no-untyped-def]
+    """Add (1) or subtract (-1) by device the updates of a shard's parts, each on the reader that owns it."""
+    S = W.scratch
+    for part in range(parts_of(W, shard)):
+        device = S.members[1 + owner_place(W, parameter, shard, part)]
+        update[device] += sign * part_ns(W, shard, part, device)
 
 
 @compiled

@@ -37,6 +37,7 @@ class Ledger:
         self._plan, self._end_ns = plan, end_ns
         self._changes: list[list[tuple[int, int, int]]] = [[] for _ in range(plan.device_count)]
         self._sends: list[list[Send]] = [[] for _ in range(plan.device_count)]
+        self._receives: list[list[Send]] = [[] for _ in range(plan.device_count)]
 
     def hold(self, device: int, start_ns: int, end_ns: int, size: int, *, early: bool = False, late: bool = False) -> None:
         """A device holds ``size`` bytes from ``start_ns`` to ``end_ns``. At the same time, ends come before beginnings. Exception: what
@@ -50,16 +51,21 @@ class Ledger:
         None means all of it."""
         self._sends[device].append(Send(start_ns, answer_ns, size, size if held is None else held))
 
+    def receive(self, device: int, start_ns: int, end_ns: int, size: int) -> None:
+        """A device receives ``size`` bytes for itself, and keeps them until ``end_ns`` or until later ones push them out, as for sends."""
+        self._receives[device].append(Send(start_ns, end_ns, size, size))
+
     def arrived(self, device: int, end_ns: int) -> int:
         """When the runtime learns that a send that ends at ``end_ns`` is over: on CPUs only at the end, when it asks the library."""
         return end_ns if device in self._plan.accelerators else self._end_ns
 
     def curves(self) -> tuple[MemoryCurve, ...]:
         """The curve of each device."""
-        for device, sends in enumerate(self._sends):
-            for start, end, size in send_spans(sends):
-                self.hold(device, start, end, size)
-            sends.clear()
+        for queues in (self._sends, self._receives):
+            for device, moving in enumerate(queues):
+                for start, end, size in send_spans(moving):
+                    self.hold(device, start, end, size)
+                moving.clear()
         return tuple(_curve(changes) for changes in self._changes)
 
 

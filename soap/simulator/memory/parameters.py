@@ -83,7 +83,7 @@ def assembled_regions(plan: Plan) -> Iterator[tuple[int, str, Box, int]]:
     keeps it for the backward pass. Rows are assembled for each tile."""
     compact = compact_parameters(plan)
     shards = {(shard.parameter, shard.box) for shard in plan.shards}
-    shards |= {(sync.parameter, sync.box) for sync in plan.syncs if sync.contract.has_servers}
+    shards |= {(region.parameter, region.box) for sync in plan.syncs if sync.contract.owned_in_parts for region in sync.regions}
     for number, tile in enumerate(plan.tiles):
         for operand, box in zip(plan.operator(tile).parameters, tile.parameters, strict=True):
             if (operand.tensor, box) not in shards:
@@ -117,7 +117,7 @@ def gradient_bytes(plan: Plan) -> list[int]:
             for device in _several(plan, shard.uses):
                 collected[device] += box_bytes(plan, shard.parameter, shard.box)
     for sync in plan.syncs:
-        sizes = method_for(sync).copies(plan, sync)
+        sizes = method_for(sync).copies(plan, sync) if sync.contract.has_servers else {}
         for device in _several(plan, sync.uses) if sizes else ():
             collected[device] += sizes[device]
     return [2 * size + held for size, held in zip(largest, collected, strict=True)]

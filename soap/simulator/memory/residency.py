@@ -15,19 +15,20 @@ Not counted are copies that a library may make of what it sums.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from soap.model.graph import TensorKind
 from soap.model.regions import Box, in_one_piece, whole
 from soap.plan.flows import box_bytes, partial_bytes
 from soap.plan.plan import (
     Pattern,
+    ShardSync,
     remote_parts,
     update_name,
 )
 from soap.plan.syncs.amounts import COUNT_BYTES
 from soap.plan.syncs.bucketing import idle_shards, sums_of_one
-from soap.plan.syncs.seam import method_for
+from soap.plan.syncs.seam import Hold, method_for
 from soap.plan.tiling import made_bytes
 from soap.simulator.memory import peaks
 from soap.simulator.memory.gradient_residency import GradientResidency
@@ -81,7 +82,7 @@ class _Values:
         for device in range(self.plan.device_count):
             self.hold(device, 0, self.spans.end_ns, batch)
         alone = sums_of_one(self.plan)
-        summed = self.plan.synchronized.union(idle_shards(self.plan))
+        summed = (self.plan.synchronized - self.plan.dealt_out).union(idle_shards(self.plan))  # of the others methods tell
         for number, device, size, trainable in kept_shards(self.plan):
             states = optimizer_states if trainable else 0
             self.hold(device, 0, self.spans.end_ns, (1 + states) * size + (COUNT_BYTES if states > 1 else 0))
@@ -94,12 +95,26 @@ class _Values:
         """What methods of synchronization hold (``SyncMethod.holds``): copies of what others own, and buffers."""
         for sync in self.plan.syncs:
             for own in method_for(sync).holds(self.plan, sync):
-                if own.since and own.since not in self.spans.named and not own.with_uses:
-                    continue
-                begun = self.spans.named.get(own.since, (0, 0))[0]
-                done = self.spans.named.get(own.until, (0, 0))[1] if own.until else self.spans.end_ns
-                last = max((self.spans.last(tile) for tile, _ in sync.uses), default=0) if own.with_uses else 0
-                self.hold(own.device, begun, max(done, last), own.size_bytes)
+                if own.size_bytes and (not own.since or own.since in self.spans.named or own.with_uses):
+                    self._hold_for(sync, own)
+
+    def _backward_of(self, sync: ShardSync) -> Iterator[tuple[int, Span]]:
+        """The tiles that make gradients of what is synchronized, with their backward passes."""
+        yield from ((tile, self.spans.backward[tile]) for tile, _ in sync.uses if tile in self.spans.backward)
+
+    def _hold_for(self, sync: ShardSync, own: Hold) -> None:
+        """Write down what a device holds for a synchronization."""
+        begun = self.spans.named.get(own.since, (0, 0))[0]
+        done = self.spans.named.get(own.until, (0, 0))[0 if own.before else 1] if own.until else self.spans.end_ns
+        if own.from_gradient:
+            begun = min((span[0] for tile, span in self._backward_of(sync) if self.plan.tiles[tile].device == own.device), default=done)
+        last = max((self.spans.last(tile) for tile, _ in sync.uses), default=0) if own.with_uses else 0
+        if own.queue == "sent":
+            self.ledger.send(own.device, begun, self.ledger.arrived(own.device, done), own.size_bytes)
+        elif own.queue == "received":
+            self.ledger.receive(own.device, begun, done, own.size_bytes)
+        else:
+            self.hold(own.device, begun, max(done, last), own.size_bytes)
 
     def values(self) -> None:
         """Outputs of tiles, what they keep, and their copies of parts of the batch."""

@@ -7,8 +7,9 @@ from soap.simulator.compiled.communication import allreduce, find_list, sum_over
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.scratch import FULL, TASKS, USES
 from soap.simulator.compiled.state import SYNC_BUCKET
-from soap.simulator.compiled.syncs.codes import is_compressed, method_of, wire_bytes
+from soap.simulator.compiled.syncs.codes import is_compressed, is_dealt_out, method_of, wire_bytes
 from soap.simulator.compiled.syncs.exchange import add_sync_edge
+from soap.simulator.compiled.syncs.sharded_state import begin_owned, deal_out
 from soap.simulator.compiled.task_keys import STATE_FULL, SYNC, task_key
 
 
@@ -31,9 +32,13 @@ def join_bucket(W, parameter, shard, opened, slot0):  # type: ignore[no-untyped-
             raise MemoryError(FULL)
         S.t_key[bucket], S.t_subkey[bucket] = task_key(SYNC, parameter, 0, shard - D.ptr[S.geometry[parameter]], 0, 0)
         S.t_bytes[bucket], S.t_res_n[bucket], S.t_res[bucket] = 0, group, parameter
+        S.bucket_region[bucket] = shard - D.ptr[S.geometry[parameter]]
+        begin_owned(S, bucket, S.members[0] if is_dealt_out(C.sync[parameter]) else 0)
         S.count[TASKS] = bucket + 1
         S.bucket_of[place] = bucket
     S.t_bytes[bucket] += D.bytes[shard]
+    if is_dealt_out(C.sync[parameter]):
+        deal_out(W, parameter, shard, bucket)
     for i in range(S.count[USES]):
         if C.alive[S.use_slot[i]]:
             add_sync_edge(S, S.use_slot[i], slot0 + bucket)

@@ -1,9 +1,9 @@
 """A parameter's synchronization as one whole number, its code: what ``State`` holds and the search proposes.
 
 A code has what compiled code needs of a method's contract, so that no code asks which method it is. From the lowest bit on: whether rows
-travel; whether servers own the parameter; whether local aggregation is used; whether gradients are compressed; bits of an element on its
-way (0: as many as its type has); the method's number; partitions less one, or, of a compression, its number in this process. The default,
-an all-reduce, is 0.
+travel; whether servers own the parameter; whether local aggregation is used; whether gradients are compressed; whether readers own parts;
+bits of an element on its way (0: as many as its type has); the method's number; partitions less one, or, of a compression, its number in
+this process. The default, an all-reduce, is 0.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from soap.strategy.sync_contracts import METHODS
 FIELDS = ("owner", "payload", "residence", "within", "partitions", "compression")
 """The fields of a ``SyncConfig`` that are in its code. Synchronizations that differ only in other fields are the same to compiled code."""
 
-_ROWS, _SERVERS, _HOSTS, _COMPRESSED, _WIRE, _METHOD, _PARTITIONS = 0, 1, 2, 3, 4, 12, 18
+_ROWS, _SERVERS, _HOSTS, _COMPRESSED, _PARTS, _WIRE, _METHOD, _PARTITIONS = 0, 1, 2, 3, 4, 5, 13, 19
 """The lowest bit of each part of a code."""
 
 _SETTINGS: dict[Compression, int] = {}
@@ -47,7 +47,7 @@ def sync_code(sync: SyncConfig) -> int:
         if number >= MOST_SETTINGS:
             raise StrategyError(f"more than {MOST_SETTINGS} settings of compression in one process; expected fewer densities and ranks")
     code = number << _PARTITIONS | METHODS.index(contract) << _METHOD | (contract.wire_bits or 0) << _WIRE
-    code |= contract.compresses << _COMPRESSED
+    code |= contract.compresses << _COMPRESSED | (contract.owner == "parts") << _PARTS
     return code | (sync.within == "host") << _HOSTS | contract.has_servers << _SERVERS | contract.by_rows << _ROWS
 
 
@@ -88,6 +88,18 @@ def gathers_rows(code: int) -> bool:
 @compiled
 def sums_in_place(code: int) -> bool:
     """Whether readers sum dense gradients in buffers."""
+    return code & 27 == 0
+
+
+@compiled
+def is_dealt_out(code: int) -> bool:
+    """Whether each of several readers owns a part."""
+    return code >> _PARTS & 1 == 1
+
+
+@compiled
+def is_in_buckets(code: int) -> bool:
+    """Whether dense gradients of several regions travel together."""
     return code & 11 == 0
 
 

@@ -6,7 +6,7 @@ from soap.simulator.compiled.arrays import fill
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.rows import is_sparse
 from soap.simulator.compiled.scratch import TASKS
-from soap.simulator.compiled.syncs.codes import gathers_rows, has_server, is_compressed, sums_in_place
+from soap.simulator.compiled.syncs.codes import gathers_rows, has_server, is_compressed, is_in_buckets
 from soap.simulator.compiled.syncs.members import find_members, is_trained
 from soap.simulator.compiled.syncs.parameter_server import serve_region
 from soap.simulator.compiled.syncs.sparse_all_gather import add_gather
@@ -28,7 +28,7 @@ def add_owners_tasks(W: World, slot0: int) -> None:
     G, D, C, S = W.graph, W.shards, W.state, W.scratch
     fill(S.taken, 0, len(S.taken), 0)
     for parameter in range(len(G.parameter_dtype)):
-        if sums_in_place(C.sync[parameter]) or is_compressed(C.sync[parameter]) or not is_trained(G, parameter):
+        if is_in_buckets(C.sync[parameter]) or is_compressed(C.sync[parameter]) or not is_trained(G, parameter):
             continue
         geometry = S.geometry[parameter]
         for shard in range(D.ptr[geometry], D.ptr[geometry + 1]):

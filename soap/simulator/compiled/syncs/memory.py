@@ -15,6 +15,7 @@ from soap.simulator.compiled.memory_tables import (
     DOUBTFUL,
     HELD,
     HELD_DOUBTFUL,
+    LEAVING,
     LOOKUPS,
     REGIONS,
     SENT,
@@ -25,6 +26,7 @@ from soap.simulator.compiled.syncs.codes import (
     gathers_rows,
     has_server,
     is_compressed,
+    is_dealt_out,
     is_local,
     partitions_of,
     sums_in_place,
@@ -32,6 +34,7 @@ from soap.simulator.compiled.syncs.codes import (
 )
 from soap.simulator.compiled.syncs.compressed import held_bytes
 from soap.simulator.compiled.syncs.members import compresses, find_geometry, find_members, is_trained
+from soap.simulator.compiled.syncs.sharded_state import owned_by_readers, owner_place, part_bytes, parts_of
 from soap.simulator.compiled.variants import CELLS
 from soap.simulator.compiled.world import World
 
@@ -51,6 +54,9 @@ def add_synchronized(W: World, M: MemoryTables, parameter: int, code: int, disjo
     G, V, K, C = W.graph, W.variants, W.cluster, W.state
     if is_compressed(code):
         _add_compressed(W, M, parameter)
+        return
+    if is_dealt_out(code):
+        _add_dealt_out(W, M, parameter)
         return
     devices, sparse = len(C.busy), is_sparse(G, parameter)
     fill(M.total, 0, devices, 0)
@@ -100,6 +106,35 @@ def _add_compressed(W, M, parameter):  # type: ignore[no-untyped-def]
             if compresses(W, W.state.sync[parameter]):
                 for i in range(S.members[0]):
                     _add(M, S.members[1 + i], 0, held_bytes(W, parameter, shard, i))
+
+
+@compiled
+def _add_dealt_out(W, M, parameter):  # type: ignore[no-untyped-def]
+    """Add what readers hold that own parts: buffers in which gradients and values arrive, but no states of what others own."""
+    D, S = W.shards, W.scratch
+    if not is_trained(W.graph, parameter):
+        return
+    find_geometry(W, parameter)
+    geometry = S.geometry[parameter]
+    for shard in range(D.ptr[geometry], D.ptr[geometry + 1]):
+        find_members(W, parameter, shard)
+        if not owned_by_readers(W, parameter, shard):
+            continue
+        readers, size = S.members[0], D.bytes[shard]
+        for i in range(readers):
+            _add_owned(M, S.members[1 + i], -size, size)
+        for k in range(parts_of(W, shard)):
+            own = part_bytes(W, shard, k)
+            _add_owned(M, S.members[1 + owner_place(W, parameter, shard, k)], own, readers * own)
+
+
+@compiled
+def _add_owned(M, device, owned, buffers):  # type: ignore[no-untyped-def]
+    """Add bytes of states and of gradients that stay, and of buffers."""
+    M.part[HELD, device] += M.fixed[1] * owned
+    M.part[LEAVING, device] -= owned
+    M.part[SENT, device] += buffers
+    M.part[DOUBTFUL, device] += buffers
 
 
 @compiled

@@ -1,0 +1,228 @@
+"""Sharded optimizer states: gradients are reduce-scattered to the readers that own parts, updated values are all-gathered from them.
+
+A rank collects its gradients of a synchronization in one buffer, ordered by owner, so that each owner's part is sent as it lies there. The
+buffer exists from the first gradient of a step until it has left. Owners add up what they get in the order of the readers, so that equal
+runs give equal bits. Both exchanges are messages between all pairs: gloo's own reduce-scatter moves twice the bytes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import ClassVar
+
+import torch
+
+from soap.model.regions import lengths, volume
+from soap.plan.plan import Plan, ReadRegion, ShardSync
+from soap.runtime.comm.packing import land, pack
+from soap.runtime.comm.redistribute import Pending, cut
+from soap.runtime.program.actions import ActionKind
+from soap.runtime.step.micro_batch import MicroBatch
+from soap.runtime.sync.roles import pieces_read
+from soap.runtime.sync.seam import Gradient, RankSync, SyncContext
+from soap.runtime.trace import Watch
+from soap.simulator.memory.transit import SENT_BYTES, SENT_TENSORS
+
+
+@dataclass(slots=True)
+class Exchanged:
+    """An exchange of synchronization ``number`` that is under way. ``buffer``: what is received. ``taken``: by reader, its part of the
+    buffer. ``own``: this rank's own part, which is not in the buffer."""
+
+    number: int
+    pending: Pending
+    buffer: torch.Tensor
+    taken: Sequence[slice]
+    own: torch.Tensor
+
+
+class Layout:
+    """Where the parts of a synchronization lie in a rank's buffer: one owner after the other, each owner's in the order of the shards.
+
+    ``owned``: reader -> its shards. ``places``: shard -> its elements in the buffer. ``spans``: reader -> the elements that it owns.
+    """
+
+    def __init__(self, plan: Plan, sync: ShardSync) -> None:
+        self.owned: dict[int, list[int]] = {reader: [] for reader in sync.readers}
+        for shard in sync.shards:
+            self.owned[plan.shards[shard].devices[0]].append(shard)
+        order = [shard for own in self.owned.values() for shard in own]
+        self.places = dict(zip(order, in_a_row([volume(plan.shards[shard].box) for shard in order]), strict=True))
+        sizes = [sum(volume(plan.shards[shard].box) for shard in own) for own in self.owned.values()]
+        self.spans = dict(zip(self.owned, in_a_row(sizes), strict=True))
+        self.size = sum(sizes)
+
+    def sent_to(self, rank: int) -> list[slice]:
+        """What ``rank`` sends of its buffer, by reader."""
+        return [slice(0, 0) if reader == rank else span for reader, span in self.spans.items()]
+
+
+def in_a_row(sizes: Sequence[int]) -> list[slice]:
+    """Slices of these sizes, one after the other."""
+    return [slice(a, b) for a, b in pairwise(accumulate(sizes, initial=0))]
+
+
+class ShardedState(RankSync):
+    """A rank's part as reader and as owner. A reader's copy of a region is a leaf of the ``ShardStore``; the parts that it owns are views
+    of it."""
+
+    gives: ClassVar[str] = "scatter"
+    brings: ClassVar[str] = "gather"
+
+    def __init__(self, context: SyncContext, syncs: Mapping[int, ShardSync]) -> None:
+        super().__init__(context, syncs)
+        read = pieces_read(self.plan)
+        self._layouts = {number: Layout(self.plan, sync) for number, sync in syncs.items()}
+        self._leaves = {number: [self.store.leaves[piece] for piece in read[number]] for number in syncs}
+        self._owned = {shard: number for number, layout in self._layouts.items() for shard in layout.owned[self.rank]}
+        self._buffers: dict[int, torch.Tensor] = {}
+        self._filled: dict[int, set[int]] = {number: set() for number in syncs}
+        self._scattering: deque[Exchanged] = deque()
+        self._gathering: deque[Exchanged] = deque()
+        self._totals: dict[int, torch.Tensor] = {}
+        for number, leaves in self._leaves.items():
+            for place, leaf in enumerate(leaves):
+                self._hook(leaf, number, place)
+
+    @classmethod
+    def after_update(cls, sync: ShardSync) -> tuple[ActionKind, ...]:
+        """Readers get the values of the others' parts."""
+        return (ActionKind.BRING,)
+
+    @property
+    def shards(self) -> Iterable[int]:
+        """The parts that this rank owns."""
+        return self._owned
+
+    def begin(self, part: MicroBatch, watch: Watch) -> None:
+        """Drop the last step's gradients before the first micro-batch."""
+        super().begin(part, watch)
+        if part.first:
+            self._totals.clear()
+            self._buffers.clear()
+            for number, leaves in self._leaves.items():
+                self._filled[number].clear()
+                for leaf in leaves:
+                    leaf.grad = None
+
+    def synchronize(self, number: int) -> None:
+        """Send each owner its part of this rank's gradients, and begin to receive the others' gradients of this rank's own part."""
+        layout, sync = self._layouts[number], self.syncs[number]
+        for place in range(len(sync.regions)):
+            self._fill(number, place)
+        buffer = self._buffers.pop(number)
+        own = buffer[layout.spans[self.rank]].clone()
+        taken = in_a_row([0 if reader == self.rank else own.numel() for reader in sync.readers])
+        received = buffer.new_empty((len(sync.readers) - 1) * own.numel())
+        pending = self.comm.slices_to_all(buffer, layout.sent_to(self.rank), received, taken, sync.readers)
+        self.comm.traffic.pushed_bytes += buffer.nbytes - own.nbytes + received.nbytes
+        self._scattering.append(Exchanged(number, self.named(ActionKind.SYNC, number, pending), received, taken, own))
+        while _too_much(self._scattering):
+            self._add_up(self._scattering.popleft())
+
+    def end(self, part: MicroBatch) -> None:
+        """Wait for all gradients. After the last micro-batch they are complete."""
+        while self._scattering:
+            self._add_up(self._scattering.popleft())
+
+    def gradient(self, shard: int) -> Gradient:
+        """The sum over all readers, which is complete already."""
+        number = self._owned[shard]
+        layout = self._layouts[number]
+        place, first = layout.places[shard], layout.spans[self.rank].start
+        return self._totals[number][place.start - first : place.stop - first].view(lengths(self.plan.shards[shard].box))
+
+    def gradients(self, shards: Sequence[int]) -> Mapping[int, Gradient]:
+        """The sums, which are complete already: no threads are needed."""
+        return {shard: self.gradient(shard) for shard in shards}
+
+    def bring(self, number: int) -> None:
+        """Send this rank's values to all other readers, and begin to receive theirs."""
+        layout, readers = self._layouts[number], self.syncs[number].readers
+        mine, others = layout.owned[self.rank], [reader for reader in readers if reader != self.rank]
+        values = [self.store.tensors[shard] for shard in mine]
+        own = pack(values) if values else self._leaves[number][0].detach().new_empty(0)
+        given = [slice(0, 0 if reader == self.rank else own.numel()) for reader in readers]
+        taken = in_a_row([0 if reader == self.rank else span.stop - span.start for reader, span in layout.spans.items()])
+        received, finish = self._landing(number, [shard for reader in others for shard in layout.owned[reader]])
+        pending = self.named(ActionKind.BRING, number, self.comm.slices_to_all(own, given, received, taken, readers))
+        self.comm.traffic.pulled_bytes += len(others) * own.nbytes + received.nbytes
+        self._gathering.append(Exchanged(number, pending if finish is None else pending.then(finish), received, taken, own))
+        while _too_much(self._gathering):
+            self._gathering.popleft().pending.wait()
+
+    def arrived(self) -> None:
+        """Wait for all values."""
+        while self._gathering:
+            self._gathering.popleft().pending.wait()
+
+    def _landing(self, number: int, shards: Sequence[int]) -> tuple[torch.Tensor, Callable[[], None] | None]:
+        """Where the values of these shards are received, and what then copies them to their places in this rank's copies."""
+        if not shards:
+            return self._leaves[number][0].detach().new_empty(0), None
+        places = {}
+        for region, leaf in zip(self.syncs[number].regions, self._leaves[number], strict=True):
+            places.update({shard: cut(leaf.detach(), region.box, self.plan.shards[shard].box) for shard in region.shards})
+        return land([places[shard] for shard in shards])
+
+    def _add_up(self, scattered: Exchanged) -> None:
+        """Wait for the others' gradients of this rank's parts, and add up all of them in the order of the readers."""
+        scattered.pending.wait()
+        readers, total = self.syncs[scattered.number].readers, scattered.own
+        parts = [total if r == self.rank else scattered.buffer[own] for r, own in zip(readers, scattered.taken, strict=True)]
+        for part in parts[1:]:
+            parts[0].add_(part)
+        if parts[0] is not total:
+            total.copy_(parts[0])
+        self._totals[scattered.number] = total
+
+    def _hook(self, leaf: torch.Tensor, number: int, place: int) -> None:
+        """Register a hook that moves autograd's contributions to a region into the buffer, one segment after the other."""
+        reference = weakref.ref(self)  # a tensor's hooks live as long as it does
+
+        def take(tensor: torch.Tensor) -> None:
+            own = reference()
+            if own is None or not own.context.early.is_open:
+                return
+            gradient = tensor.grad
+            assert gradient is not None
+            tensor.grad = None
+            own._collect(number, place, gradient)
+            own.context.early.arrived(number)
+
+        leaf.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+
+    def _collect(self, number: int, place: int, gradient: torch.Tensor) -> None:
+        """Add a segment's gradient of a region to the buffer, part by part."""
+        region, filled = self.syncs[number].regions[place], self._filled[number]
+        given = [cut(gradient, region.box, self.plan.shards[shard].box) for shard in region.shards]
+        if place in filled:
+            torch._foreach_add_(self._parts(number, region), given)
+        else:
+            torch._foreach_copy_(self._parts(number, region), given)
+        filled.add(place)
+
+    def _fill(self, number: int, place: int) -> None:
+        """Zero a region's parts of the buffer if it got no gradient on this rank."""
+        if place not in self._filled[number]:
+            torch._foreach_zero_(self._parts(number, self.syncs[number].regions[place]))
+            self._filled[number].add(place)
+
+    def _parts(self, number: int, region: ReadRegion) -> list[torch.Tensor]:
+        """A region's parts of the buffer, which is made if there is none yet."""
+        layout, buffer = self._layouts[number], self._buffers.get(number)
+        if buffer is None:
+            buffer = self._buffers[number] = self._leaves[number][0].detach().new_empty(layout.size)
+        return [buffer[layout.places[shard]].view(lengths(self.plan.shards[shard].box)) for shard in region.shards]
+
+
+def _too_much(under_way: Sequence[Exchanged]) -> bool:
+    """Whether more is received than may be at a time: then the oldest is waited for, by the rule for what is sent (``transit``)."""
+    return len(under_way) > SENT_TENSORS or (len(under_way) > 1 and sum(one.buffer.nbytes for one in under_way) > SENT_BYTES)
+
+
+METHOD = ShardedState

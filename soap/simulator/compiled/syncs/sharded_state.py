@@ -1,0 +1,149 @@
+"""Parts that readers own (compiled): reduce-scatters of buckets, all-gathers of values. The counterpart of ``plan.syncs.sharded_state``.
+
+What each reader of a bucket owns of it is counted in ``owned``, from ``owned_ptr[bucket]`` on, in the order of the readers.
+"""
+
+from __future__ import annotations
+
+from soap.plan.syncs.seam import PULL, PUSH
+from soap.simulator.compiled.arrays import fill
+from soap.simulator.compiled.communication import add_flow, begin_flows, find_list
+from soap.simulator.compiled.jit import compiled
+from soap.simulator.compiled.scratch import FULL, TASKS
+from soap.simulator.compiled.state import OTHER, SYNC_BUCKET
+from soap.simulator.compiled.syncs.codes import is_dealt_out
+from soap.simulator.compiled.syncs.exchange import add_exchange, begin_exchange, new_row, round_of_flows
+from soap.simulator.compiled.syncs.pricing import adding_ns, price_ns
+from soap.simulator.compiled.task_keys import STATE_FULL, SYNC, task_key
+from soap.simulator.compiled.world import World
+
+
+@compiled
+def owned_by_readers(W: World, parameter: int, shard: int) -> bool:
+    """Whether several readers own a part of a region each, and it gets a gradient. Call it after ``find_members``."""
+    return is_dealt_out(W.state.sync[parameter]) and W.scratch.members[0] > 1 and W.shards.lowest[shard] >= 0
+
+
+@compiled
+def parts_of(W: World, shard: int) -> int:
+    """Into how many parts a region is cut. Call it after ``find_members``."""
+    return min(W.shards.rows[shard], W.scratch.members[0])
+
+
+@compiled
+def part_bytes(W: World, shard: int, part: int) -> int:
+    """Bytes of a part of a region."""
+    D, count = W.shards, parts_of(W, shard)
+    return (D.rows[shard] // count + (1 if part < D.rows[shard] % count else 0)) * D.row_bytes[shard]
+
+
+@compiled
+def owner_place(W: World, parameter: int, shard: int, part: int) -> int:
+    """The owner of a part, as a place among the readers."""
+    G, D, S = W.graph, W.shards, W.scratch
+    return (G.first_reader[parameter] + shard - D.ptr[S.geometry[parameter]] + part) % S.members[0]
+
+
+@compiled
+def part_ns(W: World, shard: int, part: int, device: int) -> int:
+    """Duration in ns of adding up all readers' gradients of a part and updating it."""
+    K, D, S = W.cluster, W.shards, W.scratch
+    size = part_bytes(W, shard, part)
+    added = adding_ns((S.members[0] - 1) * size, 0, K.memory_bandwidth[device], 0.0)
+    return added + price_ns(D, S, K.hosts[0] + K.device_type[device], size)
+
+
+@compiled
+def is_scattered(W: World, bucket: int) -> bool:
+    """Whether a bucket's gradients are scattered to readers that own parts."""
+    return is_dealt_out(W.state.sync[W.scratch.t_res[bucket]])
+
+
+@compiled
+def begin_owned(S, bucket, readers):  # type: ignore[no-untyped-def]
+    """Set up what the readers of a new bucket own; 0 readers if each owns all of it."""
+    first = S.owned_ptr[bucket]
+    if bucket + 2 > len(S.owned_ptr) or first + readers > len(S.owned):
+        raise MemoryError(FULL)
+    fill(S.owned, first, first + readers, 0)
+    S.owned_ptr[bucket + 1] = first + readers
+
+
+@compiled
+def deal_out(W, parameter, shard, bucket):  # type: ignore[no-untyped-def]
+    """Count a region's parts in its bucket."""
+    S = W.scratch
+    for part in range(parts_of(W, shard)):
+        S.owned[S.owned_ptr[bucket] + owner_place(W, parameter, shard, part)] += part_bytes(W, shard, part)
+
+
+@compiled
+def _name_readers(R, S, group):  # type: ignore[no-untyped-def]
+    """Fill ``members`` with the readers of a bucket; returns their number."""
+    first, count = R.sets.ptr[group], R.sets.ptr[group + 1] - R.sets.ptr[group]
+    S.members[0] = count
+    for i in range(count):
+        S.members[1 + i] = R.sets.item[first + i]
+    return count
+
+
+@compiled
+def _exchange(W, bucket, gather):  # type: ignore[no-untyped-def]
+    """(duration in ns, bytes) of a bucket's exchange; its links are added to ``res``. ``gather``: from owners, else to them."""
+    R, K, S = W.groups, W.cluster, W.scratch
+    count, first = _name_readers(R, S, S.t_res_n[bucket]), S.owned_ptr[bucket]
+    begin_exchange(S)
+    begin_flows(S)
+    for owner in range(count):
+        for reader in range(count if S.owned[first + owner] > 0 else 0):
+            if reader != owner:
+                source, target = (owner, reader) if gather else (reader, owner)
+                add_flow(S, S.members[1 + source], S.members[1 + target], S.owned[first + owner])
+    return round_of_flows(K, S, 0)
+
+
+@compiled
+def finish_scatter(W, bucket, slot):  # type: ignore[no-untyped-def]
+    """Write the task that scatters a complete bucket into its slot. The owners' updates wait for it."""
+    R, C, S = W.groups, W.state, W.scratch
+    duration, moved = _exchange(W, bucket, False)
+    add_exchange(W, slot, task_key(SYNC, S.t_res[bucket], PUSH, S.bucket_region[bucket], 0, 0), duration, moved)
+    readers, owners, first = S.members[0], 0, S.owned_ptr[bucket]
+    for place in range(readers):
+        if S.owned[first + place] > 0:
+            owners += 1
+            S.members[owners] = S.members[1 + place]
+    C.kind[slot], C.owner[slot], C.waits[slot] = SYNC_BUCKET, -1, 0
+    C.index[slot] = find_list(R.sets, S.members[1 : 1 + owners])
+
+
+@compiled
+def gather_values(W, buckets, slot0):  # type: ignore[no-untyped-def]
+    """Add the tasks that gather the values of the scattered ones among the first ``buckets`` buckets, and let them wait for the owners'
+    updates (``update_row``)."""
+    R, C, S = W.groups, W.state, W.scratch
+    fill(C.update_row, 0, len(C.update_row), -1)
+    fill(S.settling, 0, len(S.settling), 0)
+    for bucket in range(buckets):
+        if is_scattered(W, bucket):
+            for place in range(_name_readers(R, S, S.t_res_n[bucket])):
+                S.settling[S.members[1 + place]] += S.owned[S.owned_ptr[bucket] + place] > 0
+    for device in range(len(S.settling)):
+        if S.settling[device] > 0:
+            C.update_row[device] = new_row(C, S.settling[device])
+            S.settling[device] = C.update_row[device] + 2
+    for bucket in range(buckets):
+        if is_scattered(W, bucket):
+            slot = slot0 + S.count[TASKS]
+            if slot + 1 > len(C.key):
+                raise MemoryError(STATE_FULL)
+            S.count[TASKS] += 1
+            duration, moved = _exchange(W, bucket, True)
+            add_exchange(W, slot, task_key(SYNC, S.t_res[bucket], PULL, S.bucket_region[bucket], 0, 0), duration, moved)
+            C.kind[slot], C.owner[slot], C.index[slot], C.waits[slot] = OTHER, -1, new_row(C, 0), 0
+            for place in range(S.members[0]):
+                if S.owned[S.owned_ptr[bucket] + place] > 0:
+                    device = S.members[1 + place]
+                    C.arena[S.settling[device]] = slot
+                    S.settling[device] += 1
+                    C.waits[slot] += 1

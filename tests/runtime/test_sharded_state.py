@@ -1,0 +1,246 @@
+"""Sharded optimizer states train like one process in float64, whatever else a plan does, and equal runs give equal bits."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+
+from soap.cluster.topology import Topology
+from soap.errors import RuntimeFailure
+from soap.model.graph import OperatorGraph
+from soap.plan.syncs import bucketing
+from soap.runtime.sync import sharded_state
+from soap.runtime.trainer import Trainer
+from soap.simulator.lowering import build_plan
+from soap.strategy.config import OpConfig, Strategy
+from soap.strategy.sync import SHARDED_STATE
+from soap.tracing.execute import ExecutableModel
+from soap.tracing.export import export_model
+from soap.tracing.load import load_model
+from tests.extent import often
+from tests.runtime.exact_modules import EXAMPLES, Batch, Trained, worst
+from tests.runtime.pool import Pool
+from tests.runtime.sparse_modules import OPTIMIZERS, WHOLE, train_alone
+from tests.runtime.sparse_plans import by_samples, hosts, random_synchronized
+
+TOLERANCE = 1e-9
+TWO, FOUR = hosts(1, 1), hosts(2, 2)
+
+
+class Odd(nn.Module):
+    """Parameters of which some have fewer rows than there are ranks, and a number; one layer is frozen, one is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layer, self.head = nn.Linear(5, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.row, self.number = nn.Parameter(torch.randn(1, 8)), nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x)) * self.row
+        x = self.layer(self.frozen(self.layer(x))) * self.number
+        return nn.functional.cross_entropy(self.head(x), labels)
+
+
+def odd_batch(samples: int, step: int) -> Batch:
+    generator = torch.Generator().manual_seed(10 * step + samples)
+    return torch.randn(samples, 5, generator=generator, dtype=torch.float64), torch.randint(0, 3, (samples,), generator=generator)
+
+
+MODELS = ("odd", "shared", "weighted")
+
+
+def module_of(name: str) -> nn.Module:
+    torch.manual_seed(5)
+    return (Odd() if name == "odd" else EXAMPLES[name].make()).double().train()
+
+
+def batch_of(name: str, samples: int, step: int) -> Batch:
+    return odd_batch(samples, step) if name == "odd" else EXAMPLES[name].batch(samples, step)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("models")
+    for name in MODELS:
+        export_model(module_of(name), batch_of(name, 6, 0), path=folder / f"{name}.pt2", dynamic_batch=True)
+    return {name: str(folder / f"{name}.pt2") for name in MODELS}
+
+
+@lru_cache(maxsize=4)
+def loaded(path: str) -> ExecutableModel:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return load_model(path, dtype="float64")
+
+
+def sharded(graph: OperatorGraph, strategy: Strategy) -> Strategy:
+    """With all trainable parameters owned in parts."""
+    return strategy.with_changes(parameters={tensor.name: SHARDED_STATE for tensor in graph.parameters if tensor.requires_grad})
+
+
+def in_columns(graph: OperatorGraph, strategy: Strategy, devices: Sequence[int]) -> Strategy:
+    """Every linear operator in two halves of its samples and two of its outputs: two devices read each half of a weight."""
+    for op in graph.operators:
+        columns = [k for k, factor in enumerate(op.factors) if factor.kind.value == "parameter" and factor.size % 2 == 0]
+        samples = [k for k, factor in enumerate(op.factors) if factor.kind.value == "sample"]
+        if op.parameters and columns and samples:
+            degrees = tuple(2 if k in (columns[0], samples[0]) else 1 for k in range(len(op.factors)))
+            strategy = strategy.with_operator(op.name, OpConfig(degrees, tuple(devices)))
+    return strategy
+
+
+def train(
+    path: str,
+    strategy: Strategy,
+    topology: Topology,
+    steps: Sequence[Sequence[Batch]],
+    optimizer: str,
+    most_bytes: int | None,
+    options: Mapping[str, Any],
+) -> Trained:
+    """What a rank does. ``most_bytes``: how much may wait to be added up, and how large a bucket is."""
+    with ExitStack() as patches:
+        if most_bytes is not None:
+            for module, name in ((sharded_state, "SENT_BYTES"), (bucketing, "FIRST_BUCKET_BYTES"), (bucketing, "BUCKET_BYTES")):
+                patches.enter_context(patch.object(module, name, most_bytes))
+        trainer = patches.enter_context(Trainer(loaded(path), (strategy, topology), optimizer=OPTIMIZERS[optimizer], **options))
+        losses = [trainer.step(*(t for part in parts for t in part)) for parts in steps]
+        return Trained(losses, trainer.state_dict())
+
+
+def trained(
+    four: Pool,
+    files: Mapping[str, str],
+    name: str,
+    strategy: Strategy,
+    topology: Topology,
+    optimizer: str = "adam",
+    sizes: Sequence[Sequence[int]] = ((6, 6), (6, 6), (6, 6)),
+    most_bytes: int | None = None,
+    **options: Any,
+) -> Trained:
+    """What rank 0 has after training, which one process has as well. ``sizes``: samples of each step's micro-batches."""
+    steps = [[batch_of(name, size, 10 * i + k) for k, size in enumerate(parts)] for i, parts in enumerate(sizes)]
+    options = {"accumulate": len(sizes[0]), **options}
+    results = four.run(train, files[name], strategy, topology, steps, optimizer, most_bytes, options, ranks=topology.device_count)
+    assert all(result.losses == results[0].losses for result in results)
+    expected = train_alone(module_of(name), steps, OPTIMIZERS[optimizer], clip_norm=options.get("clip_norm"))
+    assert worst(results[0], expected) < TOLERANCE, worst(results[0], expected)
+    found: Trained = results[0]
+    return found
+
+
+@pytest.mark.parametrize(("name", "topology"), [("odd", TWO), ("odd", FOUR), ("shared", TWO), ("weighted", FOUR)])
+def test_trains_like_one_process(four: Pool, files: dict[str, str], name: str, topology: Topology) -> None:
+    """With Adam, clipping and micro-batches, of different sizes in one case."""
+    graph = loaded(files[name]).graph
+    strategy = sharded(graph, by_samples(graph, range(topology.device_count), 6))
+    assert {sync.method for sync in build_plan(graph, strategy, topology).syncs if len(sync.readers) > 1} == {"sharded_state"}
+    trained(four, files, name, strategy, topology, sizes=((6, 4),) * 3 if name == "shared" else ((6, 6),) * 3, clip_norm=0.05)
+
+
+@pytest.mark.parametrize("name", often(MODELS, ["odd"]))
+def test_tensor_parallel_shards(four: Pool, files: dict[str, str], name: str) -> None:
+    """Regions of a parameter have readers of their own, of which each owns a part."""
+    graph = loaded(files[name]).graph
+    strategy = sharded(graph, in_columns(graph, by_samples(graph, range(4), 6), (3, 0, 2, 1)))
+    owned = [shard for shard in build_plan(graph, strategy, FOUR).shards if shard.trainable and len(shard.devices) == 1 and shard.uses]
+    assert len({shard.devices for shard in owned}) == 4
+    trained(four, files, name, strategy, FOUR, clip_norm=0.05)
+
+
+@pytest.mark.parametrize("seed", often(range(12), (0,), pytest.mark.slow))
+def test_mixtures_of_methods(four: Pool, files: dict[str, str], seed: int) -> None:
+    rng, name = random.Random(seed), MODELS[seed % len(MODELS)]
+    topology = (TWO, FOUR, hosts(1, 2))[seed % 3]
+    graph = loaded(files[name]).graph
+    strategy = random_synchronized(graph, topology, rng)
+    trained(four, files, name, strategy, topology, rng.choice(list(OPTIMIZERS)), clip_norm=0.05)
+
+
+def test_what_waits_to_be_added_up_changes_nothing(four: Pool, files: dict[str, str]) -> None:
+    """If buckets are single parameters, and one exchange alone may be under way, each waits for the one before; equal runs give equal
+    bits."""
+    graph = loaded(files["odd"]).graph
+    strategy = sharded(graph, by_samples(graph, range(4), 6))
+    one, same, other = (trained(four, files, "odd", strategy, FOUR, most_bytes=most) for most in (None, None, 1))
+    for found in (same, other):
+        assert found.losses == one.losses
+        assert all(torch.equal(tensor, found.state[name]) for name, tensor in one.state.items())
+
+
+def kept(path: str, strategy: Strategy, topology: Topology) -> tuple[int, int]:
+    """Bytes of this rank's optimizer states, and whether the model's memory is the trainer's."""
+    model = load_model(path)
+    with Trainer(model, (strategy, topology), optimizer=OPTIMIZERS["adam"], take_over=True) as trainer:
+        trainer.step(*batch_of("odd", 6, 0))
+        assert trainer.optimizer is not None
+        states = [value for own in trainer.optimizer.state.values() for key, value in own.items() if key != "step"]
+        shared = {leaf.data_ptr() for leaf in trainer.shards.leaves.values()} >= {
+            tensor.data_ptr() for tensor in model.parameters.values() if tensor.requires_grad
+        }
+        return sum(state.nbytes for state in states), shared
+
+
+def test_each_rank_keeps_the_states_of_its_parts(four: Pool, files: dict[str, str]) -> None:
+    graph = loaded(files["odd"]).graph
+    found = four.run(kept, files["odd"], sharded(graph, by_samples(graph, range(4), 6)), FOUR)
+    whole = 2 * sum(tensor.bytes for tensor in graph.parameters if tensor.requires_grad)
+    assert sum(size for size, _ in found) == whole
+    assert max(size for size, _ in found) <= whole / 4 + 2 * 8 * 8  # at most the largest row more than the mean
+    assert all(shared for _, shared in found)
+
+
+def refused(path: str, strategy: Strategy, topology: Topology) -> str:
+    try:
+        Trainer(loaded(path), (strategy, topology), optimizer=WHOLE["adafactor"]).close()
+    except RuntimeFailure as error:
+        return str(error)
+    return ""
+
+
+def test_an_optimizer_that_needs_whole_parameters_is_refused(four: Pool, files: dict[str, str]) -> None:
+    graph = loaded(files["odd"]).graph
+    lines = four.run(refused, files["odd"], sharded(graph, by_samples(graph, range(2), 6)), TWO, ranks=2)
+    assert len({*lines}) == 1 and "its readers own parts of it (zero); synchronize it by allreduce, or use" in lines[0]
+
+
+def gone_on(path: str, strategy: Strategy, topology: Topology, source: str | None, target: str | None, steps: Sequence[int]) -> Trained:
+    """Train some steps, from a checkpoint and to one."""
+    with Trainer(loaded(path), (strategy, topology), optimizer=OPTIMIZERS["adam"]) as trainer:
+        if source is not None:
+            trainer.load(source)
+        losses = [trainer.step(*batch_of("odd", 6, step)) for step in steps]
+        if target is not None:
+            trainer.save(target)
+        return Trained(losses, trainer.state_dict())
+
+
+def test_checkpoints_fit_any_plan_and_number_of_ranks(four: Pool, files: dict[str, str], tmp_path: Path) -> None:
+    """Four ranks, two, three by tensor parallelism and all-reduces, four again."""
+    graph, path = loaded(files["odd"]).graph, files["odd"]
+    ways = [
+        (sharded(graph, by_samples(graph, range(4), 6)), FOUR),
+        (sharded(graph, by_samples(graph, range(2), 6)), TWO),
+        (random_synchronized(graph, hosts(1, 2), random.Random(3)), hosts(1, 2)),
+        (sharded(graph, in_columns(graph, by_samples(graph, range(4), 6), (3, 0, 2, 1))), FOUR),
+    ]
+    losses, source, last = [], None, None
+    for number, (strategy, topology) in enumerate(ways):
+        target = str(tmp_path / str(number))
+        last = four.run(gone_on, path, strategy, topology, source, target, [number], ranks=topology.device_count)[0]
+        losses += last.losses
+        source = target
+    expected = train_alone(module_of("odd"), [[batch_of("odd", 6, step)] for step in range(4)], OPTIMIZERS["adam"])
+    assert last is not None and worst(Trained(losses, last.state), expected) < TOLERANCE
