@@ -20,12 +20,6 @@ def require_clippable(plan: Plan, largest: float) -> None:
     of all gradients, so that N^(-1/2) of the norm means something, and none may be on its way to an owner. Those of a host are clipped
     together if it compresses as one peer; then all that is compressed must be compressed so."""
     everyone = tuple(range(plan.device_count))
-    ways = {sync.leaders: sync.parameter for sync in plan.syncs if sync.contract.compresses}
-    if len(ways) > 1:
-        raise RuntimeFailure(
-            f"clip_norm {largest:g}, where {' and '.join(map(repr, list(ways.values())[:2]))} are compressed by other devices; expected "
-            "each device to compress, or one device of each host, the same for all parameters: peers clip what they compress"
-        )
     for sync in plan.syncs:
         if tuple(sorted(sync.readers)) != everyone or sync.contract.by_rows or sync.contract.owned_in_parts:
             raise RuntimeFailure(
@@ -33,6 +27,12 @@ def require_clippable(plan: Plan, largest: float) -> None:
                 f"({sync.contract.name}, {len(sync.readers)} of {plan.device_count}); expected data parallelism by all-reduces and "
                 "compressed sums: ranks clip their own gradients before they are compressed"
             )
+    ways = {sync.leaders: sync.parameter for sync in plan.syncs if sync.contract.compresses}
+    if len(ways) > 1:
+        raise RuntimeFailure(
+            f"clip_norm {largest:g}, where {' and '.join(map(repr, list(ways.values())[:2]))} are compressed by other devices; expected "
+            "each device to compress, or one device of each host, the same for all parameters: peers clip what they compress"
+        )
 
 
 def clip(comm: Communicator, plan: Plan, gradients: Mapping[int, torch.Tensor], largest: float) -> float:
