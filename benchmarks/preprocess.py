@@ -88,8 +88,7 @@ def arrow(files: list[Path], out: Path) -> None:
     numbers = [np.maximum(table.column(f"I{i}").fill_null(0).to_numpy(), 0) for i in range(NUMBERS)]
     codes = []
     for i in range(CATEGORIES):
-        coded = table.column(f"C{i}").dictionary_encode().unify_dictionaries()
-        codes.append(np.concatenate([chunk.indices.to_numpy() for chunk in coded.chunks]))
+        codes.append(table.column(f"C{i}").combine_chunks().dictionary_encode().indices.to_numpy())
     _save(out, table.column("y").to_numpy()[:, None], np.stack(numbers, 1), np.stack(codes, 1))
 
 

@@ -99,12 +99,12 @@ def _index(work: Work, task: Task) -> Done:
         return Done(task, found["rows"], found["skipped"], found["made"], kept=True)
     if unit.kind != PARQUET:
         parsed = parse_lines(layout, data, size, unit, chunk, source, work.stop)
-    made = write_arrays(path, _encoded(layout, parsed))
+    made = write_arrays(path, encoded(layout, parsed))
     write_record(record, key, made=made, rows=parsed.rows, skipped=parsed.skipped)
     return Done(task, parsed.rows, parsed.skipped, made)
 
 
-def _encoded(layout: Layout, parsed: Parsed) -> dict[str, Array]:
+def encoded(layout: Layout, parsed: Parsed) -> dict[str, Array]:
     """A chunk's numbers, codes by column, and values and counts by dictionary."""
     arrays: dict[str, Array] = {"numbers": parsed.numbers}
     ids = {column.name: i for i, column in enumerate(c for c in layout.spec.columns if c.kind == "hex")}
