@@ -123,10 +123,10 @@ def counted(path: str, autocast: str | None, strategy: Strategy, topology: Topol
     return live.most_bytes
 
 
-OFTEN = {("convolutions", "bfloat16", "single_device"), ("attention", None, "data_parallel")}
+OFTEN = {("convolutions", "bfloat16", "single_device"), ("attention", None, "data_parallel"), ("attention", None, "zero1")}
 CASES = [
     pytest.param(*case, marks=() if case in OFTEN else pytest.mark.long)
-    for case in product(MODELS, (None, "bfloat16"), ("single_device", "data_parallel"))
+    for case in product(MODELS, (None, "bfloat16"), ("single_device", "data_parallel", "zero1"))
 ]
 
 

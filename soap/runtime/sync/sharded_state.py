@@ -99,15 +99,15 @@ class ShardedState(RankSync):
         return self._owned
 
     def begin(self, part: MicroBatch, watch: Watch) -> None:
-        """Drop the last step's gradients before the first micro-batch."""
+        """Drop the last step's gradients before the first micro-batch; the optimizer has left its own on what it has updated."""
         super().begin(part, watch)
         if part.first:
             self._totals.clear()
             self._buffers.clear()
-            for number, leaves in self._leaves.items():
-                self._filled[number].clear()
-                for leaf in leaves:
-                    leaf.grad = None
+            for filled in self._filled.values():
+                filled.clear()
+            for tensor in (*(self.store.tensors[shard] for shard in self._owned), *(leaf for own in self._leaves.values() for leaf in own)):
+                tensor.grad = None
 
     def synchronize(self, number: int) -> None:
         """Send each owner its part of this rank's gradients, and begin to receive the others' gradients of this rank's own part."""
