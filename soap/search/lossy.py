@@ -34,8 +34,9 @@ def may_be_ragged(topology: Topology) -> bool:
 
 
 def _ragged(method: Compression) -> Sequence[Compression]:
-    varies = isinstance(method, Rgc | RgcAsq) and method.selection not in EXACT
-    return [replace(method, ragged=True)] if varies else []
+    if isinstance(method, Rgc | RgcAsq) and method.selection not in EXACT:
+        return [replace(method, ragged=True)]
+    return []
 
 
 def lossy_syncs(

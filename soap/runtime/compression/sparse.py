@@ -57,7 +57,7 @@ class SparseCompressor(Compressor[Settings, SparseLayout], Generic[Settings]):
         total = torch.zeros(self.layout.elements, dtype=self.kept_dtype, device=received.device)
         rows = received.unbind()
         if self.layout.ragged:
-            rows = tuple(self.padded(part) for part in received.split(sizes_of(state.step["sizes"])))
+            rows = tuple(self.padded(part) for part in torch.split(received, sizes_of(state.step["sizes"])))
         for row in rows:
             count = self.length(row) if place.on_host(row) else self.layout.capacity  # a GPU is not asked: padding adds zeros
             total.index_add_(0, self.positions(row)[:count].long(), self.values(row, count))
