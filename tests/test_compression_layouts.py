@@ -36,7 +36,7 @@ def test_methods_are_read_by_name_and_number() -> None:
         ("rgc:1.5", "rgc: density 1.5; expected a share"),
         ("rgc:nan", "rgc: density nan; expected a share"),
         ("powersgd:1.5", "expected a rank behind the colon, such as 'powersgd:2'"),
-        ("powersgd:0", "powersgd: rank 0; expected a whole number of at least 1"),
+        ("powersgd:0", "powersgd: rank 0; expected a whole number from 1 to 1048576"),
         ("bf16:2", "bf16 has no setting; expected 'bf16'"),
     ],
 )
