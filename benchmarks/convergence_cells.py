@@ -55,7 +55,8 @@ class Key(NamedTuple):
 class Cell:
     """A training. ``losses``: of each step. ``loss``, ``error``: of held-out data at the end. ``bytes_share``: what a rank sends in a step,
     of what it would send for dense gradients. ``density``: the share of a compressed parameter's elements that a rank has sent, ``union``:
-    that all ranks together have, on average over parameters by size and over steps; None where a method sends a bit of each."""
+    that all ranks together have, on average over parameters by size and over steps; None where a method sends a bit of each.
+    ``seconds``: processor time."""
 
     task: str
     method: str

@@ -49,7 +49,7 @@ def page(cells: Sequence[Cell]) -> str:
     for part in (methods(cells), warm_ups(cells), larger_batches(cells), unions(cells)):
         lines += part
     minutes = f"{sum(cell.seconds for cell in cells) / 60:.0f} minutes"
-    return "\n".join([*lines, f"All trainings together: {minutes} by the clock, each on a core that other programs used, too.", ""])
+    return "\n".join([*lines, f"All trainings together: {minutes} of processor time.", ""])
 
 
 def methods(cells: Sequence[Cell]) -> Iterator[str]:
