@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import convergence_cells, convergence_page
-from benchmarks.convergence_cells import METHODS, Cell, Key, wanted
+from benchmarks.convergence_cells import METHODS, PARTS, Cell, Key, wanted
 from benchmarks.convergence_tasks import RANKS, TASKS, Data, Task
 from benchmarks.pages import give
 from soap.cli.options import positive
@@ -143,6 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="convergence", description="Losses with compressed gradients.")
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), help="default: all")
     parser.add_argument("--methods", nargs="+", default=list(METHODS), metavar="METHOD", help="default: all of the page")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="of the page; default: all")
     parser.add_argument("--seeds", type=positive, default=3, help="default %(default)s")
     parser.add_argument("--steps", type=positive, help="default: each task's")
     parser.add_argument("--results", type=Path, metavar="FILE", help="keeps each training; what is in it is not run again")
@@ -156,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for path in (args.results, args.write):
             if path is not None:
                 check_writable(path)
-        problems = run_all(list(wanted(args.tasks, args.methods, args.seeds, args.steps)), cells, args.results)
+        problems = run_all(list(wanted(args.tasks, args.methods, args.seeds, args.steps, args.parts)), cells, args.results)
         if cells:
             give(convergence_page.page(cells), args.write)
     except SoapError as error:

@@ -12,6 +12,8 @@ from benchmarks.convergence_tasks import TASKS
 
 METHODS = ("dense", "bf16", "int8", "powersgd", "rgc", "rgc+asq", "chunked", "rgc:0.01", "rgc+asq:0.01")
 """``dense``, or as ``strategy.compression.parse`` takes them."""
+PARTS = ("methods", "warm-ups", "batches")
+"""Of the page."""
 WARMED = ("rgc", "rgc+asq")
 WARM_UPS = ("none", "dense", "density")
 """Without one; a tenth of the steps dense; a tenth of the steps at five falling densities."""
@@ -73,18 +75,28 @@ class Cell:
     seconds: float
 
     @property
+    def name(self) -> str:
+        """Of its task, with the number of steps if that is not the task's own."""
+        return self.task if self.steps == TASKS[self.task].steps else f"{self.task}, {self.steps} steps"
+
+    @property
     def key(self) -> Key:
         """Which training it is."""
         return Key(self.task, self.method, self.warm_up, self.batch, self.steps, self.seed)
 
 
-def wanted(tasks: Sequence[str], methods: Sequence[str], seeds: int, steps: int | None = None) -> Iterator[Key]:
-    """All trainings: methods, then warm-ups, then batches. ``steps``: instead of the tasks' own."""
+def wanted(
+    tasks: Sequence[str], methods: Sequence[str], seeds: int, steps: int | None = None, parts: Sequence[str] = PARTS
+) -> Iterator[Key]:
+    """All trainings of these parts of the page. ``steps``: instead of the tasks' own."""
     for name in tasks:
         task = TASKS[name]
-        groups = [(own, "none", task.batch) for own in methods]
-        groups += [(own, warm_up, task.batch) for own in methods if own in WARMED for warm_up in WARM_UPS[1:]]
-        groups += [(own, "none", LARGER * task.batch) for own in methods if own in IN_BATCHES.get(name, ())]
+        by_part = {
+            "methods": [(own, "none", task.batch) for own in methods],
+            "warm-ups": [(own, warm_up, task.batch) for own in methods if own in WARMED for warm_up in WARM_UPS[1:]],
+            "batches": [(own, "none", LARGER * task.batch) for own in methods if own in IN_BATCHES.get(name, ())],
+        }
+        groups = [group for part, own in by_part.items() if part in parts for group in own]
         yield from (Key(name, *group, steps or task.steps, seed) for group in groups for seed in range(seeds))
 
 

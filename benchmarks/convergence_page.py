@@ -71,7 +71,7 @@ def methods(cells: Sequence[Cell]) -> Iterator[str]:
 def warm_ups(cells: Sequence[Cell]) -> Iterator[str]:
     """With a tenth of the steps to warm up."""
     own = [cell for cell in cells if cell.batch == TASKS[cell.task].batch]
-    by_method = {(cell.task, cell.method): None for cell in own if cell.warm_up != USUAL}
+    by_method = {(cell.name, cell.method): None for cell in own if cell.warm_up != USUAL}
     if not by_method:
         return
     yield from ("## Warm-up", "")
@@ -80,9 +80,9 @@ def warm_ups(cells: Sequence[Cell]) -> Iterator[str]:
     yield "| task | method | warm-up | held-out loss (seeds) | within | error (seeds) | within | steps to dense's loss |"
     yield "|---|---|---|---|---|---|---|---|"
     for task, method in by_method:
-        dense = [cell for cell in own if (cell.task, cell.method, cell.warm_up) == (task, DENSE, USUAL)]
+        dense = [cell for cell in own if (cell.name, cell.method, cell.warm_up) == (task, DENSE, USUAL)]
         for warm_up in WARM_UPS:
-            if runs := [cell for cell in own if (cell.task, cell.method, cell.warm_up) == (task, method, warm_up)]:
+            if runs := [cell for cell in own if (cell.name, cell.method, cell.warm_up) == (task, method, warm_up)]:
                 yield f"| {task} | {method} | {warm_up} | {compared(runs, dense)} | {steps_text(runs, dense)} |"
     yield ""
 
@@ -100,8 +100,9 @@ def larger_batches(cells: Sequence[Cell]) -> Iterator[str]:
     yield "| task | batch | method | held-out loss (seeds) | within | error (seeds) | within |"
     yield "|---|---|---|---|---|---|---|"
     for task, by_method in grouped(large).items():
-        for batch in (TASKS[task].batch, LARGER * TASKS[task].batch):
-            there = grouped(cell for cell in own if (cell.task, cell.batch) == (task, batch)).get(task, {})
+        largest = max(run.batch for runs in by_method.values() for run in runs)
+        for batch in (largest // LARGER, largest):
+            there = grouped(cell for cell in own if (cell.name, cell.batch) == (task, batch)).get(task, {})
             for method in by_method:
                 if method in there:
                     yield f"| {task} | {batch} | {method} | {compared(there[method], there.get(DENSE, []))} |"
@@ -181,10 +182,10 @@ def first_step(losses: Sequence[float], aim: float) -> int | None:
 
 
 def grouped(cells: Iterable[Cell]) -> dict[str, dict[str, list[Cell]]]:
-    """Task -> method -> its trainings, in the order in which they were run."""
+    """Name of the task -> method -> its trainings, in the order in which they were run."""
     found: dict[str, dict[str, list[Cell]]] = {}
     for cell in cells:
-        found.setdefault(cell.task, {}).setdefault(cell.method, []).append(cell)
+        found.setdefault(cell.name, {}).setdefault(cell.method, []).append(cell)
     return found
 
 

@@ -25,7 +25,7 @@ from soap.runtime.compression.selection import Surveyed
 
 MEGA = 2**20
 DENSITY = 0.001
-ROUNDS = 7
+ROUNDS = 11
 DATA: dict[str, Callable[[int], torch.Tensor]] = {"normal": torch.randn, "uniform": torch.rand}
 Way = Callable[[], object]
 
@@ -94,7 +94,7 @@ def table(found: dict[tuple[str, int], dict[str, float]]) -> str:
 
 INTRO = """# Selecting a thousandth of a gradient
 
-    python -m benchmarks.selection --write docs/results/selection.md
+    OMP_NUM_THREADS=1 python -m benchmarks.selection --write docs/results/selection.md
 
 Sizes are in 2^20 elements of float32; k is a thousandth. Times are the best of several rounds in which the methods take turns, from the
 first pass over the tensor on; in brackets how many times as fast as `torch.topk` of the magnitudes, which makes these first. *sum* is

@@ -65,6 +65,7 @@ def test_warm_ups_take_a_tenth_of_the_steps() -> None:
 def test_what_is_trained() -> None:
     keys = list(wanted(list(TASKS), METHODS, 3))
     assert len(keys) == len(set(keys))
+    assert {key.warm_up for key in wanted(["lstm"], ["dense", "rgc"], 1, 7, ["methods"])} == {"none"}
     batches = {key.batch for key in keys if key.task == "digits"}
     assert batches == {16, LARGER * 16}
     assert {key.warm_up for key in keys if key.method == "rgc"} == {"none", "dense", "density"}
@@ -118,6 +119,9 @@ def test_the_page_has_a_line_for_each_kind_of_training() -> None:
     assert "| lstm | 512 | rgc | **2.000** (2.000) | yes | **20.0%** (20.0%) | yes |" in text
     assert "| lstm | rgc | 0.100% | 0.400% | 0.399% | 0.360% | 0.90 |" in text
     assert "held-out loss (dense's spread: 0.200): rgc: higher than that." in text
+    assert "An element waits longer for its turn, on average, than the training's 500 steps: rgc: 1000." in text
+    longer = convergence_page.page([*cells, *(replace(own, steps=900, loss=0.5) for own in DENSE[:1])])
+    assert "| lstm, 900 steps | dense | 50.0% | **0.500** (0.500) |  |" in longer and "| lstm | dense | 50.0% | **1.100** (" in longer
     assert all(len(line) <= 140 for line in text.splitlines() if not line.startswith(("|", "20")))
 
 
