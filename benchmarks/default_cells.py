@@ -3,7 +3,6 @@ file, which is written again, as a whole or not at all, behind each; so a run th
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import inf
@@ -13,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks import kept
 from soap.errors import SoapError
-from soap.files import read_text, write_text_atomically
 from soap.measure.paired import gain
 
 USUAL, FOUND, PEER = "data_parallel", "found", "DistributedDataParallel"
@@ -42,12 +41,6 @@ _CELL = {
         "sources": {"type": "object", "additionalProperties": {"type": "number"}},
     },
     "required": ["model", "cluster", "mode", "kept", "differs", "seconds", "times_ns", "draws_ns"],
-    "additionalProperties": False,
-}
-_SCHEMA = {
-    "type": "object",
-    "properties": {"version": {"const": VERSION}, "cells": {"type": "array", "items": _CELL}},
-    "required": ["version", "cells"],
     "additionalProperties": False,
 }
 
@@ -177,21 +170,7 @@ class Cell:
 
 def read(path: Path) -> list[Cell]:
     """The cells of a file; none if there is no file. SoapError in one line if it is no such file."""
-    if not path.exists():
-        return []
-    from jsonschema import Draft202012Validator
-    from jsonschema.exceptions import best_match
-
-    try:
-        document = json.loads(read_text(path, what="results"))
-    except (ValueError, RecursionError) as error:
-        raise SoapError(f"results {str(path)!r} are no JSON ({error}); expected a file of benchmarks.default_command") from None
-    error = best_match(Draft202012Validator(_SCHEMA).iter_errors(document))
-    if error is not None:
-        place = "/".join(map(str, error.absolute_path)) or "the whole"
-        said = error.message if len(error.message) < 200 else f"{error.message[:200]}…"
-        raise SoapError(f"results {str(path)!r}: {place}: {said}; expected a file of benchmarks.default_command")
-    cells = [Cell.of(own) for own in document["cells"]]
+    cells = [Cell.of(own) for own in kept.read(path, _CELL, VERSION, "benchmarks.default_command")]
     for cell in cells:
         if problem := cell.problem():
             raise SoapError(f"results {str(path)!r}: {' '.join(cell.key)}: {problem}")
@@ -200,5 +179,4 @@ def read(path: Path) -> list[Cell]:
 
 def write(path: Path, cells: Iterable[Cell]) -> None:
     """Write them, a line for each cell; as a whole or not at all."""
-    lines = ",\n".join(json.dumps(asdict(cell)) for cell in cells)
-    write_text_atomically(path, f'{{"version": {VERSION}, "cells": [\n{lines}\n]}}\n')
+    kept.write(path, map(asdict, cells), VERSION)

@@ -1,117 +1,102 @@
 """RedSync's clusters, simulated: what compressing gradients gains over all-reducing them, and where a step's time goes.
 
-    python -m benchmarks.redsync --write docs/results/redsync.md
+    python -m benchmarks.redsync --results results.json --write docs/results/redsync.md
     python -m benchmarks.redsync --nets alexnet --devices 2 4
 
 Fang, Fu, Yang and Hsieh, "RedSync: Reducing Synchronization Bandwidth for Distributed Deep Learning Training System", JPDC 2019. Costs are
 estimates (data sheets of the presets ``piz-daint-N`` and ``muradin``); nothing is fitted to the paper. Each device has as many samples as
-there. All parameters that the policy compresses are compressed at a thousandth, also where that does not pay.
+there. All parameters that the policy compresses are compressed at a thousandth, also where that does not pay. Each cell is kept in
+``--results`` as soon as it is known, and the same command goes on with what is missing.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-
-import torch
-from torch import Tensor, nn
+from unittest.mock import patch
 
 import soap
+from benchmarks import redsync_page
 from benchmarks.pages import give
+from benchmarks.redsync_cells import METHODS, NAIVE, RADIX_PASSES, Cell, read, write
+from benchmarks.redsync_equations import Gradient
 from soap import api
 from soap.cli.options import positive
+from soap.errors import SoapError
+from soap.files import check_writable
 from soap.model.graph import OperatorGraph
-from soap.search.lossy import lossy_starts
+from soap.plan.compression.rgc import SparseLayout
+from soap.plan.compression.seam import Effort, Work
+from soap.plan.compression.training import PLAIN, PlannedTraining
+from soap.plan.syncs.compressed import CompressedSum
+from soap.search.lossy import lossy_starts, lossy_syncs
 from soap.simulator.simulate import Simulation
 from soap.simulator.tasks import TaskKind
-from soap.strategy.compression import Compression, Rgc, RgcAsq
-from soap.zoo.blocks import Classifier
-from soap.zoo.recurrent import LanguageModel, RecurrentConfig
+from soap.strategy.compression import Compression, Rgc
+from soap.strategy.config import Strategy
 
-DEVICES = (2, 4, 8, 16, 32, 64)
+DEVICES = (1, 2, 4, 8, 16, 32, 64, 128)
 """Of Piz Daint, one in a host."""
-MURADIN = 8
-METHODS: tuple[Compression, ...] = (Rgc(), RgcAsq())
-PAPER = {
-    "alexnet": "about 3x at 4 to 16 GPUs", "vgg16": "about 2x at 4 to 64", "lstm": "about 3x at 2 to 16", "resnet50": "at most 1.2x",
-}  # fmt: skip
-"""What the text says of its Figures."""
-SAMPLES = {"alexnet": 64, "vgg16": 32, "resnet50": 32, "lstm": 5}
+MORE: dict[str, tuple[int, ...]] = {"lstm_ptb": (256, 512)}
+"""Further ones, to see where methods change sides."""
+SAMPLES = {"alexnet": 64, "vgg16": 32, "resnet50": 32, "lstm_ptb": 5}
 """Of a device."""
-
-
-class Vgg16(Classifier):
-    """VGG-16 (Simonyan and Zisserman, 2014): thirteen convolutions, three dense layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layers: list[nn.Module] = []
-        before = 3
-        for channels, count in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
-            for _ in range(count):
-                layers += [nn.Conv2d(before, channels, 3, padding=1), nn.ReLU()]
-                before = channels
-            layers.append(nn.MaxPool2d(2))
-        self.features = nn.Sequential(*layers)
-        hidden = (nn.Linear(512 * 7 * 7, 4096), nn.ReLU(), nn.Dropout(), nn.Linear(4096, 4096), nn.ReLU(), nn.Dropout())
-        self.classifier = nn.Sequential(*hidden, nn.Linear(4096, 1000))
-
-    def logits(self, inputs: Tensor) -> Tensor:
-        """Class scores of images."""
-        scores: Tensor = self.classifier(torch.flatten(self.features(inputs), 1))
-        return scores
-
-
-def _vgg16(batch: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    return Vgg16(), (torch.randn(batch, 3, 224, 224), torch.randint(1000, (batch,)))
-
-
-def _lstm(batch: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """Two layers of 1,500 on the Penn Treebank's vocabulary, 35 steps."""
-    config = RecurrentConfig(vocabulary=10_000, width=1500, layers=2, steps=35, chunk=35, outputs=10_000)
-    words = torch.randint(config.vocabulary, (batch, config.steps))
-    return LanguageModel(config), (words, words.clone())
-
-
-BUILDERS: dict[str, Callable[[int], tuple[nn.Module, tuple[Tensor, ...]]]] = {"vgg16": _vgg16, "lstm": _lstm}
-
-
+CLIPPED = ("lstm_ptb",)
+"""Whose gradients ranks clip: selection waits for the whole backward pass."""
+@cache
 def graph_of(net: str, batch: int) -> OperatorGraph:
     """The operators of a net for this global batch, on the meta device."""
-    if net not in BUILDERS:
-        return soap.load(f"zoo:{net}@{batch}", plan_only=True, batch_norm="local").graph
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / f"{net}.pt2"
-        with torch.device("meta"):
-            module, inputs = BUILDERS[net](batch)
-            soap.export(module.train(), inputs, path=path, verify=False)
-        return soap.load(path, plan_only=True).graph
+    return soap.load(f"zoo:{net}@{batch}", plan_only=True, batch_norm="local").graph
 
 
-@dataclass(frozen=True)
-class Cell:
-    """A net on so many devices. ``rivals``: by method. ``shares``: of RGC's step: select, send (on the busiest link), restore, update."""
-
-    net: str
-    devices: int
-    dense_ns: int
-    rivals: tuple[int, ...]
-    shares: tuple[float, float, float, float]
-
-
-def cell(net: str, cluster: str) -> Cell:
+def cell(net: str, cluster: str, devices: int) -> Cell:
     """Simulate a net by data parallelism, and with all that each method's policy compresses."""
-    topology = soap.load_cluster(cluster)
-    graph = graph_of(net, SAMPLES[net] * topology.device_count)
-    simulator = api.simulator_for(graph, topology, optimizer_states=0, costs="estimate")
-    usual = api.classical("data_parallel", graph, topology)
-    dense = simulator.predict(usual).makespan_ns
-    found = [simulator.run(lossy_starts(graph, usual, [method]).popitem()[1]) for method in METHODS]
-    return Cell(net, topology.device_count, dense, tuple(own.makespan_ns for own in found), shares(found[0]))
+    topology = soap.load_cluster(f"{cluster}-{devices}" if cluster == "piz-daint" else cluster)
+    graph = graph_of(net, SAMPLES[net] * devices)
+    usual, training = api.classical("data_parallel", graph, topology), PlannedTraining(late=net in CLIPPED)
+
+    def run(strategy: Strategy, training: PlannedTraining) -> Simulation:
+        return api.simulator_for(graph, topology, optimizer_states=0, costs="estimate", training=training).run(strategy)
+
+    found = {"dense": run(usual, PLAIN)}
+    with alone_too():
+        for name, method in METHODS.items():
+            found[name] = run(compressing(graph, usual, method), training)
+        for name, passes in NAIVE.items():
+            with radix_select(passes()):
+                found[name] = run(compressing(graph, usual, Rgc(selection="exact")), training)
+    return Cell(net, cluster, devices, {name: own.makespan_ns for name, own in found.items()}, shares(found["RGC"]))
+
+
+def compressing(graph: OperatorGraph, usual: Strategy, method: Compression) -> Strategy:
+    """Data parallelism in which a method compresses all that its policy names."""
+    return lossy_starts(graph, usual, [method]).popitem()[1]
+
+
+@contextmanager
+def alone_too() -> Iterator[None]:
+    """A device that is alone compresses as well, as in the paper; SOAP leaves what goes nowhere as it is."""
+    with patch.object(CompressedSum, "serves_region", lambda self, readers: True):
+        yield
+
+
+@contextmanager
+def radix_select(passes: float) -> Iterator[None]:
+    """Selections cost so many passes over all elements, beside adding the gradient to the residual and taking magnitudes."""
+    usual = SparseLayout.effort
+
+    def effort(self: SparseLayout, compression: Compression, work: Work, *, on_host: bool) -> Effort:
+        if work != "select":
+            return usual(self, compression, work, on_host=on_host)
+        return Effort(round((5 + passes) * self.whole_bytes), 3 * self.capacity, RADIX_PASSES)
+
+    with patch.object(SparseLayout, "effort", effort):
+        yield
 
 
 def shares(simulation: Simulation) -> tuple[float, float, float, float]:
@@ -126,64 +111,49 @@ def shares(simulation: Simulation) -> tuple[float, float, float, float]:
             spent["send"] += task.duration_ns
         elif task.kind is TaskKind.UPDATE and task.resources == (0,):
             spent["update"] += task.duration_ns
-    select, send, restore, update = (own / simulation.makespan_ns for own in spent.values())
+    select, send, restore, update = (round(own / simulation.makespan_ns, 4) for own in spent.values())
     return select, send, restore, update
 
 
-def page(cells: Sequence[Cell], others: Sequence[Cell]) -> str:
-    """The page as Markdown."""
-    return "\n".join([*_head(), *_table(cells, "Piz Daint: a P100 in each host"), *_table(others, "Muradin: TITAN V in one host"), ""])
+def gradients_of(net: str, method: Compression) -> list[Gradient]:
+    """What a method's policy compresses of a net, for the equations."""
+    graph, found = graph_of(net, SAMPLES[net]), []
+    for name, ways in lossy_syncs(graph, [method]).items():
+        tensor, how = graph.tensors[name], ways[0].compression
+        assert how is not None
+        found.append(Gradient(tensor.shape, tensor.itemsize, how))
+    return found
 
 
-HEAD = """# RedSync's clusters, simulated
-
-Written by `python -m benchmarks.redsync`. Fang et al., JPDC 2019, on the presets `piz-daint-N` (10 GB/s and 1 us to the
-network, all paths free) and `muradin`. Every figure is a prediction from data sheets; none is fitted, and nothing was run on
-such machines.
-
-Speed-ups are over all-reduced gradients, in buckets behind the backward pass, at NCCL's prices. The paper's baseline is
-Horovod of 2018; what of the network its sums reached is not known here. Compressed are all parameters that the policy names,
-at a density of 0.1%, also where that does not pay: a search leaves those alone. All-gathers are priced as direct exchanges.
-Shares are of RGC's step; selecting and sending overlap with the backward pass in part.
-
-What the paper says, net by net, and nothing gained elsewhere:
-"""
-FOUND = """
-Here the nets come in that order, too, but gain less: at these links NCCL hides nearly all sums of VGG-16 and ResNet-50
-behind the backward pass, so that there compressing costs time. ASQ comes closer to RGC with more GPUs, and does not pass it
-up to 64: half of the bytes are saved where selecting takes longer than sending.
-"""
-
-
-def _head() -> Iterator[str]:
-    yield HEAD
-    yield from (f"- {net}: {said}" for net, said in PAPER.items())
-    yield "- ASQ loses to RGC for the LSTM below 16 GPUs"
-    yield FOUND.rstrip()
-
-
-def _table(cells: Sequence[Cell], title: str) -> Iterator[str]:
-    yield ""
-    yield f"## {title}"
-    yield ""
-    yield "| net | GPUs | dense | RGC | speed-up | ASQ's | select | send | restore | update |"
-    yield "|---|---|---|---|---|---|---|---|---|---|"
-    for own in cells:
-        rgc, asq = own.rivals
-        parts = " | ".join(f"{share:.0%}" for share in own.shares)
-        gains = f"{own.dense_ns / rgc:.2f} | {own.dense_ns / asq:.2f}"
-        yield f"| {own.net} | {own.devices} | {own.dense_ns / 1e6:.1f} ms | {rgc / 1e6:.1f} ms | {gains} | {parts} |"
+def run_all(wanted: Sequence[tuple[str, str, int]], cells: list[Cell], results: Path | None) -> None:
+    """Simulate what is missing, and keep each at once."""
+    there = {own.key for own in cells}
+    for key in (key for key in wanted if key not in there):
+        begin = time.perf_counter()
+        cells.append(cell(*key))
+        if results is not None:
+            write(results, cells)
+        print(*key, f"in {time.perf_counter() - begin:.1f} s", file=sys.stderr, flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point."""
-    parser = argparse.ArgumentParser(description="RedSync's clusters, simulated.")
+    parser = argparse.ArgumentParser(prog="redsync", description="RedSync's clusters, simulated.")
     parser.add_argument("--nets", nargs="+", choices=list(SAMPLES), default=list(SAMPLES))
-    parser.add_argument("--devices", nargs="+", type=positive, default=list(DEVICES), metavar="N")
-    parser.add_argument("--write", metavar="FILE", help="write the page there (default: print it)")
+    parser.add_argument("--devices", nargs="+", type=positive, metavar="N", help=f"default: {', '.join(map(str, DEVICES))}; some nets more")
+    parser.add_argument("--results", type=Path, metavar="FILE", help="keeps each cell; what is in it is not simulated again")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the page there (default: print it)")
     args = parser.parse_args(argv)
-    cells = [cell(net, f"piz-daint-{count}") for net in args.nets for count in args.devices]
-    give(page(cells, [cell(net, "muradin") for net in args.nets]), args.write)
+    try:
+        cells = [] if args.results is None else read(args.results)
+        for path in (args.results, args.write):
+            if path is not None:
+                check_writable(path)
+        wanted = [(net, "piz-daint", count) for net in args.nets for count in args.devices or (*DEVICES, *MORE.get(net, ()))]
+        run_all([*wanted, *((net, "muradin", 8) for net in args.nets)], cells, args.results)
+    except SoapError as error:
+        parser.error(str(error))
+    give(redsync_page.page(cells, {net: {name: gradients_of(net, own) for name, own in METHODS.items()} for net in args.nets}), args.write)
     return 0
 
 

@@ -1,32 +1,101 @@
-"""RedSync's page: what is simulated for it, and what it says."""
+"""RedSync's page: what is simulated for it, what it says, and the equations in closed form."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
-from benchmarks import redsync
-from benchmarks.redsync import SAMPLES, Cell, cell, graph_of, page
+from benchmarks import redsync, redsync_cells, redsync_page
+from benchmarks.redsync import SAMPLES, cell, gradients_of, graph_of
+from benchmarks.redsync_cells import METHODS, NAIVE, Cell
+from benchmarks.redsync_equations import Gradient, dense_ns, sparse_ns, wire, worthwhile
+from soap.errors import SoapError
 from soap.plan.compression.policy import layer_of
+from soap.strategy.compression import Rgc, RgcAsq
+from tests.simulator.test_redsync_equations import WIDE, equations_ns, network
+
+TIMES = {"dense": 40_000_000, "RGC": 20_000_000, "ASQ": 25_000_000, "naive": 80_000_000, "naive, whole GPU": 32_000_000}
+OWN = Cell("lstm_ptb", "piz-daint", 4, TIMES, (0.25, 0.01, 0.03, 0.06))
 
 
 @pytest.mark.slow
 def test_nets_are_the_papers() -> None:
-    assert sum(tensor.bytes for tensor in graph_of("vgg16", 2).parameters) == 4 * 138_357_544
-    lstm = graph_of("lstm", 2)
-    assert {tensor.shape for tensor in lstm.parameters} >= {(10_000, 1500), (6000, 1500)}
-    assert layer_of(lstm, "head.weight").kind == "output"
-    assert SAMPLES.keys() == redsync.PAPER.keys()
+    """Its Table 1: 528 MB and 204 MB, of which it writes the first in units of 2^20."""
+    assert sum(tensor.bytes for tensor in graph_of("vgg16", 2).parameters) // 2**20 == 527
+    lstm = graph_of("lstm_ptb", 2)
+    assert sum(tensor.bytes for tensor in lstm.parameters) // 10**6 == 204
+    assert layer_of(lstm, "embedding.weight").kind == "output"  # tied
+    assert SAMPLES.keys() == redsync_page.PAPER.keys() and set(redsync.CLIPPED) < SAMPLES.keys()
+    by_method = {name: gradients_of("lstm_ptb", method) for name, method in METHODS.items()}
+    assert [type(own.how) for own in by_method["ASQ"]] == [Rgc, *[RgcAsq] * 4]
+    assert [own.how.selection for own in by_method["RGC"]] == ["sampled"] * 5  # type: ignore[attr-defined]
 
 
 def test_the_page_has_a_line_for_each_cell() -> None:
-    own = Cell("lstm", 4, 40_000_000, (20_000_000, 25_000_000), (0.25, 0.01, 0.03, 0.06))
-    text = page([own], [own])
-    assert text.count("| lstm | 4 | 40.0 ms | 20.0 ms | 2.00 | 1.60 | 25% | 1% | 3% | 6% |") == 2
+    muradin, later = replace(OWN, cluster="muradin", devices=8), replace(OWN, devices=64, times_ns={**TIMES, "ASQ": 19_000_000})
+    text = redsync_page.page([OWN, later, muradin], {})
+    assert "| lstm_ptb | 4 | 40.0 ms | 20.0 ms | 2.00 | 1.60 | 0.50 | 1.25 |" in text
+    assert "| lstm_ptb | 4 | 25% | 1% | 3% | 6% |" in text
+    assert "| 64 | 20.0 ms | 19.0 ms | 1.053 |" in text and "ASQ is faster from 64 GPUs on" in text
+    assert text.count("| lstm_ptb | 8 |") == 1  # of Muradin there are no shares
+    assert "ASQ is not faster up to 4 GPUs" in redsync_page.page([OWN, muradin], {})
     assert all(len(line) <= 140 for line in text.splitlines())
 
 
 @pytest.mark.slow
-def test_the_lstm_gains_and_its_selection_takes_time() -> None:
-    found = cell("lstm", "piz-daint-4")
-    rgc, asq = found.rivals
-    assert rgc < asq < found.dense_ns and 0.1 < found.shares[0] < 0.5
+def test_the_lstm_gains_its_selection_takes_time_and_a_naive_one_takes_more() -> None:
+    found = cell("lstm_ptb", "piz-daint", 4)
+    assert found.gain("RGC") > found.gain("ASQ") > 1 > found.gain("naive")
+    assert found.gain("naive, whole GPU") < found.gain("RGC")
+    assert 0.1 < found.shares[0] < 0.5
+
+
+@pytest.mark.slow
+def test_on_one_gpu_compression_is_slower_than_dense() -> None:
+    found = cell("lstm_ptb", "piz-daint", 1)
+    assert all(found.gain(name) < 1 for name in (*METHODS, *NAIVE))
+    select, send, restore, _ = found.shares
+    assert select > 0 and send == 0 and restore > 0
+
+
+def test_cells_come_back_as_they_were_and_are_not_simulated_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, simulated = tmp_path / "results.json", []
+
+    def made(net: str, cluster: str, devices: int) -> Cell:
+        simulated.append((net, cluster, devices))
+        return replace(OWN, net=net, cluster=cluster, devices=devices)
+
+    monkeypatch.setattr(redsync, "cell", made)
+    redsync_cells.write(file, [OWN])
+    cells = redsync_cells.read(file)
+    assert cells == [OWN]
+    redsync.run_all([OWN.key, ("alexnet", "muradin", 8)], cells, file)
+    assert simulated == [("alexnet", "muradin", 8)]
+    assert redsync_cells.read(file) == cells and len(cells) == 2
+    file.write_text(file.read_text().replace('"dense": 40000000', '"dense": 0', 1))
+    with pytest.raises(SoapError, match="cells/0/times_ns/dense: 0 is less than the minimum of 1; expected a file of"):
+        redsync_cells.read(file)
+
+
+@pytest.mark.parametrize("density", [2**-9, 2**-5])
+def test_the_closed_forms_are_those_that_simulated_tasks_are_held_to(density: float) -> None:
+    gradients = [Gradient((WIDE, WIDE), 4, Rgc(density, "exact"))]
+    for peers in (2, 8, 64):
+        topology = network(peers)
+        assert (sparse_ns(gradients, topology, peers), dense_ns(gradients, topology, peers)) == pytest.approx(
+            equations_ns(topology, density), rel=1e-9
+        )
+
+
+@pytest.mark.parametrize("density", [2**-9, 2**-7, 2**-5, 0.5])
+def test_where_equations_meet_is_found(density: float) -> None:
+    gradients, topology = [Gradient((WIDE, WIDE), 4, Rgc(density, "exact"))], network(2)
+    better = [own for own in range(2, 400) if sparse_ns(gradients, topology, own) < dense_ns(gradients, topology, own)]
+    found = worthwhile(gradients, topology)
+    if density == 0.5:
+        assert found is None and not better
+    else:
+        assert found is not None and (found[0], min(found[1], 399)) == (better[0], better[-1])
+        assert wire(topology)[1] == 1.25e9
