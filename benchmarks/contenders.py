@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -31,6 +34,8 @@ from soap.simulator.reference import execution_order
 from soap.zoo.gpt import GPT, Block
 
 LEARNING_RATE = 0.01
+KEEPING_STATES = ("ZeroRedundancyOptimizer",)
+"""Peers that are about the optimizer's states."""
 Placed = TypeVar("Placed", Tensor, nn.Module)
 Step = Callable[[], float]
 """One training iteration; gives the loss."""
@@ -39,7 +44,8 @@ Step = Callable[[], float]
 @dataclass(frozen=True)
 class Contest:
     """One model and the ways to train it. ``ours``: classical strategy; ``theirs``: name in ``PEERS``. ``path``: the exported model.
-    ``device``: kind of device, which all ranks share if there are fewer of them."""
+    ``device``: kind of device, which all ranks share if there are fewer of them. Both sides train with SGD, or with Adam where its states
+    are what is compared."""
 
     model: str
     path: Path
@@ -48,6 +54,11 @@ class Contest:
     options: Mapping[str, Any]
     """Of ``soap.api.load``."""
     device: DeviceKind = "cpu"
+
+    @property
+    def optimizer(self) -> Callable[..., torch.optim.Optimizer]:
+        """What makes the optimizer of parameters."""
+        return partial(torch.optim.Adam, lr=LEARNING_RATE) if self.theirs in KEEPING_STATES else partial(torch.optim.SGD, lr=LEARNING_RATE)
 
     def place(self, tensor: Placed) -> Placed:
         """A tensor or module on this rank's device."""
@@ -68,18 +79,30 @@ def soap_step(contest: Contest) -> Step:
     strategy = api.classical(contest.ours, model.graph, topology)
     simulation = api.simulator_for(model.graph, topology).run(strategy)
     order = execution_order(simulation.tasks, simulation.schedule)
-    sgd = partial(torch.optim.SGD, lr=LEARNING_RATE)
-    trainer = Trainer(model, (strategy, topology), order, optimizer=sgd, device_kind=contest.device, take_over=True)
+    trainer = Trainer(model, (strategy, topology), order, optimizer=contest.optimizer, device_kind=contest.device, take_over=True)
     inputs = [contest.place(tensor) for tensor in model.example_inputs]
     return lambda: trainer.step(*inputs)
 
 
 def data_parallel_step(contest: Contest) -> Step:
     """``DistributedDataParallel`` with its defaults; every rank has its share of the batch."""
+    return _plain_step(*_replicated(contest))
+
+
+def sharded_step(contest: Contest) -> Step:
+    """``DistributedDataParallel`` with ``ZeroRedundancyOptimizer``, which keeps the states of whole parameters on one rank each, and
+    broadcasts values in one buffer for each rank."""
+    module, inputs = _replicated(contest)
+    kind, options = contest.optimizer.func, contest.optimizer.keywords  # type: ignore[attr-defined]
+    optimizer = ZeroRedundancyOptimizer(module.parameters(), kind, parameters_as_bucket_view=True, **options)  # type: ignore[no-untyped-call]
+    return _plain_step(module, inputs, optimizer)
+
+
+def _replicated(contest: Contest) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """The module on all ranks, and this rank's share of the batch."""
     module, inputs = batch_of(contest)
     rank, size = dist.get_rank(), dist.get_world_size()
-    own = tuple(tensor.tensor_split(size)[rank].contiguous() for tensor in inputs)
-    return _plain_step(DistributedDataParallel(module), own)
+    return DistributedDataParallel(module), tuple(tensor.tensor_split(size)[rank].contiguous() for tensor in inputs)
 
 
 def plain_step(contest: Contest) -> Step:
@@ -103,8 +126,8 @@ def tensor_parallel_step(contest: Contest) -> Step:
     return _plain_step(parallelize_module(module, init_device_mesh(contest.device, (size,)), plan), inputs)
 
 
-def _plain_step(module: nn.Module, inputs: Sequence[Tensor]) -> Step:
-    optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
+def _plain_step(module: nn.Module, inputs: Sequence[Tensor], optimizer: torch.optim.Optimizer | None = None) -> Step:
+    optimizer = optimizer or torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
 
     def step() -> float:
         optimizer.zero_grad()
@@ -120,6 +143,7 @@ PEERS: dict[str, Callable[[Contest], Step]] = {
     "plain": plain_step,
     "DistributedDataParallel": data_parallel_step,
     "parallelize_module": tensor_parallel_step,
+    "ZeroRedundancyOptimizer": sharded_step,
 }
 """PyTorch's own ways, by name."""
 
@@ -154,6 +178,38 @@ def _seconds(step: Step, steps: int) -> float:
             torch.cuda.synchronize()
         times.append((perf_counter_ns() - start) / 1e9)
     return median(times)
+
+
+def sent_bytes(contest: Contest, ours: bool, steps: int = 3) -> int:
+    """Bytes that a rank sends in a step over its connections, as the kernel counts what was acknowledged; the mean of all ranks."""
+    world = open_world(world_size(os.environ), contest.device, "gloo")
+    try:
+        step = (soap_step if ours else PEERS[contest.theirs])(contest)
+        step()
+        dist.barrier()
+        before = _acknowledged()
+        for _ in range(steps):
+            step()
+        dist.barrier()
+        sent = torch.tensor([_acknowledged() - before], dtype=torch.float64)
+        dist.all_reduce(sent)
+        return round(float(sent) / steps / dist.get_world_size())
+    finally:
+        close_world(world)
+
+
+def _acknowledged() -> int:
+    """Bytes that were acknowledged on all TCP connections of this process (``tcpi_bytes_acked`` of Linux's ``struct tcp_info``)."""
+    total = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            with socket.socket(fileno=os.dup(int(name))) as own:
+                if own.family in (socket.AF_INET, socket.AF_INET6) and own.type == socket.SOCK_STREAM:
+                    info = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 128)
+                    total += int.from_bytes(info[120:128], sys.byteorder) if len(info) >= 128 else 0
+        except OSError:  # no socket, or none any more
+            continue
+    return total
 
 
 def curves(contest: Contest, steps: int) -> tuple[list[float], list[float]]:

@@ -1,5 +1,6 @@
-"""Does a plan cost more than the same by PyTorch's own tools? Data parallelism against DistributedDataParallel, Megatron's plan against
-``parallelize_module``, one device against the plain module: time of a step and peak memory, as ratios measured in one run.
+"""Does a plan cost more than the same by PyTorch's own tools? Data parallelism against DistributedDataParallel, sharded optimizer states
+against ZeroRedundancyOptimizer, Megatron's plan against ``parallelize_module``, one device against the plain module: time of a step and
+peak memory, as ratios measured in one run. Behind the table stands what a rank sends.
 
     python -m benchmarks.runtime
     python -m benchmarks.runtime --device cuda --models single-gpt-large single-resnet50-large
@@ -22,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.contenders import Contest, curves, peak_bytes, race
+from benchmarks.contenders import Contest, curves, peak_bytes, race, sent_bytes
 from benchmarks.end_to_end import machine, quietly
 from benchmarks.models import export_model
 from soap.cli.options import not_negative, positive
@@ -35,6 +36,8 @@ CONTESTS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "gpt": ("gpt", "data_parallel", "DistributedDataParallel", {}),
     "rnnlm": ("rnnlm", "data_parallel", "DistributedDataParallel", {}),
     "rnnlm-short": ("rnnlm-short", "data_parallel", "DistributedDataParallel", {}),
+    "gpt-zero": ("gpt", "zero1", "ZeroRedundancyOptimizer", {}),
+    "rnnlm-zero": ("rnnlm", "zero1", "ZeroRedundancyOptimizer", {}),
     "gpt-megatron": ("gpt", "megatron", "parallelize_module", {}),
     "single-gpt": ("gpt-dry", "single_device", "plain", {}),
     "single-resnet50": ("resnet50", "single_device", "plain", {}),
@@ -76,6 +79,16 @@ def _apart(contest: Contest) -> float:
     return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
 
 
+def sending(name: str, args: argparse.Namespace, folder: Path) -> str:
+    """What each rank sends in a step, on both sides; empty where there is one rank alone."""
+    model, ours, theirs, options = CONTESTS[name]
+    if theirs == "plain":
+        return ""
+    contest = Contest(f"runtime-{model}", export_model(f"runtime-{model}", folder), ours, theirs, options, args.device)
+    own, peer = (launch(args.ranks, sent_bytes, (contest, side))[0] / 2**20 for side in (True, False))
+    return f"- {name}: a rank sends {own:.2f} MiB in a step by {ours}, {peer:.2f} MiB by {theirs}."
+
+
 HEAD = """| model | plan | peer | SOAP | peer | speed ratio | middle half | SOAP's peak | peer's peak | memory ratio | others |
 |---|---|---|---:|---:|---:|---|---:|---:|---:|---:|"""
 
@@ -102,6 +115,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             start = time.monotonic()
             print(benchmark(name, args, Path(folder)), flush=True)
             print(f"{name}: {time.monotonic() - start:.0f} s", file=sys.stderr)
+        sent = [line for name in args.models if (line := sending(name, args, Path(folder)))]
+    print("\n".join(["", *sent]), flush=True)
     return 0
 
 

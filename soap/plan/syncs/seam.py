@@ -92,9 +92,10 @@ class Hold:
 
     An empty name means the step's beginning, or its end. ``with_uses``: held at least until the last pass of a tile that uses what is
     synchronized. If task ``since`` does not take place, nothing is held, or with ``with_uses`` from the step's beginning. If task ``until``
-    does not take place, the memory is held until the last use. ``from_gradient``: held from the first backward pass on the device that
-    makes a gradient of what is synchronized; if none does, nothing. ``queue``: if set, the device learns late that the memory is free: it
-    then waits for the oldest in the queue where too much is held (``simulator.memory.transit``); what is sent may be free only at the end.
+    does not take place, the memory is held until the last use. ``from_gradient``: held from the end of the first backward pass on the
+    device that makes a gradient of what is synchronized; if none does, nothing is held. ``queue``: if set, the device learns late that the
+    memory is free: it then waits for the oldest in the queue where too much is held (``simulator.memory.transit``); what is sent may be
+    free only when the device updates.
     """
 
     device: int

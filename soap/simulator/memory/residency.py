@@ -15,7 +15,7 @@ Not counted are copies that a library may make of what it sums.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from soap.model.graph import TensorKind
 from soap.model.regions import Box, in_one_piece, whole
@@ -98,23 +98,31 @@ class _Values:
                 if own.size_bytes and (not own.since or own.since in self.spans.named or own.with_uses):
                     self._hold_for(sync, own)
 
-    def _backward_of(self, sync: ShardSync) -> Iterator[tuple[int, Span]]:
-        """The tiles that make gradients of what is synchronized, with their backward passes."""
-        yield from ((tile, self.spans.backward[tile]) for tile, _ in sync.uses if tile in self.spans.backward)
-
     def _hold_for(self, sync: ShardSync, own: Hold) -> None:
         """Write down what a device holds for a synchronization."""
         begun = self.spans.named.get(own.since, (0, 0))[0]
         done = self.spans.named.get(own.until, (0, 0))[0 if own.before else 1] if own.until else self.spans.end_ns
         if own.from_gradient:
-            begun = min((span[0] for tile, span in self._backward_of(sync) if self.plan.tiles[tile].device == own.device), default=done)
-        last = max((self.spans.last(tile) for tile, _ in sync.uses), default=0) if own.with_uses else 0
-        if own.queue == "sent":
-            self.ledger.send(own.device, begun, self.ledger.arrived(own.device, done), own.size_bytes)
+            self._hold_gradients(sync, own, done)
+        elif own.queue == "sent":
+            update = self.spans.named.get(update_name(own.device), (0, 0))[0]  # what was sent before has left by then
+            over = self.ledger.arrived(own.device, done)
+            self.ledger.send(own.device, begun, max(done, min(over, update)) if begun < update else over, own.size_bytes)
         elif own.queue == "received":
             self.ledger.receive(own.device, begun, done, own.size_bytes)
         else:
+            last = max((self.spans.last(tile) for tile, _ in sync.uses), default=0) if own.with_uses else 0
             self.hold(own.device, begun, max(done, last), own.size_bytes)
+
+    def _hold_gradients(self, sync: ShardSync, own: Hold, done: int) -> None:
+        """A buffer of gradients, which is made when a tile has made the first one. For a moment that one is there as well."""
+        tiles = [tile for tile, _ in sync.uses if tile in self.spans.backward and self.plan.tiles[tile].device == own.device]
+        if tiles:
+            first = min(tiles, key=lambda tile: self.spans.backward[tile][1])
+            made = self.spans.backward[first][1]
+            regions = [region for region in sync.regions if any(tile == first for tile, _ in region.uses)]
+            self.hold(own.device, made, max(made, done), own.size_bytes, early=True)
+            self.hold(own.device, made, made, max(box_bytes(self.plan, r.parameter, r.box) for r in regions), early=True)
 
     def values(self) -> None:
         """Outputs of tiles, what they keep, and their copies of parts of the batch."""
