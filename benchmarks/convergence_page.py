@@ -26,7 +26,9 @@ DENSE, USUAL = "dense", "none"
 
 INTRO = f"""# Training with compressed gradients
 
-    OMP_NUM_THREADS=1 python -m benchmarks.convergence --results FILE --write docs/results/convergence.md
+    OMP_NUM_THREADS=1 python -m benchmarks.convergence --results FILE
+    OMP_NUM_THREADS=1 python -m benchmarks.convergence --tasks lstm --methods dense rgc rgc+asq --parts methods --steps 2000 --results FILE
+    python -m benchmarks.convergence_page FILE docs/results/convergence.md
 
 {RANKS} ranks, emulated in one process, which has the bits of a distributed run (`soap-run --check` compares these). All methods have
 the dense run's learning rate, batches, number of steps and starting values; nothing is tuned for them.

@@ -29,7 +29,7 @@ from soap.tracing.load import load_model
 from tests.runtime.pool import Pool
 from tests.runtime.sparse_plans import by_samples, hosts
 
-ROWS, COLUMNS, STEPS, SAMPLES = 96, 64, 3, 8
+ROWS, COLUMNS, STEPS, SAMPLES = 96, 64, 2, 8
 ELEMENTS = ROWS * COLUMNS
 KEPT = 123
 """k: 2% of the elements."""
