@@ -57,6 +57,7 @@ the same processes. *Sent compressed* counts parameters by method; none: the sea
 
     python -m benchmarks.lossy_emulated --results FILE --write docs/results/lossy_emulated.md
 
+PowerSGD's hook is waited for after each bucket: it begins sums in callbacks, whose order differs between ranks, and gloo aborts then.
 A peer's hooks compute in part on threads that are not slowed down as an emulated device is, which is in the peers' favour.
 """
 

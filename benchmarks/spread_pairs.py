@@ -19,6 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from tqdm import tqdm
 
 from soap import api
@@ -26,12 +27,15 @@ from soap.cluster.overheads import Share
 from soap.cluster.topology import Topology
 from soap.errors import SoapError
 from soap.files import write_text_atomically
+from soap.measure.compression_timing import matrix_of, time_compression
 from soap.measure.machine_cache import cache_folder
 from soap.measure.this_machine import measured_local_topology
+from soap.plan.compression.seam import WORKS, layout_of
 from soap.profiles.entries import UPDATE, Entry, decode
 from soap.profiles.lookup import Profile, Source
 from soap.profiles.roofline import RooflineCosts, runtime_seconds, work_seconds
 from soap.simulator.communication.prices import Communication
+from soap.strategy.compression import Bf16, Chunked, Int8, PowerSgd, Rgc, RgcAsq, said_settings, written_settings
 
 ROOT = Path(__file__).parents[1]
 CPU_PAIRS = ROOT / "benchmarks/spreads_cpu.json"
@@ -48,7 +52,9 @@ INTERQUARTILE = 1.349
 SAID = (Source.ESTIMATED, Source.INTERPOLATED, Source.CALIBRATED)
 WAYS = ("forward", "backward")
 QUICK_BYTES = (1024, 2 * 2**20)
-RECORD: dict[str, Any] = {"models": {}, "quick": []}
+RECORD: dict[str, Any] = {"models": {}, "quick": [], "compression": {}}
+COMPRESSIONS = (Rgc(0.001, "trimmed"), Rgc(0.001, "search"), RgcAsq(0.001, "search"), Chunked(), PowerSgd(2), Bf16(), Int8())
+COMPRESSED_ELEMENTS, PEERS = (2**16, 2**19, 2**22), 4
 
 
 class Pair(NamedTuple):
@@ -131,6 +137,33 @@ def _line(pair: Pair) -> str:
 def _decoded(group: str, line: str) -> Pair:
     source, measured, predicted, apart, way, kind = line.split(" ", 5)
     return Pair(group, kind, way == WAYS[True], source, float(measured), float(predicted), float(apart))
+
+
+def compression_pairs(kept: Mapping[str, Any]) -> list[Pair]:
+    """Works for compressed gradients; the kind is ``select``, ``combine`` or ``restore``."""
+    found = []
+    for line in kept.get("compression", {}).get("works", ()):
+        work, measured, predicted, said = line.split(" ", 3)
+        found.append(Pair(said, work, False, Source.ESTIMATED.value, float(measured), float(predicted)))
+    return found
+
+
+def measure_compression() -> None:
+    """Time the works of every method of compression on one thread of this machine, and keep them beside what its figures say."""
+    kept, lines, load = record(), [], round(os.getloadavg()[0], 1)
+    torch.set_num_threads(1)
+    with _own_cache():
+        topology = api.load_cluster(CPU_CLUSTER)
+        device, costs = topology.devices[0].type, RooflineCosts(topology)
+        for how in tqdm(COMPRESSIONS, desc="measuring", unit="method", disable=None):
+            for elements in COMPRESSED_ELEMENTS:
+                layout = layout_of(how, matrix_of(elements), 4, PEERS)
+                for work in WORKS if len(layout.exchanges) > 1 else (WORKS[0], WORKS[-1]):
+                    found = time_compression(how, work, elements, PEERS, torch.device("cpu"))
+                    predicted_ns = costs.compression_ns(how, layout, work, device)
+                    lines.append(f"{work} {found.ns:.0f} {predicted_ns} {elements} {said_settings(written_settings(how))}")
+    kept["compression"] = {"when": _today(), "device": device.name, "load": load, "works": lines}
+    _write(kept)
 
 
 def measure(models: Sequence[str], budget_s: float, repeat: int, *, again: bool = False) -> None:

@@ -1,6 +1,7 @@
 """How far costs are off, fitted to stored measurements: the figures of ``soap/profiles/data/spreads.json``.
 
     python -m benchmarks.spreads measure --again zoo:gpt:tiny zoo:resnet50@2 …   # on a quiet machine; without --again it goes on
+    python -m benchmarks.spreads compression                                  # the same, of compressing gradients
     python -m benchmarks.spreads fit > soap/profiles/data/spreads.json
 
 ``measure`` profiles models on this machine, compares each measurement with what would be said without it (the roofline; an interpolation
@@ -26,7 +27,18 @@ from statistics import stdev
 from typing import Any
 
 from benchmarks import accuracy_report, default_cells
-from benchmarks.spread_pairs import CPU_CLUSTER, CPU_PAIRS, ROOT, Pair, cpu_pairs, gpu_pairs, measure, record
+from benchmarks.spread_pairs import (
+    CPU_CLUSTER,
+    CPU_PAIRS,
+    ROOT,
+    Pair,
+    compression_pairs,
+    cpu_pairs,
+    gpu_pairs,
+    measure,
+    measure_compression,
+    record,
+)
 from benchmarks.step_errors import MODE, step_error
 from soap.cli.options import positive
 from soap.errors import SoapError
@@ -156,6 +168,7 @@ def fit() -> Figures:
             "measured": {device: _figures({"rate": part, "all": part}, f"as tiles: {measured}") for device in DEVICES},
             "estimated": {device: _updates(own, tiles[device]["estimated"], where[device]) for device, own in pairs.items()},
         },
+        "compression": _compression(kept, part, measured),
         "server": dict.fromkeys(DEVICES, server),
         "step": _steps(),
         "memory": {
@@ -246,6 +259,25 @@ def _updates(pairs: Sequence[Pair], estimated: Mapping[str, Any], where: str) ->
     return _figures({"rate": 0.0, "all": alone} if alone < beside else {"rate": estimated["rate"], "all": beside}, said)
 
 
+def _compression(kept: Mapping[str, Any], part: float, measured: str) -> Figures:
+    """Of selections, and of what else devices do for compressed gradients: how far a data sheet is off, by itself."""
+    pairs = compression_pairs(kept)
+    if len(pairs) < LEAST_PAIRS:
+        raise SoapError(f"{len(pairs)} works of compression in {CPU_PAIRS.name}: expected {LEAST_PAIRS} or more: measure them")
+    own = {name: [pair for pair in pairs if (pair.kind == "select") == (name == "select")] for name in ("select", "restore")}
+    parts = {name: _rms((pair.error, pair.weight) for pair in some) for name, some in own.items()}
+    where, methods = kept["compression"], len({pair.group.split(" ", 1)[1] for pair in pairs})
+    said = f"{len(own['select'])} selections and {len(own['restore'])} other works of {methods} methods"
+    beside = f"beside other work (load {where['load']:g} at the beginning)"
+    source = f"benchmarks/{CPU_PAIRS.name}: {said}, on one thread {beside}, {where['when']}, {where['device']}"
+    none = f"assumption: as on processors, none was measured on a GPU: {source}"
+    known = _figures({"rate": part, "select": part, "restore": part}, f"as tiles: {measured}")
+    return {
+        "measured": dict.fromkeys(DEVICES, known),
+        "estimated": {"cpu": _figures({"rate": 0.0, **parts}, source), "cuda": _figures({"rate": 0.0, **parts}, none)},
+    }
+
+
 def _links(part: float, measured: str, plans: Figures, quick: Sequence[Mapping[str, Any]]) -> Figures:
     """Of communication, what it keeps devices busy with, and plans, by how links are known. ``plans``: those whose links were measured."""
     gains = gain_errors(_text("docs/benchmarks.md"))
@@ -327,6 +359,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.spreads", description=__doc__, formatter_class=raw)
     commands = parser.add_subparsers(required=True, dest="command")
     commands.add_parser("fit", help="print spreads.json")
+    commands.add_parser("compression", help="time how gradients are compressed here, and keep how far estimates were off")
     own = commands.add_parser("measure", help="profile models and links, and keep how far estimates were off")
     own.add_argument("models", nargs="+", metavar="MODEL")
     own.add_argument("--budget", type=positive, default=30, metavar="SECONDS", help="for each model (default %(default)s)")
@@ -336,6 +369,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.command == "fit":
             print(json.dumps(fit(), indent=1))
+        elif args.command == "compression":
+            measure_compression()
         else:
             measure(args.models, args.budget, args.repeat, again=args.again)
     except SoapError as error:

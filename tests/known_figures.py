@@ -8,7 +8,7 @@ from typing import Any
 
 from soap.profiles import spreads
 
-PARTS = ("rate", "kind", "shape", "all", "sort")
+PARTS = ("rate", "kind", "shape", "all", "sort", "select", "restore")
 
 
 def known_figures(figure: Callable[[str, str], float]) -> dict[str, Any]:

@@ -26,12 +26,13 @@ from soap.strategy.config import Strategy
 INFORMING_DRAWS = 512
 """More than decide: an error that explains a 40th of what differs is told from chance among 200."""
 RATE, TILES, LAUNCHES, UPDATES, SERVERS, LINKS, PLANS = "rate", "tiles", "launches", "updates", "servers", "links", "plans"
+COMPRESSING = "compressing"
 
 
 class Thing(NamedTuple):
     """What becomes known by one kind of measuring. ``what``: a device's rate, tiles of one kind of operator (``kind``), launches, updates,
-    servers, links with what communication costs devices, or what the plans take beside the costs of their parts. ``device``: the device
-    type's name; empty for servers, links and plans."""
+    compressing, servers, links with what communication costs devices, or what the plans take beside the costs of their parts. ``device``:
+    the device type's name; empty for servers, links and plans."""
 
     what: str
     device: str = ""
@@ -172,6 +173,12 @@ class NotedSpreads:
     def of_server(self) -> tuple[Error, ...]:
         """Of the time of a parameter server's work."""
         return self._note(self._spreads.of_server(), Thing(SERVERS), Source.ESTIMATED)
+
+    def of_compression(self, device: DeviceType, *, selects: bool) -> tuple[Error, ...]:
+        """Of the time of a device's work for compressed gradients."""
+        source = self._costs.compression_source(device) if isinstance(self._costs, ProfiledCosts) else Source.ESTIMATED
+        errors = self._spreads.of_compression(device, selects=selects)
+        return self._note(errors, Thing(COMPRESSING, device.name), source, device.name)
 
     def of_communication(self, kind: Communicated) -> tuple[Error, ...]:
         """Of the time that a communication takes."""

@@ -157,7 +157,8 @@ def _what_decides(args: argparse.Namespace) -> int:
     plan = api.load_strategy(args.what_decides, graph, topology)
     graph = api.with_recorded_rows(graph, args.what_decides)
     found = what_decides.find(api.simulator_for(graph, topology), plan, api.classical(BASELINE, graph, topology))
-    subject = what_decides.Subject((args.model, *reading_options(args)), args.cluster, args.what_decides)
+    lossy = tuple(dict.fromkeys(sync.compression.word for sync in plan.parameters.values() if sync.compression is not None))
+    subject = what_decides.Subject((args.model, *reading_options(args)), args.cluster, args.what_decides, lossy)
     told = what_decides.document(found, topology, subject)
     print(report.dump(told) if args.json else what_decides.text(told))
     return 0

@@ -18,7 +18,7 @@ from soap.cluster.emulated import FAMILY as EMULATED
 from soap.cluster.presets import LOCAL, family
 from soap.cluster.topology import Topology
 from soap.errors import StrategyError
-from soap.profiles.entries import UPDATE
+from soap.profiles.entries import COMPRESSION, UPDATE
 from soap.search.deciding import DEFAULT_CONFIDENCE
 from soap.search.starts import BASELINE
 from soap.simulator.simulate import Simulator
@@ -40,6 +40,7 @@ WORDS = {
     deciding.TILES: "{kind} on {device}",
     deciding.LAUNCHES: "launching kernels on {device}",
     deciding.UPDATES: "updates of parameters on {device}",
+    deciding.COMPRESSING: "compressing gradients on {device}",
     deciding.SERVERS: "what parameter servers do",
     deciding.LINKS: "links, and what messages and sums cost devices",
     deciding.PLANS: "the plan itself, beside the costs of its parts",
@@ -47,11 +48,13 @@ WORDS = {
 
 
 class Subject(NamedTuple):
-    """What the user has named. ``model``: MODEL with the options that say how it is read. ``strategy``: the plan's file."""
+    """What the user has named. ``model``: MODEL with the options that say how it is read. ``strategy``: the plan's file. ``lossy``: the
+    methods by which the plan compresses gradients."""
 
     model: tuple[str, ...]
     cluster: str
     strategy: str
+    lossy: tuple[str, ...] = ()
 
 
 def check_alone(args: argparse.Namespace) -> None:
@@ -117,7 +120,7 @@ def command(one: Matter, topology: Topology, subject: Subject) -> list[str] | No
     if at_hand is None and not _is_gpu(one.thing, topology):
         return None  # what is measured of processors holds for this machine alone
     where = ["--cluster", subject.cluster] if at_hand else ["--cluster", ONE, "--for", subject.cluster]
-    return ["soap-profile", *subject.model, *where, "--strategy", subject.strategy, *_kind(one.thing)]
+    return ["soap-profile", *subject.model, *where, "--strategy", subject.strategy, *_kind(one.thing, subject)]
 
 
 def _on_hosts(topology: Topology) -> list[str]:
@@ -128,7 +131,9 @@ def _on_hosts(topology: Topology) -> list[str]:
     return ["torchrun", "--nnodes", str(len(hosts)), "--nproc-per-node", each, *meet, "--no-python"] if len(hosts) > 1 else []
 
 
-def _kind(thing: Thing) -> list[str]:
+def _kind(thing: Thing, subject: Subject) -> list[str]:
+    if thing.what == deciding.COMPRESSING:
+        return [word for method in subject.lossy for word in ("--lossy", method)] + ["--kind", COMPRESSION]
     kind = {deciding.TILES: thing.kind, deciding.UPDATES: UPDATE}.get(thing.what)
     return ["--kind", kind] if kind else []
 

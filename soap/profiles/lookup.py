@@ -290,6 +290,12 @@ class ProfiledCosts:
         known = (family, False) in profile.corrections or any(entry.key.family == family for entry in profile.entries)
         return Source.MEASURED if known else Source.ESTIMATED
 
+    def compression_source(self, device: DeviceType) -> Source:
+        """Where the times of compressing gradients on such devices come from, as a whole: measured if any are."""
+        profile = self.profiles.get(device.name)
+        known = profile is not None and any(entry.kind == COMPRESSION for entry in profile.entries)
+        return Source.MEASURED if known else Source.ESTIMATED
+
     def launch_source(self, device: DeviceType) -> Source:
         """Where the time to launch tiles on such devices comes from."""
         profile = self.profiles.get(device.name)

@@ -132,6 +132,13 @@ class KnownSpreads:
         """Of the time of a parameter server's work, on cores."""
         return (Error(("server",), self._known["server"][self._kind]["all"]),)
 
+    def of_compression(self, device: DeviceType, *, selects: bool) -> tuple[Error, ...]:
+        """Of the time of a device's work for compressed gradients: the device's rate, and what is wrong about selections, or about the
+        rest."""
+        source = self._costs.compression_source(device) if isinstance(self._costs, ProfiledCosts) else Source.ESTIMATED
+        known, work = self._known["compression"][source.value][device.kind], "select" if selects else "restore"
+        return Error(("rate", device.name), known["rate"]), Error(("compression", device.name, work), known[work])
+
     def of_communication(self, kind: Communicated) -> tuple[Error, ...]:
         """Of the time that a communication takes."""
         known = self._known["communication"][self._links][self._kind]

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from soap.cluster.topology import DeviceType, Topology
 from soap.model.graph import OperatorGraph
+from soap.plan.syncs.seam import SELECT
 from soap.plan.tiling import Tile
 from soap.simulator.task_list import UPDATE
 from soap.simulator.tasks import Task, TaskGraph, TaskKind
@@ -70,6 +71,9 @@ class Spreads(Protocol):
 
     def of_server(self) -> tuple[Error, ...]:
         """Of the time of a parameter server's work."""
+
+    def of_compression(self, device: DeviceType, *, selects: bool) -> tuple[Error, ...]:
+        """Of the time that a device takes to select what it sends of a gradient, or to make a sum of what came."""
 
     def of_communication(self, kind: Communicated) -> tuple[Error, ...]:
         """Of the time that a communication takes, its latency included."""
@@ -197,6 +201,8 @@ class DrawnTasks:
             return self._spreads.of_tile(plan.graph, tile, device, backward=task.kind is TaskKind.BACKWARD)
         if task.kind is TaskKind.UPDATE and task.id[0] == UPDATE:
             return self._spreads.of_update(topology.devices[task.resources[0]].type)
+        if task.kind is TaskKind.COMPRESS and task.resources:
+            return self._spreads.of_compression(topology.devices[task.resources[0]].type, selects=task.id[2] == SELECT)
         links = [resource - topology.device_count for resource in task.resources]
         held = [link for link in links if 0 <= link < len(self._between)]
         if not held:

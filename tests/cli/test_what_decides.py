@@ -13,11 +13,13 @@ from torch.distributed.run import get_args_parser
 
 import soap
 from soap import api
+from soap.api.informing import COMPRESSING, Matter, Thing
 from soap.cli import links as links_command
 from soap.cli import measuring, profile, run
 from soap.cli.profile import main
 from soap.cli.wanted import wanted
-from soap.cluster.presets import device_types
+from soap.cli.what_decides import Subject, command
+from soap.cluster.presets import device_types, preset
 from soap.profiles.entries import Entry, Timing
 from soap.profiles.keys import Environment, environments, torch_version
 from soap.profiles.lookup import foreign, read_profiles
@@ -76,6 +78,14 @@ def test_every_command_that_it_prints_is_one(cluster: str, tmp_path: Path, capsy
 
 
 @SLOW
+def test_what_compressing_takes_is_measured_by_the_plans_methods() -> None:
+    topology = preset("local:2")
+    thing = Thing(COMPRESSING, topology.devices[0].type.name)
+    subject = Subject(("model.pt2",), "local:2", "plan.json", ("rgc:0.001", "int8"))
+    words = command(Matter(thing, 0.5, 1.0, False, ()), topology, subject)
+    assert words is not None and words[-6:] == ["--lossy", "rgc:0.001", "--lossy", "int8", "--kind", "compression"]
+
+
 def test_the_text_has_what_the_document_has(tmp_path: Path, capsys: Capsys) -> None:
     plan = saved(tmp_path, AWAY)
     command = [MODEL, "--cluster", AWAY, "--what-decides", plan]

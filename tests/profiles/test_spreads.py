@@ -13,13 +13,14 @@ from soap.cluster.presets import preset
 from soap.cluster.topology import DEVICE_KINDS, QUICKLY_MEASURED, Topology
 from soap.plan.tiling import tiles_of
 from soap.profiles.corrections import Correction
-from soap.profiles.entries import UPDATE, Entry, Timing, update_family, update_key
+from soap.profiles.entries import COMPRESSION, UPDATE, Entry, Timing, compression_key, update_family, update_key
 from soap.profiles.keys import TileKey, TileKeys
 from soap.profiles.lookup import ProfiledCosts, Source
 from soap.profiles.roofline import RooflineCosts
 from soap.profiles.spreads import CLASSES, SIZES, KnownSpreads, known_spreads
 from soap.simulator.costs import CostModel
 from soap.simulator.draws import COMMUNICATED
+from soap.strategy.compression import Int8
 from soap.strategy.config import OpConfig
 from tests.graph_builder import mlp
 
@@ -42,6 +43,7 @@ def test_the_file_has_all_errors_of_all_clusters(known: str, device: str) -> Non
     spreads = KnownSpreads(RooflineCosts(topology), topology)
     kind = topology.devices[0].type
     errors = [*spreads.of_launch(kind), *spreads.of_update(kind), *spreads.of_server(), *spreads.of_overhead()]
+    errors += [error for selects in (True, False) for error in spreads.of_compression(kind, selects=selects)]
     errors += [error for one in COMMUNICATED for error in spreads.of_communication(one)]
     assert all(error.spread >= 0 for error in errors) and len({error.name for error in errors}) >= 6
     for section in ("communication", "overhead", "plan"):
@@ -108,6 +110,22 @@ def test_what_a_run_has_corrected_errs_less() -> None:
     assert spreads_of(profiled((), ("linear", True))) == [0.5, 0.5, 0.5]  # the other direction
     entry = Entry("linear", TileKeys(GRAPH).key(TILE), Timing(1e6, 1.0), None, 5)
     assert spreads_of(profiled([entry])) == [0.2, 0.2, 0.2]
+
+
+def test_compressing_errs_by_where_it_comes_from() -> None:
+    """Selections and the rest by themselves, beside the device's rate."""
+    known = {"measured": dict.fromkeys(("rate", "select", "restore"), 0.1), "estimated": {"rate": 0.0, "select": 0.9, "restore": 0.7}}
+    entry = Entry(COMPRESSION, compression_key(Int8(), "select", 2**13, 4), Timing(1e6, 1.0), None, 5)
+    told = {"compression": {source: {"cpu": own} for source, own in known.items()}}
+    for costs, expected in (
+        (profiled([entry]), [0.1, 0.1, 0.1, 0.1]),
+        (profiled(), [0.0, 0.9, 0.0, 0.7]),
+        (RooflineCosts(CLUSTERS["cpu"]), [0.0, 0.9, 0.0, 0.7]),
+    ):
+        spreads = KnownSpreads(costs, CLUSTERS["cpu"], told)
+        errors = [error for selects in (True, False) for error in spreads.of_compression(CPU, selects=selects)]
+        assert [error.spread for error in errors] == expected
+        assert [error.name[-1] for error in errors] == [CPU.name, "select", CPU.name, "restore"]
 
 
 def test_updates_and_launches_err_by_where_they_come_from() -> None:

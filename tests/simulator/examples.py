@@ -72,6 +72,9 @@ class ExampleSpreads:
     def of_server(self) -> tuple[Error, ...]:
         return self._errors(("server",))
 
+    def of_compression(self, device: DeviceType, *, selects: bool) -> tuple[Error, ...]:
+        return self._errors(("rate", device.name), ("compression", device.name, str(selects)))
+
     def of_communication(self, kind: Communicated) -> tuple[Error, ...]:
         return self._errors(("links",), ("links", str(kind)))
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from soap.cluster.topology import Topology
+from soap.plan.syncs.seam import COMBINE, RESTORE, SELECT
 from soap.simulator.compiled.arrays import copy, sort
 from soap.simulator.compiled.events import NO_BOUND, simulate_all
 from soap.simulator.compiled.graph_arrays import Floats, Ints, Longs, device_types
@@ -18,6 +19,7 @@ from soap.simulator.compiled.handles import handle
 from soap.simulator.compiled.jit import compiled, entry, inlined
 from soap.simulator.compiled.rows import is_sparse_lookup
 from soap.simulator.compiled.state import BACKWARD_TILE, FORWARD_TILE, SLOTS, UPDATE_DEVICE, State, make_state
+from soap.simulator.compiled.task_keys import SYNC, phase_of, stage_of
 from soap.simulator.compiled.trial import Trial, make_trial
 from soap.simulator.compiled.variants import CELLS, COSTS, ROW_COSTS
 from soap.simulator.compiled.world import World
@@ -28,12 +30,15 @@ MEAN, TAIL, Q80, WORST = range(len(Risk))
 
 SERVER = len(COMMUNICATED)
 """The group of a server's work in ``DrawTables.group``, after those of communications."""
+COMPRESSING = SERVER + 1
+"""The group of selections on the first type of device; then that of its other work for compressed gradients, then the next type's."""
 
 
 class DrawTables(NamedTuple):
     """``count``: how many draws (0: none are played), and how their makespans become one cost. ``between_hosts``: by link. ``factor``:
-    [group of tasks, draw], where groups are ``COMMUNICATED``, then ``SERVER``. ``overhead``: by draw. ``launch``, ``update``: [device type,
-    draw]. ``makespan``: by draw, of the last strategy played. ``ascending``: the same in order. ``group``: by slot, scratch memory."""
+    [group of tasks, draw], where groups are ``COMMUNICATED``, then ``SERVER``, then from ``COMPRESSING`` on. ``overhead``: by draw.
+    ``launch``, ``update``: [device type, draw]. ``makespan``: by draw, of the last strategy played. ``ascending``: the same in order.
+    ``group``: by slot, scratch memory."""
 
     count: Longs  # type: ignore[assignment]  # not tuple's method
     between_hosts: Ints
@@ -62,7 +67,8 @@ def draw_tables(draws: Draws, topology: Topology, slots: int) -> DrawTables:
     """The tables of these draws, for a state with so many slots."""
     spreads, types = draws.spreads, {device.type.name: device.type for device in topology.devices}
     kinds = [types[name] for name in device_types(topology)]
-    groups = [*(spreads.of_communication(kind) for kind in COMMUNICATED), spreads.of_server()]
+    compressing = [spreads.of_compression(kind, selects=selects) for kind in kinds for selects in (True, False)]
+    groups = [*(spreads.of_communication(kind) for kind in COMMUNICATED), spreads.of_server(), *compressing]
     return DrawTables(
         count=np.array([draws.count, list(Risk).index(draws.risk)], np.int64),
         between_hosts=links_between_hosts(topology).astype(np.int32),
@@ -129,7 +135,7 @@ def risk(B: DrawTables) -> int:
 @compiled
 def _group_tasks(W, B):  # type: ignore[no-untyped-def]
     """Fill ``group`` for all tasks but tiles and devices' updates."""
-    C, R = W.state, W.groups
+    K, C, R = W.cluster, W.state, W.groups
     devices = len(C.busy)
     for slot in range(devices, C.used[SLOTS]):
         if C.kind[slot] == FORWARD_TILE or C.kind[slot] == BACKWARD_TILE:
@@ -141,6 +147,9 @@ def _group_tasks(W, B):  # type: ignore[no-untyped-def]
                 links = True
                 far |= B.between_hosts[held - devices] != 0
         B.group[slot] = 2 * far + (C.latency[slot] == 0) if links else SERVER
+        phase, stage = phase_of(C.key[slot]), stage_of(C.key[slot])
+        if not links and phase == SYNC and stage in (SELECT, COMBINE, RESTORE):
+            B.group[slot] = COMPRESSING + 2 * K.device_type[C.resource[slot]] + (stage != SELECT)
 
 
 @compiled

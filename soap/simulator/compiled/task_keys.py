@@ -22,6 +22,18 @@ def task_key(phase: int, position: int, stage: int, a: int, b: int, c: int, chun
 
 
 @compiled
+def phase_of(key: int) -> int:
+    """The first part of an id, of the first number that ``task_key`` makes of it."""
+    return key // (MICRO_BATCHES * POSITIONS * STAGES * TILES)
+
+
+@compiled
+def stage_of(key: int) -> int:
+    """The third part of an id."""
+    return key // TILES % STAGES
+
+
+@compiled
 def set_key(C, slot, key):  # type: ignore[no-untyped-def]
     """Set a slot's key to what ``task_key`` has returned."""
     C.key[slot], C.subkey[slot] = key
