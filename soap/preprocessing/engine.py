@@ -29,7 +29,7 @@ ROW_BYTES = 4
 
 
 class Nodes(Protocol):
-    """Several nodes. Node 0 merges."""
+    """Several nodes."""
 
     @property
     def count(self) -> int:
@@ -179,7 +179,7 @@ class _Run:
         whole = made_of(united)
         per_dictionary = sum_bytes // max(1, len(work.spec.dictionaries))
         merged = self._step(
-            [Task(MERGE, i, 0, per_dictionary, name=name, made_of=whole) for i, name in enumerate(work.spec.dictionaries)], on_first=True
+            [Task(MERGE, i, 0, per_dictionary, name=name, made_of=whole) for i, name in enumerate(work.spec.dictionaries)], apart=True
         )
         rows = sum(done.rows for done in indexed)
         final.make(work, rows)
@@ -230,15 +230,16 @@ class _Run:
             for i, begin in enumerate(begins)
         ]
 
-    def _step(self, tasks: Sequence[Task], *, on_first: bool = False) -> list[Done]:
-        """Do the tasks of a step; what they did, in the order of the tasks, whichever ended first."""
+    def _step(self, tasks: Sequence[Task], *, apart: bool = False) -> list[Done]:
+        """Do the tasks of a step; what they did, in the order of the tasks, whichever ended first. ``apart``: each on any node, not all of
+        a unit on one."""
         if not tasks:
             return []
         if self.begun is not None:
             self.begun(tasks[0].step, len(tasks), sum(task.size for task in tasks))
         by_unit: dict[int, list[Task]] = {}
         for task in tasks:
-            by_unit.setdefault(0 if on_first else task.unit, []).append(task)
+            by_unit.setdefault(task.number if apart else task.unit, []).append(task)
         spread = spread_over([*by_unit.values()], self.nodes.count)
         found = sorted(self.nodes.run(spread), key=lambda done: done.task.number)
         self.all += found

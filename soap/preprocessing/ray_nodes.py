@@ -1,8 +1,8 @@
 """Several machines: on every node of a Ray cluster an actor, which runs that node's tasks in processes of its own under a resource manager
 of its own. Inputs and output lie in folders that all nodes share; tasks and what they did travel by Ray.
 
-Dictionaries merge on node 0, in the order of units, and lie in the shared folder: converting a chunk reads of them what belongs to its unit
-alone, which is much less than a copy of all of them for each node.
+Each dictionary merges on one node, in the order of units, and lies in the shared folder: converting a chunk reads what belongs to its unit
+alone, which is much less than a copy of all dictionaries for each node.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def test_alpha_is_that_of_all_batches(data: Path) -> None:
         measure_rows_of(soap.load("zoo:dlrm:tiny", plan_only=True), data)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_four_commands_from_made_up_data_to_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from soap.cli.run import main as run
     from soap.cli.search import main as search
