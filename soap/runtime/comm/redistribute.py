@@ -275,14 +275,8 @@ class Communicator:
         """
         wire = self._to_wire(plain(sent))
         landing, finish = self._from_wire(plain(buffer))
-        leaving, coming = [wire[own] for own in given], [landing[own] for own in taken]
-        if self._nccl:
-            work = _work(dist.all_to_all(coming, leaving, group=self._groups[devices], async_op=True))
-            self.keep(Pending((work,), sent))
-            return Pending((work,), buffer, finish)
-        received, left = self._each_to_each(coming, leaving, devices)
-        self.keep(Pending(left, sent))
-        return Pending(received, buffer, finish)
+        leaving, places = [wire[own] for own in given], [landing[own] for own in taken]
+        return self._all_to_each(wire, leaving, places, buffer, finish, devices)
 
     def release(self, pending: Pending) -> None:
         """Forget a sent message that is known to have arrived."""

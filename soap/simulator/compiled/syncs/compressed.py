@@ -23,6 +23,7 @@ from soap.simulator.compiled.syncs.exchange import (
     wait_for_tiles,
 )
 from soap.simulator.compiled.syncs.members import compresses, find_members, is_trained
+from soap.simulator.compiled.syncs.sharded_state import is_scattered
 from soap.simulator.compiled.task_keys import STATE_FULL, SYNC, UPDATE, set_key, task_key
 from soap.simulator.compiled.world import World
 
@@ -73,9 +74,10 @@ def add_compressed(W: World, slot0: int, buckets: int) -> None:
 
 @compiled
 def _settle_devices(W, slot0, buckets):  # type: ignore[no-untyped-def]
-    """Add, for each peer of a compressed shard, the task that waits for all of its backward passes, with a row for what waits for
-    it: its own works, and if ranks clip (``late``) all sums. ``settled``: by device, its slot, or -1; ``settling``: where the row's next
-    slot goes. The ``count[TASKS]`` tasks from ``slot0`` on are sums in buckets first, then others."""
+    """Add, for each peer of a compressed shard, the task that waits for all of its backward passes, with a row for what waits for it: its
+    own works, and if ranks clip (``late``) all sums, but not those of buckets that readers own in parts: such plans are refused then.
+    ``settled``: by device, its slot, or -1; ``settling``: where the row's next slot goes. The ``count[TASKS]`` tasks from ``slot0`` on are
+    sums in buckets first, then others."""
     G, R, D, C, S = W.graph, W.groups, W.shards, W.state, W.scratch
     fill(S.settled, 0, len(S.settled), -1)
     fill(S.settling, 0, len(S.settling), 0)
@@ -97,8 +99,8 @@ def _settle_devices(W, slot0, buckets):  # type: ignore[no-untyped-def]
     sums = buckets if compressing and D.late[0] else 0
     for bucket in range(sums):
         group = S.t_res_n[bucket]
-        for i in range(R.sets.ptr[group], R.sets.ptr[group + 1]):
-            S.settling[R.sets.item[i]] += 1
+        for i in range(0 if is_scattered(W, bucket) else R.sets.ptr[group + 1] - R.sets.ptr[group]):
+            S.settling[R.sets.item[R.sets.ptr[group] + i]] += 1
     for device in range(len(S.settled)):
         if S.settling[device] > 0:
             slot = slot0 + S.count[TASKS]
@@ -115,8 +117,8 @@ def _settle_devices(W, slot0, buckets):  # type: ignore[no-untyped-def]
                 add_sync_edge(S, slot, S.settled[device])
     for bucket in range(sums):
         group = S.t_res_n[bucket]
-        for i in range(R.sets.ptr[group], R.sets.ptr[group + 1]):
-            _wait_until_settled(C, S, slot0 + bucket, R.sets.item[i])
+        for i in range(0 if is_scattered(W, bucket) else R.sets.ptr[group + 1] - R.sets.ptr[group]):
+            _wait_until_settled(C, S, slot0 + bucket, R.sets.item[R.sets.ptr[group] + i])
 
 
 @compiled
