@@ -12,7 +12,6 @@ same command goes on with those that are missing.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from collections import Counter
@@ -20,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from benchmarks import kept
 from benchmarks.accuracy import READING, emulated, soap_profile
 from benchmarks.end_to_end import machine
 from benchmarks.lossy_race import PEERS, LossyRace, race, step_ns
@@ -31,7 +31,7 @@ from soap.cli.run import on_ranks
 from soap.cli.training import Job
 from soap.emulation.hosts import host_limits
 from soap.errors import SoapError
-from soap.files import check_writable, read_text, write_text_atomically
+from soap.files import check_writable
 from soap.measure.this_machine import cpu_cores
 from soap.search.options import SearchOptions
 from soap.search.starts import BASELINE
@@ -60,6 +60,22 @@ the same processes. *Sent compressed* counts parameters by method; none: the sea
 PowerSGD's hook is waited for after each bucket: it begins sums in callbacks, whose order differs between ranks, and gloo aborts then.
 A peer's hooks compute in part on threads that are not slowed down as an emulated device is, which is in the peers' favour.
 """
+
+
+VERSION = 1
+_NUMBERS = {"type": "object", "additionalProperties": {"type": "integer", "minimum": 1}}
+_TIMES = {"type": "array", "items": {"type": "integer", "minimum": 1}, "minItems": 1}
+_CELL = {
+    "type": "object",
+    "properties": {
+        **{name: {"type": "string"} for name in ("model", "rate", "machine")},
+        "methods": _NUMBERS,
+        "predicted_ns": {**_NUMBERS, "required": [BASELINE, FOUND]},
+        "times_ns": {"type": "object", "additionalProperties": _TIMES, "required": [BASELINE, FOUND, *PEERS]},
+    },
+    "required": ["model", "rate", "methods", "predicted_ns", "times_ns", "machine"],
+    "additionalProperties": False,
+}
 
 
 @dataclass(frozen=True)
@@ -128,12 +144,7 @@ def page(cells: Sequence[Cell], lossy: Sequence[str]) -> str:
 
 def read(path: Path | None) -> list[Cell]:
     """The cells of a file; none if there is no file. SoapError in one line if it is no such file."""
-    if path is None or not path.exists():
-        return []
-    try:
-        return [Cell(**own) for own in json.loads(read_text(path, what="results"))]
-    except (ValueError, TypeError) as error:
-        raise SoapError(f"results {str(path)!r}: {error}; expected a file of benchmarks.lossy_emulated") from None
+    return [] if path is None else [Cell(**own) for own in kept.read(path, _CELL, VERSION, "benchmarks.lossy_emulated")]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -155,14 +166,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         cells = read(args.results)
         known = {(cell.model, cell.rate) for cell in cells}
         for model in args.models:
+            rates = [rate for rate in args.rates if (model, rate) not in known]
+            if not rates:
+                continue
             with tempfile.TemporaryDirectory() as folder:
-                for rate in args.rates:
-                    if (model, rate) in known:
-                        continue
-                    cells.append(finished(model, rate, export_model(model, Path(folder)), args))
+                path = export_model(model, Path(folder))
+                for rate in rates:
+                    cells.append(finished(model, rate, path, args))
                     print(line(cells[-1]), file=sys.stderr, flush=True)
                     if args.results is not None:
-                        write_text_atomically(args.results, json.dumps([asdict(cell) for cell in cells], indent=1))
+                        kept.write(args.results, map(asdict, cells), VERSION)
         give(page(cells, [method.word for method in args.lossy]), args.write)
     except SoapError as error:
         parser.error(str(error))

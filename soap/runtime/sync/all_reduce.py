@@ -7,7 +7,6 @@ stays where autograd adds it up.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
@@ -52,7 +51,7 @@ class BucketedSum(RankSync):
         for i, shard in zip(sync.shards, shards, strict=True):
             self._places[i] = self._gradients[i] = buffer[first : first + shard.numel()].view(shard.shape)
             first += shard.numel()
-            self._hook(i, number)
+            self.take_gradients(self._tensors[i], number, BucketedSum._collect, i)
 
     def begin(self, part: MicroBatch, watch: Watch) -> None:
         """Drop ``.grad`` before the first micro-batch: the last update has used it, but did not clear it."""
@@ -109,25 +108,13 @@ class BucketedSum(RankSync):
         """The sums, which are complete already: no threads are needed."""
         return {shard: self._gradients[shard] for shard in shards}
 
-    def _hook(self, shard: int, number: int) -> None:
-        """Register a hook that moves autograd's contributions to a shard into the buffer, one segment after the other."""
-        reference = weakref.ref(self)  # a tensor's hooks live as long as it does
-
-        def take(tensor: torch.Tensor) -> None:
-            own = reference()
-            if own is None or not own.context.early.is_open:
-                return
-            gradient = tensor.grad
-            assert gradient is not None
-            tensor.grad = None
-            if shard in own._fresh:
-                own._fresh.discard(shard)
-                own._places[shard].copy_(gradient)
-            else:
-                own._places[shard].add_(gradient)
-            own.context.early.arrived(number)
-
-        self._tensors[shard].register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+    def _collect(self, shard: int, gradient: torch.Tensor) -> None:
+        """Add a segment's gradient of a shard to the buffer."""
+        if shard in self._fresh:
+            self._fresh.discard(shard)
+            self._places[shard].copy_(gradient)
+        else:
+            self._places[shard].add_(gradient)
 
     def _fill(self, shard: int) -> None:
         """Zero the place of a shard that got no gradient on this rank."""

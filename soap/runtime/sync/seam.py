@@ -7,6 +7,7 @@ Programs and steps walk over ``Plan.syncs`` and never ask for a method's name.
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -145,6 +146,23 @@ class RankSync(ABC):
     def restore(self, state: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
         """Go on from such a state, perhaps of another plan; called on all ranks at once. A shard without saved state starts fresh."""
         assert not state, f"{self.plan.syncs[next(iter(self.syncs))].contract.name} keeps no state"
+
+    def take_gradients(self, leaf: torch.Tensor, number: int, put: Callable[..., None], *where: int) -> None:
+        """Take autograd's contributions off a leaf, one segment after the other, and ``put(self, *where, gradient)`` each; then
+        synchronization ``number`` may begin early. ``put`` must not hold this object: a tensor's hooks live as long as it does."""
+        reference = weakref.ref(self)
+
+        def take(tensor: torch.Tensor) -> None:
+            own = reference()
+            if own is None or not own.context.early.is_open:
+                return
+            gradient = tensor.grad
+            assert gradient is not None
+            tensor.grad = None
+            put(own, *where, gradient)
+            own.context.early.arrived(number)
+
+        leaf.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
 
     def named(self, kind: ActionKind, number: int, pending: Pending) -> Pending:
         """Give an exchange the name of its task, and time it if this step is traced."""

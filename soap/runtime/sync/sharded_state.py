@@ -7,7 +7,6 @@ runs give equal bits. Both exchanges are messages between all pairs: gloo's own 
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -86,7 +85,7 @@ class ShardedState(RankSync):
         self._totals: dict[int, torch.Tensor] = {}
         for number, leaves in self._leaves.items():
             for place, leaf in enumerate(leaves):
-                self._hook(leaf, number, place)
+                self.take_gradients(leaf, number, ShardedState._collect, number, place)
 
     @classmethod
     def after_update(cls, sync: ShardSync) -> tuple[ActionKind, ...]:
@@ -179,22 +178,6 @@ class ShardedState(RankSync):
         if parts[0] is not total:
             total.copy_(parts[0])
         self._totals[scattered.number] = total
-
-    def _hook(self, leaf: torch.Tensor, number: int, place: int) -> None:
-        """Register a hook that moves autograd's contributions to a region into the buffer, one segment after the other."""
-        reference = weakref.ref(self)  # a tensor's hooks live as long as it does
-
-        def take(tensor: torch.Tensor) -> None:
-            own = reference()
-            if own is None or not own.context.early.is_open:
-                return
-            gradient = tensor.grad
-            assert gradient is not None
-            tensor.grad = None
-            own._collect(number, place, gradient)
-            own.context.early.arrived(number)
-
-        leaf.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
 
     def _collect(self, number: int, place: int, gradient: torch.Tensor) -> None:
         """Add a segment's gradient of a region to the buffer, part by part."""

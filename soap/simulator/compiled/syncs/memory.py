@@ -52,11 +52,8 @@ def add_synchronized(W: World, M: MemoryTables, parameter: int, code: int, disjo
     ``disjoint``: the regions that users need are equal or disjoint.
     """
     G, V, K, C = W.graph, W.variants, W.cluster, W.state
-    if is_compressed(code):
-        _add_compressed(W, M, parameter)
-        return
-    if is_dealt_out(code):
-        _add_dealt_out(W, M, parameter)
+    if is_compressed(code) or is_dealt_out(code):
+        _add_by_shards(W, M, parameter)
         return
     devices, sparse = len(C.busy), is_sparse(G, parameter)
     fill(M.total, 0, devices, 0)
@@ -93,39 +90,34 @@ def add_synchronized(W: World, M: MemoryTables, parameter: int, code: int, disjo
 
 
 @compiled
-def _add_compressed(W, M, parameter):  # type: ignore[no-untyped-def]
-    """Add what the readers of compressed shards hold."""
+def _add_by_shards(W, M, parameter):  # type: ignore[no-untyped-def]
+    """Add what readers hold of compressed shards, and of shards that they own in parts."""
     D, S = W.shards, W.scratch
     if not is_trained(W.graph, parameter):
         return
     find_geometry(W, parameter)
     geometry = S.geometry[parameter]
     for shard in range(D.ptr[geometry], D.ptr[geometry + 1]):
-        if D.lowest[shard] >= 0:
-            find_members(W, parameter, shard)
-            if compresses(W, W.state.sync[parameter]):
-                for i in range(S.members[0]):
-                    _add(M, S.members[1 + i], 0, held_bytes(W, parameter, shard, i))
+        if D.lowest[shard] < 0:
+            continue
+        find_members(W, parameter, shard)
+        if owned_by_readers(W, parameter, shard):
+            _add_dealt_out(W, M, parameter, shard)
+        elif compresses(W, W.state.sync[parameter]):
+            for i in range(S.members[0]):
+                _add(M, S.members[1 + i], 0, held_bytes(W, parameter, shard, i))
 
 
 @compiled
-def _add_dealt_out(W, M, parameter):  # type: ignore[no-untyped-def]
+def _add_dealt_out(W, M, parameter, shard):  # type: ignore[no-untyped-def]
     """Add what readers hold that own parts: buffers in which gradients and values arrive, but no states of what others own."""
-    D, S = W.shards, W.scratch
-    if not is_trained(W.graph, parameter):
-        return
-    find_geometry(W, parameter)
-    geometry = S.geometry[parameter]
-    for shard in range(D.ptr[geometry], D.ptr[geometry + 1]):
-        find_members(W, parameter, shard)
-        if not owned_by_readers(W, parameter, shard):
-            continue
-        readers, size = S.members[0], D.bytes[shard]
-        for i in range(readers):
-            _add_owned(M, S.members[1 + i], -size, size)
-        for k in range(parts_of(W, shard)):
-            own = part_bytes(W, shard, k)
-            _add_owned(M, S.members[1 + owner_place(W, parameter, shard, k)], own, readers * own)
+    S, size = W.scratch, W.shards.bytes[shard]
+    readers = S.members[0]
+    for i in range(readers):
+        _add_owned(M, S.members[1 + i], -size, size)
+    for k in range(parts_of(W, shard)):
+        own = part_bytes(W, shard, k)
+        _add_owned(M, S.members[1 + owner_place(W, parameter, shard, k)], own, readers * own)
 
 
 @compiled
