@@ -10,6 +10,8 @@ from soap.cluster.topology import Topology
 from soap.errors import StrategyError
 from soap.model.graph import OperatorGraph
 from soap.plan.compression.training import PLAIN, PlannedTraining
+from soap.plan.planning import PlanBuilder
+from soap.plan.syncs.clipping import refusal
 from soap.profiles.roofline import RooflineCosts
 from soap.search.chains import search
 from soap.search.lossy import lossy_starts, lossy_syncs, lossy_ways, may_be_ragged, peer_counts, with_lossy
@@ -19,7 +21,7 @@ from soap.simulator.simulate import Simulator
 from soap.strategy.classical import data_parallel
 from soap.strategy.compression import Bf16, Int8, PowerSgd, Rgc, RgcAsq
 from soap.strategy.config import Strategy, SyncConfig
-from soap.strategy.sync import ALL_REDUCE, compressed, sync_choices
+from soap.strategy.sync import ALL_REDUCE, SHARDED_STATE, compressed, parameter_server, sync_choices
 from tests.graph_builder import GraphBuilder
 from tests.strategies import CPU, cluster
 
@@ -114,7 +116,7 @@ def test_hosts_compress_together_where_that_pays() -> None:
     ]
 
 
-@pytest.mark.parametrize("training", [PLAIN, PlannedTraining(late=True), PlannedTraining(kept=1, densest=0.25, dense=True)])
+@pytest.mark.parametrize("training", [PLAIN, PlannedTraining(clips=True), PlannedTraining(kept=1, densest=0.25, dense=True)])
 def test_what_is_priced_is_what_is_trained(training: PlannedTraining) -> None:
     """By the search, to the nanosecond; with clipping a step takes longer, as sums and selections wait."""
     costs, options = RooflineCosts(SLOW), SearchOptions(budget=60, cores=1, starts=["data_parallel"], lossy=["rgc:0.01"])
@@ -124,8 +126,26 @@ def test_what_is_priced_is_what_is_trained(training: PlannedTraining) -> None:
     assert result.cost_ns == exact.makespan_ns
     lossy = lossy_starts(GRAPH, data_parallel(GRAPH, SLOW), [Rgc(0.01)])["data_parallel, rgc:0.01"]
     times = [Simulator(GRAPH, SLOW, costs, training=own).run(lossy).makespan_ns for own in (PLAIN, training)]
-    assert (times[0] < times[1]) == training.late
+    assert (times[0] < times[1]) == training.clips
     assert IncrementalSimulator(simulator).makespan_ns(lossy) == times[1]
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "plain"])
+def test_a_search_that_clips_finds_what_trains(compiled: bool) -> None:
+    """The best plan of all mixes compression with other methods, which ranks that clip refuse; the best without them is found instead."""
+    costs, clips = RooflineCosts(SLOW), PlannedTraining(clips=True)
+    options = SearchOptions(budget=200, cores=1, lossy=["rgc:0.01"], syncs=[ALL_REDUCE, parameter_server(2), SHARDED_STATE])
+    results = {}
+    for training in (PLAIN, clips):
+        simulator = Simulator(GRAPH, SLOW, costs, training=training)
+        found = search(GRAPH, SLOW, IncrementalSimulator(simulator) if compiled else simulator, options)
+        results[training] = found.strategy, found.cost_ns, simulator
+    free, free_ns, _ = results[PLAIN]
+    bound, bound_ns, simulator = results[clips]
+    builder = PlanBuilder(GRAPH, SLOW, clips)
+    assert refusal(builder.build(free)) and not refusal(builder.build(bound))
+    assert simulator.is_refused(free) and not simulator.is_refused(bound)
+    assert any(sync.compression for sync in bound.parameters.values()) and bound_ns >= free_ns
 
 
 def test_a_warm_up_that_does_not_fit_is_not_chosen() -> None:

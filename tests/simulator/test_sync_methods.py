@@ -182,7 +182,7 @@ def test_delta_full_and_reference_are_equal(contract: Contract, seed: int) -> No
             names = rng.sample(served(contract), 1) if rng.random() < 0.6 or not configs else []
             syncs = {name: rng.choice((SyncConfig(), *CASES[contract.name])) for name in names}
             edits.append(Edit(configs, syncs, rng.random() < 0.6))
-        check((GRAPH, topology, start, edits), afresh=True, training=PlannedTraining(late=seed > 0))
+        check((GRAPH, topology, start, edits), afresh=True, training=PlannedTraining(clips=seed > 0))
 
 
 @METHOD
