@@ -33,6 +33,7 @@ from benchmarks.lossy_emulated import RATES
 from benchmarks.lossy_race import LossyRace, race, step_ns
 from benchmarks.models import TASK_MODELS, export_model
 from benchmarks.pages import give
+from benchmarks.quiet import Watch
 from benchmarks.time_to_loss_race import NET, WholeTraining, run_to_loss
 from soap import api
 from soap.cli.options import positive
@@ -74,6 +75,7 @@ _CELL = {
         "steps": {**_STEPS, "required": [DENSE]},
         "times_ns": {"type": "object", "additionalProperties": {"type": "array", "items": _COUNT, "minItems": 1}, "required": [DENSE]},
         "whole": {"type": "array", "items": _RUN},
+        "others_share": {"anyOf": [{"type": "number", "minimum": 0, "maximum": 1}, {"type": "null"}]},
     },
     "additionalProperties": False,
 }
@@ -84,7 +86,8 @@ _CELL["required"] = list(_CELL["properties"])  # type: ignore[call-overload]
 class Cell:
     """One task at one rate. ``aim``: the dense runs' final training loss, averaged as on the page of convergence. ``steps``: by method, of
     each seed, after how many steps it is reached; None: not in ``limit``. ``times_ns``: timed steps of each contender. ``whole``: trainings
-    from beginning to end: after how many steps and seconds the loss was reached, and how far losses were from the emulation's at most."""
+    from beginning to end: after how many steps and seconds the loss was reached, and how far losses were from the emulation's at most.
+    ``others_share``: of all cores' time, what other programs used meanwhile; None: unknown."""
 
     task: str
     rate: str
@@ -94,6 +97,7 @@ class Cell:
     times_ns: Mapping[str, Sequence[int]]
     whole: Sequence[Mapping[str, Any]]
     machine: str
+    others_share: float | None
 
 
 @dataclass(frozen=True)
@@ -170,13 +174,14 @@ def finished(name: str, rate: str, path: Path, known: Known, args: argparse.Name
     """Time steps; and train as a whole if this is the cell for that."""
     job = job_of(name, path, rate, args)
     limits = host_limits(job.topology, 1.0, cpu_cores())
+    watch = Watch()
     times = on_ranks(job, limits, race, LossyRace(job, f"task-{name}", args.rounds))
     assert times is not None  # not under torchrun
     whole = []
     if (name, rate) == (WHOLE[0], WHOLE[2]):
         whole = [trained_whole(job, method, name, known, limits) for method in (DENSE, WHOLE[1]) if method in args.methods]
     steps = len(known.losses[DENSE][0])
-    return Cell(name, rate, steps, known.aim, known.steps, times, whole, machine())
+    return Cell(name, rate, steps, known.aim, known.steps, times, whole, machine(), watch.others_share())
 
 
 def trained_whole(job: Job, method: str, name: str, known: Known, limits: Sequence[HostLimits]) -> dict[str, Any]:

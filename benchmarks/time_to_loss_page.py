@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from statistics import median
+from textwrap import fill
 from typing import TYPE_CHECKING
 
-from benchmarks.convergence_page import DENSE, WINDOW
+from benchmarks.convergence_page import DENSE, WIDTH, WINDOW
 from benchmarks.convergence_tasks import RANKS
-from benchmarks.lossy_emulated import RATES
+from benchmarks.lossy_emulated import MOST_OF_OTHERS, RATES
 
 if TYPE_CHECKING:
     from benchmarks.time_to_loss import Cell
@@ -38,6 +39,8 @@ def page(cells: Sequence[Cell]) -> str:
     for cell in ordered:
         table += lines(cell)
     whole = [line for cell in ordered for line in whole_lines(cell)]
+    busy = [f"{own.task} at {own.rate}: {own.others_share:.0%}" for own in ordered if (own.others_share or 0.0) > MOST_OF_OTHERS]
+    where += f"\n\nOther programs used more than a tenth of the cores, so steps are too long: {', '.join(busy)}." if busy else ""
     return "\n".join([INTRO, where, "", *table, *(["", "## From beginning to end", "", *whole] if whole else []), ""])
 
 
@@ -71,7 +74,8 @@ def whole_lines(cell: Cell) -> Iterator[str]:
     for run in cell.whole:
         first, step_s = cell.steps[run["method"]][0], median(cell.times_ns[run["method"]]) / 1e9
         product = "" if first is None else f"; {first} steps times the step's time are {first * step_s:.1f} s"
-        yield (
+        told = (
             f"- `{cell.task}`, {cell.rate}, {run['method']}: {run['steps']} steps in {run['seconds']:.1f} s by the wall clock{product}. "
             f"Its losses are within {run['apart']:.1e} of the emulation's."
         )
+        yield fill(told, WIDTH, subsequent_indent="  ")

@@ -22,7 +22,7 @@ from tests.strategies import CPU, cluster
 STEPS = {"dense": [90, 100, 110], "bf16": [100, 100, 120], "rgc": [130, None, 140]}
 TIMES = {name: [ms * 10**6 for ms in own] for name, own in {"dense": [99, 100, 105], "bf16": [50], "rgc": [20], "DDP": [80]}.items()}
 RUN = {"method": "bf16", "steps": 101, "seconds": 5.25, "apart": 1e-6}
-CELL = Cell("lstm", "50Mbit/s", 500, 1.5, STEPS, TIMES, [RUN], "a box")
+CELL = Cell("lstm", "50Mbit/s", 500, 1.5, STEPS, TIMES, [RUN], "a box", 0.05)
 
 
 def test_time_is_steps_times_a_steps_time() -> None:
@@ -34,10 +34,12 @@ def test_time_is_steps_times_a_steps_time() -> None:
         ["lstm", "50Mbit/s", "rgc", "not in 500", "20.0", "", "", ""],
         ["lstm", "50Mbit/s", "DDP", "100", "80.0", "8.0", "1.25", "1.00"],
     ]
-    text = time_to_loss_page.page([CELL, replace(CELL, rate="1Gbit/s", whole=[])])
+    text = " ".join(time_to_loss_page.page([CELL, replace(CELL, rate="1Gbit/s", whole=[])]).split())
     assert text.index("| lstm | 50Mbit/s") < text.index("| lstm | 1Gbit/s")
-    assert "bf16: 101 steps in 5.2 s by the wall clock; 100 steps times the step's time are 5.0 s. Its\n" not in text
     assert "101 steps in 5.2 s by the wall clock; 100 steps times the step's time are 5.0 s. Its losses are within 1.0e-06" in text
+    assert "Other programs" not in text
+    busy = time_to_loss_page.page([replace(CELL, others_share=0.42)])
+    assert "so steps are too long: lstm at 50Mbit/s: 42%." in busy
     assert "From beginning to end" not in time_to_loss_page.page([replace(CELL, whole=[])])
 
 

@@ -140,7 +140,7 @@ class Simulator:
     """Simulates strategies of one graph on one cluster, keeping what consecutive strategies have in common.
 
     ``costs``: durations. ``optimizer_states``: tensors of a parameter's size that the optimizer keeps for it (Adam 2). ``training``: what
-    training adds to compressed parameters.
+    training adds to a plan.
     """
 
     def __init__(

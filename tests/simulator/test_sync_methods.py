@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import fields, replace
+from itertools import product
 
 import pytest
 
@@ -187,8 +188,9 @@ def test_delta_full_and_reference_are_equal(contract: Contract, seed: int) -> No
 
 @METHOD
 def test_memory_is_never_under(contract: Contract) -> None:
-    for topology, strategy in strategies(contract, 2):
-        simulation = Simulator(GRAPH, topology, RooflineCosts(topology)).run(strategy)
+    for (topology, strategy), clips in product(strategies(contract, 2), (False, True)):
+        training = PlannedTraining(clips=clips)  # by the norm of all gradients, if nothing is compressed
+        simulation = Simulator(GRAPH, topology, RooflineCosts(topology), training=training).run(strategy)
         bound = peak_bytes(simulation.plan)
         for curve, most in zip(memory_over_time(simulation.tasks, simulate(simulation.tasks)), bound, strict=True):
             assert curve.peak_bytes <= most
