@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from soap.cli.plain_text import aligned, milliseconds
-from soap.errors import RuntimeFailure, SoapWarning
+from soap.errors import SoapWarning
 from soap.plan.compression.training import PLAIN
 from soap.plan.plan import ShardSync
 from soap.plan.syncs.bucketing import gradient_bytes
@@ -62,19 +62,6 @@ def training_of(momentum: float | None, warm_up: tuple[int, int], clip_norm: flo
     from soap.runtime.compression.peer import CompressedTraining
 
     return CompressedTraining(None if momentum is None else Momentum(momentum), WarmUp(*warm_up), clip_norm)
-
-
-def unclippable(simulation: Simulation | FoldedSimulation, clip_norm: float | None) -> str:
-    """One line about a plan that ``soap-run`` refuses with this ``--clip-norm``; empty if it does not."""
-    if clip_norm is None or not isinstance(simulation, Simulation) or not count(simulation):
-        return ""
-    from soap.runtime.updates.clipping import require_clippable
-
-    try:
-        require_clippable(simulation.plan, clip_norm)
-    except RuntimeFailure as cause:
-        return f"soap-run will refuse this plan with --clip-norm: {cause}; or search with --pin"
-    return ""
 
 
 def warn_of_memory(simulation: Simulation) -> None:

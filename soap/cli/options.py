@@ -269,22 +269,23 @@ def lossy_method(text: str) -> Compression:
         raise argparse.ArgumentTypeError(f"{text[:100]!r} is not allowed: {error}") from None
 
 
-def add_compressed_training(parser: Parser, when: str = "") -> None:
-    """What training by a plan that compresses has beside the optimizer. ``when``: what the helps begin with."""
+def add_compressed_training(parser: Parser, when: str = "", lossy: str = "") -> None:
+    """Clipping, and what training by a plan that compresses has beside the optimizer. ``when``: what the helps begin with; ``lossy``: what
+    those of a plan that compresses begin with."""
     parser.add_argument("--clip-norm", metavar="X", type=positive_number, help=f"{when}scale gradients to at most this global norm")
     parser.add_argument(
         "--correct-momentum",
         metavar="M",
         type=momentum,
-        help=f"{when}momentum of all parameters (with --optimizer sgd); to compressed ones it is applied before compression, and not to "
-        "what was sent (DGC)",
+        help=f"{lossy}{when}momentum of all parameters (with --optimizer sgd); to compressed ones it is applied before compression, and "
+        "not to what was sent (DGC)",
     )
     parser.add_argument(
         "--warm-up",
         metavar="DENSE[,EACH]",
         type=warm_up,
         default=(0, 0),
-        help=f"{when}of compressed parameters: DENSE steps send everything, then EACH steps send 25%%, 6.25%%, 1.6%%, 0.4%%, 0.1%% "
+        help=f"{lossy}{when}of compressed parameters: DENSE steps send everything, then EACH steps send 25%%, 6.25%%, 1.6%%, 0.4%%, 0.1%% "
         "(default: none)",
     )
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from soap.api import SearchOutcome, costs_record, memory_range, predicted_range
-from soap.cli import certainty, compressing, figures, rows
+from soap.cli import certainty, compressing, figures, rows, warm_up
 from soap.cli.plain_text import aligned, devices, listed, milliseconds, speed_up, split, sync_document, sync_text
 from soap.cluster.topology import Topology
 from soap.model import sparse_shares
@@ -84,6 +84,7 @@ def text(report: Mapping[str, Any], name: str) -> str:
         *([rows.text(report["sparse"])] if report["sparse"] else []),
         *([_synchronized(report["synchronized"])] if report["synchronized"] else []),
         *([compressing.text(report["compressed"])] if "compressed" in report else []),
+        *([f"warm-up: {warm_up.text(report['warm_up'], report['predicted_ns'])}"] if report.get("warm_up") else []),
     ]
     return "\n\n".join(sections)
 

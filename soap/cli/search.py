@@ -13,7 +13,6 @@ from soap.api import ahead
 from soap.cli import at_hand, clusters, explain, report, rows, search_report
 from soap.cli.clusters import Candidate
 from soap.cli.command import Parser, UsageError, note, run_command
-from soap.cli.compressing import unclippable
 from soap.cli.first_measuring import Measured
 from soap.cli.options import add_cluster, add_costs, add_explain, add_model, add_outputs, add_rows, has_gpus, reading, refuse_overwriting
 from soap.cli.search_options import add_budget, add_choices, add_runs, search_options
@@ -147,8 +146,6 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
             raise RuntimeFailure(f"{error}; what the search chose by its predictions is in {args.output}") from None
     _save(args, outcome, stopping)
     _report(args, outcome, measured, verified_s)
-    if line := unclippable(outcome.simulation, args.clip_norm):
-        note(PROG, line)
     if interrupted:
         note(PROG, f"interrupted after {outcome.result.evaluations} evaluations: the best strategy so far is in {args.output}")
         return stopping.exit_code
@@ -216,7 +213,7 @@ def _save(args: argparse.Namespace, outcome: api.SearchOutcome, stopping: Stoppi
 
 def _report(args: argparse.Namespace, outcome: api.SearchOutcome, measured: Measured | None, verified_s: float | None) -> None:
     """Print what was found, see ``search_report``."""
-    found = search_report.document(outcome, explain=args.explain, measured=measured, verified_s=verified_s)
+    found = search_report.document(outcome, explain=args.explain, measured=measured, verified_s=verified_s, warmed=args.warm_up)
     if args.json:
         print(report.dump({**found, "strategy": args.output}))
         return
@@ -228,7 +225,7 @@ def _report(args: argparse.Namespace, outcome: api.SearchOutcome, measured: Meas
 
 def _report_several(args: argparse.Namespace, candidates: Sequence[Candidate], chosen: api.SearchOutcome) -> None:
     """Print all clusters, and what was found for the best one."""
-    found = search_report.document(chosen, explain=args.explain)
+    found = search_report.document(chosen, explain=args.explain, warmed=args.warm_up)
     if args.json:
         compared = clusters.document(candidates, args.objective, search_report.document)
         print(report.dump({**found, "strategy": args.output, **compared}))

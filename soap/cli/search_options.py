@@ -139,17 +139,17 @@ def add_choices(parser: Parser) -> None:
         help="allow gradients to be compressed by this method: rgc[:DENSITY], rgc+asq[:DENSITY], chunked[:DENSITY], powersgd[:RANK], bf16, "
         "int8 (repeatable; default: none, as a plan that compresses trains no more exactly like one process)",
     )
-    add_compressed_training(parser, "with --lossy, as soap-run will be told: ")
+    add_compressed_training(parser, "as soap-run will be told: ", lossy="with --lossy, ")
 
 
 def _training(args: argparse.Namespace, updating: Updating) -> PlannedTraining:
-    """What training by plans that compress will have. UsageError if none may."""
-    given = {"--correct-momentum": args.correct_momentum, "--warm-up": any(args.warm_up) or None, "--clip-norm": args.clip_norm}
+    """What training will have beside the optimizer. UsageError if that is for plans that compress, and none may."""
+    given = {"--correct-momentum": args.correct_momentum, "--warm-up": any(args.warm_up) or None}
     named = [option for option, value in given.items() if value is not None]
-    if not named:
-        return PLAIN
-    if not args.lossy:
+    if named and not args.lossy:
         raise UsageError(f"{named[0]} without --lossy; expected --lossy METHOD too: the times of other plans do not depend on it")
+    if not named and args.clip_norm is None:
+        return PLAIN
     planned = training_of(args.correct_momentum, args.warm_up, args.clip_norm).planned
     return replace(planned, kept=planned.kept + (planned.kept > 0 and updating.decays))
 

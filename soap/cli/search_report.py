@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from soap import api
-from soap.cli import certainty, compressing, explanation, report, verification
+from soap.cli import certainty, compressing, explanation, report, verification, warm_up
 from soap.cli.first_measuring import Measured
 from soap.strategy.compression import Compression
 
@@ -14,16 +14,23 @@ SEARCHED = ("seed", "budget", "beta", "risk", "draws", "spreads", "evaluations",
 
 
 def document(
-    outcome: api.SearchOutcome, *, explain: bool = False, measured: Measured | None = None, verified_s: float | None = None
+    outcome: api.SearchOutcome,
+    *,
+    explain: bool = False,
+    measured: Measured | None = None,
+    verified_s: float | None = None,
+    warmed: tuple[int, int] = (0, 0),
 ) -> dict[str, Any]:
     """Plain JSON values. The keys are part of the command's interface. ``measured``: what was measured before the search, None if
-    nothing. ``verified_s``: seconds spent on running plans, None if none was to be run."""
+    nothing. ``verified_s``: seconds spent on running plans, None if none was to be run. ``warmed``: the warm-up (``warm_up.document``)."""
     recorded = outcome.record["search"]
     found = {
         **report.document(outcome.simulator, outcome.strategy, outcome.simulation),
         "search": {key: recorded[key] for key in SEARCHED if key in recorded},
         "bound_ns": None if outcome.bound is None else outcome.bound.bound_ns,
     }
+    if phases := warm_up.document(outcome.simulator, outcome.strategy, warmed):
+        found["warm_up"] = phases
     if measured is not None:
         found["profiled"] = measured.document
     if outcome.kept is not None and verified_s is not None:

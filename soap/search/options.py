@@ -43,7 +43,8 @@ class SearchOptions:
     devices or copies. ``syncs=[parameter_server(4)]``: methods that parameters may be synchronized by, beside all-reduce; by default all
     methods for sparse parameters, and all-reduce for dense ones. ``lossy=["rgc:0.001"]``: methods that may compress gradients
     (``soap.strategy.compression``), where their policy says so; by default none, so that every plan trains like one process. ``training``:
-    what training then adds: corrected momentum, a warm-up, clipping (``CompressedTraining.planned``).
+    what training then adds: corrected momentum, a warm-up, clipping (``CompressedTraining.planned``); with clipping no plan is found by
+    which ranks cannot clip, and updates wait for the norm (``plan.syncs.clipping``).
 
     ``uncut``: names of parameters that every device owns whole or not at all; optimizers need this if their update is not elementwise.
     ``together``: names of parameters that a device owns either all of, or none.

@@ -16,7 +16,7 @@ from soap.simulator.drawn_times import reference_times_ns
 from soap.simulator.draws import Draws, cost_ns
 from soap.simulator.engine import Engine
 from soap.simulator.memory.bound import MemoryBound
-from soap.simulator.simulate import CACHED_STRATEGIES, Simulation, Simulator, is_large
+from soap.simulator.simulate import CACHED_STRATEGIES, REFUSED_BYTES, Simulation, Simulator, is_large
 from soap.strategy.classical import CLASSICAL
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
 
@@ -80,7 +80,9 @@ class IncrementalSimulator:
         return self._answers[key]
 
     def overflow_bytes(self, strategy: Strategy) -> int:
-        """Bytes of memory that the devices lack, added up."""
+        """Bytes of memory that the devices lack, added up, as ``Simulator.cost`` has them."""
+        if self._simulator.is_refused(strategy):
+            return REFUSED_BYTES
         if self._certainly_fits(strategy):
             return 0
         if self.least_overflow_bytes(strategy) > 0:
@@ -89,6 +91,8 @@ class IncrementalSimulator:
 
     def bounds_overflow_bytes(self, strategy: Strategy) -> int:
         """As ``Simulator.bounds_overflow_bytes``."""
+        if self._simulator.is_refused(strategy):
+            return REFUSED_BYTES
         return 0 if self._certainly_fits(strategy) else self._simulator.bounds_overflow_bytes(strategy)
 
     def _certainly_fits(self, strategy: Strategy) -> bool:

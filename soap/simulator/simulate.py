@@ -15,6 +15,7 @@ from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.plan.plan import Plan
+from soap.plan.syncs.clipping import refusal
 from soap.simulator.analysis.timeline import busy_time_ns, bytes_moved, critical_path_ns, link_bytes
 from soap.simulator.communication.prices import Communication
 from soap.simulator.costs import CostModel
@@ -37,6 +38,9 @@ KEPT_FOLDED = 8
 
 MOST_PLAYED_TILES = 2**10
 """See ``is_played``."""
+
+REFUSED_BYTES = 2**60
+"""What searches are told is lacking for a plan by which the training cannot clip: more than any cluster lacks, so it is never taken."""
 
 MANY_TILES = 2**14
 """A strategy with this many tiles or more is folded if possible: simulating all of it would take seconds."""
@@ -136,7 +140,7 @@ class Simulator:
     """Simulates strategies of one graph on one cluster, keeping what consecutive strategies have in common.
 
     ``costs``: durations. ``optimizer_states``: tensors of a parameter's size that the optimizer keeps for it (Adam 2). ``training``: what
-    training adds to compressed parameters.
+    training adds to a plan.
     """
 
     def __init__(
@@ -186,14 +190,15 @@ class Simulator:
         return self._folded[key]
 
     def _fold(self, strategy: Strategy) -> FoldedSimulation | str:
-        folding = fold(self.graph, self.topology, strategy)
+        folding = fold(self.graph, self.topology, strategy, self.training)
         if isinstance(folding, str):
             return folding
         tasks = lower(folding.plan, folding.topology, self.costs, folding.communication)
         return FoldedSimulation(folding, tasks, simulate(tasks), self.optimizer_states)
 
     def cost(self, strategy: Strategy) -> tuple[int, int]:
-        """(makespan in ns, bytes of memory that are lacking): what a search compares. Recent strategies are not simulated again."""
+        """(makespan in ns, bytes of memory that are lacking): what a search compares. Recent strategies are not simulated again. Of a plan
+        by which the training cannot clip, ``REFUSED_BYTES`` are lacking."""
         key = self.key(strategy)
         answer = self._answers.get(key)
         if answer is None:
@@ -217,6 +222,8 @@ class Simulator:
         if not isinstance(folded, str):
             return folded.overflow_bytes
         plan = self._builder.build(strategy)
+        if _is_refused(plan):
+            return REFUSED_BYTES
         uses = memory_use(plan, self.optimizer_states)
         return lacking_bytes(
             [use.total for use in uses], self.topology, lambda: expected_peaks(self._played(plan).memory_over_time, uses)
@@ -224,13 +231,21 @@ class Simulator:
 
     def bounds_overflow_bytes(self, strategy: Strategy) -> int:
         """``overflow_bytes`` if only the bounds for any order count: at least as much, and found without a simulation."""
+        if self.is_refused(strategy):
+            return REFUSED_BYTES
         folded = self.run_folded(strategy) if is_large(strategy) else ""
         uses = memory_use(self._builder.build(strategy), self.optimizer_states) if isinstance(folded, str) else folded.memory
         return overflow_bytes([use.total for use in uses], self.topology)
 
+    def is_refused(self, strategy: Strategy) -> bool:
+        """Whether the training clips, and cannot by this strategy."""
+        compressed = any(sync.compression is not None for sync in strategy.parameters.values())
+        return self.training.clips and compressed and _is_refused(self._builder.build(strategy))
+
     def _simulate(self, strategy: Strategy) -> tuple[int, int]:
         outcome = self.predict(strategy)
-        return outcome.makespan_ns, outcome.overflow_bytes
+        refused = isinstance(outcome, Simulation) and _is_refused(outcome.plan)
+        return outcome.makespan_ns, REFUSED_BYTES if refused else outcome.overflow_bytes
 
     def key(self, strategy: Strategy) -> Hashable:
         """Equal for strategies that mean the same but are written differently (order of mappings, defaults left out).
@@ -241,6 +256,10 @@ class Simulator:
         syncs = tuple(strategy.sync(name) for name in self._parameters)
         unknown = tuple(sorted(strategy.parameters.keys() - self._parameters.keys()))
         return configs, len(strategy.operators), syncs, unknown
+
+
+def _is_refused(plan: Plan) -> bool:
+    return plan.training.clips and refusal(plan) != ""
 
 
 def costs_hash(costs: CostModel, communication: Communication) -> str:

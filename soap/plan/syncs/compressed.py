@@ -80,7 +80,7 @@ class CompressedSum(SyncMethod):
 
     @staticmethod
     def _works(plan: Plan, sync: ShardSync, layout: Layout, work: Work) -> tuple[DeviceWork, ...]:
-        how, late = _settings(sync), work != "select" or plan.training.late
+        how, late = _settings(sync), work != "select" or plan.training.clips
         return tuple(
             DeviceWork(STAGES[work], device, work_name(sync, work, device), how, layout, work, late) for device in sync.peers
         )

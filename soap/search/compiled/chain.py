@@ -44,6 +44,7 @@ from soap.simulator.compiled.events import NO_BOUND, STOPPED
 from soap.simulator.compiled.jit import compiled, entry
 from soap.simulator.compiled.memory import bound_memory
 from soap.simulator.compiled.memory_tables import FITS, UNKNOWN, MemoryTables
+from soap.simulator.compiled.syncs.clipping import can_clip
 from soap.simulator.compiled.trial import HEAPED, SKIPPED, TAKEN, Trial
 from soap.simulator.compiled.world import World
 
@@ -90,6 +91,7 @@ def advance(
             continue
         usual = cost = _evaluate(W, P, T, E, X, at[USUAL] + (log_ratio - decision) * at[START] / beta)
         accepted = cost != STOPPED
+        accepted = accepted and can_clip(W)
         if accepted and D.tables.count[0] > 0:
             cost = play_draws(W, D)
             accepted = cost <= at[COST] + usual - at[USUAL] - log(uniform(X)) * at[START] / beta

@@ -8,6 +8,7 @@ from soap.cluster.topology import DeviceType
 from soap.plan.plan import ASK_NAME, Plan, ShardSync, settled_name, update_name
 from soap.plan.syncs.asking import asking_rounds
 from soap.plan.syncs.bucketing import idle_shards, shard_bytes
+from soap.plan.syncs.clipping import NORM_BYTES, NORM_NAME, sums_norm
 from soap.plan.syncs.seam import SERVE, DeviceWork, Phase, ShardUpdate, SyncStep, method_for
 from soap.simulator.communication.servers import adding_ns, device_row_seconds, row_seconds, server_resources, server_type
 from soap.simulator.costs import CostModel, compression_ns, table_update_ns
@@ -56,7 +57,7 @@ class Synchronization:
         ready: list[list[int]] = [[] for _ in range(plan.device_count)]
         for tile, task in backward.items():
             ready[plan.tiles[tile].device].append(task)
-        resources = server_resources(plan, self._tasks.topology)
+        resources, clips, arrived = server_resources(plan, self._tasks.topology), sums_norm(plan), [*backward.values()]
         self._settle(ready)
         for number, sync in enumerate(plan.syncs):
             gradients = [backward[tile] for tile, _ in sync.uses if tile in backward]
@@ -64,13 +65,20 @@ class Synchronization:
                 gradients += [self._settled[device] for device in sync.readers if device in self._settled]
             tasks = list(self._walk(number, Phase.AFTER_BACKWARD, gradients, backward))
             ends = self._works(sync, self._ending[number], tasks[-1:])
-            after = tasks[-1:] or gradients
-            served = [self._serve(sync, part, resources[part.shard], after) for part in self._updates[number] if part.name]
+            if clips:
+                arrived += tasks[-1:]
+                continue
             for part in self._updates[number]:
                 for device in plan.shards[part.shard].devices if tasks and not part.name else ():
                     ready[device].append(ends.get(device, tasks[-1]))
-            if served:
-                list(self._walk(number, Phase.AFTER_UPDATE, served))
+            self._serve_all(number, resources, tasks[-1:] or gradients)
+        if clips:
+            everyone = tuple(range(plan.device_count))
+            norm = self._tasks.all_reduce((UPDATE, 0, 2, 0, 0, 0), NORM_NAME, TaskKind.SYNC, NORM_BYTES, everyone, arrived)
+            for own in ready:
+                own.append(norm)
+            for number in range(len(plan.syncs)):
+                self._serve_all(number, resources, (norm,))
         updates = {}
         for device, duration in self._device_updates().items():
             place = (UPDATE, device, 0, 0, 0, 0)
@@ -103,7 +111,7 @@ class Synchronization:
         """Whether its devices clip their gradients before they send them, if some are compressed. (Others are refused then: a server's
         partition, or rows, could not be clipped so.)"""
         contract = sync.contract
-        return self._plan.training.late and len(sync.readers) > 1 and (contract.sums_in_place or contract.compresses)
+        return self._plan.training.clips and len(sync.readers) > 1 and (contract.sums_in_place or contract.compresses)
 
     def _works(
         self, sync: ShardSync, works: Iterable[DeviceWork], after: Iterable[int], backward: Mapping[int, int] = NOTHING
@@ -125,6 +133,13 @@ class Synchronization:
         if step.summed_bytes:
             return self._tasks.all_reduce(place, step.name, TaskKind.SYNC, step.summed_bytes, sync.peers, after, chunked=step.large)
         return self._tasks.exchange(place, step.name, TaskKind.SYNC, step.rounds, after, chunked=step.large)
+
+    def _serve_all(self, number: int, resources: Mapping[int, int], after: Iterable[int]) -> None:
+        """Add the tasks of the servers that own a synchronization, and the pulls behind them."""
+        sync = self._plan.syncs[number]
+        served = [self._serve(sync, part, resources[part.shard], after) for part in self._updates[number] if part.name]
+        if served:
+            list(self._walk(number, Phase.AFTER_UPDATE, served))
 
     def _serve(self, sync: ShardSync, part: ShardUpdate, resource: int, after: Iterable[int]) -> int:
         """Add the task of a server that adds up the gradients of one partition and updates it."""

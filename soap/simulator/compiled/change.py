@@ -238,7 +238,7 @@ def _save(W, op, stamp):  # type: ignore[no-untyped-def]
 def needs_sums(W: World) -> bool:
     """Whether the change affects sums of gradients."""
     G, C, U = W.graph, W.state, W.undo
-    if U.what[RESYNCED] > 0 or any_compressed(W):  # compressed sums wait for all backward passes of a device
+    if U.what[RESYNCED] > 0 or W.shards.clips[0] or any_compressed(W):  # the norm and compressed sums wait for all backward passes
         return True
     for n in range(U.what[CHANGED]):
         op = U.fields[n * FIELDS]

@@ -24,6 +24,7 @@ from soap.simulator.compiled.state import (
     SLOTS,
     SYNC_BUCKET,
     SYNC_DEVICE,
+    SYNC_NORM,
     SYNCS,
     UPDATE_DEVICE,
     Groups,
@@ -167,6 +168,10 @@ def _settle_successors(G, C, R, Q, slot, end):  # type: ignore[no-untyped-def]
             settle(Q, R.sets.item[i], end)
     elif kind == SYNC_DEVICE:
         settle(Q, C.index[slot], end)
+    elif kind == SYNC_NORM:
+        _settle_row(C, Q, C.index[slot], end)
+        for device in range(len(C.busy)):
+            settle(Q, device, end)
     elif kind == UPDATE_DEVICE and C.update_row[slot] >= 0:
         _settle_row(C, Q, C.update_row[slot], end)
 

@@ -18,9 +18,9 @@ SLOTS, ARENA, DEVICES, SYNCS, PULLS = range(5)
 """Places in ``State.used``: how much of slots, ``arena`` and ``dev`` is used; number of synchronization tasks after the backward pass (sums
 of gradients, and tasks of parameter servers); number of pulls before the forward pass."""
 
-NONE, FORWARD_TILE, BACKWARD_TILE, OTHER, SYNC_BUCKET, UPDATE_DEVICE, SYNC_DEVICE = range(7)
+NONE, FORWARD_TILE, BACKWARD_TILE, OTHER, SYNC_BUCKET, UPDATE_DEVICE, SYNC_DEVICE, SYNC_NORM = range(8)
 """Kinds of slots (``State.kind``). Slot d is the update of device d. For a SYNC_BUCKET the updates of a set of devices wait, for a
-SYNC_DEVICE that of one device."""
+SYNC_DEVICE that of one device, for a SYNC_NORM those of all devices, beside what is in its row."""
 
 NEVER = 1 << 29
 """Added to ``waits`` of a device's update if there is nothing to update."""
@@ -132,7 +132,7 @@ class ShardTables(NamedTuple):
     whether an update of a table changes only the rows with a gradient.
 
     ``effort``: what compression of a shard takes (``syncs.compressed``), by ``compressed``: [code, parameter, shard, number of peers].
-    ``late``: see ``PlannedTraining.late``.
+    ``clips``: see ``PlannedTraining.clips``.
     """
 
     ptr: Longs
@@ -152,7 +152,7 @@ class ShardTables(NamedTuple):
     rows_alone: Ints
     compressed: Lists
     effort: Longs
-    late: Ints
+    clips: Ints
 
 
 def make_state(operators: int, readers: int, parameters: int, devices: int, slots: int, arena: int) -> State:
