@@ -63,9 +63,9 @@ def test_context_parallel_gathers_keys_and_values_alone() -> None:
     assert not any("replicas" in degrees for degrees, _ in found.values())
     assert [name for name, (degrees, _) in found.items() if "b" in degrees] == [loss]
     assert found["attention7"] == ({"q": 4}, GROUP)
-    bytes_of_keys = 4 * 8 * 8 * 16 * 3 // 4
-    attention = {name for name in found if name.startswith("attention")}
-    assert {name: own for name, own in moved(graph, topology, strategy).items() if name != loss} == dict.fromkeys(attention, 2 * bytes_of_keys)
+    elements_of_keys = 4 * 8 * 8 * 16 * 3 // 4
+    gathered = {name: own for name, own in moved(graph, topology, strategy).items() if name != loss}
+    assert gathered == {name: 2 * elements_of_keys for name in found if name.startswith("attention")}
     shared = shared_parameters(graph, topology, strategy)
     assert shared["0.fc1.weight"] == 16 * 64  # every device has all of a parameter
 

@@ -104,8 +104,8 @@ class _Placement:
                 self._chosen[i] = grouped(op, self._orders[i], width, matrix.column)
 
     def _repeat_between(self, width: int) -> None:
-        """Repeat cheap operators on all devices of a group, or split them along sequences, where they read the sums of a split part and lead
-        to another one."""
+        """Repeat cheap operators on all devices of a group where they read the sums of a split part and lead to another one; or split them
+        along sequences."""
         splits = SequenceSplits(self._graph, width)
         for i in sorted(self._gathered) if self._scatters else ():
             splits.scattered(self._graph.operators[i])

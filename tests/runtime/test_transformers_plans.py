@@ -25,7 +25,8 @@ from tests.transformers_models import MODELS
 pytest.importorskip("transformers")
 
 FOUR = local_topology(4)
-STRATEGIES = [("float64", None)] * so_many(1, 5) + [("float32", None)] + [("float64", name) for name in ("data_parallel", "megatron", *LONG_CONTEXT)]
+NAMES = ("data_parallel", "megatron", *LONG_CONTEXT)
+STRATEGIES = [("float64", None)] * so_many(1, 5) + [("float32", None)] + [("float64", name) for name in NAMES]
 """Dtype, and name of a strategy or None for a random one."""
 OFTEN: tuple[str, ...] = ()
 """All, and many more, are for ``make test-all``; ``test_architectures`` has one of the library in ``make test``."""
