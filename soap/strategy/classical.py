@@ -14,14 +14,17 @@ from soap.cluster.topology import Topology
 from soap.model.graph import Operator, OperatorGraph
 from soap.strategy.config import OpConfig, Strategy, settled, settled_config
 from soap.strategy.grids import device_order, fill, grouped, sample_factor, uniform_config
-from soap.strategy.megatron import balanced_blocks, hybrid, megatron, operator_work
+from soap.strategy.megatron import balanced_blocks, hybrid, megatron, operator_work, sequence_parallel
+from soap.strategy.sequences import context_parallel
 from soap.strategy.sync import SHARDED_STATE, SPARSE_ALL_GATHER, synchronized, usual_server
 from soap.strategy.tensor_parallel_chains import dense
 
 __all__ = [
     "CLASSICAL",
+    "LONG_CONTEXT",
     "NAMED",
     "SYNCHRONIZED",
+    "context_parallel",
     "data_parallel",
     "hybrid",
     "hybrid_synchronization",
@@ -32,6 +35,7 @@ __all__ = [
     "random_config",
     "random_strategy",
     "sample_factor",
+    "sequence_parallel",
     "single_device",
     "sparse_allgather",
     "uniform_config",
@@ -125,7 +129,12 @@ SYNCHRONIZED: Mapping[str, Callable[[OperatorGraph, Topology], Strategy]] = Mapp
 )
 """Data parallelism with methods of synchronization other than all-reduce, by name."""
 
-NAMED: Mapping[str, Callable[[OperatorGraph, Topology], Strategy]] = MappingProxyType({**CLASSICAL, **SYNCHRONIZED})
+LONG_CONTEXT: Mapping[str, Callable[[OperatorGraph, Topology], Strategy]] = MappingProxyType(
+    {"sequence_parallel": sequence_parallel, "context_parallel": context_parallel}
+)
+"""Strategies that split sequences, by name."""
+
+NAMED: Mapping[str, Callable[[OperatorGraph, Topology], Strategy]] = MappingProxyType({**CLASSICAL, **SYNCHRONIZED, **LONG_CONTEXT})
 """All strategies that have a name."""
 
 
