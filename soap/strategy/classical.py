@@ -15,12 +15,14 @@ from soap.model.graph import Operator, OperatorGraph
 from soap.strategy.config import OpConfig, Strategy, settled, settled_config
 from soap.strategy.grids import device_order, fill, grouped, sample_factor, uniform_config
 from soap.strategy.megatron import balanced_blocks, hybrid, megatron, operator_work
+from soap.strategy.recomputation import recomputed
 from soap.strategy.sync import SHARDED_STATE, SPARSE_ALL_GATHER, synchronized, usual_server
 from soap.strategy.tensor_parallel_chains import dense
 
 __all__ = [
     "CLASSICAL",
     "NAMED",
+    "RECOMPUTED",
     "SYNCHRONIZED",
     "data_parallel",
     "hybrid",
@@ -31,6 +33,7 @@ __all__ = [
     "parameter_server",
     "random_config",
     "random_strategy",
+    "recompute",
     "sample_factor",
     "single_device",
     "sparse_allgather",
@@ -125,7 +128,16 @@ SYNCHRONIZED: Mapping[str, Callable[[OperatorGraph, Topology], Strategy]] = Mapp
 )
 """Data parallelism with methods of synchronization other than all-reduce, by name."""
 
-NAMED: Mapping[str, Callable[[OperatorGraph, Topology], Strategy]] = MappingProxyType({**CLASSICAL, **SYNCHRONIZED})
+
+def recompute(graph: OperatorGraph, topology: Topology) -> Strategy:
+    """Data parallelism that keeps only what goes on from run to run, and computes each run again (``recomputation.runs_of``)."""
+    return recomputed(graph, data_parallel(graph, topology))
+
+
+RECOMPUTED: Mapping[str, Callable[[OperatorGraph, Topology], Strategy]] = MappingProxyType({"recompute": recompute})
+"""Strategies that recompute, by name: searches try them only if memory binds."""
+
+NAMED: Mapping[str, Callable[[OperatorGraph, Topology], Strategy]] = MappingProxyType({**CLASSICAL, **SYNCHRONIZED, **RECOMPUTED})
 """All strategies that have a name."""
 
 
