@@ -4,28 +4,37 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from soap.cluster.presets import local_topology
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.plan.plan import Plan
 from soap.runtime.program.actions import ActionKind, part_of
 from soap.runtime.program.program import compile_program
 from soap.simulator.lowering import build_plan
+from soap.strategy.classical import CLASSICAL, random_strategy
 from soap.strategy.config import Strategy
+from soap.strategy.recomputation import recomputed as recompute_runs
 from soap.strategy.recomputation import repeatable
-from tests.extent import FEW
+from soap.tracing.export import export_model
+from soap.zoo import names
+from tests.extent import FEW, often, so_many
 from tests.graph_builder import convnet, mlp, transformer
 from tests.runtime.cases import train
 from tests.runtime.plans import plan_of, random_order, split
 from tests.runtime.pool import Pool
 from tests.runtime.test_training import NAMED, assert_equal_to_one_process
+from tests.runtime.traced import checked, traced
 from tests.strategies import CPU, cases, cluster
+from tests.transformers_models import MODELS as TRANSFORMERS
 
-THREE = cluster([3], CPU)
+THREE, FOUR = cluster([3], CPU), local_topology(4)
 
 
 def marked(graph: OperatorGraph, strategy: Strategy, draw: random.Random, share: float = 0.7) -> Strategy:
@@ -102,3 +111,34 @@ def test_many_random_strategies(pool: Pool, case: tuple[OperatorGraph, Topology,
 def test_halos_and_channels_run_again(pool: Pool) -> None:
     plan = plan_of(convnet(), split((0, 1), b=2), conv0=split((0, 1, 2, 0), o=2, l=2), conv1=split((1, 2, 0, 1), c=2, l=2))
     assert_equal_to_one_process(pool.run(train, recomputed(plan, share=1.0)))
+
+
+ZOO_OFTEN = ("gpt", "resnet50", "rnnlm")
+"""With dropout, with batch norm, with recurrent layers and a table."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", often(names(), ZOO_OFTEN))
+def test_zoo_models_train_like_one_process(four: Pool, name: str) -> None:
+    """Under data parallelism with all runs recomputed, and random strategies with random marks."""
+    spec = f"zoo:{name}:tiny"
+    graph = traced(spec, "float64").graph
+    chosen = [CLASSICAL["data_parallel"](graph, FOUR), *(random_strategy(graph, FOUR, random.Random(i)) for i in range(so_many(1, 6)))]
+    for number, strategy in enumerate(chosen):
+        again = recompute_runs(graph, strategy) if number == 0 else marked(graph, strategy, random.Random(number))
+        result = four.run(checked, spec, "float64", again, FOUR)[0]
+        assert result.passed, (number, result.worst)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_transformers_train_like_one_process(four: Pool, tmp_path: Path, name: str) -> None:
+    torch.manual_seed(0)
+    module, inputs = TRANSFORMERS[name]()
+    path = str(tmp_path / f"{name}.pt2")
+    export_model(module, (), inputs, path=path)
+    graph = traced(path, "float64").graph
+    for number in range(so_many(2, 5)):
+        base = CLASSICAL["megatron"](graph, FOUR) if number == 0 else random_strategy(graph, FOUR, random.Random(f"{name}/{number}"))
+        result = four.run(checked, path, "float64", marked(graph, base, random.Random(number)), FOUR)[0]
+        assert result.passed, (number, result.worst)

@@ -96,7 +96,7 @@ def test_a_sum_is_kept() -> None:
 def test_a_value_is_needed_by_the_first_reader_that_the_backward_pass_meets() -> None:
     """v -> u -> t and v -> r -> x -> t, all marked but x: t needs v again before x, and so r, have a gradient."""
     g = GraphBuilder()
-    v = g.linear(g.input("x", 4, 2), 2, bias=False, name="v")
+    v = g.linear(g.input("given", 4, 2), 2, bias=False, name="v")
     u, r = g.elementwise(v, name="u"), g.elementwise(v, name="r")
     x = g.elementwise(r, name="x")
     graph = finish(g, g.elementwise(u, x, name="t"))
@@ -106,23 +106,22 @@ def test_a_value_is_needed_by_the_first_reader_that_the_backward_pass_meets() ->
     assert len(set(spans(tasks, simulate(tasks)))) == len(tasks.tasks)
 
 
-def test_a_run_keeps_what_enters_it_alone() -> None:
-    """Four layers, of which two and two are runs: the wide value inside each run is there in its own backward pass alone."""
+def held_before_the_loss(graph: OperatorGraph, chosen: Strategy) -> int:
+    tasks = lowered(graph, chosen)
+    schedule = simulate(tasks)
+    curve = memory_over_time(tasks, schedule, 0)[0]
+    return int(curve.bytes_held[curve.times_ns <= spans(tasks, schedule)["forward loss[0]"][0]][-1])
+
+
+def test_what_is_recomputed_is_not_there_between() -> None:
+    """A layer keeps as much inside as it makes. What an unmarked one reads stays."""
     graph = chain(8, 2, 64, 2, 64, 2)
     usual = batch_split(graph, [0])
-    wide, narrow = 8 * 64 * 4, 8 * 2 * 4
-    held = {}
-    for name, chosen in (("usual", usual), ("runs", marked(usual, "l1", "l3"))):
-        tasks = lowered(graph, chosen)
-        schedule = simulate(tasks)
-        curve = memory_over_time(tasks, schedule, 0)[0]
-        start = spans(tasks, schedule)["forward loss[0]"][0]
-        held[name] = int(curve.bytes_held[curve.times_ns <= start][-1])
-    assert held["usual"] - held["runs"] == 0  # l2 and l4, which are not marked, read them
-    tasks = lowered(graph, marked(usual, "l1", "l2", "l3", "l4"))
-    schedule = simulate(tasks)
-    curve, start = memory_over_time(tasks, schedule, 0)[0], spans(tasks, schedule)["forward loss[0]"][0]
-    assert held["usual"] - int(curve.bytes_held[curve.times_ns <= start][-1]) == 2 * wide + narrow  # but l4's, which the loss reads
+    wide, narrow, held = 8 * 64 * 4, 8 * 2 * 4, held_before_the_loss(graph, usual)
+    assert held - held_before_the_loss(graph, marked(usual, "l1", "l3")) == 2 * wide  # l2 and l4 read what they make
+    assert held - held_before_the_loss(graph, marked(usual, "l1", "l2")) == 2 * wide + narrow  # inside both, and between them
+    all_four = marked(usual, "l1", "l2", "l3", "l4")
+    assert held - held_before_the_loss(graph, all_four) == 2 * (wide + narrow) + 2 * wide + narrow  # but what the loss reads
 
 
 def test_the_loss_may_be_recomputed() -> None:
