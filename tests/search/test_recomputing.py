@@ -99,7 +99,8 @@ def test_no_more_runs_are_recomputed_than_it_takes() -> None:
         simulator = Simulator(GRAPH, topology, RooflineCosts(topology))
         made = recompute_to_fit(GRAPH, topology, usual, simulator.costs, simulator.overflow_bytes)
         assert simulator.run(made.strategy).fits and 0 < made.runs < made.of_runs
-        fewer = recomputed(GRAPH, usual, [name for run in runs_of(GRAPH) for name in run if name in marks(made.strategy)][: 2 * (made.runs - 1)])
+        chosen = [name for run in runs_of(GRAPH) for name in run if name in marks(made.strategy)]
+        fewer = recomputed(GRAPH, usual, chosen[: 2 * (made.runs - 1)])
         assert not simulator.run(fewer).fits
         assert made.least_ns < made.added_ns and made.gap == pytest.approx(1 / max(1, made.runs - 1), rel=0.1)
 
@@ -134,7 +135,8 @@ def test_compiled_chains_toggle_marks_alone() -> None:
 
 
 def test_the_move_is_out_of_reach_where_nothing_may_be_recomputed() -> None:
-    chain = CompiledChain(CompiledSpace(build_space(GRAPH, 2), AMPLE, RooflineCosts(AMPLE)), data_parallel(GRAPH, AMPLE), seed=2, proposals=9)
+    space = CompiledSpace(build_space(GRAPH, 2), AMPLE, RooflineCosts(AMPLE))
+    chain = CompiledChain(space, data_parallel(GRAPH, AMPLE), seed=2, proposals=9)
     assert chain.weights["recompute"] == 0
 
 

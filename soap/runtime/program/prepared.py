@@ -118,8 +118,8 @@ class Summand:
 
 @dataclass(slots=True)
 class PreparedTile:
-    """One tile of this rank. ``again``: it is recomputed. ``empty``: it has no samples to compute. ``made``: expected shape and dtype of each output. ``rows``:
-    parameters that it reads by sparse lookups. ``leaves``: the fetches that it reads.
+    """One tile of this rank. ``again``: it is recomputed. ``empty``: it has no samples to compute. ``made``: expected shape and dtype of
+    each output. ``rows``: parameters that it reads by sparse lookups. ``leaves``: the fetches that it reads.
 
     ``checked``: shapes and dtypes of its outputs have been checked once.
     """

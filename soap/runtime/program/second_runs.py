@@ -1,7 +1,7 @@
 """When recomputed segments run forward a second time. Pure data, no torch.
 
-*Invariant*: a segment's second run comes right before the first backward pass that needs it, its own or that of a segment that reads what it
-makes again; and after the second runs that it reads from. So as little as possible is there at a time.
+*Invariant*: a segment's second run comes right before the first backward pass that needs it, its own or that of a segment that reads what
+it makes again; and after the second runs that it reads from. So as little as possible is there at a time.
 """
 
 from __future__ import annotations

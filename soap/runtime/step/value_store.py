@@ -9,7 +9,6 @@ import torch
 
 from soap.runtime.program.activity import ValueKey
 
-
 NOTHING: Mapping[ValueKey, int] = MappingProxyType({})
 """No readers."""
 

@@ -76,8 +76,8 @@ def make_edit(operators: int, parameters: int, devices: int) -> Edit:
 FIELDS = 14
 
 DONE, MARKED = 12, 13
-"""Places in ``Undo.fields``: whether the new block is complete (it is not if an exception has stopped its lowering); whether the operator was
-marked."""
+"""Places in ``Undo.fields``: whether the new block is complete (it is not if an exception has stopped its lowering); whether the operator
+was marked."""
 
 
 class Undo(NamedTuple):
@@ -85,8 +85,9 @@ class Undo(NamedTuple):
 
     ``fields``: for each changed block, its old values (operator, row, own_slot, own_count, block, block_end, tile_slot, tiles, variant,
     replicas, dev_ptr, where its ``back_row`` and ``need_row`` begin in ``rows``, ``DONE``, ``MARKED``). ``alive``: of the changed
-    operators' backward tiles, from ``alive_ptr`` on; ``claim``: of their needs. ``sync_row`` (by operator), ``update_ns``, ``update_alive``, ``update_row`` (by device): of all. ``dirty``: stamps
-    of operators to be lowered. ``entry``: which of the changed blocks is an operator's; ``saved``: stamps of the operators that have one.
+    operators' backward tiles, from ``alive_ptr`` on; ``claim``: of their needs. ``sync_row`` (by operator), ``update_ns``,
+    ``update_alive``, ``update_row`` (by device): of all. ``dirty``: stamps of operators to be lowered. ``entry``: which of the changed
+    blocks is an operator's; ``saved``: stamps of the operators that have one.
     ``parameter``, ``sync``: changed parameters, and how they were synchronized.
     """
 

@@ -1,9 +1,9 @@
 """A strategy and its task graph in compiled form: what a simulation plays, and what a change of the strategy patches.
 
 A *slot* is a task's place in the arrays. Each operator has a block of slots for the forward passes of its tiles, followed by as many for
-their backward passes (``alive`` says whether one takes place; if it is marked to be recomputed, needs and second runs follow), and a block for the tasks that move its outputs and sum its partial
-results. ``arena`` has the edges, operator by operator: for each source a row with the slots of its successors. Blocks are never changed,
-only replaced, so the old ones are still there when a change is undone.
+their backward passes (``alive`` says whether one takes place; if it is marked to be recomputed, needs and second runs follow), and a block
+for the tasks that move its outputs and sum its partial results. ``arena`` has the edges, operator by operator: for each source a row with
+the slots of its successors. Blocks are never changed, only replaced, so the old ones are still there when a change is undone.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class State(NamedTuple):
     of a message, in ns, for which it holds nothing; ``overhead`` of communication, in ns, for which it keeps devices busy that have ports
     at its links; ``resource`` (>= 0: in ``static``, else -1 - place in ``arena``) and ``resource_n``; ``waits`` (number of edges into it);
     ``alive`` (whether it takes place); ``kind``; ``owner`` (operator, -1 after the backward pass); ``index`` (tile, row of another task,
-    group of a sum, or device); ``claim`` of a need: its position (``simulator.second_runs``); ``moved`` bytes; ``alias`` (the slot that replaces this one in a trial, -1 if none does).
+    group of a sum, or device); ``claim`` of a need: its position (``simulator.second_runs``); ``moved`` bytes; ``alias`` (the slot that
+    replaces this one in a trial, -1 if none does).
 
     By device: ``busy``, ns of all its tiles, forward and backward; ``doubtful``, ns of those backward passes that may vanish when another
     operator changes.

@@ -36,8 +36,8 @@ def _sees_all_but_channels(plan: Plan, tile: Tile, source: str) -> bool:
 class TaskSpans:
     """Start and end of tasks, in nanoseconds.
 
-    ``forward``, ``backward``: by tile. ``second``: of second runs, by tile; a segment's tiles all begin when the first of them does, because
-    the runtime runs them together. ``unread``: tiles that make nothing, as nobody reads it; they have no backward task here.
+    ``forward``, ``backward``: by tile. ``second``: of second runs, by tile; a segment's tiles all begin when the first of them does,
+    because the runtime runs them together. ``unread``: tiles that make nothing, as nobody reads it; they have no backward task here.
     ``named``: by task name. ``brought``, ``returned``: by part, of the transfer of the part and of its gradient. ``segment``: tile -> the
     first tile of its segment. ``begun``: first tile of a segment -> start of its backward pass.
     """
