@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from typing import cast
 
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
@@ -100,10 +101,12 @@ def recomputing_starts(
     binds; False: never. ``starts``: those that are evaluated."""
     if wanted is False or not (wanted or memory_binds(starts)):
         return None
-    graph, costs = space.graph, getattr(evaluator, "engine_costs", None)
+    graph, costs = space.graph, cast("CostModel | None", getattr(evaluator, "engine_costs", None))
     found = {name: make(graph, topology) for name, make in RECOMPUTED.items()}
     lacking = sorted((start for start in starts if not start.fits), key=lambda start: start.cost_ns)[:MOST_BASES]
-    for start in lacking if costs is not None else ():
+    for start in lacking:
+        if costs is None:
+            break
         made = recompute_to_fit(graph, topology, start.strategy, costs, evaluator.overflow_bytes)
         found[f"{start.name}, recompute"] = made.strategy
     return found

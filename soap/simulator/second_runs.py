@@ -45,11 +45,13 @@ class SecondRuns:
 
     def note_fetch(self, number: int) -> None:
         """Note what the readers of a region claim of the holdings on their own device. All its readers have been lowered."""
+        if not self._marked:
+            return
         fetch = self._plan.fetches[number]
         local = [piece.holding for piece in fetch.pieces if self._plan.holdings[piece.holding].device == fetch.device]
         links = len(local) == len(fetch.pieces)
         carries = self._plan.graph.tensors[fetch.tensor].requires_grad
-        for holding in local if self._marked else ():
+        for holding in local:
             held = self._plan.holdings[holding]
             for tile, _ in fetch.consumers:
                 if links and held.reduction is None and tile in self._needs:
@@ -72,7 +74,8 @@ class SecondRuns:
 
     def summed(self, holdings: Iterable[int], task: int) -> list[Need]:
         """The claims for holdings of one sum as a single one, if a task sums their gradients."""
-        return [Need(min(claim.position for claim in self.claims(holdings)), task)]
+        claims = self.claims(holdings)
+        return [Need(min(claim.position for claim in claims), task)] if claims else []
 
     def start(self, task: int) -> Need:
         """The claim of the loss, which starts the backward pass: its position is above all others."""
