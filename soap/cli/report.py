@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from soap.api import SearchOutcome, costs_record, memory_range, predicted_range
-from soap.cli import certainty, compressing, figures, rows, warm_up
+from soap.cli import certainty, compressing, figures, recomputing, rows, warm_up
 from soap.cli.plain_text import aligned, devices, listed, milliseconds, speed_up, split, sync_document, sync_text
 from soap.cluster.topology import Topology
 from soap.model import sparse_shares
@@ -16,7 +16,7 @@ from soap.model.graph import OperatorGraph
 from soap.profiles import shares
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.simulate import Simulation, Simulator, is_large, tile_count
-from soap.strategy.classical import CLASSICAL, NAMED, SYNCHRONIZED
+from soap.strategy.classical import CLASSICAL, SYNCHRONIZED
 from soap.strategy.config import Strategy, SyncConfig
 from soap.units import format_bytes
 
@@ -63,6 +63,7 @@ def document(simulator: Simulator, strategy: Strategy, simulation: Simulation | 
         "sparse": sparse_shares.document(graph),
         "synchronized": {name: sync_document(sync) for name, sync in strategy.parameters.items() if sync != SyncConfig()},
         **({"compressed": compressed} if (compressed := compressing.document(simulator, strategy, simulation)) else {}),
+        **({"recomputed": again} if (again := recomputing.document(simulator, strategy, simulation)) else {}),
     }
 
 
@@ -85,6 +86,7 @@ def text(report: Mapping[str, Any], name: str) -> str:
         *([_synchronized(report["synchronized"])] if report["synchronized"] else []),
         *([compressing.text(report["compressed"])] if "compressed" in report else []),
         *([f"warm-up: {warm_up.text(report['warm_up'], report['predicted_ns'])}"] if report.get("warm_up") else []),
+        *([recomputing.text(report["recomputed"], report["predicted_ns"])] if "recomputed" in report else []),
     ]
     return "\n\n".join(sections)
 
@@ -144,7 +146,7 @@ def _folding(folded: Mapping[str, Any]) -> str:
 
 def _named(graph: OperatorGraph) -> Mapping[str, Callable[[OperatorGraph, Topology], Strategy]]:
     """Strategies to compare with: the classical ones, and those that do not all-reduce sparse parameters if there are any."""
-    return NAMED if graph.sparse else CLASSICAL
+    return {**CLASSICAL, **SYNCHRONIZED} if graph.sparse else CLASSICAL
 
 
 def _baselines(simulator: Simulator) -> dict[str, dict[str, Any]]:

@@ -140,6 +140,17 @@ def add_choices(parser: Parser) -> None:
         "int8 (repeatable; default: none, as a plan that compresses trains no more exactly like one process)",
     )
     add_compressed_training(parser, "as soap-run will be told: ", lossy="with --lossy, ")
+    parser.add_argument(
+        "--recompute",
+        choices=tuple(RECOMPUTE),
+        default="auto",
+        help="whether operators may be computed again for the backward pass instead of keeping what they make: auto: where memory binds "
+        "(default); one by one: --pin 'GLOB=recompute', --forbid 'GLOB=recompute'",
+    )
+
+
+RECOMPUTE = {"auto": None, "yes": True, "no": False}
+"""``--recompute`` -> ``SearchOptions.recompute``."""
 
 
 def _training(args: argparse.Namespace, updating: Updating) -> PlannedTraining:
@@ -168,6 +179,7 @@ def search_options(args: argparse.Namespace, updating: Updating, graph: Operator
         syncs=args.sync,
         lossy=args.lossy,
         training=_training(args, updating),
+        recompute=RECOMPUTE[args.recompute],
         costs=args.costs,
         risk=None if args.risk == NO_RISK else Risk(args.risk),
         confidence=args.confidence,

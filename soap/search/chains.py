@@ -10,6 +10,8 @@ How the budget of proposals is spent (evaluations of starts do not count):
   to the cost at which the chain begins. The first chain's descent first tries reference strategies that were no starts, such as data
   parallelism on fewer devices.
 - If no start fits, the best one descends until something fits, for the whole budget if need be.
+- Where memory binds, that is if a start that does not fit is faster than those that do, operators may be recomputed
+  (``soap.search.recomputing``), and starts that do so are evaluated as well.
 - In the end ``soap.search.polish`` makes the result locally optimal if the space is small enough. This is beyond the budget.
 
 A move that changes nothing is not evaluated and not counted. All randomness comes from generators seeded by (seed, chain), so equal seeds
@@ -39,6 +41,7 @@ from soap.search.metropolis import ChainState, Evaluator, step
 from soap.search.options import SearchOptions
 from soap.search.polish import MAX_POLISHED, polish_best
 from soap.search.proposals import Kernel
+from soap.search.recomputing import recomputing_starts, with_recomputation
 from soap.search.record import Recorder, SearchResult
 from soap.search.space import Space, build_space
 from soap.search.starts import BASELINE, Start, best_starts, different, reference_strategies, starting_strategies
@@ -75,9 +78,8 @@ def search(
     always among the starts. Starts that violate the constraints are changed. ``progress``: show a bar on stderr if that is a terminal.
     ``polish_up_to``: make the result locally optimal if all operators together have at most so many structured configurations; 0: never.
     ``improved``: called with each new best cost in ns. ``stopped``: asked after every start, proposal or round; once it returns True, the
-    search ends as by Ctrl-C (Python loses a Ctrl-C that arrives while a library calls back into it). ``further_starts``: name -> function
-    that makes a strategy, such as that of ``soap.search.dynamic``; called after the other starts are evaluated, whether or not
-    ``options.starts`` has the name.
+    search ends as by Ctrl-C (Python loses one that arrives while a library calls back into it). ``further_starts``: name -> function that
+    makes a strategy; called after the other starts are evaluated, whether or not ``options.starts`` has the name.
 
     Ctrl-C returns the best so far; KeyboardInterrupt if nothing was evaluated yet. InfeasibleError if nothing fits into memory,
     StrategyError if the options do not fit model and cluster.
@@ -95,18 +97,25 @@ def search(
     strategies |= {name: inside(own) for name, own in lossy.items()}
     recorder = Recorder(improved=improved)
     interrupted = False
+
+    def evaluate(name: str, strategy: Strategy) -> None:
+        strategies[name] = strategy
+        recorder.start(Start(name, strategy, evaluator.makespan_ns(strategy), evaluator.overflow_bytes(strategy)))
+        _heed(stopped)
+
     bar: tqdm[Any] = tqdm(total=options.budget, unit="proposal", disable=None if progress else True)
     with bar:
         try:
-            if strategies[BASELINE] is not baseline:
-                recorder.baseline_ns = evaluator.makespan_ns(baseline)
-            for name, strategy in strategies.items():
-                recorder.start(Start(name, strategy, evaluator.makespan_ns(strategy), evaluator.overflow_bytes(strategy)))
-                _heed(stopped)
+            recorder.baseline_ns = None if strategies[BASELINE] is baseline else evaluator.makespan_ns(baseline)
+            for name, strategy in tuple(strategies.items()):
+                evaluate(name, strategy)
             for name, make in further_starts.items():
-                strategy = strategies[name] = inside(make())
-                recorder.start(Start(name, strategy, evaluator.makespan_ns(strategy), evaluator.overflow_bytes(strategy)))
-                _heed(stopped)
+                evaluate(name, inside(make()))
+            more = recomputing_starts(space, topology, evaluator, recorder.starts, wanted=options.recompute)
+            if more is not None:
+                space = with_recomputation(space)
+                for name, strategy in more.items():
+                    evaluate(name, inside(strategy))
             references = reference_strategies(graph, topology, strategies.values())
             space = replace(space, references=different(inside(reference) for reference in references))
             _Run(space, topology, evaluator, recorder, options, bar, deadline, stopped).all_chains()

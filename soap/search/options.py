@@ -46,6 +46,9 @@ class SearchOptions:
     what training then adds: corrected momentum, a warm-up, clipping (``CompressedTraining.planned``); with clipping no plan is found by
     which ranks cannot clip, and updates wait for the norm (``plan.syncs.clipping``).
 
+    ``recompute``: whether operators may be recomputed instead of keeping what they make (``soap.search.recomputing``); by default where
+    memory binds.
+
     ``uncut``: names of parameters that every device owns whole or not at all; optimizers need this if their update is not elementwise.
     ``together``: names of parameters that a device owns either all of, or none.
 
@@ -71,6 +74,7 @@ class SearchOptions:
     syncs: Sequence[SyncConfig] = ()
     lossy: Sequence[Compression | str] = ()
     training: PlannedTraining = PLAIN
+    recompute: bool | None = None
     uncut: Collection[str] = ()
     together: Collection[str] = ()
     optimizer_states: int = OPTIMIZER_STATES

@@ -15,6 +15,7 @@ from soap.model.graph import Operator, OperatorGraph
 from soap.strategy.config import OpConfig, Strategy, settled, settled_config
 from soap.strategy.grids import device_order, fill, grouped, sample_factor, uniform_config
 from soap.strategy.megatron import balanced_blocks, hybrid, megatron, operator_work, sequence_parallel
+from soap.strategy.recomputation import recomputed
 from soap.strategy.sequences import context_parallel
 from soap.strategy.sync import SHARDED_STATE, SPARSE_ALL_GATHER, synchronized, usual_server
 from soap.strategy.tensor_parallel_chains import dense
@@ -23,6 +24,7 @@ __all__ = [
     "CLASSICAL",
     "LONG_CONTEXT",
     "NAMED",
+    "RECOMPUTED",
     "SYNCHRONIZED",
     "context_parallel",
     "data_parallel",
@@ -34,6 +36,7 @@ __all__ = [
     "parameter_server",
     "random_config",
     "random_strategy",
+    "recompute",
     "sample_factor",
     "sequence_parallel",
     "single_device",
@@ -134,7 +137,18 @@ LONG_CONTEXT: Mapping[str, Callable[[OperatorGraph, Topology], Strategy]] = Mapp
 )
 """Strategies that split sequences, by name."""
 
-NAMED: Mapping[str, Callable[[OperatorGraph, Topology], Strategy]] = MappingProxyType({**CLASSICAL, **SYNCHRONIZED, **LONG_CONTEXT})
+
+def recompute(graph: OperatorGraph, topology: Topology) -> Strategy:
+    """Data parallelism that keeps only what goes on from run to run, and computes each run again (``recomputation.runs_of``)."""
+    return recomputed(graph, data_parallel(graph, topology))
+
+
+RECOMPUTED: Mapping[str, Callable[[OperatorGraph, Topology], Strategy]] = MappingProxyType({"recompute": recompute})
+"""Strategies that recompute, by name: searches try them only if memory binds."""
+
+NAMED: Mapping[str, Callable[[OperatorGraph, Topology], Strategy]] = MappingProxyType(
+    {**CLASSICAL, **SYNCHRONIZED, **LONG_CONTEXT, **RECOMPUTED}
+)
 """All strategies that have a name."""
 
 

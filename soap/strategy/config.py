@@ -14,6 +14,7 @@ from typing import Any, Self
 from soap.errors import StrategyError
 from soap.model.graph import KEEP_STATE, NEXT_STATE, Operator, OperatorGraph
 from soap.strategy.compression import COMPRESSIONS, Compression
+from soap.strategy.recomputation import require_repeatable
 from soap.strategy.sync_contracts import COMPRESSED, Contract, Owner, Residence, Within, find_contract
 
 
@@ -22,13 +23,15 @@ class OpConfig:
     """How one operator is split and placed.
 
     ``degrees``: parts per factor, in the operator's factor order. ``replicas``: how many times the whole grid of tiles is computed.
-    ``devices``: one device per tile, row-major over (replica, factor 0, factor 1, …); a device may occur more than once. StrategyError if
-    the three do not agree.
+    ``devices``: one device per tile, row-major over (replica, factor 0, factor 1, …); a device may occur more than once. ``recompute``:
+    what the operator makes is not kept for the backward pass, but made again then (``soap.strategy.recomputation``). StrategyError if
+    degrees, devices and replicas do not agree.
     """
 
     degrees: tuple[int, ...]
     devices: tuple[int, ...]
     replicas: int = 1
+    recompute: bool = False
 
     def __post_init__(self) -> None:
         if any(d < 1 for d in self.degrees) or self.replicas < 1:
@@ -158,6 +161,7 @@ class Strategy:
             )
         for op in graph.operators:
             check_config(op, self.operators[op.name], device_count, empty_tiles=empty_tiles)
+            require_repeatable(graph, op, self.operators[op.name].recompute)
         known = {t.name for t in graph.parameters}
         for name, sync in self.parameters.items():
             if name not in known:

@@ -53,7 +53,10 @@ PARAMETER_FIELDS = (
 WORDED = ("owner", "payload", "residence", "within", "partitions")
 """Those of ``SyncConfig`` that people are told in words (``parameter_server in 4 partitions with local aggregation``)."""
 
-OPERATOR_FIELDS = (OptionalField("replicas", _count(MAX_NUMBER), int, mark=":"),)
+OPERATOR_FIELDS = (
+    OptionalField("replicas", _count(MAX_NUMBER), int, mark=":"),
+    OptionalField("recompute", lambda: {"type": "boolean"}, bool, mark=":", say=lambda value: "yes" if value else "no"),
+)
 """Of ``OpConfig``, beside its degrees and devices."""
 
 STRATEGY_FIELDS: tuple[OptionalField, ...] = ()

@@ -24,6 +24,8 @@ class ActionKind(Enum):
     """Broadcast the loss, which is in ``plan.holdings[subject]``, unless every rank knows it already."""
     SEGMENT = auto()
     """Run the backward pass of ``segments[subject]``."""
+    RECOMPUTE = auto()
+    """Run the tiles of ``segments[subject]`` forward a second time, for its backward pass."""
     RETURN = auto()
     """Receive or send the gradients of ``plan.messages[subject]``."""
     RETURN_EXCHANGE = auto()

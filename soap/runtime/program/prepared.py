@@ -118,8 +118,8 @@ class Summand:
 
 @dataclass(slots=True)
 class PreparedTile:
-    """One tile of this rank. ``empty``: it has no samples to compute. ``made``: expected shape and dtype of each output. ``rows``:
-    parameters that it reads by sparse lookups. ``leaves``: the fetches that it reads.
+    """One tile of this rank. ``again``: it is recomputed. ``empty``: it has no samples to compute. ``made``: expected shape and dtype of
+    each output. ``rows``: parameters that it reads by sparse lookups. ``leaves``: the fetches that it reads.
 
     ``checked``: shapes and dtypes of its outputs have been checked once.
     """
@@ -130,6 +130,7 @@ class PreparedTile:
     name: str
     segment: int
     active: bool
+    again: bool
     empty: bool
     inputs: tuple[Source, ...]
     parameters: tuple[Parameter, ...]
@@ -142,7 +143,8 @@ class PreparedTile:
 
 
 class PreparedTiles:
-    """All tiles of a rank in one program, by number. ``readers``, ``takers``: see ``Program``. ``fetches``: the rank's own, by number."""
+    """All tiles of a rank in one program, by number. ``readers``, ``second_readers``, ``takers``: see ``Program``. ``fetches``: the rank's
+    own, by number."""
 
     def __init__(self, program: Program, shards: ShardStore, rank: int, dtype_of: Callable[[str], torch.dtype]) -> None:
         self._program, self._plan = program, program.plan
@@ -151,6 +153,7 @@ class PreparedTiles:
         read = enumerate(pieces_read(self._plan))
         self._by_rows = {piece: i for i, own in read for piece in own if self._plan.syncs[i].contract.by_rows}
         self.readers, self.takers = program.readers(rank), program.takers(rank)
+        self.second_readers = program.second_readers(rank)
         self.fetches = {i: self._fetched(i) for i, fetch in enumerate(self._plan.fetches) if fetch.device == rank}
         self.tiles = {i: self._prepare(i) for i, tile in enumerate(self._plan.tiles) if tile.device == rank}
 
@@ -165,6 +168,7 @@ class PreparedTiles:
             forward_name(op, tile),
             program.segment_of[number],
             number in program.activity.tiles,
+            number in program.recomputed,
             not tile.size,
             tuple(self._source(number, k) for k in range(len(op.inputs))),
             tuple(self._parameter(number, k) for k in range(len(op.parameters))),

@@ -2,7 +2,7 @@
 
 *Invariants*: everything that a segment receives, or that is summed for it, is complete before its first tile, because it comes from
 segments that start earlier. A tile whose gradient comes from elsewhere (*answered*) is the last of its segment, so that no other tile waits
-for that gradient. Tiles of the loss epilogue share no segment with others.
+for that gradient. Tiles of the loss epilogue share no segment with others, nor do the recomputed tiles of a run (``plan.recomputation``).
 """
 
 from __future__ import annotations
@@ -24,16 +24,24 @@ class Segment:
 
 
 def cut_segments(
-    plan: Plan, index: PlanIndex, order: Sequence[int], *, single_tiles: bool, epilogue: Set[int], answered: Set[int]
+    plan: Plan,
+    index: PlanIndex,
+    order: Sequence[int],
+    *,
+    single_tiles: bool,
+    epilogue: Set[int],
+    answered: Set[int],
+    run: Mapping[int, int],
 ) -> tuple[Segment, ...]:
     """Cut each device's tiles into segments. ``epilogue``: positions of its operators. ``answered``: tiles whose gradient comes from
-    elsewhere. ``single_tiles``: each tile is a segment."""
+    elsewhere. ``run``: ``Recomputation.run``. ``single_tiles``: each tile is a segment."""
     started: set[int] = set()
     segments: list[tuple[int, int, list[int]]] = []
     current: dict[int, list[int]] = {}
     for place, tile in enumerate(order):
         device = plan.tiles[tile].device
         enters = plan.tiles[tile].operator in epilogue and device in current and plan.tiles[current[device][-1]].operator not in epilogue
+        enters |= device in current and run.get(current[device][-1]) != run.get(tile)
         if _begins(plan, index, tile, started) or single_tiles or enters or device not in current:
             current[device] = []
             segments.append((device, place, current[device]))

@@ -163,6 +163,8 @@ def _note(Q, X, E):  # type: ignore[no-untyped-def]
     """Note the new grids of the operators of an accepted edit."""
     for i in range(E.count[OPERATORS]):
         op = E.operator[i]
+        if X.edited[i] < 0:  # it stays outside of the space
+            continue
         copy(X.c_dev, 0, E.dev, E.dev_ptr[i], E.dev_ptr[i + 1])
         X.grid[op] = X.edited[i]
         X.structured[op] = log_weight(Q, X, op, X.edited[i], 0) == 0.0
@@ -173,6 +175,7 @@ def _keep_best(C, X):  # type: ignore[no-untyped-def]
     at = 0
     for op in range(len(X.grid) - 1):
         X.best_variant[op], X.best_replicas[op], X.best_dev_ptr[op] = C.variant[op], C.replicas[op], at
+        X.best_marked[op] = C.marked[op]
         copy(X.best_dev, at, C.dev, C.dev_ptr[op], C.dev_ptr[op] + C.tiles[op])
         at += C.tiles[op]
     X.best_dev_ptr[len(X.grid) - 1] = at

@@ -30,6 +30,7 @@ class Activity(StrEnum):
 
 _ACTIVITIES = {
     TaskKind.FORWARD: Activity.COMPUTATION,
+    TaskKind.RECOMPUTE: Activity.COMPUTATION,
     TaskKind.BACKWARD: Activity.COMPUTATION,
     TaskKind.SYNC: Activity.SYNCHRONIZATION,
     TaskKind.COMPRESS: Activity.SYNCHRONIZATION,

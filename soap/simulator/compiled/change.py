@@ -38,9 +38,13 @@ OPERATORS, EDIT_DEVICES, PARAMETERS, REPLACED_OPERATORS = range(4)
 another configuration, ``evaluate`` adds those whose tiles take another time because a parameter is synchronized differently."""
 
 
+KEEP = -1
+"""In place of whether an operator is marked: as it is."""
+
+
 class Edit(NamedTuple):
     """A change: operators (``operator``, each once; ``variant``, ``replicas``, devices ``dev[dev_ptr[i]:dev_ptr[i + 1]]``) and parameters
-    (``parameter``, each once; ``sync``: as in ``State``)."""
+    (``parameter``, each once; ``sync``: as in ``State``). ``marked``: whether the operator is recomputed; ``KEEP``: as it was."""
 
     count: Longs  # type: ignore[assignment]  # not tuple's method
     operator: Ints
@@ -48,6 +52,7 @@ class Edit(NamedTuple):
     replicas: Ints
     dev_ptr: Ints
     dev: Ints
+    marked: Ints
     parameter: Ints
     sync: Ints
 
@@ -62,24 +67,27 @@ def make_edit(operators: int, parameters: int, devices: int) -> Edit:
         replicas=ints(operators),
         dev_ptr=ints(operators + 1),
         dev=ints(devices),
+        marked=np.full(operators + 1, KEEP, np.int32),
         parameter=ints(parameters),
         sync=ints(parameters),
     )
 
 
-FIELDS = 13
+FIELDS = 14
 
-DONE = 12
-"""Place in ``Undo.fields``: whether the new block is complete. It is not if an exception has stopped its lowering."""
+DONE, MARKED = 12, 13
+"""Places in ``Undo.fields``: whether the new block is complete (it is not if an exception has stopped its lowering); whether the operator
+was marked."""
 
 
 class Undo(NamedTuple):
     """What a change has overwritten.
 
     ``fields``: for each changed block, its old values (operator, row, own_slot, own_count, block, block_end, tile_slot, tiles, variant,
-    replicas, dev_ptr, where its ``back_row`` begin in ``rows``, ``DONE``). ``alive``: of the changed operators' backward tiles, from
-    ``alive_ptr`` on. ``sync_row`` (by operator), ``update_ns``, ``update_alive``, ``update_row`` (by device): of all. ``dirty``: stamps
-    of operators to be lowered. ``entry``: which of the changed blocks is an operator's; ``saved``: stamps of the operators that have one.
+    replicas, dev_ptr, where its ``back_row`` and ``need_row`` begin in ``rows``, ``DONE``, ``MARKED``). ``alive``: of the changed
+    operators' backward tiles, from ``alive_ptr`` on; ``claim``: of their needs. ``sync_row`` (by operator), ``update_ns``,
+    ``update_alive``, ``update_row`` (by device): of all. ``dirty``: stamps of operators to be lowered. ``entry``: which of the changed
+    blocks is an operator's; ``saved``: stamps of the operators that have one.
     ``parameter``, ``sync``: changed parameters, and how they were synchronized.
     """
 
@@ -87,6 +95,7 @@ class Undo(NamedTuple):
     fields: Ints
     rows: Ints
     alive: Ints
+    claim: Ints
     alive_ptr: Ints
     sync_row: Ints
     update_ns: Longs
@@ -105,8 +114,9 @@ def make_undo(operators: int, readers: int, parameters: int, devices: int, slots
     return Undo(
         what=longs(16),
         fields=ints(FIELDS * operators),
-        rows=ints(readers + 1),
+        rows=ints(2 * readers + 2),
         alive=ints(slots),
+        claim=ints(slots),
         alive_ptr=ints(operators + 1),
         sync_row=ints(operators),
         update_ns=longs(devices),
@@ -118,6 +128,12 @@ def make_undo(operators: int, readers: int, parameters: int, devices: int, slots
         parameter=ints(parameters),
         sync=ints(parameters),
     )
+
+
+@compiled
+def old_tile_slots(U: Undo, at: int) -> int:
+    """The number of slots that the tiles of a changed operator had. ``at``: where its old values begin in ``fields``."""
+    return (4 if U.fields[at + MARKED] else 2) * U.fields[at + 7]
 
 
 @compiled
@@ -187,6 +203,8 @@ def _change_operators(W, E):  # type: ignore[no-untyped-def]
             raise MemoryError(STATE_FULL)
         C.variant[op], C.replicas[op], C.dev_ptr[op] = E.variant[i], E.replicas[i], C.used[DEVICES]
         C.tiles[op] = V.rows[E.variant[i], CELLS] * E.replicas[i]
+        if E.marked[i] != KEEP:
+            C.marked[op] = E.marked[i]
         copy(C.dev, C.used[DEVICES], E.dev, E.dev_ptr[i], E.dev_ptr[i + 1])
         C.used[DEVICES] += count
     for i in range(E.count[REPLACED_OPERATORS]):
@@ -220,14 +238,16 @@ def _save(W, op, stamp):  # type: ignore[no-untyped-def]
     U.fields[at + 4], U.fields[at + 5], U.fields[at + 6], U.fields[at + 7] = C.block[op], C.block_end[op], C.tile_slot[op], C.tiles[op]
     U.fields[at + 8], U.fields[at + 9], U.fields[at + 10] = C.variant[op], C.replicas[op], C.dev_ptr[op]
     U.fields[at + 11] = U.what[LIST_SAVED]
-    U.fields[at + DONE] = 0
+    U.fields[at + DONE], U.fields[at + MARKED] = 0, C.marked[op]
     for place in range(G.reader_ptr[op], G.reader_ptr[op + 1]):
-        U.rows[U.what[LIST_SAVED]] = C.back_row[place]
-        U.what[LIST_SAVED] += 1
+        U.rows[U.what[LIST_SAVED]], U.rows[U.what[LIST_SAVED] + 1] = C.back_row[place], C.need_row[place]
+        U.what[LIST_SAVED] += 2
     count = C.tiles[op]
     U.alive_ptr[n] = U.what[ALIVE_SAVED]
     first = C.tile_slot[op] + count
     copy(U.alive, U.what[ALIVE_SAVED], C.alive, first, first + count)
+    if C.marked[op]:
+        copy(U.claim, U.what[ALIVE_SAVED], C.claim, first + count, first + 2 * count)
     U.what[ALIVE_SAVED] += count
     U.what[CHANGED] = n + 1
     count_edges(C, op, -1)
@@ -302,11 +322,17 @@ def undo(W: World) -> None:
         C.row[op], C.own_slot[op], C.own_count[op] = U.fields[at + 1], U.fields[at + 2], U.fields[at + 3]
         C.block[op], C.block_end[op], C.tile_slot[op], C.tiles[op] = U.fields[at + 4], U.fields[at + 5], U.fields[at + 6], U.fields[at + 7]
         C.variant[op], C.replicas[op], C.dev_ptr[op] = U.fields[at + 8], U.fields[at + 9], U.fields[at + 10]
+        C.marked[op] = U.fields[at + MARKED]
         for place in range(G.reader_ptr[op], G.reader_ptr[op + 1]):
-            C.back_row[place] = U.rows[U.fields[at + 11] + place - G.reader_ptr[op]]
+            saved = U.fields[at + 11] + 2 * (place - G.reader_ptr[op])
+            C.back_row[place], C.need_row[place] = U.rows[saved], U.rows[saved + 1]
         first = C.tile_slot[op] + C.tiles[op]
         for tile in range(C.tiles[op]):
             C.alive[first + tile] = U.alive[U.alive_ptr[n] + tile]
+            if C.marked[op]:
+                need, again = first + C.tiles[op] + tile, first + 2 * C.tiles[op] + tile
+                C.alive[need] = C.alive[again] = U.alive[U.alive_ptr[n] + tile]
+                C.claim[need] = U.claim[U.alive_ptr[n] + tile]
         count_edges(C, op, 1)
         count_backward(G, C, op, 1)
     C.used[SLOTS], C.used[ARENA], C.used[DEVICES] = U.what[OLD_SLOTS], U.what[OLD_ARENA], U.what[OLD_DEVICES]

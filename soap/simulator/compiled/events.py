@@ -17,8 +17,10 @@ from soap.simulator.compiled.jit import compiled, entry, inlined
 from soap.simulator.compiled.links import communicate
 from soap.simulator.compiled.readiness import first_ready, make_ready, queue_of, settle, take
 from soap.simulator.compiled.state import (
+    AGAIN_TILE,
     BACKWARD_TILE,
     FORWARD_TILE,
+    NEED,
     OTHER,
     PULLS,
     SLOTS,
@@ -155,6 +157,16 @@ def _settle_successors(G, C, R, Q, slot, end):  # type: ignore[no-untyped-def]
         own = slot + C.tiles[op]  # its own backward pass
         if C.alive[own]:
             settle(Q, own, end)
+            if C.marked[op]:
+                settle(Q, own + 2 * C.tiles[op], end)  # its second run
+    elif kind == AGAIN_TILE:
+        _settle_row(C, Q, C.row[op] + C.tiles[op] + C.index[slot], end)
+        settle(Q, slot - 2 * C.tiles[op], end)  # its own backward pass
+    elif kind == NEED:
+        for i in range(G.source_ptr[op], G.source_ptr[op + 1]):
+            if C.need_row[G.source[i]] >= 0:
+                _settle_row(C, Q, C.need_row[G.source[i]] + C.index[slot], end)
+        settle(Q, slot + C.tiles[op], end)  # its own second run
     elif kind == BACKWARD_TILE:
         for i in range(G.source_ptr[op], G.source_ptr[op + 1]):
             _settle_row(C, Q, C.back_row[G.source[i]] + C.index[slot], end)

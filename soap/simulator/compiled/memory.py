@@ -35,6 +35,7 @@ from soap.simulator.compiled.memory_tables import (
     LARGEST_SURE_GRADIENT,
     LARGEST_TILE,
     LEAVING,
+    MADE,
     PARAMETER_GRADIENTS,
     PARTS,
     READ,
@@ -170,10 +171,12 @@ def _tiles(W, M, op):  # type: ignore[no-untyped-def]
     cells, part = V.rows[row, CELLS], M.part
     kept, read, gradients, own = M.rows[row, KEPT], M.rows[row, READ], M.rows[row, GRADIENTS], M.rows[row, PARAMETER_GRADIENTS]
     has_rows, sure = M.rows[row, COMPACT] >= 0, M.rows[row, SURELY_KEPT]
-    alone = C.tiles[op] == cells  # of replicas, some may have no backward pass
+    alone = C.tiles[op] == cells and not C.marked[op]  # of replicas, some may have no backward pass
+    made = M.rows[row, MADE]
     for tile in range(C.tiles[op]):
         device, cell = C.dev[C.dev_ptr[op] + tile], tile % cells
         part[ACTIVATIONS, device] += M.data[kept + cell] + M.data[read + cell]
+        part[ACTIVATIONS, device] += M.data[made + cell] if C.marked[op] else 0
         part[DOUBTFUL, device] += M.data[read + cell]
         part[SURE, device] += M.data[sure + cell] if alone else 0
         part[LARGEST_TILE, device] = max(part[LARGEST_TILE, device], M.data[gradients + cell])

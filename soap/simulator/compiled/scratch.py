@@ -12,7 +12,7 @@ import numpy as np
 from soap.simulator.compiled.graph_arrays import Ints, Longs
 
 HOLDINGS, REDUCTIONS, FETCHES, CONSUMERS, PIECES, CARRIERS, PARTS, TASKS = range(8)
-EDGES, RESOURCES, CELL_BOXES, BOUNDS, LINKS, FLOWS, STAMP, GRADIENTS, USES, EXPECTED, PRICES, BUSIEST, NORM = range(8, 21)
+EDGES, RESOURCES, CELL_BOXES, BOUNDS, LINKS, FLOWS, STAMP, GRADIENTS, USES, EXPECTED, PRICES, BUSIEST, NORM, CLAIMS = range(8, 22)
 """Places in ``Scratch.count``: the number of each kind. Entries stamped with ``count[STAMP]`` are current. ``BUSIEST``: for the collective
 being made, the most messages of any one device in a round. ``NORM``: a slot, see ``syncs.clipping``."""
 
@@ -29,6 +29,9 @@ class Scratch(NamedTuple):
     - ``r_``: reductions. ``r_task``: its task or -1. ``red_of``: [output, replica, group] -> reduction or -1. ``member_ptr``, ``member``:
       tiles of a group.
     - ``f_``: fetches. ``c_``: their consumers, in linked lists. ``p_``: pieces. ``p_id``: equal for equal regions of one holding.
+    - ``claim_``: claims of readers, in linked lists by holding (``second_runs``). ``best``: the highest one, by tile. ``slot_base``,
+      ``need_base``: by reader, where the rows of its backward tiles and of its needs begin among the sources; -1 if it is not marked.
+      ``r_back``: of a reduction, the task that sums its gradients, or -1.
     - ``k_``: carriers; ``part``: their pieces. ``t_``: tasks. ``e_``: edges. ``res``: resources of exchanges. ``cell``: bounds of cells and
       of pieces. ``hash_key``, ``hash_stamp``, ``hash_value``: a hash table.
     - By device: ``update`` in ns; ``floor``: least ns of its update, whatever the changed operator becomes; ``taken``: partitions on the
@@ -112,7 +115,13 @@ class Scratch(NamedTuple):
     gradient_head: Ints
     gradient_next: Ints
     gradient_task: Ints
+    claim_head: Ints
+    claim_next: Ints
+    claim_task: Ints
+    claim_position: Ints
+    best: Ints
     slot_base: Ints
+    need_base: Ints
     update: Longs
     floor: Longs
     taken: Longs
@@ -156,6 +165,7 @@ def make_scratch(size: int, devices: int, links: int) -> Scratch:
     sizes |= dict.fromkeys(("update", "floor", "taken", "settled", "settling"), devices)
     sizes |= dict.fromkeys(("lookups", "leader", "touched", "together", "received", "seen"), devices + 1)
     sizes |= dict.fromkeys(("e_src", "e_dst", "res", "work", "fill", "gradient_next", "gradient_task"), 4 * size)
+    sizes |= dict.fromkeys(("claim_next", "claim_task", "claim_position"), 4 * size)
     kinds = Scratch.__annotations__.items()
     fields: dict[str, Any] = {
         name: np.zeros(sizes.get(name, size + 1), np.int64 if "Longs" in str(kind) else np.int32) for name, kind in kinds

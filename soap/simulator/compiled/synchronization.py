@@ -59,9 +59,10 @@ def count_backward(G: GraphTables, C: State, op: int, sign: int) -> None:
         device, slot = C.dev[C.dev_ptr[op] + tile], C.tile_slot[op] + tile
         C.busy[device] += sign * C.duration[slot]
         if C.alive[slot + count]:
-            C.busy[device] += sign * C.duration[slot + count]
+            own = C.duration[slot + count] + (C.duration[slot + 3 * count] if C.marked[op] else 0)
+            C.busy[device] += sign * own
             if not is_certain(G, C, op):
-                C.doubtful[device] += sign * C.duration[slot + count]
+                C.doubtful[device] += sign * own
             C.waits[device] += sign
 
 

@@ -131,7 +131,8 @@ class MemoryBound:
         points = np.prod(intervals[:, :, 1] - intervals[:, :, 0], axis=1)
         kept, work = self._kept_and_work(op, intervals, regions)
         surely = kept + self._surely_kept(position, intervals, regions, size) if position in self._with_backward else np.zeros_like(kept)
-        kept = kept + sum(size[o] for o in op.outputs)
+        made = sum((size[o] for o in op.outputs), np.zeros_like(kept))
+        kept = kept + made
         read = sum((self._part(o, regions[o], size[o]) for o in op.inputs), np.zeros(len(points), np.int64))
         if op.kind in PACKING_KINDS:
             packed = sum(size[o] for o in op.parameters)
@@ -145,7 +146,7 @@ class MemoryBound:
         numbers = np.array([self._number(regions[o]) for o in op.parameters], np.int64)
         compact, lookups = self._rows_of(op, position, intervals, regions)
         rows = [-1, -1] if compact is None else [self._data.add(compact), self._data.add(lookups)]
-        rows.append(self._data.add(surely))
+        rows += [self._data.add(surely), self._data.add(made)]
         self._rows.add([*(self._data.add(column) for column in (kept, read, gradients, own, numbers)), *rows])
         self._cut_ptr.add([self._cut.add([self._cut_number(regions[o]) for o in op.parameters])])
 

@@ -5,6 +5,7 @@ Held for a part of the step:
 
 - a tile's outputs, what it saves, and copies of its inputs: from its forward task to its backward task and the last task (or transfer)
   that reads them;
+- of a recomputed tile, for its readers in the forward pass alone, and again from its second run on;
 - a fetched region: from its first arrival to the last backward task of its consumers;
 - a gradient between operators: from the first task that makes a part of it to the backward task that takes it;
 - what is sent: until it has certainly left;
@@ -127,44 +128,60 @@ class _Values:
     def values(self) -> None:
         """Outputs of tiles, what they keep, and their copies of parts of the batch."""
         plan, graph, spans = self.plan, self.plan.graph, self.spans
-        read = spans.read_until
-        summed: dict[tuple[int, int], int] = {}
-        for reduction in plan.reductions:  # partial results wait for the gradient of their sum
-            begins = spans.summed_from(reduction)[0]
-            summed.update({(tile, reduction.output): max(begins, spans.begun.get(spans.segment[tile], 0)) for tile in reduction.tiles})
-        ends = {(held.tile, held.tensor): read.get(i, 0) for i, held in enumerate(plan.holdings) if held.reduction is None}
+        waits = self._waits()
         given = {t.name for t in graph.tensors.values() if t.kind in (TensorKind.INPUT, TensorKind.CONSTANT)}
-        copies: dict[tuple[int, str, Box], Span] = {}
+        copies: dict[tuple[int, str, Box, int], Span] = {}
         for number, (tile, kept) in enumerate(zip(plan.tiles, peaks.kept_bytes(plan), strict=True)):
-            start, last = self.spans.forward[number][0], self.spans.last(number)
             op = plan.operator(tile)
             for k, out in enumerate(op.outputs):
                 size = made_bytes(graph, op, tile, k)
-                until = max(self.spans.needed(number, out.tensor), ends.get((number, out.tensor), 0), summed.get((number, k), 0))
-                self.hold(tile.device, start, until, size, late=True)
+                self._hold_made(number, out.tensor, size, waits.get((number, out.tensor), (0, 0)))
                 kept -= size
-            self.hold(tile.device, start, last, kept)
+            for start, end in spans.lives(number, spans.last(number)):
+                self.hold(tile.device, start, end, kept)
             if number not in spans.unread:
-                self.hold(tile.device, *self.spans.forward[number], peaks.passing_bytes(plan, tile)[0])
+                for start, end in (spans.forward[number], spans.second.get(number, (0, 0))):
+                    self.hold(tile.device, start, end, peaks.passing_bytes(plan, tile)[0])
             reads = [(o.tensor, box) for o, box in zip(op.inputs, tile.inputs, strict=True) if o.tensor in given]
             for tensor, box in reads:
-                own = self.spans.needed(number, tensor)
-                before = copies.get((tile.device, tensor, box), (start, own))
-                copies[tile.device, tensor, box] = (min(before[0], start), max(before[1], own))
-        for (device, tensor, box), (start, end) in copies.items():
+                for run, (start, own) in enumerate(spans.lives(number, spans.needed(number, tensor))):
+                    before = copies.get((tile.device, tensor, box, run), (start, own))
+                    copies[tile.device, tensor, box, run] = (min(before[0], start), max(before[1], own))
+        for (device, tensor, box, _), (start, end) in copies.items():
             if not in_one_piece(box, graph.tensors[tensor].shape):
                 self.hold(device, start, end, box_bytes(plan, tensor, box))
+
+    def _waits(self) -> dict[tuple[int, str], tuple[int, int]]:
+        """(tile, tensor that it makes) -> until when its first run's output waits for others, and, of a recomputed tile, its second's."""
+        plan, spans = self.plan, self.spans
+        found: dict[tuple[int, str], tuple[int, int]] = {}
+        for holding, held in enumerate(plan.holdings):
+            if held.reduction is None:
+                own = spans.read_until.get(holding, 0), spans.read_again_until.get(holding, 0)
+                found[held.tile, held.tensor] = own
+        for reduction in plan.reductions:  # partial results wait for the gradient of their sum
+            tensor = plan.graph.operators[reduction.operator].outputs[reduction.output].tensor
+            for tile in reduction.tiles:
+                begins, begun = spans.summed_from(reduction)[0], spans.begun.get(spans.segment[tile], 0)
+                found[tile, tensor] = (begins, begun) if tile in spans.second else (max(begins, begun), 0)
+        return found
+
+    def _hold_made(self, number: int, tensor: str, size: int, waits: tuple[int, int]) -> None:
+        """Write down how long an output of a tile is there. ``waits``: see ``_waits``."""
+        device = self.plan.tiles[number].device
+        for (start, end), until in zip(self.spans.lives(number, self.spans.needed(number, tensor)), waits, strict=False):
+            self.hold(device, start, max(end, until), size, late=True)
 
     def assembled(self) -> None:
         """Regions of parameters that are assembled from several shards, or from rows."""
         compact = compact_parameters(self.plan)
-        copies: dict[tuple[int, str, Box], tuple[int, int, int]] = {}
+        copies: dict[tuple[int, str, Box, int], tuple[int, int, int]] = {}
         for tile, tensor, box, size in assembled_regions(self.plan):
-            key = (tile if tensor in compact else self.spans.segment[tile], tensor, box)
-            start, own = self.spans.forward[tile][0], self.spans.needed(tile, tensor)
-            first, last, _ = copies.get(key, (start, own, size))
-            copies[key] = (min(first, start), max(last, own), size)
-        for (tile, _, _), (start, end, size) in copies.items():
+            of = tile if tensor in compact else self.spans.segment[tile]
+            for run, (start, own) in enumerate(self.spans.lives(tile, self.spans.needed(tile, tensor))):
+                first, last, _ = copies.get((of, tensor, box, run), (start, own, size))
+                copies[of, tensor, box, run] = (min(first, start), max(last, own), size)
+        for (tile, *_), (start, end, size) in copies.items():
             self.hold(self.plan.tiles[tile].device, start, end, size)
 
     def fetched(self) -> None:
@@ -184,8 +201,9 @@ class _Values:
                     if (number, place) in apart:
                         self.hold(fetch.device, start, joined, box_bytes(plan, fetch.tensor, fetch.pieces[place].box), late=True)
             elif len(fetch.pieces) > 1:
-                for (tile, _), end in zip(fetch.consumers, ends, strict=True):
-                    self.hold(fetch.device, self.spans.forward[tile][0], end, size)
+                for (tile, _), until in zip(fetch.consumers, ends, strict=True):
+                    for start, end in self.spans.lives(tile, until):
+                        self.hold(fetch.device, start, end, size)
 
     def summed(self) -> None:
         """Sums of partial results, or their cells."""

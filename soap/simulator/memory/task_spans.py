@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 
 from soap.plan.plan import Exchange, Fetch, Message, Part, Plan, Reduction, exchange_name, message_name, reduce_name
+from soap.plan.recomputation import dropped_holdings, find_recomputation, remade
 from soap.plan.tiling import Tile
 from soap.simulator.memory.footprint import kept_places
 from soap.simulator.memory.transit import answered_from_afar, is_remote
@@ -35,7 +36,8 @@ def _sees_all_but_channels(plan: Plan, tile: Tile, source: str) -> bool:
 class TaskSpans:
     """Start and end of tasks, in nanoseconds.
 
-    ``forward``, ``backward``: by tile. ``unread``: tiles that make nothing, as nobody reads it; they have no backward task here.
+    ``forward``, ``backward``: by tile. ``second``: of second runs, by tile; a segment's tiles all begin when the first of them does,
+    because the runtime runs them together. ``unread``: tiles that make nothing, as nobody reads it; they have no backward task here.
     ``named``: by task name. ``brought``, ``returned``: by part, of the transfer of the part and of its gradient. ``segment``: tile -> the
     first tile of its segment. ``begun``: first tile of a segment -> start of its backward pass.
     """
@@ -44,12 +46,16 @@ class TaskSpans:
         self.plan, self.end_ns = tasks.plan, schedule.makespan_ns
         self.forward: dict[int, Span] = {}
         self.backward: dict[int, Span] = {}
+        again: dict[int, Span] = {}
+        passes = {TaskKind.FORWARD: self.forward, TaskKind.RECOMPUTE: again, TaskKind.BACKWARD: self.backward}
         self.named: dict[str, Span] = {}
         for task, start, end in zip(tasks.tasks, schedule.start_ns.tolist(), schedule.end_ns.tolist(), strict=True):
             begun, _ = self.named.get(task.name, (start, end))  # chunks have one name
             self.named[task.name] = (begun, end)
             if task.tile is not None:
-                (self.forward if task.kind is TaskKind.FORWARD else self.backward)[task.tile] = (start, end)
+                passes[task.kind][task.tile] = (start, end)
+        self.recomputation = find_recomputation(self.plan, self.backward)
+        self.dropped = dropped_holdings(self.plan, self.recomputation, self.backward)
         self.unread = frozenset(_unread(self.plan))
         self.segment = self._segments()
         self.begun: dict[int, int] = {}
@@ -61,6 +67,10 @@ class TaskSpans:
             self.brought.update(dict.fromkeys(carrier.parts, self.named[self._name(carrier, gradient=False)]))
             if (back := self.named.get(self._name(carrier, gradient=True))) is not None:
                 self.returned.update(dict.fromkeys(carrier.parts, back))
+        first: dict[int, int] = {}
+        for tile, (start, _) in again.items():
+            first[self.segment[tile]] = min(start, first.get(self.segment[tile], start))
+        self.second = {tile: (first[self.segment[tile]], end) for tile, (_, end) in again.items() if tile not in self.unread}
         self.backward = {tile: span for tile, span in self.backward.items() if tile not in self.unread}
 
     def carriers(self) -> list[Message | Exchange]:
@@ -75,30 +85,61 @@ class TaskSpans:
 
     @cached_property
     def read_until(self) -> dict[int, int]:
-        """Holding -> until when its value is held for its readers: until the last read, and until its gradient is needed."""
+        """Holding -> until when its value is held for its readers: until the last read, and until its gradient is needed. Of a recomputed
+        tile's holdings this is said of what its first run has made."""
         found: dict[int, int] = {}
         for (number, place), holding in self._pieces():
-            read = self._read(self.plan.fetches[number], (number, place))
-            found[holding] = max(found.get(holding, 0), read, self._answered(number, holding))
+            fetch = self.plan.fetches[number]
+            linked = self._linked(number, holding)
+            read = self._read(fetch, (number, place), [tile for tile, _ in fetch.consumers if tile not in linked])
+            read = max([read, *(self.forward[tile][1] for tile in linked)])
+            answered = 0 if holding in self.dropped else self._answered(number, holding)
+            found[holding] = max(found.get(holding, 0), read, answered)
         return found
 
-    def _read(self, fetch: Fetch, part: Part) -> int:
-        """The last time a holding is read for a piece: by local tasks, by the assembly of the region, or by the task that sends it."""
+    @cached_property
+    def read_again_until(self) -> dict[int, int]:
+        """``read_until`` of what second runs have made."""
+        found: dict[int, int] = {}
+        for (number, place), holding in self._pieces():
+            tile = self.plan.holdings[holding].tile
+            if tile in self.second and self.plan.holdings[holding].reduction is None:
+                read = self._read(self.plan.fetches[number], (number, place), self._linked(number, holding), again=True)
+                found[holding] = max(found.get(holding, 0), read, self._answered(number, holding))
+        return found
+
+    def _linked(self, number: int, holding: int) -> list[int]:
+        """The tiles that read a holding for a fetch, and read it again as its tile's second run makes it."""
+        held = self.plan.holdings[holding]
+        if held.reduction is not None or held.tile not in self.second or not remade(self.plan, number, self.recomputation.tiles):
+            return []
+        return [tile for tile, _ in self.plan.fetches[number].consumers if tile in self.second]
+
+    def _read(self, fetch: Fetch, part: Part, readers: Sequence[int], *, again: bool = False) -> int:
+        """The last time a holding is read for a piece: by these local tiles, by the assembly of the region, or by the task that sends it.
+        ``again``: by second runs alone."""
         brought = self.brought.get(part)
         if brought is not None:
-            return brought[1]
+            return 0 if again else brought[1]
         if len(fetch.pieces) > 1:
-            return max(self.forward[tile][1] for tile, _ in fetch.consumers)
-        return max(self.needed(tile, fetch.tensor) for tile, _ in fetch.consumers)
+            return max((self.second.get(tile, self.forward[tile])[1] for tile in readers), default=0)
+        return max((self.needed(tile, fetch.tensor) for tile in readers), default=0)
+
+    def lives(self, number: int, until: int) -> list[Span]:
+        """When something is there that a tile has from its forward task to ``until``; of a recomputed tile during its first run, and again
+        from its second one on."""
+        start, end = self.forward[number]
+        return [(start, end), (self.second[number][0], until)] if number in self.second else [(start, until)]
 
     def needed(self, number: int, tensor: str) -> int:
-        """Until when a tile needs its region of an operand: the end of its backward task if autograd keeps it, else of its forward task."""
+        """Until when a tile needs its region of an operand: the end of its backward task if autograd keeps it, else of its last run
+        forward."""
         tile = self.plan.tiles[number]
         op = self.plan.operator(tile)
         places = kept_places(self.plan.graph, op, tile.intervals)
         operands = enumerate((*op.inputs, *op.parameters, *op.outputs))
         kept = places is None or any(o.tensor == tensor for k, o in operands if k in places)
-        return self.last(number) if kept else self.forward[number][1]
+        return self.last(number) if kept else self.second.get(number, self.forward[number])[1]
 
     def _answered(self, number: int, holding: int) -> int:
         """Until when a holding waits for the gradient of a fetch that another segment reads: until its own segment's backward pass begins.
@@ -152,7 +193,7 @@ class TaskSpans:
 
     def _segments(self) -> list[int]:
         """Tile -> the first tile of its segment. As in the runtime, a segment begins where something received or summed is first read, and
-        ends after a tile that gets a gradient from another device."""
+        ends after a tile that gets a gradient from another device. Recomputed tiles of one run share no segment with others."""
         plan = self.plan
         first, current = [0] * len(plan.tiles), [-1] * plan.device_count
         reads: dict[int, list[int]] = {}
@@ -165,9 +206,10 @@ class TaskSpans:
         names = [reduce_name(plan.graph.operators[own.operator], own, gradient=True) for own in plan.reductions]
         answered = answered_from_afar(plan, active, [number for number, name in enumerate(names) if name in self.named])
         started: set[int] = set()
+        run = self.recomputation.run
         for tile in sorted(range(len(plan.tiles)), key=lambda tile: (self.forward[tile][0], tile)):
             device, new = plan.tiles[tile].device, set(reads.get(tile, ())) - started
-            if new or current[device] < 0:
+            if new or current[device] < 0 or run.get(current[device]) != run.get(tile):
                 current[device] = tile
             started |= new
             first[tile] = current[device]
