@@ -300,7 +300,7 @@ class Engine:
         return each_task(self.state, self.trial, self._groups.arrays.static)
 
     def _lower_all(self, variants: Ints, replicas: Ints, devices: Ints) -> None:
-        self.state.sync[: len(self._codes)] = self._codes
+        self.state.sync[: len(self._codes)], self.state.prefetch[0] = self._codes, self._loaded.prefetch
         lower_all(self.world, variants, replicas, devices)
 
     def _renew_state(self) -> None:

@@ -17,6 +17,7 @@ from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.plan.plan import Plan
 from soap.simulator.analysis.timeline import busy_time_ns, bytes_moved, critical_path_ns, link_bytes
 from soap.simulator.communication.prices import Communication
+from soap.simulator.communication.synchronizing import before_passes
 from soap.simulator.costs import CostModel
 from soap.simulator.draws import links_between_hosts
 from soap.simulator.folded import FoldedSimulation
@@ -65,9 +66,9 @@ class Simulation:
         """Nanoseconds of a step of ``micro_batches`` iterations, only the last of which synchronizes gradients and updates parameters."""
         if micro_batches == 1:
             return self.makespan_ns
-        skipped = (TaskKind.SYNC, TaskKind.COMPRESS, TaskKind.UPDATE)  # but not pulls before the forward pass, which have no predecessors
+        skipped, always = (TaskKind.SYNC, TaskKind.COMPRESS, TaskKind.UPDATE), before_passes(self.plan)
         kept = tuple(
-            replace(task, duration_ns=0) if task.kind in skipped and task.predecessors else task for task in self.tasks.tasks
+            replace(task, duration_ns=0) if task.kind in skipped and task.name not in always else task for task in self.tasks.tasks
         )
         return (micro_batches - 1) * simulate(replace(self.tasks, tasks=kept)).makespan_ns + self.makespan_ns
 
@@ -240,7 +241,7 @@ class Simulator:
         configs = tuple(strategy.operators.get(op.name) for op in self.graph.operators)
         syncs = tuple(strategy.sync(name) for name in self._parameters)
         unknown = tuple(sorted(strategy.parameters.keys() - self._parameters.keys()))
-        return configs, len(strategy.operators), syncs, unknown
+        return configs, len(strategy.operators), syncs, unknown, strategy.prefetch
 
 
 def costs_hash(costs: CostModel, communication: Communication) -> str:

@@ -283,6 +283,11 @@ class Communicator:
         pending.wait()
         self._sends = deque(other for other in self._sends if other is not pending)
 
+    def finish_sending(self, tensor: torch.Tensor) -> None:
+        """Wait until a tensor has left, and forget it. (A copy of it in host memory is waited for later.)"""
+        for pending in [own for own in self._sends if own.tensor.data_ptr() == tensor.data_ptr()]:
+            self.release(pending)
+
     def keep(self, pending: Pending) -> None:
         """Keep a sent tensor alive until it has left. If too many or too large ones are kept, wait for the oldest: its receivers do not
         depend on this rank going on."""

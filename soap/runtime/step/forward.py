@@ -50,7 +50,7 @@ class ForwardPass:
         self._prepared = prepared
         self._units = units or {}
         self._look_ups, self._by_rows = look_ups, gradients.by_rows
-        self._sync_context = gradients.context
+        self._sync_context, self._values = gradients.context, gradients
         self._asked: Asked = {}
         self._computed: dict[int, Outputs] = {}
         self._loss: Callable[[], float] = lambda: 0.0
@@ -69,7 +69,11 @@ class ForwardPass:
         if tile.segment != self._segment:
             self._segment = tile.segment
             self._forget_segment()
+        for sync in tile.needs:
+            self._values.need(sync)
         outputs = self._outputs(tile)
+        if tile.gathered:
+            outputs = self._without_values(tile, outputs)
         if not tile.checked:  # shapes and types are the same in every step
             _check_outputs(tile, outputs)
             tile.checked = True
@@ -79,6 +83,17 @@ class ForwardPass:
             self._keep_summands(tile, outputs)
         for fetch in tile.leaves:
             self._leave_fetch(fetch)
+        for sync in tile.frees:
+            self._values.free(sync)
+
+    def _without_values(self, tile: PreparedTile, outputs: Outputs) -> Outputs:
+        """The outputs; those that are views of values which are gathered for their uses become copies."""
+        leaves = [self.shards.leaves[piece] for piece in tile.gathered]
+        places = {leaf.untyped_storage().data_ptr() for leaf in leaves if leaf.numel()}
+        with torch.set_grad_enabled(tile.active):
+            return [
+                own.clone() if own is not None and own.numel() and own.untyped_storage().data_ptr() in places else own for own in outputs
+            ]
 
     def _outputs(self, tile: PreparedTile) -> Outputs:
         if self._units:

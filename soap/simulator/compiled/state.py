@@ -35,11 +35,12 @@ class State(NamedTuple):
     By operator: ``variant``, ``replicas``, ``tiles`` (their number), ``dev_ptr`` (where its devices begin in ``dev``), ``tile_slot`` (first
     slot of its tiles), ``own_slot`` and ``own_count`` (slots of its other tasks), ``row`` (where the rows of its forward tiles, then of its
     other tasks, begin in ``arena``), ``block`` and ``block_end`` (its part of ``arena``), ``sync_row`` (where the rows begin of what waits
-    for its backward tiles' parameter gradients; -1 if nothing does), ``loose`` (whether it may have tiles without predecessors).
+    for its backward tiles' parameter gradients; -1 if nothing does), ``gather_row`` (the same of gathers that wait for its tiles' forward,
+    then backward passes: ``syncs.gathering``), ``loose`` (whether it may have tiles without predecessors).
     ``back_row``: by ``GraphTables.reader``, where the rows of that reader's backward tiles begin.
 
     ``sync``: by parameter, its code (``sync_codes``). ``sync_slot``: first slot of the synchronization tasks after the backward pass.
-    ``pull_slot``: first slot of the pulls before the forward pass. ``update_row``: by device, the row of what waits for its update, or -1.
+    ``pull_slot``: first slot of the pulls before the forward pass, and of gathers. ``prefetch``: ``Strategy.prefetch``. ``update_row``: by device, the row of what waits for its update, or -1.
 
     By slot: ``key``, ``subkey`` (stable identity, breaks ties: ``task_ids``); ``duration`` in ns; ``launch`` of a tile, in ns; ``latency``
     of a message, in ns, for which it holds nothing; ``overhead`` of communication, in ns, for which it keeps devices busy that have ports
@@ -64,10 +65,12 @@ class State(NamedTuple):
     block: Ints
     block_end: Ints
     sync_row: Ints
+    gather_row: Ints
     back_row: Ints
     sync: Ints
     sync_slot: Ints
     pull_slot: Ints
+    prefetch: Ints
     update_row: Ints
     key: Longs
     subkey: Longs
@@ -158,9 +161,9 @@ class ShardTables(NamedTuple):
 def make_state(operators: int, readers: int, parameters: int, devices: int, slots: int, arena: int) -> State:
     """Room for a graph's state, with this many slots and places in the arena."""
     sizes = {"used": 8, "dev": arena, "back_row": readers, "sync": parameters, "arena": arena, "busy": devices}
-    sizes |= {"sync_slot": 1, "pull_slot": 1, "update_row": devices}
+    sizes |= {"sync_slot": 1, "pull_slot": 1, "prefetch": 1, "update_row": devices}
     per_operator = {"variant", "replicas", "tiles", "dev_ptr", "tile_slot", "own_slot", "own_count", "row", "block", "block_end"}
-    per_operator |= {"sync_row", "loose"}
+    per_operator |= {"sync_row", "gather_row", "loose"}
     fields: dict[str, Any] = {}
     for name, kind in State.__annotations__.items():
         size = sizes.get(name, operators if name in per_operator else slots)

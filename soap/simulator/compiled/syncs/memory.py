@@ -27,6 +27,7 @@ from soap.simulator.compiled.syncs.codes import (
     has_server,
     is_compressed,
     is_dealt_out,
+    is_gathered,
     is_local,
     partitions_of,
     sums_in_place,
@@ -110,14 +111,16 @@ def _add_by_shards(W, M, parameter):  # type: ignore[no-untyped-def]
 
 @compiled
 def _add_dealt_out(W, M, parameter, shard):  # type: ignore[no-untyped-def]
-    """Add what readers hold that own parts: buffers in which gradients and values arrive, but no states of what others own."""
+    """Add what readers hold that own parts: buffers in which gradients and values arrive, but no states of what others own. If values are
+    gathered for their uses, parts are no views of them, and buffers for them exist before both passes."""
     S, size = W.scratch, W.shards.bytes[shard]
-    readers = S.members[0]
+    readers, gathered = S.members[0], is_gathered(W.state.sync[parameter])
     for i in range(readers):
-        _add_owned(M, S.members[1 + i], -size, size)
+        _add_owned(M, S.members[1 + i], -size, 2 * size if gathered else size)
     for k in range(parts_of(W, shard)):
-        own = part_bytes(W, shard, k)
-        _add_owned(M, S.members[1 + owner_place(W, parameter, shard, k)], own, readers * own)
+        own, device = part_bytes(W, shard, k), S.members[1 + owner_place(W, parameter, shard, k)]
+        _add_owned(M, device, own, (readers + 1 if gathered else readers) * own)
+        M.part[HELD, device] += own if gathered else 0
 
 
 @compiled
