@@ -1,6 +1,6 @@
 """Does a plan cost more than the same by PyTorch's own tools? Data parallelism against DistributedDataParallel, sharded optimizer states
-against ZeroRedundancyOptimizer, sharded parameters against ``fully_shard``, Megatron's plan against ``parallelize_module``, one device against the plain module: time of a step and
-peak memory, as ratios measured in one run. Behind the table stands what a rank sends.
+against ZeroRedundancyOptimizer, sharded parameters against ``fully_shard``, Megatron's plan against ``parallelize_module``, one device
+against the plain module: time of a step and peak memory, as ratios measured in one run. Behind the table stands what a rank sends.
 
     python -m benchmarks.runtime
     python -m benchmarks.runtime --device cuda --models single-gpt-large single-resnet50-large

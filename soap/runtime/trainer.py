@@ -185,8 +185,8 @@ class Trainer:
         return found
 
     def _forget_tables(self) -> None:
-        """Free the model's values of sparse tables that servers own, and of parameters of which ranks keep parts alone; they are replaced by
-        meta tensors."""
+        """Free the model's values of sparse tables that servers own, and of parameters of which ranks keep parts alone; they are replaced
+        by meta tensors."""
         parameters = self.model.parameters
         assert isinstance(parameters, dict)
         kept_elsewhere = [sync for sync in self.plan.syncs if sync.contract.owned_in_parts and sync.contract.residence == "gathered"]

@@ -39,9 +39,9 @@ def make_buckets(
 
     A region's gradient is complete once the lowest operator that uses it has run backward. So regions are taken by that operator's
     position, highest first, then by their first shard. Each joins the open bucket of its readers and dtype. A bucket closes at
-    ``BUCKET_BYTES``, the first one of its readers and dtype at ``FIRST_BUCKET_BYTES``; ``limits``: others than (first, later). A region with a single reader gets a bucket of its
-    own, because nothing is sent. The result is ordered by the lowest operator that a bucket's regions need, highest first, then by the
-    bucket's first shard.
+    ``BUCKET_BYTES``, the first one of its readers and dtype at ``FIRST_BUCKET_BYTES``; ``limits``: others than (first, later). A region
+    with a single reader gets a bucket of its own, because nothing is sent. The result is ordered by the lowest operator that a bucket's
+    regions need, highest first, then by the bucket's first shard.
     """
     first_limit, limit = (FIRST_BUCKET_BYTES, BUCKET_BYTES) if limits is None else limits
     trained = graph.backward_operators

@@ -11,7 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from soap.plan.flows import box_bytes
 from soap.plan.plan import Plan
+
+UNDER_WAY = 2
+"""At most so many scatters of such gradients are under way at a time; then what has come is added up, and gone."""
 
 Item = tuple[int, bool]
 """A gather: (position in ``Plan.syncs``, whether for the backward pass)."""
@@ -59,6 +63,67 @@ def gathers(plan: Plan) -> tuple[Gather, ...]:
         position = last[number] if backward else first[number]
         found.append(Gather(number, backward, position, tuple(sorted(forward_tiles)), tuple(sorted(backward_tiles))))
     return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Most:
+    """The most bytes that a device holds at once, in whatever order tasks run, of values that are gathered (``values``), of the gradients of
+    such values before they leave (``gradients``), and of gradients that are on their way (``moving``)."""
+
+    values: int
+    gradients: int
+    moving: int
+
+
+def most_gathered(plan: Plan) -> Mapping[int, Most]:
+    """Device -> ``Most``; devices that gather nothing are left out.
+
+    A device's gathers form ``prefetch`` + 1 rows, in which each waits until the one before is used. So of each row one group is there at a
+    time. Groups of which some uses are not waited for count in addition. A group counts twice while it is put into its place. Gradients
+    leave when all readers have them: where these differ, all gradients may be there together.
+    """
+    found: dict[int, Most] = {}
+    sizes = {number: _group_bytes(plan, number) for number, sync in enumerate(plan.syncs) if sync.contract.gathers_values}
+    waited: dict[tuple[int, Item], set[int]] = {}
+    own = gathers(plan)
+    before = _before(plan, [(gather.sync, gather.backward) for gather in own])
+    for gather in own:
+        for device, item in before[gather.sync, gather.backward]:
+            waited[device, item] = {*(gather.after_backward if item[1] else gather.after_forward)}
+    for device in range(plan.device_count):
+        items = [(gather.sync, gather.backward) for gather in own if device in plan.syncs[gather.sync].readers]
+        if not items:
+            continue
+        rows = [items[k :: plan.strategy.prefetch + 1] for k in range(min(len(items), plan.strategy.prefetch + 1))]
+        kept = {number for number, backward in items if not _is_waited_for(plan, device, (number, backward), waited)}
+        values = sum(max(sizes[number] for number, _ in row) for row in rows) + sum(sizes[number] for number in kept)
+        back = [[number for number, backward in row if backward] for row in rows]
+        gradients = sum(max((sizes[number] for number in row), default=0) for row in back) + sum(sizes[number] for number in kept)
+        mine = [number for number, backward in items if backward]
+        total, largest = sum(sizes[number] for number in mine), max(sizes[number] for number in mine)
+        if len({plan.syncs[number].readers for number in mine}) > 1:
+            gradients = total
+        moved = [sizes[number] + (len(plan.syncs[number].readers) - 1) * _owned_bytes(plan, number, device) for number in mine]
+        found[device] = Most(min(values, total) + largest, min(gradients, total), min((UNDER_WAY + 1) * max(moved), sum(moved)))
+    return found
+
+
+def _is_waited_for(plan: Plan, device: int, item: Item, waited: Mapping[tuple[int, Item], set[int]]) -> bool:
+    """Whether the gather behind this one in its row waits for all uses on the device; there need be none behind it."""
+    if (device, item) not in waited:
+        return True
+    uses = {tile for tile, _ in plan.syncs[item[0]].uses if plan.tiles[tile].device == device}
+    needs_backward = plan.graph.needs_backward
+    return waited[device, item] >= {tile for tile in uses if not item[1] or needs_backward(plan.operator(plan.tiles[tile]))}
+
+
+def _group_bytes(plan: Plan, number: int) -> int:
+    return sum(box_bytes(plan, region.parameter, region.box) for region in plan.syncs[number].regions)
+
+
+def _owned_bytes(plan: Plan, number: int, device: int) -> int:
+    own = (plan.shards[shard] for shard in plan.syncs[number].shards if plan.shards[shard].devices == (device,))
+    return sum(box_bytes(plan, shard.parameter, shard.box) for shard in own)
 
 
 def _places(plan: Plan, numbers: Sequence[int]) -> Mapping[int, tuple[int, int]]:

@@ -39,15 +39,12 @@ class Sharded(ShardedState):
         return [*(before if gather else ()), *scatter]
 
     def copies(self, plan: Plan, sync: ShardSync) -> Mapping[int, int]:
-        """All of it, for each reader: parts that it owns are no views of its copy."""
-        return dict.fromkeys(sync.readers, gradient_bytes(plan, sync))
+        """None that stay: how many groups are there together is bounded by ``gathering.most_gathered``."""
+        return {}
 
     def buffers(self, plan: Plan, sync: ShardSync) -> Iterable[tuple[int, int]]:
-        """What others send of a reader's gradients, their sum, and, for both passes, what it sends and receives of values."""
-        owned, whole = owned_bytes(plan, sync), gradient_bytes(plan, sync)
-        for reader in sync.readers:
-            own = owned.get(reader, 0)
-            yield reader, len(sync.readers) * own + 2 * whole
+        """None beside those of ``gathering.most_gathered``."""
+        return ()
 
     def holds(self, plan: Plan, sync: ShardSync) -> Iterator[Hold]:
         """Values are sent from, and received in, buffers that are there until the first use; the copy from the first use to the last. The

@@ -121,8 +121,8 @@ class Summand:
 @dataclass(slots=True)
 class PreparedTile:
     """One tile of this rank. ``empty``: it has no samples to compute. ``made``: expected shape and dtype of each output. ``rows``:
-    parameters that it reads by sparse lookups. ``leaves``: the fetches that it reads. ``gathered``: pieces that it reads of values which are
-    gathered for their uses. ``needs``, ``frees``: synchronizations of which it is the rank's first, or last, to read such values.
+    parameters that it reads by sparse lookups. ``leaves``: the fetches that it reads. ``gathered``: pieces that it reads of values which
+    are gathered for their uses. ``needs``, ``frees``: synchronizations of which it is the rank's first, or last, to read such values.
 
     ``checked``: shapes and dtypes of its outputs have been checked once.
     """
@@ -149,8 +149,8 @@ class PreparedTile:
 
 class PreparedTiles:
     """All tiles of a rank in one program, by number. ``readers``, ``takers``: see ``Program``. ``fetches``: the rank's own, by number.
-
-    ``needed_back``, ``freed_back``: segment -> synchronizations of which its backward pass is the rank's first, or last, to read values that
+     ``needed_back``, ``freed_back``: segment -> synchronizations of which its backward pass is the rank's first, or last, to read values
+    that
     are gathered for their uses.
     """
 
@@ -161,9 +161,8 @@ class PreparedTiles:
         read = enumerate(pieces_read(self._plan))
         self._by_rows = {piece: i for i, own in read for piece in own if self._plan.syncs[i].contract.by_rows}
         self.readers, self.takers = program.readers(rank), program.takers(rank)
-        self._gathered = {
-            piece for sync, own in zip(self._plan.syncs, pieces_read(self._plan), strict=True) if sync.contract.gathers_values for piece in own
-        }
+        pairs = zip(self._plan.syncs, pieces_read(self._plan), strict=True)
+        self._gathered = {piece for sync, own in pairs if sync.contract.gathers_values for piece in own}
         forward = [own.subject for own in part_of(program.forward, rank) if own.kind is ActionKind.TILE]
         self._needs, self._frees = _by_pass(self._plan, rank, forward, [(tile,) for tile in forward])
         back = [own.subject for own in part_of(program.backward, rank) if own.kind is ActionKind.SEGMENT]

@@ -1,9 +1,8 @@
 """Cutting a rank's tiles into segments; each is one autograd graph. Pure data, no torch.
 
 *Invariants*: everything that a segment receives, or that is summed or gathered for it, is complete before its first tile, because it comes
-from segments that start earlier. A tile whose gradient comes from elsewhere (*answered*) is the last of its segment, so that no other tile waits
-for that gradient. Tiles of the loss epilogue share no segment with others.
-"""
+from segments that start earlier. A tile whose gradient comes from elsewhere (*answered*) is the last of its segment, so that no other tile
+waits for that gradient. Tiles of the loss epilogue share no segment with others. """
 
 from __future__ import annotations
 

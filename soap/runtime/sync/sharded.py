@@ -15,13 +15,13 @@ import torch
 
 from soap.model.regions import volume
 from soap.plan.plan import ShardSync
+from soap.plan.syncs.gathering import UNDER_WAY
 from soap.runtime.comm.redistribute import cut
 from soap.runtime.program.actions import ActionKind
 from soap.runtime.step.micro_batch import MicroBatch
 from soap.runtime.sync.seam import SyncContext
 from soap.runtime.sync.sharded_state import Exchanged, ShardedState
 from soap.runtime.sync.shards import keep_memory
-from soap.simulator.memory.transit import FEW_TENSORS
 
 
 class Sharded(ShardedState):
@@ -79,7 +79,7 @@ class Sharded(ShardedState):
         self.comm.finish_sending(coming.sent)
 
     def _too_much(self) -> bool:
-        return len(self._scattering) > FEW_TENSORS
+        return len(self._scattering) > UNDER_WAY
 
     def _add_up(self, scattered: Exchanged) -> None:
         super()._add_up(scattered)

@@ -79,9 +79,10 @@ class Undo(NamedTuple):
 
     ``fields``: for each changed block, its old values (operator, row, own_slot, own_count, block, block_end, tile_slot, tiles, variant,
     replicas, dev_ptr, where its ``back_row`` begin in ``rows``, ``DONE``). ``alive``: of the changed operators' backward tiles, from
-    ``alive_ptr`` on. ``sync_row`` (by operator), ``update_ns``, ``update_alive``, ``update_row`` (by device): of all. ``dirty``: stamps
-    of operators to be lowered. ``gather_row``: by operator, if pulls and gathers were made anew. ``entry``: which of the changed blocks is an operator's; ``saved``: stamps of the operators that have one.
-    ``parameter``, ``sync``: changed parameters, and how they were synchronized.
+    ``alive_ptr`` on. ``sync_row`` (by operator), ``update_ns``, ``update_alive``, ``update_row`` (by device): of all. ``dirty``: stamps of
+    operators to be lowered. ``gather_row``: by operator, if pulls and gathers were made anew. ``entry``: which of the changed blocks is an
+    operator's; ``saved``: stamps of the operators that have one. ``parameter``, ``sync``: changed parameters, and how they were
+    synchronized.
     """
 
     what: Longs

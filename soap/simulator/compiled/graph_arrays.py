@@ -36,7 +36,8 @@ class GraphTables(NamedTuple):
     By parameter: ``parameter_dtype``, ``parameter_itemsize``, ``first_server``, ``first_reader`` (``placement``), and for sparse ones
     ``touched`` from ``touched_ptr`` on: how many rows a batch looks up, how many rows there are, ``RowAccess.touched``. ``bucket_kinds``:
     (number of dtypes, number of methods); a bucket has one of each. ``gather_limit``: ``bucketing.gather_limit``. ``backward``: whether any
-    output has a gradient. ``loss``: operator and output that make the loss. ``solid``: whether at least one replica of every tile has a backward pass under every strategy.
+    output has a gradient. ``loss``: operator and output that make the loss. ``solid``: whether at least one replica of every tile has a
+    backward pass under every strategy.
     """
 
     read_ptr: Ints

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from soap.plan.plan import Plan
-from soap.simulator.memory.transit import FEW_TENSORS, SENT_TENSORS, Send, send_spans
+from soap.plan.syncs.gathering import UNDER_WAY
+from soap.simulator.memory.transit import SENT_TENSORS, Send, send_spans
 
 ENDS, EARLY, LATE, BEGINS = range(4)
 """The order of changes at the same time."""
@@ -53,8 +54,8 @@ class Ledger:
         self._sends[device].append(Send(start_ns, answer_ns, size, size if held is None else held))
 
     def receive(self, device: int, start_ns: int, end_ns: int, size: int, *, few: bool = False) -> None:
-        """A device receives ``size`` bytes for itself, and keeps them until ``end_ns`` or until later ones push them out, as for sends; with
-        ``few`` until ``FEW_TENSORS`` later ones do."""
+        """A device receives ``size`` bytes for itself, and keeps them until ``end_ns`` or until later ones push them out, as for sends;
+        with ``few`` until ``UNDER_WAY`` later ones do."""
         (self._few if few else self._receives)[device].append(Send(start_ns, end_ns, size, size))
 
     def arrived(self, device: int, end_ns: int) -> int:
@@ -63,7 +64,7 @@ class Ledger:
 
     def curves(self) -> tuple[MemoryCurve, ...]:
         """The curve of each device."""
-        for queues, most in ((self._sends, SENT_TENSORS), (self._receives, SENT_TENSORS), (self._few, FEW_TENSORS)):
+        for queues, most in ((self._sends, SENT_TENSORS), (self._receives, SENT_TENSORS), (self._few, UNDER_WAY)):
             for device, moving in enumerate(queues):
                 for start, end, size in send_spans(moving, most):
                     self.hold(device, start, end, size)

@@ -101,9 +101,10 @@ class _Values:
     def _hold_for(self, sync: ShardSync, own: Hold) -> None:
         """Write down what a device holds for a synchronization."""
         begun = self.spans.named.get(own.since, (0, 0))[0]
-        if sync.contract.gathers_values:  # ranks take memory when they ask for values, even if links are busy
-            begun = self.spans.ready.get(own.since, begun)
         done = self.spans.named.get(own.until, (0, 0))[0 if own.before else 1] if own.until else self.spans.end_ns
+        if sync.contract.gathers_values:  # ranks post what they send and receive at once, even if links are busy
+            begun = self.spans.ready.get(own.since, begun)
+            done = self.spans.ready.get(own.until, done) if own.before else done
         if own.used:
             self._hold_used(sync, own, begun)
         elif own.from_gradient:

@@ -35,9 +35,10 @@ def _sees_all_but_channels(plan: Plan, tile: Tile, source: str) -> bool:
 class TaskSpans:
     """Start and end of tasks, in nanoseconds.
 
-    ``forward``, ``backward``: by tile. ``unread``: tiles that make nothing, as nobody reads it; they have no backward task here.
-    ``named``: by task name. ``ready``: by name of a synchronization, when all that it waits for is over. ``brought``, ``returned``: by part, of the transfer of the part and of its gradient. ``segment``: tile -> the
-    first tile of its segment. ``begun``: first tile of a segment -> start of its backward pass.
+    ``forward``, ``backward``: by tile. ``unread``: tiles that make nothing, as nobody reads it; they have no backward task here. ``named``:
+    by task name. ``ready``: by name of a synchronization, when all that it waits for is over. ``brought``, ``returned``: by part, of the
+    transfer of the part and of its gradient. ``segment``: tile -> the first tile of its segment. ``begun``: first tile of a segment ->
+    start of its backward pass.
     """
 
     def __init__(self, tasks: TaskGraph, schedule: Schedule) -> None:

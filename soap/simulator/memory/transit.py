@@ -66,10 +66,6 @@ SENT_TENSORS = 64
 """At most this many bytes, in this many tensors, may be on their way out; then the runtime waits for the oldest send."""
 
 
-FEW_TENSORS = 2
-"""At most so many scatters of gradients of sharded parameters are under way at a time: what others send is then added up, and gone."""
-
-
 class Send(NamedTuple):
     """A send of ``size`` bytes that starts at ``start_ns``. ``held``: bytes that the device holds only for this send. ``answer_ns``: when
     the device knows that they have arrived."""
@@ -81,8 +77,8 @@ class Send(NamedTuple):
 
 
 def send_spans(sends: Iterable[Send], most: int = SENT_TENSORS) -> Iterator[tuple[int, int, int]]:
-    """(start, end, bytes) of what one device holds for its sends: each until its answer, or until later sends push it out. ``most``: tensors
-    at a time.
+    """(start, end, bytes) of what one device holds for its sends: each until its answer, or until later sends push it out. ``most``:
+    tensors at a time.
 
     The rule is that of ``Communicator.keep``, except that a send that has been answered leaves at once.
     """

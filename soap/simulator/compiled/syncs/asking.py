@@ -19,8 +19,8 @@ from soap.simulator.compiled.world import World
 
 @compiled
 def make_pulls(W: World) -> None:
-    """Make anew the pulls of rows of sparse parameters, the request for rows before them, and the gathers of values. Call ``count_pulls`` to
-    count what waits for them."""
+    """Make anew the pulls of rows of sparse parameters, the request for rows before them, and the gathers of values. Call ``count_pulls``
+    to count what waits for them."""
     G, D, C, S = W.graph, W.shards, W.state, W.scratch
     C.pull_slot[0], C.used[PULLS] = C.used[SLOTS], 0
     for parameter in range(len(G.parameter_dtype)):

@@ -1,8 +1,8 @@
 """Gathers of values for the passes that use them (compiled). The counterpart of ``plan.syncs.gathering``.
 
 Gathers lie among the pulls before the forward pass (``State.pull_slot``), and are made anew together with these. An *item* is a gather:
-bucket b's for the forward pass has number b, for the backward pass b + the number of buckets. Tiles that gathers wait for have rows of their
-own (``State.gather_row``): of an operator first those of its tiles' forward passes, then those of their backward passes.
+bucket b's for the forward pass has number b, for the backward pass b + the number of buckets. Tiles that gathers wait for have rows of
+their own (``State.gather_row``): of an operator first those of its tiles' forward passes, then those of their backward passes.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def _add_gathers(W, buckets, uses):  # type: ignore[no-untyped-def]
 def _followers(W, buckets, use):  # type: ignore[no-untyped-def]
     """The items that wait for a use: (of its forward pass its own bucket's next gather; another bucket's gather; of its backward pass
     another bucket's gather), -1 for none. ``use``: place among the edges."""
-    G, C, S = W.graph, W.state, W.scratch
+    C, S = W.state, W.scratch
     slot, bucket = S.e_src[use], S.e_dst[use]
     op = C.owner[slot]
     device = C.dev[C.dev_ptr[op] + C.index[slot]]
