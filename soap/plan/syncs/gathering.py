@@ -67,8 +67,8 @@ def gathers(plan: Plan) -> tuple[Gather, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Most:
-    """The most bytes that a device holds at once, in whatever order tasks run, of values that are gathered (``values``), of the gradients of
-    such values before they leave (``gradients``), and of gradients that are on their way (``moving``)."""
+    """The most bytes that a device holds at once, in whatever order tasks run, of values that are gathered (``values``), of the gradients
+    of such values before they leave (``gradients``), and of gradients that are on their way (``moving``)."""
 
     values: int
     gradients: int

@@ -22,6 +22,7 @@ from soap.runtime.step.micro_batch import MicroBatch
 from soap.runtime.sync.seam import SyncContext
 from soap.runtime.sync.sharded_state import Exchanged, ShardedState
 from soap.runtime.sync.shards import keep_memory
+from soap.simulator.memory.transit import SENT_BYTES
 
 
 class Sharded(ShardedState):
@@ -79,7 +80,8 @@ class Sharded(ShardedState):
         self.comm.finish_sending(coming.sent)
 
     def _too_much(self) -> bool:
-        return len(self._scattering) > UNDER_WAY
+        size = sum(one.buffer.nbytes + one.sent.nbytes for one in self._scattering)
+        return len(self._scattering) > UNDER_WAY or (len(self._scattering) > 1 and size > SENT_BYTES)
 
     def _add_up(self, scattered: Exchanged) -> None:
         super()._add_up(scattered)

@@ -146,6 +146,7 @@ class Scratch(NamedTuple):
     g_order: Ints
     g_next: Ints
     g_list: Ints
+    g_kept: Ints
     g_count: Ints
     g_slot: Ints
     fill: Ints
@@ -163,7 +164,8 @@ def make_scratch(size: int, devices: int, links: int) -> Scratch:
     sizes |= {"held": devices + links + 1, "members": devices + 1, "peers": devices + 1, "cell": 16 * size, "flow": 3 * size}
     sizes |= dict.fromkeys(("update", "floor", "taken", "settled", "settling"), devices)
     sizes |= dict.fromkeys(("lookups", "leader", "touched", "together", "received", "seen"), devices + 1)
-    sizes |= dict.fromkeys(("e_src", "e_dst", "res", "work", "fill", "gradient_next", "gradient_task", "g_next", "g_list"), 4 * size)
+    sizes |= dict.fromkeys(("e_src", "e_dst", "res", "work", "fill", "gradient_next", "gradient_task"), 4 * size)
+    sizes |= dict.fromkeys(("g_next", "g_list", "g_kept"), 4 * size)
     kinds = Scratch.__annotations__.items()
     fields: dict[str, Any] = {
         name: np.zeros(sizes.get(name, size + 1), np.int64 if "Longs" in str(kind) else np.int32) for name, kind in kinds

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from soap.plan.plan import Plan
 from soap.plan.syncs.gathering import UNDER_WAY
-from soap.simulator.memory.transit import SENT_TENSORS, Send, send_spans
+from soap.simulator.memory.transit import Send, send_spans
 
 ENDS, EARLY, LATE, BEGINS = range(4)
 """The order of changes at the same time."""
@@ -64,7 +64,7 @@ class Ledger:
 
     def curves(self) -> tuple[MemoryCurve, ...]:
         """The curve of each device."""
-        for queues, most in ((self._sends, SENT_TENSORS), (self._receives, SENT_TENSORS), (self._few, UNDER_WAY)):
+        for queues, most in ((self._sends, None), (self._receives, None), (self._few, UNDER_WAY)):
             for device, moving in enumerate(queues):
                 for start, end, size in send_spans(moving, most):
                     self.hold(device, start, end, size)

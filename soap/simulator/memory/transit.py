@@ -76,14 +76,14 @@ class Send(NamedTuple):
     held: int
 
 
-def send_spans(sends: Iterable[Send], most: int = SENT_TENSORS) -> Iterator[tuple[int, int, int]]:
+def send_spans(sends: Iterable[Send], most: int | None = None) -> Iterator[tuple[int, int, int]]:
     """(start, end, bytes) of what one device holds for its sends: each until its answer, or until later sends push it out. ``most``:
     tensors at a time.
 
     The rule is that of ``Communicator.keep``, except that a send that has been answered leaves at once.
     """
     queue: deque[Send] = deque()
-    size = 0
+    size, most = 0, SENT_TENSORS if most is None else most
     for send in sorted(sends):
         for other in [other for other in queue if other.answer_ns <= send.start_ns]:
             queue.remove(other)

@@ -34,30 +34,35 @@ def reads_gathered(W: World, op: int) -> bool:
 @compiled
 def make_gathers(W: World) -> None:
     """Add all gathers, and make the rows of what waits for their tiles anew."""
-    G, C, S = W.graph, W.state, W.scratch
+    C = W.state
     fill(C.gather_row, 0, len(C.gather_row), -1)
+    buckets, uses = find_groups(W)
+    if buckets > 0:
+        find_next(W, buckets)
+        _add_gathers(W, buckets, uses)
+        _add_rows(W, buckets, uses)
+
+
+@compiled
+def find_groups(W: World) -> tuple[int, int]:
+    """Find the buckets of what is gathered, and their order. Returns the numbers of buckets and of uses, which are edges in the scratch
+    from a tile's slot, of its backward pass, to the bucket."""
+    G, C, S = W.graph, W.state, W.scratch
     some = False
     for parameter in range(len(G.parameter_dtype)):
         if is_gathered(C.sync[parameter]) and is_trained(G, parameter):
             find_geometry(W, parameter)
             some = True
-    if not some:
-        return
     S.count[EDGES] = S.count[TASKS] = 0
-    _fill_buckets(W)
-    buckets, uses = S.count[TASKS], S.count[EDGES]
-    if buckets == 0:
-        return
-    _order(W, buckets, uses)
-    _find_next(W, buckets)
-    _add_gathers(W, buckets, uses)
-    _add_rows(W, buckets, uses)
+    if some:
+        _fill_buckets(W)
+        _order(W, S.count[TASKS], S.count[EDGES])
+    return S.count[TASKS], S.count[EDGES]
 
 
 @compiled
 def _fill_buckets(W):  # type: ignore[no-untyped-def]
-    """Put all gathered shards into buckets, in the order in which the backward pass completes their gradients. All their uses become edges
-    from the tile's slot, of its backward pass, to the bucket."""
+    """Put all gathered shards into buckets, in the order in which the backward pass completes their gradients."""
     G, D, C, S = W.graph, W.shards, W.state, W.scratch
     S.count[STAMP] += 1
     opened = S.count[STAMP]
@@ -118,8 +123,9 @@ def _is_before(S, one, other, back):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _find_next(W, buckets):  # type: ignore[no-untyped-def]
-    """Fill ``g_next``: [item, device], the item that waits for this item's uses on that device; -1 if none does."""
+def find_next(W: World, buckets: int) -> None:
+    """Fill ``g_next``: [item, device], the item that waits for this item's uses on that device; -1 if none does. Also ``g_list``: [device,
+    place], the device's items in order, ``settling[device]`` of them."""
     R, C, S = W.groups, W.state, W.scratch
     devices, items, ahead = len(C.busy), 2 * buckets, C.prefetch[0] + 1
     if items * devices > len(S.g_next):

@@ -19,6 +19,7 @@ from soap.simulator.compiled.memory_tables import (
     LOOKUPS,
     REGIONS,
     SENT,
+    TRAINABLE,
     MemoryTables,
 )
 from soap.simulator.compiled.rows import INDEX_BYTES, is_sparse
@@ -112,15 +113,27 @@ def _add_by_shards(W, M, parameter):  # type: ignore[no-untyped-def]
 @compiled
 def _add_dealt_out(W, M, parameter, shard):  # type: ignore[no-untyped-def]
     """Add what readers hold that own parts: buffers in which gradients and values arrive, but no states of what others own. If values are
-    gathered for their uses, parts are no views of them, and buffers for them exist before both passes."""
+    gathered for their uses, neither are others' values nor their gradients there all the time (``gathered_memory`` adds what is)."""
     S, size = W.scratch, W.shards.bytes[shard]
     readers, gathered = S.members[0], is_gathered(W.state.sync[parameter])
     for i in range(readers):
-        _add_owned(M, S.members[1 + i], -size, 2 * size if gathered else size)
+        if gathered:
+            _add_part(M, S.members[1 + i], -size)
+        else:
+            _add_owned(M, S.members[1 + i], -size, size)
     for k in range(parts_of(W, shard)):
         own, device = part_bytes(W, shard, k), S.members[1 + owner_place(W, parameter, shard, k)]
-        _add_owned(M, device, own, (readers + 1 if gathered else readers) * own)
-        M.part[HELD, device] += own if gathered else 0
+        if gathered:
+            _add_part(M, device, own)
+        else:
+            _add_owned(M, device, own, readers * own)
+
+
+@compiled
+def _add_part(M, device, size):  # type: ignore[no-untyped-def]
+    """Add bytes of values that are there all the time, with their gradients and states."""
+    M.part[HELD, device] += size
+    M.part[TRAINABLE, device] += size
 
 
 @compiled
