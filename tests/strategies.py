@@ -14,7 +14,7 @@ from soap.model.regions import Box
 from soap.strategy.compression import Int8, PowerSgd, Rgc, RgcAsq
 from soap.strategy.config import FLOATING, OpConfig, Strategy, SyncConfig, settled_config
 from soap.strategy.recomputation import refusal
-from soap.strategy.sync import SHARDED_STATE, SPARSE_ALL_GATHER, compressed, parameter_server
+from soap.strategy.sync import SHARDED, SHARDED_STATE, SPARSE_ALL_GATHER, compressed, parameter_server
 from soap.strategy.sync_contracts import WITHIN
 from tests.graph_builder import ATTRIBUTE, GraphBuilder
 
@@ -192,7 +192,8 @@ def strategies_for(
     """Any legal strategy for this graph; with ``servers`` any synchronization of its parameters, too."""
     operators = {op.name: draw(configs(op, device_count, max_tiles=max_tiles, graph=graph)) for op in graph.operators}
     chosen = {parameter.name: draw(syncs(graph, parameter.name)) for parameter in graph.parameters} if servers else {}
-    return Strategy(operators, {name: sync for name, sync in chosen.items() if sync != SyncConfig()})
+    prefetch = draw(st.sampled_from((0, 1, 2, 4096))) if servers else 1
+    return Strategy(operators, {name: sync for name, sync in chosen.items() if sync != SyncConfig()}, prefetch)
 
 
 LOSSY = (Rgc(density=0.2), Rgc(density=0.2, ragged=True), RgcAsq(selection="exact"), PowerSgd(), Int8())
@@ -205,7 +206,7 @@ def syncs(graph: OperatorGraph, parameter: str) -> st.SearchStrategy[SyncConfig]
     servers = [parameter_server(partitions, within, rows=rows) for partitions in (1, 3) for within in WITHIN]
     gathered = [SPARSE_ALL_GATHER] if parameter in graph.sparse else []
     lossy = [compressed(how, within) for how in LOSSY for within in WITHIN if not rows and graph.tensors[parameter].dtype in FLOATING]
-    return st.sampled_from([SyncConfig(), SHARDED_STATE, *gathered, *servers, *lossy])
+    return st.sampled_from([SyncConfig(), SHARDED_STATE, SHARDED, *gathered, *servers, *lossy])
 
 
 @st.composite

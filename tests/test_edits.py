@@ -76,7 +76,8 @@ def new_sync(sync: SyncConfig, mark: str) -> NewSyncConfig:
 
 def marked(graph: OperatorGraph, strategy: Strategy) -> NewStrategy:
     operators = {name: new_config(config, name) for name, config in strategy.operators.items()}
-    return NewStrategy(operators, {tensor.name: new_sync(strategy.sync(tensor.name), tensor.name) for tensor in graph.parameters}, WHOLE)
+    syncs = {tensor.name: new_sync(strategy.sync(tensor.name), tensor.name) for tensor in graph.parameters}
+    return NewStrategy(operators, syncs, strategy.prefetch, WHOLE)
 
 
 def is_marked(strategy: Strategy) -> bool:

@@ -67,7 +67,7 @@ def new(**values: Any) -> NewStrategy:
     operators = {name: NewOpConfig(own.degrees, own.devices, own.replicas) for name, own in usual.operators.items()}
     operators[OPERATOR] = replace(operators[OPERATOR], offload=values.get("offload", False))
     parameters = {PARAMETER: NewSyncConfig(density=values["density"])} if "density" in values else {}
-    return NewStrategy(operators, parameters, values.get("rounds", 1))
+    return NewStrategy(operators, parameters, rounds=values.get("rounds", 1))
 
 
 CHANGES: list[dict[str, Any]] = [{"offload": True}, {"density": 0.01}, {"rounds": 4}]

@@ -126,8 +126,9 @@ def add_choices(parser: Parser) -> None:
         action="append",
         default=[],
         help="allow this method of synchronizing parameters beside all-reduce: parameter_server:P (on servers in P partitions; +local "
-        "behind it: each host adds up first), zero (each device keeps a part of the optimizer's state, and updates it), or allgather (of "
-        "sparse parameters' rows); allreduce allows nothing else (repeatable; "
+        "behind it: each host adds up first), zero (each device keeps a part of the optimizer's state, and updates it), fsdp (it keeps a "
+        "part of the values, too, and gathers the others' for each use), or allgather (of sparse parameters' rows); allreduce allows "
+        "nothing else (repeatable; "
         "default: any method for sparse parameters, all-reduce for dense ones)",
     )
     parser.add_argument(

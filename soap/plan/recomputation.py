@@ -68,6 +68,18 @@ def dropped_holdings(plan: Plan, recomputation: Recomputation, active: Collectio
     return frozenset(place for place in made if place not in kept)
 
 
+def needed_from(plan: Plan) -> tuple[int, ...]:
+    """Operator -> where the backward pass may be, in the graph's order, when it first needs what the operator reads: at the operator itself,
+    or if that is recomputed at the last one that may need a second run of it."""
+    graph, marked = plan.graph, plan.recomputed_operators
+    found = list(range(len(graph.operators)))
+    for position in reversed(found) if marked else ():
+        outputs = graph.operators[position].outputs if position in marked else ()
+        readers = (found[reader] for output in outputs for reader, _ in graph.consumers.get(output.tensor, ()))
+        found[position] = max(readers, default=position)
+    return tuple(found)
+
+
 def _runs(tiles: Collection[int], links: Mapping[int, tuple[int, ...]]) -> dict[int, int]:
     """Tile -> the lowest tile of its run."""
     first = {tile: tile for tile in tiles}

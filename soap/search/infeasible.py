@@ -15,7 +15,7 @@ def infeasible(graph: OperatorGraph, topology: Topology, evaluator: Evaluator, b
     return InfeasibleError(
         f"model {graph.name!r} does not fit into the memory of cluster {topology.name!r}: {_need(topology, evaluator, best)}, in the "
         f"closest of {proposals} proposals and all starts; ways out: (1) more devices or devices with more memory, "
-        "(2) a smaller batch, (3) an optimizer that keeps fewer states, (4) --sync zero, by which devices share its states, "
+        "(2) a smaller batch, (3) an optimizer that keeps fewer states, (4) --sync zero or fsdp: devices share states or values, "
         "(5) a larger --budget"
     )
 

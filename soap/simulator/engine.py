@@ -307,7 +307,7 @@ class Engine:
         return each_task(self.state, self.trial, self._groups.arrays.static)
 
     def _lower_all(self, *held: Ints) -> None:
-        self.state.sync[: len(self._codes)] = self._codes
+        self.state.sync[: len(self._codes)], self.state.prefetch[0] = self._codes, self._loaded.prefetch
         lower_all(self.world, *held)
 
     def _renew_state(self) -> None:

@@ -186,7 +186,7 @@ class _Holder:
             else:
                 self._engine.reject()
             self._proposed = None
-        if len(changes) > MOST_CHANGES:
+        if len(changes) > MOST_CHANGES or strategy.prefetch != self._held.prefetch:
             self._load(strategy)
             return self._engine.makespan_ns
         if not changes:

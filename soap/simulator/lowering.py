@@ -21,7 +21,7 @@ tiles need. The simulator takes tile by tile.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from soap.cluster.topology import Topology
 from soap.model.regions import Box
@@ -54,6 +54,9 @@ from soap.simulator.tasks import TaskGraph, TaskKind
 
 __all__ = ["PlanBuilder", "build_plan", "lower"]
 
+Gathering = Callable[[int, Sequence[int], Mapping[int, int] | None], Iterable[tuple[int, int]]]
+"""``Synchronization.gather``."""
+
 
 def lower(
     plan: Plan, topology: Topology, costs: CostModel, communication: Communication | None = None, *, pull_together: bool = True
@@ -66,8 +69,8 @@ def lower(
     tasks = TaskList(communication or Communication(topology))
     lowering = _Lowering(plan, costs, tasks)
     synchronization = Synchronization(plan, costs, tasks, pull_together=pull_together)
-    lowering.forward(synchronization.pull())
-    lowering.backward()
+    lowering.forward(synchronization.pull(), synchronization.gather)
+    lowering.backward(synchronization.gather)
     synchronization.synchronize(lowering.backward_tasks)
     return TaskGraph(plan, topology, tasks.in_order())
 
@@ -80,7 +83,8 @@ class _Lowering:
     """The state of one lowering.
 
     ``_forward``, ``backward_tasks``: tile -> its task. ``_reduced``: reduction -> the tasks that its sum is ready after. ``_brought``:
-    part -> the task that brings it. ``_arrivals``: tile -> the tasks that bring what it reads. ``_gradients``: holding -> the tasks that
+    part -> the task that brings it. ``_arrivals``: tile -> the tasks that bring what it reads; ``_arrivals_back``: to its backward pass, of
+    parameters. ``_gradients``: holding -> the tasks that
     make or bring parts of its gradient; empty if it gets none.
     """
 
@@ -92,14 +96,17 @@ class _Lowering:
         self._gradients: list[list[int]] = [[] for _ in plan.holdings]
         self._brought: dict[Part, int] = {}
         self._arrivals: list[list[int]] = [[] for _ in plan.tiles]
+        self._arrivals_back: dict[int, list[int]] = {}
         self._index = PlanPlaces(plan)
         self._second = SecondRuns(plan, tasks, self.backward_tasks, lambda tile, after: self._compute(tile, TaskKind.RECOMPUTE, after))
 
-    def forward(self, pulled: Iterable[tuple[int, int]]) -> None:
+    def forward(self, pulled: Iterable[tuple[int, int]], gather: Gathering) -> None:
         """Transfers, tiles and reductions, operator by operator. ``pulled``: (tile, a task that brings what it reads of parameters)."""
         for tile, task in pulled:
             self._arrivals[tile].append(task)
         for position in range(len(self.plan.graph.operators)):
+            for tile, task in gather(position, self._forward, None):
+                self._arrivals[tile].append(task)
             for carrier in self._index.carriers[position]:
                 self._carry(carrier)
             for fetch in self._index.fetches[position]:
@@ -109,10 +116,12 @@ class _Lowering:
             for place in self._index.reductions[position]:
                 self._reduce(place)
 
-    def backward(self) -> None:
+    def backward(self, gather: Gathering) -> None:
         """Gradient reductions, tiles and gradient transfers, last operator first."""
         graph = self.plan.graph
         for position in range(len(graph.operators) - 1, -1, -1):
+            for tile, task in gather(position, self._forward, self.backward_tasks):
+                self._arrivals_back.setdefault(tile, []).append(task)
             if graph.needs_backward(graph.operators[position]):
                 self._backward_tiles(position)
             for fetch in self._index.fetches[position]:  # listed at the first reader, which may have no backward pass itself
@@ -139,8 +148,10 @@ class _Lowering:
             gradient = [*own, *arrivals.get(index, ()), *start]
             if gradient:
                 claimed = [*self._second.claims(self._index.of_tile[index]), *claims.get(index, ()), *map(self._second.start, start)]
-                again = self._second.run(tile, index, self._forward[index], claimed)
-                self.backward_tasks[index] = self._compute(tile, TaskKind.BACKWARD, [self._forward[index], *again, *gradient])
+                values = self._arrivals_back.get(index, ())
+                again = self._second.run(tile, index, [self._forward[index], *values], claimed)
+                after = [self._forward[index], *again, *gradient, *values]
+                self.backward_tasks[index] = self._compute(tile, TaskKind.BACKWARD, after)
 
     def _tiles(self, position: int) -> tuple[Tile, ...]:
         first = self.plan.first_tile

@@ -81,7 +81,7 @@ class SecondRuns:
         """The claim of the loss, which starts the backward pass: its position is above all others."""
         return Need(len(self._plan.graph.operators), task)
 
-    def run(self, tile: Tile, number: int, forward: int, claims: Iterable[Need]) -> list[int]:
+    def run(self, tile: Tile, number: int, ready: Iterable[int], claims: Iterable[Need]) -> list[int]:
         """Add the need and the second run of a tile with these claims; returns the task of the second run. Nothing, if the tile is not
         recomputed."""
         if tile.operator not in self._marked:
@@ -92,7 +92,7 @@ class SecondRuns:
         place = (BACKWARD, len(self._plan.graph.operators) - 1 - tile.operator, NEED, tile.index, 0, 0)
         need = self._list.add(place, need_name(self._plan.operator(tile), tile), TaskKind.RECOMPUTE, (), NEED_NS, after)
         self._needs[number] = Need(position, need)
-        self._again[number] = self._compute(tile, (forward, need))
+        self._again[number] = self._compute(tile, (*ready, need))
         return [self._again[number]]
 
     def link(self) -> None:

@@ -18,6 +18,7 @@ from soap.plan.plan import Plan
 from soap.plan.syncs.clipping import refusal
 from soap.simulator.analysis.timeline import busy_time_ns, bytes_moved, critical_path_ns, link_bytes
 from soap.simulator.communication.prices import Communication
+from soap.simulator.communication.synchronizing import before_passes
 from soap.simulator.costs import CostModel
 from soap.simulator.draws import links_between_hosts
 from soap.simulator.folded import FoldedSimulation
@@ -69,9 +70,9 @@ class Simulation:
         """Nanoseconds of a step of ``micro_batches`` iterations, only the last of which synchronizes gradients and updates parameters."""
         if micro_batches == 1:
             return self.makespan_ns
-        skipped = (TaskKind.SYNC, TaskKind.COMPRESS, TaskKind.UPDATE)  # but not pulls before the forward pass, which have no predecessors
+        skipped, always = (TaskKind.SYNC, TaskKind.COMPRESS, TaskKind.UPDATE), before_passes(self.plan)
         kept = tuple(
-            replace(task, duration_ns=0) if task.kind in skipped and task.predecessors else task for task in self.tasks.tasks
+            replace(task, duration_ns=0) if task.kind in skipped and task.name not in always else task for task in self.tasks.tasks
         )
         return (micro_batches - 1) * simulate(replace(self.tasks, tasks=kept)).makespan_ns + self.makespan_ns
 
@@ -255,7 +256,7 @@ class Simulator:
         configs = tuple(strategy.operators.get(op.name) for op in self.graph.operators)
         syncs = tuple(strategy.sync(name) for name in self._parameters)
         unknown = tuple(sorted(strategy.parameters.keys() - self._parameters.keys()))
-        return configs, len(strategy.operators), syncs, unknown
+        return configs, len(strategy.operators), syncs, unknown, strategy.prefetch
 
 
 def _is_refused(plan: Plan) -> bool:

@@ -17,7 +17,7 @@ from soap.strategy.grids import device_order, fill, grouped, sample_factor, unif
 from soap.strategy.megatron import balanced_blocks, hybrid, megatron, operator_work, sequence_parallel
 from soap.strategy.recomputation import recomputed
 from soap.strategy.sequences import context_parallel
-from soap.strategy.sync import SHARDED_STATE, SPARSE_ALL_GATHER, synchronized, usual_server
+from soap.strategy.sync import SHARDED, SHARDED_STATE, SPARSE_ALL_GATHER, synchronized, usual_server
 from soap.strategy.tensor_parallel_chains import dense
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "SYNCHRONIZED",
     "context_parallel",
     "data_parallel",
+    "fsdp",
     "hybrid",
     "hybrid_synchronization",
     "megatron",
@@ -122,12 +123,19 @@ def zero1(graph: OperatorGraph, topology: Topology) -> Strategy:
     return data_parallel(graph, topology).with_changes(parameters=synchronized(graph, SHARDED_STATE, sparse=False))
 
 
+def fsdp(graph: OperatorGraph, topology: Topology) -> Strategy:
+    """Data parallelism in which each device owns a part of every parameter, and has the others' values only while it uses them: ZeRO-3, as
+    PyTorch's ``fully_shard`` does. ZeRO-2 is ``zero1``, whose gradients are scattered as well."""
+    return data_parallel(graph, topology).with_changes(parameters=synchronized(graph, SHARDED, sparse=False))
+
+
 SYNCHRONIZED: Mapping[str, Callable[[OperatorGraph, Topology], Strategy]] = MappingProxyType(
     {
         "hybrid": hybrid_synchronization,
         "parameter_server": parameter_server,
         "sparse_allgather": sparse_allgather,
         "zero1": zero1,
+        "fsdp": fsdp,
     }
 )
 """Data parallelism with methods of synchronization other than all-reduce, by name."""

@@ -15,7 +15,7 @@ from soap.errors import StrategyError
 from soap.model.graph import KEEP_STATE, NEXT_STATE, Operator, OperatorGraph
 from soap.strategy.compression import COMPRESSIONS, Compression
 from soap.strategy.recomputation import require_repeatable
-from soap.strategy.sync_contracts import COMPRESSED, Contract, Owner, Residence, Within, find_contract
+from soap.strategy.sync_contracts import COMPRESSED, MAX_PREFETCH, Contract, Owner, Residence, Within, find_contract
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +114,19 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Strategy:
-    """{operator name: OpConfig} and {parameter name: SyncConfig}; parameters without an entry use the default SyncConfig."""
+    """{operator name: OpConfig} and {parameter name: SyncConfig}; parameters without an entry use the default SyncConfig.
+
+    ``prefetch``: of values that readers have only for their uses, how many groups may be gathered while an earlier one is used.
+    StrategyError unless it is 0 to ``MAX_PREFETCH``.
+    """
 
     operators: Mapping[str, OpConfig]
     parameters: Mapping[str, SyncConfig] = field(default_factory=dict)
+    prefetch: int = 1
 
     def __post_init__(self) -> None:
+        if not 0 <= self.prefetch <= MAX_PREFETCH:
+            raise StrategyError(f"prefetch {self.prefetch}: expected 0 to {MAX_PREFETCH}, the groups of values to gather ahead")
         object.__setattr__(self, "operators", MappingProxyType(dict(self.operators)))
         object.__setattr__(self, "parameters", MappingProxyType(dict(self.parameters)))
 

@@ -24,6 +24,10 @@ SHARDED_STATE = SyncConfig("parts")
 """Each reader owns a part of every shard, and alone keeps the optimizer's state for it and updates it (ZeRO-1, ZeRO-2)."""
 
 
+SHARDED = SyncConfig("parts", residence="gathered")
+"""Each reader owns a part of every shard. The rest of the values is there only for the passes that read it (ZeRO-3, FSDP)."""
+
+
 def parameter_server(partitions: int = 1, within: Within = "none", *, rows: bool = False) -> SyncConfig:
     """Each shard is cut by rows into partitions, which the hosts' servers own and update. Readers push gradients and pull values.
 

@@ -10,6 +10,7 @@ import random
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,6 +24,8 @@ import soap
 from soap import api
 from soap.cluster.presets import local_topology
 from soap.cluster.topology import Topology
+from soap.runtime.sync import sharded
+from soap.runtime.sync.shards import keep_memory
 from soap.runtime.trainer import Trainer
 from soap.simulator.reference import execution_order
 from soap.simulator.tasks import ExecutionOrder
@@ -101,6 +104,13 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
         self._before = {tensor.untyped_storage()._cdata for tensor in gc.get_objects() if type(tensor) in (Tensor, nn.Parameter)}
 
+    def resize(self, leaf: Tensor, *, kept: bool) -> None:
+        """Give a leaf its memory, or free it, as a sharded parameter's is."""
+        keep_memory(leaf, kept=kept)
+        storage = leaf.untyped_storage()
+        self._live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.most_bytes = max(self.most_bytes, sum(size for _, size in self._live.values()))
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         made = [leaf.untyped_storage() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
@@ -118,22 +128,19 @@ def counted(path: str, autocast: str | None, strategy: Strategy, topology: Topol
     model = api.load(path, autocast=autocast)
     batch = model.example_inputs
     gc.collect()
-    with Live() as live, Trainer(model, (strategy, topology), order, optimizer=sgd) as trainer:
+    live = Live()
+    with patch.object(sharded, "keep_memory", live.resize), live, Trainer(model, (strategy, topology), order, optimizer=sgd) as trainer:
         own = [tensor.clone() for tensor in batch]
         for _ in range(2):
             trainer.step(*own)
     return live.most_bytes
 
 
-OFTEN = {
-    ("convolutions", "bfloat16", "single_device"),
-    ("attention", None, "data_parallel"),
-    ("attention", None, "zero1"),
-    ("attention", None, "recompute"),
-}
+PLANS = ("single_device", "data_parallel", "zero1", "fsdp", "recompute")
+OFTEN = {("convolutions", "bfloat16", "single_device"), *(("attention", None, plan) for plan in PLANS[1:])}
 CASES = [
     pytest.param(*case, marks=() if case in OFTEN else pytest.mark.long)
-    for case in product(MODELS, (None, "bfloat16"), ("single_device", "data_parallel", "zero1", "recompute"))
+    for case in product(MODELS, (None, "bfloat16"), PLANS)
 ]
 
 

@@ -235,7 +235,7 @@ def test_nothing_fits() -> None:
     assert str(info.value) == (
         "model 'layers' does not fit into the memory of cluster 'test': 100 B more needed than the 8.00 GiB available on 2 devices, in the "
         "closest of 20 proposals and all starts; ways out: (1) more devices or devices with more memory, (2) a smaller batch, "
-        "(3) an optimizer that keeps fewer states, (4) --sync zero, by which devices share its states, (5) a larger --budget"
+        "(3) an optimizer that keeps fewer states, (4) --sync zero or fsdp: devices share states or values, (5) a larger --budget"
     )
 
 

@@ -29,12 +29,15 @@ class Phase(IntEnum):
     """When in a step a communication takes place."""
 
     BEFORE_FORWARD = 0
-    AFTER_BACKWARD = 1
-    AFTER_UPDATE = 2
+    BEFORE_BACKWARD = 1
+    AFTER_BACKWARD = 2
+    AFTER_UPDATE = 3
 
 
 SUM, PUSH, SERVE, PULL, SELECT, COMBINE, SPREAD, RESTORE = range(8)
 """Stages, the third part of a task's id: if several tasks of a synchronization are ready at once, the lowest stage goes first."""
+REGATHER = SERVE
+"""Stage of values that are gathered again before the backward pass: no server has anything to do then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +96,11 @@ class Hold:
     An empty name means the step's beginning, or its end. ``with_uses``: held at least until the last pass of a tile that uses what is
     synchronized. If task ``since`` does not take place, nothing is held, or with ``with_uses`` from the step's beginning. If task ``until``
     does not take place, the memory is held until the last use. ``from_gradient``: held from the end of the first backward pass on the
-    device that makes a gradient of what is synchronized; if none does, nothing is held. ``queue``: if set, the device learns late that the
-    memory is free: it then waits for the oldest in the queue where too much is held (``simulator.memory.transit``); what is sent may be
-    free only when the device updates.
+    device that makes a gradient of what is synchronized; if none does, nothing is held. ``used``: held for these passes of the device's
+    tiles that use what is synchronized: from the first one on, or with ``since`` until the first one has begun; a backward pass lasts as
+    long as its segment's. ``queue``: if set, the device learns late that the memory is free: it then waits for the oldest in the queue
+    where too much is held (``simulator.memory.transit``), with ``few`` where it is the third one; what is sent may be free only when the
+    device updates.
     """
 
     device: int
@@ -105,7 +110,8 @@ class Hold:
     with_uses: bool = False
     before: bool = False
     from_gradient: bool = False
-    queue: Literal["", "sent", "received"] = ""
+    used: Literal["", "forward", "backward"] = ""
+    queue: Literal["", "sent", "received", "few"] = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,9 @@ class ActionKind(Enum):
     ASK = auto()
     """Send requests for rows to owners, for all of ``plan.syncs`` by rows at once (no subject)."""
     BRING = auto()
-    """Send values of ``plan.syncs[subject]`` from owners to leaders."""
+    """Send values of ``plan.syncs[subject]`` from owners to leaders, or to all readers."""
+    BRING_BACK = auto()
+    """Send them to all readers once more, for their backward passes."""
     HAND_ON = auto()
     """Send values of ``plan.syncs[subject]`` from leaders to the other members."""
     COLLECT = auto()

@@ -39,7 +39,7 @@ from soap.runtime.program.forward_order import forward_order, places_of
 from soap.runtime.program.number_sums import NumberSums, everyone_knows, sum_together
 from soap.runtime.program.second_runs import second_runs
 from soap.runtime.program.segments import Segment, answered_elsewhere, cut_segments, read_elsewhere
-from soap.runtime.program.sync_actions import after_backward, after_update, before_forward, groups
+from soap.runtime.program.sync_actions import after_backward, after_update, before_forward, gather_entries, groups
 from soap.simulator.memory.transit import answered_from_afar
 from soap.simulator.tasks import ExecutionOrder
 
@@ -130,12 +130,15 @@ def compile_program(
     )
     segment_of = {tile: i for i, segment in enumerate(segments) for tile in segment.tiles}
     turns = backward_turns(plan, index, activity, segment_of, [segment.start for segment in segments], order.backward)
-    forward = set_apart(plan, epilogue, in_order(forward_entries(plan, places)))
+    repeated = tuple(second_runs(again, segments, segment_of, turns))
+    gathered = gather_entries(plan, activity.tiles, segment_of, turns, places, repeated)
+    forward = set_apart(plan, epilogue, in_order((*forward_entries(plan, places), *gathered.forward)))
     number_sums, summing = sum_together(plan, forward.sums)
     backward = [
         *backward_entries(plan, index, activity, segments, segment_of, turns),
-        *second_runs(again, segments, segment_of, turns),
+        *repeated,
         *after_backward(plan, activity.tiles, segment_of, turns, places),
+        *gathered.backward,
     ]
     losses = _losses(plan)
     known = everyone_knows(plan, epilogue, number_sums)

@@ -21,6 +21,7 @@ from soap.model.regions import lengths
 from soap.plan.plan import ASK_NAME, message_name, recompute_name, reduce_name, remote_parts
 from soap.runtime.comm.arrivals import Arrivals
 from soap.runtime.comm.redistribute import Pending, assemble, cut
+from soap.runtime.program.actions import ActionKind
 from soap.runtime.program.activity import ValueKey
 from soap.runtime.program.fused_tiles import Outputs, Unit
 from soap.runtime.program.prepared import Fetched, Parameter, Part, Piece, PreparedTile, PreparedTiles, Source
@@ -54,7 +55,7 @@ class ForwardPass:
         self._prepared = prepared
         self._units = units or {}
         self._look_ups, self._by_rows = look_ups, gradients.by_rows
-        self._sync_context = gradients.context
+        self._sync_context, self._values = gradients.context, gradients
         self._asked: Asked = {}
         self._computed: dict[int, Outputs] = {}
         self._loss: Callable[[], float] = lambda: 0.0
@@ -74,7 +75,11 @@ class ForwardPass:
         if tile.segment != self._segment:
             self._segment = tile.segment
             self._forget_segment()
+        for sync in () if self._second else tile.needs:
+            self._values.need(sync)
         outputs = self._outputs(tile)
+        if tile.gathered:
+            outputs = self._without_values(tile, outputs)
         if not tile.checked:  # shapes and types are the same in every step
             _check_outputs(tile, outputs)
             tile.checked = True
@@ -84,9 +89,23 @@ class ForwardPass:
             self._keep_summands(tile, outputs)
         for fetch in tile.leaves:
             self._leave_fetch(fetch)
+        for sync in () if self._second else tile.frees:
+            self._values.free(sync)
+
+    def _without_values(self, tile: PreparedTile, outputs: Outputs) -> Outputs:
+        """The outputs; those that are views of values which are gathered for their uses become copies."""
+        leaves = [self.shards.leaves[piece] for piece in tile.gathered]
+        places = {leaf.untyped_storage().data_ptr() for leaf in leaves if leaf.numel()}
+        with torch.set_grad_enabled(tile.active):
+            return [
+                own.clone() if own is not None and own.numel() and own.untyped_storage().data_ptr() in places else own for own in outputs
+            ]
 
     def recompute(self, segment: int) -> None:
-        """Run a segment's tiles a second time, so that autograd keeps what their backward pass needs."""
+        """Run a segment's tiles a second time, so that autograd keeps what their backward pass needs. Parameters' values that are gathered
+        for it stay till then."""
+        for sync in self._prepared.needed_back.get((ActionKind.RECOMPUTE, segment), ()):
+            self._values.need(sync)
         context, self.context = self.context, replace(self.context, update_buffers=False)
         self._second, self._segment = True, -1
         for number in self.program.segments[segment].tiles:

@@ -72,7 +72,7 @@ class StepRunner:
         state = StepState(self.program, values, self.comm, self.dtype_of, self.recorder, 1.0 / part.count)
         gradients = self.gradients
         forward = ForwardPass(state, self.model, prepared, self.shards, tensors, context, self._look_ups, gradients, self._units)
-        backward = BackwardPass(state, gradients.early)
+        backward = BackwardPass(state, gradients, prepared)
         handlers = _handlers(forward, backward, gradients)
         HERE.name = self._task_name
         with gradients.step(self._schedule, part, state.watch):
@@ -108,6 +108,7 @@ def _handlers(forward: ForwardPass, backward: BackwardPass, gradients: Gradients
         ActionKind.REDUCE_GRADIENT: backward.reduce_gradient,
         ActionKind.ASK: forward.ask,
         ActionKind.BRING: gradients.bring,
+        ActionKind.BRING_BACK: gradients.bring_back,
         ActionKind.HAND_ON: gradients.hand_on,
         ActionKind.COLLECT: partial(gradients.start, ActionKind.COLLECT),
         ActionKind.SYNC: partial(gradients.start, ActionKind.SYNC),

@@ -9,6 +9,7 @@ from soap.plan.plan import ASK_NAME, Plan, ShardSync, settled_name, update_name
 from soap.plan.syncs.asking import asking_rounds
 from soap.plan.syncs.bucketing import idle_shards, shard_bytes
 from soap.plan.syncs.clipping import NORM_BYTES, NORM_NAME, sums_norm
+from soap.plan.syncs.gathering import Gather, gathers
 from soap.plan.syncs.seam import SERVE, DeviceWork, Phase, ShardUpdate, SyncStep, method_for
 from soap.simulator.communication.servers import adding_ns, device_row_seconds, row_seconds, server_resources, server_type
 from soap.simulator.costs import CostModel, compression_ns, table_update_ns
@@ -24,7 +25,8 @@ NOTHING: Mapping[int, int] = {}
 
 
 class Synchronization:
-    """Adds the tasks: ``pull`` before those of the forward pass, ``synchronize`` after those of the backward pass.
+    """Adds the tasks: ``pull`` before those of the forward pass, ``gather`` before those of each operator, forward and backward,
+    ``synchronize`` after those of the backward pass.
 
     ``pull_together``: see ``SyncMethod.steps``.
     """
@@ -38,6 +40,9 @@ class Synchronization:
         self._ending = [method.ending(plan, sync) for method, sync in zip(methods, plan.syncs, strict=True)]
         self._settled: dict[int, int] = {}
         self._asking = asking_rounds(plan, pull_together=pull_together)
+        self._gathers: dict[tuple[bool, int], list[Gather]] = {}
+        for own in gathers(plan):
+            self._gathers.setdefault((own.backward, own.position), []).append(own)
 
     def pull(self) -> Iterator[tuple[int, int]]:
         """Add the request for rows of sparse parameters and the pulls before the forward pass. Yields (tile, a task that it waits for)."""
@@ -45,8 +50,21 @@ class Synchronization:
         if self._asking:
             asked = [self._tasks.meeting(ASKING, ASK_NAME, TaskKind.SYNC, self._asking, ())]
         for number, sync in enumerate(self._plan.syncs):
-            for task in self._walk(number, Phase.BEFORE_FORWARD, asked):
+            for task in self._walk(number, Phase.BEFORE_FORWARD, asked) if not sync.contract.gathers_values else ():
                 yield from ((tile, task) for tile, _ in sync.uses)
+
+    def gather(self, position: int, forward: Sequence[int], backward: Mapping[int, int] | None) -> Iterator[tuple[int, int]]:
+        """Add the gathers of values that the tiles of an operator are the first to need. Yields (tile, a task that it waits for).
+
+        ``forward``: tile -> task of its forward pass. ``backward``: the same of backward passes, if values are for these; None if they are
+        for forward passes.
+        """
+        phase = Phase.BEFORE_FORWARD if backward is None else Phase.BEFORE_BACKWARD
+        for own in self._gathers.get((backward is not None, position), ()):
+            after = [forward[tile] for tile in own.after_forward]
+            after += [backward[tile] for tile in own.after_backward if tile in backward] if backward is not None else []
+            for task in self._walk(own.sync, phase, after):
+                yield from ((tile, task) for tile, _ in self._plan.syncs[own.sync].uses)
 
     def synchronize(self, backward: Mapping[int, int]) -> None:
         """Add what comes after the backward pass; last, one update per device, as the optimizer makes it.
@@ -175,6 +193,12 @@ def own_updates(plan: Plan, updates: Iterable[Sequence[ShardUpdate]]) -> Iterato
         yield from (part for part in own if not part.name)
     for number in idle_shards(plan):
         yield ShardUpdate(number, 0, 0, shard_bytes(plan.graph, plan.shards[number]), by_rows=False)
+
+
+def before_passes(plan: Plan) -> frozenset[str]:
+    """Names of the communications before forward or backward passes, which every micro-batch needs."""
+    steps = (step for sync in plan.syncs for step in method_for(sync).steps(plan, sync))
+    return frozenset(step.name for step in steps if step.phase < Phase.AFTER_BACKWARD) | {ASK_NAME}
 
 
 def device_updates(plan: Plan, *, rows_alone: bool) -> Iterator[tuple[int, int]]:

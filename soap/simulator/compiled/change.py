@@ -20,8 +20,9 @@ from soap.simulator.compiled.scratch import STAMP
 from soap.simulator.compiled.state import ARENA, DEVICES, NEVER, PULLS, SLOTS, SYNCS, State
 from soap.simulator.compiled.synchronization import count_backward, count_sums, synchronize
 from soap.simulator.compiled.syncs.asking import count_pulls, make_pulls
-from soap.simulator.compiled.syncs.codes import travels_by_rows
+from soap.simulator.compiled.syncs.codes import is_gathered, travels_by_rows
 from soap.simulator.compiled.syncs.compressed import any_compressed
+from soap.simulator.compiled.syncs.gathering import reads_gathered
 from soap.simulator.compiled.task_keys import STATE_FULL
 from soap.simulator.compiled.variants import CELLS
 from soap.simulator.compiled.world import World
@@ -86,9 +87,9 @@ class Undo(NamedTuple):
     ``fields``: for each changed block, its old values (operator, row, own_slot, own_count, block, block_end, tile_slot, tiles, variant,
     replicas, dev_ptr, where its ``back_row`` and ``need_row`` begin in ``rows``, ``DONE``, ``MARKED``). ``alive``: of the changed
     operators' backward tiles, from ``alive_ptr`` on; ``claim``: of their needs. ``sync_row`` (by operator), ``update_ns``,
-    ``update_alive``, ``update_row`` (by device): of all. ``dirty``: stamps of operators to be lowered. ``entry``: which of the changed
-    blocks is an operator's; ``saved``: stamps of the operators that have one.
-    ``parameter``, ``sync``: changed parameters, and how they were synchronized.
+    ``update_alive``, ``update_row`` (by device): of all. ``dirty``: stamps of operators to be lowered. ``gather_row``: by operator, if
+    pulls and gathers were made anew. ``entry``: which of the changed blocks is an operator's; ``saved``: stamps of the operators that have
+    one. ``parameter``, ``sync``: changed parameters, and how they were synchronized.
     """
 
     what: Longs
@@ -98,6 +99,7 @@ class Undo(NamedTuple):
     claim: Ints
     alive_ptr: Ints
     sync_row: Ints
+    gather_row: Ints
     update_ns: Longs
     update_alive: Ints
     update_row: Ints
@@ -119,6 +121,7 @@ def make_undo(operators: int, readers: int, parameters: int, devices: int, slots
         claim=ints(slots),
         alive_ptr=ints(operators + 1),
         sync_row=ints(operators),
+        gather_row=ints(operators),
         update_ns=longs(devices),
         update_alive=ints(devices),
         update_row=ints(devices),
@@ -166,21 +169,39 @@ def change(W: World, E: Edit) -> None:
     for i in range(E.count[PARAMETERS]):
         parameter = E.parameter[i]
         pulls |= is_sparse(G, parameter) and (travels_by_rows(C.sync[parameter]) or travels_by_rows(E.sync[i]))
+        pulls |= is_gathered(C.sync[parameter]) or is_gathered(E.sync[i])
         U.parameter[i], U.sync[i] = parameter, C.sync[parameter]
         C.sync[parameter] = E.sync[i]
         what[RESYNCED] = i + 1
     for i in range(E.count[REPLACED_OPERATORS]):
         for k in range(G.parameter_ptr[E.operator[i]], G.parameter_ptr[E.operator[i] + 1]):
             pulls |= is_sparse(G, G.parameter[k]) and travels_by_rows(C.sync[G.parameter[k]])
-    if pulls:
-        what[REPULLED], what[OLD_PULLS], what[OLD_PULL_SLOT] = 1, C.used[PULLS], C.pull_slot[0]
-        count_pulls(C, -1)
     if E.count[REPLACED_OPERATORS] > 0:
         _change_operators(W, E)
+        pulls |= _gathers_change(W)
     if pulls:
+        what[REPULLED], what[OLD_PULLS], what[OLD_PULL_SLOT] = 1, C.used[PULLS], C.pull_slot[0]
+        for op in range(len(G.backward)):
+            U.gather_row[op] = C.gather_row[op]
+        count_pulls(C, -1)
         make_pulls(W)
         count_pulls(C, 1)
         what[REPULLED] = 2
+
+
+@compiled
+def _gathers_change(W):  # type: ignore[no-untyped-def]
+    """Whether gathers have to be made anew: operators that use gathered values have new tiles, or other backward passes, or operators are
+    recomputed that were not, or the other way round."""
+    G, C, U = W.graph, W.state, W.undo
+    found = remarked = False
+    for n in range(U.what[REPLACED]):
+        remarked |= U.fields[n * FIELDS + MARKED] != C.marked[U.fields[n * FIELDS]]
+    for parameter in range(len(G.parameter_dtype) if remarked else 0):
+        found |= is_gathered(C.sync[parameter])
+    for n in range(U.what[CHANGED]):
+        found |= reads_gathered(W, U.fields[n * FIELDS]) and (n < U.what[REPLACED] or _alive_changed(C, U, n))
+    return found
 
 
 @compiled
@@ -337,6 +358,8 @@ def undo(W: World) -> None:
         count_backward(G, C, op, 1)
     C.used[SLOTS], C.used[ARENA], C.used[DEVICES] = U.what[OLD_SLOTS], U.what[OLD_ARENA], U.what[OLD_DEVICES]
     if U.what[REPULLED]:
+        for op in range(len(G.backward)):
+            C.gather_row[op] = U.gather_row[op]
         C.pull_slot[0], C.used[PULLS] = U.what[OLD_PULL_SLOT], U.what[OLD_PULLS]
         count_pulls(C, 1)
     U.what[UNDER_WAY] = 0

@@ -154,6 +154,8 @@ def _settle_successors(G, C, R, Q, slot, end):  # type: ignore[no-untyped-def]
     kind, op = C.kind[slot], C.owner[slot]
     if kind == FORWARD_TILE:
         _settle_row(C, Q, C.row[op] + C.index[slot], end)
+        if C.gather_row[op] >= 0:
+            _settle_row(C, Q, C.gather_row[op] + C.index[slot], end)
         own = slot + C.tiles[op]  # its own backward pass
         if C.alive[own]:
             settle(Q, own, end)
@@ -172,6 +174,8 @@ def _settle_successors(G, C, R, Q, slot, end):  # type: ignore[no-untyped-def]
             _settle_row(C, Q, C.back_row[G.source[i]] + C.index[slot], end)
         if C.sync_row[op] >= 0:
             _settle_row(C, Q, C.sync_row[op] + C.index[slot], end)
+        if C.gather_row[op] >= 0:
+            _settle_row(C, Q, C.gather_row[op] + C.tiles[op] + C.index[slot], end)
         settle(Q, C.resource[slot], end)  # the device's update
     elif kind == OTHER:
         _settle_row(C, Q, C.index[slot], end)

@@ -50,6 +50,7 @@ from soap.simulator.compiled.memory_tables import (
 )
 from soap.simulator.compiled.rows import is_sparse
 from soap.simulator.compiled.syncs.codes import has_server, is_as_it_travels, sums_in_place
+from soap.simulator.compiled.syncs.gathered_memory import add_gathered
 from soap.simulator.compiled.syncs.memory import add_synchronized, cut_of
 from soap.simulator.compiled.transit import add_fetches, add_holdings, add_sent, add_sums
 from soap.simulator.compiled.variants import CELLS
@@ -67,6 +68,7 @@ def bound_memory(W: World, M: MemoryTables) -> int:
         fill(M.part[row], 0, devices, 0)
     for parameter in range(len(M.user_ptr) - 1):
         _parameter(W, M, parameter)
+    add_gathered(W, M)
     for op in range(operators):
         _tiles(W, M, op)
         deliver(W, op)

@@ -40,7 +40,8 @@ class Scratch(NamedTuple):
     - The tiles that use a shard: ``use_slot``, ``use_device``, ``use_lookups``, ``use_block`` (equal for replicas of one tile).
     - By place in ``members``, from 0 on: ``lookups``, ``seen``, ``leader``, ``touched``, ``together``, ``received``; by partition:
       ``p_rows``, ``p_server``. See ``syncs.server_traffic``. ``peers``: the number of the ``members`` that are leaders, then these devices.
-    - By bucket: ``bucket_region``, the number of its first region; ``owned_ptr``: see ``syncs.sharded_state``.
+    - By bucket: ``bucket_region``, the number of its first region; ``owned_ptr``: see ``syncs.sharded_state``. ``g_``: see
+      ``syncs.gathering``.
 
     The others are lists for intermediate results.
     """
@@ -149,6 +150,15 @@ class Scratch(NamedTuple):
     bucket_region: Ints
     owned_ptr: Longs
     owned: Longs
+    g_first: Ints
+    g_last: Ints
+    g_needed: Ints
+    g_order: Ints
+    g_next: Ints
+    g_list: Ints
+    g_kept: Ints
+    g_count: Ints
+    g_slot: Ints
     fill: Ints
 
 
@@ -166,6 +176,7 @@ def make_scratch(size: int, devices: int, links: int) -> Scratch:
     sizes |= dict.fromkeys(("lookups", "leader", "touched", "together", "received", "seen"), devices + 1)
     sizes |= dict.fromkeys(("e_src", "e_dst", "res", "work", "fill", "gradient_next", "gradient_task"), 4 * size)
     sizes |= dict.fromkeys(("claim_next", "claim_task", "claim_position"), 4 * size)
+    sizes |= dict.fromkeys(("g_next", "g_list", "g_kept"), 4 * size)
     kinds = Scratch.__annotations__.items()
     fields: dict[str, Any] = {
         name: np.zeros(sizes.get(name, size + 1), np.int64 if "Longs" in str(kind) else np.int32) for name, kind in kinds

@@ -36,12 +36,14 @@ class State(NamedTuple):
     By operator: ``variant``, ``replicas``, ``tiles`` (their number), ``dev_ptr`` (where its devices begin in ``dev``), ``tile_slot`` (first
     slot of its tiles), ``own_slot`` and ``own_count`` (slots of its other tasks), ``row`` (where the rows of its forward tiles, then of its
     other tasks, begin in ``arena``), ``block`` and ``block_end`` (its part of ``arena``), ``sync_row`` (where the rows begin of what waits
-    for its backward tiles' parameter gradients; -1 if nothing does), ``loose`` (whether it may have tiles without predecessors).
+    for its backward tiles' parameter gradients; -1 if nothing does), ``gather_row`` (the same of gathers that wait for its tiles' forward,
+    then backward passes: ``syncs.gathering``), ``loose`` (whether it may have tiles without predecessors).
     ``marked``: whether it is recomputed; then the rows of its second runs come behind those of its forward tiles. ``back_row``: by
     ``GraphTables.reader``, where the rows of that reader's backward tiles begin; ``need_row``: of its needs, -1 if it is not marked.
 
     ``sync``: by parameter, its code (``sync_codes``). ``sync_slot``: first slot of the synchronization tasks after the backward pass.
-    ``pull_slot``: first slot of the pulls before the forward pass. ``update_row``: by device, the row of what waits for its update, or -1.
+    ``pull_slot``: first slot of the pulls before the forward pass, and of gathers. ``prefetch``: ``Strategy.prefetch``. ``update_row``: by
+    device, the row of what waits for its update, or -1.
 
     By slot: ``key``, ``subkey`` (stable identity, breaks ties: ``task_ids``); ``duration`` in ns; ``launch`` of a tile, in ns; ``latency``
     of a message, in ns, for which it holds nothing; ``overhead`` of communication, in ns, for which it keeps devices busy that have ports
@@ -68,11 +70,13 @@ class State(NamedTuple):
     block_end: Ints
     sync_row: Ints
     marked: Ints
+    gather_row: Ints
     back_row: Ints
     need_row: Ints
     sync: Ints
     sync_slot: Ints
     pull_slot: Ints
+    prefetch: Ints
     update_row: Ints
     key: Longs
     subkey: Longs
@@ -164,9 +168,9 @@ class ShardTables(NamedTuple):
 def make_state(operators: int, readers: int, parameters: int, devices: int, slots: int, arena: int) -> State:
     """Room for a graph's state, with this many slots and places in the arena."""
     sizes = {"used": 8, "dev": arena, "back_row": readers, "need_row": readers, "sync": parameters, "arena": arena, "busy": devices}
-    sizes |= {"sync_slot": 1, "pull_slot": 1, "update_row": devices}
+    sizes |= {"sync_slot": 1, "pull_slot": 1, "prefetch": 1, "update_row": devices}
     per_operator = {"variant", "replicas", "tiles", "dev_ptr", "tile_slot", "own_slot", "own_count", "row", "block", "block_end"}
-    per_operator |= {"sync_row", "loose", "marked"}
+    per_operator |= {"sync_row", "gather_row", "loose", "marked"}
     fields: dict[str, Any] = {}
     for name, kind in State.__annotations__.items():
         size = sizes.get(name, operators if name in per_operator else slots)

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from soap.plan.plan import Plan
+from soap.plan.syncs.gathering import UNDER_WAY
 from soap.simulator.memory.transit import Send, send_spans
 
 ENDS, EARLY, LATE, BEGINS = range(4)
@@ -38,6 +39,7 @@ class Ledger:
         self._changes: list[list[tuple[int, int, int]]] = [[] for _ in range(plan.device_count)]
         self._sends: list[list[Send]] = [[] for _ in range(plan.device_count)]
         self._receives: list[list[Send]] = [[] for _ in range(plan.device_count)]
+        self._few: list[list[Send]] = [[] for _ in range(plan.device_count)]
 
     def hold(self, device: int, start_ns: int, end_ns: int, size: int, *, early: bool = False, late: bool = False) -> None:
         """A device holds ``size`` bytes from ``start_ns`` to ``end_ns``. At the same time, ends come before beginnings. Exception: what
@@ -51,9 +53,10 @@ class Ledger:
         None means all of it."""
         self._sends[device].append(Send(start_ns, answer_ns, size, size if held is None else held))
 
-    def receive(self, device: int, start_ns: int, end_ns: int, size: int) -> None:
-        """A device receives ``size`` bytes for itself, and keeps them until ``end_ns`` or until later ones push them out, as for sends."""
-        self._receives[device].append(Send(start_ns, end_ns, size, size))
+    def receive(self, device: int, start_ns: int, end_ns: int, size: int, *, few: bool = False) -> None:
+        """A device receives ``size`` bytes for itself, and keeps them until ``end_ns`` or until later ones push them out, as for sends;
+        with ``few`` until ``UNDER_WAY`` later ones do."""
+        (self._few if few else self._receives)[device].append(Send(start_ns, end_ns, size, size))
 
     def arrived(self, device: int, end_ns: int) -> int:
         """When the runtime learns that a send that ends at ``end_ns`` is over: on CPUs only at the end, when it asks the library."""
@@ -61,9 +64,9 @@ class Ledger:
 
     def curves(self) -> tuple[MemoryCurve, ...]:
         """The curve of each device."""
-        for queues in (self._sends, self._receives):
+        for queues, most in ((self._sends, None), (self._receives, None), (self._few, UNDER_WAY)):
             for device, moving in enumerate(queues):
-                for start, end, size in send_spans(moving):
+                for start, end, size in send_spans(moving, most):
                     self.hold(device, start, end, size)
                 moving.clear()
         return tuple(_curve(changes) for changes in self._changes)

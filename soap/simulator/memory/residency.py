@@ -103,17 +103,30 @@ class _Values:
         """Write down what a device holds for a synchronization."""
         begun = self.spans.named.get(own.since, (0, 0))[0]
         done = self.spans.named.get(own.until, (0, 0))[0 if own.before else 1] if own.until else self.spans.end_ns
-        if own.from_gradient:
+        if sync.contract.gathers_values:  # ranks post what they send and receive at once, even if links are busy
+            begun = self.spans.ready.get(own.since, begun)
+            done = self.spans.ready.get(own.until, done) if own.before else done
+        if own.used:
+            self._hold_used(sync, own, begun)
+        elif own.from_gradient:
             self._hold_gradients(sync, own, done)
         elif own.queue == "sent":
             update = self.spans.named.get(update_name(own.device), (0, 0))[0]  # what was sent before has left by then
             over = self.ledger.arrived(own.device, done)
             self.ledger.send(own.device, begun, max(done, min(over, update)) if begun < update else over, own.size_bytes)
-        elif own.queue == "received":
-            self.ledger.receive(own.device, begun, done, own.size_bytes)
+        elif own.queue:
+            self.ledger.receive(own.device, begun, done, own.size_bytes, few=own.queue == "few")
         else:
             last = max((self.spans.last(tile) for tile, _ in sync.uses), default=0) if own.with_uses else 0
             self.hold(own.device, begun, max(done, last), own.size_bytes)
+
+    def _hold_used(self, sync: ShardSync, own: Hold, begun: int) -> None:
+        """What is there for passes that use it, or until the first of them has begun."""
+        first, last = self.spans.passes({tile for tile, _ in sync.uses}, own.device, backward=own.used == "backward")
+        if own.since:
+            self.hold(own.device, begun, max(begun, first), own.size_bytes, late=True)
+        elif last >= first:
+            self.hold(own.device, first, last, own.size_bytes, early=True)
 
     def _hold_gradients(self, sync: ShardSync, own: Hold, done: int) -> None:
         """A buffer of gradients, which is made when a tile has made the first one. For a moment that one is there as well."""

@@ -38,8 +38,9 @@ class TaskSpans:
 
     ``forward``, ``backward``: by tile. ``second``: of second runs, by tile; a segment's tiles all begin when the first of them does,
     because the runtime runs them together. ``unread``: tiles that make nothing, as nobody reads it; they have no backward task here.
-    ``named``: by task name. ``brought``, ``returned``: by part, of the transfer of the part and of its gradient. ``segment``: tile -> the
-    first tile of its segment. ``begun``: first tile of a segment -> start of its backward pass.
+    ``named``: by task name. ``ready``: by name of a synchronization, when all that it waits for is over. ``brought``, ``returned``: by
+    part, of the transfer of the part and of its gradient. ``segment``: tile -> the first tile of its segment. ``begun``: first tile of a
+    segment -> start of its backward pass.
     """
 
     def __init__(self, tasks: TaskGraph, schedule: Schedule) -> None:
@@ -49,7 +50,11 @@ class TaskSpans:
         again: dict[int, Span] = {}
         passes = {TaskKind.FORWARD: self.forward, TaskKind.RECOMPUTE: again, TaskKind.BACKWARD: self.backward}
         self.named: dict[str, Span] = {}
-        for task, start, end in zip(tasks.tasks, schedule.start_ns.tolist(), schedule.end_ns.tolist(), strict=True):
+        self.ready: dict[str, int] = {}
+        ends = schedule.end_ns.tolist()
+        for task, start, end in zip(tasks.tasks, schedule.start_ns.tolist(), ends, strict=True):
+            if task.name not in self.named and task.kind is TaskKind.SYNC:
+                self.ready[task.name] = max((ends[other] for other in task.predecessors), default=0)
             begun, _ = self.named.get(task.name, (start, end))  # chunks have one name
             self.named[task.name] = (begun, end)
             if task.tile is not None:
@@ -180,6 +185,26 @@ class TaskSpans:
                 return start, start
         return begun, end
 
+    def passes(self, tiles: Iterable[int], device: int, *, backward: bool) -> Span:
+        """(start of the first, end of the last) of these tiles' passes on a device; (end of the step, 0) if there are none. A backward pass
+        is that of its whole segment, which runs at once, and the second run before it."""
+        own = [tile for tile in tiles if self.plan.tiles[tile].device == device]
+        if not backward:
+            spans = [self.forward[tile] for tile in own]
+        else:
+            spans = [self.segment_spans[segment] for segment in {self.segment[tile] for tile in own if tile in self.backward}]
+            spans += [self.second[tile] for tile in own if tile in self.second]
+        return min((start for start, _ in spans), default=self.end_ns), max((end for _, end in spans), default=0)
+
+    @cached_property
+    def segment_spans(self) -> dict[int, Span]:
+        """First tile of a segment -> (start, end) of its backward pass."""
+        found: dict[int, Span] = {}
+        for tile, (start, end) in self.backward.items():
+            first, last = found.get(self.segment[tile], (start, end))
+            found[self.segment[tile]] = (min(first, start), max(last, end))
+        return found
+
     def back_at(self, tiles: Iterable[int], default: int) -> int:
         """The earliest start of a backward pass among these tiles' segments; ``default`` if none of the tiles has a backward pass."""
         return min((self.begun[self.segment[tile]] for tile in tiles if tile in self.backward), default=default)
@@ -192,8 +217,9 @@ class TaskSpans:
         return max([*remote, *local], default=0)
 
     def _segments(self) -> list[int]:
-        """Tile -> the first tile of its segment. As in the runtime, a segment begins where something received or summed is first read, and
-        ends after a tile that gets a gradient from another device. Recomputed tiles of one run share no segment with others."""
+        """Tile -> the first tile of its segment. As in the runtime, a segment begins where something received or summed is first read, or
+        values of parameters that were gathered, and ends after a tile that gets a gradient from another device. Recomputed tiles of one run
+        share no segment with others."""
         plan = self.plan
         first, current = [0] * len(plan.tiles), [-1] * plan.device_count
         reads: dict[int, list[int]] = {}
@@ -202,6 +228,9 @@ class TaskSpans:
             if any(held.device != fetch.device or held.reduction is not None for held in holdings):
                 for tile, _ in fetch.consumers:
                     reads.setdefault(tile, []).append(number)
+        for number, sync in enumerate(plan.syncs):
+            for tile, _ in sync.uses if sync.contract.gathers_values else ():
+                reads.setdefault(tile, []).append(~(number * plan.device_count + plan.tiles[tile].device))  # below the fetches' numbers
         active = [number for number, fetch in enumerate(plan.fetches) if self._is_active(fetch)]
         names = [reduce_name(plan.graph.operators[own.operator], own, gradient=True) for own in plan.reductions]
         answered = answered_from_afar(plan, active, [number for number, name in enumerate(names) if name in self.named])
