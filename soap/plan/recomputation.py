@@ -69,8 +69,8 @@ def dropped_holdings(plan: Plan, recomputation: Recomputation, active: Collectio
 
 
 def needed_from(plan: Plan) -> tuple[int, ...]:
-    """Operator -> where the backward pass may be, in the graph's order, when it first needs what the operator reads: at the operator itself,
-    or if that is recomputed at the last one that may need a second run of it."""
+    """Operator -> position to which the backward pass has come when it first needs what the operator reads: the operator's own, or if that
+    is recomputed the last one that may need a second run of it."""
     graph, marked = plan.graph, plan.recomputed_operators
     found = list(range(len(graph.operators)))
     for position in reversed(found) if marked else ():
