@@ -17,6 +17,7 @@ from soap.model.graph import OperatorGraph
 from soap.model.regions import Box
 from soap.plan.compression.seam import Layout, Work
 from soap.plan.flows import Round, box_bytes
+from soap.plan.memory_kinds import MemoryKind
 from soap.plan.placement import owner_of
 from soap.plan.plan import Plan, Shard, ShardSync
 from soap.plan.tiling import Tile
@@ -95,7 +96,7 @@ class Hold:
     does not take place, the memory is held until the last use. ``from_gradient``: held from the end of the first backward pass on the
     device that makes a gradient of what is synchronized; if none does, nothing is held. ``queue``: if set, the device learns late that the
     memory is free: it then waits for the oldest in the queue where too much is held (``simulator.memory.transit``); what is sent may be
-    free only when the device updates.
+    free only when the device updates. ``kind``: what it is held for; a queue's is ``BUFFERS``.
     """
 
     device: int
@@ -106,6 +107,7 @@ class Hold:
     before: bool = False
     from_gradient: bool = False
     queue: Literal["", "sent", "received"] = ""
+    kind: MemoryKind = MemoryKind.BUFFERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +183,10 @@ class SyncMethod(ABC):
 
     def buffers(self, plan: Plan, sync: ShardSync) -> Iterable[tuple[int, int]]:
         """(device, bytes) of send and receive buffers, beside values and gradients, whenever in a step they are needed."""
+        return ()
+
+    def host_buffers(self, plan: Plan, sync: ShardSync) -> Iterable[tuple[int, int]]:
+        """(device, bytes) of buffers in the memory of the device's host, which servers beside accelerators have there."""
         return ()
 
     def holds(self, plan: Plan, sync: ShardSync) -> Iterator[Hold]:
