@@ -29,12 +29,12 @@ from soap.strategy.named import DATA_PARALLEL, named, saving_names
 
 MOST_WAYS = 3
 SECONDS = 8.0
-"""After so many seconds no further way is begun."""
+"""After so many seconds of a core no further way is begun. What else the machine does changes no answer."""
 MICRO_BATCHES = (2, 4, 8)
 """In how many batches data parallelism is tried to take its samples."""
 READING_SECONDS = 0.08
-"""For each operator, what it takes to make a model of the zoo for another batch: 0.05 to 0.1 s of a core for gpt, inception_v3, nmt_gnmt and
-resnet101 (Intel Xeon, 2026-11-27). It is not begun if that would take too long."""
+"""For each operator, what it takes to make a model of the zoo for another batch: 0.05 to 0.1 s of a core for gpt, inception_v3, nmt_gnmt
+and resnet101 (Intel Xeon, 2026-11-27). It is not begun if that would take too long."""
 ZOO = "zoo:"
 THIS = "this strategy"
 """Name of a strategy that was given without one."""
@@ -99,7 +99,8 @@ def fits(
 ) -> Fit:
     """Say whether a strategy fits into the devices' memory, and if not, the fastest ways that do.
 
-    ``optimizer_states``, ``costs``, ``memory_budget``: as for ``simulate``. ``seconds``: no further way is begun after so long.
+    ``optimizer_states``, ``costs``, ``memory_budget``: as for ``simulate``. ``seconds``: no further way is begun after so many
+    seconds of a core.
     ``smaller``: makes the model for fewer samples; by default models of the zoo are made anew, and others not. SoapError in one line if
     the arguments do not fit together.
     """
@@ -117,7 +118,7 @@ class _Ways:
 
     def __init__(self, simulator: Simulator, asked: Way, seconds: float, smaller: Smaller | None) -> None:
         self._simulator, self._asked, self._smaller = simulator, asked, smaller
-        self._begin_s, self._seconds = time.monotonic(), seconds
+        self._begin_s, self._seconds = time.process_time(), seconds
         self._tried: list[str] = []
         self._untried: list[str] = []
 
@@ -140,7 +141,7 @@ class _Ways:
 
     def _spent(self, share: float, more_s: float = 0.0) -> bool:
         """Whether this share of the time is over, or will be ``more_s`` from now."""
-        return time.monotonic() - self._begin_s + more_s > share * self._seconds
+        return time.process_time() - self._begin_s + more_s > share * self._seconds
 
     def _candidates(self) -> tuple[list[tuple[str, Strategy, int]], bool]:
         """(ways with the bytes that each lacks at least, whether the fastest come first)."""
