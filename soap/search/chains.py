@@ -128,7 +128,7 @@ def search(
                 raise KeyboardInterrupt from error
     assert recorder.best is not None
     if not recorder.best.fits:
-        raise infeasible(graph, topology, evaluator, recorder)
+        raise infeasible(graph, topology, evaluator, recorder, saving=not options.syncs)
     lacking = 0 if options.syncs else usual.overflow_bytes
     return recorder.result(seed=options.seed, budget=options.budget, beta=options.beta, interrupted=interrupted, saving_bytes=lacking)
 

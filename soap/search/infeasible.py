@@ -23,8 +23,9 @@ SHRINKING = {
 """What makes a kind of memory smaller, where it is most of a peak."""
 
 
-def infeasible(graph: OperatorGraph, topology: Topology, evaluator: Evaluator, recorder: Recorder) -> InfeasibleError:
-    """The error of a search that found nothing that fits: what is lacking at least, and the ways out."""
+def infeasible(graph: OperatorGraph, topology: Topology, evaluator: Evaluator, recorder: Recorder, *, saving: bool) -> InfeasibleError:
+    """The error of a search that found nothing that fits: what is lacking at least, and the ways out. ``saving``: whether it has tried to
+    share optimizer states."""
     best, run = recorder.best, getattr(evaluator, "run", None)
     assert best is not None
     if run is None:
@@ -38,11 +39,12 @@ def infeasible(graph: OperatorGraph, topology: Topology, evaluator: Evaluator, r
             rest = f" (of the starts {closest.name}, with {format_bytes(start_bytes)}){rest}"
         else:
             rest = f": {closest.name}{rest}"
-    more = ", (5) a larger --budget" + (f", (6) a larger {OPTION}" if topology.limits else "")
+    ways = ["more devices or devices with more memory", "a smaller batch", "an optimizer that keeps fewer states"]
+    ways += [] if saving else ["--sync zero, by which devices share its states"]
+    ways += ["a larger --budget", *([f"a larger {OPTION}"] if topology.limits else [])]
     return InfeasibleError(
         f"model {graph.name!r} does not fit into the memory of cluster {topology.name!r}: {need}, in the closest of {len(recorder.rows)} "
-        f"proposals and all starts{rest}; ways out: (1) more devices or devices with more memory, (2) a smaller batch, (3) an optimizer "
-        f"that keeps fewer states, (4) --sync zero, by which devices share its states{more}"
+        f"proposals and all starts{rest}; ways out: {', '.join(f'({number}) {way}' for number, way in enumerate(ways, 1))}"
     )
 
 
