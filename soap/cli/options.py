@@ -9,13 +9,15 @@ from math import isfinite
 from typing import TypedDict
 
 from soap.cli.command import Parser, UsageError
+from soap.cluster.memory_budget import OPTION, read_budget
 from soap.cluster.presets import LOCAL
 from soap.cluster.topology import Topology
-from soap.errors import StrategyError
+from soap.errors import StrategyError, TopologyError
 from soap.search.record import MOST_FINALISTS
 from soap.simulator.costs import COST_SOURCES
 from soap.strategy.compression import Compression, parse
 from soap.strategy.config import SyncConfig
+from soap.strategy.named import check_name
 from soap.strategy.sync import worded
 from soap.strategy.sync_contracts import METHODS, words
 
@@ -249,6 +251,30 @@ def sync_method(text: str) -> SyncConfig:
         return worded(method, int(partitions) if found else 1, "host" if local else "none")
     except StrategyError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed: {error}; the forms are {_sync_forms()}") from None
+
+
+def builtin(text: str) -> str:
+    """The name of a strategy, such as ``megatron+zero1``."""
+    try:
+        check_name(text)
+    except StrategyError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def memory_budget(text: str) -> str:
+    """``80%`` or ``20GB``: how much of a device's memory plans may use."""
+    try:
+        read_budget(text)
+    except TopologyError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix(f"{OPTION} ").removeprefix(f"{OPTION}: ")) from None
+    return text
+
+
+def add_memory_budget(parser: Parser) -> None:
+    """``--memory-budget``."""
+    text = "how much of each device's memory plans may use: a share such as 80%%, or a size such as 20GB (default: all that there is)"
+    parser.add_argument(OPTION, metavar="SHARE", type=memory_budget, help=text)
 
 
 def _sync_forms() -> str:

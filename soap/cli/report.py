@@ -54,8 +54,10 @@ def document(simulator: Simulator, strategy: Strategy, simulation: Simulation | 
         "throughput": figures.document(simulation.throughput),
         "memory_bytes": [{**asdict(use), "total": use.total} for use in simulation.memory],
         "expected_memory_bytes": list(simulation.peak_bytes),
+        "peak_memory_bytes": list(simulation.peak_by_kind),
         "memory_range_bytes": [memory_range(peak) for peak in simulation.peak_bytes],
-        "available_memory_bytes": [device.type.memory_bytes for device in topology.devices],
+        "available_memory_bytes": list(topology.memory_limits),
+        **_hosts(simulation),
         "bytes_moved": simulation.bytes_moved,
         "data_parallel_bytes_moved": simulator.predict(baseline).bytes_moved,
         "busy_ns": simulation.busy_ns,
@@ -209,11 +211,34 @@ def _resources(report: Mapping[str, Any]) -> str:
     mean = sum(busy) / len(busy) / max(1, report["predicted_ns"])
     rows = [
         ("memory per device", held),
+        ("at its peak", kinds_text(report["peak_memory_bytes"][fullest])),
+        *([("memory of hosts", _host_text(report["host_memory"]))] if "host_memory" in report else []),
         ("moved per iteration", f"{format_bytes(report['bytes_moved'])} ({BASELINE}: {format_bytes(report['data_parallel_bytes_moved'])})"),
         ("devices busy", f"{mean:.0%} of the time on average"),
         ("throughput", figures.text(report["throughput"])),
     ]
     return listed(rows)
+
+
+def _hosts(simulation: Simulation | FoldedSimulation) -> dict[str, Any]:
+    """What parameter servers beside accelerators keep in the hosts' main memory, if there are any."""
+    pairs = zip(simulation.topology.hosts, simulation.host_memory, strict=True)
+    held = [{"name": host.name, "held_bytes": held, "available_bytes": host.memory_bytes} for host, held in pairs]
+    return {"host_memory": held} if any(simulation.host_memory) else {}
+
+
+def _host_text(hosts: Sequence[Mapping[str, Any]]) -> str:
+    """How much servers keep on the host that is fullest by that."""
+    fullest = max(hosts, key=lambda host: host["held_bytes"] / (host["available_bytes"] or float("inf")))
+    known, held = fullest["available_bytes"], format_bytes(fullest["held_bytes"])
+    of = f"of {format_bytes(known)}" if known else "whose memory is not known: whether that fits was not checked"
+    return f"parameter servers keep up to {held} on {fullest['name']}" + (f", {of}" if not known else f" {of}")
+
+
+def kinds_text(kinds: Mapping[str, int]) -> str:
+    """What a peak of memory is made of, the most first."""
+    largest = sorted(((size, kind) for kind, size in kinds.items() if size), key=lambda own: -own[0])
+    return ", ".join(f"{kind} {format_bytes(size)}" for size, kind in largest)
 
 
 def _synchronized(syncs: Mapping[str, Mapping[str, Any]]) -> str:

@@ -19,6 +19,7 @@ from soap.cli.search_options import add_budget, add_choices, add_runs, search_op
 from soap.cli.stopping import Stopping
 from soap.cli.timelines import predicted_text
 from soap.cli.updating import Updating, add_optimizer
+from soap.cluster.memory_budget import with_memory_budget
 from soap.cluster.presets import LOCAL, family
 from soap.cluster.topology import Topology
 from soap.errors import RuntimeFailure, StoppedBySignal, StrategyError
@@ -118,7 +119,7 @@ def _outputs(args: argparse.Namespace) -> list[str]:
 
 def _search(args: argparse.Namespace, stopping: Stopping) -> int:
     _check_outputs(args)
-    topology = api.load_cluster(args.cluster[0])
+    topology = with_memory_budget(api.load_cluster(args.cluster[0]), args.memory_budget)
     clusters.check_priced(args.objective, {args.cluster[0]: topology})
     wish = at_hand.wish(topology, args.profile, args.verify, args.costs)
     if wish.problem:
@@ -155,7 +156,7 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
 def _search_several(args: argparse.Namespace, stopping: Stopping) -> int:
     """Search for each cluster, and keep the best one's strategy. Nothing is measured or run: at most one of them is this machine."""
     _check_outputs(args)
-    topologies = {spec: api.load_cluster(spec) for spec in args.cluster}
+    topologies = {spec: with_memory_budget(api.load_cluster(spec), args.memory_budget) for spec in args.cluster}
     clusters.check_priced(args.objective, topologies)
     if any(family(spec) for spec in args.cluster):
         note(PROG, "several clusters are compared by predictions: nothing is measured or run")

@@ -10,6 +10,8 @@ from soap.cli.command import Parser, UsageError
 from soap.cli.compressing import training_of
 from soap.cli.options import (
     add_compressed_training,
+    add_memory_budget,
+    builtin,
     constraint,
     finalists,
     lossy_method,
@@ -28,7 +30,8 @@ from soap.search.metropolis import DEFAULT_BETA
 from soap.search.options import DEFAULT_BUDGET, DEFAULT_DRAWS, DEFAULT_RISK, SearchOptions
 from soap.search.starts import DYNAMIC, RANDOM
 from soap.simulator.draws import Risk
-from soap.strategy.classical import CLASSICAL, NAMED
+from soap.strategy.classical import CLASSICAL
+from soap.strategy.named import forms
 
 PATIENCE = 0.5
 NO_RISK = "none"
@@ -98,10 +101,12 @@ def add_choices(parser: Parser) -> None:
         "--start",
         metavar="NAME",
         action="append",
-        choices=[*NAMED, RANDOM, DYNAMIC],
-        help=f"begin with this strategy (repeatable; default: {', '.join(CLASSICAL)}, and those that "
-        "other methods of synchronization allow, and dynamic if it takes seconds only); data_parallel is always among them",
+        type=start,
+        help=f"begin with this strategy: {forms()}; {RANDOM} or {DYNAMIC} (repeatable; default: {', '.join(CLASSICAL)}, and those that "
+        "other methods of synchronization allow, and dynamic if it takes seconds only, and mixtures that save memory if data_parallel does "
+        "not fit); data_parallel is always among them",
     )
+    add_memory_budget(parser)
     parser.add_argument(
         "--pin",
         metavar="GLOB=SPEC",
@@ -128,8 +133,8 @@ def add_choices(parser: Parser) -> None:
         help="allow this method of synchronizing parameters beside all-reduce: parameter_server:P (on servers in P partitions; +local "
         "behind it: each host adds up first), zero (each device keeps a part of the optimizer's state, and updates it), fsdp (it keeps a "
         "part of the values, too, and gathers the others' for each use), or allgather (of sparse parameters' rows); allreduce allows "
-        "nothing else (repeatable; "
-        "default: any method for sparse parameters, all-reduce for dense ones)",
+        "nothing else (repeatable; default: any method for sparse parameters, all-reduce for dense ones, and zero and fsdp for all if "
+        "data_parallel does not fit into memory)",
     )
     parser.add_argument(
         "--lossy",
@@ -152,6 +157,11 @@ def add_choices(parser: Parser) -> None:
 
 RECOMPUTE = {"auto": None, "yes": True, "no": False}
 """``--recompute`` -> ``SearchOptions.recompute``."""
+
+
+def start(text: str) -> str:
+    """The name of a start."""
+    return text if text in (RANDOM, DYNAMIC) else builtin(text)
 
 
 def _training(args: argparse.Namespace, updating: Updating) -> PlannedTraining:

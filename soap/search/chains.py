@@ -9,6 +9,8 @@ How the budget of proposals is spent (evaluations of starts do not count):
   there. Compiled chains run together (``soap.search.tempering``), others one after the other (``soap.search.metropolis``). Beta is relative
   to the cost at which the chain begins. The first chain's descent first tries reference strategies that were no starts, such as data
   parallelism on fewer devices.
+- If data parallelism does not fit, parameters may be synchronized in the ways that save memory (``sync.SAVING_MEMORY``), unless the options
+  say which ways are allowed; then mixtures that save memory are starts as well.
 - If no start fits, the best one descends until something fits, for the whole budget if need be.
 - Where memory binds, that is if a start that does not fit is faster than those that do, operators may be recomputed
   (``soap.search.recomputing``), and starts that do so are evaluated as well.
@@ -22,7 +24,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from types import MappingProxyType
@@ -44,12 +46,14 @@ from soap.search.proposals import Kernel
 from soap.search.recomputing import recomputing_starts, with_recomputation
 from soap.search.record import Recorder, SearchResult
 from soap.search.space import Space, build_space
-from soap.search.starts import BASELINE, Start, best_starts, different, reference_strategies, starting_strategies
+from soap.search.starts import BASELINE, Start, best_starts, check_start, different, reference_strategies, starting_strategies
 from soap.search.uncut import with_uncut
 from soap.simulator.costs import CostModel
 from soap.simulator.draws import Draws
 from soap.simulator.simulate import is_played
-from soap.strategy.config import Strategy
+from soap.strategy.classical import NAMED
+from soap.strategy.config import Strategy, SyncConfig
+from soap.strategy.named import SAVING_STARTS
 from soap.strategy.sync import in_one_partition, sync_choices
 
 PROPOSALS_PER_CHAIN, MAX_CHAINS = 500, 3
@@ -86,8 +90,13 @@ def search(
     """
     deadline = inf if options.seconds is None else time.monotonic() + options.seconds
     space = _allowed_space(graph, topology, options)
-    names = None if options.starts is None else [name for name in options.starts if name not in further_starts]
-    strategies = starting_strategies(graph, topology, names, options.initial, options.seed, space.syncs)
+    names = _start_names(options, further_starts)
+    usual = _usual(graph, topology, evaluator, stopped)
+    if not usual.fits:
+        space = replace(space, syncs=_allowed_syncs(graph, topology, options, saving=True))
+    saving = () if usual.fits else SAVING_STARTS
+    strategies = starting_strategies(graph, topology, names, options.initial, options.seed, space.syncs, saving)
+    strategies[BASELINE] = usual.strategy
 
     def inside(strategy: Strategy) -> Strategy:
         return in_one_partition(brought_inside(space, strategy), options.uncut)
@@ -100,13 +109,14 @@ def search(
 
     def evaluate(name: str, strategy: Strategy) -> None:
         strategies[name] = strategy
-        recorder.start(Start(name, strategy, evaluator.makespan_ns(strategy), evaluator.overflow_bytes(strategy)))
+        recorder.start(usual if strategy is usual.strategy else _start(evaluator, name, strategy))
         _heed(stopped)
 
     bar: tqdm[Any] = tqdm(total=options.budget, unit="proposal", disable=None if progress else True)
     with bar:
         try:
-            recorder.baseline_ns = None if strategies[BASELINE] is baseline else evaluator.makespan_ns(baseline)
+            if strategies[BASELINE] is not baseline:
+                recorder.baseline_ns = evaluator.makespan_ns(baseline)
             for name, strategy in tuple(strategies.items()):
                 evaluate(name, strategy)
             for name, make in further_starts.items():
@@ -128,8 +138,33 @@ def search(
                 raise KeyboardInterrupt from error
     assert recorder.best is not None
     if not recorder.best.fits:
-        raise infeasible(graph, topology, evaluator, recorder.best, len(recorder.rows))
-    return recorder.result(seed=options.seed, budget=options.budget, beta=options.beta, interrupted=interrupted)
+        raise infeasible(graph, topology, evaluator, recorder, saving=not options.syncs)
+    lacking = 0 if options.syncs else usual.overflow_bytes
+    return recorder.result(seed=options.seed, budget=options.budget, beta=options.beta, interrupted=interrupted, saving_bytes=lacking)
+
+
+def _start_names(options: SearchOptions, further_starts: Collection[str]) -> list[str] | None:
+    """The starts that the options name, without those made elsewhere; None if they name none. StrategyError if there is no such start."""
+    if options.starts is None:
+        return None
+    names = [name for name in options.starts if name not in further_starts]
+    for name in names:
+        check_start(name)
+    return names
+
+
+def _start(evaluator: Evaluator, name: str, strategy: Strategy) -> Start:
+    return Start(name, strategy, evaluator.makespan_ns(strategy), evaluator.overflow_bytes(strategy))
+
+
+def _usual(graph: OperatorGraph, topology: Topology, evaluator: Evaluator, stopped: Callable[[], bool]) -> Start:
+    """Data parallelism, evaluated. KeyboardInterrupt if the user has ended the search."""
+    try:
+        return _start(evaluator, BASELINE, NAMED[BASELINE](graph, topology))
+    except Exception as error:
+        if not stopped():  # see ``search``
+            raise
+        raise KeyboardInterrupt from error
 
 
 def _allowed_space(graph: OperatorGraph, topology: Topology, options: SearchOptions) -> Space:
@@ -137,9 +172,15 @@ def _allowed_space(graph: OperatorGraph, topology: Topology, options: SearchOpti
     pins, forbidden = pairs_of(options.pins), pairs_of(options.forbidden)
     allowed = parse(graph, topology.device_count, pins, forbidden)
     allowed = with_uncut(graph, topology, allowed, options.uncut, options.together)
-    exact, withins = sync_choices(graph, topology, options.syncs, options.uncut), lossy_ways(topology)
-    syncs = with_lossy(graph, exact, options.compressions, withins, ragged=may_be_ragged(topology))
-    return build_space(graph, topology.device_count, allowed=allowed, syncs=syncs)
+    return build_space(graph, topology.device_count, allowed=allowed, syncs=_allowed_syncs(graph, topology, options))
+
+
+def _allowed_syncs(
+    graph: OperatorGraph, topology: Topology, options: SearchOptions, *, saving: bool = False
+) -> Mapping[str, tuple[SyncConfig, ...]]:
+    """By parameter, how it may be synchronized. ``saving``: see ``sync.sync_choices``."""
+    exact, withins = sync_choices(graph, topology, options.syncs, options.uncut, saving=saving), lossy_ways(topology)
+    return with_lossy(graph, exact, options.compressions, withins, ragged=may_be_ragged(topology))
 
 
 def _heed(stopped: Callable[[], bool]) -> None:

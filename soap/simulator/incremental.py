@@ -16,6 +16,7 @@ from soap.simulator.drawn_times import reference_times_ns
 from soap.simulator.draws import Draws, cost_ns
 from soap.simulator.engine import Engine
 from soap.simulator.memory.bound import MemoryBound
+from soap.simulator.memory.hosts import hosts_may_lack
 from soap.simulator.simulate import CACHED_STRATEGIES, REFUSED_BYTES, Simulation, Simulator, is_large
 from soap.strategy.classical import CLASSICAL
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
@@ -65,10 +66,12 @@ class IncrementalSimulator:
         return self._simulator.training
 
     def always_fits(self) -> bool:
-        """True if every device has ``AMPLE`` times the memory that one device would need for the whole model."""
+        """True if every device has ``AMPLE`` times the memory that one device would need for the whole model, and every host enough."""
         graph, topology = self._simulator.graph, self._simulator.topology
+        if hosts_may_lack(graph, topology, self._simulator.optimizer_states):
+            return False
         whole = max(use.total for use in self._simulator.run(CLASSICAL["single_device"](graph, topology)).memory)
-        return AMPLE * whole <= min(device.type.memory_bytes for device in topology.devices)
+        return AMPLE * whole <= min(topology.memory_limits)
 
     def makespan_ns(self, strategy: Strategy) -> int:
         """Time of one iteration, or its cost under all draws. StrategyError if the strategy does not fit the graph or the cluster."""
@@ -122,7 +125,7 @@ class IncrementalSimulator:
     def _holder(self, strategy: Strategy) -> _Holder:
         simulator = self._simulator
         engine = self._engine()
-        limits = [device.type.memory_bytes for device in simulator.topology.devices]
+        limits = simulator.topology.memory_limits
         return _Holder(engine, MemoryBound(engine, limits, simulator.optimizer_states), strategy)
 
     def _simulate(self, strategy: Strategy) -> int:

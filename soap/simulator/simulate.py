@@ -24,9 +24,10 @@ from soap.simulator.draws import links_between_hosts
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.folding import fold
 from soap.simulator.lowering import PlanBuilder, lower
+from soap.simulator.memory.hosts import host_use, lacking_on_hosts
 from soap.simulator.memory.ledger import MemoryCurve
 from soap.simulator.memory.peaks import MemoryUse, lacking_bytes, memory_use, overflow_bytes
-from soap.simulator.memory.residency import expected_peaks, memory_over_time
+from soap.simulator.memory.residency import expected_peaks, memory_over_time, peaks_by_kind
 from soap.simulator.reference import simulate
 from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
 from soap.simulator.throughput import Throughput, throughput
@@ -92,9 +93,20 @@ class Simulation:
         return expected_peaks(self.memory_over_time, self.memory)
 
     @cached_property
+    def peak_by_kind(self) -> tuple[dict[str, int], ...]:
+        """What each device's expected peak is made of, in bytes: values, gradients, states, … (``residency.peaks_by_kind``)."""
+        return peaks_by_kind(self.memory_over_time, self.peak_bytes)
+
+    @cached_property
     def overflow_bytes(self) -> int:
-        """Bytes of memory that the devices lack, added up; 0 if everything fits. See ``peaks.lacking_bytes``."""
-        return lacking_bytes([use.total for use in self.memory], self.tasks.topology, lambda: self.peak_bytes)
+        """Bytes of memory that devices and hosts lack, added up; 0 if everything fits. See ``peaks.lacking_bytes``."""
+        on_devices = lacking_bytes([use.total for use in self.memory], self.tasks.topology, lambda: self.peak_bytes)
+        return on_devices + lacking_on_hosts(self.host_memory, self.topology)
+
+    @cached_property
+    def host_memory(self) -> tuple[int, ...]:
+        """Bytes that each host holds at most for parameter servers beside accelerators (``hosts.host_use``)."""
+        return host_use(self.plan, self.topology, self.optimizer_states)
 
     @property
     def fits(self) -> bool:
@@ -226,17 +238,24 @@ class Simulator:
         if _is_refused(plan):
             return REFUSED_BYTES
         uses = memory_use(plan, self.optimizer_states)
-        return lacking_bytes(
+        on_devices = lacking_bytes(
             [use.total for use in uses], self.topology, lambda: expected_peaks(self._played(plan).memory_over_time, uses)
         )
+        return on_devices + self._lacking_on_hosts(plan)
 
     def bounds_overflow_bytes(self, strategy: Strategy) -> int:
         """``overflow_bytes`` if only the bounds for any order count: at least as much, and found without a simulation."""
         if self.is_refused(strategy):
             return REFUSED_BYTES
         folded = self.run_folded(strategy) if is_large(strategy) else ""
-        uses = memory_use(self._builder.build(strategy), self.optimizer_states) if isinstance(folded, str) else folded.memory
-        return overflow_bytes([use.total for use in uses], self.topology)
+        if not isinstance(folded, str):
+            return overflow_bytes([use.total for use in folded.memory], self.topology)
+        plan = self._builder.build(strategy)
+        uses = memory_use(plan, self.optimizer_states)
+        return overflow_bytes([use.total for use in uses], self.topology) + self._lacking_on_hosts(plan)
+
+    def _lacking_on_hosts(self, plan: Plan) -> int:
+        return lacking_on_hosts(host_use(plan, self.topology, self.optimizer_states), self.topology)
 
     def is_refused(self, strategy: Strategy) -> bool:
         """Whether the training clips, and cannot by this strategy."""

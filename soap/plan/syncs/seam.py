@@ -17,6 +17,7 @@ from soap.model.graph import OperatorGraph
 from soap.model.regions import Box
 from soap.plan.compression.seam import Layout, Work
 from soap.plan.flows import Round, box_bytes
+from soap.plan.memory_kinds import MemoryKind
 from soap.plan.placement import owner_of
 from soap.plan.plan import Plan, Shard, ShardSync
 from soap.plan.tiling import Tile
@@ -100,7 +101,7 @@ class Hold:
     tiles that use what is synchronized: from the first one on, or with ``since`` until the first one has begun; a backward pass lasts as
     long as its segment's. ``queue``: if set, the device learns late that the memory is free: it then waits for the oldest in the queue
     where too much is held (``simulator.memory.transit``), with ``few`` where it is the third one; what is sent may be free only when the
-    device updates.
+    device updates. ``kind``: what it is held for; a queue's is ``BUFFERS``.
     """
 
     device: int
@@ -112,6 +113,7 @@ class Hold:
     from_gradient: bool = False
     used: Literal["", "forward", "backward"] = ""
     queue: Literal["", "sent", "received", "few"] = ""
+    kind: MemoryKind = MemoryKind.BUFFERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +189,10 @@ class SyncMethod(ABC):
 
     def buffers(self, plan: Plan, sync: ShardSync) -> Iterable[tuple[int, int]]:
         """(device, bytes) of send and receive buffers, beside values and gradients, whenever in a step they are needed."""
+        return ()
+
+    def host_buffers(self, plan: Plan, sync: ShardSync) -> Iterable[tuple[int, int]]:
+        """(device, bytes) of buffers in the memory of the device's host, which servers beside accelerators have there."""
         return ()
 
     def holds(self, plan: Plan, sync: ShardSync) -> Iterator[Hold]:

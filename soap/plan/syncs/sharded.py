@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from soap.model.graph import OperatorGraph
+from soap.plan.memory_kinds import MemoryKind
 from soap.plan.plan import Plan, Shard, ShardSync, sync_name, update_name
 from soap.plan.syncs.bucketing import gather_limit, gradient_bytes, make_buckets
 from soap.plan.syncs.seam import PULL, REGATHER, Hold, Phase, SyncStep
@@ -54,11 +55,11 @@ class Sharded(ShardedState):
             own, scatter = owned.get(reader, 0), scatter_name(sync)
             for name, passes in ((gather_name(sync), "forward"), (regather_name(sync), "backward")):
                 yield Hold(reader, whole, since=name, used=passes)  # type: ignore[arg-type]
-                yield Hold(reader, whole, used=passes)  # type: ignore[arg-type]
-            yield Hold(reader, whole, until=scatter, before=True, from_gradient=True)
+                yield Hold(reader, whole, used=passes, kind=MemoryKind.VALUES)  # type: ignore[arg-type]
+            yield Hold(reader, whole, until=scatter, before=True, from_gradient=True, kind=MemoryKind.GRADIENTS)
             moving = whole + (len(sync.readers) - 1) * own
             yield Hold(reader, moving, since=scatter, until=update_name(reader), before=True, queue="few")
-            yield Hold(reader, own, since=scatter)
+            yield Hold(reader, own, since=scatter, kind=MemoryKind.GRADIENTS)
 
 
 def gather_name(sync: ShardSync) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from soap.model.graph import OperatorGraph
 from soap.model.regions import Box
 from soap.plan.flows import Round, box_bytes
+from soap.plan.memory_kinds import MemoryKind
 from soap.plan.placement import cut_rows
 from soap.plan.plan import Plan, Shard, ShardSync, sync_name, update_name
 from soap.plan.syncs.amounts import moving_rounds
@@ -75,11 +76,11 @@ class ShardedState(SyncMethod):
         scatter, gather = scatter_name(sync), gather_name(sync)
         for reader in sync.readers:
             own, update = owned.get(reader, 0), update_name(reader)
-            yield Hold(reader, copied[reader])
-            yield Hold(reader, whole, until=scatter, before=True, from_gradient=True)
+            yield Hold(reader, copied[reader], kind=MemoryKind.VALUES)
+            yield Hold(reader, whole, until=scatter, before=True, from_gradient=True, kind=MemoryKind.GRADIENTS)
             yield Hold(reader, whole, since=scatter, until=scatter, queue="sent")
             yield Hold(reader, (len(sync.readers) - 1) * own, since=scatter, until=update, before=True, queue="received")
-            yield Hold(reader, own, since=scatter)
+            yield Hold(reader, own, since=scatter, kind=MemoryKind.GRADIENTS)
             yield Hold(reader, own, since=update, until=gather, queue="sent")
             yield Hold(reader, copied[reader], since=update if own else gather, until=gather, queue="received")
 

@@ -118,8 +118,7 @@ class CompiledChain:
         self.arrays = make_chain(len(graph.operators), len(graph.parameters), devices, len(space.grids.estimate), tiles, proposals)
         Q, N, M = space.handles
         self.handle = handle(SearchTables(grids=Q, neighbours=N, groups=M, chain=self.arrays))
-        limits = [device.type.memory_bytes for device in space.topology.devices]
-        self._memory = MemoryBound(self.engine, limits, space.optimizer_states, played=is_played(strategy))
+        self._memory = MemoryBound(self.engine, space.topology.memory_limits, space.optimizer_states, played=is_played(strategy))
         self._beta = self._focus = 0.0
         at = self.arrays.at
         at[RANDOM] = at[BEFORE] = np.int64(seed)

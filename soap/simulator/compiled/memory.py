@@ -81,7 +81,7 @@ def bound_memory(W: World, M: MemoryTables) -> int:
         _sum_up(K, M, operators, device)
         fits &= M.total[device] <= M.limit[device]
         lacking |= M.certain[device] > M.limit[device]
-    return LACKING if lacking else FITS if fits else UNKNOWN
+    return LACKING if lacking else FITS if fits and not M.fixed[3] else UNKNOWN
 
 
 @compiled

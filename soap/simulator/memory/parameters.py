@@ -1,7 +1,7 @@
 """Memory of parameters: what devices hold of them, whole or by rows, and what synchronization takes. A part of the bound in ``peaks``.
 
 Rows are counted as if no look-up repeated a row, because a batch may touch more rows than the average. What a server owns counts if its
-device is a CPU. Beside other devices it is in the host's memory, which is not modelled; nor are the host's buffers.
+device is a CPU. Beside other devices it is in the host's memory, as are the host's buffers (``hosts``).
 """
 
 from __future__ import annotations

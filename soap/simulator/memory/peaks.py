@@ -77,8 +77,8 @@ def peak_bytes(plan: Plan, optimizer_states: int = 2) -> tuple[int, ...]:
 
 
 def overflow_bytes(totals: Sequence[int], topology: Topology) -> int:
-    """Bytes by which these totals (one per device) exceed the devices' memory, added up."""
-    return sum(max(0, total - device.type.memory_bytes) for total, device in zip(totals, topology.devices, strict=True))
+    """Bytes by which these totals (one per device) exceed what plans may use of the devices' memory, added up."""
+    return sum(max(0, total - limit) for total, limit in zip(totals, topology.memory_limits, strict=True))
 
 
 def lacking_bytes(bounds: Sequence[int], topology: Topology, expected: Callable[[], Sequence[int]]) -> int:

@@ -16,11 +16,13 @@ Not counted are copies that a library may make of what it sums.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from soap.model.graph import TensorKind
 from soap.model.regions import Box, in_one_piece, whole
 from soap.plan.flows import box_bytes, partial_bytes
+from soap.plan.memory_kinds import ALLOWANCE as BEYOND
+from soap.plan.memory_kinds import MemoryKind
 from soap.plan.plan import (
     Pattern,
     ShardSync,
@@ -68,6 +70,13 @@ def expected_peaks(curves: Iterable[MemoryCurve], bounds: Iterable[MemoryUse]) -
     return tuple(min(bound.total, round((1 + ALLOWANCE) * curve.peak_bytes)) for curve, bound in pairs)
 
 
+def peaks_by_kind(curves: Iterable[MemoryCurve], peaks: Sequence[int]) -> tuple[dict[str, int], ...]:
+    """What each device's peak is made of: bytes by kind (``MemoryKind``) when the simulated order reaches it, and the allowance on top of
+    that (``memory_kinds.ALLOWANCE``). They add up to ``peaks``, which are ``expected_peaks`` of the curves."""
+    pairs = zip(curves, peaks, strict=True)
+    return tuple({**{kind.value: size for kind, size in curve.at_peak.items()}, BEYOND: peak - curve.peak_bytes} for curve, peak in pairs)
+
+
 class _Values:
     """Writes into a ledger how long everything is held except gradients between operators."""
 
@@ -81,16 +90,17 @@ class _Values:
         given = [t for t in graph.tensors.values() if t.kind in (TensorKind.INPUT, TensorKind.CONSTANT)]
         batch = sum(box_bytes(self.plan, tensor.name, whole(tensor.shape)) for tensor in given) + graph.next_state_bytes
         for device in range(self.plan.device_count):
-            self.hold(device, 0, self.spans.end_ns, batch)
+            self.hold(device, 0, self.spans.end_ns, batch, MemoryKind.BATCH)
         alone = sums_of_one(self.plan)
         summed = (self.plan.synchronized - self.plan.dealt_out).union(idle_shards(self.plan))  # of the others methods tell
         for number, device, size, trainable in kept_shards(self.plan):
             states = optimizer_states if trainable else 0
-            self.hold(device, 0, self.spans.end_ns, (1 + states) * size + (COUNT_BYTES if states > 1 else 0))
+            self.hold(device, 0, self.spans.end_ns, size, MemoryKind.VALUES)
+            self.hold(device, 0, self.spans.end_ns, states * size + (COUNT_BYTES if states > 1 else 0), MemoryKind.STATES)
             if number in summed:
                 uses = self.plan.shards[number].uses
                 begins = [self.spans.backward[tile][0] for tile, _ in uses if tile in self.spans.backward] if number in alone else [0]
-                self.hold(device, min(begins, default=self.spans.end_ns), self.spans.end_ns, size)
+                self.hold(device, min(begins, default=self.spans.end_ns), self.spans.end_ns, size, MemoryKind.GRADIENTS)
 
     def synchronized(self) -> None:
         """What methods of synchronization hold (``SyncMethod.holds``): copies of what others own, and buffers."""
@@ -118,15 +128,15 @@ class _Values:
             self.ledger.receive(own.device, begun, done, own.size_bytes, few=own.queue == "few")
         else:
             last = max((self.spans.last(tile) for tile, _ in sync.uses), default=0) if own.with_uses else 0
-            self.hold(own.device, begun, max(done, last), own.size_bytes)
+            self.hold(own.device, begun, max(done, last), own.size_bytes, own.kind)
 
     def _hold_used(self, sync: ShardSync, own: Hold, begun: int) -> None:
         """What is there for passes that use it, or until the first of them has begun."""
         first, last = self.spans.passes({tile for tile, _ in sync.uses}, own.device, backward=own.used == "backward")
         if own.since:
-            self.hold(own.device, begun, max(begun, first), own.size_bytes, late=True)
+            self.hold(own.device, begun, max(begun, first), own.size_bytes, own.kind, late=True)
         elif last >= first:
-            self.hold(own.device, first, last, own.size_bytes, early=True)
+            self.hold(own.device, first, last, own.size_bytes, own.kind, early=True)
 
     def _hold_gradients(self, sync: ShardSync, own: Hold, done: int) -> None:
         """A buffer of gradients, which is made when a tile has made the first one. For a moment that one is there as well."""
@@ -135,8 +145,9 @@ class _Values:
             first = min(tiles, key=lambda tile: self.spans.backward[tile][1])
             made = self.spans.backward[first][1]
             regions = [region for region in sync.regions if any(tile == first for tile, _ in region.uses)]
-            self.hold(own.device, made, max(made, done), own.size_bytes, early=True)
-            self.hold(own.device, made, made, max(box_bytes(self.plan, r.parameter, r.box) for r in regions), early=True)
+            self.hold(own.device, made, max(made, done), own.size_bytes, own.kind, early=True)
+            single = max(box_bytes(self.plan, r.parameter, r.box) for r in regions)
+            self.hold(own.device, made, made, single, MemoryKind.GRADIENTS, early=True)
 
     def values(self) -> None:
         """Outputs of tiles, what they keep, and their copies of parts of the batch."""
@@ -151,10 +162,10 @@ class _Values:
                 self._hold_made(number, out.tensor, size, waits.get((number, out.tensor), (0, 0)))
                 kept -= size
             for start, end in spans.lives(number, spans.last(number)):
-                self.hold(tile.device, start, end, kept)
+                self.hold(tile.device, start, end, kept, MemoryKind.KEPT)
             if number not in spans.unread:
                 for start, end in (spans.forward[number], spans.second.get(number, (0, 0))):
-                    self.hold(tile.device, start, end, peaks.passing_bytes(plan, tile)[0])
+                    self.hold(tile.device, start, end, peaks.passing_bytes(plan, tile)[0], MemoryKind.WORKSPACE)
             reads = [(o.tensor, box) for o, box in zip(op.inputs, tile.inputs, strict=True) if o.tensor in given]
             for tensor, box in reads:
                 for run, (start, own) in enumerate(spans.lives(number, spans.needed(number, tensor))):
@@ -162,7 +173,7 @@ class _Values:
                     copies[tile.device, tensor, box, run] = (min(before[0], start), max(before[1], own))
         for (device, tensor, box, _), (start, end) in copies.items():
             if not in_one_piece(box, graph.tensors[tensor].shape):
-                self.hold(device, start, end, box_bytes(plan, tensor, box))
+                self.hold(device, start, end, box_bytes(plan, tensor, box), MemoryKind.BATCH)
 
     def _waits(self) -> dict[tuple[int, str], tuple[int, int]]:
         """(tile, tensor that it makes) -> until when its first run's output waits for others, and, of a recomputed tile, its second's."""
@@ -183,7 +194,7 @@ class _Values:
         """Write down how long an output of a tile is there. ``waits``: see ``_waits``."""
         device = self.plan.tiles[number].device
         for (start, end), until in zip(self.spans.lives(number, self.spans.needed(number, tensor)), waits, strict=False):
-            self.hold(device, start, max(end, until), size, late=True)
+            self.hold(device, start, max(end, until), size, MemoryKind.KEPT, late=True)
 
     def assembled(self) -> None:
         """Regions of parameters that are assembled from several shards, or from rows."""
@@ -195,7 +206,7 @@ class _Values:
                 first, last, _ = copies.get((of, tensor, box, run), (start, own, size))
                 copies[of, tensor, box, run] = (min(first, start), max(last, own), size)
         for (tile, *_), (start, end, size) in copies.items():
-            self.hold(self.plan.tiles[tile].device, start, end, size)
+            self.hold(self.plan.tiles[tile].device, start, end, size, MemoryKind.VALUES)
 
     def fetched(self) -> None:
         """Fetched regions that are assembled or received, and pieces that are received in buffers of their own first."""
@@ -208,15 +219,17 @@ class _Values:
                 arrivals = [self.spans.brought[number, place] for place in remote]
                 begun = min(start for start, _ in arrivals)
                 taken = self.spans.taken(number) if any(tile in self.spans.backward for tile, _ in fetch.consumers) else 0
-                self.hold(fetch.device, begun, max([*ends, taken if graph.tensors[fetch.tensor].requires_grad else 0]), size, late=True)
+                until = max([*ends, taken if graph.tensors[fetch.tensor].requires_grad else 0])
+                self.hold(fetch.device, begun, until, size, MemoryKind.KEPT, late=True)
                 joined = min(self.spans.forward[tile][0] for tile, _ in fetch.consumers)
                 for place, (start, _) in zip(remote, arrivals, strict=True):
                     if (number, place) in apart:
-                        self.hold(fetch.device, start, joined, box_bytes(plan, fetch.tensor, fetch.pieces[place].box), late=True)
+                        piece_bytes = box_bytes(plan, fetch.tensor, fetch.pieces[place].box)
+                        self.hold(fetch.device, start, joined, piece_bytes, MemoryKind.BUFFERS, late=True)
             elif len(fetch.pieces) > 1:
                 for (tile, _), until in zip(fetch.consumers, ends, strict=True):
                     for start, end in self.spans.lives(tile, until):
-                        self.hold(fetch.device, start, end, size)
+                        self.hold(fetch.device, start, end, size, MemoryKind.KEPT)
 
     def summed(self) -> None:
         """Sums of partial results, or their cells."""
@@ -234,12 +247,12 @@ class _Values:
             for device, box in zip(reduction.devices, boxes, strict=True):
                 size = partial_bytes(plan, reduction, box)
                 over = max(done, ends.get(number, done)) if (number, device) in readers else self._certainly_over(number, device, done)
-                self.hold(device, start, over, size, early=True, late=True)  # of partial results
+                self.hold(device, start, over, size, MemoryKind.KEPT, early=True, late=True)  # of partial results
                 if reduction.cells:  # what is summed, what others are sent of it, and what they send for the cell
                     total = partial_bytes(plan, reduction, reduction.box)
-                    self.hold(device, start, start, total, early=True)
+                    self.hold(device, start, start, total, MemoryKind.BUFFERS, early=True)
                     self.ledger.send(device, start, self.ledger.arrived(device, done), total - size)
-                    self.hold(device, start, done, (len(boxes) - 1) * size, early=True)
+                    self.hold(device, start, done, (len(boxes) - 1) * size, MemoryKind.BUFFERS, early=True)
 
     def _certainly_over(self, number: int, device: int, done_ns: int) -> int:
         """How long a device may hold a sum that it does not read. Other devices may get to the sum later than simulated, but it is over
@@ -277,4 +290,4 @@ class _Values:
         sizes = updating_bytes(self.plan, optimizer_states)
         for device in self.plan.accelerators:
             size = sizes[device]
-            self.hold(device, *self.spans.named.get(update_name(device), spans.get(device, (0, 0))), size)
+            self.hold(device, *self.spans.named.get(update_name(device), spans.get(device, (0, 0))), size, MemoryKind.WORKSPACE)
