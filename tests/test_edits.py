@@ -22,7 +22,7 @@ from soap.runner.config import RunnerConfig
 from soap.runner.planning import adapted
 from soap.runner.tuning import with_partitions
 from soap.runtime.program.resizing import resized_plan
-from soap.search import starts
+from soap.search import chains, starts
 from soap.search.alignment import aligned_with
 from soap.search.chains import search
 from soap.search.compiled.memory import MOVES as COMPILED_MOVES
@@ -43,6 +43,7 @@ from soap.simulator.lowering import build_plan
 from soap.simulator.simulate import Simulator
 from soap.strategy.classical import CLASSICAL, NAMED, data_parallel, random_strategy
 from soap.strategy.config import OpConfig, Strategy, SyncConfig, settled
+from soap.strategy.named import named
 from soap.strategy.sync import SPARSE_ALL_GATHER, in_one_partition, parameter_server
 from tests.graph_builder import GraphBuilder, mlp
 from tests.strategies import CPU, cluster
@@ -281,8 +282,10 @@ def test_a_whole_search(monkeypatch: pytest.MonkeyPatch) -> None:
     def marking(make: Callable[[OperatorGraph, Topology], Strategy]) -> Callable[[OperatorGraph, Topology], Strategy]:
         return lambda graph, topology: marked(graph, make(graph, topology))
 
-    for name in ("CLASSICAL", "NAMED", "SYNCHRONIZED"):
+    for name in ("CLASSICAL", "SYNCHRONIZED"):
         monkeypatch.setattr(starts, name, {own: marking(make) for own, make in getattr(starts, name).items()})
+    for module in (starts, chains):
+        monkeypatch.setattr(module, "named", lambda name, graph, topology: marked(graph, named(name, graph, topology)))
     for evaluator in (IncrementalSimulator(SIMULATOR), SIMULATOR):
         found = search(GRAPH, FOUR, evaluator, SearchOptions(budget=150, seed=1, syncs=[SyncConfig()], pins=[("layer.0", "sample:2")]))
         assert is_marked(found.strategy) and all(is_marked(own.strategy) for own in found.starts)
