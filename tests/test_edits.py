@@ -22,7 +22,7 @@ from soap.runner.config import RunnerConfig
 from soap.runner.planning import adapted
 from soap.runner.tuning import with_partitions
 from soap.runtime.program.resizing import resized_plan
-from soap.search import recomputing, starts
+from soap.search import chains, recomputing, starts
 from soap.search.alignment import aligned_with
 from soap.search.chains import search
 from soap.search.compiled.memory import MOVES as COMPILED_MOVES
@@ -44,6 +44,7 @@ from soap.simulator.lowering import build_plan
 from soap.simulator.simulate import Simulator
 from soap.strategy.classical import CLASSICAL, NAMED, data_parallel, random_strategy
 from soap.strategy.config import OpConfig, Strategy, SyncConfig, settled
+from soap.strategy.named import named
 from soap.strategy.sync import SPARSE_ALL_GATHER, in_one_partition, parameter_server
 from tests.graph_builder import GraphBuilder, mlp
 from tests.strategies import CPU, cluster
@@ -283,8 +284,10 @@ def test_a_whole_search(monkeypatch: pytest.MonkeyPatch) -> None:
     def marking(make: Callable[[OperatorGraph, Topology], Strategy]) -> Callable[[OperatorGraph, Topology], Strategy]:
         return lambda graph, topology: marked(graph, make(graph, topology))
 
-    for module, name in ((starts, "CLASSICAL"), (starts, "NAMED"), (starts, "SYNCHRONIZED"), (recomputing, "RECOMPUTED")):
+    for module, name in ((starts, "CLASSICAL"), (starts, "SYNCHRONIZED"), (recomputing, "RECOMPUTED")):
         monkeypatch.setattr(module, name, {own: marking(make) for own, make in getattr(module, name).items()})
+    for module in (starts, chains):
+        monkeypatch.setattr(module, "named", lambda name, graph, topology: marked(graph, named(name, graph, topology)))
     options = SearchOptions(budget=150, seed=1, syncs=[SyncConfig()], pins=[("layer.0", "sample:2")])
     for evaluator, recompute in ((IncrementalSimulator(SIMULATOR), None), (SIMULATOR, None), (IncrementalSimulator(SIMULATOR), True)):
         found = search(GRAPH, FOUR, evaluator, replace(options, recompute=recompute))

@@ -51,9 +51,8 @@ from soap.search.uncut import with_uncut
 from soap.simulator.costs import CostModel
 from soap.simulator.draws import Draws
 from soap.simulator.simulate import is_played
-from soap.strategy.classical import NAMED
 from soap.strategy.config import Strategy, SyncConfig
-from soap.strategy.named import SAVING_STARTS
+from soap.strategy.named import SAVING_STARTS, named
 from soap.strategy.sync import in_one_partition, sync_choices
 
 PROPOSALS_PER_CHAIN, MAX_CHAINS = 500, 3
@@ -160,7 +159,7 @@ def _start(evaluator: Evaluator, name: str, strategy: Strategy) -> Start:
 def _usual(graph: OperatorGraph, topology: Topology, evaluator: Evaluator, stopped: Callable[[], bool]) -> Start:
     """Data parallelism, evaluated. KeyboardInterrupt if the user has ended the search."""
     try:
-        return _start(evaluator, BASELINE, NAMED[BASELINE](graph, topology))
+        return _start(evaluator, BASELINE, named(BASELINE, graph, topology))
     except Exception as error:
         if not stopped():  # see ``search``
             raise
