@@ -6,7 +6,7 @@ by the first run alone. What is refused here must not repeat, or has nothing to 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -44,24 +44,34 @@ def require_repeatable(graph: OperatorGraph, op: Operator, recompute: bool) -> N
         raise StrategyError(f"operator {op.name!r} is marked to be recomputed, but {why}; expected recompute false")
 
 
+NEARBY, NARROW = 16, 2
+"""A run may end at a place that is at most so many times as wide as the narrowest one within so many operators."""
+
+
 def runs_of(graph: OperatorGraph) -> tuple[tuple[str, ...], ...]:
     """Operators that are worth recomputing together, run by run in the order of the graph; each operator is in one run at most.
 
-    A run ends where few bytes go on: at an operator behind which fewer bytes are still to be read than behind the next one, and no more
-    than behind the one before (in a transformer, each addition to the residual stream). That operator is in no run: so what it makes is
-    kept, and the next run starts from there. Chen et al., "Training deep nets with sublinear memory cost", 2016, keep such values alone.
+    A run ends where few bytes go on: at an operator behind which fewer bytes are still to be read than behind the next one, no more than
+    behind the one before, and at most ``NARROW`` times as many as behind any like it nearby (in a transformer, each addition to the
+    residual stream). That operator is in no run: so what it makes is kept, and the next run starts from there. Chen et al., "Training deep
+    nets with sublinear memory cost", 2016, keep such values alone.
     """
     widths = _bytes_to_be_read(graph)
     own, found, current = repeatable(graph), list[tuple[str, ...]](), list[str]()
+    lows = {place: width for place, width in enumerate(widths) if _is_low(widths, place)}
     for position, op in enumerate(graph.operators):
-        before, after = (widths[i] if 0 <= i < len(widths) else 0 for i in (position - 1, position + 1))
-        if widths[position] <= before and widths[position] < after:
+        near = [width for place, width in lows.items() if abs(place - position) <= NEARBY]
+        if position in lows and widths[position] <= NARROW * min(near):
             found.append(tuple(current))
             current = []
         elif op.name in own:
             current.append(op.name)
     found.append(tuple(current))
     return tuple(run for run in found if run)
+
+
+def _is_low(widths: Sequence[int], place: int) -> bool:
+    return 0 < place < len(widths) - 1 and widths[place] <= widths[place - 1] and widths[place] < widths[place + 1]
 
 
 def _bytes_to_be_read(graph: OperatorGraph) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 from soap.plan.plan import Exchange, Fetch, Message, Part, Plan, Reduction, exchange_name, message_name, reduce_name
@@ -67,11 +67,20 @@ class TaskSpans:
             self.brought.update(dict.fromkeys(carrier.parts, self.named[self._name(carrier, gradient=False)]))
             if (back := self.named.get(self._name(carrier, gradient=True))) is not None:
                 self.returned.update(dict.fromkeys(carrier.parts, back))
-        first: dict[int, int] = {}
-        for tile, (start, _) in again.items():
-            first[self.segment[tile]] = min(start, first.get(self.segment[tile], start))
-        self.second = {tile: (first[self.segment[tile]], end) for tile, (_, end) in again.items() if tile not in self.unread}
+        self.second = {tile: span for tile, span in self._second(again) if tile not in self.unread}
         self.backward = {tile: span for tile, span in self.backward.items() if tile not in self.unread}
+
+    def _second(self, again: Mapping[int, Span]) -> Iterator[tuple[int, Span]]:
+        """The second runs as the runtime takes them: when a segment's first one begins, all follow."""
+        segments: dict[int, list[int]] = {}
+        for tile in sorted(again, key=lambda tile: (self.forward[tile][0], tile)):
+            segments.setdefault(self.segment[tile], []).append(tile)
+        for tiles in segments.values():
+            at = min(again[tile][0] for tile in tiles)
+            for tile in tiles:
+                start, end = again[tile]
+                yield tile, (min(at, start), end)
+                at = min(at, start) + end - start
 
     def carriers(self) -> list[Message | Exchange]:
         """All messages and exchanges."""
