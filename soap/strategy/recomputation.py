@@ -53,8 +53,9 @@ def runs_of(graph: OperatorGraph) -> tuple[tuple[str, ...], ...]:
 
     A run ends where few bytes go on: at an operator behind which fewer bytes are still to be read than behind the next one, no more than
     behind the one before, and at most ``NARROW`` times as many as behind any like it nearby (in a transformer, each addition to the
-    residual stream). That operator is in no run: so what it makes is kept, and the next run starts from there. Chen et al., "Training deep
-    nets with sublinear memory cost", 2016, keep such values alone.
+    residual stream). That operator is in no run: so what it makes is kept, and the next run starts from there. What follows the last such
+    place is no run, as the backward pass needs it at once. Chen et al., "Training deep nets with sublinear memory cost", 2016, keep such
+    values alone.
     """
     widths = _bytes_to_be_read(graph)
     own, found, current = repeatable(graph), list[tuple[str, ...]](), list[str]()
@@ -66,7 +67,6 @@ def runs_of(graph: OperatorGraph) -> tuple[tuple[str, ...], ...]:
             current = []
         elif op.name in own:
             current.append(op.name)
-    found.append(tuple(current))
     return tuple(run for run in found if run)
 
 
