@@ -44,25 +44,19 @@ def require_repeatable(graph: OperatorGraph, op: Operator, recompute: bool) -> N
         raise StrategyError(f"operator {op.name!r} is marked to be recomputed, but {why}; expected recompute false")
 
 
-NEARBY, NARROW = 16, 2
-"""A run may end at a place that is at most so many times as wide as the narrowest one within so many operators."""
-
-
 def runs_of(graph: OperatorGraph) -> tuple[tuple[str, ...], ...]:
     """Operators that are worth recomputing together, run by run in the order of the graph; each operator is in one run at most.
 
-    A run ends where few bytes go on: at an operator behind which fewer bytes are still to be read than behind the next one, no more than
-    behind the one before, and at most ``NARROW`` times as many as behind any like it nearby (in a transformer, each addition to the
-    residual stream). That operator is in no run: so what it makes is kept, and the next run starts from there. What follows the last such
-    place is no run, as the backward pass needs it at once. Chen et al., "Training deep nets with sublinear memory cost", 2016, keep such
-    values alone.
+    A run ends where few bytes go on: at an operator behind which at most half as many bytes are still to be read as at most before it and
+    behind it, from the last and to the next such low (in a transformer, each addition to the residual stream). That operator is in no run:
+    so what it makes is kept, and the next run starts from there. What follows the last such place is no run, as the backward pass needs it
+    at once. Chen et al., "Training deep nets with sublinear memory cost", 2016, keep such values alone.
     """
     widths = _bytes_to_be_read(graph)
     own, found, current = repeatable(graph), list[tuple[str, ...]](), list[str]()
-    lows = {place: width for place, width in enumerate(widths) if _is_low(widths, place)}
+    ends = _narrow_places(widths)
     for position, op in enumerate(graph.operators):
-        near = [width for place, width in lows.items() if abs(place - position) <= NEARBY]
-        if position in lows and widths[position] <= NARROW * min(near):
+        if position in ends:
             found.append(tuple(current))
             current = []
         elif op.name in own:
@@ -70,8 +64,12 @@ def runs_of(graph: OperatorGraph) -> tuple[tuple[str, ...], ...]:
     return tuple(run for run in found if run)
 
 
-def _is_low(widths: Sequence[int], place: int) -> bool:
-    return 0 < place < len(widths) - 1 and widths[place] <= widths[place - 1] and widths[place] < widths[place + 1]
+def _narrow_places(widths: Sequence[int]) -> set[int]:
+    """Lows at most half as high as both sides."""
+    inner = range(1, len(widths) - 1)
+    lows = [place for place in inner if widths[place] <= widths[place - 1] and widths[place] < widths[place + 1]]
+    around = zip([0, *lows[:-1]], lows, [*lows[1:], len(widths)], strict=True) if lows else ()
+    return {low for before, low, after in around if 2 * widths[low] <= min(max(widths[before:low]), max(widths[low + 1 : after]))}
 
 
 def _bytes_to_be_read(graph: OperatorGraph) -> list[int]:

@@ -140,7 +140,7 @@ class _Values:
             for start, end in spans.lives(number, spans.last(number)):
                 self.hold(tile.device, start, end, kept)
             if number not in spans.unread:
-                for start, end in (spans.forward[number], spans.second.get(number, (0, 0))):
+                for start, end in (spans.forward[number], spans.second_work.get(number, (0, 0))):
                     self.hold(tile.device, start, end, peaks.passing_bytes(plan, tile)[0])
             reads = [(o.tensor, box) for o, box in zip(op.inputs, tile.inputs, strict=True) if o.tensor in given]
             for tensor, box in reads:

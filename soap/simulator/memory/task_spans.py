@@ -36,10 +36,10 @@ def _sees_all_but_channels(plan: Plan, tile: Tile, source: str) -> bool:
 class TaskSpans:
     """Start and end of tasks, in nanoseconds.
 
-    ``forward``, ``backward``: by tile. ``second``: of second runs, by tile; a segment's tiles all begin when the first of them does,
-    because the runtime runs them together. ``unread``: tiles that make nothing, as nobody reads it; they have no backward task here.
-    ``named``: by task name. ``brought``, ``returned``: by part, of the transfer of the part and of its gradient. ``segment``: tile -> the
-    first tile of its segment. ``begun``: first tile of a segment -> start of its backward pass.
+    ``forward``, ``backward``: by tile. ``second``: of second runs, by tile; ``second_work``: while they compute; a segment's tiles all
+    begin when the first of them does, because the runtime runs them together. ``unread``: tiles that make nothing, as nobody reads it; they
+    have no backward task here. ``named``: by task name. ``brought``, ``returned``: by part, of the transfer of the part and of its
+    gradient. ``segment``: tile -> the first tile of its segment. ``begun``: first tile of a segment -> start of its backward pass.
     """
 
     def __init__(self, tasks: TaskGraph, schedule: Schedule) -> None:
@@ -67,11 +67,16 @@ class TaskSpans:
             self.brought.update(dict.fromkeys(carrier.parts, self.named[self._name(carrier, gradient=False)]))
             if (back := self.named.get(self._name(carrier, gradient=True))) is not None:
                 self.returned.update(dict.fromkeys(carrier.parts, back))
-        self.second = {tile: span for tile, span in self._second(again) if tile not in self.unread}
+        self.second: dict[int, Span] = {}
+        self.second_work: dict[int, Span] = {}
+        for tile, start, work_end, end in self._second(again):
+            if tile not in self.unread:
+                self.second[tile], self.second_work[tile] = (start, end), (start, work_end)
         self.backward = {tile: span for tile, span in self.backward.items() if tile not in self.unread}
 
-    def _second(self, again: Mapping[int, Span]) -> Iterator[tuple[int, Span]]:
-        """The second runs as the runtime takes them: when a segment's first one begins, all follow."""
+    def _second(self, again: Mapping[int, Span]) -> Iterator[tuple[int, int, int, int]]:
+        """The second runs as the runtime takes them: when a segment's first one begins, all follow. (tile, start, end of its work, end as
+        it is simulated)."""
         segments: dict[int, list[int]] = {}
         for tile in sorted(again, key=lambda tile: (self.forward[tile][0], tile)):
             segments.setdefault(self.segment[tile], []).append(tile)
@@ -79,8 +84,8 @@ class TaskSpans:
             at = min(again[tile][0] for tile in tiles)
             for tile in tiles:
                 start, end = again[tile]
-                yield tile, (min(at, start), end)
-                at = min(at, start) + end - start
+                at, begun = min(at, start) + end - start, min(at, start)
+                yield tile, begun, at, end
 
     def carriers(self) -> list[Message | Exchange]:
         """All messages and exchanges."""
