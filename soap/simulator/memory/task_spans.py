@@ -118,8 +118,11 @@ class TaskSpans:
         for (number, place), holding in self._pieces():
             tile = self.plan.holdings[holding].tile
             if tile in self.second and self.plan.holdings[holding].reduction is None:
-                read = self._read(self.plan.fetches[number], (number, place), self._linked(number, holding), again=True)
-                found[holding] = max(found.get(holding, 0), read, self._answered(number, holding))
+                linked = self._linked(number, holding)
+                apart = [reader for reader in linked if self.segment[reader] != self.segment[tile]]
+                read = self._read(self.plan.fetches[number], (number, place), apart, again=True)
+                here = [self.used(reader, self.plan.fetches[number].tensor) for reader in linked if reader not in apart]
+                found[holding] = max([found.get(holding, 0), read, self._answered(number, holding), *here])
         return found
 
     def _linked(self, number: int, holding: int) -> list[int]:
@@ -148,12 +151,19 @@ class TaskSpans:
     def needed(self, number: int, tensor: str) -> int:
         """Until when a tile needs its region of an operand: the end of its backward task if autograd keeps it, else of its last run
         forward."""
+        return self.last(number) if self._keeps(number, tensor) else self.second.get(number, self.forward[number])[1]
+
+    def used(self, number: int, tensor: str) -> int:
+        """``needed`` of what a tile's segment makes by itself. It is gone when its tiles have computed, one after the other."""
+        return self.last(number) if self._keeps(number, tensor) else self.second_work.get(number, self.forward[number])[1]
+
+    def _keeps(self, number: int, tensor: str) -> bool:
+        """Whether autograd keeps a tile's region of an operand."""
         tile = self.plan.tiles[number]
         op = self.plan.operator(tile)
         places = kept_places(self.plan.graph, op, tile.intervals)
         operands = enumerate((*op.inputs, *op.parameters, *op.outputs))
-        kept = places is None or any(o.tensor == tensor for k, o in operands if k in places)
-        return self.last(number) if kept else self.second.get(number, self.forward[number])[1]
+        return places is None or any(o.tensor == tensor for k, o in operands if k in places)
 
     def _answered(self, number: int, holding: int) -> int:
         """Until when a holding waits for the gradient of a fetch that another segment reads: until its own segment's backward pass begins.
