@@ -50,8 +50,8 @@ class Budgeted:
 
     @property
     def gap(self) -> float:
-        """By what share ``added_ns`` may exceed the least of this kind."""
-        return self.added_ns / self.least_ns - 1 if self.least_ns else 0.0
+        """By what share ``added_ns`` may exceed the least of this kind; infinite if nothing is known of that."""
+        return self.added_ns / self.least_ns - 1 if self.least_ns else inf
 
 
 def recompute_to_fit(

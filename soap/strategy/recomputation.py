@@ -6,7 +6,7 @@ by the first run alone. What is refused here must not repeat, or has nothing to 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -47,21 +47,29 @@ def require_repeatable(graph: OperatorGraph, op: Operator, recompute: bool) -> N
 def runs_of(graph: OperatorGraph) -> tuple[tuple[str, ...], ...]:
     """Operators that are worth recomputing together, run by run in the order of the graph; each operator is in one run at most.
 
-    A run ends where few bytes go on: at an operator behind which fewer bytes are still to be read than behind the next one, and no more
-    than behind the one before (in a transformer, each addition to the residual stream). That operator is in no run: so what it makes is
-    kept, and the next run starts from there. Chen et al., "Training deep nets with sublinear memory cost", 2016, keep such values alone.
+    A run ends where few bytes go on: at an operator behind which at most half as many bytes are still to be read as at most before it and
+    behind it, from the last and to the next such low (in a transformer, each addition to the residual stream). That operator is in no run:
+    so what it makes is kept, and the next run starts from there. What follows the last such place is no run, as the backward pass needs it
+    at once. Chen et al., "Training deep nets with sublinear memory cost", 2016, keep such values alone.
     """
     widths = _bytes_to_be_read(graph)
     own, found, current = repeatable(graph), list[tuple[str, ...]](), list[str]()
+    ends = _narrow_places(widths)
     for position, op in enumerate(graph.operators):
-        before, after = (widths[i] if 0 <= i < len(widths) else 0 for i in (position - 1, position + 1))
-        if widths[position] <= before and widths[position] < after:
+        if position in ends:
             found.append(tuple(current))
             current = []
         elif op.name in own:
             current.append(op.name)
-    found.append(tuple(current))
     return tuple(run for run in found if run)
+
+
+def _narrow_places(widths: Sequence[int]) -> set[int]:
+    """Lows at most half as high as both sides."""
+    inner = range(1, len(widths) - 1)
+    lows = [place for place in inner if widths[place] <= widths[place - 1] and widths[place] < widths[place + 1]]
+    around = zip([0, *lows[:-1]], lows, [*lows[1:], len(widths)], strict=True) if lows else ()
+    return {low for before, low, after in around if 2 * widths[low] <= min(max(widths[before:low]), max(widths[low + 1 : after]))}
 
 
 def _bytes_to_be_read(graph: OperatorGraph) -> list[int]:

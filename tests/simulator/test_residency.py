@@ -19,7 +19,7 @@ from soap.simulator.memory.peaks import MemoryUse, kept_bytes, memory_use, peak_
 from soap.simulator.memory.residency import expected_peaks, memory_over_time, peaks_by_kind
 from soap.simulator.memory.transit import Send, packed_by_source, send_spans
 from soap.simulator.reference import simulate
-from soap.simulator.tasks import Schedule, TaskGraph
+from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
 from soap.strategy.config import Strategy
 from tests.extent import MANY
 from tests.graph_builder import GraphBuilder
@@ -121,18 +121,23 @@ def test_between_what_tasks_need_and_the_bound(case: tuple[OperatorGraph, Topolo
     for time, device, needed in working_sets(tasks, schedule):
         curve = curves[device]
         held = curve.bytes_held[curve.times_ns.searchsorted(time, side="right") - 1]
-        alive = sum(kept[tile] for tile, (start, end) in lives.items() if plan.tiles[tile].device == device and start <= time < end)
+        here = [(tile, start, end) for tile, own in lives.items() if plan.tiles[tile].device == device for start, end in own]
+        alive = sum(kept[tile] for tile, start, end in here if start <= time < end)
         shards = sum((3 if trained else 1) * size for _, keeper, size, trained in kept_shards(plan) if keeper == device)
         copies = sum(METHOD.copies(plan, sync).get(device, 0) for sync in plan.syncs if sync.contract is METHOD.contract)
         assert held >= alive + shards + copies + needed
 
 
-def lives_of(tasks: TaskGraph, schedule: Schedule) -> dict[int, tuple[int, int]]:
-    """Tile -> from the start of its forward task to the end of its last."""
-    lives: dict[int, tuple[int, int]] = {}
+def lives_of(tasks: TaskGraph, schedule: Schedule) -> dict[int, list[tuple[int, int]]]:
+    """Tile -> from the start of its forward task to the end of its last; if it is recomputed, its first run, and from its second one on."""
+    runs: dict[int, dict[TaskKind, tuple[int, int]]] = {}
     for task, start, end in zip(tasks.tasks, schedule.start_ns.tolist(), schedule.end_ns.tolist(), strict=True):
         if task.tile is not None:
-            lives[task.tile] = (lives.get(task.tile, (start, end))[0], end)
+            runs.setdefault(task.tile, {})[task.kind] = (start, end)
+    lives: dict[int, list[tuple[int, int]]] = {}
+    for tile, own in runs.items():
+        first, again, end = own[TaskKind.FORWARD], own.get(TaskKind.RECOMPUTE), max(stop for _, stop in own.values())
+        lives[tile] = [(first[0], end)] if again is None else [first, (again[0], end)]
     return lives
 
 

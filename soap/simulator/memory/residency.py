@@ -164,11 +164,11 @@ class _Values:
             for start, end in spans.lives(number, spans.last(number)):
                 self.hold(tile.device, start, end, kept, MemoryKind.KEPT)
             if number not in spans.unread:
-                for start, end in (spans.forward[number], spans.second.get(number, (0, 0))):
+                for start, end in (spans.forward[number], spans.second_work.get(number, (0, 0))):
                     self.hold(tile.device, start, end, peaks.passing_bytes(plan, tile)[0], MemoryKind.WORKSPACE)
             reads = [(o.tensor, box) for o, box in zip(op.inputs, tile.inputs, strict=True) if o.tensor in given]
             for tensor, box in reads:
-                for run, (start, own) in enumerate(spans.lives(number, spans.needed(number, tensor))):
+                for run, (start, own) in enumerate(spans.lives(number, spans.used(number, tensor))):
                     before = copies.get((tile.device, tensor, box, run), (start, own))
                     copies[tile.device, tensor, box, run] = (min(before[0], start), max(before[1], own))
         for (device, tensor, box, _), (start, end) in copies.items():
@@ -193,7 +193,7 @@ class _Values:
     def _hold_made(self, number: int, tensor: str, size: int, waits: tuple[int, int]) -> None:
         """Write down how long an output of a tile is there. ``waits``: see ``_waits``."""
         device = self.plan.tiles[number].device
-        for (start, end), until in zip(self.spans.lives(number, self.spans.needed(number, tensor)), waits, strict=False):
+        for (start, end), until in zip(self.spans.lives(number, self.spans.used(number, tensor)), waits, strict=False):
             self.hold(device, start, max(end, until), size, MemoryKind.KEPT, late=True)
 
     def assembled(self) -> None:
@@ -202,7 +202,7 @@ class _Values:
         copies: dict[tuple[int, str, Box, int], tuple[int, int, int]] = {}
         for tile, tensor, box, size in assembled_regions(self.plan):
             of = tile if tensor in compact else self.spans.segment[tile]
-            for run, (start, own) in enumerate(self.spans.lives(tile, self.spans.needed(tile, tensor))):
+            for run, (start, own) in enumerate(self.spans.lives(tile, self.spans.used(tile, tensor))):
                 first, last, _ = copies.get((of, tensor, box, run), (start, own, size))
                 copies[of, tensor, box, run] = (min(first, start), max(last, own), size)
         for (tile, *_), (start, end, size) in copies.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 from soap.plan.plan import Exchange, Fetch, Message, Part, Plan, Reduction, exchange_name, message_name, reduce_name
@@ -36,11 +36,10 @@ def _sees_all_but_channels(plan: Plan, tile: Tile, source: str) -> bool:
 class TaskSpans:
     """Start and end of tasks, in nanoseconds.
 
-    ``forward``, ``backward``: by tile. ``second``: of second runs, by tile; a segment's tiles all begin when the first of them does,
-    because the runtime runs them together. ``unread``: tiles that make nothing, as nobody reads it; they have no backward task here.
-    ``named``: by task name. ``ready``: by name of a synchronization, when all that it waits for is over. ``brought``, ``returned``: by
-    part, of the transfer of the part and of its gradient. ``segment``: tile -> the first tile of its segment. ``begun``: first tile of a
-    segment -> start of its backward pass.
+    ``forward``, ``backward``: by tile. ``second``: of second runs, by tile; ``second_work``: while they compute; a segment's tiles all
+    begin when the first of them does, because the runtime runs them together. ``unread``: tiles that make nothing, as nobody reads it; they
+    have no backward task here. ``named``: by task name. ``ready``: by name of a synchronization, when all that it waits for is over.
+    ``brought``, ``returned``: by part, of the transfer of the part and of its gradient. ``segment``: tile -> the first tile of its segment. ``begun``: first tile of a segment -> start of its backward pass.
     """
 
     def __init__(self, tasks: TaskGraph, schedule: Schedule) -> None:
@@ -72,11 +71,25 @@ class TaskSpans:
             self.brought.update(dict.fromkeys(carrier.parts, self.named[self._name(carrier, gradient=False)]))
             if (back := self.named.get(self._name(carrier, gradient=True))) is not None:
                 self.returned.update(dict.fromkeys(carrier.parts, back))
-        first: dict[int, int] = {}
-        for tile, (start, _) in again.items():
-            first[self.segment[tile]] = min(start, first.get(self.segment[tile], start))
-        self.second = {tile: (first[self.segment[tile]], end) for tile, (_, end) in again.items() if tile not in self.unread}
+        self.second: dict[int, Span] = {}
+        self.second_work: dict[int, Span] = {}
+        for tile, start, work_end, end in self._second(again):
+            if tile not in self.unread:
+                self.second[tile], self.second_work[tile] = (start, end), (start, work_end)
         self.backward = {tile: span for tile, span in self.backward.items() if tile not in self.unread}
+
+    def _second(self, again: Mapping[int, Span]) -> Iterator[tuple[int, int, int, int]]:
+        """The second runs as the runtime takes them: when a segment's first one begins, all follow. (tile, start, end of its work, end as
+        it is simulated)."""
+        segments: dict[int, list[int]] = {}
+        for tile in sorted(again, key=lambda tile: (self.forward[tile][0], tile)):
+            segments.setdefault(self.segment[tile], []).append(tile)
+        for tiles in segments.values():
+            at = min(again[tile][0] for tile in tiles)
+            for tile in tiles:
+                start, end = again[tile]
+                at, begun = min(at, start) + end - start, min(at, start)
+                yield tile, begun, at, end
 
     def carriers(self) -> list[Message | Exchange]:
         """All messages and exchanges."""
@@ -109,8 +122,11 @@ class TaskSpans:
         for (number, place), holding in self._pieces():
             tile = self.plan.holdings[holding].tile
             if tile in self.second and self.plan.holdings[holding].reduction is None:
-                read = self._read(self.plan.fetches[number], (number, place), self._linked(number, holding), again=True)
-                found[holding] = max(found.get(holding, 0), read, self._answered(number, holding))
+                linked = self._linked(number, holding)
+                apart = [reader for reader in linked if self.segment[reader] != self.segment[tile]]
+                read = self._read(self.plan.fetches[number], (number, place), apart, again=True)
+                here = [self.used(reader, self.plan.fetches[number].tensor) for reader in linked if reader not in apart]
+                found[holding] = max([found.get(holding, 0), read, self._answered(number, holding), *here])
         return found
 
     def _linked(self, number: int, holding: int) -> list[int]:
@@ -139,12 +155,19 @@ class TaskSpans:
     def needed(self, number: int, tensor: str) -> int:
         """Until when a tile needs its region of an operand: the end of its backward task if autograd keeps it, else of its last run
         forward."""
+        return self.last(number) if self._keeps(number, tensor) else self.second.get(number, self.forward[number])[1]
+
+    def used(self, number: int, tensor: str) -> int:
+        """``needed`` of what a tile's segment makes by itself. It is gone when its tiles have computed, one after the other."""
+        return self.last(number) if self._keeps(number, tensor) else self.second_work.get(number, self.forward[number])[1]
+
+    def _keeps(self, number: int, tensor: str) -> bool:
+        """Whether autograd keeps a tile's region of an operand."""
         tile = self.plan.tiles[number]
         op = self.plan.operator(tile)
         places = kept_places(self.plan.graph, op, tile.intervals)
         operands = enumerate((*op.inputs, *op.parameters, *op.outputs))
-        kept = places is None or any(o.tensor == tensor for k, o in operands if k in places)
-        return self.last(number) if kept else self.second.get(number, self.forward[number])[1]
+        return places is None or any(o.tensor == tensor for k, o in operands if k in places)
 
     def _answered(self, number: int, holding: int) -> int:
         """Until when a holding waits for the gradient of a fetch that another segment reads: until its own segment's backward pass begins.
