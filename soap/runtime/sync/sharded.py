@@ -88,8 +88,8 @@ class Sharded(ShardedState):
         self.comm.finish_sending(scattered.sent)
 
     def _begin_gather(self, number: int, kind: ActionKind) -> None:
-        layout = self._layouts[number]
-        buffer = self._leaves[number][0].detach().new_empty(layout.size - (span := layout.spans[self.rank]).stop + span.start)
+        layout, own = self._layouts[number], self._layouts[number].spans[self.rank]
+        buffer = self._leaves[number][0].detach().new_empty(layout.size - (own.stop - own.start))
         assert number not in self._coming, "values are gathered twice for one pass"
         self._coming[number] = self._send_values(number, kind, buffer)
 
