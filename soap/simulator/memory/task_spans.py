@@ -39,7 +39,8 @@ class TaskSpans:
     ``forward``, ``backward``: by tile. ``second``: of second runs, by tile; ``second_work``: while they compute; a segment's tiles all
     begin when the first of them does, because the runtime runs them together. ``unread``: tiles that make nothing, as nobody reads it; they
     have no backward task here. ``named``: by task name. ``ready``: by name of a synchronization, when all that it waits for is over.
-    ``brought``, ``returned``: by part, of the transfer of the part and of its gradient. ``segment``: tile -> the first tile of its segment. ``begun``: first tile of a segment -> start of its backward pass.
+    ``brought``, ``returned``: by part, of the transfer of the part and of its gradient. ``segment``: tile -> the first tile of its segment.
+    ``begun``: first tile of a segment -> start of its backward pass.
     """
 
     def __init__(self, tasks: TaskGraph, schedule: Schedule) -> None:
