@@ -83,12 +83,12 @@ def named(name: str, graph: OperatorGraph, topology: Topology) -> Strategy:
 
 
 def saving_names(topology: Topology) -> Iterator[str]:
-    """Names of the strategies to try where data parallelism does not fit, those that change least first."""
-    on_top = [tuple(name for name in chosen if name) for chosen in product(*(("", *group) for group in SAVING))]
-    for added in sorted(on_top, key=len):
-        for base in [one for name in SPLITTING for one in _widths(name, topology)]:
-            if (base, added) != (DATA_PARALLEL, ()):
-                yield _joined(base, added)
+    """Names of the strategies to try where data parallelism does not fit: first those that leave its operators where they are, then those
+    that change least."""
+    on_top = sorted((tuple(name for name in chosen if name) for chosen in product(*(("", *group) for group in SAVING))), key=len)
+    bases = [one for name in SPLITTING for one in _widths(name, topology)]
+    yield from (_joined(DATA_PARALLEL, added) for added in on_top if added)
+    yield from (_joined(base, added) for added in on_top for base in bases if base != DATA_PARALLEL)
     yield from APART
 
 
