@@ -93,7 +93,7 @@ def _saving(outcome: api.SearchOutcome) -> dict[str, Any]:
 def _saving_text(saving: Mapping[str, Any]) -> str:
     allowed = " or ".join(sync.contract.word for sync in SAVING_MEMORY)
     lacking = format_bytes(saving["data_parallel_lacks_bytes"])
-    why = f"{report.BASELINE} lacks {lacking} of memory, so that devices may share states of parameters ({allowed})"
+    why = f"{report.BASELINE} lacks {lacking} of memory, so that devices may share parameters' states or values ({allowed})"
     if not saving["parameters"]:
         return f"{why}: none is, as this plan fits without it and is faster"
     return f"{why}: {saving['parameters']} of {saving['of']} are, by {' and '.join(saving['methods'])}"

@@ -88,11 +88,8 @@ def search(
     StrategyError if the options do not fit model and cluster.
     """
     deadline = inf if options.seconds is None else time.monotonic() + options.seconds
-    space = _allowed_space(graph, topology, options)
     names = _start_names(options, further_starts)
-    usual = _usual(graph, topology, evaluator, stopped)
-    if not usual.fits:
-        space = replace(space, syncs=_allowed_syncs(graph, topology, options, saving=True))
+    space, usual = _space_and_usual(graph, topology, evaluator, options, stopped)
     saving = () if usual.fits else SAVING_STARTS
     strategies = starting_strategies(graph, topology, names, options.initial, options.seed, space.syncs, saving)
     strategies[BASELINE] = usual.strategy
@@ -103,8 +100,7 @@ def search(
     baseline, strategies = strategies[BASELINE], {name: inside(strategy) for name, strategy in strategies.items()}
     lossy = lossy_starts(graph, strategies[BASELINE], options.compressions, lossy_ways(topology))
     strategies |= {name: inside(own) for name, own in lossy.items()}
-    recorder = Recorder(improved=improved)
-    interrupted = False
+    recorder, interrupted = Recorder(improved=improved), False
 
     def evaluate(name: str, strategy: Strategy) -> None:
         strategies[name] = strategy
@@ -135,11 +131,27 @@ def search(
             interrupted = True
             if not recorder.starts:
                 raise KeyboardInterrupt from error
+    return _result(space, topology, evaluator, recorder, options, usual, interrupted=interrupted)
+
+
+def _result(
+    space: Space, topology: Topology, evaluator: Evaluator, recorder: Recorder, options: SearchOptions, usual: Start, *, interrupted: bool
+) -> SearchResult:
+    """What was found. InfeasibleError if nothing fits into memory."""
     assert recorder.best is not None
     if not recorder.best.fits:
-        raise infeasible(graph, topology, evaluator, recorder, saving=not options.syncs)
+        raise infeasible(space.graph, topology, evaluator, recorder, saving=not options.syncs)
     lacking = 0 if options.syncs else usual.overflow_bytes
     return recorder.result(seed=options.seed, budget=options.budget, beta=options.beta, interrupted=interrupted, saving_bytes=lacking)
+
+
+def _space_and_usual(
+    graph: OperatorGraph, topology: Topology, evaluator: Evaluator, options: SearchOptions, stopped: Callable[[], bool]
+) -> tuple[Space, Start]:
+    """The space of allowed strategies, and data parallelism, evaluated; if that does not fit, the space has what saves memory."""
+    space = _allowed_space(graph, topology, options)
+    usual = _usual(graph, topology, evaluator, stopped)
+    return space if usual.fits else replace(space, syncs=_allowed_syncs(graph, topology, options, saving=True)), usual
 
 
 def _start_names(options: SearchOptions, further_starts: Collection[str]) -> list[str] | None:

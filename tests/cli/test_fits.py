@@ -55,7 +55,7 @@ def test_says_it_if_it_fits_or_nothing_does(capsys: pytest.CaptureFixture[str]) 
     assert main([*COMMAND, "--fits", "--builtin", "megatron"]) == 0
     out = capsys.readouterr().out
     assert "megatron fits: node" in out and "these fit" not in out
-    assert main([*COMMAND, "--fits", "--memory-budget", "200kB"]) == 0
+    assert main([*COMMAND, "--fits", "--memory-budget", "40kB"]) == 0
     out = capsys.readouterr().out
     assert "nothing that was tried fits (" in out and "closest: " in out and "what would help: " in out
 

@@ -15,7 +15,7 @@ from soap.errors import InfeasibleError
 from soap.model.graph import OperatorGraph
 from soap.search.chains import _allowed_syncs
 from soap.search.options import SearchOptions
-from soap.strategy.sync import ALL_REDUCE, SAVING_MEMORY, SHARDED_STATE, parameter_server, sync_choices
+from soap.strategy.sync import ALL_REDUCE, SAVING_MEMORY, parameter_server, sync_choices
 from tests.graph_builder import mlp
 from tests.search.test_syncs import lookups
 from tests.strategies import GPU, cluster
@@ -52,15 +52,15 @@ def test_a_model_that_does_not_fit_gets_shared_states_unasked() -> None:
     assert "zero1" in names and "megatron+zero1" in names
     usual = next(start for start in outcome.result.starts if start.name == "data_parallel")
     assert not usual.fits and outcome.result.saving_bytes == usual.overflow_bytes > 0
-    assert outcome.simulation.fits and SHARDED_STATE in outcome.strategy.parameters.values()
+    chosen = [sync for sync in outcome.strategy.parameters.values() if sync in SAVING_MEMORY]
+    assert outcome.simulation.fits and chosen
     document = search_report.document(outcome)
-    shared = sum(sync == SHARDED_STATE for sync in outcome.strategy.parameters.values())
+    words = sorted({sync.contract.word for sync in chosen})
     assert document["saving_memory"] == {
-        "data_parallel_lacks_bytes": usual.overflow_bytes, "methods": ["zero"], "parameters": shared, "of": len(GRAPH.parameters),
+        "data_parallel_lacks_bytes": usual.overflow_bytes, "methods": words, "parameters": len(chosen), "of": len(GRAPH.parameters),
     }
-    assert f"so that devices may share states of parameters (zero): {shared} of {len(GRAPH.parameters)} are, by zero" in search_report.text(
-        outcome, document
-    )
+    said = f"parameters' states or values (zero or fsdp): {len(chosen)} of {len(GRAPH.parameters)} are, by {' and '.join(words)}"
+    assert said in search_report.text(outcome, document)
     assert document["search"]["memory_limit_bytes"] == list(topology.limits) == outcome.record["search"]["memory_limit_bytes"]
 
 
