@@ -156,10 +156,8 @@ def _space_and_usual(
 
 def _start_names(options: SearchOptions, further_starts: Collection[str]) -> list[str] | None:
     """The starts that the options name, without those made elsewhere; None if they name none. StrategyError if there is no such start."""
-    if options.starts is None:
-        return None
-    names = [name for name in options.starts if name not in further_starts]
-    for name in names:
+    names = None if options.starts is None else [name for name in options.starts if name not in further_starts]
+    for name in names or ():
         check_start(name)
     return names
 
