@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
@@ -34,8 +35,8 @@ from soap.simulator.reference import execution_order
 from soap.zoo.gpt import GPT, Block
 
 LEARNING_RATE = 0.01
-KEEPING_STATES = ("ZeroRedundancyOptimizer",)
-"""Peers that are about the optimizer's states."""
+KEEPING_STATES = ("ZeroRedundancyOptimizer", "fully_shard")
+"""Peers that are about the optimizer's states, or more."""
 Placed = TypeVar("Placed", Tensor, nn.Module)
 Step = Callable[[], float]
 """One training iteration; gives the loss."""
@@ -98,6 +99,17 @@ def sharded_step(contest: Contest) -> Step:
     return _plain_step(module, inputs, optimizer)
 
 
+def fully_sharded_step(contest: Contest) -> Step:
+    """``fully_shard`` of each block of the zoo's GPT, and of the rest, with its defaults; every rank has its share of the batch."""
+    module, inputs = batch_of(contest)
+    mesh = init_device_mesh(contest.device, (dist.get_world_size(),))
+    for block in cast(GPT, module).blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    share = tuple(tensor.tensor_split(dist.get_world_size())[dist.get_rank()].contiguous() for tensor in inputs)
+    return _plain_step(module, share, contest.optimizer(module.parameters()))
+
+
 def _replicated(contest: Contest) -> tuple[nn.Module, tuple[Tensor, ...]]:
     """The module on all ranks, and this rank's share of the batch."""
     module, inputs = batch_of(contest)
@@ -144,6 +156,7 @@ PEERS: dict[str, Callable[[Contest], Step]] = {
     "DistributedDataParallel": data_parallel_step,
     "parallelize_module": tensor_parallel_step,
     "ZeroRedundancyOptimizer": sharded_step,
+    "fully_shard": fully_sharded_step,
 }
 """PyTorch's own ways, by name."""
 

@@ -25,6 +25,7 @@ from benchmarks.end_to_end import machine
 from benchmarks.lossy_race import PEERS, LossyRace, race, step_ns
 from benchmarks.models import export_model
 from benchmarks.pages import give
+from benchmarks.quiet import Watch
 from soap import api
 from soap.cli.options import lossy_method, positive
 from soap.cli.run import on_ranks
@@ -39,11 +40,14 @@ from soap.simulator.reference import execution_order
 from soap.simulator.simulate import Simulator
 from soap.strategy.config import Strategy
 
-MODELS = ("emulated-alexnet", "emulated-lstm", "emulated-resnet50")
+MODELS = ("emulated-alexnet", "emulated-vgg16", "emulated-lstm", "emulated-resnet50")
 RATES = ("50Mbit/s", "200Mbit/s", "1Gbit/s")
 HOSTS = 4
 LOSSY = ("rgc", "rgc+asq", "chunked", "powersgd", "int8", "bf16")
 FOUND = "found"
+MOST_OF_OTHERS = 0.1
+"""Of all cores' time. If other programs use more, an emulated device may not get its part of a core when it would compute: steps are too
+long then, those of one device alone, which never waits for a link, most of all."""
 HEAD = (
     "rate", "model", "sent compressed", "predicted, ms", "measured, ms", "error", f"over our {BASELINE}",
     *(f"over {name}" for name in PEERS),
@@ -56,6 +60,10 @@ above 1 says how many times as fast the found plan is. Times are medians of the 
 the same processes. *Sent compressed* counts parameters by method; none: the search keeps gradients whole.
 
     python -m benchmarks.lossy_emulated --results FILE --write docs/results/lossy_emulated.md
+
+*Others used*: the share of this machine's cores that other programs had meanwhile, if it was more than a tenth: an emulated device that
+does not get its part of a core in time makes steps longer than its cluster would, and a plan of one device alone never waits for a link
+in which to catch up.
 
 PowerSGD's hook is waited for after each bucket: it begins sums in callbacks, whose order differs between ranks, and gloo aborts then.
 A peer's hooks compute in part on threads that are not slowed down as an emulated device is, which is in the peers' favour.
@@ -72,6 +80,7 @@ _CELL = {
         "methods": _NUMBERS,
         "predicted_ns": {**_NUMBERS, "required": [BASELINE, FOUND]},
         "times_ns": {"type": "object", "additionalProperties": _TIMES, "required": [BASELINE, FOUND, *PEERS]},
+        "others_share": {"anyOf": [{"type": "number", "minimum": 0, "maximum": 1}, {"type": "null"}]},
     },
     "required": ["model", "rate", "methods", "predicted_ns", "times_ns", "machine"],
     "additionalProperties": False,
@@ -81,7 +90,7 @@ _CELL = {
 @dataclass(frozen=True)
 class Cell:
     """One model at one rate. ``times_ns``: timed steps of each contender. ``predicted_ns``: of our plans. ``methods``: of the found plan,
-    parameters by what compresses them."""
+    parameters by what compresses them. ``others_share``: of all cores' time, what other programs used during the race; None: unknown."""
 
     model: str
     rate: str
@@ -89,6 +98,7 @@ class Cell:
     predicted_ns: Mapping[str, int]
     times_ns: Mapping[str, Sequence[int]]
     machine: str
+    others_share: float | None = None
 
 
 def finished(model: str, rate: str, path: Path, args: argparse.Namespace) -> Cell:
@@ -104,8 +114,9 @@ def finished(model: str, rate: str, path: Path, args: argparse.Namespace) -> Cel
     plans = {BASELINE: usual, FOUND: outcome.strategy}
     kept = outcome.strategy.parameters.values()
     methods = Counter(sync.compression.word for sync in kept if sync.compression is not None)
+    watch = Watch()
     predicted, times = raced(model, path, simulator, plans, args)
-    return Cell(model, rate, dict(methods), predicted, times, machine())
+    return Cell(model, rate, dict(methods), predicted, times, machine(), watch.others_share())
 
 
 def raced(
@@ -129,7 +140,8 @@ def line(cell: Cell) -> str:
     error = cell.predicted_ns[FOUND] / own_ns - 1
     methods = ", ".join(f"{count} {name}" for name, count in sorted(cell.methods.items())) or "none"
     over = [f"{measured[name] / own_ns:.2f}" for name in (BASELINE, *PEERS)]
-    times = [f"{cell.predicted_ns[FOUND] / 1e6:.1f}", f"{own_ns / 1e6:.1f}", f"{error:+.0%}"]
+    beside = f" (others used {cell.others_share:.0%})" if cell.others_share and cell.others_share > MOST_OF_OTHERS else ""
+    times = [f"{cell.predicted_ns[FOUND] / 1e6:.1f}", f"{own_ns / 1e6:.1f}{beside}", f"{error:+.0%}"]
     return f"| {' | '.join([cell.rate, cell.model, methods, *times, *over])} |"
 
 

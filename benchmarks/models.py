@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import soap
+from benchmarks.convergence_tasks import TASKS, Task
 from soap.zoo.alexnet import AlexNet, AlexNetConfig
 from soap.zoo.dlrm import DLRM, DLRMConfig
 from soap.zoo.gpt import GPT, GPTConfig
@@ -17,6 +18,7 @@ from soap.zoo.nmt import Translator, TranslatorConfig
 from soap.zoo.recipe import labelled_images, tokens
 from soap.zoo.recurrent import LanguageModel, RecurrentConfig
 from soap.zoo.resnet import ResNet, ResNetConfig
+from soap.zoo.vgg import VGG, VGGConfig
 
 Made = tuple[nn.Module, tuple[Tensor, ...]]
 
@@ -32,7 +34,7 @@ def export_model(name: str, folder: Path) -> Path:
 
 def make_model(name: str) -> Made:
     """The model of this name with an example batch, drawn from torch's generator."""
-    return {**MODELS, **RUNTIME_MODELS, **EMULATED_MODELS, **COMPRESSED_MODELS}[name]()
+    return {**MODELS, **RUNTIME_MODELS, **EMULATED_MODELS, **COMPRESSED_MODELS, **TASK_MODELS}[name]()
 
 
 def _text(batch: int, length: int, vocabulary: int) -> tuple[Tensor, ...]:
@@ -73,6 +75,27 @@ def _small_alexnet(batch: int) -> Made:
     return AlexNet(config), labelled_images(batch, config.image, config.classes)
 
 
+def _small_vgg16(batch: int) -> Made:
+    config = VGGConfig((2, 2, 3, 3, 3), image=64, channels=(16, 32, 64, 64, 64), hidden=1024, classes=100, dropout=0.0)
+    return VGG(config), labelled_images(batch, config.image, config.classes)
+
+
+class _TaskModel(nn.Module):
+    """A net of ``convergence_tasks`` with its loss."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__()
+        self.net, self._loss = task.make(), task.loss
+
+    def forward(self, *samples: Tensor) -> Tensor:
+        return self._loss(self.net, samples)
+
+
+def _task(name: str) -> Made:
+    task = TASKS[name]
+    return _TaskModel(task), tuple(tensor[: task.batch].clone() for tensor in task.data().train)
+
+
 def _resnet50(image: int, batch: int, width: int = 64) -> Made:
     config = ResNetConfig((3, 4, 6, 3), image=image, width=width, classes=100)
     return ResNet(config), labelled_images(batch, config.image, config.classes)
@@ -111,5 +134,9 @@ EMULATED_MODELS: dict[str, Callable[[], Made]] = {
 COMPRESSED_MODELS: dict[str, Callable[[], Made]] = {
     "emulated-alexnet": partial(_small_alexnet, batch=32),
     "emulated-lstm": partial(_recurrent, vocabulary=2000, width=384, steps=20, chunk=10, batch=20),
+    "emulated-vgg16": partial(_small_vgg16, batch=32),
 }
 """For ``benchmarks.lossy_emulated``, beside ``emulated-resnet50``: what RedSync's paper trains, in sizes for four emulated hosts."""
+
+TASK_MODELS: dict[str, Callable[[], Made]] = {f"task-{name}": partial(_task, name) for name in TASKS}
+"""For ``benchmarks.time_to_loss``: what ``benchmarks.convergence`` trains, with the loss, and its first samples as the example batch."""

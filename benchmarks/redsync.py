@@ -58,7 +58,7 @@ def cell(net: str, cluster: str, devices: int) -> Cell:
     """Simulate a net by data parallelism, and with all that each method's policy compresses."""
     topology = soap.load_cluster(f"{cluster}-{devices}" if cluster == "piz-daint" else cluster)
     graph = graph_of(net, SAMPLES[net] * devices)
-    usual, training = api.classical("data_parallel", graph, topology), PlannedTraining(late=net in CLIPPED)
+    usual, training = api.classical("data_parallel", graph, topology), PlannedTraining(clips=net in CLIPPED)
 
     def run(strategy: Strategy, training: PlannedTraining) -> Simulation:
         return api.simulator_for(graph, topology, optimizer_states=0, costs="estimate", training=training).run(strategy)

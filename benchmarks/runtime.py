@@ -1,6 +1,6 @@
 """Does a plan cost more than the same by PyTorch's own tools? Data parallelism against DistributedDataParallel, sharded optimizer states
-against ZeroRedundancyOptimizer, Megatron's plan against ``parallelize_module``, one device against the plain module: time of a step and
-peak memory, as ratios measured in one run. Behind the table stands what a rank sends.
+against ZeroRedundancyOptimizer, sharded parameters against ``fully_shard``, Megatron's plan against ``parallelize_module``, one device
+against the plain module: time of a step and peak memory, as ratios measured in one run. Behind the table stands what a rank sends.
 
     python -m benchmarks.runtime
     python -m benchmarks.runtime --device cuda --models single-gpt-large single-resnet50-large
@@ -38,6 +38,7 @@ CONTESTS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "rnnlm-short": ("rnnlm-short", "data_parallel", "DistributedDataParallel", {}),
     "gpt-zero": ("gpt", "zero1", "ZeroRedundancyOptimizer", {}),
     "rnnlm-zero": ("rnnlm", "zero1", "ZeroRedundancyOptimizer", {}),
+    "gpt-fsdp": ("gpt", "fsdp", "fully_shard", {}),
     "gpt-megatron": ("gpt", "megatron", "parallelize_module", {}),
     "single-gpt": ("gpt-dry", "single_device", "plain", {}),
     "single-resnet50": ("resnet50", "single_device", "plain", {}),

@@ -10,7 +10,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from soap.api import SearchOutcome, classical, export, find, load, load_cluster, load_strategy, measure_rows, save_strategy, simulate
+    from soap.api import (
+        SearchOutcome,
+        classical,
+        export,
+        find,
+        fits,
+        load,
+        load_cluster,
+        load_strategy,
+        measure_rows,
+        save_strategy,
+        simulate,
+    )
     from soap.cluster.topology import Topology
     from soap.errors import InfeasibleError, ModelError, ProfileError, RuntimeFailure, SoapError, StrategyError, TopologyError
     from soap.model.graph import OperatorGraph
@@ -32,6 +44,7 @@ _HOME = {
     "classical": "soap.api",
     "export": "soap.api",
     "find": "soap.api",
+    "fits": "soap.api",
     "load": "soap.api",
     "load_cluster": "soap.api",
     "load_strategy": "soap.api",
@@ -66,6 +79,7 @@ __all__ = [  # noqa: RUF022 - verbs, then values, then errors
     "classical",
     "export",
     "find",
+    "fits",
     "get_runner",
     "load",
     "load_cluster",

@@ -13,7 +13,8 @@ from soap.model.graph import DimMap, Factor, Operator, OperatorGraph, TensorKind
 from soap.model.regions import Box
 from soap.strategy.compression import Int8, PowerSgd, Rgc, RgcAsq
 from soap.strategy.config import FLOATING, OpConfig, Strategy, SyncConfig, settled_config
-from soap.strategy.sync import SHARDED_STATE, SPARSE_ALL_GATHER, compressed, parameter_server
+from soap.strategy.recomputation import refusal
+from soap.strategy.sync import SHARDED, SHARDED_STATE, SPARSE_ALL_GATHER, compressed, parameter_server
 from soap.strategy.sync_contracts import WITHIN
 from tests.graph_builder import ATTRIBUTE, GraphBuilder
 
@@ -165,8 +166,9 @@ def with_rails(topology: Topology) -> Topology:
 
 
 @st.composite
-def configs(draw: st.DrawFn, op: Operator, device_count: int, *, max_tiles: int = 8) -> OpConfig:
-    """Any legal configuration of an operator with at most ``max_tiles`` tiles, devices in any order and more than once."""
+def configs(draw: st.DrawFn, op: Operator, device_count: int, *, max_tiles: int = 8, graph: OperatorGraph | None = None) -> OpConfig:
+    """Any legal configuration of an operator with at most ``max_tiles`` tiles, devices in any order and more than once; recomputed only if
+    its graph is known."""
     only = settled_config(op, device_count)
     if only is not None:
         return only
@@ -179,7 +181,8 @@ def configs(draw: st.DrawFn, op: Operator, device_count: int, *, max_tiles: int 
     for degree in degrees:
         tiles *= degree
     devices = draw(st.lists(st.integers(0, device_count - 1), min_size=tiles, max_size=tiles))
-    return OpConfig(tuple(degrees), tuple(devices), replicas)
+    recompute = graph is not None and refusal(graph, op) is None and draw(st.booleans())
+    return OpConfig(tuple(degrees), tuple(devices), replicas, recompute)
 
 
 @st.composite
@@ -187,9 +190,10 @@ def strategies_for(
     draw: st.DrawFn, graph: OperatorGraph, device_count: int, *, max_tiles: int = 8, servers: bool = False
 ) -> Strategy:
     """Any legal strategy for this graph; with ``servers`` any synchronization of its parameters, too."""
-    operators = {op.name: draw(configs(op, device_count, max_tiles=max_tiles)) for op in graph.operators}
+    operators = {op.name: draw(configs(op, device_count, max_tiles=max_tiles, graph=graph)) for op in graph.operators}
     chosen = {parameter.name: draw(syncs(graph, parameter.name)) for parameter in graph.parameters} if servers else {}
-    return Strategy(operators, {name: sync for name, sync in chosen.items() if sync != SyncConfig()})
+    prefetch = draw(st.sampled_from((0, 1, 2, 4096))) if servers else 1
+    return Strategy(operators, {name: sync for name, sync in chosen.items() if sync != SyncConfig()}, prefetch)
 
 
 LOSSY = (Rgc(density=0.2), Rgc(density=0.2, ragged=True), RgcAsq(selection="exact"), PowerSgd(), Int8())
@@ -202,7 +206,7 @@ def syncs(graph: OperatorGraph, parameter: str) -> st.SearchStrategy[SyncConfig]
     servers = [parameter_server(partitions, within, rows=rows) for partitions in (1, 3) for within in WITHIN]
     gathered = [SPARSE_ALL_GATHER] if parameter in graph.sparse else []
     lossy = [compressed(how, within) for how in LOSSY for within in WITHIN if not rows and graph.tensors[parameter].dtype in FLOATING]
-    return st.sampled_from([SyncConfig(), SHARDED_STATE, *gathered, *servers, *lossy])
+    return st.sampled_from([SyncConfig(), SHARDED_STATE, SHARDED, *gathered, *servers, *lossy])
 
 
 @st.composite

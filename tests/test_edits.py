@@ -22,7 +22,7 @@ from soap.runner.config import RunnerConfig
 from soap.runner.planning import adapted
 from soap.runner.tuning import with_partitions
 from soap.runtime.program.resizing import resized_plan
-from soap.search import starts
+from soap.search import chains, recomputing, starts
 from soap.search.alignment import aligned_with
 from soap.search.chains import search
 from soap.search.compiled.memory import MOVES as COMPILED_MOVES
@@ -34,6 +34,7 @@ from soap.search.explanation import explain, explain_synchronization
 from soap.search.options import SearchOptions
 from soap.search.polish import best_neighbour, polish
 from soap.search.proposals import MOVES, Proposal, informed_candidates
+from soap.search.recomputing import with_recomputation
 from soap.search.space import Space, build_space
 from soap.simulator.compiled.walking import walk
 from soap.simulator.engine import Engine
@@ -43,6 +44,7 @@ from soap.simulator.lowering import build_plan
 from soap.simulator.simulate import Simulator
 from soap.strategy.classical import CLASSICAL, NAMED, data_parallel, random_strategy
 from soap.strategy.config import OpConfig, Strategy, SyncConfig, settled
+from soap.strategy.named import named
 from soap.strategy.sync import SPARSE_ALL_GATHER, in_one_partition, parameter_server
 from tests.graph_builder import GraphBuilder, mlp
 from tests.strategies import CPU, cluster
@@ -66,7 +68,7 @@ class NewStrategy(Strategy):
 
 
 def new_config(config: OpConfig, mark: str) -> NewOpConfig:
-    return NewOpConfig(config.degrees, config.devices, config.replicas, mark)
+    return NewOpConfig(config.degrees, config.devices, config.replicas, config.recompute, mark)
 
 
 def new_sync(sync: SyncConfig, mark: str) -> NewSyncConfig:
@@ -75,7 +77,8 @@ def new_sync(sync: SyncConfig, mark: str) -> NewSyncConfig:
 
 def marked(graph: OperatorGraph, strategy: Strategy) -> NewStrategy:
     operators = {name: new_config(config, name) for name, config in strategy.operators.items()}
-    return NewStrategy(operators, {tensor.name: new_sync(strategy.sync(tensor.name), tensor.name) for tensor in graph.parameters}, WHOLE)
+    syncs = {tensor.name: new_sync(strategy.sync(tensor.name), tensor.name) for tensor in graph.parameters}
+    return NewStrategy(operators, syncs, strategy.prefetch, WHOLE)
 
 
 def is_marked(strategy: Strategy) -> bool:
@@ -102,7 +105,7 @@ SYNCS = (SyncConfig(), SPARSE_ALL_GATHER, parameter_server(2, rows=True), parame
 def space_of(device_count: int = 4, **options: Any) -> Space:
     references = [make(GRAPH, FOUR) for make in CLASSICAL.values()] if device_count == 4 else []
     syncs = {"table": tuple(new_sync(sync, "table") for sync in SYNCS)}
-    return build_space(GRAPH, device_count, references=references, syncs=syncs, **options)
+    return with_recomputation(build_space(GRAPH, device_count, references=references, syncs=syncs, **options))
 
 
 def start(seed: int) -> NewStrategy:
@@ -160,7 +163,7 @@ def test_informed_candidates_are_the_operators_own() -> None:
         assert found and {getattr(config, "mark", "") for config in found} == {op.name}
 
 
-@pytest.mark.parametrize("change", [*CHANGES, "synchronize"])
+@pytest.mark.parametrize("change", [*CHANGES, "synchronize", "recompute"])
 def test_moves_of_the_descent(change: str) -> None:
     space = space_of()
     found = [propose_descent(random.Random(seed), space, start(seed)) for seed in range(200)]
@@ -281,10 +284,13 @@ def test_a_whole_search(monkeypatch: pytest.MonkeyPatch) -> None:
     def marking(make: Callable[[OperatorGraph, Topology], Strategy]) -> Callable[[OperatorGraph, Topology], Strategy]:
         return lambda graph, topology: marked(graph, make(graph, topology))
 
-    for name in ("CLASSICAL", "NAMED", "SYNCHRONIZED"):
-        monkeypatch.setattr(starts, name, {own: marking(make) for own, make in getattr(starts, name).items()})
-    for evaluator in (IncrementalSimulator(SIMULATOR), SIMULATOR):
-        found = search(GRAPH, FOUR, evaluator, SearchOptions(budget=150, seed=1, syncs=[SyncConfig()], pins=[("layer.0", "sample:2")]))
+    for module, name in ((starts, "CLASSICAL"), (starts, "SYNCHRONIZED"), (recomputing, "RECOMPUTED")):
+        monkeypatch.setattr(module, name, {own: marking(make) for own, make in getattr(module, name).items()})
+    for module in (starts, chains):
+        monkeypatch.setattr(module, "named", lambda name, graph, topology: marked(graph, named(name, graph, topology)))
+    options = SearchOptions(budget=150, seed=1, syncs=[SyncConfig()], pins=[("layer.0", "sample:2")])
+    for evaluator, recompute in ((IncrementalSimulator(SIMULATOR), None), (SIMULATOR, None), (IncrementalSimulator(SIMULATOR), True)):
+        found = search(GRAPH, FOUR, evaluator, replace(options, recompute=recompute))
         assert is_marked(found.strategy) and all(is_marked(own.strategy) for own in found.starts)
         assert found.cost_ns < min(own.cost_ns for own in found.starts)
 

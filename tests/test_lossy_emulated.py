@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -24,11 +24,18 @@ def test_a_line_has_medians_and_ratios_over_all_others() -> None:
     assert len(cells) == len(lossy_emulated.HEAD)
 
 
+@pytest.mark.parametrize(("share", "said"), [(None, "200.0"), (0.05, "200.0"), (0.35, "200.0 (others used 35%)")])
+def test_a_race_beside_other_programs_says_so(share: float | None, said: str) -> None:
+    assert lossy_emulated.line(replace(CELL, others_share=share)).split(" | ")[4] == said
+
+
 def test_cells_are_kept_and_anything_else_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "cells.json"
     assert lossy_emulated.read(None) == lossy_emulated.read(path) == []
     kept.write(path, [asdict(CELL)], lossy_emulated.VERSION)
     assert lossy_emulated.read(path) == [CELL]
+    kept.write(path, [{name: own for name, own in asdict(CELL).items() if name != "others_share"}], lossy_emulated.VERSION)
+    assert lossy_emulated.read(path) == [CELL]  # as files were before
     kept.write(path, [{**asdict(CELL), "times_ns": {FOUND: [1]}}], lossy_emulated.VERSION)
     with pytest.raises(SoapError, match=r"cells/0/times_ns: 'data_parallel' is a required property; expected a file of benchmarks"):
         lossy_emulated.read(path)

@@ -10,7 +10,8 @@ import pytest
 import soap
 
 EXPECTED = {
-    "classical", "export", "find", "load", "load_cluster", "load_strategy", "measure_rows", "preprocess", "save_strategy", "simulate",
+    "classical", "export", "find", "fits", "load", "load_cluster", "load_strategy", "measure_rows", "preprocess", "save_strategy",
+    "simulate",
     "get_runner", "partitioner", "shard", "tune", "RunnerConfig",
     "SearchOptions", "SearchOutcome", "Trainer", "TrainingOptions", "OperatorGraph", "OpConfig", "Strategy", "SyncConfig", "Topology",
     "SoapError", "InfeasibleError", "ModelError", "ProfileError", "RuntimeFailure", "StrategyError", "TopologyError",

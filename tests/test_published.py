@@ -70,7 +70,7 @@ def test_every_row_has_its_figure_from_a_quoted_source() -> None:
         ({"quote": ""}, "no quote"),
         ({"source": "hearsay"}, "source 'hearsay'"),
         ({"unit": "furlongs"}, "unit 'furlongs'"),
-        ({"strategy": "fsdp"}, "strategy 'fsdp'"),
+        ({"strategy": "gossip"}, "strategy 'gossip'"),
         ({"precision": "float8"}, "precision 'float8'"),
         ({"cluster": "nowhere"}, "unknown cluster 'nowhere'"),
         ({"figure": -1}, "figure -1"),
@@ -90,7 +90,7 @@ def test_what_is_wrong_with_a_row_is_said(change: dict[str, Any], problem: str) 
 
 def test_a_waiting_row_may_have_what_is_not_simulated_yet() -> None:
     data = read()
-    data["rows"][0].update(strategy="fsdp", precision="float8", needs=["FSDP", "float8"])
+    data["rows"][0].update(strategy="pipeline", precision="float8", needs=["pipeline", "float8"])
     assert problems(data) == []
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from soap.api.deciding import decision_record, memory_range, timed
 from soap.api.finding import find
+from soap.api.fitting import Fit, Way, fits
 from soap.api.informing import WhatDecides, what_decides
 from soap.api.models import Cluster, Model, export, load, load_cluster, measure_rows
 from soap.api.outcome import LEAST_MEASURED, Run, SearchOutcome, least_measured
@@ -35,10 +36,12 @@ from soap.api.what_if import sensitivity
 __all__ = [
     "LEAST_MEASURED",
     "Cluster",
+    "Fit",
     "Model",
     "Prediction",
     "Run",
     "SearchOutcome",
+    "Way",
     "WhatDecides",
     "classical",
     "costs_for",
@@ -48,6 +51,7 @@ __all__ = [
     "explain_synchronization",
     "export",
     "find",
+    "fits",
     "least_measured",
     "load",
     "load_cluster",

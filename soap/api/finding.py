@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 
 from soap.api.ahead import compiling
 from soap.api.deciding import draws_for
-from soap.api.models import Cluster, Model
+from soap.api.models import Cluster, Model, topology_of
 from soap.api.outcome import SearchOutcome
 from soap.api.predictions import announce_compiling, simulator_for
+from soap.cluster.memory_budget import with_memory_budget
 from soap.search.chains import search as search_graph
 from soap.search.constraints import pairs_of
 from soap.search.options import SearchOptions
@@ -47,7 +48,7 @@ def find(
     """
     simulator = simulator_for(
         model,
-        cluster,
+        with_memory_budget(topology_of(cluster), options.memory_budget),
         optimizer_states=options.optimizer_states,
         costs=options.costs,
         measured_updates=options.measured_updates,

@@ -197,6 +197,8 @@ class SearchOutcome:
                 "locally_optimal": result.locally_optimal,
             },
         }
+        if self.simulator.topology.limits:
+            record["search"]["memory_limit_bytes"] = list(self.simulator.topology.limits)
         if self.simulator.graph.sparse:
             record["sparse"] = sparse_shares.document(self.simulator.graph)
         for name, pairs in (("pins", self.pins), ("forbidden", self.forbidden)):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from soap.api.deciding import known_spreads_of, range_record, timed
 from soap.api.models import Cluster, Model, graph_of, topology_of
 from soap.api.strategies import classical
+from soap.cluster.memory_budget import with_memory_budget
 from soap.cluster.topology import Topology
 from soap.errors import ProfileError, SoapWarning
 from soap.plan.compression.training import PLAIN, PlannedTraining
@@ -42,10 +43,13 @@ def simulate(
     *,
     optimizer_states: int = OPTIMIZER_STATES,
     costs: CostSource = "auto",
+    memory_budget: str | None = None,
 ) -> Prediction:
     """Predict one training iteration. ``strategy``: may be the name of a classical one, such as ``data_parallel``. ``optimizer_states``:
-    tensors of a parameter's size that the optimizer keeps. SoapError in one line if the arguments do not fit together."""
-    simulator = simulator_for(model, cluster, optimizer_states=optimizer_states, costs=costs)
+    tensors of a parameter's size that the optimizer keeps. ``memory_budget``: how much of each device's memory plans may use, such as
+    ``80%`` or ``20GB``. SoapError in one line if the arguments do not fit together."""
+    topology = with_memory_budget(topology_of(cluster), memory_budget)
+    simulator = simulator_for(model, topology, optimizer_states=optimizer_states, costs=costs)
     if isinstance(strategy, str):
         strategy = classical(strategy, simulator.graph, simulator.topology)
     found = simulator.run(strategy)

@@ -38,7 +38,7 @@ def slow_functions() -> Iterator[tuple[Callable[..., Any], tuple[Any, ...]]]:
     tables = handle(SearchTables(grids=grids, neighbours=neighbours, groups=groups, chain=chain))
     whole = np.zeros(1, np.int32)
     arguments: tuple[tuple[Any, ...], ...] = (
-        (engine.world, whole, whole, whole),
+        (engine.world, whole, whole, whole, whole),
         (*engine.handles(), 0),
         (engine.world, NO_TABLES),
         (*engine.handles(), tables, NO_TABLES, engine.drawing, 0, 0.0, 0.0, False),

@@ -12,18 +12,16 @@ from soap.files import read_text, write_text_atomically
 from soap.model import sparse_shares
 from soap.model.graph import OperatorGraph
 from soap.strategy import json_file
-from soap.strategy.classical import NAMED
 from soap.strategy.config import Strategy
 from soap.strategy.json_file import StrategyContents, StrategyHeader
+from soap.strategy.named import named
 
 T = TypeVar("T")
 
 
 def classical(name: str, model: Model, cluster: Cluster) -> Strategy:
-    """The classical strategy of this name, such as ``data_parallel`` or ``megatron``; StrategyError if there is none."""
-    if name not in NAMED:
-        raise StrategyError(f"no strategy is named {name!r}; expected one of {', '.join(NAMED)}")
-    return NAMED[name](graph_of(model), topology_of(cluster))
+    """The strategy of this name, such as ``data_parallel``, ``megatron`` or ``megatron+zero1``; StrategyError if there is none."""
+    return named(name, graph_of(model), topology_of(cluster))
 
 
 def load_strategy(path: str | Path, model: Model, cluster: Cluster, *, any_cluster: bool = False) -> Strategy:

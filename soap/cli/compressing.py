@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from soap.cli.plain_text import aligned, milliseconds
-from soap.errors import RuntimeFailure, SoapWarning
+from soap.errors import SoapWarning
 from soap.plan.compression.training import PLAIN
 from soap.plan.plan import ShardSync
 from soap.plan.syncs.bucketing import gradient_bytes
@@ -64,29 +64,16 @@ def training_of(momentum: float | None, warm_up: tuple[int, int], clip_norm: flo
     return CompressedTraining(None if momentum is None else Momentum(momentum), WarmUp(*warm_up), clip_norm)
 
 
-def unclippable(simulation: Simulation | FoldedSimulation, clip_norm: float | None) -> str:
-    """One line about a plan that ``soap-run`` refuses with this ``--clip-norm``; empty if it does not."""
-    if clip_norm is None or not isinstance(simulation, Simulation) or not count(simulation):
-        return ""
-    from soap.runtime.updates.clipping import require_clippable
-
-    try:
-        require_clippable(simulation.plan, clip_norm)
-    except RuntimeFailure as cause:
-        return f"soap-run will refuse this plan with --clip-norm: {cause}; or search with --pin"
-    return ""
-
-
 def warn_of_memory(simulation: Simulation) -> None:
     """SoapWarning in one line if the training of compressed parameters may need more memory than a device has, though the plan alone may
     fit: a warm-up sends and receives more than later steps, and corrected momentum is kept beside the residual."""
     if simulation.plan.training == PLAIN or not count(simulation) or simulation.fits:
         return
-    pairs = zip(simulation.memory, simulation.topology.devices, strict=True)
-    total, device = max(((use.total, device) for use, device in pairs), key=lambda own: own[0] - own[1].type.memory_bytes)
+    uses, limits = [use.total for use in simulation.memory], simulation.topology.memory_limits
+    total, limit, device = max(zip(uses, limits, simulation.topology.devices, strict=True), key=lambda own: own[0] - own[1])
     warnings.warn(
         f"{device.name} may need up to {format_bytes(total)} with --correct-momentum and --warm-up, and has "
-        f"{format_bytes(device.type.memory_bytes)}: momentum is kept beside residuals, and a warm-up sends up to everything; leave them "
+        f"{format_bytes(limit)}: momentum is kept beside residuals, and a warm-up sends up to everything; leave them "
         "out, or compress fewer parameters",
         SoapWarning,
         stacklevel=2,

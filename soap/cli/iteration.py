@@ -16,13 +16,13 @@ MOST_ROWS = 16
 
 def document(simulation: Simulation | FoldedSimulation) -> dict[str, Any]:
     """Plain JSON values. ``critical_path_ns``: by kind of task, adding up to the iteration. ``peak_bytes``: over the simulated time."""
-    busy = simulation.busy_ns
+    busy, topology = simulation.busy_ns, simulation.topology
     return {
         "iteration_ns": simulation.makespan_ns,
         "critical_path_ns": {kind.value: duration for kind, duration in simulation.critical_path_ns.items()},
         "devices": [
-            {"name": device.name, "busy_ns": busy[device.name], "peak_bytes": peak, "available_bytes": device.type.memory_bytes}
-            for device, peak in zip(simulation.topology.devices, simulation.peak_bytes, strict=True)
+            {"name": device.name, "busy_ns": busy[device.name], "peak_bytes": peak, "available_bytes": limit}
+            for device, peak, limit in zip(topology.devices, simulation.peak_bytes, topology.memory_limits, strict=True)
         ],
         "links": [{"name": name, "busy_ns": busy[name], "bytes": size} for name, size in simulation.link_bytes.items()],
     }

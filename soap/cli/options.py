@@ -9,13 +9,15 @@ from math import isfinite
 from typing import TypedDict
 
 from soap.cli.command import Parser, UsageError
+from soap.cluster.memory_budget import OPTION, read_budget
 from soap.cluster.presets import LOCAL
 from soap.cluster.topology import Topology
-from soap.errors import StrategyError
+from soap.errors import StrategyError, TopologyError
 from soap.search.record import MOST_FINALISTS
 from soap.simulator.costs import COST_SOURCES
 from soap.strategy.compression import Compression, parse
 from soap.strategy.config import SyncConfig
+from soap.strategy.named import check_name
 from soap.strategy.sync import worded
 from soap.strategy.sync_contracts import METHODS, words
 
@@ -251,6 +253,30 @@ def sync_method(text: str) -> SyncConfig:
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed: {error}; the forms are {_sync_forms()}") from None
 
 
+def builtin(text: str) -> str:
+    """The name of a strategy, such as ``megatron+zero1``."""
+    try:
+        check_name(text)
+    except StrategyError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def memory_budget(text: str) -> str:
+    """``80%`` or ``20GB``: how much of a device's memory plans may use."""
+    try:
+        read_budget(text)
+    except TopologyError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix(f"{OPTION} ").removeprefix(f"{OPTION}: ")) from None
+    return text
+
+
+def add_memory_budget(parser: Parser) -> None:
+    """``--memory-budget``."""
+    text = "how much of each device's memory plans may use: a share such as 80%%, or a size such as 20GB (default: all that there is)"
+    parser.add_argument(OPTION, metavar="SHARE", type=memory_budget, help=text)
+
+
 def _sync_forms() -> str:
     """What ``sync_method`` can parse, by what each method's contract allows."""
     found = []
@@ -269,22 +295,23 @@ def lossy_method(text: str) -> Compression:
         raise argparse.ArgumentTypeError(f"{text[:100]!r} is not allowed: {error}") from None
 
 
-def add_compressed_training(parser: Parser, when: str = "") -> None:
-    """What training by a plan that compresses has beside the optimizer. ``when``: what the helps begin with."""
+def add_compressed_training(parser: Parser, when: str = "", lossy: str = "") -> None:
+    """Clipping, and what training by a plan that compresses has beside the optimizer. ``when``: what the helps begin with; ``lossy``: what
+    those of a plan that compresses begin with."""
     parser.add_argument("--clip-norm", metavar="X", type=positive_number, help=f"{when}scale gradients to at most this global norm")
     parser.add_argument(
         "--correct-momentum",
         metavar="M",
         type=momentum,
-        help=f"{when}momentum of all parameters (with --optimizer sgd); to compressed ones it is applied before compression, and not to "
-        "what was sent (DGC)",
+        help=f"{lossy}{when}momentum of all parameters (with --optimizer sgd); to compressed ones it is applied before compression, and "
+        "not to what was sent (DGC)",
     )
     parser.add_argument(
         "--warm-up",
         metavar="DENSE[,EACH]",
         type=warm_up,
         default=(0, 0),
-        help=f"{when}of compressed parameters: DENSE steps send everything, then EACH steps send 25%%, 6.25%%, 1.6%%, 0.4%%, 0.1%% "
+        help=f"{lossy}{when}of compressed parameters: DENSE steps send everything, then EACH steps send 25%%, 6.25%%, 1.6%%, 0.4%%, 0.1%% "
         "(default: none)",
     )
 

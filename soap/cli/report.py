@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from soap.api import SearchOutcome, costs_record, memory_range, predicted_range
-from soap.cli import certainty, compressing, figures, rows
+from soap.cli import certainty, compressing, figures, recomputing, rows, warm_up
 from soap.cli.plain_text import aligned, devices, listed, milliseconds, speed_up, split, sync_document, sync_text
 from soap.cluster.topology import Topology
 from soap.model import sparse_shares
@@ -16,7 +16,7 @@ from soap.model.graph import OperatorGraph
 from soap.profiles import shares
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.simulate import Simulation, Simulator, is_large, tile_count
-from soap.strategy.classical import CLASSICAL, NAMED, SYNCHRONIZED
+from soap.strategy.classical import CLASSICAL, SYNCHRONIZED
 from soap.strategy.config import Strategy, SyncConfig
 from soap.units import format_bytes
 
@@ -54,8 +54,10 @@ def document(simulator: Simulator, strategy: Strategy, simulation: Simulation | 
         "throughput": figures.document(simulation.throughput),
         "memory_bytes": [{**asdict(use), "total": use.total} for use in simulation.memory],
         "expected_memory_bytes": list(simulation.peak_bytes),
+        "peak_memory_bytes": list(simulation.peak_by_kind),
         "memory_range_bytes": [memory_range(peak) for peak in simulation.peak_bytes],
-        "available_memory_bytes": [device.type.memory_bytes for device in topology.devices],
+        "available_memory_bytes": list(topology.memory_limits),
+        **_hosts(simulation),
         "bytes_moved": simulation.bytes_moved,
         "data_parallel_bytes_moved": simulator.predict(baseline).bytes_moved,
         "busy_ns": simulation.busy_ns,
@@ -63,6 +65,7 @@ def document(simulator: Simulator, strategy: Strategy, simulation: Simulation | 
         "sparse": sparse_shares.document(graph),
         "synchronized": {name: sync_document(sync) for name, sync in strategy.parameters.items() if sync != SyncConfig()},
         **({"compressed": compressed} if (compressed := compressing.document(simulator, strategy, simulation)) else {}),
+        **({"recomputed": again} if (again := recomputing.document(simulator, strategy, simulation)) else {}),
     }
 
 
@@ -84,6 +87,8 @@ def text(report: Mapping[str, Any], name: str) -> str:
         *([rows.text(report["sparse"])] if report["sparse"] else []),
         *([_synchronized(report["synchronized"])] if report["synchronized"] else []),
         *([compressing.text(report["compressed"])] if "compressed" in report else []),
+        *([f"warm-up: {warm_up.text(report['warm_up'], report['predicted_ns'])}"] if report.get("warm_up") else []),
+        *([recomputing.text(report["recomputed"], report["predicted_ns"])] if "recomputed" in report else []),
     ]
     return "\n\n".join(sections)
 
@@ -143,7 +148,7 @@ def _folding(folded: Mapping[str, Any]) -> str:
 
 def _named(graph: OperatorGraph) -> Mapping[str, Callable[[OperatorGraph, Topology], Strategy]]:
     """Strategies to compare with: the classical ones, and those that do not all-reduce sparse parameters if there are any."""
-    return NAMED if graph.sparse else CLASSICAL
+    return {**CLASSICAL, **SYNCHRONIZED} if graph.sparse else CLASSICAL
 
 
 def _baselines(simulator: Simulator) -> dict[str, dict[str, Any]]:
@@ -206,11 +211,34 @@ def _resources(report: Mapping[str, Any]) -> str:
     mean = sum(busy) / len(busy) / max(1, report["predicted_ns"])
     rows = [
         ("memory per device", held),
+        ("at its peak", kinds_text(report["peak_memory_bytes"][fullest])),
+        *([("memory of hosts", _host_text(report["host_memory"]))] if "host_memory" in report else []),
         ("moved per iteration", f"{format_bytes(report['bytes_moved'])} ({BASELINE}: {format_bytes(report['data_parallel_bytes_moved'])})"),
         ("devices busy", f"{mean:.0%} of the time on average"),
         ("throughput", figures.text(report["throughput"])),
     ]
     return listed(rows)
+
+
+def _hosts(simulation: Simulation | FoldedSimulation) -> dict[str, Any]:
+    """What parameter servers beside accelerators keep in the hosts' main memory, if there are any."""
+    pairs = zip(simulation.topology.hosts, simulation.host_memory, strict=True)
+    held = [{"name": host.name, "held_bytes": held, "available_bytes": host.memory_bytes} for host, held in pairs]
+    return {"host_memory": held} if any(simulation.host_memory) else {}
+
+
+def _host_text(hosts: Sequence[Mapping[str, Any]]) -> str:
+    """How much servers keep on the host that is fullest by that."""
+    fullest = max(hosts, key=lambda host: host["held_bytes"] / (host["available_bytes"] or float("inf")))
+    known, held = fullest["available_bytes"], format_bytes(fullest["held_bytes"])
+    of = f"of {format_bytes(known)}" if known else "whose memory is not known: whether that fits was not checked"
+    return f"parameter servers keep up to {held} on {fullest['name']}" + (f", {of}" if not known else f" {of}")
+
+
+def kinds_text(kinds: Mapping[str, int]) -> str:
+    """What a peak of memory is made of, the most first."""
+    largest = sorted(((size, kind) for kind, size in kinds.items() if size), key=lambda own: -own[0])
+    return ", ".join(f"{kind} {format_bytes(size)}" for size, kind in largest)
 
 
 def _synchronized(syncs: Mapping[str, Mapping[str, Any]]) -> str:

@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from soap import api
-from soap.cli import compressing, emulation, figures
+from soap.cli import compressing, emulation, figures, warm_up
 from soap.cli.checkpoints import add_checkpoints, chosen
 from soap.cli.command import Parser, UsageError, note, run_command
 from soap.cli.options import (
@@ -133,7 +133,8 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def prepare(args: argparse.Namespace) -> tuple[Job, Mapping[str, Simulation], dict[str, Any]]:
-    """The job for the ranks, the prediction for each strategy, and where these numbers come from."""
+    """The job for the ranks, the prediction for each strategy, and where these numbers come from, with the phases of a warm-up if there is
+    one (``warm_up``)."""
     topology = api.load_cluster(args.cluster or _recorded_cluster(args.strategy))
     args.model = sized(args.model, folder_of(args.data))
     read = reading(args, topology)
@@ -198,7 +199,8 @@ def prepare(args: argparse.Namespace) -> tuple[Job, Mapping[str, Simulation], di
         emulated=args.emulate,
         record=record,
     )
-    return job, predicted, api.costs_record(simulator, predicted[STRATEGY].tasks)
+    phases = warm_up.document(simulator, strategies[STRATEGY], args.warm_up, args.accumulate)
+    return job, predicted, {**api.costs_record(simulator, predicted[STRATEGY].tasks), **({"warm_up": phases} if phases else {})}
 
 
 def start(job: Job, hosts: Sequence[HostLimits] = (), limit_s: float | None = None) -> Outcome | None:
@@ -271,11 +273,12 @@ def document(
         "shared_cores": shared_cores(job.topology),
         "backend": outcome.backend,
         "steps": job.steps,
-        "costs": dict(costs),
+        "costs": {key: value for key, value in costs.items() if key != "warm_up"},
         "resumed_at": job.checkpoints.resumed_at,
         "checkpoint": outcome.saved,
         "strategies": strategies,
         "compressed": compressing.count(predicted[STRATEGY]),
+        "warm_up": [{**own, "predicted_ns": round(own["predicted_ns"] / scale)} for own in costs.get("warm_up", ())],
         "emulation": emulation.document(hosts, scale),
         "memory": _memory(predicted[STRATEGY], outcome.peak_bytes),
         "check": {**asdict(outcome.check), "passed": outcome.check.passed, **_eager(job)} if outcome.check else None,
@@ -318,6 +321,8 @@ def text(report: Mapping[str, Any]) -> str:
     if report["costs"]["links"]:
         facts.insert(1, ("links", report["costs"]["links"]))
     facts.append(("throughput", _throughput(own["throughput"], report["emulation"])))
+    if report["warm_up"]:
+        facts.append(("predicted warm-up", warm_up.text(report["warm_up"], own["predicted_ns"])))
     if report["checkpoint"]:
         facts.append(("checkpoint", report["checkpoint"]))
     if report["check"]:

@@ -13,13 +13,13 @@ from soap.api import ahead
 from soap.cli import at_hand, clusters, explain, report, rows, search_report
 from soap.cli.clusters import Candidate
 from soap.cli.command import Parser, UsageError, note, run_command
-from soap.cli.compressing import unclippable
 from soap.cli.first_measuring import Measured
 from soap.cli.options import add_cluster, add_costs, add_explain, add_model, add_outputs, add_rows, has_gpus, reading, refuse_overwriting
 from soap.cli.search_options import add_budget, add_choices, add_runs, search_options
 from soap.cli.stopping import Stopping
 from soap.cli.timelines import predicted_text
 from soap.cli.updating import Updating, add_optimizer
+from soap.cluster.memory_budget import with_memory_budget
 from soap.cluster.presets import LOCAL, family
 from soap.cluster.topology import Topology
 from soap.errors import RuntimeFailure, StoppedBySignal, StrategyError
@@ -119,7 +119,7 @@ def _outputs(args: argparse.Namespace) -> list[str]:
 
 def _search(args: argparse.Namespace, stopping: Stopping) -> int:
     _check_outputs(args)
-    topology = api.load_cluster(args.cluster[0])
+    topology = with_memory_budget(api.load_cluster(args.cluster[0]), args.memory_budget)
     clusters.check_priced(args.objective, {args.cluster[0]: topology})
     wish = at_hand.wish(topology, args.profile, args.verify, args.costs)
     if wish.problem:
@@ -147,8 +147,6 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
             raise RuntimeFailure(f"{error}; what the search chose by its predictions is in {args.output}") from None
     _save(args, outcome, stopping)
     _report(args, outcome, measured, verified_s)
-    if line := unclippable(outcome.simulation, args.clip_norm):
-        note(PROG, line)
     if interrupted:
         note(PROG, f"interrupted after {outcome.result.evaluations} evaluations: the best strategy so far is in {args.output}")
         return stopping.exit_code
@@ -158,7 +156,7 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
 def _search_several(args: argparse.Namespace, stopping: Stopping) -> int:
     """Search for each cluster, and keep the best one's strategy. Nothing is measured or run: at most one of them is this machine."""
     _check_outputs(args)
-    topologies = {spec: api.load_cluster(spec) for spec in args.cluster}
+    topologies = {spec: with_memory_budget(api.load_cluster(spec), args.memory_budget) for spec in args.cluster}
     clusters.check_priced(args.objective, topologies)
     if any(family(spec) for spec in args.cluster):
         note(PROG, "several clusters are compared by predictions: nothing is measured or run")
@@ -216,7 +214,7 @@ def _save(args: argparse.Namespace, outcome: api.SearchOutcome, stopping: Stoppi
 
 def _report(args: argparse.Namespace, outcome: api.SearchOutcome, measured: Measured | None, verified_s: float | None) -> None:
     """Print what was found, see ``search_report``."""
-    found = search_report.document(outcome, explain=args.explain, measured=measured, verified_s=verified_s)
+    found = search_report.document(outcome, explain=args.explain, measured=measured, verified_s=verified_s, warmed=args.warm_up)
     if args.json:
         print(report.dump({**found, "strategy": args.output}))
         return
@@ -228,7 +226,7 @@ def _report(args: argparse.Namespace, outcome: api.SearchOutcome, measured: Meas
 
 def _report_several(args: argparse.Namespace, candidates: Sequence[Candidate], chosen: api.SearchOutcome) -> None:
     """Print all clusters, and what was found for the best one."""
-    found = search_report.document(chosen, explain=args.explain)
+    found = search_report.document(chosen, explain=args.explain, warmed=args.warm_up)
     if args.json:
         compared = clusters.document(candidates, args.objective, search_report.document)
         print(report.dump({**found, "strategy": args.output, **compared}))

@@ -10,6 +10,8 @@ from soap.cli.command import Parser, UsageError
 from soap.cli.compressing import training_of
 from soap.cli.options import (
     add_compressed_training,
+    add_memory_budget,
+    builtin,
     constraint,
     finalists,
     lossy_method,
@@ -28,7 +30,8 @@ from soap.search.metropolis import DEFAULT_BETA
 from soap.search.options import DEFAULT_BUDGET, DEFAULT_DRAWS, DEFAULT_RISK, SearchOptions
 from soap.search.starts import DYNAMIC, RANDOM
 from soap.simulator.draws import Risk
-from soap.strategy.classical import CLASSICAL, NAMED
+from soap.strategy.classical import CLASSICAL
+from soap.strategy.named import forms
 
 PATIENCE = 0.5
 NO_RISK = "none"
@@ -98,10 +101,12 @@ def add_choices(parser: Parser) -> None:
         "--start",
         metavar="NAME",
         action="append",
-        choices=[*NAMED, RANDOM, DYNAMIC],
-        help=f"begin with this strategy (repeatable; default: {', '.join(CLASSICAL)}, and those that "
-        "other methods of synchronization allow, and dynamic if it takes seconds only); data_parallel is always among them",
+        type=start,
+        help=f"begin with this strategy: {forms()}; {RANDOM} or {DYNAMIC} (repeatable; default: {', '.join(CLASSICAL)}, and those that "
+        "other methods of synchronization allow, and dynamic if it takes seconds only, and mixtures that save memory if data_parallel does "
+        "not fit); data_parallel is always among them",
     )
+    add_memory_budget(parser)
     parser.add_argument(
         "--pin",
         metavar="GLOB=SPEC",
@@ -126,9 +131,10 @@ def add_choices(parser: Parser) -> None:
         action="append",
         default=[],
         help="allow this method of synchronizing parameters beside all-reduce: parameter_server:P (on servers in P partitions; +local "
-        "behind it: each host adds up first), zero (each device keeps a part of the optimizer's state, and updates it), or allgather (of "
-        "sparse parameters' rows); allreduce allows nothing else (repeatable; "
-        "default: any method for sparse parameters, all-reduce for dense ones)",
+        "behind it: each host adds up first), zero (each device keeps a part of the optimizer's state, and updates it), fsdp (it keeps a "
+        "part of the values, too, and gathers the others' for each use), or allgather (of sparse parameters' rows); allreduce allows "
+        "nothing else (repeatable; default: any method for sparse parameters, all-reduce for dense ones, and zero and fsdp for all if "
+        "data_parallel does not fit into memory)",
     )
     parser.add_argument(
         "--lossy",
@@ -139,17 +145,33 @@ def add_choices(parser: Parser) -> None:
         help="allow gradients to be compressed by this method: rgc[:DENSITY], rgc+asq[:DENSITY], chunked[:DENSITY], powersgd[:RANK], bf16, "
         "int8 (repeatable; default: none, as a plan that compresses trains no more exactly like one process)",
     )
-    add_compressed_training(parser, "with --lossy, as soap-run will be told: ")
+    add_compressed_training(parser, "as soap-run will be told: ", lossy="with --lossy, ")
+    parser.add_argument(
+        "--recompute",
+        choices=tuple(RECOMPUTE),
+        default="auto",
+        help="whether operators may be computed again for the backward pass instead of keeping what they make: auto: where memory binds "
+        "(default); one by one: --pin 'GLOB=recompute', --forbid 'GLOB=recompute'",
+    )
+
+
+RECOMPUTE = {"auto": None, "yes": True, "no": False}
+"""``--recompute`` -> ``SearchOptions.recompute``."""
+
+
+def start(text: str) -> str:
+    """The name of a start."""
+    return text if text in (RANDOM, DYNAMIC) else builtin(text)
 
 
 def _training(args: argparse.Namespace, updating: Updating) -> PlannedTraining:
-    """What training by plans that compress will have. UsageError if none may."""
-    given = {"--correct-momentum": args.correct_momentum, "--warm-up": any(args.warm_up) or None, "--clip-norm": args.clip_norm}
+    """What training will have beside the optimizer. UsageError if that is for plans that compress, and none may."""
+    given = {"--correct-momentum": args.correct_momentum, "--warm-up": any(args.warm_up) or None}
     named = [option for option, value in given.items() if value is not None]
-    if not named:
-        return PLAIN
-    if not args.lossy:
+    if named and not args.lossy:
         raise UsageError(f"{named[0]} without --lossy; expected --lossy METHOD too: the times of other plans do not depend on it")
+    if not named and args.clip_norm is None:
+        return PLAIN
     planned = training_of(args.correct_momentum, args.warm_up, args.clip_norm).planned
     return replace(planned, kept=planned.kept + (planned.kept > 0 and updating.decays))
 
@@ -168,6 +190,7 @@ def search_options(args: argparse.Namespace, updating: Updating, graph: Operator
         syncs=args.sync,
         lossy=args.lossy,
         training=_training(args, updating),
+        recompute=RECOMPUTE[args.recompute],
         costs=args.costs,
         risk=None if args.risk == NO_RISK else Risk(args.risk),
         confidence=args.confidence,

@@ -6,24 +6,35 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from soap import api
-from soap.cli import certainty, compressing, explanation, report, verification
+from soap.cli import certainty, compressing, explanation, report, verification, warm_up
 from soap.cli.first_measuring import Measured
 from soap.strategy.compression import Compression
+from soap.strategy.sync import SAVING_MEMORY
+from soap.units import format_bytes
 
-SEARCHED = ("seed", "budget", "beta", "risk", "draws", "spreads", "evaluations", "interrupted", "pins", "forbidden")
+SEARCHED = ("seed", "budget", "beta", "risk", "draws", "spreads", "evaluations", "interrupted", "pins", "forbidden", "memory_limit_bytes")
 
 
 def document(
-    outcome: api.SearchOutcome, *, explain: bool = False, measured: Measured | None = None, verified_s: float | None = None
+    outcome: api.SearchOutcome,
+    *,
+    explain: bool = False,
+    measured: Measured | None = None,
+    verified_s: float | None = None,
+    warmed: tuple[int, int] = (0, 0),
 ) -> dict[str, Any]:
     """Plain JSON values. The keys are part of the command's interface. ``measured``: what was measured before the search, None if
-    nothing. ``verified_s``: seconds spent on running plans, None if none was to be run."""
+    nothing. ``verified_s``: seconds spent on running plans, None if none was to be run. ``warmed``: the warm-up (``warm_up.document``)."""
     recorded = outcome.record["search"]
     found = {
         **report.document(outcome.simulator, outcome.strategy, outcome.simulation),
         "search": {key: recorded[key] for key in SEARCHED if key in recorded},
         "bound_ns": None if outcome.bound is None else outcome.bound.bound_ns,
     }
+    if phases := warm_up.document(outcome.simulator, outcome.strategy, warmed):
+        found["warm_up"] = phases
+    if outcome.result.saving_bytes:
+        found["saving_memory"] = _saving(outcome)
     if measured is not None:
         found["profiled"] = measured.document
     if outcome.kept is not None and verified_s is not None:
@@ -49,6 +60,8 @@ def text(
     """The document for people. ``told``: the user's constraints. ``lossy``: methods that it
     might compress by. ``at_hand``: whether the cluster is this machine."""
     sections = [report.text(found, report.FOUND), report.optimality(outcome)]
+    if "saving_memory" in found:
+        sections.append(_saving_text(found["saving_memory"]))
     if measured is not None:
         sections.append(measured.text)
     if told:
@@ -66,3 +79,21 @@ def text(
         if found["synchronization"]:
             sections.append(explanation.synchronization_text(found["synchronization"], outcome.time_ns))
     return "\n\n".join(sections)
+
+
+def _saving(outcome: api.SearchOutcome) -> dict[str, Any]:
+    """Why the search could save memory unasked, and where it does."""
+    saving = {name: sync for name, sync in outcome.strategy.parameters.items() if sync in SAVING_MEMORY}
+    parameters = sum(tensor.requires_grad for tensor in outcome.simulator.graph.parameters)
+    words = sorted({sync.contract.word for sync in saving.values()})
+    counts = {"methods": words, "parameters": len(saving), "of": parameters}
+    return {"data_parallel_lacks_bytes": outcome.result.saving_bytes, **counts}
+
+
+def _saving_text(saving: Mapping[str, Any]) -> str:
+    allowed = " or ".join(sync.contract.word for sync in SAVING_MEMORY)
+    lacking = format_bytes(saving["data_parallel_lacks_bytes"])
+    why = f"{report.BASELINE} lacks {lacking} of memory, so that devices may share parameters' states or values ({allowed})"
+    if not saving["parameters"]:
+        return f"{why}: none is, as this plan fits without it and is faster"
+    return f"{why}: {saving['parameters']} of {saving['of']} are, by {' and '.join(saving['methods'])}"

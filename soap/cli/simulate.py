@@ -5,13 +5,27 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from soap import api
-from soap.cli import explanation, iteration, report, rows, sensitivity
+from soap.api.fitting import MOST_WAYS
+from soap.cli import explanation, fits, iteration, report, rows, sensitivity
 from soap.cli.command import Parser, UsageError, run_command
-from soap.cli.options import add_cluster, add_costs, add_explain, add_model, add_outputs, add_rows, refuse_overwriting
+from soap.cli.options import (
+    add_cluster,
+    add_costs,
+    add_explain,
+    add_memory_budget,
+    add_model,
+    add_outputs,
+    add_rows,
+    builtin,
+    refuse_overwriting,
+)
 from soap.cli.timelines import predicted_text
+from soap.cluster.memory_budget import with_memory_budget
 from soap.cluster.topology import Topology
 from soap.errors import StrategyError
 from soap.files import check_writable, write_text_atomically
@@ -20,9 +34,9 @@ from soap.search.plot import check_plot
 from soap.search.starts import BASELINE
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.simulate import Simulation
-from soap.strategy.classical import NAMED
 from soap.strategy.config import Strategy
 from soap.strategy.mismatch import short
+from soap.strategy.named import forms
 
 PROG = "soap-simulate"
 
@@ -38,9 +52,15 @@ def make_parser() -> Parser:
     add_cluster(parser)
     add_costs(parser)
     add_rows(parser)
-    which = parser.add_mutually_exclusive_group(required=True)
+    which = parser.add_mutually_exclusive_group()
     which.add_argument("--strategy", metavar="FILE", help="a strategy that soap-search wrote")
-    which.add_argument("--builtin", metavar="NAME", choices=list(NAMED), help=f"a strategy that has a name: {', '.join(NAMED)}")
+    which.add_argument("--builtin", metavar="NAME", type=builtin, help=f"a strategy that has a name: {forms()}")
+    fits_help = (
+        f"say whether it fits into the devices' memory (default: {BASELINE}), and if not, the {MOST_WAYS} fastest ways that do, in seconds"
+    )
+    parser.add_argument("--fits", action="store_true", help=fits_help)
+    add_memory_budget(parser)
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the strategy, as soap-search does (with --builtin)")
     parser.add_argument(
         "--what-if",
         action="store_true",
@@ -56,21 +76,31 @@ def make_parser() -> Parser:
 
 def execute(args: argparse.Namespace) -> int:
     """Simulate and report."""
+    if not (args.builtin or args.strategy or args.fits):
+        raise UsageError("no strategy; expected --strategy FILE or --builtin NAME, or --fits to ask what fits")
+    if args.output and not args.builtin:
+        raise UsageError("--output without --builtin NAME, which is what it writes; expected both")
+    fits.check_alone(args)
     if args.what_if and args.builtin:
         raise UsageError("--what-if with --builtin; expected --strategy FILE, since a classical strategy is made for the cluster at hand")
     if args.plot and not args.sensitivity:
         raise UsageError("--plot without --sensitivity, which is what it draws; expected both")
     inputs = {"MODEL": args.model, "--cluster": args.cluster, "--strategy": args.strategy}
-    refuse_overwriting(inputs, {"--timeline": args.timeline, "--plot": args.plot})
-    for path in filter(None, (args.timeline, args.plot)):
+    refuse_overwriting(inputs, {"--output": args.output, "--timeline": args.timeline, "--plot": args.plot})
+    for path in filter(None, (args.output, args.timeline, args.plot)):
         check_writable(path)
     if args.plot:
         check_plot(args.plot)
-    topology = api.load_cluster(args.cluster)
+    topology = with_memory_budget(api.load_cluster(args.cluster), args.memory_budget)
     graph = rows.load_graph(args, topology)
+    if args.fits and not args.strategy:
+        return _report_fit(args, api.fits(graph, topology, args.builtin or BASELINE, costs=args.costs), graph, topology)
     strategy = api.classical(args.builtin, graph, topology) if args.builtin else _read(args, graph, topology)
     if args.strategy and not (args.data or args.alpha or args.alpha_from):
         graph = api.with_recorded_rows(graph, args.strategy)
+    if args.fits:
+        found = api.fits(graph, topology, strategy, costs=args.costs)
+        return _report_fit(args, replace(found, asked=replace(found.asked, name=Path(args.strategy).name)), graph, topology)
     made_for = _made_for(args, topology) if args.what_if else None
     simulator = api.simulator_for(graph, topology, costs=args.costs)
     simulation = simulator.predict(strategy)
@@ -89,6 +119,8 @@ def execute(args: argparse.Namespace) -> int:
         lines = api.explain(simulator, strategy, explained)
         summary["explanation"] = explanation.document(graph, lines, simulation.makespan_ns)
         summary["synchronization"] = explanation.synchronization(api.explain_synchronization(simulator, strategy))
+    if args.output:
+        api.save_strategy(args.output, strategy, graph, topology, _record(simulation))
     if args.json:
         print(report.dump(summary))
     else:
@@ -102,6 +134,18 @@ def execute(args: argparse.Namespace) -> int:
             if summary["synchronization"]:
                 print("\n" + explanation.synchronization_text(summary["synchronization"], simulation.makespan_ns))
     return 0
+
+
+def _report_fit(args: argparse.Namespace, fit: api.Fit, graph: OperatorGraph, topology: Topology) -> int:
+    found = fits.document(fit, args, graph, topology)
+    print(report.dump(found) if args.json else fits.text(found))
+    return 0
+
+
+def _record(simulation: Simulation | FoldedSimulation) -> dict[str, Any]:
+    """What a strategy file records of a strategy that has a name."""
+    memory = [use.total for use in simulation.memory]
+    return {"predicted_ns": simulation.makespan_ns, "memory_bytes": memory, "bytes_moved": simulation.bytes_moved}
 
 
 def _read(args: argparse.Namespace, graph: OperatorGraph, topology: Topology) -> Strategy:

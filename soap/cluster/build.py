@@ -96,7 +96,8 @@ class _Wiring:
         numbered = "count" in fields or "name" not in fields
         for number in range(count):
             name = f"{base}{number}" if numbered else base
-            self.hosts.append(Host(name, fields.whole("cpu_cores"), fields.size_bytes("memory")))
+            memory_bytes = fields.size_bytes("memory") if "memory" in fields else None
+            self.hosts.append(Host(name, fields.whole("cpu_cores"), memory_bytes))
             names = self._add_devices(fields, name)
             self._wire_host(fields, name, names)
 

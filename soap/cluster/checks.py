@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from math import isfinite
+from typing import TYPE_CHECKING
 
 from soap.errors import TopologyError
+
+if TYPE_CHECKING:
+    from soap.cluster.topology import Link
 
 
 def reachable(start: str, edges: Iterable[tuple[str, str]]) -> set[str]:
@@ -35,3 +39,15 @@ def check_positive(where: str, what: str, value: float) -> None:
     """TopologyError unless the value is finite and above 0."""
     if not (isfinite(value) and value > 0):
         raise TopologyError(f"{where}: {what} is {value!r}; expected a finite number above 0")
+
+
+def check_parallel(links: Iterable[Link]) -> None:
+    """TopologyError if two links lead from the same node to the same other one."""
+    seen: dict[tuple[str, str], str] = {}
+    for link in links:
+        other = seen.setdefault((link.source, link.target), link.name)
+        if other != link.name:
+            raise TopologyError(
+                f"links {other!r} and {link.name!r} both lead from {link.source!r} to {link.target!r}; "
+                "give one link with the sum of their bandwidths"
+            )

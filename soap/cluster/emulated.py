@@ -57,8 +57,9 @@ def emulated_topology(shape: EmulatedShape, local: Topology) -> Topology:
     work, less the reserve. A message between hosts takes as long as one within the machine, plus its bytes at the stated rate. Of all
     figures only that rate is part of the cluster's identity."""
     device_type, machine = _slowed(local.devices[0].type), local.hosts[0]
+    memory = None if machine.memory_bytes is None else max(1, machine.memory_bytes // shape.hosts)
     hosts = [
-        Host(f"host{i}", max(1, machine.cpu_cores // shape.hosts), max(1, machine.memory_bytes // shape.hosts)) for i in range(shape.hosts)
+        Host(f"host{i}", max(1, machine.cpu_cores // shape.hosts), memory) for i in range(shape.hosts)
     ]
     devices = [Device(i, f"host{i // shape.devices_per_host}/cpu{i % shape.devices_per_host}", i // shape.devices_per_host, device_type)
                for i in range(shape.device_count)]  # fmt: skip

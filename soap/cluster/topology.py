@@ -14,7 +14,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
-from soap.cluster.checks import check_positive, check_unique, reachable
+from soap.cluster.checks import check_parallel, check_positive, check_unique, reachable
 from soap.cluster.device_clock import DeviceClock, NoClock, WarmUp
 from soap.cluster.interconnects import Interconnect, interconnects, library
 from soap.cluster.overheads import (
@@ -104,18 +104,19 @@ class DeviceType:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A machine: its CPU cores and main memory, which its devices share. Where known: ``core``, the figures of one of the cores;
-    ``row_seconds``, the time that one core takes to find one row among others."""
+    """A machine: its CPU cores and main memory (None: not known), which its devices share. Where known: ``core``, the figures of one of
+    the cores; ``row_seconds``, the time that one core takes to find one row among others."""
 
     name: str
     cpu_cores: int
-    memory_bytes: int
+    memory_bytes: int | None
     core: DeviceType | None = None
     row_seconds: float | None = None
 
     def __post_init__(self) -> None:
         check_positive(f"host {self.name!r}", "number of CPU cores", self.cpu_cores)
-        check_positive(f"host {self.name!r}", "memory", self.memory_bytes)
+        if self.memory_bytes is not None:
+            check_positive(f"host {self.name!r}", "memory", self.memory_bytes)
         if self.row_seconds is not None:
             check_not_negative(f"host {self.name!r}", "time per row", self.row_seconds)
 
@@ -172,7 +173,8 @@ class Topology:
 
     ``ports`` (at most one per link), ``cpu_overhead``, ``latency_factor`` and ``cold_penalty``: what communication costs processors and
     other communication, where that was measured (``soap.cluster.overheads``); no part of the identity. ``price``: what the cluster
-    costs, if known; no part of the identity either, and no prediction depends on it.
+    costs, if known; no part of the identity either, and no prediction depends on it. ``limits``: for each device the bytes that plans may
+    use of its memory, if not all of it (``soap.cluster.memory_budget``); no part of the identity.
     """
 
     name: str
@@ -188,9 +190,10 @@ class Topology:
     latency_factor: CollectiveLatencyFactor = NO_LATENCY_FACTOR
     cold_penalty: ColdPenalty = NO_COLD_PENALTY
     price: Price | None = None
+    limits: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for attribute in ("devices", "hosts", "links", "described", "ports"):
+        for attribute in ("devices", "hosts", "links", "described", "ports", "limits"):
             object.__setattr__(self, attribute, tuple(getattr(self, attribute)))
         if not self.devices:
             raise TopologyError(f"cluster {self.name!r} has no devices; expected at least one")
@@ -199,13 +202,14 @@ class Topology:
         check_unique("link", (link.name for link in self.links))
         self._check_indices()
         self._check_described()
-        self._check_parallel_links()
+        check_parallel(self.links)
+        self._check_limits()
         self._check_connected()
 
     def __reduce__(self) -> tuple[object, ...]:
         measured = (self.measured, self.stated, self.described, self.links_source)
         between = (self.ports, self.cpu_overhead, self.latency_factor, self.cold_penalty)
-        return (Topology, (self.name, self.devices, self.hosts, self.links, *measured, *between, self.price))
+        return (Topology, (self.name, self.devices, self.hosts, self.links, *measured, *between, self.price, self.limits))
 
     @property
     def links_known(self) -> Literal["described", "quick", "measured"]:
@@ -222,6 +226,11 @@ class Topology:
     def device_count(self) -> int:
         """Number of devices."""
         return len(self.devices)
+
+    @property
+    def memory_limits(self) -> tuple[int, ...]:
+        """Bytes that plans may use on each device."""
+        return self.limits or tuple([device.type.memory_bytes for device in self.devices])
 
     @cached_property
     def switches(self) -> tuple[str, ...]:
@@ -363,15 +372,9 @@ class Topology:
                 f"cluster {self.name!r}: the described links connect other nodes than its links; expected the same ones with other figures"
             )
 
-    def _check_parallel_links(self) -> None:
-        seen: dict[tuple[str, str], str] = {}
-        for link in self.links:
-            other = seen.setdefault((link.source, link.target), link.name)
-            if other != link.name:
-                raise TopologyError(
-                    f"links {other!r} and {link.name!r} both lead from {link.source!r} to {link.target!r}; "
-                    "give one link with the sum of their bandwidths"
-                )
+    def _check_limits(self) -> None:
+        if self.limits and (len(self.limits) != len(self.devices) or min(self.limits) < 1):
+            raise TopologyError(f"limits of memory {self.limits!r}; expected a positive number of bytes for each of the devices, or none")
 
     def _check_connected(self) -> None:
         """Check that every device reaches every other: true exactly if the first reaches all and all reach the first."""

@@ -16,7 +16,7 @@
         count: 2
         devices: {type: small-gpu, count: 4}                  # box0/gpu0 … box1/gpu3; or a list of {name, type}
         cpu_cores: 20
-        memory: 256 GiB
+        memory: 256 GiB          # optional: without it nobody checks whether what parameter servers keep fits into the host
         links:
           intra: {bandwidth: 20 GB/s, latency: 5 us, kind: full}   # switch (default), full, ring, pairs, mesh
           host: {bandwidth: 16 GB/s, latency: 2 us}           # optional, full and ring: each device's way to the network card
@@ -140,7 +140,7 @@ def dump_cluster(topology: Topology) -> str:
             "name": host.name,
             "devices": [{"name": d.name, "type": d.type.name} for d in topology.devices if d.host == i],
             "cpu_cores": host.cpu_cores,
-            "memory": exact_bytes(host.memory_bytes),
+            **({} if host.memory_bytes is None else {"memory": exact_bytes(host.memory_bytes)}),
         }
         for i, host in enumerate(topology.hosts)
     ]

@@ -226,6 +226,12 @@ class Plan:
     training: PlannedTraining = PLAIN
 
     @cached_property
+    def recomputed_operators(self) -> frozenset[int]:
+        """Positions of the operators that are marked to be recomputed."""
+        configs = self.strategy.operators
+        return frozenset(position for position, op in enumerate(self.graph.operators) if configs[op.name].recompute)
+
+    @cached_property
     def on_servers(self) -> frozenset[int]:
         """Shards that servers own."""
         return frozenset(number for sync in self.syncs if sync.contract.has_servers for number in sync.shards)
@@ -266,6 +272,16 @@ def forward_name(op: Operator, tile: Tile) -> str:
 def backward_name(op: Operator, tile: Tile) -> str:
     """Task name of a tile's backward pass."""
     return f"backward {op.name}[{tile.index}]"
+
+
+def need_name(op: Operator, tile: Tile) -> str:
+    """Task name of the moment in which the backward pass first needs what a tile must compute again."""
+    return f"need {op.name}[{tile.index}]"
+
+
+def recompute_name(op: Operator, tile: Tile) -> str:
+    """Task name of a tile's second run, before its backward pass."""
+    return f"recompute {op.name}[{tile.index}]"
 
 
 def message_name(plan: Plan, message: Message, *, gradient: bool = False) -> str:

@@ -9,6 +9,7 @@ from soap import api
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.model.sparse_shares import with_alphas
+from soap.plan.compression.training import PlannedTraining
 from soap.runner.config import RunnerConfig
 from soap.runtime.updates.trial import optimizer_states, try_optimizer
 from soap.search.options import SearchOptions
@@ -27,8 +28,10 @@ def planned(
     trainable = {tensor.name: tensor.shape for tensor in graph.parameters if tensor.requires_grad}
     tried = try_optimizer(config.recipe.layout(trainable), trainable)
     states = optimizer_states(tried, sparse=bool(graph.sparse))
-    known = tried.measured
-    simulator = api.simulator_for(graph, topology, optimizer_states=states, costs=config.costs, measured_updates=known)
+    known, training = tried.measured, PlannedTraining(clips=config.clip_norm is not None)
+    simulator = api.simulator_for(
+        graph, topology, optimizer_states=states, costs=config.costs, measured_updates=known, training=training
+    )
     if config.run_option == "ps":
         strategy = api.classical("parameter_server", graph, topology)
     else:
@@ -42,6 +45,7 @@ def planned(
             uncut=tried.whole,
             together=tried.coupled,
             costs=config.costs,
+            training=training,
         )
         strategy = api.find(graph, topology, options).strategy
     strategy = in_one_partition(alike(simulator, adapted(strategy, config), groups), tried.whole)

@@ -185,10 +185,12 @@ class Trainer:
         return found
 
     def _forget_tables(self) -> None:
-        """Free the model's values of sparse tables that servers own; they are replaced by meta tensors."""
+        """Free the model's values of sparse tables that servers own, and of parameters of which ranks keep parts alone; they are replaced
+        by meta tensors."""
         parameters = self.model.parameters
         assert isinstance(parameters, dict)
-        for name in {sync.parameter for sync in self.plan.syncs if sync.contract.has_servers and sync.contract.by_rows}:
+        kept_elsewhere = [sync for sync in self.plan.syncs if sync.contract.owned_in_parts and sync.contract.residence == "gathered"]
+        for name in {region.parameter for sync in kept_elsewhere for region in sync.regions}:
             shape = self.plan.graph.tensors[name].shape
             if not any(i in self.shards.tensors and s.parameter == name and s.box == whole(shape) for i, s in enumerate(self.plan.shards)):
                 parameters[name] = parameters[name].detach().to("meta")

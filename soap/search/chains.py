@@ -9,7 +9,11 @@ How the budget of proposals is spent (evaluations of starts do not count):
   there. Compiled chains run together (``soap.search.tempering``), others one after the other (``soap.search.metropolis``). Beta is relative
   to the cost at which the chain begins. The first chain's descent first tries reference strategies that were no starts, such as data
   parallelism on fewer devices.
+- If data parallelism does not fit, parameters may be synchronized in the ways that save memory (``sync.SAVING_MEMORY``), unless the options
+  say which ways are allowed; then mixtures that save memory are starts as well.
 - If no start fits, the best one descends until something fits, for the whole budget if need be.
+- Where memory binds, that is if a start that does not fit is faster than those that do, operators may be recomputed
+  (``soap.search.recomputing``), and starts that do so are evaluated as well.
 - In the end ``soap.search.polish`` makes the result locally optimal if the space is small enough. This is beyond the budget.
 
 A move that changes nothing is not evaluated and not counted. All randomness comes from generators seeded by (seed, chain), so equal seeds
@@ -20,7 +24,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from types import MappingProxyType
@@ -39,14 +43,16 @@ from soap.search.metropolis import ChainState, Evaluator, step
 from soap.search.options import SearchOptions
 from soap.search.polish import MAX_POLISHED, polish_best
 from soap.search.proposals import Kernel
+from soap.search.recomputing import recomputing_starts, with_recomputation
 from soap.search.record import Recorder, SearchResult
 from soap.search.space import Space, build_space
-from soap.search.starts import BASELINE, Start, best_starts, different, reference_strategies, starting_strategies
+from soap.search.starts import BASELINE, Start, best_starts, check_start, different, reference_strategies, starting_strategies
 from soap.search.uncut import with_uncut
 from soap.simulator.costs import CostModel
 from soap.simulator.draws import Draws
 from soap.simulator.simulate import is_played
-from soap.strategy.config import Strategy
+from soap.strategy.config import Strategy, SyncConfig
+from soap.strategy.named import SAVING_STARTS, named
 from soap.strategy.sync import in_one_partition, sync_choices
 
 PROPOSALS_PER_CHAIN, MAX_CHAINS = 500, 3
@@ -75,17 +81,18 @@ def search(
     always among the starts. Starts that violate the constraints are changed. ``progress``: show a bar on stderr if that is a terminal.
     ``polish_up_to``: make the result locally optimal if all operators together have at most so many structured configurations; 0: never.
     ``improved``: called with each new best cost in ns. ``stopped``: asked after every start, proposal or round; once it returns True, the
-    search ends as by Ctrl-C (Python loses a Ctrl-C that arrives while a library calls back into it). ``further_starts``: name -> function
-    that makes a strategy, such as that of ``soap.search.dynamic``; called after the other starts are evaluated, whether or not
-    ``options.starts`` has the name.
+    search ends as by Ctrl-C (Python loses one that arrives while a library calls back into it). ``further_starts``: name -> function that
+    makes a strategy; called after the other starts are evaluated, whether or not ``options.starts`` has the name.
 
     Ctrl-C returns the best so far; KeyboardInterrupt if nothing was evaluated yet. InfeasibleError if nothing fits into memory,
     StrategyError if the options do not fit model and cluster.
     """
     deadline = inf if options.seconds is None else time.monotonic() + options.seconds
-    space = _allowed_space(graph, topology, options)
-    names = None if options.starts is None else [name for name in options.starts if name not in further_starts]
-    strategies = starting_strategies(graph, topology, names, options.initial, options.seed, space.syncs)
+    names = _start_names(options, further_starts)
+    space, usual = _space_and_usual(graph, topology, evaluator, options, stopped)
+    saving = () if usual.fits else SAVING_STARTS
+    strategies = starting_strategies(graph, topology, names, options.initial, options.seed, space.syncs, saving)
+    strategies[BASELINE] = usual.strategy
 
     def inside(strategy: Strategy) -> Strategy:
         return in_one_partition(brought_inside(space, strategy), options.uncut)
@@ -93,20 +100,27 @@ def search(
     baseline, strategies = strategies[BASELINE], {name: inside(strategy) for name, strategy in strategies.items()}
     lossy = lossy_starts(graph, strategies[BASELINE], options.compressions, lossy_ways(topology))
     strategies |= {name: inside(own) for name, own in lossy.items()}
-    recorder = Recorder(improved=improved)
-    interrupted = False
+    recorder, interrupted = Recorder(improved=improved), False
+
+    def evaluate(name: str, strategy: Strategy) -> None:
+        strategies[name] = strategy
+        recorder.start(usual if strategy is usual.strategy else _start(evaluator, name, strategy))
+        _heed(stopped)
+
     bar: tqdm[Any] = tqdm(total=options.budget, unit="proposal", disable=None if progress else True)
     with bar:
         try:
             if strategies[BASELINE] is not baseline:
                 recorder.baseline_ns = evaluator.makespan_ns(baseline)
-            for name, strategy in strategies.items():
-                recorder.start(Start(name, strategy, evaluator.makespan_ns(strategy), evaluator.overflow_bytes(strategy)))
-                _heed(stopped)
+            for name, strategy in tuple(strategies.items()):
+                evaluate(name, strategy)
             for name, make in further_starts.items():
-                strategy = strategies[name] = inside(make())
-                recorder.start(Start(name, strategy, evaluator.makespan_ns(strategy), evaluator.overflow_bytes(strategy)))
-                _heed(stopped)
+                evaluate(name, inside(make()))
+            more = recomputing_starts(space, topology, evaluator, recorder.starts, wanted=options.recompute)
+            if more is not None:
+                space = with_recomputation(space)
+                for name, strategy in more.items():
+                    evaluate(name, inside(strategy))
             references = reference_strategies(graph, topology, strategies.values())
             space = replace(space, references=different(inside(reference) for reference in references))
             _Run(space, topology, evaluator, recorder, options, bar, deadline, stopped).all_chains()
@@ -117,10 +131,49 @@ def search(
             interrupted = True
             if not recorder.starts:
                 raise KeyboardInterrupt from error
+    return _result(space, topology, evaluator, recorder, options, usual, interrupted=interrupted)
+
+
+def _result(
+    space: Space, topology: Topology, evaluator: Evaluator, recorder: Recorder, options: SearchOptions, usual: Start, *, interrupted: bool
+) -> SearchResult:
+    """What was found. InfeasibleError if nothing fits into memory."""
     assert recorder.best is not None
     if not recorder.best.fits:
-        raise infeasible(graph, topology, evaluator, recorder.best, len(recorder.rows))
-    return recorder.result(seed=options.seed, budget=options.budget, beta=options.beta, interrupted=interrupted)
+        raise infeasible(space.graph, topology, evaluator, recorder, saving=not options.syncs)
+    lacking = 0 if options.syncs else usual.overflow_bytes
+    return recorder.result(seed=options.seed, budget=options.budget, beta=options.beta, interrupted=interrupted, saving_bytes=lacking)
+
+
+def _space_and_usual(
+    graph: OperatorGraph, topology: Topology, evaluator: Evaluator, options: SearchOptions, stopped: Callable[[], bool]
+) -> tuple[Space, Start]:
+    """The space of allowed strategies, and data parallelism, evaluated; if that does not fit, the space has what saves memory."""
+    space = _allowed_space(graph, topology, options)
+    usual = _usual(graph, topology, evaluator, stopped)
+    return space if usual.fits else replace(space, syncs=_allowed_syncs(graph, topology, options, saving=True)), usual
+
+
+def _start_names(options: SearchOptions, further_starts: Collection[str]) -> list[str] | None:
+    """The starts that the options name, without those made elsewhere; None if they name none. StrategyError if there is no such start."""
+    names = None if options.starts is None else [name for name in options.starts if name not in further_starts]
+    for name in names or ():
+        check_start(name)
+    return names
+
+
+def _start(evaluator: Evaluator, name: str, strategy: Strategy) -> Start:
+    return Start(name, strategy, evaluator.makespan_ns(strategy), evaluator.overflow_bytes(strategy))
+
+
+def _usual(graph: OperatorGraph, topology: Topology, evaluator: Evaluator, stopped: Callable[[], bool]) -> Start:
+    """Data parallelism, evaluated. KeyboardInterrupt if the user has ended the search."""
+    try:
+        return _start(evaluator, BASELINE, named(BASELINE, graph, topology))
+    except Exception as error:
+        if not stopped():  # see ``search``
+            raise
+        raise KeyboardInterrupt from error
 
 
 def _allowed_space(graph: OperatorGraph, topology: Topology, options: SearchOptions) -> Space:
@@ -128,9 +181,15 @@ def _allowed_space(graph: OperatorGraph, topology: Topology, options: SearchOpti
     pins, forbidden = pairs_of(options.pins), pairs_of(options.forbidden)
     allowed = parse(graph, topology.device_count, pins, forbidden)
     allowed = with_uncut(graph, topology, allowed, options.uncut, options.together)
-    exact, withins = sync_choices(graph, topology, options.syncs, options.uncut), lossy_ways(topology)
-    syncs = with_lossy(graph, exact, options.compressions, withins, ragged=may_be_ragged(topology))
-    return build_space(graph, topology.device_count, allowed=allowed, syncs=syncs)
+    return build_space(graph, topology.device_count, allowed=allowed, syncs=_allowed_syncs(graph, topology, options))
+
+
+def _allowed_syncs(
+    graph: OperatorGraph, topology: Topology, options: SearchOptions, *, saving: bool = False
+) -> Mapping[str, tuple[SyncConfig, ...]]:
+    """By parameter, how it may be synchronized. ``saving``: see ``sync.sync_choices``."""
+    exact, withins = sync_choices(graph, topology, options.syncs, options.uncut, saving=saving), lossy_ways(topology)
+    return with_lossy(graph, exact, options.compressions, withins, ragged=may_be_ragged(topology))
 
 
 def _heed(stopped: Callable[[], bool]) -> None:

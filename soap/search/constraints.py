@@ -6,6 +6,7 @@ A constraint is a pattern of operator names (``fnmatch``) and a specification fo
   ``@0-3`` or ``@0,2`` behind it the devices are fixed as well; ``@0-3`` alone fixes only the devices. The search decides which tile runs on
   which of them.
 - forbid: factors by name or kind that are never split, ``replicas``, and ``@3``: devices that are never used.
+- ``recompute`` among the names: operators are recomputed (pin), or never are (forbid).
 
 All constraints of an operator hold together. They leave an ``Allowed``, from which its ``OperatorSpace`` is made, so the proposals stay
 inside. ``brought_inside`` changes strategies from elsewhere (starts, references) as little as it can.
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import log2, prod
 
@@ -24,29 +25,38 @@ from soap.model.graph import Operator, OperatorGraph
 from soap.search.space import Grid, OperatorSpace, Space, grid_of
 from soap.strategy.config import OpConfig, Strategy, settled_config
 from soap.strategy.mismatch import short
+from soap.strategy.recomputation import refusal
 
+RECOMPUTE = "recompute"
+"""Stands for recomputation where a factor could be named."""
 REPLICAS = "replicas"
 """Name of the axis of replicas, which is no factor."""
 Pairs = Sequence[tuple[str, str]]
 """(pattern of operator names, what it says of these operators)."""
 
-_SPEC = "expected FACTOR:DEGREE such as sample:4 or sample:4,replicas:2, with @0-3 behind it for the devices, or @0-3 alone"
-_FORBIDDEN = "expected names or kinds of factors, 'replicas', or devices as @3, such as reduction or attribute,@3"
+_SPEC = (
+    "expected FACTOR:DEGREE such as sample:4 or sample:4,replicas:2, with @0-3 behind it for the devices, or @0-3 alone; 'recompute' by "
+    "itself or among the factors"
+)
+_FORBIDDEN = "expected names or kinds of factors, 'replicas', 'recompute', or devices as @3, such as reduction or attribute,@3"
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", re.ASCII)
 
 
 @dataclass(frozen=True)
 class Allowed:
     """What an operator may be. ``grid``: if not None, exactly this one. ``whole``: axes (0 replicas, 1 + factor) that are not split.
-    ``devices``: where tiles may be, ascending."""
+    ``devices``: where tiles may be, ascending. ``recompute``: whether it is recomputed; None: it may be or not."""
 
     grid: Grid | None
     whole: frozenset[int]
     devices: tuple[int, ...]
+    recompute: bool | None = None
 
     def allows(self, config: OpConfig) -> bool:
         """Whether a configuration obeys."""
         grid = grid_of(config)
+        if self.recompute not in (None, config.recompute):
+            return False
         if self.grid is not None and grid != self.grid:
             return False
         return all(grid[axis] == 1 for axis in self.whole) and set(config.devices) <= set(self.devices)
@@ -61,7 +71,7 @@ def parse(graph: OperatorGraph, device_count: int, pins: Pairs, forbidden: Pairs
             where = f"{option} {pattern}={spec}"
             operators = _matching(graph, pattern, where)
             split, devices = _divided(spec, where, device_count)
-            for op, more in zip(operators, _said(option, operators, split, devices, device_count, where), strict=True):
+            for op, more in zip(operators, _said(graph, option, operators, split, devices, device_count, where), strict=True):
                 found[op.name] = _both(found.get(op.name, Allowed(None, frozenset(), everything)), more, op, where)
     for op in graph.operators:
         if op.name in found:
@@ -87,11 +97,15 @@ def nearest(space: OperatorSpace, config: OpConfig) -> OpConfig:
 
 def brought_inside(space: Space, strategy: Strategy) -> Strategy:
     """The strategy with the nearest allowed configuration for each operator that does not obey. The same object if all obey."""
-    changed = {
-        op.name: nearest(own, strategy.operators[op.name])
-        for i, (op, own) in enumerate(zip(space.graph.operators, space.operators, strict=True))
-        if not space.allows(i, strategy.operators[op.name])
-    }
+    changed = {}
+    for i, (op, own) in enumerate(zip(space.graph.operators, space.operators, strict=True)):
+        config, allowed = strategy.operators[op.name], space.allowed[i] if space.allowed else None
+        if allowed is not None and allowed.recompute not in (None, config.recompute):
+            config = replace(config, recompute=allowed.recompute)
+        if not space.allows(i, config):
+            config = nearest(own, config)
+        if config is not strategy.operators[op.name]:
+            changed[op.name] = config
     return strategy.with_changes(changed) if changed else strategy
 
 
@@ -136,17 +150,30 @@ def _divided(spec: str, where: str, device_count: int) -> tuple[list[str], tuple
 
 
 def _said(
-    option: str, operators: Sequence[Operator], split: Sequence[str], devices: tuple[int, ...] | None, device_count: int, where: str
+    graph: OperatorGraph,
+    option: str,
+    operators: Sequence[Operator],
+    split: Sequence[str],
+    devices: tuple[int, ...] | None,
+    device_count: int,
+    where: str,
 ) -> list[Allowed]:
     """What one constraint leaves to each of its operators."""
     everything = tuple(range(device_count))
+    recompute = (option == "--pin") if RECOMPUTE in split else None
+    split = [name for name in split if name != RECOMPUTE]
+    for op in operators if recompute else ():
+        why = refusal(graph, op)
+        if why is not None:
+            raise StrategyError(f"{where}: operator {op.name!r} must not be recomputed: {why}; name others")
     if option == "--pin":
-        return [Allowed(_pinned(op, split, where) if split else None, frozenset(), devices or everything) for op in operators]
+        grids = [_pinned(op, split, where) if split else None for op in operators]
+        return [Allowed(grid, frozenset(), devices or everything, recompute) for grid in grids]
     left = tuple(d for d in everything if devices is None or d not in devices)
     for name in split:
         if name != REPLICAS and not any(_axes(op, name) for op in operators):
             raise StrategyError(f"{where}: no factor {short(name)}; expected 'replicas' or one of {_factors(operators)}")
-    return [Allowed(None, frozenset(axis for name in split for axis in _axes(op, name)), left) for op in operators]
+    return [Allowed(None, frozenset(axis for name in split for axis in _axes(op, name)), left, recompute) for op in operators]
 
 
 def _pinned(op: Operator, parts: Sequence[str], where: str) -> Grid:
@@ -199,7 +226,10 @@ def _both(one: Allowed, other: Allowed, op: Operator, where: str) -> Allowed:
     devices = tuple(d for d in one.devices if d in other.devices)
     if not devices:
         raise StrategyError(f"{where}: nothing is left for operator {op.name!r}: no device that it may use; allow more devices")
-    return Allowed(one.grid if one.grid is not None else other.grid, one.whole | other.whole, devices)
+    if None not in (one.recompute, other.recompute) and one.recompute != other.recompute:
+        raise StrategyError(f"{where}: operator {op.name!r} is to be recomputed by --pin and not by --forbid, so nothing is left; drop one")
+    recompute = other.recompute if one.recompute is None else one.recompute
+    return Allowed(one.grid if one.grid is not None else other.grid, one.whole | other.whole, devices, recompute)
 
 
 def _check_possible(op: Operator, allowed: Allowed, device_count: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from soap.model.graph import OperatorGraph
 from soap.search.groups import repeated_groups
@@ -109,7 +109,9 @@ def _lines(graph: OperatorGraph, strategy: Strategy, compared: Strategy) -> list
 
 
 def _with(strategy: Strategy, compared: Strategy, names: Sequence[str]) -> Strategy:
-    return strategy.with_changes({name: strategy.operators[name].placed_like(compared.operators[name]) for name in names})
+    usual = {name: compared.operators[name] for name in names}
+    placed = {name: strategy.operators[name].placed_like(own) for name, own in usual.items()}
+    return strategy.with_changes({name: replace(own, recompute=usual[name].recompute) for name, own in placed.items()})
 
 
 def _set_back(strategy: Strategy, compared: Strategy, names: Sequence[str], evaluator: Evaluator, simulation: Simulation) -> int:

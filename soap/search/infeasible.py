@@ -2,33 +2,79 @@
 
 from __future__ import annotations
 
+from soap.cluster.memory_budget import OPTION
 from soap.cluster.topology import Topology
 from soap.errors import InfeasibleError
 from soap.model.graph import OperatorGraph
+from soap.plan.memory_kinds import MemoryKind
 from soap.search.metropolis import Evaluator
-from soap.search.starts import Start
+from soap.search.record import Recorder
+from soap.simulator.simulate import Simulation
 from soap.units import format_bytes
 
+SHRINKING = {
+    MemoryKind.VALUES: "devices may share them (--sync fsdp)",
+    MemoryKind.GRADIENTS: "devices may share them (--sync fsdp)",
+    MemoryKind.STATES: "devices may share them (--sync zero)",
+    MemoryKind.KEPT: "a smaller batch keeps less",
+    MemoryKind.WORKSPACE: "a smaller batch takes less",
+    MemoryKind.BATCH: "a smaller batch takes less",
+}
+"""What makes a kind of memory smaller, where it is most of a peak."""
 
-def infeasible(graph: OperatorGraph, topology: Topology, evaluator: Evaluator, best: Start, proposals: int) -> InfeasibleError:
-    """The error of a search that found nothing that fits."""
+
+def infeasible(graph: OperatorGraph, topology: Topology, evaluator: Evaluator, recorder: Recorder, *, saving: bool) -> InfeasibleError:
+    """The error of a search that found nothing that fits: what is lacking at least, and the ways out. ``saving``: whether it has tried to
+    share optimizer states."""
+    best, run = recorder.best, getattr(evaluator, "run", None)
+    assert best is not None
+    if run is None:
+        available_bytes, lacking = sum(topology.memory_limits), format_bytes(best.overflow_bytes)
+        need, rest = f"{lacking} more needed than the {format_bytes(available_bytes)} available on {topology.device_count} devices", ""
+    else:
+        closest, simulation = min(recorder.starts, key=lambda start: start.score), run(best.strategy)
+        need, rest = _lacking(topology, simulation), _made_of(topology, simulation)
+        if closest.strategy != best.strategy:
+            _, start_bytes = _fullest(topology, run(closest.strategy))
+            rest = f" (of the starts {closest.name}, with {format_bytes(start_bytes)}){rest}"
+        else:
+            rest = f": {closest.name}{rest}"
+    ways = ["more devices or devices with more memory", "a smaller batch", "an optimizer that keeps fewer states"]
+    ways += [] if saving else ["--sync zero or fsdp, by which devices share states or values"]
+    ways += ["a larger --budget", *([f"a larger {OPTION}"] if topology.limits else [])]
     return InfeasibleError(
-        f"model {graph.name!r} does not fit into the memory of cluster {topology.name!r}: {_need(topology, evaluator, best)}, in the "
-        f"closest of {proposals} proposals and all starts; ways out: (1) more devices or devices with more memory, "
-        "(2) a smaller batch, (3) an optimizer that keeps fewer states, (4) --sync zero, by which devices share its states, "
-        "(5) a larger --budget"
+        f"model {graph.name!r} does not fit into the memory of cluster {topology.name!r}: {need}, in the closest of {len(recorder.rows)} "
+        f"proposals and all starts{rest}; ways out: {', '.join(f'({number}) {way}' for number, way in enumerate(ways, 1))}"
     )
 
 
-def _need(topology: Topology, evaluator: Evaluator, best: Start) -> str:
-    """Memory that is needed and available: on the device that lacks most if the evaluator can simulate in full, otherwise over all
-    devices."""
-    run = getattr(evaluator, "run", None)
-    if run is not None:
-        peaks = zip(run(best.strategy).peak_bytes, topology.devices, strict=True)
-        lacks = [(peak - device.type.memory_bytes, peak, device) for peak, device in peaks]
-        _, needed_bytes, device = max(lacks, key=lambda lack: lack[0])
-        return f"{device.name} needs {format_bytes(needed_bytes)}, available {format_bytes(device.type.memory_bytes)}"
-    available_bytes = sum(device.type.memory_bytes for device in topology.devices)
-    lacking = format_bytes(best.overflow_bytes)
-    return f"{lacking} more needed than the {format_bytes(available_bytes)} available on {topology.device_count} devices"
+def _lacking(topology: Topology, simulation: Simulation) -> str:
+    """Memory that is needed and available, on the device or the host that lacks most."""
+    number, needed_bytes = _fullest(topology, simulation)
+    available_bytes, limited = topology.memory_limits[number], f" by {OPTION}" if topology.limits else ""
+    if needed_bytes > available_bytes:
+        name = topology.devices[number].name
+        return f"{name} needs {format_bytes(needed_bytes)}, available {format_bytes(available_bytes)}{limited}"
+    known = ((use, host.name, host.memory_bytes) for use, host in zip(simulation.host_memory, topology.hosts, strict=True))
+    needed_bytes, name, available_bytes = max(((use, name, have) for use, name, have in known if have), key=lambda own: own[0] - own[2])
+    return f"parameter servers on {name} need {format_bytes(needed_bytes)} of main memory, available {format_bytes(available_bytes)}"
+
+
+def _made_of(topology: Topology, simulation: Simulation) -> str:
+    """What most of the fullest device's peak is held for."""
+    number, _ = _fullest(topology, simulation)
+    size, kind = max((size, kind) for kind, size in simulation.peak_by_kind[number].items() if kind in {*MemoryKind})
+    smaller = shrinking(MemoryKind(kind))
+    return f"; most of that, {format_bytes(size)}, is for {kind}{': ' * bool(smaller)}{smaller}"
+
+
+def shrinking(kind: MemoryKind) -> str:
+    """What makes a kind of memory smaller, in words; empty if nothing does by itself."""
+    return SHRINKING.get(kind, "")
+
+
+def _fullest(topology: Topology, simulation: Simulation) -> tuple[int, int]:
+    """The device that lacks most, and the bytes that it needs."""
+    pairs = zip(simulation.peak_bytes, topology.memory_limits, strict=True)
+    number, (needed_bytes, _) = max(enumerate(pairs), key=lambda own: own[1][0] - own[1][1])
+    return number, needed_bytes

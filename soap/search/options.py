@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import TypeAlias
 
+from soap.cluster.memory_budget import read_budget
 from soap.errors import ProfileError, StrategyError
 from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.search.constraints import pairs_of
@@ -32,7 +33,7 @@ Constraints: TypeAlias = "Mapping[str, str] | Sequence[tuple[str, str]]"
 
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions:
-    """How to search. StrategyError or ProfileError in one line for an impossible value.
+    """How to search. StrategyError, TopologyError or ProfileError in one line for an impossible value.
 
     ``budget``: proposals to evaluate, beside the starts. ``seed``: equal seeds give equal results. ``beta``: how strictly a chain refuses
     slower strategies (``soap.search.metropolis``). ``starts``: names of strategies to begin with; by default all classical ones.
@@ -43,7 +44,12 @@ class SearchOptions:
     devices or copies. ``syncs=[parameter_server(4)]``: methods that parameters may be synchronized by, beside all-reduce; by default all
     methods for sparse parameters, and all-reduce for dense ones. ``lossy=["rgc:0.001"]``: methods that may compress gradients
     (``soap.strategy.compression``), where their policy says so; by default none, so that every plan trains like one process. ``training``:
-    what training then adds: corrected momentum, a warm-up, clipping (``CompressedTraining.planned``).
+    what training then adds: corrected momentum, a warm-up, clipping (``CompressedTraining.planned``); with clipping no plan is found by
+    which ranks cannot clip, and updates wait for the norm (``plan.syncs.clipping``). ``memory_budget``: how much of each device's memory
+    plans may use, such as ``80%`` or ``20GB``; by default all that the cluster has.
+
+    ``recompute``: whether operators may be recomputed instead of keeping what they make (``soap.search.recomputing``); by default where
+    memory binds.
 
     ``uncut``: names of parameters that every device owns whole or not at all; optimizers need this if their update is not elementwise.
     ``together``: names of parameters that a device owns either all of, or none.
@@ -70,6 +76,7 @@ class SearchOptions:
     syncs: Sequence[SyncConfig] = ()
     lossy: Sequence[Compression | str] = ()
     training: PlannedTraining = PLAIN
+    recompute: bool | None = None
     uncut: Collection[str] = ()
     together: Collection[str] = ()
     optimizer_states: int = OPTIMIZER_STATES
@@ -78,6 +85,7 @@ class SearchOptions:
     risk: Risk | str | None = DEFAULT_RISK
     draws: int = DEFAULT_DRAWS
     confidence: float = DEFAULT_CONFIDENCE
+    memory_budget: str | None = None
 
     def __post_init__(self) -> None:
         _check(self.budget, self.beta, self.patience, self.seconds)
@@ -91,6 +99,8 @@ class SearchOptions:
         if self.optimizer_states < 0:
             raise StrategyError(f"optimizer_states {self.optimizer_states}: expected 0 or more tensors of a parameter's size")
         check_costs(self.costs)
+        if self.memory_budget is not None:
+            read_budget(self.memory_budget)
         for name in ("pins", "forbidden"):
             object.__setattr__(self, name, pairs_of(getattr(self, name)))
         for name in ("syncs", "uncut", "together"):

@@ -19,6 +19,7 @@ operator is drawn uniformly from ``Space.movable``, which does not depend on the
   another structured configuration, uniformly. No effect if a member outside of M has that configuration already, as the way
   back would then move it too. Otherwise any member of M, in either direction, draws exactly this move: symmetric.
 - ``sync``: one parameter gets another of its ways of synchronizing, both drawn uniformly: symmetric.
+- ``recompute``: a set of operators that are all recomputed no longer is, or one of which none is: its own inverse, so symmetric.
 
 A current state outside of the space (weight 0) is never proposed, so it is transient and the target does not constrain the way
 out: from there ``log_ratio`` is 0.
@@ -27,8 +28,8 @@ out: from there ``log_ratio`` is 0.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import exp, inf, log
 
 from soap.search.alignment import aligned_configs
@@ -144,7 +145,25 @@ def sync(rng: random.Random, space: Space, strategy: Strategy) -> Proposal | Non
     return Proposal(strategy.with_parameter(name, sync), "sync", (name,))
 
 
-MOVES: Mapping[str, Move] = {"redraw": redraw, "place": place, "split": split, "informed": informed, "group": group, "sync": sync}
+def recompute(rng: random.Random, space: Space, strategy: Strategy) -> Proposal | None:
+    """Recompute a set of operators, or no longer."""
+    if not space.recompute:
+        return None
+    names = tuple(space.graph.operators[i].name for i in rng.choice(space.recompute))
+    marked = [strategy.operators[name].recompute for name in names]
+    if any(marked) != all(marked):
+        return None
+    return Proposal(with_marks(strategy, names, not marked[0]), "recompute", names)
+
+
+def with_marks(strategy: Strategy, names: Iterable[str], recompute: bool) -> Strategy:
+    """The strategy in which these operators are recomputed, or not."""
+    return strategy.with_changes({name: replace(strategy.operators[name], recompute=recompute) for name in names})
+
+
+MOVES: Mapping[str, Move] = {
+    "redraw": redraw, "place": place, "split": split, "informed": informed, "group": group, "sync": sync, "recompute": recompute,
+}  # fmt: skip
 
 
 def move_weights(space: Space) -> dict[str, float]:
@@ -157,7 +176,12 @@ def move_weights(space: Space) -> dict[str, float]:
         "informed": 3.0,
         "group": 3.0 if space.groups else 0.0,
         "sync": 1.0 if space.syncs else 0.0,
+        "recompute": 1.0 if space.recompute else 0.0,
     }
+
+
+UNPLACED = ("sync", "recompute")
+"""Moves that need no operator with a choice of configurations."""
 
 
 class Kernel:
@@ -165,7 +189,7 @@ class Kernel:
 
     def __init__(self, space: Space, weights: Mapping[str, float] | None = None) -> None:
         self.space = space
-        chosen = {name: w for name, w in (weights or move_weights(space)).items() if w > 0 and (space.movable or name == "sync")}
+        chosen = {name: w for name, w in (weights or move_weights(space)).items() if w > 0 and (space.movable or name in UNPLACED)}
         self._moves = tuple(MOVES[name] for name in chosen)
         self._weights = tuple(chosen.values())
 

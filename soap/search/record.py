@@ -53,7 +53,8 @@ class SearchResult:
     ``finalists``: the best few that fit, of different costs, the best one first. ``evaluations``: number of simulations, starts included.
     ``interrupted``: whether the user stopped it before the budget was spent. ``locally_optimal``: whether it was shown that no other
     structured configuration of any one operator is better; ``polished``: comparisons made for that and at cuts (``soap.search.cuts``),
-    which are not in ``evaluations``."""
+    which are not in ``evaluations``. ``saving_bytes``: bytes that data parallelism lacks, if parameters could therefore be
+    synchronized in ways that save memory, without the user's asking; else 0."""
 
     strategy: Strategy
     cost_ns: int
@@ -68,6 +69,7 @@ class SearchResult:
     interrupted: bool
     locally_optimal: bool = False
     polished: int = 0
+    saving_bytes: int = 0
 
     @property
     def speedup(self) -> float:
@@ -158,8 +160,8 @@ class Recorder:
             return self.baseline_ns
         return next(start.cost_ns for start in self.starts if start.name == BASELINE)
 
-    def result(self, *, seed: int, budget: int, beta: float, interrupted: bool) -> SearchResult:
-        """The result so far."""
+    def result(self, *, seed: int, budget: int, beta: float, interrupted: bool, saving_bytes: int) -> SearchResult:
+        """The result so far. ``saving_bytes``: see ``SearchResult``."""
         assert self.best is not None
         evaluations = len(self.starts) + len(self.rows)
         return SearchResult(
@@ -176,4 +178,5 @@ class Recorder:
             interrupted=interrupted,
             locally_optimal=self.locally_optimal,
             polished=self.polished,
+            saving_bytes=saving_bytes,
         )

@@ -10,8 +10,9 @@ from types import MappingProxyType
 from soap.cluster.topology import Topology
 from soap.errors import StrategyError
 from soap.model.graph import OperatorGraph
-from soap.strategy.classical import CLASSICAL, NAMED, SYNCHRONIZED, random_strategy, sample_factor, uniform_config
+from soap.strategy.classical import CLASSICAL, SYNCHRONIZED, random_strategy, sample_factor, uniform_config
 from soap.strategy.config import Strategy, SyncConfig, settled
+from soap.strategy.named import check_name, forms, named
 
 BASELINE = "data_parallel"
 """The start that is always evaluated, since every result is compared with it."""
@@ -50,28 +51,46 @@ def starting_strategies(
     initial: Strategy | None,
     seed: int,
     syncs: Mapping[str, Sequence[SyncConfig]] = MappingProxyType({}),
+    saving: Sequence[str] = (),
 ) -> dict[str, Strategy]:
     """Name -> strategy in the order of evaluation: data parallelism, then ``names``, then ``initial``. If no names are given: all
-    classical ones, and those that synchronize parameters in the other ways that ``syncs`` allows (``sync.sync_choices``)."""
+    classical ones, those that synchronize parameters in the other ways that ``syncs`` allows (``sync.sync_choices``), and ``saving``, of
+    which those that differ from others and that ``syncs`` allows."""
     wanted = [*CLASSICAL, *_synchronized(graph, topology, syncs)] if names is None else list(names)
     for name in wanted:
-        if name not in NAMED and name != RANDOM:
-            raise StrategyError(f"start {name!r}: expected one of {', '.join((*NAMED, RANDOM))}")
+        check_start(name)
     found: dict[str, Strategy] = {}
     for name in dict.fromkeys((BASELINE, *wanted)):
         if name == RANDOM:
             found[name] = random_strategy(graph, topology, random.Random(f"{seed} {RANDOM}"))
         else:
-            found[name] = NAMED[name](graph, topology)
+            found[name] = named(name, graph, topology)
+    for name in saving if names is None else ():
+        strategy = named(name, graph, topology)
+        if name not in found and strategy not in found.values() and _allowed(strategy.parameters, syncs):
+            found[name] = strategy
     if initial is not None:
         initial.validate(graph, topology.device_count)
         found[INITIAL] = initial
     return found
 
 
+def check_start(name: str) -> None:
+    """StrategyError in one line if no start has this name."""
+    try:
+        if name != RANDOM:
+            check_name(name)
+    except StrategyError:
+        raise StrategyError(f"start {name!r}: expected one of {forms()}; or {RANDOM}") from None
+
+
 def _synchronized(graph: OperatorGraph, topology: Topology, syncs: Mapping[str, Sequence[SyncConfig]]) -> list[str]:
     made = {name: make(graph, topology).parameters for name, make in SYNCHRONIZED.items()} if syncs else {}
-    return [name for name, own in made.items() if own and all(sync in syncs.get(parameter, ()) for parameter, sync in own.items())]
+    return [name for name, own in made.items() if own and _allowed(own, syncs)]
+
+
+def _allowed(parameters: Mapping[str, SyncConfig], syncs: Mapping[str, Sequence[SyncConfig]]) -> bool:
+    return all(sync in syncs.get(parameter, ()) for parameter, sync in parameters.items())
 
 
 def reference_strategies(graph: OperatorGraph, topology: Topology, starts: Iterable[Strategy]) -> tuple[Strategy, ...]:

@@ -7,6 +7,7 @@ these operators are computed as in data parallelism, so that whoever has a part 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 from soap.cluster.topology import Topology
 from soap.errors import StrategyError
@@ -45,7 +46,8 @@ def with_uncut(
                         f"the optimizer needs operator {op.name!r} as in data parallelism, which --pin or --forbid rules out; drop that"
                     )
                 grid = grid_of(config)
-            found[op.name] = Allowed(grid, before.whole | (frozenset() if grid is not None else cutting), devices)
+            whole = before.whole | (frozenset() if grid is not None else cutting)
+            found[op.name] = replace(before, grid=grid, whole=whole, devices=devices)
     return found
 
 

@@ -14,7 +14,7 @@ from soap.model.graph import OperatorGraph
 from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.simulator.communication.prices import Communication
 from soap.simulator.communication.servers import core_names
-from soap.simulator.compiled.change import REPLACED_OPERATORS, Edit, make_edit, make_undo
+from soap.simulator.compiled.change import KEEP, REPLACED_OPERATORS, Edit, make_edit, make_undo
 from soap.simulator.compiled.communication import MISSING
 from soap.simulator.compiled.draws import NO_DRAWING, Drawing
 from soap.simulator.compiled.evaluate import confirm, evaluate, take_back
@@ -38,6 +38,7 @@ from soap.simulator.costs import CostModel
 from soap.simulator.draws import Draws
 from soap.simulator.task_ids import UNNUMBERED, unnumbered
 from soap.strategy.config import NOTHING, OpConfig, Strategy, SyncConfig, check_config
+from soap.strategy.recomputation import require_repeatable
 
 Result = TypeVar("Result")
 Handles = tuple[World, Trial, Trial, Edit]
@@ -104,9 +105,10 @@ class Engine:
         variants = np.array([self.variants.number(i, config.degrees) for i, config in enumerate(self._configs)], np.int32)
         replicas = np.array([config.replicas for config in self._configs], np.int32)
         devices = np.array([device for config in self._configs for device in config.devices], np.int32)
+        marked = np.array([config.recompute for config in self._configs], np.int32)
         if len(self.variants.degrees) > self._known_variants:
             self._renew_tables()
-        self._lower(variants, replicas, devices)
+        self._lower(variants, replicas, devices, marked)
 
     def _make_room(self, slots: int) -> None:
         """Grow the arrays to the least that a strategy needs at once, rather than trying every smaller size."""
@@ -115,12 +117,12 @@ class Engine:
                 self._slots, self._arena = 2 * self._slots, 2 * self._arena
             self._make_state()
 
-    def _lower(self, variants: Ints, replicas: Ints, devices: Ints) -> None:
-        """Lower a strategy from scratch, into arrays with ``ROOM`` times what it needs."""
-        self._try(lambda: self._lower_all(variants, replicas, devices))
+    def _lower(self, *held: Ints) -> None:
+        """Lower a strategy from scratch, into arrays with ``ROOM`` times what it needs. ``held``: see ``lower_all``."""
+        self._try(lambda: self._lower_all(*held))
         if ROOM * self.state.used[SLOTS] > self._slots or ROOM * self.state.used[ARENA] > self._arena:
             self._grow()
-            self._lower(variants, replicas, devices)
+            self._lower(*held)
         self._lowered_slots = int(self.state.used[SLOTS])
 
     def simulate(self) -> int:
@@ -152,6 +154,7 @@ class Engine:
         positions = [self.graph.index[name] for name in operators]
         for position, config in zip(positions, operators.values(), strict=True):
             check_config(self.graph.operators[position], config, self.topology.device_count)
+            require_repeatable(self.graph, self.graph.operators[position], config.recompute)
         numbers = [self._parameters[name] for name in parameters]
         codes = [sync_code(sync) for sync in parameters.values()]
         variants = [self.variant(position, config.degrees) for position, config in zip(positions, operators.values(), strict=True)]
@@ -171,6 +174,7 @@ class Engine:
         E.count[:REPLACED_OPERATORS] = count, len(devices), len(numbers)
         E.operator[:count], E.variant[:count] = positions, variants
         E.replicas[:count] = [config.replicas for config in configs]
+        E.marked[:count] = [config.recompute for config in configs]
         E.dev_ptr[1 : count + 1] = np.cumsum([len(config.devices) for config in configs])
         E.dev[: len(devices)] = devices
         E.parameter[: len(numbers)], E.sync[: len(numbers)] = numbers, codes
@@ -255,13 +259,16 @@ class Engine:
         C = self.state
         for position in range(len(self._configs)):
             first, tiles = int(C.dev_ptr[position]), int(C.tiles[position])
-            self._configs[position] = self.config(position, C.variant[position], C.dev[first : first + tiles], C.replicas[position])
+            own = C.variant[position], C.dev[first : first + tiles], C.replicas[position], C.marked[position]
+            self._configs[position] = self.config(position, *own)
         if not np.array_equal(C.sync[: len(self._codes)], self._codes):
             self._syncs, self._codes = self.syncs(C.sync), C.sync[: len(self._codes)].copy()
 
-    def config(self, position: int, variant: int, devices: Ints, replicas: int) -> OpConfig:
-        """An operator's configuration with this variant on these devices; fields that compiled code does not know stay as held."""
-        return self._configs[position].placed(self.variants.degrees[variant], tuple(devices.tolist()), int(replicas))
+    def config(self, position: int, variant: int, devices: Ints, replicas: int, marked: int = KEEP) -> OpConfig:
+        """An operator's configuration with this variant on these devices; fields that compiled code does not know stay as held. ``marked``:
+        whether it is recomputed, ``KEEP`` for as held."""
+        held = self._configs[position].placed(self.variants.degrees[variant], tuple(devices.tolist()), int(replicas))
+        return held if marked in (KEEP, held.recompute) else replace(held, recompute=bool(marked))
 
     def sync(self, parameter: str, code: int) -> SyncConfig:
         """A parameter's synchronization from its number (see ``sync_codes``)."""
@@ -299,16 +306,16 @@ class Engine:
         """All tasks of the last simulation, in the order in which the simulation took them."""
         return each_task(self.state, self.trial, self._groups.arrays.static)
 
-    def _lower_all(self, variants: Ints, replicas: Ints, devices: Ints) -> None:
-        self.state.sync[: len(self._codes)] = self._codes
-        lower_all(self.world, variants, replicas, devices)
+    def _lower_all(self, *held: Ints) -> None:
+        self.state.sync[: len(self._codes)], self.state.prefetch[0] = self._codes, self._loaded.prefetch
+        lower_all(self.world, *held)
 
     def _renew_state(self) -> None:
         """Drop the old blocks of accepted changes; if there are none, grow. Then lower and simulate again."""
         C, count = self.state, len(self.graph.operators)
         tiles = zip(C.dev_ptr[:count].tolist(), C.tiles[:count].tolist(), strict=True)
         devices = np.concatenate([C.dev[first : first + own] for first, own in tiles])
-        held = C.variant[:count].copy(), C.replicas[:count].copy(), devices
+        held = C.variant[:count].copy(), C.replicas[:count].copy(), devices, C.marked[:count].copy()
         if self.state.used[SLOTS] == self._lowered_slots:
             self._grow()
         self._lower(*held)

@@ -18,7 +18,7 @@ from soap.simulator.communication.allreduce import allreduce_bytes, link_shares
 from soap.simulator.folding import Folding
 from soap.simulator.memory.ledger import MemoryCurve
 from soap.simulator.memory.peaks import MemoryUse, lacking_bytes, memory_use
-from soap.simulator.memory.residency import expected_peaks, memory_over_time
+from soap.simulator.memory.residency import expected_peaks, memory_over_time, peaks_by_kind
 from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
 from soap.simulator.throughput import Throughput, throughput
 
@@ -60,8 +60,17 @@ class FoldedSimulation:
     @cached_property
     def peak_bytes(self) -> tuple[int, ...]:
         """The peak memory to expect on each device of the cluster, with an allowance (``residency.ALLOWANCE``)."""
-        uses = memory_use(self._with_an_idle_device.plan, self.optimizer_states)
-        return tuple(self._for_all(expected_peaks(self._curves, uses)))
+        return tuple(self._for_all(self._expected))
+
+    @cached_property
+    def peak_by_kind(self) -> tuple[dict[str, int], ...]:
+        """What each device's expected peak is made of, in bytes: values, gradients, states, … (``residency.peaks_by_kind``)."""
+        return tuple(self._for_all(peaks_by_kind(self._curves, self._expected)))
+
+    @property
+    def host_memory(self) -> tuple[int, ...]:
+        """Bytes that each host holds for parameter servers: none, since plans with servers are not folded."""
+        return (0,) * len(self.topology.hosts)
 
     @cached_property
     def overflow_bytes(self) -> int:
@@ -138,6 +147,11 @@ class FoldedSimulation:
         inside = self.folding.local.ravel()
         carried[inside] += local[self._stand_in[inside]]
         return dict(zip([link.name for link in self.topology.links], carried.tolist(), strict=True))
+
+    @cached_property
+    def _expected(self) -> tuple[int, ...]:
+        """The expected peaks of the small topology's devices and of an idle one."""
+        return expected_peaks(self._curves, memory_use(self._with_an_idle_device.plan, self.optimizer_states))
 
     @cached_property
     def _curves(self) -> tuple[MemoryCurve, ...]:

@@ -8,7 +8,8 @@ copy, or *common*: a sum over all copies. ``fold`` checks these conditions, and 
    bandwidth and latency, which lead between hosts or do not; no two copies share such a local link;
 2. activations without a folded dimension are read on the device that holds them, so only common sums travel between copies;
 3. if a common sum (by any algorithm) holds a local link of copy 1, it holds the corresponding link of every copy j > 1, and vice versa;
-4. neither parameter servers (which belong to the host of one device) nor a sparse all-gather are used.
+4. neither parameter servers (which belong to the host of one device) nor a sparse all-gather are used;
+5. no device of the cluster is idle if the training clips: the sum for the norm, a common one, is over all of them.
 
 Why the result is exact. Let F be the simulation of two copies, in which a common sum takes as long as it takes over the devices of all D.
 The claim: a task of copy j > 1 is ready, starts and ends when the corresponding task of copy 1 does in F; every other task when it does
@@ -38,9 +39,11 @@ from numpy.typing import NDArray
 
 from soap.cluster.topology import Device, DeviceType, Host, Topology
 from soap.model.graph import OperatorGraph
+from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.plan.copies import LEFT, Copies, UnfoldableError, candidates, find_copies
 from soap.plan.plan import Plan
 from soap.plan.planning import PlanBuilder
+from soap.plan.syncs.clipping import sums_norm
 from soap.plan.tiling import Tile
 from soap.simulator.chunks import shortest_chunk_ns
 from soap.simulator.communication.allreduce import allreduce_bytes, allreduce_options
@@ -145,7 +148,7 @@ class Folding:
         return len(self.copies.images)
 
 
-def fold(graph: OperatorGraph, topology: Topology, strategy: Strategy) -> Folding | str:
+def fold(graph: OperatorGraph, topology: Topology, strategy: Strategy, training: PlannedTraining = PLAIN) -> Folding | str:
     """The strategy folded over as many copies as possible, or the reason why it cannot be folded, in one line. It must be legal."""
     for sync in strategy.parameters.values():
         if sync.contract.folding:
@@ -161,7 +164,7 @@ def fold(graph: OperatorGraph, topology: Topology, strategy: Strategy) -> Foldin
         try:
             copies = find_copies(graph, strategy, count)
             reasons = unlike_copies
-            return _Folding(graph, topology, copies).fold()
+            return _Folding(graph, topology, copies, training).fold()
         except UnfoldableError as error:
             reasons.append(str(error))
     return next(iter(unlike_copies + no_copies), f"at most {LEFT} devices in use")
@@ -170,8 +173,8 @@ def fold(graph: OperatorGraph, topology: Topology, strategy: Strategy) -> Foldin
 class _Folding:
     """Checks the conditions of the module's docstring, and builds the small problem."""
 
-    def __init__(self, graph: OperatorGraph, topology: Topology, copies: Copies) -> None:
-        self.graph, self.topology, self.copies = graph, topology, copies
+    def __init__(self, graph: OperatorGraph, topology: Topology, copies: Copies, training: PlannedTraining) -> None:
+        self.graph, self.topology, self.copies, self.training = graph, topology, copies, training
         self.images = copies.images
         self._between = links_between_hosts(topology)
 
@@ -181,9 +184,14 @@ class _Folding:
         near = set(local[:LEFT].ravel().tolist())
         bridge = {*self._route(0, 1), *self._route(1, 0)}
         before = self._small_topology(near | bridge)
-        plan = PlanBuilder(self.copies.graph, before).build(self.copies.strategy)
+        plan = PlanBuilder(self.copies.graph, before, self.training).build(self.copies.strategy)
         self._check_fetches(plan)
-        found = {devices: self._sum_over_all(devices) for devices in _common_groups(plan, self.images[0], self.copies.devices)}
+        groups = _common_groups(plan, self.images[0], self.copies.devices)
+        if sums_norm(plan):
+            if len(np.unique(self.images)) < self.topology.device_count:
+                raise UnfoldableError("gradients are clipped by a norm that idle devices wait for, too")
+            groups.append(tuple(range(plan.device_count)))
+        found = {devices: self._sum_over_all(devices) for devices in groups}
         signatures = self._signatures(options for _, options in found.values())
         if (signatures[local[2:]] != signatures[local[1]]).any():
             raise UnfoldableError(f"sums over {len(self.images)} copies do not hold corresponding links in all of them")

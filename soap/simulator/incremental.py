@@ -16,7 +16,8 @@ from soap.simulator.drawn_times import reference_times_ns
 from soap.simulator.draws import Draws, cost_ns
 from soap.simulator.engine import Engine
 from soap.simulator.memory.bound import MemoryBound
-from soap.simulator.simulate import CACHED_STRATEGIES, Simulation, Simulator, is_large
+from soap.simulator.memory.hosts import hosts_may_lack
+from soap.simulator.simulate import CACHED_STRATEGIES, REFUSED_BYTES, Simulation, Simulator, is_large
 from soap.strategy.classical import CLASSICAL
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
 
@@ -65,10 +66,12 @@ class IncrementalSimulator:
         return self._simulator.training
 
     def always_fits(self) -> bool:
-        """True if every device has ``AMPLE`` times the memory that one device would need for the whole model."""
+        """True if every device has ``AMPLE`` times the memory that one device would need for the whole model, and every host enough."""
         graph, topology = self._simulator.graph, self._simulator.topology
+        if hosts_may_lack(graph, topology, self._simulator.optimizer_states):
+            return False
         whole = max(use.total for use in self._simulator.run(CLASSICAL["single_device"](graph, topology)).memory)
-        return AMPLE * whole <= min(device.type.memory_bytes for device in topology.devices)
+        return AMPLE * whole <= min(topology.memory_limits)
 
     def makespan_ns(self, strategy: Strategy) -> int:
         """Time of one iteration, or its cost under all draws. StrategyError if the strategy does not fit the graph or the cluster."""
@@ -80,7 +83,9 @@ class IncrementalSimulator:
         return self._answers[key]
 
     def overflow_bytes(self, strategy: Strategy) -> int:
-        """Bytes of memory that the devices lack, added up."""
+        """Bytes of memory that the devices lack, added up, as ``Simulator.cost`` has them."""
+        if self._simulator.is_refused(strategy):
+            return REFUSED_BYTES
         if self._certainly_fits(strategy):
             return 0
         if self.least_overflow_bytes(strategy) > 0:
@@ -89,6 +94,8 @@ class IncrementalSimulator:
 
     def bounds_overflow_bytes(self, strategy: Strategy) -> int:
         """As ``Simulator.bounds_overflow_bytes``."""
+        if self._simulator.is_refused(strategy):
+            return REFUSED_BYTES
         return 0 if self._certainly_fits(strategy) else self._simulator.bounds_overflow_bytes(strategy)
 
     def _certainly_fits(self, strategy: Strategy) -> bool:
@@ -118,7 +125,7 @@ class IncrementalSimulator:
     def _holder(self, strategy: Strategy) -> _Holder:
         simulator = self._simulator
         engine = self._engine()
-        limits = [device.type.memory_bytes for device in simulator.topology.devices]
+        limits = simulator.topology.memory_limits
         return _Holder(engine, MemoryBound(engine, limits, simulator.optimizer_states), strategy)
 
     def _simulate(self, strategy: Strategy) -> int:
@@ -182,7 +189,7 @@ class _Holder:
             else:
                 self._engine.reject()
             self._proposed = None
-        if len(changes) > MOST_CHANGES:
+        if len(changes) > MOST_CHANGES or strategy.prefetch != self._held.prefetch:
             self._load(strategy)
             return self._engine.makespan_ns
         if not changes:

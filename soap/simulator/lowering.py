@@ -10,6 +10,7 @@ its own tiles (except that tiles that wait for no other run right before their f
 
 - Forward: a tile waits for its fetches. After the last tile of a group comes the group's reduction. A message leaves as soon as its pieces
   are ready; an exchange takes place as soon as all its pieces are.
+- A second run (``second_runs``) comes when the backward pass first needs what it makes.
 - Backward: the reduction of a group's gradient comes before the group's first tile in that order. Once the last consumer of a message or
   exchange has run, the gradients travel back. Once the last use of its shards has run, a bucket is summed. The optimizer runs once, at the
   end.
@@ -20,7 +21,7 @@ tiles need. The simulator takes tile by tile.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from soap.cluster.topology import Topology
 from soap.model.regions import Box
@@ -38,6 +39,7 @@ from soap.plan.plan import (
     exchange_name,
     forward_name,
     message_name,
+    recompute_name,
     reduce_name,
     remote_parts,
 )
@@ -46,10 +48,14 @@ from soap.plan.tiling import Tile
 from soap.simulator.communication.prices import Communication
 from soap.simulator.communication.synchronizing import Synchronization
 from soap.simulator.costs import CostModel, launch_ns
+from soap.simulator.second_runs import AGAIN, Need, SecondRuns
 from soap.simulator.task_list import BACKWARD, FORWARD, TaskList
 from soap.simulator.tasks import TaskGraph, TaskKind
 
 __all__ = ["PlanBuilder", "build_plan", "lower"]
+
+Gathering = Callable[[int, Sequence[int], Mapping[int, int] | None], Iterable[tuple[int, int]]]
+"""``Synchronization.gather``."""
 
 
 def lower(
@@ -63,17 +69,22 @@ def lower(
     tasks = TaskList(communication or Communication(topology))
     lowering = _Lowering(plan, costs, tasks)
     synchronization = Synchronization(plan, costs, tasks, pull_together=pull_together)
-    lowering.forward(synchronization.pull())
-    lowering.backward()
+    lowering.forward(synchronization.pull(), synchronization.gather)
+    lowering.backward(synchronization.gather)
     synchronization.synchronize(lowering.backward_tasks)
-    return TaskGraph(plan, topology, tuple(tasks.tasks))
+    return TaskGraph(plan, topology, tasks.in_order())
+
+
+NAMES = {TaskKind.FORWARD: forward_name, TaskKind.RECOMPUTE: recompute_name, TaskKind.BACKWARD: backward_name}
+"""Names of a tile's passes."""
 
 
 class _Lowering:
     """The state of one lowering.
 
     ``_forward``, ``backward_tasks``: tile -> its task. ``_reduced``: reduction -> the tasks that its sum is ready after. ``_brought``:
-    part -> the task that brings it. ``_arrivals``: tile -> the tasks that bring what it reads. ``_gradients``: holding -> the tasks that
+    part -> the task that brings it. ``_arrivals``: tile -> the tasks that bring what it reads; ``_arrivals_back``: to its backward pass, of
+    parameters. ``_gradients``: holding -> the tasks that
     make or bring parts of its gradient; empty if it gets none.
     """
 
@@ -85,13 +96,17 @@ class _Lowering:
         self._gradients: list[list[int]] = [[] for _ in plan.holdings]
         self._brought: dict[Part, int] = {}
         self._arrivals: list[list[int]] = [[] for _ in plan.tiles]
+        self._arrivals_back: dict[int, list[int]] = {}
         self._index = PlanPlaces(plan)
+        self._second = SecondRuns(plan, tasks, self.backward_tasks, lambda tile, after: self._compute(tile, TaskKind.RECOMPUTE, after))
 
-    def forward(self, pulled: Iterable[tuple[int, int]]) -> None:
+    def forward(self, pulled: Iterable[tuple[int, int]], gather: Gathering) -> None:
         """Transfers, tiles and reductions, operator by operator. ``pulled``: (tile, a task that brings what it reads of parameters)."""
         for tile, task in pulled:
             self._arrivals[tile].append(task)
         for position in range(len(self.plan.graph.operators)):
+            for tile, task in gather(position, self._forward, None):
+                self._arrivals[tile].append(task)
             for carrier in self._index.carriers[position]:
                 self._carry(carrier)
             for fetch in self._index.fetches[position]:
@@ -101,29 +116,42 @@ class _Lowering:
             for place in self._index.reductions[position]:
                 self._reduce(place)
 
-    def backward(self) -> None:
+    def backward(self, gather: Gathering) -> None:
         """Gradient reductions, tiles and gradient transfers, last operator first."""
         graph = self.plan.graph
         for position in range(len(graph.operators) - 1, -1, -1):
+            for tile, task in gather(position, self._forward, self.backward_tasks):
+                self._arrivals_back.setdefault(tile, []).append(task)
             if graph.needs_backward(graph.operators[position]):
                 self._backward_tiles(position)
             for fetch in self._index.fetches[position]:  # listed at the first reader, which may have no backward pass itself
                 self._keep_gradient(self.plan.fetches[fetch])
+                self._second.note_fetch(fetch)
             for carrier in self._index.carriers[position]:
                 self._return_gradient(carrier)
+        self._second.link()
 
     def _backward_tiles(self, position: int) -> None:
         arrivals: dict[int, list[int]] = {}
+        claims: dict[int, list[Need]] = {}
         for place in self._index.reductions[position]:
             reduced = self._reduced_gradient(place)
+            held = self._index.of_reduction[place]
+            several = len(self.plan.reductions[place].devices) > 1
+            claimed = self._second.summed(held, *reduced) if several and reduced else self._second.claims(held)
             for index in self.plan.reductions[place].tiles:
                 arrivals.setdefault(index, []).extend(reduced)
+                claims.setdefault(index, []).extend(claimed)
         for tile in self._tiles(position):
-            index = self._place(tile)
+            index, start = self._place(tile), self._loss_start(tile)
             own = [task for held in self._index.of_tile[index] for task in self._gradients[held]]
-            gradient = [*own, *arrivals.get(index, ()), *self._loss_start(tile)]
+            gradient = [*own, *arrivals.get(index, ()), *start]
             if gradient:
-                self.backward_tasks[index] = self._compute(tile, TaskKind.BACKWARD, [self._forward[index], *gradient])
+                claimed = [*self._second.claims(self._index.of_tile[index]), *claims.get(index, ()), *map(self._second.start, start)]
+                values = self._arrivals_back.get(index, ())
+                again = self._second.run(tile, index, [self._forward[index], *values], claimed)
+                after = [self._forward[index], *again, *gradient, *values]
+                self.backward_tasks[index] = self._compute(tile, TaskKind.BACKWARD, after)
 
     def _tiles(self, position: int) -> tuple[Tile, ...]:
         first = self.plan.first_tile
@@ -179,8 +207,10 @@ class _Lowering:
             active = carrier.parts  # a device without a gradient takes part with zeros
         after = {task for tasks in found.values() for task in tasks}
         task = self._carrier_task(carrier, active, after, gradient=True)
-        for *_, holding in remote_parts(self.plan, active):
+        holdings = [holding for *_, holding in remote_parts(self.plan, active)]
+        for holding in holdings:
             self._gradients[holding].append(task)
+        self._second.note_return((number for number, tasks in found.items() if tasks), holdings, task)
 
     def _carrier_task(self, carrier: Message | Exchange, parts: Sequence[Part], after: Iterable[int], *, gradient: bool) -> int:
         number, piece = carrier.parts[0]
@@ -201,12 +231,10 @@ class _Lowering:
 
     def _compute(self, tile: Tile, kind: TaskKind, after: Iterable[int]) -> int:
         graph, device, asked = self.plan.graph, self._list.topology.devices[tile.device].type, self.plan.as_run(tile)
-        if kind is TaskKind.FORWARD:
-            name, duration = forward_name(self.plan.operator(tile), tile), self.costs.forward_ns(graph, asked, device)
-        else:
-            name, duration = backward_name(self.plan.operator(tile), tile), self.costs.backward_ns(graph, asked, device)
         gradient = kind is TaskKind.BACKWARD
-        place = self._id(tile.operator, 1, tile.index, gradient=gradient)
+        duration = (self.costs.backward_ns if gradient else self.costs.forward_ns)(graph, asked, device)
+        name = NAMES[kind](self.plan.operator(tile), tile)
+        place = self._id(tile.operator, AGAIN if kind is TaskKind.RECOMPUTE else 1, tile.index, gradient=kind is not TaskKind.FORWARD)
         launch = launch_ns(self.costs, graph, asked, device, backward=gradient)
         return self._list.add(place, name, kind, (tile.device,), duration, after, tile=self._place(tile), launch_ns=launch)
 

@@ -71,7 +71,7 @@ def execution_order(tasks: TaskGraph, schedule: Schedule) -> ExecutionOrder:
     Both are topological orders: a task starts no earlier than its predecessors, and if starts are equal, ids follow the graph's order.
     """
     found: dict[TaskKind, list[tuple[int, tuple[int, ...], int]]] = {TaskKind.FORWARD: [], TaskKind.BACKWARD: []}
-    for position, task in enumerate(tasks.tasks):
-        if task.tile is not None:
+    for position, task in enumerate(tasks.tasks):  # second runs come where the program puts them: before what needs them
+        if task.tile is not None and task.kind in found:
             found[task.kind].append((int(schedule.start_ns[position]), task.id, task.tile))
     return ExecutionOrder(*(tuple(tile for _, _, tile in sorted(own)) for own in found.values()))

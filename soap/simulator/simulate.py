@@ -15,16 +15,19 @@ from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.plan.plan import Plan
+from soap.plan.syncs.clipping import refusal
 from soap.simulator.analysis.timeline import busy_time_ns, bytes_moved, critical_path_ns, link_bytes
 from soap.simulator.communication.prices import Communication
+from soap.simulator.communication.synchronizing import before_passes
 from soap.simulator.costs import CostModel
 from soap.simulator.draws import links_between_hosts
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.folding import fold
 from soap.simulator.lowering import PlanBuilder, lower
+from soap.simulator.memory.hosts import host_use, lacking_on_hosts
 from soap.simulator.memory.ledger import MemoryCurve
 from soap.simulator.memory.peaks import MemoryUse, lacking_bytes, memory_use, overflow_bytes
-from soap.simulator.memory.residency import expected_peaks, memory_over_time
+from soap.simulator.memory.residency import expected_peaks, memory_over_time, peaks_by_kind
 from soap.simulator.reference import simulate
 from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
 from soap.simulator.throughput import Throughput, throughput
@@ -37,6 +40,9 @@ KEPT_FOLDED = 8
 
 MOST_PLAYED_TILES = 2**10
 """See ``is_played``."""
+
+REFUSED_BYTES = 2**60
+"""What searches are told is lacking for a plan by which the training cannot clip: more than any cluster lacks, so it is never taken."""
 
 MANY_TILES = 2**14
 """A strategy with this many tiles or more is folded if possible: simulating all of it would take seconds."""
@@ -65,9 +71,9 @@ class Simulation:
         """Nanoseconds of a step of ``micro_batches`` iterations, only the last of which synchronizes gradients and updates parameters."""
         if micro_batches == 1:
             return self.makespan_ns
-        skipped = (TaskKind.SYNC, TaskKind.COMPRESS, TaskKind.UPDATE)  # but not pulls before the forward pass, which have no predecessors
+        skipped, always = (TaskKind.SYNC, TaskKind.COMPRESS, TaskKind.UPDATE), before_passes(self.plan)
         kept = tuple(
-            replace(task, duration_ns=0) if task.kind in skipped and task.predecessors else task for task in self.tasks.tasks
+            replace(task, duration_ns=0) if task.kind in skipped and task.name not in always else task for task in self.tasks.tasks
         )
         return (micro_batches - 1) * simulate(replace(self.tasks, tasks=kept)).makespan_ns + self.makespan_ns
 
@@ -87,9 +93,20 @@ class Simulation:
         return expected_peaks(self.memory_over_time, self.memory)
 
     @cached_property
+    def peak_by_kind(self) -> tuple[dict[str, int], ...]:
+        """What each device's expected peak is made of, in bytes: values, gradients, states, … (``residency.peaks_by_kind``)."""
+        return peaks_by_kind(self.memory_over_time, self.peak_bytes)
+
+    @cached_property
     def overflow_bytes(self) -> int:
-        """Bytes of memory that the devices lack, added up; 0 if everything fits. See ``peaks.lacking_bytes``."""
-        return lacking_bytes([use.total for use in self.memory], self.tasks.topology, lambda: self.peak_bytes)
+        """Bytes of memory that devices and hosts lack, added up; 0 if everything fits. See ``peaks.lacking_bytes``."""
+        on_devices = lacking_bytes([use.total for use in self.memory], self.tasks.topology, lambda: self.peak_bytes)
+        return on_devices + lacking_on_hosts(self.host_memory, self.topology)
+
+    @cached_property
+    def host_memory(self) -> tuple[int, ...]:
+        """Bytes that each host holds at most for parameter servers beside accelerators (``hosts.host_use``)."""
+        return host_use(self.plan, self.topology, self.optimizer_states)
 
     @property
     def fits(self) -> bool:
@@ -136,7 +153,7 @@ class Simulator:
     """Simulates strategies of one graph on one cluster, keeping what consecutive strategies have in common.
 
     ``costs``: durations. ``optimizer_states``: tensors of a parameter's size that the optimizer keeps for it (Adam 2). ``training``: what
-    training adds to compressed parameters.
+    training adds to a plan.
     """
 
     def __init__(
@@ -186,14 +203,15 @@ class Simulator:
         return self._folded[key]
 
     def _fold(self, strategy: Strategy) -> FoldedSimulation | str:
-        folding = fold(self.graph, self.topology, strategy)
+        folding = fold(self.graph, self.topology, strategy, self.training)
         if isinstance(folding, str):
             return folding
         tasks = lower(folding.plan, folding.topology, self.costs, folding.communication)
         return FoldedSimulation(folding, tasks, simulate(tasks), self.optimizer_states)
 
     def cost(self, strategy: Strategy) -> tuple[int, int]:
-        """(makespan in ns, bytes of memory that are lacking): what a search compares. Recent strategies are not simulated again."""
+        """(makespan in ns, bytes of memory that are lacking): what a search compares. Recent strategies are not simulated again. Of a plan
+        by which the training cannot clip, ``REFUSED_BYTES`` are lacking."""
         key = self.key(strategy)
         answer = self._answers.get(key)
         if answer is None:
@@ -217,20 +235,37 @@ class Simulator:
         if not isinstance(folded, str):
             return folded.overflow_bytes
         plan = self._builder.build(strategy)
+        if _is_refused(plan):
+            return REFUSED_BYTES
         uses = memory_use(plan, self.optimizer_states)
-        return lacking_bytes(
+        on_devices = lacking_bytes(
             [use.total for use in uses], self.topology, lambda: expected_peaks(self._played(plan).memory_over_time, uses)
         )
+        return on_devices + self._lacking_on_hosts(plan)
 
     def bounds_overflow_bytes(self, strategy: Strategy) -> int:
         """``overflow_bytes`` if only the bounds for any order count: at least as much, and found without a simulation."""
+        if self.is_refused(strategy):
+            return REFUSED_BYTES
         folded = self.run_folded(strategy) if is_large(strategy) else ""
-        uses = memory_use(self._builder.build(strategy), self.optimizer_states) if isinstance(folded, str) else folded.memory
-        return overflow_bytes([use.total for use in uses], self.topology)
+        if not isinstance(folded, str):
+            return overflow_bytes([use.total for use in folded.memory], self.topology)
+        plan = self._builder.build(strategy)
+        uses = memory_use(plan, self.optimizer_states)
+        return overflow_bytes([use.total for use in uses], self.topology) + self._lacking_on_hosts(plan)
+
+    def _lacking_on_hosts(self, plan: Plan) -> int:
+        return lacking_on_hosts(host_use(plan, self.topology, self.optimizer_states), self.topology)
+
+    def is_refused(self, strategy: Strategy) -> bool:
+        """Whether the training clips, and cannot by this strategy."""
+        compressed = any(sync.compression is not None for sync in strategy.parameters.values())
+        return self.training.clips and compressed and _is_refused(self._builder.build(strategy))
 
     def _simulate(self, strategy: Strategy) -> tuple[int, int]:
         outcome = self.predict(strategy)
-        return outcome.makespan_ns, outcome.overflow_bytes
+        refused = isinstance(outcome, Simulation) and _is_refused(outcome.plan)
+        return outcome.makespan_ns, REFUSED_BYTES if refused else outcome.overflow_bytes
 
     def key(self, strategy: Strategy) -> Hashable:
         """Equal for strategies that mean the same but are written differently (order of mappings, defaults left out).
@@ -240,7 +275,11 @@ class Simulator:
         configs = tuple(strategy.operators.get(op.name) for op in self.graph.operators)
         syncs = tuple(strategy.sync(name) for name in self._parameters)
         unknown = tuple(sorted(strategy.parameters.keys() - self._parameters.keys()))
-        return configs, len(strategy.operators), syncs, unknown
+        return configs, len(strategy.operators), syncs, unknown, strategy.prefetch
+
+
+def _is_refused(plan: Plan) -> bool:
+    return plan.training.clips and refusal(plan) != ""
 
 
 def costs_hash(costs: CostModel, communication: Communication) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from soap.plan.collectives import Flow, busiest_messages, flow_links
 from soap.plan.flows import Round
@@ -46,6 +48,19 @@ class TaskList:
         times = (launch_ns, latency_ns, cpu_overhead_ns)
         self.tasks.append(Task(place, name, kind, resources, duration_ns, predecessors, size, tile, flows, *times))
         return len(self.tasks) - 1
+
+    def wait_also(self, task: int, after: Iterable[int]) -> None:
+        """Let a task wait for more tasks, which may come after it in the list."""
+        own = self.tasks[task]
+        self.tasks[task] = replace(own, predecessors=tuple(sorted({*own.predecessors, *after})))
+
+    def in_order(self) -> tuple[Task, ...]:
+        """All tasks, predecessors first; apart from that in the order in which they were added."""
+        if all(not task.predecessors or task.predecessors[-1] < place for place, task in enumerate(self.tasks)):
+            return tuple(self.tasks)
+        order = _topological([task.predecessors for task in self.tasks])
+        places = {task: place for place, task in enumerate(order)}
+        return tuple(replace(self.tasks[i], predecessors=tuple(sorted(places[p] for p in self.tasks[i].predecessors))) for i in order)
 
     def _add_chunks(
         self,
@@ -155,6 +170,25 @@ class TaskList:
 
     def _link_resources(self, links: Iterable[int]) -> tuple[int, ...]:
         return tuple(self.topology.device_count + link for link in links)
+
+
+def _topological(predecessors: Sequence[Sequence[int]]) -> list[int]:
+    """Numbers of tasks, predecessors first, always the lowest that is possible."""
+    successors: list[list[int]] = [[] for _ in predecessors]
+    for task, own in enumerate(predecessors):
+        for predecessor in own:
+            successors[predecessor].append(task)
+    waiting = [len(own) for own in predecessors]
+    possible, order = [task for task, count in enumerate(waiting) if not count], list[int]()
+    heapq.heapify(possible)
+    while possible:
+        order.append(heapq.heappop(possible))
+        for task in successors[order[-1]]:
+            waiting[task] -= 1
+            if not waiting[task]:
+                heapq.heappush(possible, task)
+    assert len(order) == len(predecessors), "tasks wait for each other"
+    return order
 
 
 def _ends(rounds: Sequence[Round]) -> tuple[int, ...]:

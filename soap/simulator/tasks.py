@@ -18,6 +18,7 @@ class TaskKind(StrEnum):
     """What a task does."""
 
     FORWARD = "forward"
+    RECOMPUTE = "recompute"
     BACKWARD = "backward"
     TRANSFER = "transfer"
     EXCHANGE = "exchange"
@@ -34,10 +35,10 @@ class Task:
 
     ``resources``: what it holds while it runs. Device d is resource d, link l is resource ``device_count + l``, and the hosts' CPU cores
     follow, host by host (``servers.first_cores``). ``predecessors``: positions in ``TaskGraph.tasks``. ``bytes``: what crosses links (0 for
-    computation). ``tile``: position in ``Plan.tiles`` for forward and backward tasks, else None. ``flows``: who sends how much to whom in
-    an exchange or reduce-scatter; they add up to ``bytes``. ``launch_ns``: for a pass of a tile on a GPU, the time its processor takes to
-    launch it. ``latency_ns``: for a message, the time from when its last byte has left, and its links are free, to its arrival.
-    ``cpu_overhead_ns``: for how long it keeps each device busy that has a port at one of its links (LogP's o).
+    computation). ``tile``: position in ``Plan.tiles`` for a tile's passes (forward, recomputed, backward), else None. ``flows``: who sends
+    how much to whom in an exchange or reduce-scatter; they add up to ``bytes``. ``launch_ns``: for a pass of a tile on a GPU, the time its
+    processor takes to launch it. ``latency_ns``: for a message, the time from when its last byte has left, and its links are free, to its
+    arrival. ``cpu_overhead_ns``: for how long it keeps each device busy that has a port at one of its links (LogP's o).
     """
 
     id: tuple[int, ...]

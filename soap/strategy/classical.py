@@ -14,15 +14,21 @@ from soap.cluster.topology import Topology
 from soap.model.graph import Operator, OperatorGraph
 from soap.strategy.config import OpConfig, Strategy, settled, settled_config
 from soap.strategy.grids import device_order, fill, grouped, sample_factor, uniform_config
-from soap.strategy.megatron import balanced_blocks, hybrid, megatron, operator_work
-from soap.strategy.sync import SHARDED_STATE, SPARSE_ALL_GATHER, synchronized, usual_server
+from soap.strategy.megatron import balanced_blocks, hybrid, megatron, operator_work, sequence_parallel
+from soap.strategy.recomputation import recomputed
+from soap.strategy.sequences import context_parallel
+from soap.strategy.sync import SHARDED, SHARDED_STATE, SPARSE_ALL_GATHER, synchronized, usual_server
 from soap.strategy.tensor_parallel_chains import dense
 
 __all__ = [
     "CLASSICAL",
+    "LONG_CONTEXT",
     "NAMED",
+    "RECOMPUTED",
     "SYNCHRONIZED",
+    "context_parallel",
     "data_parallel",
+    "fsdp",
     "hybrid",
     "hybrid_synchronization",
     "megatron",
@@ -31,7 +37,9 @@ __all__ = [
     "parameter_server",
     "random_config",
     "random_strategy",
+    "recompute",
     "sample_factor",
+    "sequence_parallel",
     "single_device",
     "sparse_allgather",
     "uniform_config",
@@ -115,17 +123,40 @@ def zero1(graph: OperatorGraph, topology: Topology) -> Strategy:
     return data_parallel(graph, topology).with_changes(parameters=synchronized(graph, SHARDED_STATE, sparse=False))
 
 
+def fsdp(graph: OperatorGraph, topology: Topology) -> Strategy:
+    """Data parallelism in which each device owns a part of every parameter, and has the others' values only while it uses them: ZeRO-3, as
+    PyTorch's ``fully_shard`` does. ZeRO-2 is ``zero1``, whose gradients are scattered as well."""
+    return data_parallel(graph, topology).with_changes(parameters=synchronized(graph, SHARDED, sparse=False))
+
+
 SYNCHRONIZED: Mapping[str, Callable[[OperatorGraph, Topology], Strategy]] = MappingProxyType(
     {
         "hybrid": hybrid_synchronization,
         "parameter_server": parameter_server,
         "sparse_allgather": sparse_allgather,
         "zero1": zero1,
+        "fsdp": fsdp,
     }
 )
 """Data parallelism with methods of synchronization other than all-reduce, by name."""
 
-NAMED: Mapping[str, Callable[[OperatorGraph, Topology], Strategy]] = MappingProxyType({**CLASSICAL, **SYNCHRONIZED})
+LONG_CONTEXT: Mapping[str, Callable[[OperatorGraph, Topology], Strategy]] = MappingProxyType(
+    {"sequence_parallel": sequence_parallel, "context_parallel": context_parallel}
+)
+"""Strategies that split sequences, by name."""
+
+
+def recompute(graph: OperatorGraph, topology: Topology) -> Strategy:
+    """Data parallelism that keeps only what goes on from run to run, and computes each run again (``recomputation.runs_of``)."""
+    return recomputed(graph, data_parallel(graph, topology))
+
+
+RECOMPUTED: Mapping[str, Callable[[OperatorGraph, Topology], Strategy]] = MappingProxyType({"recompute": recompute})
+"""Strategies that recompute, by name: searches try them only if memory binds."""
+
+NAMED: Mapping[str, Callable[[OperatorGraph, Topology], Strategy]] = MappingProxyType(
+    {**CLASSICAL, **SYNCHRONIZED, **LONG_CONTEXT, **RECOMPUTED}
+)
 """All strategies that have a name."""
 
 

@@ -14,7 +14,8 @@ from typing import Any, Self
 from soap.errors import StrategyError
 from soap.model.graph import KEEP_STATE, NEXT_STATE, Operator, OperatorGraph
 from soap.strategy.compression import COMPRESSIONS, Compression
-from soap.strategy.sync_contracts import COMPRESSED, Contract, Owner, Residence, Within, find_contract
+from soap.strategy.recomputation import require_repeatable
+from soap.strategy.sync_contracts import COMPRESSED, MAX_PREFETCH, Contract, Owner, Residence, Within, find_contract
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +23,15 @@ class OpConfig:
     """How one operator is split and placed.
 
     ``degrees``: parts per factor, in the operator's factor order. ``replicas``: how many times the whole grid of tiles is computed.
-    ``devices``: one device per tile, row-major over (replica, factor 0, factor 1, …); a device may occur more than once. StrategyError if
-    the three do not agree.
+    ``devices``: one device per tile, row-major over (replica, factor 0, factor 1, …); a device may occur more than once. ``recompute``:
+    what the operator makes is not kept for the backward pass, but made again then (``soap.strategy.recomputation``). StrategyError if
+    degrees, devices and replicas do not agree.
     """
 
     degrees: tuple[int, ...]
     devices: tuple[int, ...]
     replicas: int = 1
+    recompute: bool = False
 
     def __post_init__(self) -> None:
         if any(d < 1 for d in self.degrees) or self.replicas < 1:
@@ -111,12 +114,19 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Strategy:
-    """{operator name: OpConfig} and {parameter name: SyncConfig}; parameters without an entry use the default SyncConfig."""
+    """{operator name: OpConfig} and {parameter name: SyncConfig}; parameters without an entry use the default SyncConfig.
+
+    ``prefetch``: of values that readers have only for their uses, how many groups may be gathered while an earlier one is used.
+    StrategyError unless it is 0 to ``MAX_PREFETCH``.
+    """
 
     operators: Mapping[str, OpConfig]
     parameters: Mapping[str, SyncConfig] = field(default_factory=dict)
+    prefetch: int = 1
 
     def __post_init__(self) -> None:
+        if not 0 <= self.prefetch <= MAX_PREFETCH:
+            raise StrategyError(f"prefetch {self.prefetch}: expected 0 to {MAX_PREFETCH}, the groups of values to gather ahead")
         object.__setattr__(self, "operators", MappingProxyType(dict(self.operators)))
         object.__setattr__(self, "parameters", MappingProxyType(dict(self.parameters)))
 
@@ -158,6 +168,7 @@ class Strategy:
             )
         for op in graph.operators:
             check_config(op, self.operators[op.name], device_count, empty_tiles=empty_tiles)
+            require_repeatable(graph, op, self.operators[op.name].recompute)
         known = {t.name for t in graph.parameters}
         for name, sync in self.parameters.items():
             if name not in known:

@@ -13,7 +13,7 @@ from typing import Any
 
 from soap.errors import StrategyError
 from soap.strategy.compression import read_settings, said_settings, settings_schema, written_settings
-from soap.strategy.sync_contracts import MAX_PARTITIONS, METHODS, OWNERS, RESIDENCES, WITHIN
+from soap.strategy.sync_contracts import MAX_PARTITIONS, MAX_PREFETCH, METHODS, OWNERS, RESIDENCES, WITHIN
 
 MAX_NUMBER = 2**31
 """Upper limit of degrees, replicas and sizes: above any real value, and small enough to compute with."""
@@ -36,8 +36,8 @@ def _one_of(names: Callable[[], Sequence[str]]) -> Callable[[], Mapping[str, Any
     return lambda: {"enum": list(names())}
 
 
-def _count(most: int) -> Callable[[], Mapping[str, Any]]:
-    return lambda: {"type": "integer", "minimum": 1, "maximum": most}
+def _count(most: int, least: int = 1) -> Callable[[], Mapping[str, Any]]:
+    return lambda: {"type": "integer", "minimum": least, "maximum": most}
 
 
 PARAMETER_FIELDS = (
@@ -53,10 +53,13 @@ PARAMETER_FIELDS = (
 WORDED = ("owner", "payload", "residence", "within", "partitions")
 """Those of ``SyncConfig`` that people are told in words (``parameter_server in 4 partitions with local aggregation``)."""
 
-OPERATOR_FIELDS = (OptionalField("replicas", _count(MAX_NUMBER), int, mark=":"),)
+OPERATOR_FIELDS = (
+    OptionalField("replicas", _count(MAX_NUMBER), int, mark=":"),
+    OptionalField("recompute", lambda: {"type": "boolean"}, bool, mark=":", say=lambda value: "yes" if value else "no"),
+)
 """Of ``OpConfig``, beside its degrees and devices."""
 
-STRATEGY_FIELDS: tuple[OptionalField, ...] = ()
+STRATEGY_FIELDS: tuple[OptionalField, ...] = (OptionalField("prefetch", _count(MAX_PREFETCH, 0), int),)
 """Of ``Strategy``, beside its operators and parameters."""
 
 

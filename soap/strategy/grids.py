@@ -6,10 +6,11 @@ part of the next operator's. Operators with equal degrees share one tuple of dev
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import product
-from math import prod
+from math import gcd, prod
 
 from soap.cluster.topology import Topology
 from soap.errors import StrategyError
@@ -47,6 +48,12 @@ def device_order(topology: Topology) -> tuple[int, ...]:
     """Device numbers host by host, so that neighbours in this order share a host wherever possible."""
     hosts = {host: i for i, host in enumerate(dict.fromkeys(device.host for device in topology.devices))}
     return tuple(device.index for device in sorted(topology.devices, key=lambda d: (hosts[d.host], d.index)))
+
+
+def tensor_parallel_width(topology: Topology) -> int:
+    """Devices per group: the number per host (a common divisor if hosts differ), or all devices if each host has one."""
+    counts = Counter(device.host for device in topology.devices)
+    return topology.device_count if max(counts.values()) == 1 else gcd(*counts.values())
 
 
 def grouped(

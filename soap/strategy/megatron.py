@@ -6,15 +6,15 @@ layers are split by vocabulary. Cheap operators between such parts are repeated 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from math import gcd, prod
+from math import prod
 
 from soap.cluster.topology import Topology
 from soap.errors import StrategyError
 from soap.model.graph import OperatorGraph
 from soap.strategy.config import OpConfig, Strategy, settled
-from soap.strategy.grids import device_order, fill, grouped, sample_factor
+from soap.strategy.grids import device_order, fill, grouped, sample_factor, tensor_parallel_width
+from soap.strategy.sequences import SequenceSplits
 from soap.strategy.tensor_parallel_chains import Chain, dense, find_chains, table
 
 CHEAP_FLOPS_PER_ELEMENT = 64
@@ -29,7 +29,14 @@ def megatron(graph: OperatorGraph, topology: Topology) -> Strategy:
 
     Each split operator is cut into as many pieces as possible, at most one per device of a host.
     """
-    return _Placement(graph, topology, 1).place(_tensor_parallel_width(topology))
+    return _Placement(graph, topology, 1).place(tensor_parallel_width(topology))
+
+
+def sequence_parallel(graph: OperatorGraph, topology: Topology) -> Strategy:
+    """``megatron`` whose cheap operators between split parts share the positions of sequences, instead of repeating all of them: sums are
+    scattered to them, and their results gathered (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
+    2022). As many bytes move; activations between parts take a share of the memory."""
+    return _Placement(graph, topology, 1, scatters=True).place(tensor_parallel_width(topology))
 
 
 def hybrid(graph: OperatorGraph, topology: Topology, *, tensor: int, pipeline: int = 1) -> Strategy:
@@ -48,10 +55,11 @@ def hybrid(graph: OperatorGraph, topology: Topology, *, tensor: int, pipeline: i
 
 
 class _Placement:
-    """One strategy being made. ``_orders``: for each operator, the devices of its stage; a chain stays in its first operator's stage."""
+    """One strategy being made. ``_orders``: for each operator, the devices of its stage; a chain stays in its first operator's stage.
+    ``scatters``: cheap operators between split parts are split along sequences where they can be."""
 
-    def __init__(self, graph: OperatorGraph, topology: Topology, pipeline: int, tensor: int = 1) -> None:
-        self._graph = graph
+    def __init__(self, graph: OperatorGraph, topology: Topology, pipeline: int, tensor: int = 1, *, scatters: bool = False) -> None:
+        self._graph, self._scatters = graph, scatters
         self._chains = find_chains(graph)
         self._device_count = topology.device_count
         order, each = device_order(topology), tensor * pipeline
@@ -96,7 +104,11 @@ class _Placement:
                 self._chosen[i] = grouped(op, self._orders[i], width, matrix.column)
 
     def _repeat_between(self, width: int) -> None:
-        """Repeat cheap operators on all devices of a group where they read a gathered result and lead to another split part."""
+        """Repeat cheap operators on all devices of a group where they read the sums of a split part and lead to another one; or split them
+        along sequences."""
+        splits = SequenceSplits(self._graph, width)
+        for i in sorted(self._gathered) if self._scatters else ():
+            splits.scattered(self._graph.operators[i])
         leads: set[int] = set()
         for i in reversed(range(len(self._graph.operators))):
             readers = {reader for out in self._graph.operators[i].outputs for reader, _ in self._graph.consumers.get(out.tensor, ())}
@@ -107,14 +119,11 @@ class _Placement:
             if i in self._chosen or i not in leads or sample_factor(op) is None or not sources & self._gathered:
                 continue
             if op.flops <= CHEAP_FLOPS_PER_ELEMENT * sum(prod(self._graph.tensors[out.tensor].shape) for out in op.outputs):
-                self._chosen[i] = grouped(op, self._orders[i], width)
+                factor = splits.following(op)
+                self._chosen[i] = grouped(op, self._orders[i], width, factor)
                 self._gathered.add(i)
-
-
-def _tensor_parallel_width(topology: Topology) -> int:
-    """Devices per group: the number per host (a common divisor if hosts differ), or all devices if each host has one."""
-    counts = Counter(device.host for device in topology.devices)
-    return topology.device_count if max(counts.values()) == 1 else gcd(*counts.values())
+                if factor is not None:
+                    splits.split(op, factor)
 
 
 def _last_matrices(graph: OperatorGraph) -> set[int]:

@@ -24,6 +24,14 @@ SHARDED_STATE = SyncConfig("parts")
 """Each reader owns a part of every shard, and alone keeps the optimizer's state for it and updates it (ZeRO-1, ZeRO-2)."""
 
 
+SHARDED = SyncConfig("parts", residence="gathered")
+"""Each reader owns a part of every shard. The rest of the values is there only for the passes that read it (ZeRO-3, FSDP)."""
+
+
+SAVING_MEMORY: tuple[SyncConfig, ...] = (SHARDED_STATE, SHARDED)
+"""What searches also choose from, without being asked, where data parallelism does not fit into memory."""
+
+
 def parameter_server(partitions: int = 1, within: Within = "none", *, rows: bool = False) -> SyncConfig:
     """Each shard is cut by rows into partitions, which the hosts' servers own and update. Readers push gradients and pull values.
 
@@ -103,19 +111,21 @@ def usual_server(topology: Topology) -> SyncConfig:
 
 
 def sync_choices(
-    graph: OperatorGraph, topology: Topology, asked: Sequence[SyncConfig] = (), uncut: Collection[str] = ()
+    graph: OperatorGraph, topology: Topology, asked: Sequence[SyncConfig] = (), uncut: Collection[str] = (), *, saving: bool = False
 ) -> dict[str, tuple[SyncConfig, ...]]:
     """Trainable parameter -> its possible synchronizations, all-reduce first; parameters without a choice are left out.
 
     ``asked``: the choices beside all-reduce, for all parameters. If it is empty, sparse parameters may have every method and dense ones
-    have no choice. ``uncut``: parameters that stay in one partition, and of which readers own no parts.
+    have no choice; ``saving``: all then have ``SAVING_MEMORY``, too. ``uncut``: parameters that stay in one partition, and of which readers
+    own no parts.
     """
     counts, ways = partition_counts(topology), ways_within(topology)
     every = [SPARSE_ALL_GATHER, *(parameter_server(count, within) for count in counts for within in ways)]
+    more = SAVING_MEMORY if saving and not asked else ()
     found = {}
     for tensor in graph.parameters:
         sparse = tensor.name in graph.sparse
-        known = [fitting(sync, sparse=sparse) for sync in asked or (every if sparse else ())]
+        known = [fitting(sync, sparse=sparse) for sync in (*(asked or (every if sparse else ())), *more)]
         wanted = [sync for sync in known if sync is not None]
         if tensor.name in uncut:
             wanted = [replace(sync, partitions=1) for sync in wanted if sync.owner != "parts"]

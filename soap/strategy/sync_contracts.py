@@ -30,6 +30,8 @@ WITHIN: tuple[Within, ...] = ("none", "host")
 
 MAX_PARTITIONS = 4096
 """Upper limit of the partitions on servers: above any host's cores, and few enough to simulate."""
+MAX_PREFETCH = 4096
+"""Upper limit of ``Strategy.prefetch``: more groups of values than any model has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +73,12 @@ class Contract:
     def owned_in_parts(self) -> bool:
         """Whether each owner has a part of what readers read: their own values are copies, of which parts are brought from others."""
         return self.owner != "readers"
+
+    @property
+    def gathers_values(self) -> bool:
+        """Whether readers have dense values only for their uses: these are gathered before the forward passes and again before the backward
+        passes that read them, and freed behind."""
+        return self.owner == "parts" and self.residence == "gathered"
 
     @property
     def compresses(self) -> bool:
@@ -157,6 +165,16 @@ METHODS: list[Contract] = [
         owner="parts",
         payload=DENSE,
         residence="kept",
+        parameters="all",
+        exact=True,
+        folding="readers own parts of parameters",
+    ),
+    Contract(
+        name="sharded",
+        word="fsdp",
+        owner="parts",
+        payload=DENSE,
+        residence="gathered",
         parameters="all",
         exact=True,
         folding="readers own parts of parameters",

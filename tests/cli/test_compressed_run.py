@@ -45,5 +45,5 @@ def test_predictions_know_momentum_decay_warm_up_and_clipping(tmp_path: Path) ->
     syncs = [sync for plan in plans for sync in plan.syncs if sync.compression]
     kept = [next(iter(method_for(sync).holds(plan, sync))).size_bytes for plan, sync in zip(plans, syncs, strict=True)]
     assert kept[1] == 3 * kept[0]  # residual; u, and the momentum of weight decay
-    assert [plan.training.late for plan in plans] == [False, True]
+    assert [plan.training.clips for plan in plans] == [False, True]
     assert full[0].compressed == {"strategy": (syncs[0].parameter,)}

@@ -12,7 +12,9 @@ from soap.cli.run import main as run
 from soap.cli.search import main as search
 from soap.cli.simulate import main as simulate
 from soap.errors import StrategyError
+from soap.plan.syncs.clipping import NORM_BYTES
 from soap.search.lossy import lossy_starts
+from soap.simulator.communication.prices import Communication
 from soap.strategy.compression import Int8
 from tests.cli.refusals import assert_refused
 
@@ -27,10 +29,22 @@ def test_other_methods_are_refused(method: str, said: str, tmp_path: Path, capsy
     assert_refused(capsys, search, [MODEL, "--cluster", CLUSTER, "-o", str(tmp_path / "s.json"), "--lossy", method], 2, "--lossy", said)
 
 
-@pytest.mark.parametrize("option", ["--clip-norm=1", "--correct-momentum=0.9", "--warm-up=5"])
+@pytest.mark.parametrize("option", ["--correct-momentum=0.9", "--warm-up=5"])
 def test_training_without_compression_changes_no_plan(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = "without --lossy; expected --lossy METHOD too"
     assert_refused(capsys, search, [MODEL, "--cluster", CLUSTER, "-o", str(tmp_path / "s.json"), option], 2, option.split("=")[0], said)
+
+
+def test_plans_that_clip_wait_for_the_norm_whatever_they_send(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without ``--lossy``, too: by as much as an all-reduce of eight bytes takes."""
+    arguments = ["zoo:alexnet:tiny", "--cluster", "emulated:2x1@1Mbit/s", "--budget", "5", "--costs", "estimate", "--profile", "0"]
+    arguments += ["--verify", "0", "-o", str(tmp_path / "s.json"), "--start", "data_parallel", "--pin", "*=sample:2", "--json"]
+    times = []
+    for clipping in ([], ["--clip-norm", "1"]):
+        assert search([*arguments, *clipping]) == 0
+        times.append(json.loads(capsys.readouterr().out)["predicted_ns"])
+    [norm_ns] = {Communication(soap.load_cluster("emulated:2x1@1Mbit/s")).allreduce(NORM_BYTES, (0, 1))[0]}
+    assert times[1] - times[0] == norm_ns
 
 
 def test_what_is_compressed_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

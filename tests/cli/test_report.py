@@ -39,6 +39,19 @@ def test_what_was_simulated_whole_although_it_can_be_folded(monkeypatch: pytest.
     assert report.dump(summary)
 
 
+def test_what_servers_keep_on_hosts_is_said_and_if_it_was_not_checked() -> None:
+    known = preset("p100-4x4")
+    unknown = replace(known, hosts=tuple(replace(host, memory_bytes=None) for host in known.hosts))
+    checked, not_checked = "KiB on node0 of 238 GiB", "KiB on node0, whose memory is not known: whether that fits was not checked"
+    for topology, words in ((known, checked), (unknown, not_checked)):
+        simulator = api.simulator_for(MODEL, topology)
+        strategy = api.classical("parameter_server", simulator.graph, topology)
+        simulation = simulator.run(strategy)
+        summary = report.document(simulator, strategy, simulation)
+        assert [host["held_bytes"] for host in summary["host_memory"]] == list(simulation.host_memory)
+        assert words in report.text(summary, "parameter_server") and summary["fits"]
+
+
 def test_shared_cores() -> None:
     topology = preset("local:4")
     if topology.devices[0].type.kind != "cpu":

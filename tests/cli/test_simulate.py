@@ -139,7 +139,7 @@ def test_prices_a_strategy_file(capsys: pytest.CaptureFixture[str], tmp_path: Pa
 @pytest.mark.parametrize(
     ("arguments", "code", "word"),
     [
-        ([], 2, "--strategy --builtin"),
+        ([], 2, "expected --strategy FILE or --builtin NAME"),
         (["--builtin", "magic"], 2, "magic"),
         (["--builtin", "megatron", "--strategy", "s.json"], 2, "not allowed with"),
         (["--strategy", "no.json"], 5, "no.json"),

@@ -10,7 +10,7 @@ from soap.cluster.topology import Topology
 from soap.model.graph import FactorKind, OperatorGraph
 from soap.strategy.classical import random_config
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
-from soap.strategy.sync import SHARDED_STATE, SPARSE_ALL_GATHER, fitted, parameter_server
+from soap.strategy.sync import SHARDED, SHARDED_STATE, SPARSE_ALL_GATHER, fitted, parameter_server
 from tests.strategies import CPU, cluster
 
 
@@ -46,13 +46,14 @@ SYNCS: Mapping[str, SyncConfig] = {
     "many partitions": parameter_server(40),
     "local": parameter_server(3, "host"),
     "zero": SHARDED_STATE,
+    "fsdp": SHARDED,
 }
 
 
 def random_sync(rng: random.Random, sparse: bool) -> SyncConfig:
-    method = rng.choice(["allreduce", "allgather", "parameter_server", "parameter_server", "zero"])
-    if method == "zero":
-        return SHARDED_STATE
+    method = rng.choice(["allreduce", "allgather", "parameter_server", "parameter_server", "zero", "fsdp"])
+    if method in ("zero", "fsdp"):
+        return SYNCS[method]
     if method == "parameter_server":
         return parameter_server(rng.choice([1, 2, 3, 7, 40]), "host" if rng.random() < 0.5 else "none", rows=sparse)
     return SPARSE_ALL_GATHER if method == "allgather" and sparse else SyncConfig()
@@ -61,4 +62,5 @@ def random_sync(rng: random.Random, sparse: bool) -> SyncConfig:
 def random_synchronized(graph: OperatorGraph, topology: Topology, rng: random.Random) -> Strategy:
     """Any configurations and any methods."""
     configs = {op.name: random_config(op, topology.device_count, rng) for op in graph.operators}
-    return Strategy(configs, {tensor.name: random_sync(rng, tensor.name in graph.sparse) for tensor in graph.parameters})
+    syncs = {tensor.name: random_sync(rng, tensor.name in graph.sparse) for tensor in graph.parameters}
+    return Strategy(configs, syncs, prefetch=rng.randrange(3))

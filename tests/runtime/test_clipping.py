@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from soap.plan.plan import Plan
+from soap.plan.syncs.clipping import NORM_NAME
 from soap.runtime.trainer import Trainer
 from soap.runtime.updates.clipping import clip
 from tests.graph_builder import mlp
@@ -44,6 +45,25 @@ def test_each_element_counts_once(pool: Pool, name: str, largest: float) -> None
     assert norm == pytest.approx(expected, rel=1e-12)
     assert [result[0] for result in results] == [norm] * 3
     assert len(differences) == 6 and all(float(d.abs().max()) < 1e-15 for d in differences.values())
+
+
+def traced(plan: Plan) -> tuple[list[tuple[str, str]], list[str]]:
+    """The sums of squares that a traced step shows, by kind, and what ended before the last of them."""
+    model = HandModel(plan.graph)
+    with Trainer(model, plan, dtype=torch.float64, clip_norm=1.0) as trainer:
+        trainer.step(*model.inputs(0))
+        events = trainer.trace(*model.inputs(0))
+    own = [(event.name, event.kind.value) for event in events if event.name == NORM_NAME]
+    [norm] = [event for event in events if event.name == NORM_NAME]
+    return own, [event.name for event in events if event.start_ns >= norm.end_ns]
+
+
+def test_the_sum_is_the_simulators_task(pool: Pool) -> None:
+    """It is traced under the name that the simulator gives it, and nothing but updates comes behind it."""
+    for name in PLANS:
+        for own, behind in pool.run(traced, PLANS[name]):
+            assert own == [(NORM_NAME, "sync")]
+            assert behind and all(task.startswith("update @") for task in behind)
 
 
 class _Alone:

@@ -19,6 +19,7 @@ from soap.runtime.check import check
 from soap.runtime.trainer import Trainer
 from soap.strategy.classical import CLASSICAL, random_strategy
 from soap.strategy.config import Strategy
+from soap.strategy.recomputation import recomputed, repeatable
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.export import export_model
 from soap.tracing.load import load_model
@@ -28,8 +29,8 @@ from tests.runtime.pool import Pool
 
 TOLERANCE = 1e-9
 FOUR = local_topology(4)
-SOME = ("data_parallel", "three", "megatron", "random 0")
-"""Samples over four ranks and, unevenly, over three; cut parameters; anything."""
+SOME = ("data_parallel", "three", "recompute", "megatron", "random 0")
+"""Samples over four ranks and, unevenly, over three; all of it run twice; cut parameters; anything."""
 Options = Mapping[str, Any]
 
 
@@ -84,6 +85,7 @@ def strategies(graph: OperatorGraph, randoms: int = so_many(1, 3)) -> dict[str, 
     result = {name: CLASSICAL[name](graph, FOUR) for name in ("data_parallel", "model_parallel", "megatron")}
     result["two"] = CLASSICAL["data_parallel"](graph, local_topology(2))
     result["three"] = CLASSICAL["data_parallel"](graph, local_topology(3))
+    result["recompute"] = recomputed(graph, result["data_parallel"], sorted(repeatable(graph)))
     return result | {f"random {i}": random_strategy(graph, local_topology(2 + i % 3), random.Random(i)) for i in range(randoms)}
 
 

@@ -121,7 +121,7 @@ def refused(path: str) -> str:
 
 def test_devices_and_hosts_do_not_clip_side_by_side(four: Pool, path: str) -> None:
     for line in four.run(refused, path, ranks=RANKS):
-        assert line.startswith("clip_norm 1, where 'layer.weight' and 'head.weight' are compressed by other devices; expected ")
+        assert line.startswith("clip_norm 1 where 'layer.weight' and 'head.weight' are compressed by other devices; expected ")
 
 
 def checked(path: str, method: str, topology: Topology, spoilt: bool) -> CheckResult:

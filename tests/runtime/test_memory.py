@@ -6,9 +6,11 @@ Counted is what torch's calls make and how long it is there; what a kernel takes
 from __future__ import annotations
 
 import gc
+import random
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,10 +24,13 @@ import soap
 from soap import api
 from soap.cluster.presets import local_topology
 from soap.cluster.topology import Topology
+from soap.runtime.sync import sharded
+from soap.runtime.sync.shards import keep_memory
 from soap.runtime.trainer import Trainer
 from soap.simulator.reference import execution_order
 from soap.simulator.tasks import ExecutionOrder
 from soap.strategy.config import Strategy
+from soap.strategy.recomputation import recomputed, repeatable
 from soap.zoo.gpt import GPT, GPTConfig
 from tests.runtime.pool import Pool
 from tests.runtime.traced import sgd
@@ -99,6 +104,13 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
         self._before = {tensor.untyped_storage()._cdata for tensor in gc.get_objects() if type(tensor) in (Tensor, nn.Parameter)}
 
+    def resize(self, leaf: Tensor, *, kept: bool) -> None:
+        """Give a leaf its memory, or free it, as a sharded parameter's is."""
+        keep_memory(leaf, kept=kept)
+        storage = leaf.untyped_storage()
+        self._live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.most_bytes = max(self.most_bytes, sum(size for _, size in self._live.values()))
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         made = [leaf.untyped_storage() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
@@ -116,26 +128,33 @@ def counted(path: str, autocast: str | None, strategy: Strategy, topology: Topol
     model = api.load(path, autocast=autocast)
     batch = model.example_inputs
     gc.collect()
-    with Live() as live, Trainer(model, (strategy, topology), order, optimizer=sgd) as trainer:
+    live = Live()
+    with patch.object(sharded, "keep_memory", live.resize), live, Trainer(model, (strategy, topology), order, optimizer=sgd) as trainer:
         own = [tensor.clone() for tensor in batch]
         for _ in range(2):
             trainer.step(*own)
     return live.most_bytes
 
 
-OFTEN = {("convolutions", "bfloat16", "single_device"), ("attention", None, "data_parallel"), ("attention", None, "zero1")}
+PLANS = ("single_device", "data_parallel", "zero1", "fsdp", "recompute")
+OFTEN = {("convolutions", "bfloat16", "single_device"), *(("attention", None, plan) for plan in PLANS[1:])}
 CASES = [
     pytest.param(*case, marks=() if case in OFTEN else pytest.mark.long)
-    for case in product(MODELS, (None, "bfloat16"), ("single_device", "data_parallel", "zero1"))
+    for case in product(MODELS, (None, "bfloat16"), PLANS)
 ]
+
+
+def exported(name: str, folder: Path) -> str:
+    torch.manual_seed(0)
+    module, inputs = MODELS[name]()
+    path = str(folder / "model.pt2")
+    soap.export(module.train(), inputs, path=path, verify=False)
+    return path
 
 
 @pytest.mark.parametrize(("name", "autocast", "plan"), CASES)
 def test_predicted_is_counted(name: str, autocast: str | None, plan: str, pool: Pool, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    module, inputs = MODELS[name]()
-    path = str(tmp_path / "model.pt2")
-    soap.export(module.train(), inputs, path=path, verify=False)
+    path = exported(name, tmp_path)
     ranks = 1 if plan == "single_device" else 2
     topology = local_topology(ranks)
     graph = api.load(path, plan_only=True, autocast=autocast).graph
@@ -144,3 +163,36 @@ def test_predicted_is_counted(name: str, autocast: str | None, plan: str, pool: 
     found = pool.run(counted, path, autocast, api.classical(plan, graph, topology), topology, order, ranks=ranks)
     shown = [(peak / most, bound.total / most) for peak, bound, most in zip(run.peak_bytes, run.memory, found, strict=True)]
     assert all(most <= peak <= MOST_OVER * most for most, peak in zip(found, run.peak_bytes, strict=True)), shown
+
+
+def shown(path: str, strategy: Strategy, topology: Topology, pool: Pool) -> tuple[list[int], tuple[int, ...]]:
+    """(counted, predicted) peak bytes of each rank."""
+    graph = api.load(path, plan_only=True).graph
+    run = api.simulator_for(graph, topology, optimizer_states=STATES, costs="estimate").run(strategy)
+    order = execution_order(run.tasks, run.schedule)
+    return pool.run(counted, path, None, strategy, topology, order, ranks=topology.device_count), run.peak_bytes
+
+
+@pytest.mark.slow
+def test_what_is_recomputed_is_not_held(pool: Pool, tmp_path: Path) -> None:
+    """A plan that recomputes its runs holds much less than the same plan that keeps all; predicted are both."""
+    path, topology = exported("unfused", tmp_path), local_topology(1)
+    graph = api.load(path, plan_only=True).graph
+    usual = api.classical("single_device", graph, topology)
+    (kept,), (kept_predicted,) = shown(path, usual, topology, pool)
+    (again,), (again_predicted,) = shown(path, recomputed(graph, usual), topology, pool)
+    assert again < 0.8 * kept and again_predicted < 0.8 * kept_predicted
+    assert kept <= kept_predicted and again <= again_predicted <= MOST_OVER * again
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("name", MODELS)
+def test_any_marks_are_predicted(name: str, seed: int, pool: Pool, tmp_path: Path) -> None:
+    """Never less is predicted than is counted, whichever operators are marked."""
+    path, topology, draw = exported(name, tmp_path), local_topology(1 + seed % 2), random.Random(seed)
+    graph = api.load(path, plan_only=True).graph
+    usual = api.classical("data_parallel" if seed % 2 else "single_device", graph, topology)
+    names = [own for own in sorted(repeatable(graph)) if draw.random() < draw.choice((0.3, 0.6, 0.9))]
+    found, predicted = shown(path, recomputed(graph, usual, names), topology, pool)
+    assert all(most <= peak for most, peak in zip(found, predicted, strict=True)), [b / a for a, b in zip(found, predicted, strict=True)]

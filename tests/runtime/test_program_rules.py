@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.plan.plan import Plan
+from soap.plan.recomputation import find_recomputation
 from soap.runtime.program.action_order import forward_entries, in_order
 from soap.runtime.program.actions import ActionKind
 from soap.runtime.program.activity import PlanIndex, find_activity
@@ -103,11 +104,11 @@ def test_answered_tiles_end_segments_and_the_epilogue_has_its_own(case: Case, rn
     index, epilogue, order = PlanIndex(plan), ending(plan), random_order(plan, rng)
     activity = find_activity(plan, index, [plan.graph.loss])
     answered = answered_from_afar(plan, activity.fetches, activity.reductions)
-    last = epilogue_last(plan, order, epilogue)
-    segments = cut_segments(plan, index, last, single_tiles=False, epilogue=epilogue.operators, answered=answered)
+    last, run = epilogue_last(plan, order, epilogue), find_recomputation(plan, activity.tiles).run
+    segments = cut_segments(plan, index, last, single_tiles=False, epilogue=epilogue.operators, answered=answered, run=run)
     assert sorted(tile for segment in segments for tile in segment.tiles) == sorted(order)
     for segment in segments:
-        assert not answered & set(segment.tiles[:-1])
+        assert not answered & set(segment.tiles[:-1]) and len({run.get(tile) for tile in segment.tiles}) == 1
         assert len({plan.tiles[tile].operator in epilogue.operators for tile in segment.tiles}) == 1
         assert {plan.tiles[tile].device for tile in segment.tiles} == {segment.device} and last[segment.start] == segment.tiles[0]
 

@@ -31,7 +31,7 @@ from soap.runtime.sync.seam import rank_sync
 from soap.runtime.trainer import Trainer
 from soap.simulator.lowering import build_plan
 from soap.strategy.config import Strategy, SyncConfig
-from soap.strategy.sync import ALL_REDUCE, SHARDED_STATE, SPARSE_ALL_GATHER, compressed, parameter_server
+from soap.strategy.sync import ALL_REDUCE, SHARDED, SHARDED_STATE, SPARSE_ALL_GATHER, compressed, parameter_server
 from soap.strategy.sync_contracts import METHODS, named
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.export import export_model
@@ -70,6 +70,7 @@ CASES: dict[str, Case] = {
     "compressed": Case(dense=compressed(LOSSY), oracle=train_compressed),
     "parameter_server": Case(dense=parameter_server(2, "host")),
     "sharded_state": Case(dense=SHARDED_STATE),
+    "sharded": Case(dense=SHARDED),
     "row_server": Case(sparse=parameter_server(2, "host", rows=True)),
 }
 

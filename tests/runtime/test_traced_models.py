@@ -7,7 +7,7 @@ import random
 import pytest
 
 from soap.cluster.presets import local_topology
-from soap.strategy.classical import CLASSICAL, random_strategy
+from soap.strategy.classical import CLASSICAL, LONG_CONTEXT, random_strategy
 from soap.zoo import names
 from tests.extent import often
 from tests.runtime.pool import Pool
@@ -26,6 +26,14 @@ def test_zoo_models_train_like_one_process(four: Pool, name: str) -> None:
     for strategy in (CLASSICAL["megatron"](graph, FOUR), random_strategy(graph, FOUR, random.Random(name))):
         result = four.run(checked, spec, "float64", strategy, FOUR)[0]
         assert result.passed, result.worst
+
+
+@pytest.mark.parametrize("kind", LONG_CONTEXT)
+@pytest.mark.parametrize("name", often(names(), ("gpt",)))
+def test_zoo_models_with_split_sequences_train_like_one_process(four: Pool, name: str, kind: str) -> None:
+    spec = f"zoo:{name}:tiny"
+    result = four.run(checked, spec, "float64", LONG_CONTEXT[kind](traced(spec, "float64").graph, FOUR), FOUR)[0]
+    assert result.passed, result.worst
 
 
 def test_a_loss_of_several_parts_is_known_to_all_ranks(four: Pool) -> None:

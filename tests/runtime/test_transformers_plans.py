@@ -14,7 +14,7 @@ import torch
 
 from soap.cluster.presets import local_topology
 from soap.runtime.check import TOLERANCES
-from soap.strategy.classical import CLASSICAL, random_strategy
+from soap.strategy.classical import LONG_CONTEXT, NAMED, random_strategy
 from soap.tracing.export import export_model
 from soap.tracing.load import DTYPES
 from tests.extent import so_many
@@ -25,8 +25,9 @@ from tests.transformers_models import MODELS
 pytest.importorskip("transformers")
 
 FOUR = local_topology(4)
-STRATEGIES = [("float64", None)] * so_many(1, 5) + [("float32", None)] + [("float64", name) for name in ("data_parallel", "megatron")]
-"""Dtype, and name of a classical strategy or None for a random one."""
+NAMES = ("data_parallel", "megatron", *LONG_CONTEXT)
+STRATEGIES = [("float64", None)] * so_many(1, 5) + [("float32", None)] + [("float64", name) for name in NAMES]
+"""Dtype, and name of a strategy or None for a random one."""
 OFTEN: tuple[str, ...] = ()
 """All, and many more, are for ``make test-all``; ``test_architectures`` has one of the library in ``make test``."""
 
@@ -41,7 +42,7 @@ def test_model_trains_like_one_process(four: Pool, tmp_path: Path, name: str, re
     assert not whole
     for number, (dtype, classical) in enumerate(STRATEGIES):
         graph = traced(path, dtype).graph
-        strategy = CLASSICAL[classical](graph, FOUR) if classical else random_strategy(graph, FOUR, random.Random(f"{name}/{number}"))
+        strategy = NAMED[classical](graph, FOUR) if classical else random_strategy(graph, FOUR, random.Random(f"{name}/{number}"))
         results = four.run(checked, path, dtype, strategy, FOUR)
         record_property("tally", ["transformers models under strategies: worst error", f"{name} {dtype}", results[0].worst.error])
         assert results[0].tolerance == TOLERANCES[DTYPES[dtype]]

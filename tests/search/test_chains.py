@@ -15,7 +15,7 @@ from soap.search.chains import chain_budgets
 from soap.search.options import SearchOptions
 from soap.simulator.simulate import Simulator
 from soap.strategy.classical import CLASSICAL
-from soap.strategy.config import OpConfig, Strategy
+from soap.strategy.config import OpConfig, Strategy, SyncConfig
 from tests.graph_builder import mlp, transformer
 from tests.search.toys import TableCosts, TileCosts, layers
 from tests.simulator.examples import PointCosts, chain
@@ -235,8 +235,10 @@ def test_nothing_fits() -> None:
     assert str(info.value) == (
         "model 'layers' does not fit into the memory of cluster 'test': 100 B more needed than the 8.00 GiB available on 2 devices, in the "
         "closest of 20 proposals and all starts; ways out: (1) more devices or devices with more memory, (2) a smaller batch, "
-        "(3) an optimizer that keeps fewer states, (4) --sync zero, by which devices share its states, (5) a larger --budget"
+        "(3) an optimizer that keeps fewer states, (4) a larger --budget"
     )
+    with pytest.raises(InfeasibleError, match=r"\(4\) --sync zero or fsdp, by which devices share states or values, \(5\) a larger"):
+        search(graph, cluster([2]), TileCosts(graph, device_bytes=500), SearchOptions(budget=20, syncs=[SyncConfig()]))
 
 
 def test_simulator_says_which_device_needs_how_much() -> None:

@@ -10,6 +10,8 @@ from soap.cluster.topology import Topology
 from soap.errors import StrategyError
 from soap.model.graph import OperatorGraph
 from soap.plan.compression.training import PLAIN, PlannedTraining
+from soap.plan.planning import PlanBuilder
+from soap.plan.syncs.clipping import refusal
 from soap.profiles.roofline import RooflineCosts
 from soap.search.chains import search
 from soap.search.lossy import lossy_starts, lossy_syncs, lossy_ways, may_be_ragged, peer_counts, with_lossy
@@ -43,13 +45,17 @@ def linked(bytes_per_second: float) -> Topology:
 SLOW, FAST = linked(1e6), linked(1e12)
 
 
-def found(topology: Topology, *lossy: str) -> Strategy:
-    """All operators stay data-parallel; what is searched is how parameters are synchronized."""
-    costs = RooflineCosts(topology)
+def pins_of(topology: Topology) -> dict[str, str]:
+    """All operators stay data-parallel."""
     usual = data_parallel(GRAPH, topology)
     pins = {op.name: ",".join(f"{f.name}:{d}" for f, d in zip(op.factors, usual.operators[op.name].degrees, strict=True) if d > 1)
             + f"@{','.join(map(str, usual.operators[op.name].devices))}" for op in GRAPH.operators}
-    pins = {name: spec if not spec.startswith("@") else f"replicas:{usual.operators[name].replicas}{spec}" for name, spec in pins.items()}
+    return {name: spec if not spec.startswith("@") else f"replicas:{usual.operators[name].replicas}{spec}" for name, spec in pins.items()}
+
+
+def found(topology: Topology, *lossy: str) -> Strategy:
+    """What is searched is how parameters are synchronized."""
+    costs, pins = RooflineCosts(topology), pins_of(topology)
     options = SearchOptions(budget=200, cores=1, starts=["data_parallel"], syncs=[ALL_REDUCE], lossy=lossy, pins=pins)
     result = search(GRAPH, topology, IncrementalSimulator(Simulator(GRAPH, topology, costs)), options)
     return result.strategy
@@ -114,7 +120,7 @@ def test_hosts_compress_together_where_that_pays() -> None:
     ]
 
 
-@pytest.mark.parametrize("training", [PLAIN, PlannedTraining(late=True), PlannedTraining(kept=1, densest=0.25, dense=True)])
+@pytest.mark.parametrize("training", [PLAIN, PlannedTraining(clips=True), PlannedTraining(kept=1, densest=0.25, dense=True)])
 def test_what_is_priced_is_what_is_trained(training: PlannedTraining) -> None:
     """By the search, to the nanosecond; with clipping a step takes longer, as sums and selections wait."""
     costs, options = RooflineCosts(SLOW), SearchOptions(budget=60, cores=1, starts=["data_parallel"], lossy=["rgc:0.01"])
@@ -124,8 +130,27 @@ def test_what_is_priced_is_what_is_trained(training: PlannedTraining) -> None:
     assert result.cost_ns == exact.makespan_ns
     lossy = lossy_starts(GRAPH, data_parallel(GRAPH, SLOW), [Rgc(0.01)])["data_parallel, rgc:0.01"]
     times = [Simulator(GRAPH, SLOW, costs, training=own).run(lossy).makespan_ns for own in (PLAIN, training)]
-    assert (times[0] < times[1]) == training.late
+    assert (times[0] < times[1]) == training.clips
     assert IncrementalSimulator(simulator).makespan_ns(lossy) == times[1]
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "plain"])
+def test_a_search_that_clips_finds_what_trains(compiled: bool) -> None:
+    """The best plan of all sends rows of the table, and compresses the rest: ranks that clip refuse it. Another one is found instead."""
+    costs, clips = RooflineCosts(SLOW), PlannedTraining(clips=True)
+    options = SearchOptions(budget=200, cores=1, starts=["data_parallel"], lossy=["rgc:0.01"], pins=pins_of(SLOW))
+    results = {}
+    for training in (PLAIN, clips):
+        simulator = Simulator(GRAPH, SLOW, costs, training=training)
+        found = search(GRAPH, SLOW, IncrementalSimulator(simulator) if compiled else simulator, options)
+        results[training] = found.strategy, found.cost_ns, simulator
+    free, free_ns, _ = results[PLAIN]
+    bound, bound_ns, simulator = results[clips]
+    builder = PlanBuilder(GRAPH, SLOW, clips)
+    assert refusal(builder.build(free)) and not refusal(builder.build(bound))
+    assert simulator.is_refused(free) and not simulator.is_refused(bound)
+    usual_ns = Simulator(GRAPH, SLOW, costs, training=clips).run(data_parallel(GRAPH, SLOW)).makespan_ns
+    assert any(sync.compression for sync in free.parameters.values()) and free_ns < bound_ns < usual_ns
 
 
 def test_a_warm_up_that_does_not_fit_is_not_chosen() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -20,9 +21,9 @@ from soap.search.space import build_space
 from soap.search.starts import starting_strategies
 from soap.simulator.incremental import IncrementalSimulator
 from soap.simulator.simulate import Simulator
-from soap.strategy.classical import SYNCHRONIZED, data_parallel
+from soap.strategy.classical import SYNCHRONIZED, data_parallel, fsdp
 from soap.strategy.config import SyncConfig
-from soap.strategy.sync import SPARSE_ALL_GATHER, parameter_server, partition_counts, sync_choices, usual_server
+from soap.strategy.sync import SHARDED, SPARSE_ALL_GATHER, parameter_server, partition_counts, sync_choices, usual_server
 from tests.graph_builder import GraphBuilder, transformer
 from tests.strategies import CPU, GPU, cluster
 
@@ -59,6 +60,26 @@ def test_sparse_parameters_have_every_choice_and_dense_ones_what_is_asked() -> N
     assert set(both) == {SyncConfig(), GATHER, *servers(1, 2), *servers(1, 2, local=True)}
 
 
+def test_sharded_parameters_are_searched_where_nothing_else_fits() -> None:
+    """Devices have what data parallelism with sharded parameters needs, which is less than without."""
+    g, usual = GraphBuilder(), cluster([4], GPU)
+    x = g.input("x", 8, 128)
+    for i in range(12):
+        x = g.linear(x, 128, bias=False, name=f"l{i}")
+    graph = g.build(g.mean(x))
+    start = fsdp(graph, usual)
+    most = max(Simulator(graph, usual, RooflineCosts(usual)).run(start).peak_bytes)
+    devices = tuple(replace(device, type=replace(device.type, memory_bytes=most)) for device in usual.devices)
+    topology = replace(usual, devices=devices)
+    evaluator = IncrementalSimulator(Simulator(graph, topology, RooflineCosts(topology)))
+    assert evaluator.overflow_bytes(data_parallel(graph, topology)) > 0 == evaluator.overflow_bytes(start)
+    options = SearchOptions(budget=100, seed=1, syncs=[SHARDED], pins=[("l*", "sample:4")])
+    found = search(graph, topology, evaluator, options)
+    assert "fsdp" in {own.name for own in found.starts} and evaluator.overflow_bytes(found.strategy) == 0
+    assert found.cost_ns <= evaluator.makespan_ns(start)
+    assert any(sync == SHARDED for sync in found.strategy.parameters.values())
+
+
 def test_starts_synchronize_as_is_allowed() -> None:
     graph, topology = lookups(), cluster([1, 1], CPU)
     usual = starting_strategies(graph, topology, None, None, 0, sync_choices(graph, topology))
@@ -71,7 +92,7 @@ def test_starts_synchronize_as_is_allowed() -> None:
     assert "parameter_server" in starting_strategies(graph, topology, None, None, 0, asked)
     dense = transformer()
     assert not set(SYNCHRONIZED) & set(starting_strategies(dense, topology, None, None, 0, sync_choices(dense, topology)))
-    with pytest.raises(StrategyError, match=r"expected one of single_device, .*, hybrid, .*, sparse_allgather, zero1, random"):
+    with pytest.raises(StrategyError, match=r"expected one of single_device, .*, zero1, fsdp, .*recompute; .*; or random"):
         starting_strategies(dense, topology, ["gossip"], None, 0)
 
 

@@ -131,7 +131,7 @@ def test_a_timeline_is_like_itself(case: tuple[OperatorGraph, Topology, Strategy
     assert {group.name: group.predicted_ns for group in found.kinds} == {
         kind.value: total for kind, total in by_kind.items() if any(one.kind == kind and one.resources for one in tasks.tasks)
     }
-    passes = sum(by_kind[kind] for kind in (TaskKind.FORWARD, TaskKind.BACKWARD))
+    passes = sum(by_kind[kind] for kind in (TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD))
     assert sum(group.predicted_ns for group in found.operators) == passes
     names = resource_names(tasks)
     under_way_ns = dict.fromkeys(names, 0)  # messages are for longer than they hold links, and may overlap by that

@@ -8,18 +8,20 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
 
 from soap import api
 from soap.cluster.overheads import CollectiveLatencyFactor
 from soap.cluster.topology import Device, Host, Link, Topology
 from soap.model.graph import OperatorGraph
+from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.plan.copies import LEFT
 from soap.profiles.roofline import RooflineCosts
 from soap.simulator.drawn_times import reference_times_ns
 from soap.simulator.draws import Draws, links_between_hosts
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.folding import Folding, fold
-from soap.simulator.lowering import build_plan, lower
+from soap.simulator.lowering import PlanBuilder, lower
 from soap.simulator.reference import simulate
 from soap.simulator.simulate import Simulator
 from soap.simulator.tasks import Task, TaskKind
@@ -38,10 +40,10 @@ def place(task: Task) -> tuple[int, ...]:
     return task.id[:1] if task.kind is TaskKind.UPDATE else task.id[:3]
 
 
-def check(graph: OperatorGraph, topology: Topology, strategy: Strategy, folding: Folding) -> None:
+def check(graph: OperatorGraph, topology: Topology, strategy: Strategy, folding: Folding, training: PlannedTraining = PLAIN) -> None:
     """Everything about two copies is the same as in the whole simulation, and the other copies do as copy 1."""
     costs = LaunchedCosts(topology)
-    whole = lower(build_plan(graph, strategy, topology), topology, costs)
+    whole = lower(PlanBuilder(graph, topology, training).build(strategy), topology, costs)
     small = lower(folding.plan, folding.topology, costs, folding.communication)
     times, small_times = simulate(whole), simulate(small)
     assert small_times.makespan_ns == times.makespan_ns
@@ -69,10 +71,12 @@ def check(graph: OperatorGraph, topology: Topology, strategy: Strategy, folding:
     assert others == Counter({told: number * (len(images) - LEFT) for told, number in first.items()})
 
 
-def check_outcome(graph: OperatorGraph, topology: Topology, strategy: Strategy, folding: Folding) -> None:
+def check_outcome(
+    graph: OperatorGraph, topology: Topology, strategy: Strategy, folding: Folding, training: PlannedTraining = PLAIN
+) -> None:
     """What reports say of all devices and links."""
     costs = RooflineCosts(topology)
-    whole = Simulator(graph, topology, costs).run(strategy)
+    whole = Simulator(graph, topology, costs, training=training).run(strategy)
     small = lower(folding.plan, folding.topology, costs, folding.communication)
     folded = FoldedSimulation(folding, small, simulate(small), whole.optimizer_states)
     assert folded.topology is whole.topology
@@ -90,16 +94,16 @@ def check_outcome(graph: OperatorGraph, topology: Topology, strategy: Strategy, 
 
 
 @settings(MANY, suppress_health_check=list(HealthCheck))
-@given(copied())
-def test_folded_is_whole(case: Case) -> None:
+@given(copied(), st.sampled_from((PLAIN, PlannedTraining(clips=True))))
+def test_folded_is_whole(case: Case, training: PlannedTraining) -> None:
     graph, topology, strategy = case
-    folding = fold(graph, topology, strategy)
+    folding = fold(graph, topology, strategy, training)
     if isinstance(folding, str):
         event(f"not folded: {folding.split(' ')[0:6]}")
         return
     event(f"folded over {folding.count}")
-    check(graph, topology, strategy, folding)
-    check_outcome(graph, topology, strategy, folding)
+    check(graph, topology, strategy, folding, training)
+    check_outcome(graph, topology, strategy, folding, training)
 
 
 def test_a_link_that_stands_for_those_between_hosts_is_one() -> None:

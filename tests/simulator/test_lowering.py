@@ -258,7 +258,8 @@ def test_task_graphs_are_in_order_with_unique_ids(case: Case) -> None:
         assert len(task.id) == 6 and task.duration_ns >= 1
         assert all(p < position for p in task.predecessors)
         assert set(task.resources) <= set(resources) and list(task.predecessors) == sorted(set(task.predecessors))
-        assert (task.tile is not None) == (task.kind in (TaskKind.FORWARD, TaskKind.BACKWARD))
+        computes = (TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD)
+        assert (task.tile is not None) == (task.kind in computes and bool(task.resources))  # needs have neither
         assert (task.bytes > 0) == (task.kind in (TaskKind.TRANSFER, TaskKind.EXCHANGE, TaskKind.REDUCE, TaskKind.SYNC))
         assert not task.flows or sum(size for *_, size in task.flows) == task.bytes
 

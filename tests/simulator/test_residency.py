@@ -9,16 +9,17 @@ from hypothesis import given
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.plan.flows import box_bytes
+from soap.plan.memory_kinds import ALLOWANCE, MemoryKind
 from soap.plan.syncs.parameter_server import METHOD
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.memory import transit
 from soap.simulator.memory.ledger import MemoryCurve
 from soap.simulator.memory.parameters import kept_shards
-from soap.simulator.memory.peaks import MemoryUse, kept_bytes, peak_bytes
-from soap.simulator.memory.residency import expected_peaks, memory_over_time
+from soap.simulator.memory.peaks import MemoryUse, kept_bytes, memory_use, peak_bytes
+from soap.simulator.memory.residency import expected_peaks, memory_over_time, peaks_by_kind
 from soap.simulator.memory.transit import Send, packed_by_source, send_spans
 from soap.simulator.reference import simulate
-from soap.simulator.tasks import Schedule, TaskGraph
+from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
 from soap.strategy.config import Strategy
 from tests.extent import MANY
 from tests.graph_builder import GraphBuilder
@@ -120,18 +121,23 @@ def test_between_what_tasks_need_and_the_bound(case: tuple[OperatorGraph, Topolo
     for time, device, needed in working_sets(tasks, schedule):
         curve = curves[device]
         held = curve.bytes_held[curve.times_ns.searchsorted(time, side="right") - 1]
-        alive = sum(kept[tile] for tile, (start, end) in lives.items() if plan.tiles[tile].device == device and start <= time < end)
+        here = [(tile, start, end) for tile, own in lives.items() if plan.tiles[tile].device == device for start, end in own]
+        alive = sum(kept[tile] for tile, start, end in here if start <= time < end)
         shards = sum((3 if trained else 1) * size for _, keeper, size, trained in kept_shards(plan) if keeper == device)
         copies = sum(METHOD.copies(plan, sync).get(device, 0) for sync in plan.syncs if sync.contract is METHOD.contract)
         assert held >= alive + shards + copies + needed
 
 
-def lives_of(tasks: TaskGraph, schedule: Schedule) -> dict[int, tuple[int, int]]:
-    """Tile -> from the start of its forward task to the end of its last."""
-    lives: dict[int, tuple[int, int]] = {}
+def lives_of(tasks: TaskGraph, schedule: Schedule) -> dict[int, list[tuple[int, int]]]:
+    """Tile -> from the start of its forward task to the end of its last; if it is recomputed, its first run, and from its second one on."""
+    runs: dict[int, dict[TaskKind, tuple[int, int]]] = {}
     for task, start, end in zip(tasks.tasks, schedule.start_ns.tolist(), schedule.end_ns.tolist(), strict=True):
         if task.tile is not None:
-            lives[task.tile] = (lives.get(task.tile, (start, end))[0], end)
+            runs.setdefault(task.tile, {})[task.kind] = (start, end)
+    lives: dict[int, list[tuple[int, int]]] = {}
+    for tile, own in runs.items():
+        first, again, end = own[TaskKind.FORWARD], own.get(TaskKind.RECOMPUTE), max(stop for _, stop in own.values())
+        lives[tile] = [(first[0], end)] if again is None else [first, (again[0], end)]
     return lives
 
 
@@ -145,3 +151,27 @@ def working_sets(tasks: TaskGraph, schedule: Schedule) -> list[tuple[int, int, i
             remote = [fetch for fetch in fetched if any(plan.holdings[piece.holding].device != device for piece in fetch.pieces)]
             found.append((start, device, sum(box_bytes(plan, fetch.tensor, fetch.box) for fetch in remote)))
     return found
+
+
+@MANY
+@given(cases(servers=True))
+def test_the_kinds_of_what_is_held_add_up_to_the_peak(case: tuple[OperatorGraph, Topology, Strategy]) -> None:
+    graph, topology, chosen = case
+    tasks, schedule = played(graph, chosen, topology)
+    curves = memory_over_time(tasks, schedule, 2)
+    peaks = expected_peaks(curves, memory_use(tasks.plan, 2))
+    for curve, kinds, peak in zip(curves, peaks_by_kind(curves, peaks), peaks, strict=True):
+        assert sum(curve.at_peak.values()) == curve.peak_bytes and sum(kinds.values()) == peak
+        assert min(kinds.values()) >= 0 and list(kinds) == [*MemoryKind, ALLOWANCE]
+
+
+def test_what_a_peak_is_made_of_by_hand() -> None:
+    graph = chain(4, 2, 3)
+    tasks, schedule = played(graph, batch_split(graph, [0, 1]))
+    for curve in memory_over_time(tasks, schedule, 2):
+        held, weight = curve.at_peak, 3 * 2 * 4
+        assert (held[MemoryKind.VALUES], held[MemoryKind.STATES], held[MemoryKind.BATCH]) == (weight, 2 * weight + 4, 4 * 2 * 4)
+        # While l1's weight gets its gradient, that is there beside the buffer of its sum, l1's gradient beside l1.
+        assert held[MemoryKind.GRADIENTS] == 2 * weight
+        assert (held[MemoryKind.WORKSPACE], held[MemoryKind.BUFFERS]) == (2 * 3 * 4, 0)
+        assert held[MemoryKind.KEPT] == curve.peak_bytes - 5 * weight - 4 - 4 * 2 * 4 - 2 * 3 * 4

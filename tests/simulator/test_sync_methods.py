@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import fields, replace
+from itertools import product
 
 import pytest
 
@@ -182,13 +183,14 @@ def test_delta_full_and_reference_are_equal(contract: Contract, seed: int) -> No
             names = rng.sample(served(contract), 1) if rng.random() < 0.6 or not configs else []
             syncs = {name: rng.choice((SyncConfig(), *CASES[contract.name])) for name in names}
             edits.append(Edit(configs, syncs, rng.random() < 0.6))
-        check((GRAPH, topology, start, edits), afresh=True, training=PlannedTraining(late=seed > 0))
+        check((GRAPH, topology, start, edits), afresh=True, training=PlannedTraining(clips=seed > 0))
 
 
 @METHOD
 def test_memory_is_never_under(contract: Contract) -> None:
-    for topology, strategy in strategies(contract, 2):
-        simulation = Simulator(GRAPH, topology, RooflineCosts(topology)).run(strategy)
+    for (topology, strategy), clips in product(strategies(contract, 2), (False, True)):
+        training = PlannedTraining(clips=clips)  # by the norm of all gradients, if nothing is compressed
+        simulation = Simulator(GRAPH, topology, RooflineCosts(topology), training=training).run(strategy)
         bound = peak_bytes(simulation.plan)
         for curve, most in zip(memory_over_time(simulation.tasks, simulate(simulation.tasks)), bound, strict=True):
             assert curve.peak_bytes <= most

@@ -1,4 +1,4 @@
-"""What a training adds to compression, as far as memory and time depend on it. A step's time is that of steps behind a warm-up, which are
+"""What a training adds to a plan, as far as memory and time depend on it. A step's time is that of steps behind a warm-up, which are
 most; memory has to hold for all of them."""
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from dataclasses import dataclass
 class PlannedTraining:
     """``kept``, ``made``: tensors of a compressed parameter's size that its momentum keeps from step to step, and makes in a step.
     ``densest``: the largest density of a warm-up; 0: none. ``dense``: whether a warm-up begins with steps that send everything.
-    ``late``: gradients are clipped on each rank before anything is sent, which is known behind its whole backward pass."""
+    ``clips``: gradients are clipped by their norm (``plan.syncs.clipping``): by each rank before it sends anything, if some are compressed,
+    which is known behind its whole backward pass; else by all together, before the update."""
 
     kept: int = 0
     made: int = 0
     densest: float = 0.0
     dense: bool = False
-    late: bool = False
+    clips: bool = False
 
 
 PLAIN = PlannedTraining()

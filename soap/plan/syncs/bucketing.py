@@ -16,17 +16,34 @@ FIRST_BUCKET_BYTES = 2**20
 """Size of the first bucket, smaller so that sums begin early. DistributedDataParallel's default as well."""
 
 
+GATHER_BYTES = 25 * 2**20
+"""Approximate size of a group of values that are gathered together: large enough that latencies do not count, and less than a block of a
+large model has."""
+LEAST_GROUPS = 8
+"""Into about so many groups at least all of a small model's values are divided: one group would be the whole model."""
+
+
+def gather_limit(graph: OperatorGraph) -> int:
+    """The size at which a group of values that are gathered together is full."""
+    return min(GATHER_BYTES, -(-sum(tensor.bytes for tensor in graph.parameters if tensor.requires_grad) // LEAST_GROUPS))
+
+
 def make_buckets(
-    graph: OperatorGraph, tiles: Sequence[Tile], shards: Sequence[Shard], syncs: Sequence[ShardSync]
+    graph: OperatorGraph,
+    tiles: Sequence[Tile],
+    shards: Sequence[Shard],
+    syncs: Sequence[ShardSync],
+    limits: tuple[int, int] | None = None,
 ) -> tuple[ShardSync, ...]:
     """Join synchronizations of one region each into buckets, in the order in which the backward pass completes their gradients.
 
     A region's gradient is complete once the lowest operator that uses it has run backward. So regions are taken by that operator's
     position, highest first, then by their first shard. Each joins the open bucket of its readers and dtype. A bucket closes at
-    ``BUCKET_BYTES``, the first one of its readers and dtype at ``FIRST_BUCKET_BYTES``. A region with a single reader gets a bucket of its
-    own, because nothing is sent. The result is ordered by the lowest operator that a bucket's regions need, highest first, then by the
-    bucket's first shard.
+    ``BUCKET_BYTES``, the first one of its readers and dtype at ``FIRST_BUCKET_BYTES``; ``limits``: others than (first, later). A region
+    with a single reader gets a bucket of its own, because nothing is sent. The result is ordered by the lowest operator that a bucket's
+    regions need, highest first, then by the bucket's first shard.
     """
+    first_limit, limit = (FIRST_BUCKET_BYTES, BUCKET_BYTES) if limits is None else limits
     trained = graph.backward_operators
     alone = {sync.shards[0]: sync for sync in syncs}
     lowest = {sync.shards[0]: min(tiles[t].operator for t, _ in sync.uses if tiles[t].operator in trained) for sync in syncs}
@@ -39,7 +56,7 @@ def make_buckets(
         key = (own.readers, graph.tensors[own.parameter].dtype)
         open_buckets.setdefault(key, []).append(number)
         filled[key] = filled.get(key, 0) + sum(shard_bytes(graph, shards[i]) for i in own.shards)
-        if len(own.readers) == 1 or filled[key] >= (BUCKET_BYTES if key in begun else FIRST_BUCKET_BYTES):
+        if len(own.readers) == 1 or filled[key] >= (limit if key in begun else first_limit):
             begun.add(key)
             finished.append(open_buckets.pop(key))
             filled[key] = 0

@@ -17,6 +17,7 @@ from soap.model.regions import lengths
 from soap.plan.compression.seam import SUM_COPIES, Exchange, Layout, Work, layout_of
 from soap.plan.compression.training import PlannedTraining
 from soap.plan.flows import Round, box_bytes
+from soap.plan.memory_kinds import MemoryKind
 from soap.plan.plan import Plan, ShardSync, sync_name
 from soap.plan.syncs.amounts import COPIES, moving_rounds, reading_groups
 from soap.plan.syncs.seam import COMBINE, PULL, PUSH, RESTORE, SELECT, SPREAD, SUM, DeviceWork, Hold, Phase, SyncMethod, SyncStep
@@ -73,14 +74,14 @@ class CompressedSum(SyncMethod):
         for device in sync.peers:
             names = [work_name(sync, work, device) for work in STAGES]
             state, moved, room = _amounts(plan, sync, device)
-            yield Hold(device, state)
+            yield Hold(device, state, kind=MemoryKind.STATES)
             yield Hold(device, moved, since=names[0])
             for name in names:
-                yield Hold(device, room, since=name, until=name)
+                yield Hold(device, room, since=name, until=name, kind=MemoryKind.WORKSPACE)
 
     @staticmethod
     def _works(plan: Plan, sync: ShardSync, layout: Layout, work: Work) -> tuple[DeviceWork, ...]:
-        how, late = _settings(sync), work != "select" or plan.training.late
+        how, late = _settings(sync), work != "select" or plan.training.clips
         return tuple(
             DeviceWork(STAGES[work], device, work_name(sync, work, device), how, layout, work, late) for device in sync.peers
         )

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from soap.model.regions import Box
 from soap.plan.flows import box_bytes
+from soap.plan.memory_kinds import MemoryKind
 from soap.plan.placement import cut_rows
 from soap.plan.plan import Plan, ShardSync, serve_name, sync_name
 from soap.plan.syncs.amounts import COPIES, COUNT_BYTES, Amounts, moving_rounds, reading_groups
@@ -89,7 +90,8 @@ class ParameterServer(SyncMethod):
     def holds(self, plan: Plan, sync: ShardSync) -> Iterator[Hold]:
         """Readers hold a copy and its gradient all the time; servers hold what they receive until they have used it."""
         for device, size in self.copies(plan, sync).items():
-            yield Hold(device, 2 * size)
+            yield Hold(device, size, kind=MemoryKind.VALUES)
+            yield Hold(device, size, kind=MemoryKind.GRADIENTS)
         yield from self.server_holds(plan, sync)
 
     def server_holds(self, plan: Plan, sync: ShardSync) -> Iterator[Hold]:
@@ -99,12 +101,20 @@ class ParameterServer(SyncMethod):
 
     def received(self, plan: Plan, sync: ShardSync) -> Iterator[tuple[int, int]]:
         """For each partition (device, bytes): gradients that its server receives; 0 beside accelerators: they are in the host's memory."""
+        for device, received in self.given_to_servers(plan, sync):
+            yield device, 0 if device in plan.accelerators else received
+
+    def host_buffers(self, plan: Plan, sync: ShardSync) -> Iterable[tuple[int, int]]:
+        """What servers beside accelerators receive."""
+        return [(device, size) for device, size in self.given_to_servers(plan, sync) if device in plan.accelerators]
+
+    def given_to_servers(self, plan: Plan, sync: ShardSync) -> Iterator[tuple[int, int]]:
+        """For each partition (the device beside its server, bytes of gradients that the server receives)."""
         own = self.copies(plan, sync)
         for number in sync.shards:
             shard = plan.shards[number]
             most = box_bytes(plan, shard.parameter, shard.box)
-            received = self.received_bytes(plan, sync, shard.box, [min(most, size) for size in own.values()])
-            yield shard.devices[0], 0 if shard.devices[0] in plan.accelerators else received
+            yield shard.devices[0], self.received_bytes(plan, sync, shard.box, [min(most, size) for size in own.values()])
 
     def received_bytes(self, plan: Plan, sync: ShardSync, box: Box, given: Sequence[int]) -> int:
         """Bytes that the server of a partition (``box``) receives. ``given``: by reader, the most bytes of gradients that it pushes."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from soap.model.regions import Box
+from soap.plan.memory_kinds import MemoryKind
 from soap.plan.plan import Plan, ShardSync, sync_name
 from soap.plan.row_counts import device_lookups, most_rows, row_bytes
 from soap.plan.syncs.amounts import COPIES, INDEX_BYTES, reading_groups
@@ -39,7 +40,8 @@ class RowServer(ParameterServer):
     def holds(self, plan: Plan, sync: ShardSync) -> Iterator[Hold]:
         """Readers hold the rows and their gradients from the pull to the push; servers hold what they receive."""
         for device, size in self.copies(plan, sync).items():
-            yield Hold(device, 2 * size, since=sync_name(sync, "pull"), until=sync_name(sync, "push"), with_uses=True)
+            for kind in (MemoryKind.VALUES, MemoryKind.GRADIENTS):
+                yield Hold(device, size, since=sync_name(sync, "pull"), until=sync_name(sync, "push"), with_uses=True, kind=kind)
         yield from self.server_holds(plan, sync)
 
     def received_bytes(self, plan: Plan, sync: ShardSync, box: Box, given: Sequence[int]) -> int:

@@ -17,6 +17,7 @@ from soap.model.graph import OperatorGraph
 from soap.model.regions import Box
 from soap.plan.compression.seam import Layout, Work
 from soap.plan.flows import Round, box_bytes
+from soap.plan.memory_kinds import MemoryKind
 from soap.plan.placement import owner_of
 from soap.plan.plan import Plan, Shard, ShardSync
 from soap.plan.tiling import Tile
@@ -29,12 +30,15 @@ class Phase(IntEnum):
     """When in a step a communication takes place."""
 
     BEFORE_FORWARD = 0
-    AFTER_BACKWARD = 1
-    AFTER_UPDATE = 2
+    BEFORE_BACKWARD = 1
+    AFTER_BACKWARD = 2
+    AFTER_UPDATE = 3
 
 
 SUM, PUSH, SERVE, PULL, SELECT, COMBINE, SPREAD, RESTORE = range(8)
 """Stages, the third part of a task's id: if several tasks of a synchronization are ready at once, the lowest stage goes first."""
+REGATHER = SERVE
+"""Stage of values that are gathered again before the backward pass: no server has anything to do then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +97,11 @@ class Hold:
     An empty name means the step's beginning, or its end. ``with_uses``: held at least until the last pass of a tile that uses what is
     synchronized. If task ``since`` does not take place, nothing is held, or with ``with_uses`` from the step's beginning. If task ``until``
     does not take place, the memory is held until the last use. ``from_gradient``: held from the end of the first backward pass on the
-    device that makes a gradient of what is synchronized; if none does, nothing is held. ``queue``: if set, the device learns late that the
-    memory is free: it then waits for the oldest in the queue where too much is held (``simulator.memory.transit``); what is sent may be
-    free only when the device updates.
+    device that makes a gradient of what is synchronized; if none does, nothing is held. ``used``: held for these passes of the device's
+    tiles that use what is synchronized: from the first one on, or with ``since`` until the first one has begun; a backward pass lasts as
+    long as its segment's. ``queue``: if set, the device learns late that the memory is free: it then waits for the oldest in the queue
+    where too much is held (``simulator.memory.transit``), with ``few`` where it is the third one; what is sent may be free only when the
+    device updates. ``kind``: what it is held for; a queue's is ``BUFFERS``.
     """
 
     device: int
@@ -105,7 +111,9 @@ class Hold:
     with_uses: bool = False
     before: bool = False
     from_gradient: bool = False
-    queue: Literal["", "sent", "received"] = ""
+    used: Literal["", "forward", "backward"] = ""
+    queue: Literal["", "sent", "received", "few"] = ""
+    kind: MemoryKind = MemoryKind.BUFFERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +189,10 @@ class SyncMethod(ABC):
 
     def buffers(self, plan: Plan, sync: ShardSync) -> Iterable[tuple[int, int]]:
         """(device, bytes) of send and receive buffers, beside values and gradients, whenever in a step they are needed."""
+        return ()
+
+    def host_buffers(self, plan: Plan, sync: ShardSync) -> Iterable[tuple[int, int]]:
+        """(device, bytes) of buffers in the memory of the device's host, which servers beside accelerators have there."""
         return ()
 
     def holds(self, plan: Plan, sync: ShardSync) -> Iterator[Hold]:

@@ -10,7 +10,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from soap.model.graph import OperatorGraph
 from soap.model.regions import Box
-from soap.plan.flows import box_bytes
+from soap.plan.flows import Round, box_bytes
+from soap.plan.memory_kinds import MemoryKind
 from soap.plan.placement import cut_rows
 from soap.plan.plan import Plan, Shard, ShardSync, sync_name, update_name
 from soap.plan.syncs.amounts import moving_rounds
@@ -45,7 +46,7 @@ class ShardedState(SyncMethod):
         """Every reader sends every owner its gradient of what that owns; later every owner sends every reader the values."""
         owned = owned_bytes(plan, sync)
         scatter = moving_rounds(([(reader, owner, size) for owner, size in owned.items() for reader in sync.readers], 0))
-        gather = moving_rounds(([(owner, reader, size) for owner, size in owned.items() for reader in sync.readers], 0))
+        gather = gather_round(plan, sync)
         found = [SyncStep(Phase.AFTER_BACKWARD, PUSH, scatter_name(sync), scatter, large=True)] if scatter else []
         return [*found, SyncStep(Phase.AFTER_UPDATE, PULL, gather_name(sync), gather)] if gather else found
 
@@ -72,14 +73,14 @@ class ShardedState(SyncMethod):
         Values pass through buffers when they are brought. A reader is ready for others' values as soon as it has updated its own.
         """
         owned, copied, whole = owned_bytes(plan, sync), self.copies(plan, sync), gradient_bytes(plan, sync)
-        scatter, gather, others = scatter_name(sync), gather_name(sync), len(sync.readers) - 1
+        scatter, gather = scatter_name(sync), gather_name(sync)
         for reader in sync.readers:
             own, update = owned.get(reader, 0), update_name(reader)
-            yield Hold(reader, copied[reader])
-            yield Hold(reader, whole, until=scatter, before=True, from_gradient=True)
+            yield Hold(reader, copied[reader], kind=MemoryKind.VALUES)
+            yield Hold(reader, whole, until=scatter, before=True, from_gradient=True, kind=MemoryKind.GRADIENTS)
             yield Hold(reader, whole, since=scatter, until=scatter, queue="sent")
-            yield Hold(reader, others * own, since=scatter, until=update, before=True, queue="received")
-            yield Hold(reader, own, since=scatter)
+            yield Hold(reader, (len(sync.readers) - 1) * own, since=scatter, until=update, before=True, queue="received")
+            yield Hold(reader, own, since=scatter, kind=MemoryKind.GRADIENTS)
             yield Hold(reader, own, since=update, until=gather, queue="sent")
             yield Hold(reader, copied[reader], since=update if own else gather, until=gather, queue="received")
 
@@ -91,6 +92,12 @@ def owned_bytes(plan: Plan, sync: ShardSync) -> dict[int, int]:
         shard = plan.shards[number]
         found[shard.devices[0]] = found.get(shard.devices[0], 0) + box_bytes(plan, shard.parameter, shard.box)
     return found
+
+
+def gather_round(plan: Plan, sync: ShardSync) -> tuple[Round, ...]:
+    """All owners send all readers what they own; nothing if nobody else reads it."""
+    owned = owned_bytes(plan, sync).items()
+    return moving_rounds(([(owner, reader, size) for owner, size in owned for reader in sync.readers], 0))
 
 
 def scatter_name(sync: ShardSync) -> str:

@@ -283,6 +283,11 @@ class Communicator:
         pending.wait()
         self._sends = deque(other for other in self._sends if other is not pending)
 
+    def finish_sending(self, tensor: torch.Tensor) -> None:
+        """Wait until a tensor has left, and forget it."""
+        for pending in [own for own in self._sends if own.tensor.data_ptr() == tensor.data_ptr()]:  # none if staged in host memory
+            self.release(pending)
+
     def keep(self, pending: Pending) -> None:
         """Keep a sent tensor alive until it has left. If too many or too large ones are kept, wait for the oldest: its receivers do not
         depend on this rank going on."""
@@ -293,8 +298,7 @@ class Communicator:
             self._sends.popleft().let_go()
 
     def leave(self, pending: Pending) -> None:
-        """Keep a sum that nobody reads here until it is over. Never wait for it in between: other ranks may have to wait for us before they
-        join it."""
+        """Keep a sum that nobody reads here until it is over. Never wait for it in between: ranks may wait for us before they join it."""
         self._left = [other for other in self._left if not other.is_over]
         self._left.append(pending)
 

@@ -76,6 +76,12 @@ class WarmUp:
         if self.dense_steps < 0 or self.stage_steps < 0:
             raise RuntimeFailure(f"warm-up of {self.dense_steps} dense steps and {self.stage_steps} a density; expected 0 or more")
 
+    @property
+    def phases(self) -> tuple[tuple[int, float | None], ...]:
+        """(number of steps, their least density; None: everything is sent), one after the other."""
+        dense: list[tuple[int, float | None]] = [(self.dense_steps, None)]
+        return tuple(own for own in dense + [(self.stage_steps, FALL ** (stage + 1)) for stage in range(STAGES)] if own[0])
+
     def density(self, step: int, final: float) -> float | None:
         """The density of a step, counted from 0; None: everything is sent, by an all-reduce."""
         if step < self.dense_steps:

@@ -1,7 +1,8 @@
 """Actions in the order in which they can begin. Pure data, no torch.
 
 *Invariant*: an action comes after all those that it waits for. Forward, each tile is followed by what it completes: messages, sums, then
-messages with parts of sums. Backward, each segment is followed by what it completes: gradients that are sent back, then sums of gradients.
+messages with parts of sums. Backward, each segment comes behind what is recomputed for it
+(``second_runs``), and is followed by what it completes: gradients that are sent back, then sums of gradients.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from soap.runtime.program.segments import Segment
 
 Entry = tuple[tuple[int, ...], Action]
 """(sort key, action). The key begins with the place (forward) or turn (backward)."""
+
+BEFORE = -1
+"""Second part of the key of what comes right before the segment whose turn it is."""
 
 
 def in_order(entries: Iterable[Entry]) -> Iterator[Action]:

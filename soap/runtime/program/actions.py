@@ -24,6 +24,8 @@ class ActionKind(Enum):
     """Broadcast the loss, which is in ``plan.holdings[subject]``, unless every rank knows it already."""
     SEGMENT = auto()
     """Run the backward pass of ``segments[subject]``."""
+    RECOMPUTE = auto()
+    """Run the tiles of ``segments[subject]`` forward a second time, for its backward pass."""
     RETURN = auto()
     """Receive or send the gradients of ``plan.messages[subject]``."""
     RETURN_EXCHANGE = auto()
@@ -33,7 +35,9 @@ class ActionKind(Enum):
     ASK = auto()
     """Send requests for rows to owners, for all of ``plan.syncs`` by rows at once (no subject)."""
     BRING = auto()
-    """Send values of ``plan.syncs[subject]`` from owners to leaders."""
+    """Send values of ``plan.syncs[subject]`` from owners to leaders, or to all readers."""
+    BRING_BACK = auto()
+    """Send them to all readers once more, for their backward passes."""
     HAND_ON = auto()
     """Send values of ``plan.syncs[subject]`` from leaders to the other members."""
     COLLECT = auto()

@@ -6,7 +6,7 @@ agree on who sends which gradient to whom without talking to each other. The sim
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -103,6 +103,20 @@ def _reached(tile: int, plan: Plan, index: PlanIndex, found: Activity) -> bool:
         ):
             return True
     return False
+
+
+def count_second_readers(plan: Plan, index: PlanIndex, rank: int, tiles: Collection[int]) -> dict[ValueKey, int]:
+    """How often second runs of these tiles read each of a rank's holdings and fetches, counted as ``count_readers`` does."""
+    counts: dict[ValueKey, int] = {}
+    for number, fetch in enumerate(plan.fetches if tiles else ()):
+        readers = sum(tile in tiles for tile, _ in fetch.consumers)
+        if fetch.device != rank or not readers:
+            continue
+        counts["fetch", number] = readers
+        if number not in index.carriers:
+            for holding in {piece.holding for piece in local_pieces(plan, fetch)}:
+                counts["holding", holding] = counts.get(("holding", holding), 0) + 1
+    return counts
 
 
 def count_takers(plan: Plan, index: PlanIndex, rank: int) -> dict[ValueKey, int]:

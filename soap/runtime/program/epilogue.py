@@ -64,6 +64,9 @@ def set_apart(plan: Plan, epilogue: LossEpilogue, actions: Iterable[Action]) -> 
             closes = reduced_tensor(plan, plan.reductions[action.subject]) in closing
             (parted.sums if closes else parted.before).append(action)
             continue
+        if action.kind in (ActionKind.BRING, ActionKind.BRING_BACK):
+            parted.before.append(action)
+            continue
         if action.kind is ActionKind.TILE:
             apart = plan.tiles[action.subject].operator in epilogue.operators
         else:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 from soap.model.graph import Operator, TensorKind
 from soap.model.regions import Box, lengths, relative, volume, whole
 from soap.plan.flows import reduced_tensor
-from soap.plan.plan import forward_name, local_pieces
+from soap.plan.plan import Plan, forward_name, local_pieces
 from soap.plan.tiling import Tile
+from soap.runtime.program.actions import ActionKind, part_of
 from soap.runtime.program.activity import ValueKey
 from soap.runtime.program.program import Program
+from soap.runtime.program.sync_actions import uses_of_gathered
 from soap.runtime.sync.roles import pieces_read
 from soap.runtime.sync.shards import Region, ShardStore
 from soap.tracing.types import partial_dtype
 
+Pass = TypeVar("Pass")
 Part = tuple[slice, ...] | None
 """The part to cut from a tensor; None for all of it."""
 
@@ -118,8 +122,10 @@ class Summand:
 
 @dataclass(slots=True)
 class PreparedTile:
-    """One tile of this rank. ``empty``: it has no samples to compute. ``made``: expected shape and dtype of each output. ``rows``:
-    parameters that it reads by sparse lookups. ``leaves``: the fetches that it reads.
+    """One tile of this rank. ``again``: it is recomputed. ``empty``: it has no samples to compute. ``made``: expected shape and dtype of
+    each output. ``rows``: parameters that it reads by sparse lookups. ``leaves``: the fetches that it reads. ``gathered``: pieces that it
+    reads of values which are gathered for their uses. ``needs``, ``frees``: synchronizations of which it is the rank's first, or last, to
+    read such values.
 
     ``checked``: shapes and dtypes of its outputs have been checked once.
     """
@@ -130,6 +136,7 @@ class PreparedTile:
     name: str
     segment: int
     active: bool
+    again: bool
     empty: bool
     inputs: tuple[Source, ...]
     parameters: tuple[Parameter, ...]
@@ -138,11 +145,17 @@ class PreparedTile:
     held: tuple[Held, ...]
     summands: tuple[Summand, ...]
     leaves: tuple[Fetched, ...]
+    gathered: tuple[int, ...] = ()
+    needs: tuple[int, ...] = ()
+    frees: tuple[int, ...] = ()
     checked: bool = False
 
 
 class PreparedTiles:
-    """All tiles of a rank in one program, by number. ``readers``, ``takers``: see ``Program``. ``fetches``: the rank's own, by number."""
+    """All tiles of a rank in one program, by number. ``readers``, ``second_readers``, ``takers``: see ``Program``. ``fetches``: the rank's
+    own, by number. ``needed_back``, ``freed_back``: (RECOMPUTE or SEGMENT, segment) -> synchronizations of which it is the rank's first, or
+    last, behind the forward pass to read values that are gathered for their uses.
+    """
 
     def __init__(self, program: Program, shards: ShardStore, rank: int, dtype_of: Callable[[str], torch.dtype]) -> None:
         self._program, self._plan = program, program.plan
@@ -151,6 +164,15 @@ class PreparedTiles:
         read = enumerate(pieces_read(self._plan))
         self._by_rows = {piece: i for i, own in read for piece in own if self._plan.syncs[i].contract.by_rows}
         self.readers, self.takers = program.readers(rank), program.takers(rank)
+        self.second_readers = program.second_readers(rank)
+        pairs = zip(self._plan.syncs, pieces_read(self._plan), strict=True)
+        self._gathered = {piece for sync, own in pairs if sync.contract.gathers_values for piece in own}
+        forward = [own.subject for own in part_of(program.forward, rank) if own.kind is ActionKind.TILE]
+        self._needs, self._frees = _by_pass(self._plan, rank, forward, [(tile,) for tile in forward])
+        passes = (ActionKind.RECOMPUTE, ActionKind.SEGMENT)
+        back = [(own.kind, own.subject) for own in part_of(program.backward, rank) if own.kind in passes]
+        active = [[tile for tile in program.segments[number].tiles if tile in program.activity.tiles] for _, number in back]
+        self.needed_back, self.freed_back = _by_pass(self._plan, rank, back, active)
         self.fetches = {i: self._fetched(i) for i, fetch in enumerate(self._plan.fetches) if fetch.device == rank}
         self.tiles = {i: self._prepare(i) for i, tile in enumerate(self._plan.tiles) if tile.device == rank}
 
@@ -165,6 +187,7 @@ class PreparedTiles:
             forward_name(op, tile),
             program.segment_of[number],
             number in program.activity.tiles,
+            number in program.recomputed,
             not tile.size,
             tuple(self._source(number, k) for k in range(len(op.inputs))),
             tuple(self._parameter(number, k) for k in range(len(op.parameters))),
@@ -173,7 +196,15 @@ class PreparedTiles:
             tuple(self._held(number, output, holding) for output, holding in program.index.direct.get(number, ())),
             tuple(self._summand(number, k) for k in range(len(op.outputs)) if (number, k) in program.index.partial),
             tuple(self.fetches[fetch] for fetch in fetches if fetch is not None),
+            self._gathered_pieces(number),
+            self._needs.get(number, ()),
+            self._frees.get(number, ()),
         )
+
+    def _gathered_pieces(self, number: int) -> tuple[int, ...]:
+        operands = range(len(self._plan.tiles[number].parameters))
+        found = (piece for k in operands for piece in self._shards.region(number, k).pieces if piece in self._gathered)
+        return tuple(dict.fromkeys(found))
 
     def _made_dtype(self, number: int, output: int) -> torch.dtype:
         dtype = self._dtype_of(self._plan.operator(self._plan.tiles[number]).outputs[output].tensor)
@@ -233,6 +264,14 @@ class PreparedTiles:
         tensor = reduced_tensor(self._plan, self._plan.reductions[reduction])
         seed = program.seeds.get(tensor) if number in program.activity.seeds else None
         return Summand(output, reduction, seed is not None or reduction in program.activity.reductions, seed)
+
+
+def _by_pass(
+    plan: Plan, rank: int, passes: Sequence[Pass], tiles: Sequence[Sequence[int]]
+) -> tuple[dict[Pass, tuple[int, ...]], dict[Pass, tuple[int, ...]]]:
+    """``uses_of_gathered``, by what names the passes."""
+    needs, frees = uses_of_gathered(plan, rank, tiles)
+    return ({passes[i]: tuple(own) for i, own in needs.items()}, {passes[i]: tuple(own) for i, own in frees.items()})
 
 
 def _part(held: Box, box: Box) -> Part:

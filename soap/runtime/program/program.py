@@ -9,6 +9,7 @@ gradient has to be received. Segments can run backward by decreasing start.
 
 Each of these modules decides on one part of the order, and states its invariant: ``epilogue`` (what runs after the backward pass),
 ``forward_order`` (tiles), ``segments``, ``backward_order`` (turns of segments), ``action_order`` (what follows tiles and segments),
+``second_runs`` (recomputed segments),
 ``number_sums`` and ``sync_actions`` (keeping parameters in step).
 """
 
@@ -19,16 +20,26 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from soap.plan.plan import Plan
+from soap.plan.recomputation import dropped_holdings, find_recomputation
 from soap.plan.syncs.bucketing import idle_shards
 from soap.runtime.program.action_order import backward_entries, forward_entries, in_order
 from soap.runtime.program.actions import Action, ActionKind
-from soap.runtime.program.activity import Activity, PlanIndex, ValueKey, count_readers, count_takers, find_activity
+from soap.runtime.program.activity import (
+    Activity,
+    PlanIndex,
+    ValueKey,
+    count_readers,
+    count_second_readers,
+    count_takers,
+    find_activity,
+)
 from soap.runtime.program.backward_order import backward_turns
 from soap.runtime.program.epilogue import LossEpilogue, set_apart, usable_epilogue
 from soap.runtime.program.forward_order import forward_order, places_of
 from soap.runtime.program.number_sums import NumberSums, everyone_knows, sum_together
+from soap.runtime.program.second_runs import second_runs
 from soap.runtime.program.segments import Segment, answered_elsewhere, cut_segments, read_elsewhere
-from soap.runtime.program.sync_actions import after_backward, after_update, before_forward, groups
+from soap.runtime.program.sync_actions import after_backward, after_update, before_forward, gather_entries, groups
 from soap.simulator.memory.transit import answered_from_afar
 from soap.simulator.tasks import ExecutionOrder
 
@@ -48,6 +59,10 @@ class Program:
     """Holdings whose values outlive their segment: another segment or device reads them. The loss is among them."""
     answered: frozenset[int]
     """Holdings that get a gradient from another segment or device."""
+    recomputed: frozenset[int]
+    """Tiles that run forward a second time."""
+    dropped: frozenset[int]
+    """Holdings of recomputed tiles that are not kept till then (``recomputation.dropped_holdings``)."""
     idle_shards: tuple[int, ...]
     """Shards whose gradient is zero."""
     losses: dict[int, int]
@@ -74,6 +89,10 @@ class Program:
         if rank in self.losses:
             counts["holding", self.losses[rank]] = counts.get(("holding", self.losses[rank]), 0) + 1
         return counts
+
+    def second_readers(self, rank: int) -> dict[ValueKey, int]:
+        """How often second runs of a rank's tiles read each value, as ``count_second_readers`` counts."""
+        return count_second_readers(self.plan, self.index, rank, self.recomputed)
 
     def takers(self, rank: int) -> dict[ValueKey, int]:
         """How often parts of the gradients of a rank's fetches are taken, as ``count_takers`` counts."""
@@ -105,16 +124,21 @@ def compile_program(
     places = places_of(order.forward)
     activity = find_activity(plan, index, epilogue.seeds)
     answered = answered_from_afar(plan, activity.fetches, activity.reductions)
+    again = find_recomputation(plan, activity.tiles)
     segments = cut_segments(
-        plan, index, order.forward, single_tiles=single_tiles, epilogue=epilogue.operators, answered=answered
+        plan, index, order.forward, single_tiles=single_tiles, epilogue=epilogue.operators, answered=answered, run=again.run
     )
     segment_of = {tile: i for i, segment in enumerate(segments) for tile in segment.tiles}
     turns = backward_turns(plan, index, activity, segment_of, [segment.start for segment in segments], order.backward)
-    forward = set_apart(plan, epilogue, in_order(forward_entries(plan, places)))
+    repeated = tuple(second_runs(again, segments, segment_of, turns))
+    gathered = gather_entries(plan, activity.tiles, segment_of, turns, places, repeated)
+    forward = set_apart(plan, epilogue, in_order((*forward_entries(plan, places), *gathered.forward)))
     number_sums, summing = sum_together(plan, forward.sums)
     backward = [
         *backward_entries(plan, index, activity, segments, segment_of, turns),
+        *repeated,
         *after_backward(plan, activity.tiles, segment_of, turns, places),
+        *gathered.backward,
     ]
     losses = _losses(plan)
     known = everyone_knows(plan, epilogue, number_sums)
@@ -128,6 +152,8 @@ def compile_program(
         segment_of,
         frozenset(read_elsewhere(plan, segment_of)) | {i for i, held in enumerate(plan.holdings) if held.tensor == plan.graph.loss},
         frozenset(answered_elsewhere(plan, segment_of, activity)),
+        again.tiles,
+        dropped_holdings(plan, again, activity.tiles),
         idle_shards(plan),
         losses,
         epilogue.seeds,

@@ -1,8 +1,9 @@
 """Cutting a rank's tiles into segments; each is one autograd graph. Pure data, no torch.
 
-*Invariants*: everything that a segment receives, or that is summed for it, is complete before its first tile, because it comes from
-segments that start earlier. A tile whose gradient comes from elsewhere (*answered*) is the last of its segment, so that no other tile waits
-for that gradient. Tiles of the loss epilogue share no segment with others.
+*Invariants*: everything that a segment receives, or that is summed or gathered for it, is complete before its first tile, because it comes
+from segments that start earlier. A tile whose gradient comes from elsewhere (*answered*) is the last of its segment, so that no other tile
+waits for that gradient. Tiles of the loss epilogue share no segment with others, nor do the recomputed tiles of a run
+(``plan.recomputation``).
 """
 
 from __future__ import annotations
@@ -24,17 +25,32 @@ class Segment:
 
 
 def cut_segments(
-    plan: Plan, index: PlanIndex, order: Sequence[int], *, single_tiles: bool, epilogue: Set[int], answered: Set[int]
+    plan: Plan,
+    index: PlanIndex,
+    order: Sequence[int],
+    *,
+    single_tiles: bool,
+    epilogue: Set[int],
+    answered: Set[int],
+    run: Mapping[int, int],
 ) -> tuple[Segment, ...]:
     """Cut each device's tiles into segments. ``epilogue``: positions of its operators. ``answered``: tiles whose gradient comes from
-    elsewhere. ``single_tiles``: each tile is a segment."""
+    elsewhere. ``run``: ``Recomputation.run``. ``single_tiles``: each tile is a segment."""
     started: set[int] = set()
+    gathered: dict[int, set[int]] = {}
+    for number, sync in enumerate(plan.syncs):
+        for tile, _ in sync.uses if sync.contract.gathers_values else ():
+            gathered.setdefault(tile, set()).add(number)
+    there: list[set[int]] = [set() for _ in range(plan.device_count)]
     segments: list[tuple[int, int, list[int]]] = []
     current: dict[int, list[int]] = {}
     for place, tile in enumerate(order):
         device = plan.tiles[tile].device
+        comes = not gathered.get(tile, there[device]) <= there[device]
+        there[device] |= gathered.get(tile, set())
         enters = plan.tiles[tile].operator in epilogue and device in current and plan.tiles[current[device][-1]].operator not in epilogue
-        if _begins(plan, index, tile, started) or single_tiles or enters or device not in current:
+        enters |= device in current and run.get(current[device][-1]) != run.get(tile)
+        if _begins(plan, index, tile, started) or comes or single_tiles or enters or device not in current:
             current[device] = []
             segments.append((device, place, current[device]))
         current[device].append(tile)

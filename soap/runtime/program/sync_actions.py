@@ -6,9 +6,11 @@ no two ranks wait for each other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 
 from soap.plan.plan import ASK_NAME, Plan
+from soap.plan.syncs.gathering import gathers
 from soap.runtime.program.actions import Action, ActionKind
 from soap.runtime.sync.row_requests import asking_devices
 from soap.runtime.sync.seam import rank_sync
@@ -17,6 +19,8 @@ Entry = tuple[tuple[int, ...], Action]
 """(sort key, action)."""
 FIRST_STAGE = 4
 """First stage of synchronization after a segment; messages to other segments have lower stages."""
+BEFORE_ALL, AFTER_ALL = -2, 8
+"""Stages of what comes right before a tile, or a segment and what is recomputed for it, and of what comes behind all that follows it."""
 
 
 def before_forward(plan: Plan) -> Iterator[Action]:
@@ -26,6 +30,66 @@ def before_forward(plan: Plan) -> Iterator[Action]:
         yield Action(ActionKind.ASK, 0, asking_devices(plan))
     for kind in (ActionKind.BRING, ActionKind.HAND_ON):
         yield from (Action(kind, i, plan.members(sync)) for i, sync, kinds in wanted if kind in kinds)
+
+
+@dataclass(frozen=True)
+class Gathers:
+    """Where values are gathered for their uses: entries of the forward pass (keys as ``action_order.forward_entries`` has them), and of the
+    backward pass."""
+
+    forward: tuple[Entry, ...]
+    backward: tuple[Entry, ...]
+
+
+def gather_entries(
+    plan: Plan,
+    active: Set[int],
+    segment_of: Mapping[int, int],
+    turns: Sequence[int],
+    places: Sequence[int],
+    again: Iterable[Entry],
+) -> Gathers:
+    """Each gather comes behind the passes that it waits for, if these are before the first pass that needs it, as in every order that a
+    simulation has told; else right before that one. ``again``: second runs of segments."""
+    forward, backward = list[Entry](), list[Entry]()
+    begun = {action.subject: key[0] for key, action in again}
+    for order, own in enumerate(gathers(plan)):
+        uses, devices = [tile for tile, _ in plan.syncs[own.sync].uses], plan.members(plan.syncs[own.sync])
+        behind = max((places[tile] for tile in own.after_forward), default=-1)
+        if not own.backward:
+            action, first = Action(ActionKind.BRING, own.sync, devices), min(places[tile] for tile in uses)
+            forward.append(((behind, AFTER_ALL, order) if behind < first else (first, BEFORE_ALL, order), action))
+            continue
+        action = Action(ActionKind.BRING_BACK, own.sync, devices)
+        ended = [turns[segment_of[tile]] for tile in own.after_backward if tile in active]
+        segments = {segment_of[tile] for tile in uses if tile in active}
+        needed = min((begun.get(segment, turns[segment]) for segment in segments), default=len(turns))
+        if not ended:
+            forward.append(((behind, AFTER_ALL, order), action))
+        elif max(ended) < needed:
+            backward.append(((max(ended), AFTER_ALL, order), action))
+        else:
+            backward.append(((needed, BEFORE_ALL, order), action))
+    return Gathers(tuple(forward), tuple(backward))
+
+
+def uses_of_gathered(plan: Plan, rank: int, passes: Sequence[Collection[int]]) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+    """For a rank's passes, in their order, given by the tiles of each: (position of a pass -> synchronizations whose gathered values it is
+    the first to read, position -> those that it is the last to read)."""
+    read: dict[int, list[int]] = {}
+    for number, sync in enumerate(plan.syncs):
+        for tile in {tile for tile, _ in sync.uses if plan.tiles[tile].device == rank} if sync.contract.gathers_values else ():
+            read.setdefault(tile, []).append(number)
+    first, last = dict[int, int](), dict[int, int]()
+    for position, tiles in enumerate(passes):
+        for number in sorted({number for tile in tiles for number in read.get(tile, ())}):
+            first.setdefault(number, position)
+            last[number] = position
+    needs, frees = dict[int, list[int]](), dict[int, list[int]]()
+    for found, places in ((needs, first), (frees, last)):
+        for number, position in places.items():
+            found.setdefault(position, []).append(number)
+    return needs, frees
 
 
 def after_update(plan: Plan) -> tuple[Action, ...]:

@@ -7,6 +7,7 @@ from soap.plan.plan import (
     exchange_name,
     forward_name,
     message_name,
+    recompute_name,
     reduce_name,
 )
 from soap.runtime.program import sync_actions
@@ -23,9 +24,9 @@ def task_name(program: Program, kind: str, subject: int) -> str:
     match ActionKind[kind]:
         case ActionKind.TILE:
             return forward_name(plan.operator(plan.tiles[subject]), plan.tiles[subject])
-        case ActionKind.SEGMENT:
+        case ActionKind.SEGMENT | ActionKind.RECOMPUTE as own:
             first = plan.tiles[program.segments[subject].tiles[0]]
-            return backward_name(plan.operator(first), first)
+            return (backward_name if own is ActionKind.SEGMENT else recompute_name)(plan.operator(first), first)
         case ActionKind.TRANSFER | ActionKind.RETURN:
             return message_name(plan, plan.messages[subject], gradient=back)
         case ActionKind.EXCHANGE | ActionKind.RETURN_EXCHANGE:

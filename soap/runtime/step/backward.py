@@ -22,7 +22,9 @@ from soap.plan.plan import (
     remote_parts,
 )
 from soap.runtime.comm.redistribute import Pending, cut
-from soap.runtime.step.early_start import EarlyStart
+from soap.runtime.program.actions import ActionKind
+from soap.runtime.program.prepared import PreparedTiles
+from soap.runtime.step.gradients import Gradients
 from soap.runtime.step.state import Output, StepState
 from soap.simulator.tasks import TaskKind
 from soap.tracing.given import given
@@ -34,15 +36,23 @@ Room = tuple[int, Box, torch.Tensor]
 class BackwardPass:
     """The backward pass of one micro-batch; one method per action."""
 
-    def __init__(self, state: StepState, early: EarlyStart) -> None:
+    def __init__(self, state: StepState, gradients: Gradients, prepared: PreparedTiles) -> None:
         self.state, self.program, self.plan = state, state.program, state.plan
-        self._early = early
+        self._early, self._values = gradients.early, gradients
+        self._needs, self._frees = prepared.needed_back, prepared.freed_back
         self._returning: dict[int, list[tuple[Box, torch.Tensor, Pending]]] = {}
         self._reduced: dict[int, Pending] = {}
         self._waiting: dict[int, int] = {}
 
     def run_segment(self, number: int) -> None:
-        """Run a segment backward, from its outputs to its inputs."""
+        """Run a segment backward, from its outputs to its inputs, with the parameters' values that are gathered for it."""
+        for sync in self._needs.get((ActionKind.SEGMENT, number), ()):
+            self._values.need(sync)
+        self._run(number)
+        for sync in self._frees.get((ActionKind.SEGMENT, number), ()):
+            self._values.free(sync)
+
+    def _run(self, number: int) -> None:
         outputs, gradients = [], []
         for output in self.state.outputs.pop(number, ()):
             gradient = self._gradient(output)

@@ -2,21 +2,26 @@
 
 Inside a segment, autograd links the tiles. What comes from outside (an earlier segment, another rank, a sum over a group) enters as a
 detached leaf. A value is dropped after its last reader on this rank; autograd keeps what the backward pass needs.
+
+A recomputed segment runs twice: first without autograd, so that it keeps nothing, and again (``recompute``) right before its backward pass
+needs it, from the same leaves, with the same random numbers. It notes statistics only the first time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 
 from soap.errors import RuntimeFailure
 from soap.model.dtypes import is_differentiable
 from soap.model.regions import lengths
-from soap.plan.plan import ASK_NAME, message_name, reduce_name, remote_parts
+from soap.plan.plan import ASK_NAME, message_name, recompute_name, reduce_name, remote_parts
 from soap.runtime.comm.arrivals import Arrivals
 from soap.runtime.comm.redistribute import Pending, assemble, cut
+from soap.runtime.program.actions import ActionKind
 from soap.runtime.program.activity import ValueKey
 from soap.runtime.program.fused_tiles import Outputs, Unit
 from soap.runtime.program.prepared import Fetched, Parameter, Part, Piece, PreparedTile, PreparedTiles, Source
@@ -50,12 +55,13 @@ class ForwardPass:
         self._prepared = prepared
         self._units = units or {}
         self._look_ups, self._by_rows = look_ups, gradients.by_rows
-        self._sync_context = gradients.context
+        self._sync_context, self._values = gradients.context, gradients
         self._asked: Asked = {}
         self._computed: dict[int, Outputs] = {}
         self._loss: Callable[[], float] = lambda: 0.0
         self._numbers: dict[int, torch.Tensor] = {}
         self._segment = -1
+        self._second = False
         self._attached: dict[int, torch.Tensor] = {}
         self._fetched: dict[int, torch.Tensor] = {}
         self._regions: dict[int, torch.Tensor] = {}
@@ -69,7 +75,11 @@ class ForwardPass:
         if tile.segment != self._segment:
             self._segment = tile.segment
             self._forget_segment()
+        for sync in () if self._second else tile.needs:
+            self._values.need(sync)
         outputs = self._outputs(tile)
+        if tile.gathered:
+            outputs = self._without_values(tile, outputs)
         if not tile.checked:  # shapes and types are the same in every step
             _check_outputs(tile, outputs)
             tile.checked = True
@@ -79,6 +89,29 @@ class ForwardPass:
             self._keep_summands(tile, outputs)
         for fetch in tile.leaves:
             self._leave_fetch(fetch)
+        for sync in () if self._second else tile.frees:
+            self._values.free(sync)
+
+    def _without_values(self, tile: PreparedTile, outputs: Outputs) -> Outputs:
+        """The outputs; those that are views of values which are gathered for their uses become copies."""
+        leaves = [self.shards.leaves[piece] for piece in tile.gathered]
+        places = {leaf.untyped_storage().data_ptr() for leaf in leaves if leaf.numel()}
+        with torch.set_grad_enabled(tile.active):
+            return [
+                own.clone() if own is not None and own.numel() and own.untyped_storage().data_ptr() in places else own for own in outputs
+            ]
+
+    def recompute(self, segment: int) -> None:
+        """Run a segment's tiles a second time, so that autograd keeps what their backward pass needs. Parameters' values that are gathered
+        for it stay till then."""
+        for sync in self._prepared.needed_back.get((ActionKind.RECOMPUTE, segment), ()):
+            self._values.need(sync)
+        context, self.context = self.context, replace(self.context, update_buffers=False)
+        self._second, self._segment = True, -1
+        for number in self.program.segments[segment].tiles:
+            self.run_tile(number)
+        self._second, self._segment, self.context = False, -1, context
+        self._forget_segment()
 
     def _outputs(self, tile: PreparedTile) -> Outputs:
         if self._units:
@@ -93,9 +126,12 @@ class ForwardPass:
             return self._look_up(tile)
         inputs = [self._input(source) for source in tile.inputs]
         parameters = [self._parameter(parameter) for parameter in tile.parameters]
-        if not self.state.is_traced and torch.is_grad_enabled() is tile.active:
+        records = tile.active and tile.again is self._second
+        if not self.state.is_traced and torch.is_grad_enabled() is records:
             return self.model.run_tile(tile.tile, inputs, parameters, self.context)
-        with self.state.task(tile.name, TaskKind.FORWARD), torch.set_grad_enabled(tile.active):
+        kind = TaskKind.RECOMPUTE if self._second else TaskKind.FORWARD
+        name = recompute_name(tile.operator, tile.tile) if self._second else tile.name
+        with self.state.task(name, kind), torch.set_grad_enabled(records):
             return self.model.run_tile(tile.tile, inputs, parameters, self.context)
 
     def _look_up(self, tile: PreparedTile) -> Outputs:
@@ -220,11 +256,11 @@ class ForwardPass:
                 continue
             if held.read:
                 self._attached[held.holding] = tensor
-            if held.late:
+            if held.late and not self._second:
                 self._numbers[held.holding] = tensor.detach()
-            if held.kept:
+            if held.kept and (not self._second or self.state.values.reads_again(("holding", held.holding))):
                 self.state.values["holding", held.holding] = _leaf(tensor, held.takes_gradient)
-            if held.answered:
+            if held.answered and tile.again is self._second:
                 self._note(Output(tensor, held.holding, None, held.seed))
 
     def _keep_summands(self, tile: PreparedTile, outputs: Outputs) -> None:
@@ -232,8 +268,9 @@ class ForwardPass:
             tensor = outputs[summand.output]
             if tensor is None:
                 continue
-            self._partials[tile.number, summand.output] = tensor.detach()
-            if summand.answered:
+            if not self._second:
+                self._partials[tile.number, summand.output] = tensor.detach()
+            if summand.answered and tile.again is self._second:
                 self._note(Output(tensor, None, summand.reduction, summand.seed))
 
     def _note(self, output: Output) -> None:
@@ -296,7 +333,7 @@ class ForwardPass:
 
     def _leave_fetch(self, fetch: Fetched) -> None:
         """Note that one consumer has read a fetch; after the last one, drop it."""
-        if not self.state.values.leave(fetch.key):
+        if not self._leave(fetch.key):
             return
         self._fetched.pop(fetch.number, None)
         if not fetch.carried:
@@ -305,11 +342,15 @@ class ForwardPass:
     def _leave_holdings(self, holdings: Iterable[int]) -> None:
         """Note that one reader has read these holdings of this rank, each named once; drop those that it was the last reader of."""
         for holding in holdings:
-            if self.state.values.leave(("holding", holding)):
+            if self._leave(("holding", holding)):
                 self._attached.pop(holding, None)
                 reduction = self.plan.holdings[holding].reduction
-                if reduction is not None:
+                if reduction is not None and not self._second:
                     self._reducing.pop(reduction)
+
+    def _leave(self, key: ValueKey) -> bool:
+        values = self.state.values
+        return values.leave_again(key) if self._second else values.leave(key)
 
     def _parameter(self, parameter: Parameter) -> torch.Tensor:
         """A tile's parameter region, assembled once per segment."""

@@ -84,6 +84,18 @@ class Gradients:
         """Begin to send values from owners to leaders."""
         self._of[number].bring(number)
 
+    def bring_back(self, number: int) -> None:
+        """Begin to send values from owners to readers, for backward passes."""
+        self._of[number].bring_back(number)
+
+    def need(self, number: int) -> None:
+        """Wait for the values of a synchronization that are gathered for its uses."""
+        self._of[number].need(number)
+
+    def free(self, number: int) -> None:
+        """Free them."""
+        self._of[number].free(number)
+
     def hand_on(self, number: int) -> None:
         """Begin to send values from leaders to the other members of their hosts."""
         self._of[number].hand_on(number)

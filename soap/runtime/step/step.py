@@ -67,11 +67,12 @@ class StepRunner:
     ) -> Callable[[], float]:
         """Run forward and backward pass on full ``tensors`` (inputs and constants by name). Returns a function that waits for the loss, so
         that the parameters can be updated meanwhile."""
-        values = ValueStore(self._prepared.readers, self._prepared.takers)
+        prepared = self._prepared
+        values = ValueStore(prepared.readers, prepared.takers, prepared.second_readers, self.program.dropped)
         state = StepState(self.program, values, self.comm, self.dtype_of, self.recorder, 1.0 / part.count)
         gradients = self.gradients
-        forward = ForwardPass(state, self.model, self._prepared, self.shards, tensors, context, self._look_ups, gradients, self._units)
-        backward = BackwardPass(state, gradients.early)
+        forward = ForwardPass(state, self.model, prepared, self.shards, tensors, context, self._look_ups, gradients, self._units)
+        backward = BackwardPass(state, gradients, prepared)
         handlers = _handlers(forward, backward, gradients)
         HERE.name = self._task_name
         with gradients.step(self._schedule, part, state.watch):
@@ -100,12 +101,14 @@ def _handlers(forward: ForwardPass, backward: BackwardPass, gradients: Gradients
         ActionKind.REDUCE: forward.reduce,
         ActionKind.REDUCE_NUMBERS: forward.reduce_numbers,
         ActionKind.LOSS: forward.tell_loss,
+        ActionKind.RECOMPUTE: forward.recompute,
         ActionKind.SEGMENT: backward.run_segment,
         ActionKind.RETURN: backward.return_message,
         ActionKind.RETURN_EXCHANGE: backward.return_exchange,
         ActionKind.REDUCE_GRADIENT: backward.reduce_gradient,
         ActionKind.ASK: forward.ask,
         ActionKind.BRING: gradients.bring,
+        ActionKind.BRING_BACK: gradients.bring_back,
         ActionKind.HAND_ON: gradients.hand_on,
         ActionKind.COLLECT: partial(gradients.start, ActionKind.COLLECT),
         ActionKind.SYNC: partial(gradients.start, ActionKind.SYNC),

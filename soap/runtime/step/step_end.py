@@ -44,19 +44,20 @@ class StepEnd:
         """Update all parameters. Returns the gradients' norm before clipping; None without clipping. ``looked_up``: as for
         ``Updater.update``."""
         gradients, norm = self.gradients, None
+        watch = watch_nothing if recorder is None else recorder.watch
         HERE.task = self._name
         done = set() if recorder is None else self._serve(recorder)
         gradients.add_up()
         if self.clip_norm is not None:
             found = {**gradients.dense, **{number: own.values for number, own in gradients.rows.items()}}
-            norm = clip(self.comm, self.plan, found, self.clip_norm)
+            norm = clip(self.comm, self.plan, found, self.clip_norm, watch)
         left = None if not done else self._parts.keys() - done
         timed = recorder is not None and (gradients.dense.keys() | gradients.rows.keys()) - done
         with recorder.task(self._name, TaskKind.UPDATE) if recorder is not None and timed else nullcontext():
             dense = gradients.dense if self._decay is None else self._decay.added(gradients.dense)
             self._updater.update(*merged(self.plan, self._parts, dense, gradients.rows), looked_up, left)
         HERE.task = ""
-        gradients.refresh(watch_nothing if recorder is None else recorder.watch)
+        gradients.refresh(watch)
         return norm
 
     def _serve(self, recorder: Recorder) -> set[int]:

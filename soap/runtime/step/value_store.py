@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 
 import torch
 
 from soap.runtime.program.activity import ValueKey
 
+NOTHING: Mapping[ValueKey, int] = MappingProxyType({})
+"""No readers."""
+
 
 class ValueStore:
     """Leaves: detached tensors that segments start from. Autograd leaves gradients on those that require one.
 
-    ``readers``: how often the forward pass reads each value. After the last reader it is dropped, unless it waits for a gradient.
+    ``readers``: how often the forward pass reads each value. After the last reader it is dropped, unless it waits for a gradient or for
+    ``second_readers``: how often second runs read it. ``dropped``: holdings that wait for neither, because they are made again.
     ``takers``: how often its gradient is then taken (default 1). After the last taker, value and gradient are dropped.
     """
 
-    def __init__(self, readers: Mapping[ValueKey, int], takers: Mapping[ValueKey, int]) -> None:
+    def __init__(
+        self,
+        readers: Mapping[ValueKey, int],
+        takers: Mapping[ValueKey, int],
+        second_readers: Mapping[ValueKey, int] = NOTHING,
+        dropped: Collection[int] = (),
+    ) -> None:
         self._readers, self._takers = dict(readers), dict(takers)
+        self._second_readers, self._dropped = dict(second_readers), dropped
         self._leaves: dict[ValueKey, torch.Tensor] = {}
 
     def __contains__(self, key: ValueKey) -> bool:
@@ -41,10 +53,29 @@ class ValueStore:
         left = self._readers[key] = self._readers[key] - 1
         if left:
             return False
+        if key[0] == "holding" and key[1] in self._dropped:
+            self._leaves.pop(key, None)
+        elif key not in self._second_readers:
+            self._drop_unless_it_waits(key)
+        return True
+
+    def reads_again(self, key: ValueKey) -> bool:
+        """Whether a second run reads a value that is not here: so it has to be made again for it."""
+        return key in self._second_readers and key not in self._leaves
+
+    def leave_again(self, key: ValueKey) -> bool:
+        """``leave`` for a reader's second run."""
+        left = self._second_readers[key] = self._second_readers[key] - 1
+        if left:
+            return False
+        self._drop_unless_it_waits(key)
+        return True
+
+    def _drop_unless_it_waits(self, key: ValueKey) -> None:
+        """Drop a value unless it waits for a gradient."""
         leaf = self._leaves.get(key)
         if leaf is not None and not leaf.requires_grad:
             del self._leaves[key]
-        return True
 
     def gradient(self, key: ValueKey) -> torch.Tensor | None:
         """The gradient that autograd has left on a value; None stands for zeros."""

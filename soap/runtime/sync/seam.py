@@ -58,18 +58,21 @@ class RankSync(ABC):
 
     The order of calls in a step:
 
-    1. For each micro-batch: ``begin``, the actions that ``before_forward`` names, ``end``.
+    1. For each micro-batch: ``begin``, the actions that ``before_forward`` names, ``end``. Where values are gathered for their uses
+       (``Contract.gathers_values``), also ``bring``, ``need``, ``free``, then ``bring_back``, ``need``, ``free``; a rank without such a use
+       leaves ``need`` and ``free`` out.
     2. In the last micro-batch, before ``end``: the actions that ``after_backward`` names, each once.
     3. Then ``gradients`` of the shards that this rank owns.
     4. After the update, and whenever shards were loaded: the actions that ``after_update`` names, then ``arrived``.
 
     ``collective``: ``synchronize`` starts a single collective, which may overtake messages under gloo (``Communicator.messages_apart``).
-    ``gives``, ``brings``: the verbs in its tasks' names.
+    ``gives``, ``brings``, ``brings_back``: the verbs in its tasks' names.
     """
 
     collective: ClassVar[bool] = False
     gives: ClassVar[str] = "sync"
     brings: ClassVar[str] = "pull"
+    brings_back: ClassVar[str] = ""
 
     def __init__(self, context: SyncContext, syncs: Mapping[int, ShardSync]) -> None:
         self.context, self.syncs = context, syncs
@@ -96,6 +99,8 @@ class RankSync(ABC):
     @classmethod
     def task_name(cls, sync: ShardSync, kind: ActionKind) -> str:
         """The name of the simulator's task that an exchange belongs to."""
+        if kind is ActionKind.BRING_BACK:
+            return sync_name(sync, cls.brings_back)
         return sync_name(sync, cls.brings if kind in (ActionKind.BRING, ActionKind.HAND_ON) else cls.gives)
 
     def begin(self, part: MicroBatch, watch: Watch) -> None:
@@ -104,6 +109,18 @@ class RankSync(ABC):
 
     def bring(self, number: int) -> None:
         """Begin to send values from owners to leaders."""
+        raise NotImplementedError
+
+    def bring_back(self, number: int) -> None:
+        """Begin to send values from owners to readers once more, for backward passes."""
+        raise NotImplementedError
+
+    def need(self, number: int) -> None:
+        """Called before the first pass, forward or backward, that reads values which are gathered for it: wait for them."""
+        raise NotImplementedError
+
+    def free(self, number: int) -> None:
+        """Called behind the last of these passes: free the values' memory."""
         raise NotImplementedError
 
     def hand_on(self, number: int) -> None:

@@ -30,13 +30,14 @@ from soap.simulator.memory.transit import SENT_BYTES, SENT_TENSORS
 @dataclass(slots=True)
 class Exchanged:
     """An exchange of synchronization ``number`` that is under way. ``buffer``: what is received. ``taken``: by reader, its part of the
-    buffer. ``own``: this rank's own part, which is not in the buffer."""
+    buffer. ``own``: this rank's own part, which is not in the buffer. ``sent``: what is sent."""
 
     number: int
     pending: Pending
     buffer: torch.Tensor
     taken: Sequence[slice]
     own: torch.Tensor
+    sent: torch.Tensor
 
 
 class Layout:
@@ -58,6 +59,10 @@ class Layout:
     def sent_to(self, rank: int) -> list[slice]:
         """What ``rank`` sends of its buffer, by reader."""
         return [slice(0, 0) if reader == rank else span for reader, span in self.spans.items()]
+
+    def of_others(self, rank: int) -> list[int]:
+        """The shards that others own, one owner after the other."""
+        return [shard for reader, own in self.owned.items() if reader != rank for shard in own]
 
 
 def in_a_row(sizes: Sequence[int]) -> list[slice]:
@@ -119,8 +124,8 @@ class ShardedState(RankSync):
         received = buffer.new_empty((len(sync.readers) - 1) * own.numel())
         pending = self.comm.slices_to_all(buffer, layout.sent_to(self.rank), received, taken, sync.readers)
         self.comm.traffic.pushed_bytes += buffer.nbytes - own.nbytes + received.nbytes
-        self._scattering.append(Exchanged(number, self.named(ActionKind.SYNC, number, pending), received, taken, own))
-        while _too_much(self._scattering):
+        self._scattering.append(Exchanged(number, self.named(ActionKind.SYNC, number, pending), received, taken, own, buffer))
+        while self._too_much():
             self._add_up(self._scattering.popleft())
 
     def end(self, part: MicroBatch) -> None:
@@ -141,18 +146,24 @@ class ShardedState(RankSync):
 
     def bring(self, number: int) -> None:
         """Send this rank's values to all other readers, and begin to receive theirs."""
-        layout, readers = self._layouts[number], self.syncs[number].readers
-        mine, others = layout.owned[self.rank], [reader for reader in readers if reader != self.rank]
-        values = [self.store.tensors[shard] for shard in mine]
-        own = pack(values) if values else self._leaves[number][0].detach().new_empty(0)
-        given = [slice(0, 0 if reader == self.rank else own.numel()) for reader in readers]
-        taken = in_a_row([0 if reader == self.rank else span.stop - span.start for reader, span in layout.spans.items()])
-        received, finish = self._landing(number, [shard for reader in others for shard in layout.owned[reader]])
-        pending = self.named(ActionKind.BRING, number, self.comm.slices_to_all(own, given, received, taken, readers))
-        self.comm.traffic.pulled_bytes += len(others) * own.nbytes + received.nbytes
-        self._gathering.append(Exchanged(number, pending if finish is None else pending.then(finish), received, taken, own))
+        received, finish = self._landing(number, self._layouts[number].of_others(self.rank))
+        coming = self._send_values(number, ActionKind.BRING, received)
+        if finish is not None:
+            coming.pending.then(finish)
+        self._gathering.append(coming)
         while _too_much(self._gathering):
             self._gathering.popleft().pending.wait()
+
+    def _send_values(self, number: int, kind: ActionKind, received: torch.Tensor) -> Exchanged:
+        """Send this rank's values to all other readers, and begin to receive theirs, one owner after the other."""
+        layout, readers = self._layouts[number], self.syncs[number].readers
+        values = [self.store.tensors[shard] for shard in layout.owned[self.rank]]
+        own = pack(values) if values else received.new_empty(0)
+        given = [slice(0, 0 if reader == self.rank else own.numel()) for reader in readers]
+        taken = in_a_row([0 if reader == self.rank else span.stop - span.start for reader, span in layout.spans.items()])
+        pending = self.named(kind, number, self.comm.slices_to_all(own, given, received, taken, readers))
+        self.comm.traffic.pulled_bytes += (len(readers) - 1) * own.nbytes + received.nbytes
+        return Exchanged(number, pending, received, taken, own, own)
 
     def arrived(self) -> None:
         """Wait for all values."""
@@ -167,6 +178,10 @@ class ShardedState(RankSync):
         for region, leaf in zip(self.syncs[number].regions, self._leaves[number], strict=True):
             places.update({shard: cut(leaf.detach(), region.box, self.plan.shards[shard].box) for shard in region.shards})
         return land([places[shard] for shard in shards])
+
+    def _too_much(self) -> bool:
+        """Whether more gradients are under way than may be at a time."""
+        return _too_much(self._scattering)
 
     def _add_up(self, scattered: Exchanged) -> None:
         """Wait for the others' gradients of this rank's parts, and add up all of them in the order of the readers."""

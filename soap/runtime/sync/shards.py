@@ -1,7 +1,7 @@
 """This rank's parameter shards: one leaf tensor each, and the regions of them that tiles need.
 
 Readers of a dense region that is owned in parts have a copy of it, which is a leaf too. An owner that is also a reader has its parts as
-views of its copy.
+views of its copy; or, if values are gathered for their uses, as tensors of their own, and its copy has memory only while it is used.
 """
 
 from __future__ import annotations
@@ -94,6 +94,10 @@ class ShardStore:
             for region, piece in zip(own.regions, read, strict=True):
                 full = parameters[region.parameter].detach()
                 kind = _kind(full, dtype)
+                if own.contract.gathers_values:
+                    self.leaves[piece] = torch.empty(lengths(region.box), dtype=kind, device=device).requires_grad_()
+                    keep_memory(self.leaves[piece], kept=False)
+                    continue
                 copy = full
                 if not (share and region.box == whole(full.shape) and _is_kept_so(full, kind, device)):
                     copy = torch.empty(lengths(region.box), dtype=kind, device=device)
@@ -136,6 +140,15 @@ class ShardStore:
     def build(self, region: Region) -> torch.Tensor:
         """The region as one tensor, differentiable with respect to its pieces."""
         return assemble(region.box, [self.boxes[i] for i in region.pieces], [self.leaves[i] for i in region.pieces])
+
+
+def keep_memory(leaf: torch.Tensor, *, kept: bool) -> None:
+    """Give a contiguous tensor its memory, without values, or free it. Tensors that share the memory, such as those that autograd has
+    saved, share its size, too."""
+    storage = leaf.untyped_storage()
+    size = leaf.nbytes if kept else 0
+    if storage.nbytes() != size:
+        storage.resize_(size)
 
 
 def _is_kept_so(full: torch.Tensor, kind: torch.dtype, device: torch.device) -> bool:

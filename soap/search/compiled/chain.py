@@ -44,6 +44,7 @@ from soap.simulator.compiled.events import NO_BOUND, STOPPED
 from soap.simulator.compiled.jit import compiled, entry
 from soap.simulator.compiled.memory import bound_memory
 from soap.simulator.compiled.memory_tables import FITS, UNKNOWN, MemoryTables
+from soap.simulator.compiled.syncs.clipping import can_clip
 from soap.simulator.compiled.trial import HEAPED, SKIPPED, TAKEN, Trial
 from soap.simulator.compiled.world import World
 
@@ -90,6 +91,7 @@ def advance(
             continue
         usual = cost = _evaluate(W, P, T, E, X, at[USUAL] + (log_ratio - decision) * at[START] / beta)
         accepted = cost != STOPPED
+        accepted = accepted and can_clip(W)
         if accepted and D.tables.count[0] > 0:
             cost = play_draws(W, D)
             accepted = cost <= at[COST] + usual - at[USUAL] - log(uniform(X)) * at[START] / beta
@@ -161,6 +163,8 @@ def _note(Q, X, E):  # type: ignore[no-untyped-def]
     """Note the new grids of the operators of an accepted edit."""
     for i in range(E.count[OPERATORS]):
         op = E.operator[i]
+        if X.edited[i] < 0:  # it stays outside of the space
+            continue
         copy(X.c_dev, 0, E.dev, E.dev_ptr[i], E.dev_ptr[i + 1])
         X.grid[op] = X.edited[i]
         X.structured[op] = log_weight(Q, X, op, X.edited[i], 0) == 0.0
@@ -171,6 +175,7 @@ def _keep_best(C, X):  # type: ignore[no-untyped-def]
     at = 0
     for op in range(len(X.grid) - 1):
         X.best_variant[op], X.best_replicas[op], X.best_dev_ptr[op] = C.variant[op], C.replicas[op], at
+        X.best_marked[op] = C.marked[op]
         copy(X.best_dev, at, C.dev, C.dev_ptr[op], C.dev_ptr[op] + C.tiles[op])
         at += C.tiles[op]
     X.best_dev_ptr[len(X.grid) - 1] = at

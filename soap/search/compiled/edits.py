@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from soap.search.compiled.memory import WANTED_GRID, WANTED_OPERATOR
-from soap.simulator.compiled.change import OPERATORS
+from soap.simulator.compiled.change import KEEP, OPERATORS
 from soap.simulator.compiled.jit import compiled
 
 UNKNOWN = "a variant is not known yet"
@@ -21,7 +21,7 @@ def add(Q, X, E, op, grid, devices, first):  # type: ignore[no-untyped-def]
     if variant < 0:
         X.at[WANTED_OPERATOR], X.at[WANTED_GRID] = op, grid
         raise LookupError(UNKNOWN)
-    E.operator[n], E.variant[n], E.replicas[n] = op, variant, Q.replicas[grid]
+    E.operator[n], E.variant[n], E.replicas[n], E.marked[n] = op, variant, Q.replicas[grid], KEEP
     E.dev_ptr[0] = 0
     at = E.dev_ptr[n]
     E.dev_ptr[n + 1] = at + Q.tiles[grid]

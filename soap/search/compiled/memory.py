@@ -8,8 +8,8 @@ import numpy as np
 
 from soap.simulator.compiled.graph_arrays import Floats, Ints, Longs
 
-MOVES = ("redraw", "place", "swap", "informed", "group", "segment", "run", "sync")
-REDRAW, PLACE, SWAP, INFORMED, GROUP, SEGMENT, RUN, SYNC = range(len(MOVES))
+MOVES = ("redraw", "place", "swap", "informed", "group", "segment", "run", "sync", "recompute")
+REDRAW, PLACE, SWAP, INFORMED, GROUP, SEGMENT, RUN, SYNC, RECOMPUTE = range(len(MOVES))
 
 STEP, RANDOM, SWAPPED, COST, START, BEST, LOGGED, PENDING, WANTED_OPERATOR, WANTED_GRID, PLAYED, ESTIMATES, BEFORE, USUAL = range(14)
 """Places in ``ChainTables.at``. ``STEP``: steps done. ``RANDOM``: state of the random generator. ``BEFORE``: that state at the end of the
@@ -66,6 +66,7 @@ class ChainTables(NamedTuple):
     best_dev_ptr: Ints
     best_dev: Ints
     best_sync: Ints
+    best_marked: Ints
     log_move: Ints
     log_operator: Ints
     log_count: Ints

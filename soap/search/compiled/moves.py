@@ -19,6 +19,7 @@ S is the current state, S* the proposed one. The target and the reference measur
   uses the rough cost of the whole run; log_ratio has the same form. d(S) > 0 everywhere in the space.
 - ``segment``: a segment that is configured as one of its alternatives takes another one, drawn uniformly: symmetric but for the weights.
 - ``sync`` (``compiled.syncs``): one parameter gets another method of synchronization, drawn uniformly: symmetric.
+- ``recompute`` (``compiled.recomputing``): a set of operators that are all recomputed no longer is, or one of which none is: symmetric.
 
 A state outside of the space (weight 0) is never proposed. A move out of it counts as symmetric (log_ratio = 0).
 """
@@ -38,7 +39,8 @@ from soap.search.compiled.candidates import (
     take_current,
 )
 from soap.search.compiled.edits import NO_EFFECT, add
-from soap.search.compiled.memory import CANDIDATES, GROUP, INFORMED, PLACE, REDRAW, RUN, SEGMENT, SYNC
+from soap.search.compiled.memory import CANDIDATES, GROUP, INFORMED, PLACE, RECOMPUTE, REDRAW, RUN, SEGMENT, SYNC
+from soap.search.compiled.recomputing import propose_recompute
 from soap.search.compiled.runs import propose_run
 from soap.search.compiled.space_arrays import NO_WEIGHT, SearchTables
 from soap.search.compiled.suggestions import list_candidates
@@ -64,6 +66,8 @@ def propose(W: World, Z: SearchTables, E: Edit, move: int, focus: float) -> floa
         return _segment(Z, C, E)
     if move == SYNC:
         return propose_sync(Z, C, E)
+    if move == RECOMPUTE:
+        return propose_recompute(Z, C, E)
     op = Q.movable[below(X, len(Q.movable))]
     take_current(Z, C, op)
     if move == INFORMED:

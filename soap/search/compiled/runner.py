@@ -43,6 +43,7 @@ from soap.strategy.config import Strategy
 
 DEFAULT_WEIGHTS: Mapping[str, float] = {
     "redraw": 1.0, "place": 1.0, "swap": 1.0, "informed": 4.0, "group": 2.0, "segment": 1.0, "run": 1.0, "sync": 1.0,
+    "recompute": 2.0,
 }  # fmt: skip
 
 
@@ -89,6 +90,7 @@ class CompiledSpace:
         self.has_groups = len(space.groups) > 0
         self.has_segments = len(self._kept[2].segment_ptr) > 1
         self.has_syncs = len(self.grids.sync_parameter) > 0
+        self.has_recompute = len(space.recompute) > 0
 
     def number(self, position: int, grid: Grid) -> int:
         """The number of an operator's grid; -1 if its space does not have it."""
@@ -116,8 +118,7 @@ class CompiledChain:
         self.arrays = make_chain(len(graph.operators), len(graph.parameters), devices, len(space.grids.estimate), tiles, proposals)
         Q, N, M = space.handles
         self.handle = handle(SearchTables(grids=Q, neighbours=N, groups=M, chain=self.arrays))
-        limits = [device.type.memory_bytes for device in space.topology.devices]
-        self._memory = MemoryBound(self.engine, limits, space.optimizer_states, played=is_played(strategy))
+        self._memory = MemoryBound(self.engine, space.topology.memory_limits, space.optimizer_states, played=is_played(strategy))
         self._beta = self._focus = 0.0
         at = self.arrays.at
         at[RANDOM] = at[BEFORE] = np.int64(seed)
@@ -134,6 +135,7 @@ class CompiledChain:
     def weights(self, weights: Mapping[str, float]) -> None:
         space, movable = self._space, len(self._space.space.movable) > 0
         possible = {"group": movable and space.has_groups, "segment": movable and space.has_segments, "sync": space.has_syncs}
+        possible["recompute"] = space.has_recompute
         self.arrays.weight[: len(MOVES)] = [weights[move] if possible.get(move, movable) else 0.0 for move in MOVES]
 
     def move_to(self, strategy: Strategy) -> None:
@@ -154,7 +156,7 @@ class CompiledChain:
         ``fits``: decides whether a strategy fits into memory before it is accepted; asked only if the memory bounds cannot tell. None:
         every strategy fits.
         """
-        if len(self._space.space.movable) == 0 and not self._space.has_syncs:
+        if len(self._space.space.movable) == 0 and not (self._space.has_syncs or self._space.has_recompute):
             return self.proposals
         at = self.arrays.at
         last, focus = min(proposals, len(self.arrays.log_cost) - 1), focus / float(at[START])
@@ -194,7 +196,7 @@ class CompiledChain:
         operators, parameters = {}, {}
         for i in range(int(E.count[OPERATORS])):
             position, devices = int(E.operator[i]), E.dev[E.dev_ptr[i] : E.dev_ptr[i + 1]]
-            operators[graph.operators[position].name] = self.engine.config(position, E.variant[i], devices, E.replicas[i])
+            operators[graph.operators[position].name] = self.engine.config(position, E.variant[i], devices, E.replicas[i], E.marked[i])
         for i in range(int(E.count[PARAMETERS])):
             name = graph.parameters[E.parameter[i]].name
             parameters[name] = self.engine.sync(name, int(E.sync[i]))
@@ -237,7 +239,8 @@ class CompiledChain:
         X, found = self.arrays, {}
         for position, op in enumerate(self._space.space.graph.operators):
             devices = X.best_dev[X.best_dev_ptr[position] : X.best_dev_ptr[position + 1]]
-            found[op.name] = self.engine.config(position, X.best_variant[position], devices, X.best_replicas[position])
+            own = X.best_variant[position], devices, X.best_replicas[position], X.best_marked[position]
+            found[op.name] = self.engine.config(position, *own)
         return replace(self.engine.strategy, operators=found, parameters=self.engine.syncs(X.best_sync))
 
     @property

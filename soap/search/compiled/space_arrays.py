@@ -45,7 +45,8 @@ class GridTables(NamedTuple):
 
     ``estimate[estimate_ptr[op] + grid - grid_ptr[space]]``: rough time, ns (``estimates.rough_ns``). ``size``: list of an operator's factor
     sizes (1 if it cannot be split). ``sync_parameter``: parameters with a choice of methods; ``sync_choice``: list of their codes
-    (``syncs.codes``).
+    (``syncs.codes``). ``again``: list of the operators of each set that may be recomputed
+    (``Space.recompute``).
     """
 
     movable: Ints
@@ -77,6 +78,8 @@ class GridTables(NamedTuple):
     sync_parameter: Ints
     sync_ptr: Ints
     sync_choice: Ints
+    again_ptr: Ints
+    again: Ints
 
 
 class NeighbourTables(NamedTuple):
@@ -171,6 +174,8 @@ def grid_tables(space: Space, topology: Topology, costs: CostModel) -> GridTable
         sync_parameter=[number for number, tensor in enumerate(graph.parameters) if tensor.name in space.syncs],
         sync_ptr=_pointers(space.syncs[tensor.name] for tensor in graph.parameters if tensor.name in space.syncs),
         sync_choice=[sync_code(sync) for tensor in graph.parameters for sync in space.syncs.get(tensor.name, ())],
+        again_ptr=_pointers(space.recompute),
+        again=[position for own in space.recompute for position in own],
     )
 
 

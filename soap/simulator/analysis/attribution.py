@@ -11,6 +11,7 @@ from enum import StrEnum
 
 from soap.plan.plan import ASK_NAME, Plan
 from soap.plan.syncs.bucketing import idle_shards, shard_bytes
+from soap.plan.syncs.clipping import NORM_NAME
 from soap.plan.syncs.seam import method_for
 from soap.simulator.task_list import BACKWARD, FORWARD, UPDATE
 from soap.simulator.tasks import Task, TaskGraph, TaskKind
@@ -29,6 +30,7 @@ class Activity(StrEnum):
 
 _ACTIVITIES = {
     TaskKind.FORWARD: Activity.COMPUTATION,
+    TaskKind.RECOMPUTE: Activity.COMPUTATION,
     TaskKind.BACKWARD: Activity.COMPUTATION,
     TaskKind.SYNC: Activity.SYNCHRONIZATION,
     TaskKind.COMPRESS: Activity.SYNCHRONIZATION,
@@ -51,6 +53,8 @@ def task_shares(tasks: TaskGraph) -> list[Shares]:
     for task in tasks.tasks:
         if task.name == ASK_NAME:
             found.append(_by_bytes(plan, [i for i, shard in enumerate(plan.shards) if shard.parameter in plan.graph.sparse]))
+        elif task.name == NORM_NAME:
+            found.append(_by_bytes(plan, sorted(plan.synchronized)))
         elif task.id[0] == FORWARD:
             found.append({task.id[1]: 1.0})
         elif task.id[0] == BACKWARD:

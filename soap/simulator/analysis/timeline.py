@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from soap.plan.collectives import flow_links
 from soap.plan.plan import Plan, reduce_name
+from soap.plan.syncs.clipping import NORM_NAME, sums_norm
 from soap.plan.syncs.seam import method_for
 from soap.simulator.communication import allreduce
 from soap.simulator.communication.prices import Communication
@@ -27,7 +28,7 @@ Trace = dict[str, Any]
 MeasuredEvent = tuple[int, str, str, int, int]
 """(rank, task name, kind, start, end), in nanoseconds on one clock."""
 
-COMPUTE_KINDS = frozenset({TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.COMPRESS, TaskKind.UPDATE})
+COMPUTE_KINDS = frozenset({TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD, TaskKind.COMPRESS, TaskKind.UPDATE})
 NS_PER_US = 1000
 
 
@@ -243,7 +244,7 @@ def sum_groups(plan: Plan) -> Mapping[str, tuple[int, ...]]:
     for reduction in plan.reductions:
         for gradient in (False, True):
             groups[reduce_name(plan.graph.operators[reduction.operator], reduction, gradient=gradient)] = reduction.devices
-    return groups
+    return groups | ({NORM_NAME: tuple(range(plan.device_count))} if sums_norm(plan) else {})
 
 
 def task_links(communication: Communication, task: Task, groups: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[int, int]]:

@@ -8,6 +8,8 @@ from soap.cluster.topology import DeviceType
 from soap.plan.plan import ASK_NAME, Plan, ShardSync, settled_name, update_name
 from soap.plan.syncs.asking import asking_rounds
 from soap.plan.syncs.bucketing import idle_shards, shard_bytes
+from soap.plan.syncs.clipping import NORM_BYTES, NORM_NAME, sums_norm
+from soap.plan.syncs.gathering import Gather, gathers
 from soap.plan.syncs.seam import SERVE, DeviceWork, Phase, ShardUpdate, SyncStep, method_for
 from soap.simulator.communication.servers import adding_ns, device_row_seconds, row_seconds, server_resources, server_type
 from soap.simulator.costs import CostModel, compression_ns, table_update_ns
@@ -23,7 +25,8 @@ NOTHING: Mapping[int, int] = {}
 
 
 class Synchronization:
-    """Adds the tasks: ``pull`` before those of the forward pass, ``synchronize`` after those of the backward pass.
+    """Adds the tasks: ``pull`` before those of the forward pass, ``gather`` before those of each operator, forward and backward,
+    ``synchronize`` after those of the backward pass.
 
     ``pull_together``: see ``SyncMethod.steps``.
     """
@@ -37,6 +40,9 @@ class Synchronization:
         self._ending = [method.ending(plan, sync) for method, sync in zip(methods, plan.syncs, strict=True)]
         self._settled: dict[int, int] = {}
         self._asking = asking_rounds(plan, pull_together=pull_together)
+        self._gathers: dict[tuple[bool, int], list[Gather]] = {}
+        for own in gathers(plan):
+            self._gathers.setdefault((own.backward, own.position), []).append(own)
 
     def pull(self) -> Iterator[tuple[int, int]]:
         """Add the request for rows of sparse parameters and the pulls before the forward pass. Yields (tile, a task that it waits for)."""
@@ -44,8 +50,21 @@ class Synchronization:
         if self._asking:
             asked = [self._tasks.meeting(ASKING, ASK_NAME, TaskKind.SYNC, self._asking, ())]
         for number, sync in enumerate(self._plan.syncs):
-            for task in self._walk(number, Phase.BEFORE_FORWARD, asked):
+            for task in self._walk(number, Phase.BEFORE_FORWARD, asked) if not sync.contract.gathers_values else ():
                 yield from ((tile, task) for tile, _ in sync.uses)
+
+    def gather(self, position: int, forward: Sequence[int], backward: Mapping[int, int] | None) -> Iterator[tuple[int, int]]:
+        """Add the gathers of values that the tiles of an operator are the first to need. Yields (tile, a task that it waits for).
+
+        ``forward``: tile -> task of its forward pass. ``backward``: the same of backward passes, if values are for these; None if they are
+        for forward passes.
+        """
+        phase = Phase.BEFORE_FORWARD if backward is None else Phase.BEFORE_BACKWARD
+        for own in self._gathers.get((backward is not None, position), ()):
+            after = [forward[tile] for tile in own.after_forward]
+            after += [backward[tile] for tile in own.after_backward if tile in backward] if backward is not None else []
+            for task in self._walk(own.sync, phase, after):
+                yield from ((tile, task) for tile, _ in self._plan.syncs[own.sync].uses)
 
     def synchronize(self, backward: Mapping[int, int]) -> None:
         """Add what comes after the backward pass; last, one update per device, as the optimizer makes it.
@@ -56,7 +75,7 @@ class Synchronization:
         ready: list[list[int]] = [[] for _ in range(plan.device_count)]
         for tile, task in backward.items():
             ready[plan.tiles[tile].device].append(task)
-        resources = server_resources(plan, self._tasks.topology)
+        resources, clips, arrived = server_resources(plan, self._tasks.topology), sums_norm(plan), [*backward.values()]
         self._settle(ready)
         for number, sync in enumerate(plan.syncs):
             gradients = [backward[tile] for tile, _ in sync.uses if tile in backward]
@@ -64,13 +83,20 @@ class Synchronization:
                 gradients += [self._settled[device] for device in sync.readers if device in self._settled]
             tasks = list(self._walk(number, Phase.AFTER_BACKWARD, gradients, backward))
             ends = self._works(sync, self._ending[number], tasks[-1:])
-            after = tasks[-1:] or gradients
-            served = [self._serve(sync, part, resources[part.shard], after) for part in self._updates[number] if part.name]
+            if clips:
+                arrived += tasks[-1:]
+                continue
             for part in self._updates[number]:
                 for device in plan.shards[part.shard].devices if tasks and not part.name else ():
                     ready[device].append(ends.get(device, tasks[-1]))
-            if served:
-                list(self._walk(number, Phase.AFTER_UPDATE, served))
+            self._serve_all(number, resources, tasks[-1:] or gradients)
+        if clips:
+            everyone = tuple(range(plan.device_count))
+            norm = self._tasks.all_reduce((UPDATE, 0, 2, 0, 0, 0), NORM_NAME, TaskKind.SYNC, NORM_BYTES, everyone, arrived)
+            for own in ready:
+                own.append(norm)
+            for number in range(len(plan.syncs)):
+                self._serve_all(number, resources, (norm,))
         updates = {}
         for device, duration in self._device_updates().items():
             place = (UPDATE, device, 0, 0, 0, 0)
@@ -103,7 +129,7 @@ class Synchronization:
         """Whether its devices clip their gradients before they send them, if some are compressed. (Others are refused then: a server's
         partition, or rows, could not be clipped so.)"""
         contract = sync.contract
-        return self._plan.training.late and len(sync.readers) > 1 and (contract.sums_in_place or contract.compresses)
+        return self._plan.training.clips and len(sync.readers) > 1 and (contract.sums_in_place or contract.compresses)
 
     def _works(
         self, sync: ShardSync, works: Iterable[DeviceWork], after: Iterable[int], backward: Mapping[int, int] = NOTHING
@@ -125,6 +151,13 @@ class Synchronization:
         if step.summed_bytes:
             return self._tasks.all_reduce(place, step.name, TaskKind.SYNC, step.summed_bytes, sync.peers, after, chunked=step.large)
         return self._tasks.exchange(place, step.name, TaskKind.SYNC, step.rounds, after, chunked=step.large)
+
+    def _serve_all(self, number: int, resources: Mapping[int, int], after: Iterable[int]) -> None:
+        """Add the tasks of the servers that own a synchronization, and the pulls behind them."""
+        sync = self._plan.syncs[number]
+        served = [self._serve(sync, part, resources[part.shard], after) for part in self._updates[number] if part.name]
+        if served:
+            list(self._walk(number, Phase.AFTER_UPDATE, served))
 
     def _serve(self, sync: ShardSync, part: ShardUpdate, resource: int, after: Iterable[int]) -> int:
         """Add the task of a server that adds up the gradients of one partition and updates it."""
@@ -160,6 +193,12 @@ def own_updates(plan: Plan, updates: Iterable[Sequence[ShardUpdate]]) -> Iterato
         yield from (part for part in own if not part.name)
     for number in idle_shards(plan):
         yield ShardUpdate(number, 0, 0, shard_bytes(plan.graph, plan.shards[number]), by_rows=False)
+
+
+def before_passes(plan: Plan) -> frozenset[str]:
+    """Names of the communications before forward or backward passes, which every micro-batch needs."""
+    steps = (step for sync in plan.syncs for step in method_for(sync).steps(plan, sync))
+    return frozenset(step.name for step in steps if step.phase < Phase.AFTER_BACKWARD) | {ASK_NAME}
 
 
 def device_updates(plan: Plan, *, rows_alone: bool) -> Iterator[tuple[int, int]]:

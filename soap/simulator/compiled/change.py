@@ -20,8 +20,9 @@ from soap.simulator.compiled.scratch import STAMP
 from soap.simulator.compiled.state import ARENA, DEVICES, NEVER, PULLS, SLOTS, SYNCS, State
 from soap.simulator.compiled.synchronization import count_backward, count_sums, synchronize
 from soap.simulator.compiled.syncs.asking import count_pulls, make_pulls
-from soap.simulator.compiled.syncs.codes import travels_by_rows
+from soap.simulator.compiled.syncs.codes import is_gathered, travels_by_rows
 from soap.simulator.compiled.syncs.compressed import any_compressed
+from soap.simulator.compiled.syncs.gathering import reads_gathered
 from soap.simulator.compiled.task_keys import STATE_FULL
 from soap.simulator.compiled.variants import CELLS
 from soap.simulator.compiled.world import World
@@ -38,9 +39,13 @@ OPERATORS, EDIT_DEVICES, PARAMETERS, REPLACED_OPERATORS = range(4)
 another configuration, ``evaluate`` adds those whose tiles take another time because a parameter is synchronized differently."""
 
 
+KEEP = -1
+"""In place of whether an operator is marked: as it is."""
+
+
 class Edit(NamedTuple):
     """A change: operators (``operator``, each once; ``variant``, ``replicas``, devices ``dev[dev_ptr[i]:dev_ptr[i + 1]]``) and parameters
-    (``parameter``, each once; ``sync``: as in ``State``)."""
+    (``parameter``, each once; ``sync``: as in ``State``). ``marked``: whether the operator is recomputed; ``KEEP``: as it was."""
 
     count: Longs  # type: ignore[assignment]  # not tuple's method
     operator: Ints
@@ -48,6 +53,7 @@ class Edit(NamedTuple):
     replicas: Ints
     dev_ptr: Ints
     dev: Ints
+    marked: Ints
     parameter: Ints
     sync: Ints
 
@@ -62,33 +68,38 @@ def make_edit(operators: int, parameters: int, devices: int) -> Edit:
         replicas=ints(operators),
         dev_ptr=ints(operators + 1),
         dev=ints(devices),
+        marked=np.full(operators + 1, KEEP, np.int32),
         parameter=ints(parameters),
         sync=ints(parameters),
     )
 
 
-FIELDS = 13
+FIELDS = 14
 
-DONE = 12
-"""Place in ``Undo.fields``: whether the new block is complete. It is not if an exception has stopped its lowering."""
+DONE, MARKED = 12, 13
+"""Places in ``Undo.fields``: whether the new block is complete (it is not if an exception has stopped its lowering); whether the operator
+was marked."""
 
 
 class Undo(NamedTuple):
     """What a change has overwritten.
 
     ``fields``: for each changed block, its old values (operator, row, own_slot, own_count, block, block_end, tile_slot, tiles, variant,
-    replicas, dev_ptr, where its ``back_row`` begin in ``rows``, ``DONE``). ``alive``: of the changed operators' backward tiles, from
-    ``alive_ptr`` on. ``sync_row`` (by operator), ``update_ns``, ``update_alive``, ``update_row`` (by device): of all. ``dirty``: stamps
-    of operators to be lowered. ``entry``: which of the changed blocks is an operator's; ``saved``: stamps of the operators that have one.
-    ``parameter``, ``sync``: changed parameters, and how they were synchronized.
+    replicas, dev_ptr, where its ``back_row`` and ``need_row`` begin in ``rows``, ``DONE``, ``MARKED``). ``alive``: of the changed
+    operators' backward tiles, from ``alive_ptr`` on; ``claim``: of their needs. ``sync_row`` (by operator), ``update_ns``,
+    ``update_alive``, ``update_row`` (by device): of all. ``dirty``: stamps of operators to be lowered. ``gather_row``: by operator, if
+    pulls and gathers were made anew. ``entry``: which of the changed blocks is an operator's; ``saved``: stamps of the operators that have
+    one. ``parameter``, ``sync``: changed parameters, and how they were synchronized.
     """
 
     what: Longs
     fields: Ints
     rows: Ints
     alive: Ints
+    claim: Ints
     alive_ptr: Ints
     sync_row: Ints
+    gather_row: Ints
     update_ns: Longs
     update_alive: Ints
     update_row: Ints
@@ -105,10 +116,12 @@ def make_undo(operators: int, readers: int, parameters: int, devices: int, slots
     return Undo(
         what=longs(16),
         fields=ints(FIELDS * operators),
-        rows=ints(readers + 1),
+        rows=ints(2 * readers + 2),
         alive=ints(slots),
+        claim=ints(slots),
         alive_ptr=ints(operators + 1),
         sync_row=ints(operators),
+        gather_row=ints(operators),
         update_ns=longs(devices),
         update_alive=ints(devices),
         update_row=ints(devices),
@@ -118,6 +131,12 @@ def make_undo(operators: int, readers: int, parameters: int, devices: int, slots
         parameter=ints(parameters),
         sync=ints(parameters),
     )
+
+
+@compiled
+def old_tile_slots(U: Undo, at: int) -> int:
+    """The number of slots that the tiles of a changed operator had. ``at``: where its old values begin in ``fields``."""
+    return (4 if U.fields[at + MARKED] else 2) * U.fields[at + 7]
 
 
 @compiled
@@ -150,21 +169,39 @@ def change(W: World, E: Edit) -> None:
     for i in range(E.count[PARAMETERS]):
         parameter = E.parameter[i]
         pulls |= is_sparse(G, parameter) and (travels_by_rows(C.sync[parameter]) or travels_by_rows(E.sync[i]))
+        pulls |= is_gathered(C.sync[parameter]) or is_gathered(E.sync[i])
         U.parameter[i], U.sync[i] = parameter, C.sync[parameter]
         C.sync[parameter] = E.sync[i]
         what[RESYNCED] = i + 1
     for i in range(E.count[REPLACED_OPERATORS]):
         for k in range(G.parameter_ptr[E.operator[i]], G.parameter_ptr[E.operator[i] + 1]):
             pulls |= is_sparse(G, G.parameter[k]) and travels_by_rows(C.sync[G.parameter[k]])
-    if pulls:
-        what[REPULLED], what[OLD_PULLS], what[OLD_PULL_SLOT] = 1, C.used[PULLS], C.pull_slot[0]
-        count_pulls(C, -1)
     if E.count[REPLACED_OPERATORS] > 0:
         _change_operators(W, E)
+        pulls |= _gathers_change(W)
     if pulls:
+        what[REPULLED], what[OLD_PULLS], what[OLD_PULL_SLOT] = 1, C.used[PULLS], C.pull_slot[0]
+        for op in range(len(G.backward)):
+            U.gather_row[op] = C.gather_row[op]
+        count_pulls(C, -1)
         make_pulls(W)
         count_pulls(C, 1)
         what[REPULLED] = 2
+
+
+@compiled
+def _gathers_change(W):  # type: ignore[no-untyped-def]
+    """Whether gathers have to be made anew: operators that use gathered values have new tiles, or other backward passes, or operators are
+    recomputed that were not, or the other way round."""
+    G, C, U = W.graph, W.state, W.undo
+    found = remarked = False
+    for n in range(U.what[REPLACED]):
+        remarked |= U.fields[n * FIELDS + MARKED] != C.marked[U.fields[n * FIELDS]]
+    for parameter in range(len(G.parameter_dtype) if remarked else 0):
+        found |= is_gathered(C.sync[parameter])
+    for n in range(U.what[CHANGED]):
+        found |= reads_gathered(W, U.fields[n * FIELDS]) and (n < U.what[REPLACED] or _alive_changed(C, U, n))
+    return found
 
 
 @compiled
@@ -187,6 +224,8 @@ def _change_operators(W, E):  # type: ignore[no-untyped-def]
             raise MemoryError(STATE_FULL)
         C.variant[op], C.replicas[op], C.dev_ptr[op] = E.variant[i], E.replicas[i], C.used[DEVICES]
         C.tiles[op] = V.rows[E.variant[i], CELLS] * E.replicas[i]
+        if E.marked[i] != KEEP:
+            C.marked[op] = E.marked[i]
         copy(C.dev, C.used[DEVICES], E.dev, E.dev_ptr[i], E.dev_ptr[i + 1])
         C.used[DEVICES] += count
     for i in range(E.count[REPLACED_OPERATORS]):
@@ -220,14 +259,16 @@ def _save(W, op, stamp):  # type: ignore[no-untyped-def]
     U.fields[at + 4], U.fields[at + 5], U.fields[at + 6], U.fields[at + 7] = C.block[op], C.block_end[op], C.tile_slot[op], C.tiles[op]
     U.fields[at + 8], U.fields[at + 9], U.fields[at + 10] = C.variant[op], C.replicas[op], C.dev_ptr[op]
     U.fields[at + 11] = U.what[LIST_SAVED]
-    U.fields[at + DONE] = 0
+    U.fields[at + DONE], U.fields[at + MARKED] = 0, C.marked[op]
     for place in range(G.reader_ptr[op], G.reader_ptr[op + 1]):
-        U.rows[U.what[LIST_SAVED]] = C.back_row[place]
-        U.what[LIST_SAVED] += 1
+        U.rows[U.what[LIST_SAVED]], U.rows[U.what[LIST_SAVED] + 1] = C.back_row[place], C.need_row[place]
+        U.what[LIST_SAVED] += 2
     count = C.tiles[op]
     U.alive_ptr[n] = U.what[ALIVE_SAVED]
     first = C.tile_slot[op] + count
     copy(U.alive, U.what[ALIVE_SAVED], C.alive, first, first + count)
+    if C.marked[op]:
+        copy(U.claim, U.what[ALIVE_SAVED], C.claim, first + count, first + 2 * count)
     U.what[ALIVE_SAVED] += count
     U.what[CHANGED] = n + 1
     count_edges(C, op, -1)
@@ -238,7 +279,7 @@ def _save(W, op, stamp):  # type: ignore[no-untyped-def]
 def needs_sums(W: World) -> bool:
     """Whether the change affects sums of gradients."""
     G, C, U = W.graph, W.state, W.undo
-    if U.what[RESYNCED] > 0 or any_compressed(W):  # compressed sums wait for all backward passes of a device
+    if U.what[RESYNCED] > 0 or W.shards.clips[0] or any_compressed(W):  # the norm and compressed sums wait for all backward passes
         return True
     for n in range(U.what[CHANGED]):
         op = U.fields[n * FIELDS]
@@ -302,15 +343,23 @@ def undo(W: World) -> None:
         C.row[op], C.own_slot[op], C.own_count[op] = U.fields[at + 1], U.fields[at + 2], U.fields[at + 3]
         C.block[op], C.block_end[op], C.tile_slot[op], C.tiles[op] = U.fields[at + 4], U.fields[at + 5], U.fields[at + 6], U.fields[at + 7]
         C.variant[op], C.replicas[op], C.dev_ptr[op] = U.fields[at + 8], U.fields[at + 9], U.fields[at + 10]
+        C.marked[op] = U.fields[at + MARKED]
         for place in range(G.reader_ptr[op], G.reader_ptr[op + 1]):
-            C.back_row[place] = U.rows[U.fields[at + 11] + place - G.reader_ptr[op]]
+            saved = U.fields[at + 11] + 2 * (place - G.reader_ptr[op])
+            C.back_row[place], C.need_row[place] = U.rows[saved], U.rows[saved + 1]
         first = C.tile_slot[op] + C.tiles[op]
         for tile in range(C.tiles[op]):
             C.alive[first + tile] = U.alive[U.alive_ptr[n] + tile]
+            if C.marked[op]:
+                need, again = first + C.tiles[op] + tile, first + 2 * C.tiles[op] + tile
+                C.alive[need] = C.alive[again] = U.alive[U.alive_ptr[n] + tile]
+                C.claim[need] = U.claim[U.alive_ptr[n] + tile]
         count_edges(C, op, 1)
         count_backward(G, C, op, 1)
     C.used[SLOTS], C.used[ARENA], C.used[DEVICES] = U.what[OLD_SLOTS], U.what[OLD_ARENA], U.what[OLD_DEVICES]
     if U.what[REPULLED]:
+        for op in range(len(G.backward)):
+            C.gather_row[op] = U.gather_row[op]
         C.pull_slot[0], C.used[PULLS] = U.what[OLD_PULL_SLOT], U.what[OLD_PULLS]
         count_pulls(C, 1)
     U.what[UNDER_WAY] = 0

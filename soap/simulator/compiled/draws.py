@@ -138,7 +138,7 @@ def _group_tasks(W, B):  # type: ignore[no-untyped-def]
     K, C, R = W.cluster, W.state, W.groups
     devices = len(C.busy)
     for slot in range(devices, C.used[SLOTS]):
-        if C.kind[slot] == FORWARD_TILE or C.kind[slot] == BACKWARD_TILE:
+        if FORWARD_TILE <= C.kind[slot] <= BACKWARD_TILE:
             continue
         first, links, far = C.resource[slot], False, False
         for i in range(C.resource_n[slot]):
@@ -167,6 +167,9 @@ def _draw_tiles(W, B, D, draw):  # type: ignore[no-untyped-def]
                 D.duration[slot] = V.drawn[(costs + (kind * 2 + backward) * cells + tile % cells) * draws + draw]
                 D.launch[slot] = _times(C.launch[slot], B.launch[kind * draws + draw])
                 slot += 1
+        if C.marked[op]:  # second runs take what the first ones take
+            copy(D.duration, slot + count, D.duration, slot - 2 * count, slot - count)
+            copy(D.launch, slot + count, D.launch, slot - 2 * count, slot - count)
 
 
 @compiled
@@ -178,7 +181,7 @@ def _draw_others(W, B, D, draw):  # type: ignore[no-untyped-def]
         kind = C.kind[slot]
         if kind == UPDATE_DEVICE:
             D.duration[slot] = _times(C.duration[slot], B.update[K.device_type[slot] * draws + draw])
-        elif kind != FORWARD_TILE and kind != BACKWARD_TILE:
+        elif not FORWARD_TILE <= kind <= BACKWARD_TILE:
             factor = B.factor[B.group[slot] * draws + draw]
             D.duration[slot] = _times(C.duration[slot], factor)
             D.latency[slot] = min(max(0, D.duration[slot] - 1), _times(C.latency[slot], factor))

@@ -117,7 +117,7 @@ def overworked(W: World, E: Edit, at_most: int) -> bool:
             device, slot = C.dev[C.dev_ptr[op] + tile], C.tile_slot[op] + tile
             S.update[device] -= C.duration[slot]
             if C.alive[slot + count] and sure:
-                S.update[device] -= C.duration[slot + count]
+                S.update[device] -= C.duration[slot + count] + (C.duration[slot + 3 * count] if C.marked[op] else 0)
         if i < E.count[OPERATORS]:
             _add_tiles(W, E, op, E.variant[i], E.replicas[i], E.dev, E.dev_ptr[i], E.dev_ptr[i + 1])
         else:
@@ -130,8 +130,8 @@ def overworked(W: World, E: Edit, at_most: int) -> bool:
 
 @compiled
 def _add_tiles(W, E, op, variant, replicas, devices, first, last):  # type: ignore[no-untyped-def]
-    """Add to ``update`` the least time that an operator's tiles take on ``devices[first:last]``. If the edit changes synchronizations, the
-    tiles may or may not be sparse lookups, so the cheaper one counts."""
+    """Add to ``update`` the least time that an operator's tiles take on ``devices[first:last]``, without second runs. If the edit changes
+    synchronizations, the tiles may or may not be sparse lookups, so the cheaper one counts."""
     G, V, K, C, S = W.graph, W.variants, W.cluster, W.state, W.scratch
     row = V.rows[variant]
     cells, costs, others = row[CELLS], row[COSTS], row[ROW_COSTS]

@@ -17,13 +17,16 @@ from soap.simulator.compiled.jit import compiled, entry, inlined
 from soap.simulator.compiled.links import communicate
 from soap.simulator.compiled.readiness import first_ready, make_ready, queue_of, settle, take
 from soap.simulator.compiled.state import (
+    AGAIN_TILE,
     BACKWARD_TILE,
     FORWARD_TILE,
+    NEED,
     OTHER,
     PULLS,
     SLOTS,
     SYNC_BUCKET,
     SYNC_DEVICE,
+    SYNC_NORM,
     SYNCS,
     UPDATE_DEVICE,
     Groups,
@@ -151,14 +154,28 @@ def _settle_successors(G, C, R, Q, slot, end):  # type: ignore[no-untyped-def]
     kind, op = C.kind[slot], C.owner[slot]
     if kind == FORWARD_TILE:
         _settle_row(C, Q, C.row[op] + C.index[slot], end)
+        if C.gather_row[op] >= 0:
+            _settle_row(C, Q, C.gather_row[op] + C.index[slot], end)
         own = slot + C.tiles[op]  # its own backward pass
         if C.alive[own]:
             settle(Q, own, end)
+            if C.marked[op]:
+                settle(Q, own + 2 * C.tiles[op], end)  # its second run
+    elif kind == AGAIN_TILE:
+        _settle_row(C, Q, C.row[op] + C.tiles[op] + C.index[slot], end)
+        settle(Q, slot - 2 * C.tiles[op], end)  # its own backward pass
+    elif kind == NEED:
+        for i in range(G.source_ptr[op], G.source_ptr[op + 1]):
+            if C.need_row[G.source[i]] >= 0:
+                _settle_row(C, Q, C.need_row[G.source[i]] + C.index[slot], end)
+        settle(Q, slot + C.tiles[op], end)  # its own second run
     elif kind == BACKWARD_TILE:
         for i in range(G.source_ptr[op], G.source_ptr[op + 1]):
             _settle_row(C, Q, C.back_row[G.source[i]] + C.index[slot], end)
         if C.sync_row[op] >= 0:
             _settle_row(C, Q, C.sync_row[op] + C.index[slot], end)
+        if C.gather_row[op] >= 0:
+            _settle_row(C, Q, C.gather_row[op] + C.tiles[op] + C.index[slot], end)
         settle(Q, C.resource[slot], end)  # the device's update
     elif kind == OTHER:
         _settle_row(C, Q, C.index[slot], end)
@@ -167,6 +184,10 @@ def _settle_successors(G, C, R, Q, slot, end):  # type: ignore[no-untyped-def]
             settle(Q, R.sets.item[i], end)
     elif kind == SYNC_DEVICE:
         settle(Q, C.index[slot], end)
+    elif kind == SYNC_NORM:
+        _settle_row(C, Q, C.index[slot], end)
+        for device in range(len(C.busy)):
+            settle(Q, device, end)
     elif kind == UPDATE_DEVICE and C.update_row[slot] >= 0:
         _settle_row(C, Q, C.update_row[slot], end)
 

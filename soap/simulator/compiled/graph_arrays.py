@@ -12,6 +12,7 @@ from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph, TensorKind
 from soap.model.sparse_access import RowAccess
 from soap.plan.placement import first_readers, first_servers, server_devices
+from soap.plan.syncs.bucketing import gather_limit
 from soap.simulator.communication.prices import Communication
 from soap.simulator.communication.servers import first_cores, row_seconds, server_type
 from soap.strategy.sync_contracts import METHODS
@@ -34,8 +35,9 @@ class GraphTables(NamedTuple):
 
     By parameter: ``parameter_dtype``, ``parameter_itemsize``, ``first_server``, ``first_reader`` (``placement``), and for sparse ones
     ``touched`` from ``touched_ptr`` on: how many rows a batch looks up, how many rows there are, ``RowAccess.touched``. ``bucket_kinds``:
-    (number of dtypes, number of methods); a bucket has one of each. ``backward``: whether any output has a gradient. ``loss``: operator and
-    output that make the loss. ``solid``: whether at least one replica of every tile has a backward pass under every strategy.
+    (number of dtypes, number of methods); a bucket has one of each. ``gather_limit``: ``bucketing.gather_limit``. ``backward``: whether any
+    output has a gradient. ``loss``: operator and output that make the loss. ``solid``: whether at least one replica of every tile has a
+    backward pass under every strategy.
     """
 
     read_ptr: Ints
@@ -60,6 +62,7 @@ class GraphTables(NamedTuple):
     parameter_dtype: Ints
     parameter_itemsize: Ints
     bucket_kinds: Ints
+    gather_limit: Longs
     first_server: Ints
     first_reader: Longs
     touched_ptr: Ints
@@ -173,6 +176,7 @@ def graph_tables(graph: OperatorGraph, topology: Topology) -> GraphTables:
         parameter_dtype=np.array([dtypes[t.dtype] for t in graph.parameters], np.int32),
         parameter_itemsize=np.array([t.itemsize for t in graph.parameters], np.int32),
         bucket_kinds=np.array([len(dtypes), len(METHODS)], np.int32),
+        gather_limit=np.array([gather_limit(graph)], np.int64),
         first_server=np.array([servers[t.name] for t in graph.parameters], np.int32),
         first_reader=np.array([first_reader[t.name] for t in graph.parameters], np.int64),
         touched_ptr=np.cumsum([0, *map(len, touched)]).astype(np.int32),

@@ -13,10 +13,12 @@ from soap.simulator.compiled.change import (
     REPULLED,
     SYNCHRONIZED,
     Undo,
+    old_tile_slots,
 )
 from soap.simulator.compiled.hashing import hash_join, hash_place
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.scratch import FULL, STAMP
+from soap.simulator.compiled.second_runs import tile_slots
 from soap.simulator.compiled.state import PULLS, SLOTS, SYNCS, State
 from soap.simulator.compiled.trial import Trial
 from soap.simulator.compiled.world import World
@@ -35,7 +37,7 @@ def match_slots(W: World, P: Trial) -> None:
         at = n * FIELDS
         op = U.fields[at]
         if C.tile_slot[op] != U.fields[at + 6]:
-            _match(C, S, P, U.fields[at + 6], 2 * U.fields[at + 7], C.tile_slot[op], 2 * C.tiles[op])
+            _match(C, S, P, U.fields[at + 6], old_tile_slots(U, at), C.tile_slot[op], tile_slots(C, op))
         _match(C, S, P, U.fields[at + 2], U.fields[at + 3], C.own_slot[op], C.own_count[op])
     if U.what[REPULLED]:
         _match(C, S, P, U.what[OLD_PULL_SLOT], U.what[OLD_PULLS], C.pull_slot[0], C.used[PULLS])
@@ -99,7 +101,7 @@ def forget_matches(C: State, U: Undo) -> None:
     """Let old slots stand for themselves again. Call it before ``undo``."""
     for n in range(U.what[CHANGED]):
         at = n * FIELDS
-        for slot in range(U.fields[at + 6], U.fields[at + 6] + 2 * U.fields[at + 7]):
+        for slot in range(U.fields[at + 6], U.fields[at + 6] + old_tile_slots(U, at)):
             C.alias[slot] = slot
         for slot in range(U.fields[at + 2], U.fields[at + 2] + U.fields[at + 3]):
             C.alias[slot] = slot

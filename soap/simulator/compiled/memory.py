@@ -35,6 +35,7 @@ from soap.simulator.compiled.memory_tables import (
     LARGEST_SURE_GRADIENT,
     LARGEST_TILE,
     LEAVING,
+    MADE,
     PARAMETER_GRADIENTS,
     PARTS,
     READ,
@@ -49,6 +50,7 @@ from soap.simulator.compiled.memory_tables import (
 )
 from soap.simulator.compiled.rows import is_sparse
 from soap.simulator.compiled.syncs.codes import has_server, is_as_it_travels, sums_in_place
+from soap.simulator.compiled.syncs.gathered_memory import add_gathered
 from soap.simulator.compiled.syncs.memory import add_synchronized, cut_of
 from soap.simulator.compiled.transit import add_fetches, add_holdings, add_sent, add_sums
 from soap.simulator.compiled.variants import CELLS
@@ -66,6 +68,7 @@ def bound_memory(W: World, M: MemoryTables) -> int:
         fill(M.part[row], 0, devices, 0)
     for parameter in range(len(M.user_ptr) - 1):
         _parameter(W, M, parameter)
+    add_gathered(W, M)
     for op in range(operators):
         _tiles(W, M, op)
         deliver(W, op)
@@ -78,7 +81,7 @@ def bound_memory(W: World, M: MemoryTables) -> int:
         _sum_up(K, M, operators, device)
         fits &= M.total[device] <= M.limit[device]
         lacking |= M.certain[device] > M.limit[device]
-    return LACKING if lacking else FITS if fits else UNKNOWN
+    return LACKING if lacking else FITS if fits and not M.fixed[3] else UNKNOWN
 
 
 @compiled
@@ -170,10 +173,12 @@ def _tiles(W, M, op):  # type: ignore[no-untyped-def]
     cells, part = V.rows[row, CELLS], M.part
     kept, read, gradients, own = M.rows[row, KEPT], M.rows[row, READ], M.rows[row, GRADIENTS], M.rows[row, PARAMETER_GRADIENTS]
     has_rows, sure = M.rows[row, COMPACT] >= 0, M.rows[row, SURELY_KEPT]
-    alone = C.tiles[op] == cells  # of replicas, some may have no backward pass
+    alone = C.tiles[op] == cells and not C.marked[op]  # of replicas, some may have no backward pass
+    made = M.rows[row, MADE]
     for tile in range(C.tiles[op]):
         device, cell = C.dev[C.dev_ptr[op] + tile], tile % cells
         part[ACTIVATIONS, device] += M.data[kept + cell] + M.data[read + cell]
+        part[ACTIVATIONS, device] += M.data[made + cell] if C.marked[op] else 0
         part[DOUBTFUL, device] += M.data[read + cell]
         part[SURE, device] += M.data[sure + cell] if alone else 0
         part[LARGEST_TILE, device] = max(part[LARGEST_TILE, device], M.data[gradients + cell])

@@ -14,7 +14,17 @@ from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.operator_tasks import add_carrier, add_sum, is_active
 from soap.simulator.compiled.rows import is_sparse_lookup
 from soap.simulator.compiled.scratch import CARRIERS, EDGES, FETCHES, FULL, GRADIENTS, HOLDINGS, REDUCTIONS, RESOURCES, TASKS
-from soap.simulator.compiled.state import ARENA, FORWARD_TILE, OTHER, SLOTS, State
+from soap.simulator.compiled.second_runs import (
+    add_claim,
+    begin_claims,
+    claim_by_readers,
+    link_second_runs,
+    lowest_reader,
+    need_tiles,
+    place_second_runs,
+    tile_slots,
+)
+from soap.simulator.compiled.state import ARENA, BACKWARD_TILE, FORWARD_TILE, OTHER, SLOTS, State
 from soap.simulator.compiled.task_keys import BACKWARD, FORWARD, STATE_FULL, set_key, task_key
 from soap.simulator.compiled.variants import CELLS, COSTS, ROW_COSTS
 from soap.simulator.compiled.world import World
@@ -30,7 +40,7 @@ def place_tiles(W: World, op: int) -> None:
         costs = row[ROW_COSTS]
     count = tile_count(V, C, op)
     slot = C.used[SLOTS]
-    if slot + 2 * count > len(C.key):
+    if slot + tile_slots(C, op) > len(C.key):
         raise MemoryError(STATE_FULL)
     C.tile_slot[op] = slot
     for backward in range(2):
@@ -43,10 +53,13 @@ def place_tiles(W: World, op: int) -> None:
             cost = costs + (K.device_type[device] * 2 + backward) * cells + tile % cells
             C.duration[slot], C.launch[slot], C.latency[slot] = V.costs[cost], V.launches[cost], 0
             C.resource[slot], C.resource_n[slot] = device, 1
-            C.waits[slot], C.alive[slot], C.kind[slot] = backward, 1 - backward, FORWARD_TILE + backward
+            C.waits[slot], C.alive[slot], C.kind[slot] = backward, 1 - backward, BACKWARD_TILE if backward else FORWARD_TILE
+            C.waits[slot] += backward * C.marked[op]  # of a second run
             C.owner[slot], C.index[slot], C.moved[slot] = op, tile, 0
             slot += 1
-    C.used[SLOTS] = slot
+    if C.marked[op]:
+        place_second_runs(C, op, operators, count, slot)
+    C.used[SLOTS] = C.tile_slot[op] + tile_slots(C, op)
 
 
 @compiled
@@ -57,10 +70,14 @@ def lower_operator(W: World, op: int) -> bool:
     count = tile_count(V, C, op)
     S.count[TASKS] = S.count[EDGES] = S.count[RESOURCES] = S.count[GRADIENTS] = 0
     deliver(W, op)
-    own = count
+    own = count * (1 + C.marked[op])
     for slot in range(G.reader_ptr[op + 1] - G.reader_ptr[op]):
-        S.slot_base[slot] = own
-        own += tile_count(V, C, G.reader[G.reader_ptr[op] + slot])
+        reader = G.reader[G.reader_ptr[op] + slot]
+        S.slot_base[slot], S.need_base[slot] = own, -1
+        own += tile_count(V, C, reader)
+        if C.marked[op] and C.marked[reader]:
+            S.need_base[slot] = own
+            own += tile_count(V, C, reader)
         if slot + 2 > len(S.slot_base):
             raise MemoryError(FULL)
     own_slot = C.used[SLOTS]
@@ -159,6 +176,9 @@ def _backward(W, op, own, own_slot):  # type: ignore[no-untyped-def]
     count = tile_count(V, C, op)
     for hold in range(S.count[HOLDINGS]):
         S.gradient_head[hold] = -1
+    begin_claims(S)
+    if C.marked[op]:
+        claim_by_readers(W, op)
     _return_gradients(W, op, own, own_slot)
     if not G.backward[op]:
         return False
@@ -178,11 +198,16 @@ def _backward(W, op, own, own_slot):  # type: ignore[no-untyped-def]
                 node = S.gradient_next[node]
     if op == G.loss[0]:
         _start_from_loss(W, cells, own, target, got)
+        if C.marked[op]:  # it needs what it makes again when the loss is ready
+            _start_from_loss(W, cells, own, target + count, got)
     changed = False
     for tile in range(count):
         alive = 1 if got[tile] > 0 else 0
         changed |= C.alive[target + tile] != alive
         C.alive[target + tile] = alive
+    if C.marked[op]:
+        changed |= need_tiles(W, op, cells, own, op == G.loss[0])
+        link_second_runs(W, op)
     return changed
 
 
@@ -208,12 +233,15 @@ def _return_gradients(W, op, own, own_slot):  # type: ignore[no-untyped-def]
         if not active:
             continue
         task = add_carrier(W, op, carrier, True)
+        lowest = lowest_reader(W, op, carrier) if C.marked[op] else -1
         before = -1
         for i in range(S.k_part[carrier], S.k_part[carrier + 1]):
             part = S.part[i]
             fetch = S.p_fetch[part]
             if is_active(S, carrier, part):
                 _add_gradient(S, S.p_hold[part], own + task)
+                if C.marked[op]:
+                    add_claim(S, S.p_hold[part], own + task, lowest)
             if fetch != before and S.f_alive[fetch] > 0:
                 _after_consumers(W, first_reader, fetch, own_slot + task)
             before = fetch
@@ -252,6 +280,7 @@ def _reduce_gradient(W, op, red, own, own_slot, target, got):  # type: ignore[no
                     _edge(S, S.gradient_task[node], target + tile)
                     got[tile] += 1
             node = S.gradient_next[node]
+    S.r_back[red] = task
     if task >= 0:
         for i in range(first, last):
             tile = S.r_rep[red] * cells + S.member[i]
@@ -289,6 +318,7 @@ def _install(C, S, op, own, own_slot, first_reader, last_reader):  # type: ignor
     C.row[op], C.own_slot[op], C.own_count[op], C.block[op] = base, own_slot, tasks, base
     for slot in range(last_reader - first_reader):
         C.back_row[first_reader + slot] = base + S.slot_base[slot]
+        C.need_row[first_reader + slot] = base + S.need_base[slot] if S.need_base[slot] >= 0 else -1
     fill(C.arena, base, at, 0)
     for i in range(edges):
         C.arena[base + 1 + S.e_src[i]] += 1

@@ -15,8 +15,9 @@ from soap.simulator.compiled.world import World
 
 
 @entry
-def lower_all(W: World, variants: Ints, replicas: Ints, devices: Ints) -> None:
-    """Make the state of a strategy from scratch. ``variants``, ``replicas``: by operator. ``devices``: one operator after the other."""
+def lower_all(W: World, variants: Ints, replicas: Ints, devices: Ints, marked: Ints) -> None:
+    """Make the state of a strategy from scratch. ``variants``, ``replicas``, ``marked``: by operator. ``devices``: one operator after the
+    other."""
     G, V, C = W.graph, W.variants, W.state
     operators = len(G.backward)
     if len(devices) > len(C.dev):
@@ -30,7 +31,7 @@ def lower_all(W: World, variants: Ints, replicas: Ints, devices: Ints) -> None:
     for op in range(operators):
         C.loose[op] = 1
         C.variant[op], C.replicas[op], C.dev_ptr[op] = variants[op], replicas[op], at
-        C.tiles[op] = V.rows[variants[op], CELLS] * replicas[op]
+        C.tiles[op], C.marked[op] = V.rows[variants[op], CELLS] * replicas[op], marked[op]
         at += C.tiles[op]
         place_tiles(W, op)
     for op in range(operators - 1, -1, -1):

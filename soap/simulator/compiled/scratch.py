@@ -12,9 +12,9 @@ import numpy as np
 from soap.simulator.compiled.graph_arrays import Ints, Longs
 
 HOLDINGS, REDUCTIONS, FETCHES, CONSUMERS, PIECES, CARRIERS, PARTS, TASKS = range(8)
-EDGES, RESOURCES, CELL_BOXES, BOUNDS, LINKS, FLOWS, STAMP, GRADIENTS, USES, EXPECTED, PRICES, BUSIEST = range(8, 20)
+EDGES, RESOURCES, CELL_BOXES, BOUNDS, LINKS, FLOWS, STAMP, GRADIENTS, USES, EXPECTED, PRICES, BUSIEST, NORM, CLAIMS = range(8, 22)
 """Places in ``Scratch.count``: the number of each kind. Entries stamped with ``count[STAMP]`` are current. ``BUSIEST``: for the collective
-being made, the most messages of any one device in a round."""
+being made, the most messages of any one device in a round. ``NORM``: a slot, see ``syncs.clipping``."""
 
 FULL = "scratch is full"
 """Message of the MemoryError that compiled code raises when an array is too small. Python then makes it larger and starts the work
@@ -29,6 +29,9 @@ class Scratch(NamedTuple):
     - ``r_``: reductions. ``r_task``: its task or -1. ``red_of``: [output, replica, group] -> reduction or -1. ``member_ptr``, ``member``:
       tiles of a group.
     - ``f_``: fetches. ``c_``: their consumers, in linked lists. ``p_``: pieces. ``p_id``: equal for equal regions of one holding.
+    - ``claim_``: claims of readers, in linked lists by holding (``second_runs``). ``best``: the highest one, by tile. ``slot_base``,
+      ``need_base``: by reader, where the rows of its backward tiles and of its needs begin among the sources; -1 if it is not marked.
+      ``r_back``: of a reduction, the task that sums its gradients, or -1.
     - ``k_``: carriers; ``part``: their pieces. ``t_``: tasks. ``e_``: edges. ``res``: resources of exchanges. ``cell``: bounds of cells and
       of pieces. ``hash_key``, ``hash_stamp``, ``hash_value``: a hash table.
     - By device: ``update`` in ns; ``floor``: least ns of its update, whatever the changed operator becomes; ``taken``: partitions on the
@@ -37,7 +40,8 @@ class Scratch(NamedTuple):
     - The tiles that use a shard: ``use_slot``, ``use_device``, ``use_lookups``, ``use_block`` (equal for replicas of one tile).
     - By place in ``members``, from 0 on: ``lookups``, ``seen``, ``leader``, ``touched``, ``together``, ``received``; by partition:
       ``p_rows``, ``p_server``. See ``syncs.server_traffic``. ``peers``: the number of the ``members`` that are leaders, then these devices.
-    - By bucket: ``bucket_region``, the number of its first region; ``owned_ptr``: see ``syncs.sharded_state``.
+    - By bucket: ``bucket_region``, the number of its first region; ``owned_ptr``: see ``syncs.sharded_state``. ``g_``: see
+      ``syncs.gathering``.
 
     The others are lists for intermediate results.
     """
@@ -112,7 +116,13 @@ class Scratch(NamedTuple):
     gradient_head: Ints
     gradient_next: Ints
     gradient_task: Ints
+    claim_head: Ints
+    claim_next: Ints
+    claim_task: Ints
+    claim_position: Ints
+    best: Ints
     slot_base: Ints
+    need_base: Ints
     update: Longs
     floor: Longs
     taken: Longs
@@ -140,6 +150,15 @@ class Scratch(NamedTuple):
     bucket_region: Ints
     owned_ptr: Longs
     owned: Longs
+    g_first: Ints
+    g_last: Ints
+    g_needed: Ints
+    g_order: Ints
+    g_next: Ints
+    g_list: Ints
+    g_kept: Ints
+    g_count: Ints
+    g_slot: Ints
     fill: Ints
 
 
@@ -156,6 +175,8 @@ def make_scratch(size: int, devices: int, links: int) -> Scratch:
     sizes |= dict.fromkeys(("update", "floor", "taken", "settled", "settling"), devices)
     sizes |= dict.fromkeys(("lookups", "leader", "touched", "together", "received", "seen"), devices + 1)
     sizes |= dict.fromkeys(("e_src", "e_dst", "res", "work", "fill", "gradient_next", "gradient_task"), 4 * size)
+    sizes |= dict.fromkeys(("claim_next", "claim_task", "claim_position"), 4 * size)
+    sizes |= dict.fromkeys(("g_next", "g_list", "g_kept"), 4 * size)
     kinds = Scratch.__annotations__.items()
     fields: dict[str, Any] = {
         name: np.zeros(sizes.get(name, size + 1), np.int64 if "Longs" in str(kind) else np.int32) for name, kind in kinds

@@ -131,7 +131,7 @@ class Geometries:
             price_ns=self._price_ns.array(),
             compressed=self._compressed.arrays(),
             effort=self._effort.array(),
-            late=np.array([self._training.late], np.int32),
+            clips=np.array([self._training.clips], np.int32),
             rows_alone=np.array([updates_rows_alone(self._costs)], np.int32),
         )
 

@@ -1,9 +1,9 @@
 """A strategy and its task graph in compiled form: what a simulation plays, and what a change of the strategy patches.
 
 A *slot* is a task's place in the arrays. Each operator has a block of slots for the forward passes of its tiles, followed by as many for
-their backward passes (``alive`` says whether one takes place), and a block for the tasks that move its outputs and sum its partial
-results. ``arena`` has the edges, operator by operator: for each source a row with the slots of its successors. Blocks are never changed,
-only replaced, so the old ones are still there when a change is undone.
+their backward passes (``alive`` says whether one takes place; if it is marked to be recomputed, needs and second runs follow), and a block
+for the tasks that move its outputs and sum its partial results. ``arena`` has the edges, operator by operator: for each source a row with
+the slots of its successors. Blocks are never changed, only replaced, so the old ones are still there when a change is undone.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ SLOTS, ARENA, DEVICES, SYNCS, PULLS = range(5)
 """Places in ``State.used``: how much of slots, ``arena`` and ``dev`` is used; number of synchronization tasks after the backward pass (sums
 of gradients, and tasks of parameter servers); number of pulls before the forward pass."""
 
-NONE, FORWARD_TILE, BACKWARD_TILE, OTHER, SYNC_BUCKET, UPDATE_DEVICE, SYNC_DEVICE = range(7)
-"""Kinds of slots (``State.kind``). Slot d is the update of device d. For a SYNC_BUCKET the updates of a set of devices wait, for a
-SYNC_DEVICE that of one device."""
+NONE, FORWARD_TILE, AGAIN_TILE, BACKWARD_TILE, OTHER, SYNC_BUCKET, UPDATE_DEVICE, SYNC_DEVICE, SYNC_NORM, NEED = range(10)
+"""Kinds of slots (``State.kind``); those up to BACKWARD_TILE are a tile's passes. AGAIN_TILE: its second run. NEED: the moment from which
+on that is needed. Slot d is the update of device d. For a SYNC_BUCKET the updates of a set of devices wait, for a SYNC_DEVICE that of one
+device, for a SYNC_NORM those of all devices, beside what is in its row."""
 
 NEVER = 1 << 29
 """Added to ``waits`` of a device's update if there is nothing to update."""
@@ -35,17 +36,21 @@ class State(NamedTuple):
     By operator: ``variant``, ``replicas``, ``tiles`` (their number), ``dev_ptr`` (where its devices begin in ``dev``), ``tile_slot`` (first
     slot of its tiles), ``own_slot`` and ``own_count`` (slots of its other tasks), ``row`` (where the rows of its forward tiles, then of its
     other tasks, begin in ``arena``), ``block`` and ``block_end`` (its part of ``arena``), ``sync_row`` (where the rows begin of what waits
-    for its backward tiles' parameter gradients; -1 if nothing does), ``loose`` (whether it may have tiles without predecessors).
-    ``back_row``: by ``GraphTables.reader``, where the rows of that reader's backward tiles begin.
+    for its backward tiles' parameter gradients; -1 if nothing does), ``gather_row`` (the same of gathers that wait for its tiles' forward,
+    then backward passes: ``syncs.gathering``), ``loose`` (whether it may have tiles without predecessors).
+    ``marked``: whether it is recomputed; then the rows of its second runs come behind those of its forward tiles. ``back_row``: by
+    ``GraphTables.reader``, where the rows of that reader's backward tiles begin; ``need_row``: of its needs, -1 if it is not marked.
 
     ``sync``: by parameter, its code (``sync_codes``). ``sync_slot``: first slot of the synchronization tasks after the backward pass.
-    ``pull_slot``: first slot of the pulls before the forward pass. ``update_row``: by device, the row of what waits for its update, or -1.
+    ``pull_slot``: first slot of the pulls before the forward pass, and of gathers. ``prefetch``: ``Strategy.prefetch``. ``update_row``: by
+    device, the row of what waits for its update, or -1.
 
     By slot: ``key``, ``subkey`` (stable identity, breaks ties: ``task_ids``); ``duration`` in ns; ``launch`` of a tile, in ns; ``latency``
     of a message, in ns, for which it holds nothing; ``overhead`` of communication, in ns, for which it keeps devices busy that have ports
     at its links; ``resource`` (>= 0: in ``static``, else -1 - place in ``arena``) and ``resource_n``; ``waits`` (number of edges into it);
     ``alive`` (whether it takes place); ``kind``; ``owner`` (operator, -1 after the backward pass); ``index`` (tile, row of another task,
-    group of a sum, or device); ``moved`` bytes; ``alias`` (the slot that replaces this one in a trial, -1 if none does).
+    group of a sum, or device); ``claim`` of a need: its position (``simulator.second_runs``); ``moved`` bytes; ``alias`` (the slot that
+    replaces this one in a trial, -1 if none does).
 
     By device: ``busy``, ns of all its tiles, forward and backward; ``doubtful``, ns of those backward passes that may vanish when another
     operator changes.
@@ -64,10 +69,14 @@ class State(NamedTuple):
     block: Ints
     block_end: Ints
     sync_row: Ints
+    marked: Ints
+    gather_row: Ints
     back_row: Ints
+    need_row: Ints
     sync: Ints
     sync_slot: Ints
     pull_slot: Ints
+    prefetch: Ints
     update_row: Ints
     key: Longs
     subkey: Longs
@@ -83,6 +92,7 @@ class State(NamedTuple):
     owner: Ints
     index: Ints  # type: ignore[assignment]  # not tuple's method
     moved: Longs
+    claim: Ints
     alias: Ints
     arena: Ints
     busy: Longs
@@ -132,7 +142,7 @@ class ShardTables(NamedTuple):
     whether an update of a table changes only the rows with a gradient.
 
     ``effort``: what compression of a shard takes (``syncs.compressed``), by ``compressed``: [code, parameter, shard, number of peers].
-    ``late``: see ``PlannedTraining.late``.
+    ``clips``: see ``PlannedTraining.clips``.
     """
 
     ptr: Longs
@@ -152,15 +162,15 @@ class ShardTables(NamedTuple):
     rows_alone: Ints
     compressed: Lists
     effort: Longs
-    late: Ints
+    clips: Ints
 
 
 def make_state(operators: int, readers: int, parameters: int, devices: int, slots: int, arena: int) -> State:
     """Room for a graph's state, with this many slots and places in the arena."""
-    sizes = {"used": 8, "dev": arena, "back_row": readers, "sync": parameters, "arena": arena, "busy": devices}
-    sizes |= {"sync_slot": 1, "pull_slot": 1, "update_row": devices}
+    sizes = {"used": 8, "dev": arena, "back_row": readers, "need_row": readers, "sync": parameters, "arena": arena, "busy": devices}
+    sizes |= {"sync_slot": 1, "pull_slot": 1, "prefetch": 1, "update_row": devices}
     per_operator = {"variant", "replicas", "tiles", "dev_ptr", "tile_slot", "own_slot", "own_count", "row", "block", "block_end"}
-    per_operator |= {"sync_row", "loose"}
+    per_operator |= {"sync_row", "gather_row", "loose", "marked"}
     fields: dict[str, Any] = {}
     for name, kind in State.__annotations__.items():
         size = sizes.get(name, operators if name in per_operator else slots)

@@ -10,8 +10,9 @@ from soap.simulator.compiled.chunks import cut_sums
 from soap.simulator.compiled.graph_arrays import GraphTables
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.scratch import EDGES, EXPECTED, PRICES, STAMP, TASKS
-from soap.simulator.compiled.state import ARENA, NEVER, SLOTS, SYNC_BUCKET, SYNC_DEVICE, SYNCS, UPDATE_DEVICE, Groups, State
+from soap.simulator.compiled.state import ARENA, NEVER, SLOTS, SYNC_BUCKET, SYNC_DEVICE, SYNC_NORM, SYNCS, UPDATE_DEVICE, Groups, State
 from soap.simulator.compiled.syncs.all_reduce import finish_bucket, join_bucket
+from soap.simulator.compiled.syncs.clipping import begin_norm, finish_norm
 from soap.simulator.compiled.syncs.codes import gathers_rows, is_compressed, is_in_buckets
 from soap.simulator.compiled.syncs.compressed import add_compressed
 from soap.simulator.compiled.syncs.dispatch import add_owners_tasks, owned_by_servers
@@ -58,9 +59,10 @@ def count_backward(G: GraphTables, C: State, op: int, sign: int) -> None:
         device, slot = C.dev[C.dev_ptr[op] + tile], C.tile_slot[op] + tile
         C.busy[device] += sign * C.duration[slot]
         if C.alive[slot + count]:
-            C.busy[device] += sign * C.duration[slot + count]
+            own = C.duration[slot + count] + (C.duration[slot + 3 * count] if C.marked[op] else 0)
+            C.busy[device] += sign * own
             if not is_certain(G, C, op):
-                C.doubtful[device] += sign * C.duration[slot + count]
+                C.doubtful[device] += sign * own
             C.waits[device] += sign
 
 
@@ -79,6 +81,9 @@ def count_sums(R: Groups, C: State, sign: int) -> None:
                 C.waits[R.sets.item[i]] += sign
         elif C.kind[slot] == SYNC_DEVICE:
             C.waits[C.index[slot]] += sign
+        elif C.kind[slot] == SYNC_NORM:
+            for device in range(len(C.busy)):
+                C.waits[device] += sign
 
 
 @compiled
@@ -116,8 +121,10 @@ def synchronize(W: World) -> None:
         else:
             finish_bucket(W, bucket, slot0 + bucket)
     gather_values(W, buckets, slot0)
+    begin_norm(W, slot0)
     add_owners_tasks(W, slot0)
     cut_sums(R, C, S, slot0)  # what follows is not cut
+    finish_norm(W, slot0)
     add_compressed(W, slot0, buckets)
     ask_prices(D, S)
     _install(W, slot0)

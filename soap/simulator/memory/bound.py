@@ -19,6 +19,7 @@ from soap.simulator.compiled.memory_tables import COLUMNS, PARTS, MemoryTables
 from soap.simulator.engine import Engine
 from soap.simulator.memory.certain import keepers, with_backward
 from soap.simulator.memory.footprint import kept_places, kept_share, passing_share, work_share
+from soap.simulator.memory.hosts import hosts_may_lack
 from soap.simulator.memory.peaks import PACKING_KINDS, padded_bytes
 
 
@@ -38,7 +39,8 @@ class MemoryBound:
 
     def __init__(self, engine: Engine, limits_bytes: Sequence[int], optimizer_states: int = 2, *, played: bool = True) -> None:
         """``limits_bytes``: each device's memory. ``optimizer_states``: tensors of a parameter's size that the optimizer keeps for it.
-        ``played``: whether a strategy fits if the order that is played does; if not, the upper bound decides and no verdict is UNKNOWN."""
+        ``played``: whether a strategy fits if the order that is played does; if not, the upper bound decides and no verdict is UNKNOWN.
+        But where a host may lack memory for parameter servers, which is not bounded here, no verdict is FITS: UNKNOWN stands for it."""
         self._engine, graph = engine, engine.graph
         self._rows, self._data, self._cut_ptr, self._cut = Growing(np.int64), Growing(np.int64), Growing(np.int64), Growing(np.int32)
         self._regions: dict[Box, int] = {}
@@ -53,7 +55,7 @@ class MemoryBound:
                 users[numbers[operand.tensor]].append((position, place))
         pairs = np.array([pair for own in users for pair in own], np.int32).reshape(-1, 2)
         given = [t for t in graph.tensors.values() if t.kind in (TensorKind.INPUT, TensorKind.CONSTANT)]
-        devices = engine.topology.device_count
+        always, devices = sum(t.bytes for t in given) + graph.next_state_bytes, engine.topology.device_count
         self._with_backward, self._keepers = with_backward(graph), keepers(graph)
         self._packing = {device.type.kind != "cpu" for device in engine.topology.devices}
         self._fixed: dict[str, Any] = {
@@ -67,7 +69,7 @@ class MemoryBound:
             "operand": np.array([numbers[o.tensor] for op in graph.operators for o in op.parameters], np.int32),
             "looked_up": np.zeros(devices, np.int64),
             "trainable": np.array([t.requires_grad for t in graph.parameters], np.int32),
-            "fixed": np.array([sum(t.bytes for t in given) + graph.next_state_bytes, optimizer_states, played], np.int64),
+            "fixed": np.array([always, optimizer_states, played, hosts_may_lack(graph, engine.topology, optimizer_states)], np.int64),
             "limit": np.array(limits_bytes, np.int64),
             "part": np.zeros((PARTS, devices), np.int64),
             "step": np.zeros(devices * (len(graph.operators) + 2), np.int64),
@@ -131,7 +133,8 @@ class MemoryBound:
         points = np.prod(intervals[:, :, 1] - intervals[:, :, 0], axis=1)
         kept, work = self._kept_and_work(op, intervals, regions)
         surely = kept + self._surely_kept(position, intervals, regions, size) if position in self._with_backward else np.zeros_like(kept)
-        kept = kept + sum(size[o] for o in op.outputs)
+        made = sum((size[o] for o in op.outputs), np.zeros_like(kept))
+        kept = kept + made
         read = sum((self._part(o, regions[o], size[o]) for o in op.inputs), np.zeros(len(points), np.int64))
         if op.kind in PACKING_KINDS:
             packed = sum(size[o] for o in op.parameters)
@@ -145,7 +148,7 @@ class MemoryBound:
         numbers = np.array([self._number(regions[o]) for o in op.parameters], np.int64)
         compact, lookups = self._rows_of(op, position, intervals, regions)
         rows = [-1, -1] if compact is None else [self._data.add(compact), self._data.add(lookups)]
-        rows.append(self._data.add(surely))
+        rows += [self._data.add(surely), self._data.add(made)]
         self._rows.add([*(self._data.add(column) for column in (kept, read, gradients, own, numbers)), *rows])
         self._cut_ptr.add([self._cut.add([self._cut_number(regions[o]) for o in op.parameters])])
 

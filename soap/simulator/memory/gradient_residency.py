@@ -6,6 +6,7 @@ from itertools import pairwise
 
 from soap.model.regions import Box
 from soap.plan.flows import box_bytes, reduced_tensor
+from soap.plan.memory_kinds import MemoryKind
 from soap.plan.plan import reduce_name, remote_parts
 from soap.plan.syncs.bucketing import sums_of_one
 from soap.simulator.memory import peaks
@@ -34,7 +35,8 @@ class GradientResidency:
                 continue
             start = min(start for start, _ in spans)
             if any(is_remote(plan, fetch, piece) for piece in fetch.pieces):  # a leaf of autograd, held until all have taken their parts
-                self.hold(fetch.device, start, self.spans.taken(number), box_bytes(plan, fetch.tensor, fetch.box), late=True)
+                size = box_bytes(plan, fetch.tensor, fetch.box)
+                self.hold(fetch.device, start, self.spans.taken(number), size, MemoryKind.WORKSPACE, late=True)
                 apart |= {piece.holding for piece in fetch.pieces}
                 continue
             for piece in fetch.pieces:
@@ -42,7 +44,7 @@ class GradientResidency:
                 added.setdefault(piece.holding, []).extend((span, box_bytes(plan, fetch.tensor, piece.box)) for span in spans)
         for holding, parts in added.items():
             for (start, end), size in sorted(parts)[1:]:  # each later part is held beside the sum that it is added to
-                self.hold(plan.holdings[holding].device, start, end, size)
+                self.hold(plan.holdings[holding].device, start, end, size, MemoryKind.WORKSPACE)
         for holding in made.keys() | apart:
             self._collected(holding, made.get(holding), holding in apart)
         for summed in dict.fromkeys(held.reduction for i, held in enumerate(plan.holdings) if i in made or i in apart):
@@ -66,16 +68,16 @@ class GradientResidency:
                 if graph.tensors[o.tensor].requires_grad:
                     size = operand_bytes(plan, compact, tile, o.tensor, box)
                     shared.setdefault((self.spans.segment[number], o.tensor, box), []).append(((start, end), size))
-            self.hold(tile.device, start, end, peaks.passing_bytes(plan, tile)[1])
+            self.hold(tile.device, start, end, peaks.passing_bytes(plan, tile)[1], MemoryKind.WORKSPACE)
         for (segment, name, box), uses in shared.items():
             device = plan.tiles[segment].device
             uses.sort()
             for (start, end), size in uses[1 if (name, box) in alone and name in graph.sparse else 0 :]:
-                self.hold(device, start, end, size)
+                self.hold(device, start, end, size, MemoryKind.GRADIENTS)
             for ((_, begun), _), ((_, end), size) in pairwise(uses if (name, box) not in alone else ()):
-                self.hold(device, begun, end, size)
+                self.hold(device, begun, end, size, MemoryKind.GRADIENTS)
             if len(uses) > 1 and name not in graph.sparse:  # the first sum may be of views, and is then a third tensor
-                self.hold(device, *uses[1][0], uses[1][1])
+                self.hold(device, *uses[1][0], uses[1][1], MemoryKind.GRADIENTS)
 
     def _collected(self, holding: int, made: int | None, apart: bool) -> None:
         """A holding's gradient. From ``made`` on it is what the local readers have left on a leaf. If other parts come separately
@@ -84,9 +86,9 @@ class GradientResidency:
         wanted, end = self.spans.wanted(holding)
         size = box_bytes(self.plan, held.tensor, held.box)
         if made is not None:
-            self.hold(held.device, made, wanted if apart else end, size, late=apart)
+            self.hold(held.device, made, wanted if apart else end, size, MemoryKind.WORKSPACE, late=apart)
         if apart:
-            self.hold(held.device, wanted, end, size, early=True)
+            self.hold(held.device, wanted, end, size, MemoryKind.WORKSPACE, early=True)
 
     def _summed_gradient(self, number: int) -> None:
         """The gradient of a sum, as its members gather or sum it."""
@@ -99,10 +101,11 @@ class GradientResidency:
         for place, device in enumerate(reduction.devices):
             tiles = [tile for tile in reduction.tiles if plan.tiles[tile].device == device and tile in self.spans.backward]
             begun = min((self.spans.begun[self.spans.segment[tile]] for tile in tiles), default=start)
-            self.hold(device, start, max((self.spans.backward[tile][1] for tile in tiles), default=start), size, early=True)
+            until = max((self.spans.backward[tile][1] for tile in tiles), default=start)
+            self.hold(device, start, until, size, MemoryKind.WORKSPACE, early=True)
             if reduction.cells:
                 self.ledger.send(device, start, self.spans.end_ns, len(reduction.cells) * box_bytes(plan, tensor, reduction.cells[place]))
-                self.hold(device, start, begun, size, late=True)  # the buffer that receives the others' cells
+                self.hold(device, start, begun, size, MemoryKind.BUFFERS, late=True)  # the buffer that receives the others' cells
 
     def _returns(self) -> None:
         """Gradients that return from other devices: buffers in which each is received, buffers for several together, and what is sent."""
@@ -120,9 +123,9 @@ class GradientResidency:
             for source, own in rooms.items():
                 own = own[: len(told_parts(carrier))]
                 for holding, size in own:
-                    self.hold(source, back[0], self.spans.wanted(holding)[0], size, late=True)
+                    self.hold(source, back[0], self.spans.wanted(holding)[0], size, MemoryKind.BUFFERS, late=True)
                 if len(own) > 1:
                     first = min(self.spans.wanted(holding)[0] for holding, _ in own)
-                    self.hold(source, back[0], first, sum(size for _, size in own), late=True)
+                    self.hold(source, back[0], first, sum(size for _, size in own), MemoryKind.BUFFERS, late=True)
             for target, size in leaving.items():
                 self.ledger.send(target, back[0], self.ledger.arrived(target, back[1]), size)

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
+from soap.plan.memory_kinds import MemoryKind
 from soap.plan.plan import Plan
+from soap.plan.syncs.gathering import UNDER_WAY
 from soap.simulator.memory.transit import Send, send_spans
 
 ENDS, EARLY, LATE, BEGINS = range(4)
 """The order of changes at the same time."""
 
+Change = tuple[int, int, int, MemoryKind]
+"""(time in nanoseconds, order, bytes that are taken or, below 0, freed, what they are held for)."""
+
 
 @dataclass(frozen=True)
 class MemoryCurve:
-    """What one device holds: ``bytes_held[i]`` from ``times_ns[i]`` on. Both are int64 arrays of one length; times rise from 0."""
+    """What one device holds: ``bytes_held[i]`` from ``times_ns[i]`` on. Both are int64 arrays of one length; times rise from 0.
+    ``at_peak``: bytes by kind when the peak is first reached; they add up to it."""
 
     times_ns: NDArray[np.int64]
     bytes_held: NDArray[np.int64]
+    at_peak: Mapping[MemoryKind, int] = field(default_factory=dict)
 
     @property
     def peak_bytes(self) -> int:
@@ -35,25 +42,29 @@ class Ledger:
 
     def __init__(self, plan: Plan, end_ns: int) -> None:
         self._plan, self._end_ns = plan, end_ns
-        self._changes: list[list[tuple[int, int, int]]] = [[] for _ in range(plan.device_count)]
+        self._changes: list[list[Change]] = [[] for _ in range(plan.device_count)]
         self._sends: list[list[Send]] = [[] for _ in range(plan.device_count)]
         self._receives: list[list[Send]] = [[] for _ in range(plan.device_count)]
+        self._few: list[list[Send]] = [[] for _ in range(plan.device_count)]
 
-    def hold(self, device: int, start_ns: int, end_ns: int, size: int, *, early: bool = False, late: bool = False) -> None:
-        """A device holds ``size`` bytes from ``start_ns`` to ``end_ns``. At the same time, ends come before beginnings. Exception: what
+    def hold(
+        self, device: int, start_ns: int, end_ns: int, size: int, kind: MemoryKind, *, early: bool = False, late: bool = False
+    ) -> None:
+        """A device holds ``size`` bytes of a kind from ``start_ns`` to ``end_ns``. At the same time, ends come before beginnings, but what
         begins ``early`` is made from what ends ``late``, so both are held for that moment."""
         if size and end_ns >= start_ns + (not (early or late)):
             ends = LATE if late or end_ns == start_ns else ENDS
-            self._changes[device] += [(start_ns, EARLY if early else BEGINS, size), (end_ns, ends, -size)]
+            self._changes[device] += [(start_ns, EARLY if early else BEGINS, size, kind), (end_ns, ends, -size, kind)]
 
     def send(self, device: int, start_ns: int, answer_ns: int, size: int, held: int | None = None) -> None:
         """A device sends ``size`` bytes, and keeps them until ``answer_ns`` or until later sends push them out. ``held``: see ``Send``;
         None means all of it."""
         self._sends[device].append(Send(start_ns, answer_ns, size, size if held is None else held))
 
-    def receive(self, device: int, start_ns: int, end_ns: int, size: int) -> None:
-        """A device receives ``size`` bytes for itself, and keeps them until ``end_ns`` or until later ones push them out, as for sends."""
-        self._receives[device].append(Send(start_ns, end_ns, size, size))
+    def receive(self, device: int, start_ns: int, end_ns: int, size: int, *, few: bool = False) -> None:
+        """A device receives ``size`` bytes for itself, and keeps them until ``end_ns`` or until later ones push them out, as for sends;
+        with ``few`` until ``UNDER_WAY`` later ones do."""
+        (self._few if few else self._receives)[device].append(Send(start_ns, end_ns, size, size))
 
     def arrived(self, device: int, end_ns: int) -> int:
         """When the runtime learns that a send that ends at ``end_ns`` is over: on CPUs only at the end, when it asks the library."""
@@ -61,21 +72,28 @@ class Ledger:
 
     def curves(self) -> tuple[MemoryCurve, ...]:
         """The curve of each device."""
-        for queues in (self._sends, self._receives):
+        for queues, most in ((self._sends, None), (self._receives, None), (self._few, UNDER_WAY)):
             for device, moving in enumerate(queues):
-                for start, end, size in send_spans(moving):
-                    self.hold(device, start, end, size)
+                for start, end, size in send_spans(moving, most):
+                    self.hold(device, start, end, size, MemoryKind.BUFFERS)
                 moving.clear()
         return tuple(_curve(changes) for changes in self._changes)
 
 
-def _curve(changes: Iterable[tuple[int, int, int]]) -> MemoryCurve:
+def _curve(changes: Sequence[Change]) -> MemoryCurve:
     level, points = 0, {0: 0}
+    peak, peak_at = 0, (0, ENDS)
     for time_ns, together in groupby(sorted(changes), key=itemgetter(0)):
         most = 0
-        for _, order, change in together:
+        for _, order, change, _ in together:
             level += change
             if order == EARLY:
                 most = level
         points[time_ns] = max(level, most)
-    return MemoryCurve(np.array(list(points), np.int64), np.array(list(points.values()), np.int64))
+        if points[time_ns] > peak:
+            peak, peak_at = points[time_ns], (time_ns, EARLY if most > level else BEGINS)
+    at_peak = dict.fromkeys(MemoryKind, 0)
+    for time_ns, order, change, kind in changes:
+        if (time_ns, order) <= peak_at:
+            at_peak[kind] += change
+    return MemoryCurve(np.array(list(points), np.int64), np.array(list(points.values()), np.int64), at_peak)

@@ -1,7 +1,7 @@
 """Memory of parameters: what devices hold of them, whole or by rows, and what synchronization takes. A part of the bound in ``peaks``.
 
 Rows are counted as if no look-up repeated a row, because a batch may touch more rows than the average. What a server owns counts if its
-device is a CPU. Beside other devices it is in the host's memory, which is not modelled; nor are the host's buffers.
+device is a CPU. Beside other devices it is in the host's memory, as are the host's buffers (``hosts``).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from soap.model.regions import Box
 from soap.plan.flows import box_bytes
 from soap.plan.plan import Plan
 from soap.plan.row_counts import row_bytes, tile_lookups
+from soap.plan.syncs.gathering import most_gathered
 from soap.plan.syncs.seam import method_for
 from soap.plan.tiling import Tile
 
@@ -28,6 +29,9 @@ def kept_parameters(plan: Plan) -> tuple[list[int], list[int], list[int]]:
         for device, size in method_for(sync).copies(plan, sync).items():
             held[device] += size
             gradients[device] += size
+    for device, most in most_gathered(plan).items():
+        held[device] += most.values
+        gradients[device] += most.gradients
     return held, gradients, updated
 
 
@@ -62,6 +66,8 @@ def exchanged_bytes(plan: Plan) -> list[int]:
     for sync in plan.syncs:
         for device, size in method_for(sync).buffers(plan, sync):
             result[device] += size
+    for device, most in most_gathered(plan).items():
+        result[device] += most.moving
     return result
 
 

@@ -2,8 +2,9 @@
 
 It follows the runtime. These count as held through the whole step: parameter shards, their gradients and optimizer states; the whole batch
 and the constants (every rank gets them); everything that the forward pass makes (although the backward pass frees activations as it goes);
-and what is sent (kept until the step ends). Added to these are the largest set of gradients that wait between operators, the gradients
-that one tile makes, those of shared parameters, and the largest sum over devices. Not counted: fragmentation of the allocator, workspaces
+and what is sent (kept until the step ends). What a recomputed operator makes counts twice, since both may be there for a while. Added to
+these are the largest set of gradients that wait between operators, the gradients that one tile makes, those of shared parameters, and the
+largest sum over devices. Not counted: fragmentation of the allocator, workspaces
 of libraries, and a model's buffers (running statistics), which are no tensors of the graph.
 """
 
@@ -76,8 +77,8 @@ def peak_bytes(plan: Plan, optimizer_states: int = 2) -> tuple[int, ...]:
 
 
 def overflow_bytes(totals: Sequence[int], topology: Topology) -> int:
-    """Bytes by which these totals (one per device) exceed the devices' memory, added up."""
-    return sum(max(0, total - device.type.memory_bytes) for total, device in zip(totals, topology.devices, strict=True))
+    """Bytes by which these totals (one per device) exceed what plans may use of the devices' memory, added up."""
+    return sum(max(0, total - limit) for total, limit in zip(totals, topology.memory_limits, strict=True))
 
 
 def lacking_bytes(bounds: Sequence[int], topology: Topology, expected: Callable[[], Sequence[int]]) -> int:
@@ -99,10 +100,13 @@ def _box_bytes(graph: OperatorGraph, tensor: str, box: Box) -> int:
 
 
 def _tile_bytes(plan: Plan) -> list[int]:
-    """For each device, bytes that all its tiles keep."""
+    """For each device, bytes that all its tiles keep, and of a second output of those that are recomputed."""
     result = [0] * plan.device_count
     for tile, size in zip(plan.tiles, kept_bytes(plan), strict=True):
         result[tile.device] += size
+        if tile.operator in plan.recomputed_operators:
+            op = plan.operator(tile)
+            result[tile.device] += sum(made_bytes(plan.graph, op, tile, k) for k in range(len(op.outputs)))
     return result
 
 

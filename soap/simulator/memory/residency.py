@@ -5,6 +5,7 @@ Held for a part of the step:
 
 - a tile's outputs, what it saves, and copies of its inputs: from its forward task to its backward task and the last task (or transfer)
   that reads them;
+- of a recomputed tile, for its readers in the forward pass alone, and again from its second run on;
 - a fetched region: from its first arrival to the last backward task of its consumers;
 - a gradient between operators: from the first task that makes a part of it to the backward task that takes it;
 - what is sent: until it has certainly left;
@@ -15,11 +16,13 @@ Not counted are copies that a library may make of what it sums.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from soap.model.graph import TensorKind
 from soap.model.regions import Box, in_one_piece, whole
 from soap.plan.flows import box_bytes, partial_bytes
+from soap.plan.memory_kinds import ALLOWANCE as BEYOND
+from soap.plan.memory_kinds import MemoryKind
 from soap.plan.plan import (
     Pattern,
     ShardSync,
@@ -67,6 +70,13 @@ def expected_peaks(curves: Iterable[MemoryCurve], bounds: Iterable[MemoryUse]) -
     return tuple(min(bound.total, round((1 + ALLOWANCE) * curve.peak_bytes)) for curve, bound in pairs)
 
 
+def peaks_by_kind(curves: Iterable[MemoryCurve], peaks: Sequence[int]) -> tuple[dict[str, int], ...]:
+    """What each device's peak is made of: bytes by kind (``MemoryKind``) when the simulated order reaches it, and the allowance on top of
+    that (``memory_kinds.ALLOWANCE``). They add up to ``peaks``, which are ``expected_peaks`` of the curves."""
+    pairs = zip(curves, peaks, strict=True)
+    return tuple({**{kind.value: size for kind, size in curve.at_peak.items()}, BEYOND: peak - curve.peak_bytes} for curve, peak in pairs)
+
+
 class _Values:
     """Writes into a ledger how long everything is held except gradients between operators."""
 
@@ -80,16 +90,17 @@ class _Values:
         given = [t for t in graph.tensors.values() if t.kind in (TensorKind.INPUT, TensorKind.CONSTANT)]
         batch = sum(box_bytes(self.plan, tensor.name, whole(tensor.shape)) for tensor in given) + graph.next_state_bytes
         for device in range(self.plan.device_count):
-            self.hold(device, 0, self.spans.end_ns, batch)
+            self.hold(device, 0, self.spans.end_ns, batch, MemoryKind.BATCH)
         alone = sums_of_one(self.plan)
         summed = (self.plan.synchronized - self.plan.dealt_out).union(idle_shards(self.plan))  # of the others methods tell
         for number, device, size, trainable in kept_shards(self.plan):
             states = optimizer_states if trainable else 0
-            self.hold(device, 0, self.spans.end_ns, (1 + states) * size + (COUNT_BYTES if states > 1 else 0))
+            self.hold(device, 0, self.spans.end_ns, size, MemoryKind.VALUES)
+            self.hold(device, 0, self.spans.end_ns, states * size + (COUNT_BYTES if states > 1 else 0), MemoryKind.STATES)
             if number in summed:
                 uses = self.plan.shards[number].uses
                 begins = [self.spans.backward[tile][0] for tile, _ in uses if tile in self.spans.backward] if number in alone else [0]
-                self.hold(device, min(begins, default=self.spans.end_ns), self.spans.end_ns, size)
+                self.hold(device, min(begins, default=self.spans.end_ns), self.spans.end_ns, size, MemoryKind.GRADIENTS)
 
     def synchronized(self) -> None:
         """What methods of synchronization hold (``SyncMethod.holds``): copies of what others own, and buffers."""
@@ -102,17 +113,30 @@ class _Values:
         """Write down what a device holds for a synchronization."""
         begun = self.spans.named.get(own.since, (0, 0))[0]
         done = self.spans.named.get(own.until, (0, 0))[0 if own.before else 1] if own.until else self.spans.end_ns
-        if own.from_gradient:
+        if sync.contract.gathers_values:  # ranks post what they send and receive at once, even if links are busy
+            begun = self.spans.ready.get(own.since, begun)
+            done = self.spans.ready.get(own.until, done) if own.before else done
+        if own.used:
+            self._hold_used(sync, own, begun)
+        elif own.from_gradient:
             self._hold_gradients(sync, own, done)
         elif own.queue == "sent":
             update = self.spans.named.get(update_name(own.device), (0, 0))[0]  # what was sent before has left by then
             over = self.ledger.arrived(own.device, done)
             self.ledger.send(own.device, begun, max(done, min(over, update)) if begun < update else over, own.size_bytes)
-        elif own.queue == "received":
-            self.ledger.receive(own.device, begun, done, own.size_bytes)
+        elif own.queue:
+            self.ledger.receive(own.device, begun, done, own.size_bytes, few=own.queue == "few")
         else:
             last = max((self.spans.last(tile) for tile, _ in sync.uses), default=0) if own.with_uses else 0
-            self.hold(own.device, begun, max(done, last), own.size_bytes)
+            self.hold(own.device, begun, max(done, last), own.size_bytes, own.kind)
+
+    def _hold_used(self, sync: ShardSync, own: Hold, begun: int) -> None:
+        """What is there for passes that use it, or until the first of them has begun."""
+        first, last = self.spans.passes({tile for tile, _ in sync.uses}, own.device, backward=own.used == "backward")
+        if own.since:
+            self.hold(own.device, begun, max(begun, first), own.size_bytes, own.kind, late=True)
+        elif last >= first:
+            self.hold(own.device, first, last, own.size_bytes, own.kind, early=True)
 
     def _hold_gradients(self, sync: ShardSync, own: Hold, done: int) -> None:
         """A buffer of gradients, which is made when a tile has made the first one. For a moment that one is there as well."""
@@ -121,51 +145,68 @@ class _Values:
             first = min(tiles, key=lambda tile: self.spans.backward[tile][1])
             made = self.spans.backward[first][1]
             regions = [region for region in sync.regions if any(tile == first for tile, _ in region.uses)]
-            self.hold(own.device, made, max(made, done), own.size_bytes, early=True)
-            self.hold(own.device, made, made, max(box_bytes(self.plan, r.parameter, r.box) for r in regions), early=True)
+            self.hold(own.device, made, max(made, done), own.size_bytes, own.kind, early=True)
+            single = max(box_bytes(self.plan, r.parameter, r.box) for r in regions)
+            self.hold(own.device, made, made, single, MemoryKind.GRADIENTS, early=True)
 
     def values(self) -> None:
         """Outputs of tiles, what they keep, and their copies of parts of the batch."""
         plan, graph, spans = self.plan, self.plan.graph, self.spans
-        read = spans.read_until
-        summed: dict[tuple[int, int], int] = {}
-        for reduction in plan.reductions:  # partial results wait for the gradient of their sum
-            begins = spans.summed_from(reduction)[0]
-            summed.update({(tile, reduction.output): max(begins, spans.begun.get(spans.segment[tile], 0)) for tile in reduction.tiles})
-        ends = {(held.tile, held.tensor): read.get(i, 0) for i, held in enumerate(plan.holdings) if held.reduction is None}
+        waits = self._waits()
         given = {t.name for t in graph.tensors.values() if t.kind in (TensorKind.INPUT, TensorKind.CONSTANT)}
-        copies: dict[tuple[int, str, Box], Span] = {}
+        copies: dict[tuple[int, str, Box, int], Span] = {}
         for number, (tile, kept) in enumerate(zip(plan.tiles, peaks.kept_bytes(plan), strict=True)):
-            start, last = self.spans.forward[number][0], self.spans.last(number)
             op = plan.operator(tile)
             for k, out in enumerate(op.outputs):
                 size = made_bytes(graph, op, tile, k)
-                until = max(self.spans.needed(number, out.tensor), ends.get((number, out.tensor), 0), summed.get((number, k), 0))
-                self.hold(tile.device, start, until, size, late=True)
+                self._hold_made(number, out.tensor, size, waits.get((number, out.tensor), (0, 0)))
                 kept -= size
-            self.hold(tile.device, start, last, kept)
+            for start, end in spans.lives(number, spans.last(number)):
+                self.hold(tile.device, start, end, kept, MemoryKind.KEPT)
             if number not in spans.unread:
-                self.hold(tile.device, *self.spans.forward[number], peaks.passing_bytes(plan, tile)[0])
+                for start, end in (spans.forward[number], spans.second_work.get(number, (0, 0))):
+                    self.hold(tile.device, start, end, peaks.passing_bytes(plan, tile)[0], MemoryKind.WORKSPACE)
             reads = [(o.tensor, box) for o, box in zip(op.inputs, tile.inputs, strict=True) if o.tensor in given]
             for tensor, box in reads:
-                own = self.spans.needed(number, tensor)
-                before = copies.get((tile.device, tensor, box), (start, own))
-                copies[tile.device, tensor, box] = (min(before[0], start), max(before[1], own))
-        for (device, tensor, box), (start, end) in copies.items():
+                for run, (start, own) in enumerate(spans.lives(number, spans.used(number, tensor))):
+                    before = copies.get((tile.device, tensor, box, run), (start, own))
+                    copies[tile.device, tensor, box, run] = (min(before[0], start), max(before[1], own))
+        for (device, tensor, box, _), (start, end) in copies.items():
             if not in_one_piece(box, graph.tensors[tensor].shape):
-                self.hold(device, start, end, box_bytes(plan, tensor, box))
+                self.hold(device, start, end, box_bytes(plan, tensor, box), MemoryKind.BATCH)
+
+    def _waits(self) -> dict[tuple[int, str], tuple[int, int]]:
+        """(tile, tensor that it makes) -> until when its first run's output waits for others, and, of a recomputed tile, its second's."""
+        plan, spans = self.plan, self.spans
+        found: dict[tuple[int, str], tuple[int, int]] = {}
+        for holding, held in enumerate(plan.holdings):
+            if held.reduction is None:
+                own = spans.read_until.get(holding, 0), spans.read_again_until.get(holding, 0)
+                found[held.tile, held.tensor] = own
+        for reduction in plan.reductions:  # partial results wait for the gradient of their sum
+            tensor = plan.graph.operators[reduction.operator].outputs[reduction.output].tensor
+            for tile in reduction.tiles:
+                begins, begun = spans.summed_from(reduction)[0], spans.begun.get(spans.segment[tile], 0)
+                found[tile, tensor] = (begins, begun) if tile in spans.second else (max(begins, begun), 0)
+        return found
+
+    def _hold_made(self, number: int, tensor: str, size: int, waits: tuple[int, int]) -> None:
+        """Write down how long an output of a tile is there. ``waits``: see ``_waits``."""
+        device = self.plan.tiles[number].device
+        for (start, end), until in zip(self.spans.lives(number, self.spans.used(number, tensor)), waits, strict=False):
+            self.hold(device, start, max(end, until), size, MemoryKind.KEPT, late=True)
 
     def assembled(self) -> None:
         """Regions of parameters that are assembled from several shards, or from rows."""
         compact = compact_parameters(self.plan)
-        copies: dict[tuple[int, str, Box], tuple[int, int, int]] = {}
+        copies: dict[tuple[int, str, Box, int], tuple[int, int, int]] = {}
         for tile, tensor, box, size in assembled_regions(self.plan):
-            key = (tile if tensor in compact else self.spans.segment[tile], tensor, box)
-            start, own = self.spans.forward[tile][0], self.spans.needed(tile, tensor)
-            first, last, _ = copies.get(key, (start, own, size))
-            copies[key] = (min(first, start), max(last, own), size)
-        for (tile, _, _), (start, end, size) in copies.items():
-            self.hold(self.plan.tiles[tile].device, start, end, size)
+            of = tile if tensor in compact else self.spans.segment[tile]
+            for run, (start, own) in enumerate(self.spans.lives(tile, self.spans.used(tile, tensor))):
+                first, last, _ = copies.get((of, tensor, box, run), (start, own, size))
+                copies[of, tensor, box, run] = (min(first, start), max(last, own), size)
+        for (tile, *_), (start, end, size) in copies.items():
+            self.hold(self.plan.tiles[tile].device, start, end, size, MemoryKind.VALUES)
 
     def fetched(self) -> None:
         """Fetched regions that are assembled or received, and pieces that are received in buffers of their own first."""
@@ -178,14 +219,17 @@ class _Values:
                 arrivals = [self.spans.brought[number, place] for place in remote]
                 begun = min(start for start, _ in arrivals)
                 taken = self.spans.taken(number) if any(tile in self.spans.backward for tile, _ in fetch.consumers) else 0
-                self.hold(fetch.device, begun, max([*ends, taken if graph.tensors[fetch.tensor].requires_grad else 0]), size, late=True)
+                until = max([*ends, taken if graph.tensors[fetch.tensor].requires_grad else 0])
+                self.hold(fetch.device, begun, until, size, MemoryKind.KEPT, late=True)
                 joined = min(self.spans.forward[tile][0] for tile, _ in fetch.consumers)
                 for place, (start, _) in zip(remote, arrivals, strict=True):
                     if (number, place) in apart:
-                        self.hold(fetch.device, start, joined, box_bytes(plan, fetch.tensor, fetch.pieces[place].box), late=True)
+                        piece_bytes = box_bytes(plan, fetch.tensor, fetch.pieces[place].box)
+                        self.hold(fetch.device, start, joined, piece_bytes, MemoryKind.BUFFERS, late=True)
             elif len(fetch.pieces) > 1:
-                for (tile, _), end in zip(fetch.consumers, ends, strict=True):
-                    self.hold(fetch.device, self.spans.forward[tile][0], end, size)
+                for (tile, _), until in zip(fetch.consumers, ends, strict=True):
+                    for start, end in self.spans.lives(tile, until):
+                        self.hold(fetch.device, start, end, size, MemoryKind.KEPT)
 
     def summed(self) -> None:
         """Sums of partial results, or their cells."""
@@ -203,12 +247,12 @@ class _Values:
             for device, box in zip(reduction.devices, boxes, strict=True):
                 size = partial_bytes(plan, reduction, box)
                 over = max(done, ends.get(number, done)) if (number, device) in readers else self._certainly_over(number, device, done)
-                self.hold(device, start, over, size, early=True, late=True)  # of partial results
+                self.hold(device, start, over, size, MemoryKind.KEPT, early=True, late=True)  # of partial results
                 if reduction.cells:  # what is summed, what others are sent of it, and what they send for the cell
                     total = partial_bytes(plan, reduction, reduction.box)
-                    self.hold(device, start, start, total, early=True)
+                    self.hold(device, start, start, total, MemoryKind.BUFFERS, early=True)
                     self.ledger.send(device, start, self.ledger.arrived(device, done), total - size)
-                    self.hold(device, start, done, (len(boxes) - 1) * size, early=True)
+                    self.hold(device, start, done, (len(boxes) - 1) * size, MemoryKind.BUFFERS, early=True)
 
     def _certainly_over(self, number: int, device: int, done_ns: int) -> int:
         """How long a device may hold a sum that it does not read. Other devices may get to the sum later than simulated, but it is over
@@ -246,4 +290,4 @@ class _Values:
         sizes = updating_bytes(self.plan, optimizer_states)
         for device in self.plan.accelerators:
             size = sizes[device]
-            self.hold(device, *self.spans.named.get(update_name(device), spans.get(device, (0, 0))), size)
+            self.hold(device, *self.spans.named.get(update_name(device), spans.get(device, (0, 0))), size, MemoryKind.WORKSPACE)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 from soap.plan.plan import Exchange, Fetch, Message, Part, Plan, Reduction, exchange_name, message_name, reduce_name
+from soap.plan.recomputation import dropped_holdings, find_recomputation, remade
 from soap.plan.tiling import Tile
 from soap.simulator.memory.footprint import kept_places
 from soap.simulator.memory.transit import answered_from_afar, is_remote
@@ -35,21 +36,31 @@ def _sees_all_but_channels(plan: Plan, tile: Tile, source: str) -> bool:
 class TaskSpans:
     """Start and end of tasks, in nanoseconds.
 
-    ``forward``, ``backward``: by tile. ``unread``: tiles that make nothing, as nobody reads it; they have no backward task here.
-    ``named``: by task name. ``brought``, ``returned``: by part, of the transfer of the part and of its gradient. ``segment``: tile -> the
-    first tile of its segment. ``begun``: first tile of a segment -> start of its backward pass.
+    ``forward``, ``backward``: by tile. ``second``: of second runs, by tile; ``second_work``: while they compute; a segment's tiles all
+    begin when the first of them does, because the runtime runs them together. ``unread``: tiles that make nothing, as nobody reads it; they
+    have no backward task here. ``named``: by task name. ``ready``: by name of a synchronization, when all that it waits for is over.
+    ``brought``, ``returned``: by part, of the transfer of the part and of its gradient. ``segment``: tile -> the first tile of its segment.
+    ``begun``: first tile of a segment -> start of its backward pass.
     """
 
     def __init__(self, tasks: TaskGraph, schedule: Schedule) -> None:
         self.plan, self.end_ns = tasks.plan, schedule.makespan_ns
         self.forward: dict[int, Span] = {}
         self.backward: dict[int, Span] = {}
+        again: dict[int, Span] = {}
+        passes = {TaskKind.FORWARD: self.forward, TaskKind.RECOMPUTE: again, TaskKind.BACKWARD: self.backward}
         self.named: dict[str, Span] = {}
-        for task, start, end in zip(tasks.tasks, schedule.start_ns.tolist(), schedule.end_ns.tolist(), strict=True):
+        self.ready: dict[str, int] = {}
+        ends = schedule.end_ns.tolist()
+        for task, start, end in zip(tasks.tasks, schedule.start_ns.tolist(), ends, strict=True):
+            if task.name not in self.named and task.kind is TaskKind.SYNC:
+                self.ready[task.name] = max((ends[other] for other in task.predecessors), default=0)
             begun, _ = self.named.get(task.name, (start, end))  # chunks have one name
             self.named[task.name] = (begun, end)
             if task.tile is not None:
-                (self.forward if task.kind is TaskKind.FORWARD else self.backward)[task.tile] = (start, end)
+                passes[task.kind][task.tile] = (start, end)
+        self.recomputation = find_recomputation(self.plan, self.backward)
+        self.dropped = dropped_holdings(self.plan, self.recomputation, self.backward)
         self.unread = frozenset(_unread(self.plan))
         self.segment = self._segments()
         self.begun: dict[int, int] = {}
@@ -61,7 +72,25 @@ class TaskSpans:
             self.brought.update(dict.fromkeys(carrier.parts, self.named[self._name(carrier, gradient=False)]))
             if (back := self.named.get(self._name(carrier, gradient=True))) is not None:
                 self.returned.update(dict.fromkeys(carrier.parts, back))
+        self.second: dict[int, Span] = {}
+        self.second_work: dict[int, Span] = {}
+        for tile, start, work_end, end in self._second(again):
+            if tile not in self.unread:
+                self.second[tile], self.second_work[tile] = (start, end), (start, work_end)
         self.backward = {tile: span for tile, span in self.backward.items() if tile not in self.unread}
+
+    def _second(self, again: Mapping[int, Span]) -> Iterator[tuple[int, int, int, int]]:
+        """The second runs as the runtime takes them: when a segment's first one begins, all follow. (tile, start, end of its work, end as
+        it is simulated)."""
+        segments: dict[int, list[int]] = {}
+        for tile in sorted(again, key=lambda tile: (self.forward[tile][0], tile)):
+            segments.setdefault(self.segment[tile], []).append(tile)
+        for tiles in segments.values():
+            at = min(again[tile][0] for tile in tiles)
+            for tile in tiles:
+                start, end = again[tile]
+                at, begun = min(at, start) + end - start, min(at, start)
+                yield tile, begun, at, end
 
     def carriers(self) -> list[Message | Exchange]:
         """All messages and exchanges."""
@@ -75,30 +104,71 @@ class TaskSpans:
 
     @cached_property
     def read_until(self) -> dict[int, int]:
-        """Holding -> until when its value is held for its readers: until the last read, and until its gradient is needed."""
+        """Holding -> until when its value is held for its readers: until the last read, and until its gradient is needed. Of a recomputed
+        tile's holdings this is said of what its first run has made."""
         found: dict[int, int] = {}
         for (number, place), holding in self._pieces():
-            read = self._read(self.plan.fetches[number], (number, place))
-            found[holding] = max(found.get(holding, 0), read, self._answered(number, holding))
+            fetch = self.plan.fetches[number]
+            linked = self._linked(number, holding)
+            read = self._read(fetch, (number, place), [tile for tile, _ in fetch.consumers if tile not in linked])
+            read = max([read, *(self.forward[tile][1] for tile in linked)])
+            answered = 0 if holding in self.dropped else self._answered(number, holding)
+            found[holding] = max(found.get(holding, 0), read, answered)
         return found
 
-    def _read(self, fetch: Fetch, part: Part) -> int:
-        """The last time a holding is read for a piece: by local tasks, by the assembly of the region, or by the task that sends it."""
+    @cached_property
+    def read_again_until(self) -> dict[int, int]:
+        """``read_until`` of what second runs have made."""
+        found: dict[int, int] = {}
+        for (number, place), holding in self._pieces():
+            tile = self.plan.holdings[holding].tile
+            if tile in self.second and self.plan.holdings[holding].reduction is None:
+                linked = self._linked(number, holding)
+                apart = [reader for reader in linked if self.segment[reader] != self.segment[tile]]
+                read = self._read(self.plan.fetches[number], (number, place), apart, again=True)
+                here = [self.used(reader, self.plan.fetches[number].tensor) for reader in linked if reader not in apart]
+                found[holding] = max([found.get(holding, 0), read, self._answered(number, holding), *here])
+        return found
+
+    def _linked(self, number: int, holding: int) -> list[int]:
+        """The tiles that read a holding for a fetch, and read it again as its tile's second run makes it."""
+        held = self.plan.holdings[holding]
+        if held.reduction is not None or held.tile not in self.second or not remade(self.plan, number, self.recomputation.tiles):
+            return []
+        return [tile for tile, _ in self.plan.fetches[number].consumers if tile in self.second]
+
+    def _read(self, fetch: Fetch, part: Part, readers: Sequence[int], *, again: bool = False) -> int:
+        """The last time a holding is read for a piece: by these local tiles, by the assembly of the region, or by the task that sends it.
+        ``again``: by second runs alone."""
         brought = self.brought.get(part)
         if brought is not None:
-            return brought[1]
+            return 0 if again else brought[1]
         if len(fetch.pieces) > 1:
-            return max(self.forward[tile][1] for tile, _ in fetch.consumers)
-        return max(self.needed(tile, fetch.tensor) for tile, _ in fetch.consumers)
+            return max((self.second.get(tile, self.forward[tile])[1] for tile in readers), default=0)
+        return max((self.needed(tile, fetch.tensor) for tile in readers), default=0)
+
+    def lives(self, number: int, until: int) -> list[Span]:
+        """When something is there that a tile has from its forward task to ``until``; of a recomputed tile during its first run, and again
+        from its second one on."""
+        start, end = self.forward[number]
+        return [(start, end), (self.second[number][0], until)] if number in self.second else [(start, until)]
 
     def needed(self, number: int, tensor: str) -> int:
-        """Until when a tile needs its region of an operand: the end of its backward task if autograd keeps it, else of its forward task."""
+        """Until when a tile needs its region of an operand: the end of its backward task if autograd keeps it, else of its last run
+        forward."""
+        return self.last(number) if self._keeps(number, tensor) else self.second.get(number, self.forward[number])[1]
+
+    def used(self, number: int, tensor: str) -> int:
+        """``needed`` of what a tile's segment makes by itself. It is gone when its tiles have computed, one after the other."""
+        return self.last(number) if self._keeps(number, tensor) else self.second_work.get(number, self.forward[number])[1]
+
+    def _keeps(self, number: int, tensor: str) -> bool:
+        """Whether autograd keeps a tile's region of an operand."""
         tile = self.plan.tiles[number]
         op = self.plan.operator(tile)
         places = kept_places(self.plan.graph, op, tile.intervals)
         operands = enumerate((*op.inputs, *op.parameters, *op.outputs))
-        kept = places is None or any(o.tensor == tensor for k, o in operands if k in places)
-        return self.last(number) if kept else self.forward[number][1]
+        return places is None or any(o.tensor == tensor for k, o in operands if k in places)
 
     def _answered(self, number: int, holding: int) -> int:
         """Until when a holding waits for the gradient of a fetch that another segment reads: until its own segment's backward pass begins.
@@ -139,6 +209,26 @@ class TaskSpans:
                 return start, start
         return begun, end
 
+    def passes(self, tiles: Iterable[int], device: int, *, backward: bool) -> Span:
+        """(start of the first, end of the last) of these tiles' passes on a device; (end of the step, 0) if there are none. A backward pass
+        is that of its whole segment, which runs at once, and the second run before it."""
+        own = [tile for tile in tiles if self.plan.tiles[tile].device == device]
+        if not backward:
+            spans = [self.forward[tile] for tile in own]
+        else:
+            spans = [self.segment_spans[segment] for segment in {self.segment[tile] for tile in own if tile in self.backward}]
+            spans += [self.second[tile] for tile in own if tile in self.second]
+        return min((start for start, _ in spans), default=self.end_ns), max((end for _, end in spans), default=0)
+
+    @cached_property
+    def segment_spans(self) -> dict[int, Span]:
+        """First tile of a segment -> (start, end) of its backward pass."""
+        found: dict[int, Span] = {}
+        for tile, (start, end) in self.backward.items():
+            first, last = found.get(self.segment[tile], (start, end))
+            found[self.segment[tile]] = (min(first, start), max(last, end))
+        return found
+
     def back_at(self, tiles: Iterable[int], default: int) -> int:
         """The earliest start of a backward pass among these tiles' segments; ``default`` if none of the tiles has a backward pass."""
         return min((self.begun[self.segment[tile]] for tile in tiles if tile in self.backward), default=default)
@@ -151,8 +241,9 @@ class TaskSpans:
         return max([*remote, *local], default=0)
 
     def _segments(self) -> list[int]:
-        """Tile -> the first tile of its segment. As in the runtime, a segment begins where something received or summed is first read, and
-        ends after a tile that gets a gradient from another device."""
+        """Tile -> the first tile of its segment. As in the runtime, a segment begins where something received or summed is first read, or
+        values of parameters that were gathered, and ends after a tile that gets a gradient from another device. Recomputed tiles of one run
+        share no segment with others."""
         plan = self.plan
         first, current = [0] * len(plan.tiles), [-1] * plan.device_count
         reads: dict[int, list[int]] = {}
@@ -161,13 +252,17 @@ class TaskSpans:
             if any(held.device != fetch.device or held.reduction is not None for held in holdings):
                 for tile, _ in fetch.consumers:
                     reads.setdefault(tile, []).append(number)
+        for number, sync in enumerate(plan.syncs):
+            for tile, _ in sync.uses if sync.contract.gathers_values else ():
+                reads.setdefault(tile, []).append(~(number * plan.device_count + plan.tiles[tile].device))  # below the fetches' numbers
         active = [number for number, fetch in enumerate(plan.fetches) if self._is_active(fetch)]
         names = [reduce_name(plan.graph.operators[own.operator], own, gradient=True) for own in plan.reductions]
         answered = answered_from_afar(plan, active, [number for number, name in enumerate(names) if name in self.named])
         started: set[int] = set()
+        run = self.recomputation.run
         for tile in sorted(range(len(plan.tiles)), key=lambda tile: (self.forward[tile][0], tile)):
             device, new = plan.tiles[tile].device, set(reads.get(tile, ())) - started
-            if new or current[device] < 0:
+            if new or current[device] < 0 or run.get(current[device]) != run.get(tile):
                 current[device] = tile
             started |= new
             first[tile] = current[device]

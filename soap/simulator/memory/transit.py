@@ -76,13 +76,14 @@ class Send(NamedTuple):
     held: int
 
 
-def send_spans(sends: Iterable[Send]) -> Iterator[tuple[int, int, int]]:
-    """(start, end, bytes) of what one device holds for its sends: each until its answer, or until later sends push it out.
+def send_spans(sends: Iterable[Send], most: int | None = None) -> Iterator[tuple[int, int, int]]:
+    """(start, end, bytes) of what one device holds for its sends: each until its answer, or until later sends push it out. ``most``:
+    tensors at a time.
 
     The rule is that of ``Communicator.keep``, except that a send that has been answered leaves at once.
     """
     queue: deque[Send] = deque()
-    size = 0
+    size, most = 0, SENT_TENSORS if most is None else most
     for send in sorted(sends):
         for other in [other for other in queue if other.answer_ns <= send.start_ns]:
             queue.remove(other)
@@ -90,7 +91,7 @@ def send_spans(sends: Iterable[Send]) -> Iterator[tuple[int, int, int]]:
             yield other.start_ns, other.answer_ns, other.held
         queue.append(send)
         size += send.size
-        while len(queue) > SENT_TENSORS or (len(queue) > 1 and size > SENT_BYTES):
+        while len(queue) > most or (len(queue) > 1 and size > SENT_BYTES):
             pushed_out = queue.popleft()
             size -= pushed_out.size
             yield pushed_out.start_ns, send.start_ns, pushed_out.held

@@ -14,7 +14,7 @@ from soap.simulator.engine import Engine
 from soap.simulator.lowering import PlanBuilder, lower
 from soap.simulator.reference import simulate
 from soap.strategy.config import FLOATING, Strategy
-from soap.strategy.sync import SHARDED_STATE, SPARSE_ALL_GATHER, compressed, parameter_server
+from soap.strategy.sync import SHARDED, SHARDED_STATE, SPARSE_ALL_GATHER, compressed, parameter_server
 from soap.strategy.sync_contracts import WITHIN
 from tests.strategies import LOSSY
 
@@ -46,8 +46,8 @@ def synchronized(strategy: Strategy, graph: OperatorGraph, draw: random.Random, 
             servers = parameter_server(draw.choice((1, 2, 7, 40)), within, rows=rows)
             lossy = compressed(draw.choice(LOSSY), within) if tensor.dtype in FLOATING else servers
             other = SPARSE_ALL_GATHER if rows else lossy
-            chosen[tensor.name] = draw.choice((other, servers, SHARDED_STATE))
-    return replace(strategy, parameters=chosen)
+            chosen[tensor.name] = draw.choice((other, servers, SHARDED_STATE, SHARDED))
+    return replace(strategy, parameters=chosen, prefetch=draw.randrange(3))
 
 
 def compiled_tasks(engine: Engine) -> dict[tuple[int, int], Played]:

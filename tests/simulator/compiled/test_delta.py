@@ -28,7 +28,7 @@ from tests.simulator.compiled.walks import Edit, Walk, check, walks
 from tests.simulator.examples import ExampleSpreads
 from tests.strategies import CPU, cluster
 
-TRAININGS = (PLAIN, PlannedTraining(late=True))
+TRAININGS = (PLAIN, PlannedTraining(clips=True))
 """Whether ranks clip their gradients before they send them, if some are compressed."""
 
 

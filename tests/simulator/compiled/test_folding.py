@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
 
+from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.simulator.compiled.task_keys import task_key
 from soap.simulator.engine import Engine
 from soap.simulator.folding import FoldedCosts, fold
@@ -18,16 +20,16 @@ pytestmark = pytest.mark.slow  # the first use compiles for a minute
 
 
 @settings(MANY, suppress_health_check=list(HealthCheck))
-@given(copied())
-def test_every_task(case: Case) -> None:
+@given(copied(), st.sampled_from((PLAIN, PlannedTraining(clips=True))))
+def test_every_task(case: Case, training: PlannedTraining) -> None:
     graph, topology, strategy = case
-    folding = fold(graph, topology, strategy)
+    folding = fold(graph, topology, strategy, training)
     assume(not isinstance(folding, str))
     assert not isinstance(folding, str)
     costs = LaunchedCosts(topology)
     tasks = lower(folding.plan, folding.topology, costs, folding.communication)
     schedule = simulate(tasks)
-    engine = Engine(folding.copies.graph, folding.topology, FoldedCosts(graph, costs), folding.communication)
+    engine = Engine(folding.copies.graph, folding.topology, FoldedCosts(graph, costs), folding.communication, training=training)
     engine.load(folding.copies.strategy)
     assert engine.simulate() == schedule.makespan_ns
     expected = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -17,15 +18,15 @@ from soap.simulator.incremental import IncrementalSimulator
 from soap.simulator.simulate import Simulator
 from soap.strategy.classical import data_parallel, random_config, random_strategy
 from soap.strategy.config import Strategy, SyncConfig
-from soap.strategy.sync import SPARSE_ALL_GATHER, fitted, parameter_server
+from soap.strategy.sync import SHARDED, SPARSE_ALL_GATHER, fitted, parameter_server
 from tests.graph_builder import transformer
 from tests.strategies import cases, cluster
 
-SERVERS = (SyncConfig(), parameter_server(), parameter_server(2, "host"))
+SERVERS = (SyncConfig(), parameter_server(), parameter_server(2, "host"), SHARDED)
 
 
 def following(graph: OperatorGraph, topology: Topology, strategy: Strategy, draw: random.Random) -> Strategy:
-    """Another strategy: one operator's or parameter's change away, several, or all new."""
+    """Another strategy: one operator's or parameter's change away, several, another prefetch, or all new."""
     kind = draw.random()
     if kind < 0.1:
         return random_strategy(graph, topology, draw)
@@ -33,6 +34,8 @@ def following(graph: OperatorGraph, topology: Topology, strategy: Strategy, draw
         name = draw.choice(graph.parameters).name
         sync = draw.choice((*SERVERS, SPARSE_ALL_GATHER) if name in graph.sparse else SERVERS)
         return strategy.with_parameter(name, fitted(graph, name, sync))
+    if kind < 0.4:
+        return replace(strategy, prefetch=draw.randrange(3))
     for _ in range(draw.choice((1, 1, 1, 2, 5))):
         op = draw.choice(graph.operators)
         strategy = strategy.with_operator(op.name, random_config(op, topology.device_count, draw))

@@ -57,7 +57,7 @@ def walks(draw: st.DrawFn, *, max_moves: int = 6, max_tiles: int = 8, max_edits:
                 parameters[name] = draw(syncs(graph, name))
             else:
                 op = draw(st.sampled_from(graph.operators))
-                operators[op.name] = draw(configs(op, topology.device_count, max_tiles=max_tiles))
+                operators[op.name] = draw(configs(op, topology.device_count, max_tiles=max_tiles, graph=graph))
         edits.append(Edit(operators, parameters, draw(st.booleans())))
     return graph, topology, strategy, edits
 

@@ -7,7 +7,7 @@ from soap.simulator.compiled.communication import allreduce, find_list, sum_over
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.scratch import FULL, TASKS, USES
 from soap.simulator.compiled.state import SYNC_BUCKET
-from soap.simulator.compiled.syncs.codes import is_compressed, is_dealt_out, method_of, wire_bytes
+from soap.simulator.compiled.syncs.codes import is_compressed, is_dealt_out, is_gathered, method_of, wire_bytes
 from soap.simulator.compiled.syncs.exchange import add_sync_edge
 from soap.simulator.compiled.syncs.sharded_state import begin_owned, deal_out
 from soap.simulator.compiled.task_keys import STATE_FULL, SYNC, task_key
@@ -15,7 +15,17 @@ from soap.simulator.compiled.task_keys import STATE_FULL, SYNC, task_key
 
 @compiled
 def join_bucket(W, parameter, shard, opened, slot0):  # type: ignore[no-untyped-def]
-    """Put a shard into the open bucket of its devices, method and dtype. Call it after ``find_members``."""
+    """Put a shard into a bucket, whose task waits for the shard's gradients. Call it after ``find_members``."""
+    C, S = W.state, W.scratch
+    bucket = put_into_bucket(W, parameter, shard, opened)
+    for i in range(S.count[USES]):
+        if C.alive[S.use_slot[i]]:
+            add_sync_edge(S, S.use_slot[i], slot0 + bucket)
+
+
+@compiled
+def put_into_bucket(W, parameter, shard, opened):  # type: ignore[no-untyped-def]
+    """Put a shard into the open bucket of its devices, method and dtype; returns the bucket. Call it after ``find_members``."""
     G, R, D, C, S = W.graph, W.groups, W.shards, W.state, W.scratch
     group = find_list(R.sets, S.members[1 : 1 + S.members[0]])
     code = C.sync[parameter]
@@ -24,7 +34,8 @@ def join_bucket(W, parameter, shard, opened, slot0):  # type: ignore[no-untyped-
     if place >= len(S.bucket_stamp):
         raise MemoryError(FULL)
     if S.bucket_stamp[place] != opened:  # the first bucket is closed early
-        S.bucket_stamp[place], S.bucket_of[place], S.bucket_limit[place] = opened, -1, FIRST_BUCKET_BYTES
+        first_limit = G.gather_limit[0] if is_gathered(code) else FIRST_BUCKET_BYTES
+        S.bucket_stamp[place], S.bucket_of[place], S.bucket_limit[place] = opened, -1, first_limit
     bucket = S.bucket_of[place]
     if bucket < 0:
         bucket = S.count[TASKS]
@@ -39,11 +50,9 @@ def join_bucket(W, parameter, shard, opened, slot0):  # type: ignore[no-untyped-
     S.t_bytes[bucket] += D.bytes[shard]
     if is_dealt_out(C.sync[parameter]):
         deal_out(W, parameter, shard, bucket)
-    for i in range(S.count[USES]):
-        if C.alive[S.use_slot[i]]:
-            add_sync_edge(S, S.use_slot[i], slot0 + bucket)
     if S.t_bytes[bucket] >= S.bucket_limit[place]:
-        S.bucket_of[place], S.bucket_limit[place] = -1, BUCKET_BYTES
+        S.bucket_of[place], S.bucket_limit[place] = -1, G.gather_limit[0] if is_gathered(code) else BUCKET_BYTES
+    return bucket
 
 
 @compiled

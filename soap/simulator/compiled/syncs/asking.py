@@ -9,6 +9,7 @@ from soap.simulator.compiled.scratch import FLOWS
 from soap.simulator.compiled.state import PULLS, SLOTS, State
 from soap.simulator.compiled.syncs.codes import has_server, is_local, travels_by_rows
 from soap.simulator.compiled.syncs.exchange import add_before, begin_exchange, new_row
+from soap.simulator.compiled.syncs.gathering import make_gathers
 from soap.simulator.compiled.syncs.members import find_geometry, find_members, is_trained
 from soap.simulator.compiled.syncs.parameter_server import pull_region
 from soap.simulator.compiled.syncs.server_traffic import prepare
@@ -18,8 +19,8 @@ from soap.simulator.compiled.world import World
 
 @compiled
 def make_pulls(W: World) -> None:
-    """Make anew the pulls of rows of sparse parameters, and the request for rows before them. Call ``count_pulls`` to count what waits for
-    them."""
+    """Make anew the pulls of rows of sparse parameters, the request for rows before them, and the gathers of values. Call ``count_pulls``
+    to count what waits for them."""
     G, D, C, S = W.graph, W.shards, W.state, W.scratch
     C.pull_slot[0], C.used[PULLS] = C.used[SLOTS], 0
     for parameter in range(len(G.parameter_dtype)):
@@ -32,6 +33,7 @@ def make_pulls(W: World) -> None:
                 find_members(W, parameter, shard)
                 pull_region(W, parameter, shard, shard - D.ptr[geometry])
     _ask(W)
+    make_gathers(W)
 
 
 @compiled

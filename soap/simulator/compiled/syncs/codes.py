@@ -2,8 +2,8 @@
 
 A code has what compiled code needs of a method's contract, so that no code asks which method it is. From the lowest bit on: whether rows
 travel; whether servers own the parameter; whether local aggregation is used; whether gradients are compressed; whether readers own parts;
-bits of an element on its way (0: as many as its type has); the method's number; partitions less one, or, of a compression, its number in
-this process. The default, an all-reduce, is 0.
+whether they have values only for their uses; bits of an element on its way (0: as many as its type has); the method's number; partitions
+less one, or, of a compression, its number in this process. The default, an all-reduce, is 0.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from soap.strategy.sync_contracts import METHODS
 FIELDS = ("owner", "payload", "residence", "within", "partitions", "compression")
 """The fields of a ``SyncConfig`` that are in its code. Synchronizations that differ only in other fields are the same to compiled code."""
 
-_ROWS, _SERVERS, _HOSTS, _COMPRESSED, _PARTS, _WIRE, _METHOD, _PARTITIONS = 0, 1, 2, 3, 4, 5, 13, 19
+_ROWS, _SERVERS, _HOSTS, _COMPRESSED, _PARTS, _GATHERED, _WIRE, _METHOD, _PARTITIONS = 0, 1, 2, 3, 4, 5, 6, 14, 19
 """The lowest bit of each part of a code."""
 
 _SETTINGS: dict[Compression, int] = {}
@@ -47,13 +47,13 @@ def sync_code(sync: SyncConfig) -> int:
         if number >= MOST_SETTINGS:
             raise StrategyError(f"more than {MOST_SETTINGS} settings of compression in one process; expected fewer densities and ranks")
     code = number << _PARTITIONS | METHODS.index(contract) << _METHOD | (contract.wire_bits or 0) << _WIRE
-    code |= contract.compresses << _COMPRESSED | (contract.owner == "parts") << _PARTS
+    code |= contract.compresses << _COMPRESSED | (contract.owner == "parts") << _PARTS | contract.gathers_values << _GATHERED
     return code | (sync.within == "host") << _HOSTS | contract.has_servers << _SERVERS | contract.by_rows << _ROWS
 
 
 def sync_of(code: int) -> SyncConfig:
     """The synchronization that has this code."""
-    contract = METHODS[code >> _METHOD & 63]
+    contract = METHODS[code >> _METHOD & 31]
     within = contract.within[code >> _HOSTS & 1]
     if contract.compresses:
         return compressed(list(_SETTINGS)[code >> _PARTITIONS], within)
@@ -98,6 +98,12 @@ def is_dealt_out(code: int) -> bool:
 
 
 @compiled
+def is_gathered(code: int) -> bool:
+    """Whether readers have dense values only for their uses."""
+    return code >> _GATHERED & 1 == 1
+
+
+@compiled
 def is_in_buckets(code: int) -> bool:
     """Whether dense gradients of several regions travel together."""
     return code & 11 == 0
@@ -124,7 +130,7 @@ def is_local(code: int) -> bool:
 @compiled
 def method_of(code: int) -> int:
     """The method's position in the registry. All shards of a bucket have the same method."""
-    return code >> _METHOD & 63
+    return code >> _METHOD & 31
 
 
 @compiled

@@ -75,7 +75,7 @@ def add_compressed(W: World, slot0: int, buckets: int) -> None:
 @compiled
 def _settle_devices(W, slot0, buckets):  # type: ignore[no-untyped-def]
     """Add, for each peer of a compressed shard, the task that waits for all of its backward passes, with a row for what waits for it: its
-    own works, and if ranks clip (``late``) all sums, but not those of buckets that readers own in parts: such plans are refused then.
+    own works, and if ranks clip (``clips``) all sums, but not those of buckets that readers own in parts: such plans are refused then.
     ``settled``: by device, its slot, or -1; ``settling``: where the row's next slot goes. The ``count[TASKS]`` tasks from ``slot0`` on are
     sums in buckets first, then others."""
     G, R, D, C, S = W.graph, W.groups, W.shards, W.state, W.scratch
@@ -91,12 +91,12 @@ def _settle_devices(W, slot0, buckets):  # type: ignore[no-untyped-def]
                         exchanges = D.effort[find_effort(W, parameter, shard) + EXCHANGES]
                         for i in range(S.peers[0]):
                             S.settling[S.peers[1 + i]] += exchanges
-                        if D.late[0]:
+                        if D.clips[0]:
                             _count_clipped(C, S)
     compressing = False
     for device in range(len(S.settled)):
         compressing |= S.settling[device] > 0
-    sums = buckets if compressing and D.late[0] else 0
+    sums = buckets if compressing and D.clips[0] else 0
     for bucket in range(sums):
         group = S.t_res_n[bucket]
         for i in range(0 if is_scattered(W, bucket) else R.sets.ptr[group + 1] - R.sets.ptr[group]):
@@ -179,7 +179,7 @@ def _add_sum(W, parameter, shard, number, slot0):  # type: ignore[no-untyped-def
             key = task_key(SYNC, parameter, stages[k], number, device, 0)
             _write(C, slot, key, duration, OTHER if followed else SYNC_DEVICE, row, 1 if k else inside)
             C.resource[slot], C.resource_n[slot] = device, 1
-            if k > 0 or D.late[0]:
+            if k > 0 or D.clips[0]:
                 _wait_until_settled(C, S, slot, device)
             if k == 0 and not inside:
                 _wait_for_gradient(D, C, S, slot, device)
@@ -217,7 +217,7 @@ def _add_inside(W, parameter, shard, number, slot, begins):  # type: ignore[no-u
         C.arena[row + 2 + i] = slot + 1 + i
     C.kind[slot], C.index[slot], C.waits[slot] = OTHER, row, 0
     wait_for_tiles(C, S, slot, slot + 1)
-    for i in range(S.members[0] if D.late[0] else 0):
+    for i in range(S.members[0] if D.clips[0] else 0):
         _wait_until_settled(C, S, slot, S.members[1 + i])
 
 
@@ -226,7 +226,7 @@ def _wait_for_gradient(D, C, S, slot, device):  # type: ignore[no-untyped-def]
     """Let a selection wait for the backward passes of the device's own uses of the shard; if it has none, for all of them, and if ranks
     clip until all readers have."""
     own = _own_uses(C, S, device)
-    for i in range(S.members[0] if own == 0 and D.late[0] else 0):
+    for i in range(S.members[0] if own == 0 and D.clips[0] else 0):
         if S.members[1 + i] != device:
             _wait_until_settled(C, S, slot, S.members[1 + i])
     for i in range(S.count[USES]):

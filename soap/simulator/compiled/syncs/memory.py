@@ -19,6 +19,7 @@ from soap.simulator.compiled.memory_tables import (
     LOOKUPS,
     REGIONS,
     SENT,
+    TRAINABLE,
     MemoryTables,
 )
 from soap.simulator.compiled.rows import INDEX_BYTES, is_sparse
@@ -27,6 +28,7 @@ from soap.simulator.compiled.syncs.codes import (
     has_server,
     is_compressed,
     is_dealt_out,
+    is_gathered,
     is_local,
     partitions_of,
     sums_in_place,
@@ -110,14 +112,28 @@ def _add_by_shards(W, M, parameter):  # type: ignore[no-untyped-def]
 
 @compiled
 def _add_dealt_out(W, M, parameter, shard):  # type: ignore[no-untyped-def]
-    """Add what readers hold that own parts: buffers in which gradients and values arrive, but no states of what others own."""
+    """Add what readers hold that own parts: buffers in which gradients and values arrive, but no states of what others own. If values are
+    gathered for their uses, neither are others' values nor their gradients there all the time (``gathered_memory`` adds what is)."""
     S, size = W.scratch, W.shards.bytes[shard]
-    readers = S.members[0]
+    readers, gathered = S.members[0], is_gathered(W.state.sync[parameter])
     for i in range(readers):
-        _add_owned(M, S.members[1 + i], -size, size)
+        if gathered:
+            _add_part(M, S.members[1 + i], -size)
+        else:
+            _add_owned(M, S.members[1 + i], -size, size)
     for k in range(parts_of(W, shard)):
-        own = part_bytes(W, shard, k)
-        _add_owned(M, S.members[1 + owner_place(W, parameter, shard, k)], own, readers * own)
+        own, device = part_bytes(W, shard, k), S.members[1 + owner_place(W, parameter, shard, k)]
+        if gathered:
+            _add_part(M, device, own)
+        else:
+            _add_owned(M, device, own, readers * own)
+
+
+@compiled
+def _add_part(M, device, size):  # type: ignore[no-untyped-def]
+    """Add bytes of values that are there all the time, with their gradients and states."""
+    M.part[HELD, device] += size
+    M.part[TRAINABLE, device] += size
 
 
 @compiled

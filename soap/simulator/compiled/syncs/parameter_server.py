@@ -5,8 +5,9 @@ from __future__ import annotations
 from soap.plan.syncs.seam import PULL, PUSH, SERVE
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.rows import is_sparse
-from soap.simulator.compiled.scratch import TASKS, USES
+from soap.simulator.compiled.scratch import NORM, TASKS, USES
 from soap.simulator.compiled.state import ARENA, OTHER
+from soap.simulator.compiled.syncs.clipping import NO_NORM
 from soap.simulator.compiled.syncs.exchange import add_before, add_exchange, begin_exchange, new_row, wait_for_tiles
 from soap.simulator.compiled.syncs.pricing import adding_ns, price_ns, table_price_ns
 from soap.simulator.compiled.syncs.server_traffic import added_bytes, added_rows, prepare, pull_ns, push_ns, updated_bytes
@@ -15,15 +16,17 @@ from soap.simulator.compiled.task_keys import STATE_FULL, SYNC, set_key, task_ke
 
 @compiled
 def serve_region(W, parameter, shard, number, slot0):  # type: ignore[no-untyped-def]
-    """Add the tasks of one region: its push, the updates of its partitions, and the pull if the parameter is dense."""
+    """Add the tasks of one region: its push, the updates of its partitions, and the pull if the parameter is dense. If all devices learn
+    the gradients' norm, that comes behind the push and before the updates (``clipping``)."""
     G, K, C, S = W.graph, W.cluster, W.state, W.scratch
     count, sparse = prepare(W, parameter, shard, number, C.sync[parameter]), is_sparse(G, parameter)
-    first = slot0 + S.count[TASKS]
-    base = C.used[ARENA]  # first the rows of the push, the updates and the pull; then slots of updates and pull; then the updates' cores
-    updates, pulls, cores = base + 6, base + 6 + count, base + 7 + count
+    first, norm = slot0 + S.count[TASKS], S.count[NORM]
+    base = C.used[ARENA]  # first the rows of the push, the updates and the pull; then slots of updates, pull and norm; then cores
+    updates, pulls, cores = base + 6, base + 6 + count, base + 8 + count
     if first + count + 3 > len(C.key) or cores + count > len(C.arena):
         raise MemoryError(STATE_FULL)
     C.used[ARENA] = cores + count
+    C.arena[pulls + 1] = norm
     begin_exchange(S)
     duration, moved = push_ns(W, parameter, shard, count)
     pushes = 1 if duration > 0 else 0
@@ -42,7 +45,7 @@ def serve_region(W, parameter, shard, number, slot0):  # type: ignore[no-untyped
             C.arena[cores + part] = K.core[server] + S.taken[K.host_device[server]] % K.cores[server]
             S.taken[K.host_device[server]] += 1
             C.resource[slot] = -1 - (cores + part)
-        C.waits[slot], C.index[slot], C.moved[slot] = pushes, base + 2, 0
+        C.waits[slot], C.index[slot], C.moved[slot] = pushes if norm == NO_NORM else 1, base + 2, 0
         C.alive[slot], C.kind[slot], C.owner[slot] = 1, OTHER, -1
     end, pull = served + count, 0
     if not sparse:
@@ -54,10 +57,13 @@ def serve_region(W, parameter, shard, number, slot0):  # type: ignore[no-untyped
             C.arena[pulls] = end
             pull = 1
     C.arena[base], C.arena[base + 1] = updates, pulls
+    if norm != NO_NORM:
+        C.arena[base], C.arena[base + 1] = pulls + 1, pulls + 2
+        C.waits[norm] += pushes
     C.arena[base + 2], C.arena[base + 3] = pulls, pulls + pull
     C.arena[base + 4], C.arena[base + 5] = cores, cores
     S.count[TASKS] += pushes + count + pull
-    wait_for_tiles(C, S, first, first + 1 if pushes else end)
+    wait_for_tiles(C, S, first, first + pushes if pushes or norm != NO_NORM else end)
 
 
 @compiled

@@ -11,7 +11,7 @@ from soap.simulator.compiled.communication import add_flow, begin_flows, find_li
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.scratch import FULL, TASKS
 from soap.simulator.compiled.state import OTHER, SYNC_BUCKET
-from soap.simulator.compiled.syncs.codes import is_dealt_out
+from soap.simulator.compiled.syncs.codes import is_dealt_out, is_gathered
 from soap.simulator.compiled.syncs.exchange import add_exchange, begin_exchange, new_row, round_of_flows
 from soap.simulator.compiled.syncs.pricing import adding_ns, price_ns
 from soap.simulator.compiled.task_keys import STATE_FULL, SYNC, task_key
@@ -78,7 +78,14 @@ def deal_out(W, parameter, shard, bucket):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _name_readers(R, S, group):  # type: ignore[no-untyped-def]
+def brings_values(W: World, bucket: int) -> bool:
+    """Whether its values are gathered behind the owners' updates."""
+    code = W.state.sync[W.scratch.t_res[bucket]]
+    return is_dealt_out(code) and not is_gathered(code)
+
+
+@compiled
+def name_readers(R, S, group):  # type: ignore[no-untyped-def]
     """Fill ``members`` with the readers of a bucket; returns their number."""
     first, count = R.sets.ptr[group], R.sets.ptr[group + 1] - R.sets.ptr[group]
     S.members[0] = count
@@ -88,10 +95,10 @@ def _name_readers(R, S, group):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _exchange(W, bucket, gather):  # type: ignore[no-untyped-def]
+def exchange_of(W, bucket, gather):  # type: ignore[no-untyped-def]
     """(duration in ns, bytes) of a bucket's exchange; its links are added to ``res``. ``gather``: from owners, else to them."""
     R, K, S = W.groups, W.cluster, W.scratch
-    count, first = _name_readers(R, S, S.t_res_n[bucket]), S.owned_ptr[bucket]
+    count, first = name_readers(R, S, S.t_res_n[bucket]), S.owned_ptr[bucket]
     begin_exchange(S)
     begin_flows(S)
     for owner in range(count):
@@ -106,7 +113,7 @@ def _exchange(W, bucket, gather):  # type: ignore[no-untyped-def]
 def finish_scatter(W, bucket, slot):  # type: ignore[no-untyped-def]
     """Write the task that scatters a complete bucket into its slot. The owners' updates wait for it."""
     R, C, S = W.groups, W.state, W.scratch
-    duration, moved = _exchange(W, bucket, False)
+    duration, moved = exchange_of(W, bucket, False)
     add_exchange(W, slot, task_key(SYNC, S.t_res[bucket], PUSH, S.bucket_region[bucket], 0, 0), duration, moved)
     readers, owners, first = S.members[0], 0, S.owned_ptr[bucket]
     for place in range(readers):
@@ -119,26 +126,25 @@ def finish_scatter(W, bucket, slot):  # type: ignore[no-untyped-def]
 
 @compiled
 def gather_values(W, buckets, slot0):  # type: ignore[no-untyped-def]
-    """Add the tasks that gather the values of the scattered ones among the first ``buckets`` buckets, and let them wait for the owners'
-    updates (``update_row``)."""
+    """Add the tasks that gather values of the first ``buckets`` buckets behind the owners' updates (``update_row``)."""
     R, C, S = W.groups, W.state, W.scratch
     fill(C.update_row, 0, len(C.update_row), -1)
     fill(S.settling, 0, len(S.settling), 0)
     for bucket in range(buckets):
-        if is_scattered(W, bucket):
-            for place in range(_name_readers(R, S, S.t_res_n[bucket])):
+        if brings_values(W, bucket):
+            for place in range(name_readers(R, S, S.t_res_n[bucket])):
                 S.settling[S.members[1 + place]] += S.owned[S.owned_ptr[bucket] + place] > 0
     for device in range(len(S.settling)):
         if S.settling[device] > 0:
             C.update_row[device] = new_row(C, S.settling[device])
             S.settling[device] = C.update_row[device] + 2
     for bucket in range(buckets):
-        if is_scattered(W, bucket):
+        if brings_values(W, bucket):
             slot = slot0 + S.count[TASKS]
             if slot + 1 > len(C.key):
                 raise MemoryError(STATE_FULL)
             S.count[TASKS] += 1
-            duration, moved = _exchange(W, bucket, True)
+            duration, moved = exchange_of(W, bucket, True)
             add_exchange(W, slot, task_key(SYNC, S.t_res[bucket], PULL, S.bucket_region[bucket], 0, 0), duration, moved)
             C.kind[slot], C.owner[slot], C.index[slot], C.waits[slot] = OTHER, -1, new_row(C, 0), 0
             for place in range(S.members[0]):

@@ -1,0 +1,224 @@
+"""``fits``: whether a model fits into the memory of a cluster's devices, and if not, the fastest ways that do, within seconds.
+
+Ways are strategies with names (``strategy.named.saving_names``), and data parallelism in several smaller batches. None is searched.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from soap.api.models import Cluster, Model, load, topology_of
+from soap.api.predictions import simulator_for
+from soap.cluster.memory_budget import with_memory_budget
+from soap.model.batch import samples_of
+from soap.model.graph import OperatorGraph, TensorKind
+from soap.plan.flows import box_bytes
+from soap.plan.memory_kinds import MemoryKind
+from soap.plan.plan import Plan
+from soap.plan.syncs.bucketing import sums_of_one
+from soap.search.options import OPTIMIZER_STATES
+from soap.simulator.costs import CostSource
+from soap.simulator.folded import FoldedSimulation
+from soap.simulator.memory.hosts import lacking_on_hosts
+from soap.simulator.memory.peaks import overflow_bytes
+from soap.simulator.simulate import Simulator, is_large
+from soap.strategy.config import Strategy
+from soap.strategy.named import DATA_PARALLEL, named, saving_names
+
+MOST_WAYS = 3
+SECONDS = 8.0
+"""After so many seconds of a core no further way is begun. What else the machine does changes no answer."""
+MICRO_BATCHES = (2, 4, 8)
+"""In how many batches data parallelism is tried to take its samples."""
+READING_SECONDS = 0.08
+"""For each operator, what it takes to make a model of the zoo for another batch: 0.05 to 0.1 s of a core for gpt, inception_v3, nmt_gnmt
+and resnet101 (Intel Xeon, 2026-11-27). It is not begun if that would take too long."""
+ZOO = "zoo:"
+THIS = "this strategy"
+"""Name of a strategy that was given without one."""
+
+Smaller = Callable[[int], OperatorGraph]
+"""The model for a batch of so many samples."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A strategy, how long a step with all samples takes, and the memory of the device that it fills most.
+
+    ``model``: name of the model that it is for. ``micro_batches``: in how many batches the samples go through, one after the other, before
+    the update (``soap-run --accumulate``); the model then is that of a smaller batch. ``lacking_bytes``: what devices and hosts lack, added
+    up. ``by_kind``: what ``peak_bytes`` is made of (``Simulation.peak_by_kind``); they add up to it.
+    """
+
+    name: str
+    model: str
+    strategy: Strategy
+    time_ns: int
+    device: str
+    peak_bytes: int
+    available_bytes: int
+    by_kind: dict[str, int]
+    lacking_bytes: int
+    micro_batches: int = 1
+
+    @property
+    def fits(self) -> bool:
+        """Whether every device and host has enough memory."""
+        return self.lacking_bytes == 0
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The outcome of ``fits``. ``asked``: what was asked about. ``ways``: if it does not fit, the fastest that do. ``tried``: names of all
+    that were tried. ``untried``: names of those for which there was no time. ``closest``: if nothing fits, what lacks least."""
+
+    asked: Way
+    ways: tuple[Way, ...] = ()
+    tried: tuple[str, ...] = ()
+    untried: tuple[str, ...] = ()
+    closest: Way | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether what was asked about fits."""
+        return self.asked.fits
+
+
+def fits(
+    model: Model,
+    cluster: Cluster,
+    strategy: Strategy | str = DATA_PARALLEL,
+    *,
+    optimizer_states: int = OPTIMIZER_STATES,
+    costs: CostSource = "auto",
+    memory_budget: str | None = None,
+    seconds: float = SECONDS,
+    smaller: Smaller | None = None,
+) -> Fit:
+    """Say whether a strategy fits into the devices' memory, and if not, the fastest ways that do.
+
+    ``optimizer_states``, ``costs``, ``memory_budget``: as for ``simulate``. ``seconds``: no further way is begun after so many
+    seconds of a core.
+    ``smaller``: makes the model for fewer samples; by default models of the zoo are made anew, and others not. SoapError in one line if
+    the arguments do not fit together.
+    """
+    topology = with_memory_budget(topology_of(cluster), memory_budget)
+    simulator = simulator_for(model, topology, optimizer_states=optimizer_states, costs=costs)
+    graph = simulator.graph
+    name, chosen = (strategy, named(strategy, graph, topology)) if isinstance(strategy, str) else (THIS, strategy)
+    asked = _way(simulator, name, chosen)
+    return Fit(asked) if asked.fits else _Ways(simulator, asked, seconds, smaller or _smaller_zoo(graph)).found()
+
+
+class _Ways:
+    """Looks for ways that fit. Where the compiled simulator is there, it says how long each way takes and which can't fit; the fastest are
+    then played in full, until enough of them fit. Else all are played, as long as there is time."""
+
+    def __init__(self, simulator: Simulator, asked: Way, seconds: float, smaller: Smaller | None) -> None:
+        self._simulator, self._asked, self._smaller = simulator, asked, smaller
+        self._begin_s, self._seconds = time.process_time(), seconds
+        self._tried: list[str] = []
+        self._untried: list[str] = []
+
+    def found(self) -> Fit:
+        """What was asked about, and the ways."""
+        candidates, in_order = self._candidates()
+        played: list[Way] = []
+        for name, strategy, least_bytes in candidates:
+            enough = in_order and sum(way.fits for way in played) == MOST_WAYS
+            if enough or least_bytes:
+                continue
+            if self._spent(1):
+                self._untried.append(name)
+                continue
+            played.append(_way(self._simulator, name, strategy))
+        played += self._in_parts()
+        ways = sorted((way for way in played if way.fits), key=lambda way: way.time_ns)[:MOST_WAYS]
+        tried = tuple(name for name in self._tried if name not in self._untried)
+        return Fit(self._asked, tuple(ways), tried, tuple(self._untried), None if ways else self._closest(candidates, played))
+
+    def _spent(self, share: float, more_s: float = 0.0) -> bool:
+        """Whether this share of the time is over, or will be ``more_s`` from now."""
+        return time.process_time() - self._begin_s + more_s > share * self._seconds
+
+    def _candidates(self) -> tuple[list[tuple[str, Strategy, int]], bool]:
+        """(ways with the bytes that each lacks at least, whether the fastest come first)."""
+        from soap.simulator.incremental import IncrementalSimulator  # imports numba, which takes a second
+
+        graph, topology = self._simulator.graph, self._simulator.topology
+        evaluator = IncrementalSimulator(self._simulator) if IncrementalSimulator.begins_at_once() else None
+        known, found = [self._asked.strategy], []
+        for name in saving_names(topology):
+            if self._spent(0.5):
+                self._untried.append(name)
+                continue
+            strategy = named(name, graph, topology)
+            if strategy in known:
+                continue
+            known.append(strategy)
+            self._tried.append(name)
+            cost_ns = 0 if evaluator is None else evaluator.makespan_ns(strategy)
+            found.append((cost_ns, name, strategy, 0 if evaluator is None else evaluator.least_overflow_bytes(strategy)))
+        found.sort(key=lambda own: own[0])
+        return [own[1:] for own in found], evaluator is not None
+
+    def _in_parts(self) -> list[Way]:
+        """Data parallelism whose samples go through in several batches, in as few as fit; with less of them, what lacked memory."""
+        samples, found = samples_of(self._simulator.graph), []
+        for count in MICRO_BATCHES:
+            if self._smaller is None or samples is None or samples % count or is_large(self._asked.strategy):
+                break
+            if self._spent(1, READING_SECONDS * len(self._simulator.graph.operators)):
+                self._untried.append(f"{DATA_PARALLEL} in {count} batches")
+                break
+            self._tried.append(f"{DATA_PARALLEL} in {count} batches")
+            own = self._simulator
+            simulator = Simulator(self._smaller(samples // count), own.topology, own.costs, own.optimizer_states)
+            strategy = named(DATA_PARALLEL, simulator.graph, own.topology)
+            found.append(_way(simulator, DATA_PARALLEL, strategy, count))
+            if found[-1].fits:
+                break
+        return found
+
+    def _closest(self, candidates: Sequence[tuple[str, Strategy, int]], played: Sequence[Way]) -> Way:
+        """What lacks least, if nothing fits: among what was played, and the way that lacks least at least."""
+        least = min((own for own in candidates if own[2]), key=lambda own: own[2], default=None)
+        further = [] if least is None or self._spent(1) else [_way(self._simulator, *least[:2])]
+        return min([self._asked, *played, *further], key=lambda way: way.lacking_bytes)
+
+
+def _way(simulator: Simulator, name: str, strategy: Strategy, micro_batches: int = 1) -> Way:
+    """A strategy, played in full."""
+    found, topology = simulator.run(strategy) if micro_batches > 1 else simulator.predict(strategy), simulator.topology
+    peaks, kinds, step_ns = list(found.peak_bytes), [dict(own) for own in found.peak_by_kind], found.makespan_ns
+    lacking = found.overflow_bytes
+    if micro_batches > 1 and not isinstance(found, FoldedSimulation):
+        step_ns = found.step_ns(micro_batches)
+        for device, more in enumerate(_kept_between(found.plan, micro_batches)):
+            peaks[device] += sum(more.values())
+            kinds[device] = {kind: size + more.get(kind, 0) for kind, size in kinds[device].items()}
+        lacking = overflow_bytes(peaks, topology) + lacking_on_hosts(found.host_memory, topology)
+    limits = topology.memory_limits
+    fullest = max(range(len(peaks)), key=lambda device: peaks[device] / limits[device])
+    on, peak = topology.devices[fullest].name, peaks[fullest]
+    return Way(name, simulator.graph.name, strategy, step_ns, on, peak, limits[fullest], kinds[fullest], lacking, micro_batches)
+
+
+def _kept_between(plan: Plan, micro_batches: int) -> list[dict[str, int]]:
+    """For each device the bytes by kind that a step of several batches holds beside what one batch does: the other batches, and gradients
+    that only stay if the step goes on."""
+    batch = sum(tensor.bytes for tensor in plan.graph.tensors.values() if tensor.kind is TensorKind.INPUT)
+    found = [{MemoryKind.BATCH.value: (micro_batches - 1) * batch, MemoryKind.GRADIENTS.value: 0} for _ in range(plan.device_count)]
+    for number in sums_of_one(plan):
+        shard = plan.shards[number]
+        for device in shard.devices:
+            found[device][MemoryKind.GRADIENTS] += box_bytes(plan, shard.parameter, shard.box)
+    return found
+
+
+def _smaller_zoo(graph: OperatorGraph) -> Smaller | None:
+    """Makes a model of the zoo for fewer samples; None if it is no model of the zoo."""
+    spec, found, _ = graph.name.partition("@")
+    return (lambda samples: load(f"{spec}@{samples}", plan_only=True).graph) if spec.startswith(ZOO) and found else None

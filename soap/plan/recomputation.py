@@ -1,0 +1,97 @@
+"""Recomputation: which tiles run forward a second time before their backward pass, and what of each other they need for it.
+
+Between forward and backward pass a tile of a marked operator (``OpConfig.recompute``) keeps nothing that it has made inside, and no output
+that only such tiles of its own device read. So marked operators that follow each other on a device form *runs*, of which only what enters
+and leaves is kept. Kept are, whatever is marked: what other tiles of the device read, what came from other devices or was sent to them, and
+sums of partial results. No communication is repeated, and each device runs its own tiles alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from soap.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """``tiles``: those that run twice. ``links``: tile -> the tiles whose second outputs it reads in its own second run; tiles that read
+    none are missing. ``run``: tile -> the first tile of its run: linked tiles are of one run."""
+
+    tiles: frozenset[int] = frozenset()
+    links: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    run: Mapping[int, int] = field(default_factory=dict)
+
+
+NONE = Recomputation()
+"""Nothing runs twice."""
+
+
+def find_recomputation(plan: Plan, active: Collection[int]) -> Recomputation:
+    """What runs twice. ``active``: the tiles that have a backward pass."""
+    marked = plan.recomputed_operators
+    tiles = frozenset(tile for tile in active if plan.tiles[tile].operator in marked) if marked else frozenset[int]()
+    if not tiles:
+        return NONE
+    links: dict[int, set[int]] = {}
+    for number in range(len(plan.fetches)):
+        makers = remade(plan, number, tiles)
+        for tile, _ in plan.fetches[number].consumers if makers else ():
+            if tile in tiles:
+                links.setdefault(tile, set()).update(makers)
+    found = {tile: tuple(sorted(own)) for tile, own in sorted(links.items())}
+    return Recomputation(tiles, found, _runs(tiles, found))
+
+
+def remade(plan: Plan, number: int, tiles: Collection[int]) -> list[int]:
+    """The tiles among ``tiles`` whose second outputs are in a fetched region, if one of ``tiles`` reads it again. None if parts of it come
+    from other devices: then the whole region is kept. Sums are kept, too."""
+    fetch = plan.fetches[number]
+    held = [plan.holdings[piece.holding] for piece in fetch.pieces]
+    if any(own.device != fetch.device for own in held):
+        return []
+    return [own.tile for own in held if own.reduction is None and own.tile in tiles]
+
+
+def dropped_holdings(plan: Plan, recomputation: Recomputation, active: Collection[int]) -> frozenset[int]:
+    """Holdings that are gone between their last reader in the forward pass and their tile's second run: those of recomputed tiles that no
+    other tile of their device reads that has a backward pass. ``active``: the tiles that have one."""
+    tiles = recomputation.tiles
+    kept: set[int] = set()
+    for fetch in plan.fetches if tiles else ():
+        held = [plan.holdings[piece.holding] for piece in fetch.pieces]
+        whole = all(own.device == fetch.device for own in held)  # else the region is a copy
+        if whole and any(tile in active and tile not in tiles for tile, _ in fetch.consumers):
+            kept.update(piece.holding for piece in fetch.pieces)
+    made = (place for place, held in enumerate(plan.holdings) if held.reduction is None and held.tile in tiles) if tiles else ()
+    return frozenset(place for place in made if place not in kept)
+
+
+def needed_from(plan: Plan) -> tuple[int, ...]:
+    """Operator -> position to which the backward pass has come when it first needs what the operator reads: the operator's own, or if that
+    is recomputed the last one that may need a second run of it."""
+    graph, marked = plan.graph, plan.recomputed_operators
+    found = list(range(len(graph.operators)))
+    for position in reversed(found) if marked else ():
+        outputs = graph.operators[position].outputs if position in marked else ()
+        readers = (found[reader] for output in outputs for reader, _ in graph.consumers.get(output.tensor, ()))
+        found[position] = max(readers, default=position)
+    return tuple(found)
+
+
+def _runs(tiles: Collection[int], links: Mapping[int, tuple[int, ...]]) -> dict[int, int]:
+    """Tile -> the lowest tile of its run."""
+    first = {tile: tile for tile in tiles}
+
+    def find(tile: int) -> int:
+        while first[tile] != tile:
+            first[tile] = first[first[tile]]
+            tile = first[tile]
+        return tile
+
+    for tile, makers in links.items():
+        for maker in makers:
+            one, other = sorted((find(tile), find(maker)))
+            first[other] = one
+    return {tile: find(tile) for tile in sorted(tiles)}

@@ -1,0 +1,75 @@
+"""Sharded parameters: each reader owns a part of every region, and the rest of its values is there only for the passes that read them.
+
+Values are all-gathered before the forward passes that use them, freed behind, and gathered again for the backward passes. Gradients are
+reduce-scattered to the owners, which update their parts; nothing follows the update: ZeRO-3 of Rajbhandari et al., "ZeRO: Memory
+Optimizations Toward Training Trillion Parameter Models", SC 2020; Zhao et al., "PyTorch FSDP", VLDB 2023.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from soap.model.graph import OperatorGraph
+from soap.plan.memory_kinds import MemoryKind
+from soap.plan.plan import Plan, Shard, ShardSync, sync_name, update_name
+from soap.plan.syncs.bucketing import gather_limit, gradient_bytes, make_buckets
+from soap.plan.syncs.seam import PULL, REGATHER, Hold, Phase, SyncStep
+from soap.plan.syncs.sharded_state import ShardedState, gather_round, owned_bytes, scatter_name
+from soap.plan.tiling import Tile
+from soap.strategy.sync_contracts import named
+
+
+class Sharded(ShardedState):
+    """Cuts regions as ``ShardedState`` does. What is gathered together is scattered together."""
+
+    def groups(
+        self, graph: OperatorGraph, tiles: Sequence[Tile], shards: Sequence[Shard], syncs: Sequence[ShardSync]
+    ) -> Sequence[ShardSync]:
+        """Joined like buckets, up to about ``gather_limit`` each: what lies together in a model is gathered together."""
+        limit = gather_limit(graph)
+        return make_buckets(graph, tiles, shards, syncs, (limit, limit))
+
+    def steps(self, plan: Plan, sync: ShardSync, *, pull_together: bool = True) -> Sequence[SyncStep]:
+        """Every owner sends every reader the values, twice; every reader sends every owner its gradient of what that owns."""
+        scatter = [step for step in super().steps(plan, sync) if step.phase is Phase.AFTER_BACKWARD]
+        gather = gather_round(plan, sync)
+        before = [
+            SyncStep(Phase.BEFORE_FORWARD, PULL, gather_name(sync), gather),
+            SyncStep(Phase.BEFORE_BACKWARD, REGATHER, regather_name(sync), gather),
+        ]
+        return [*(before if gather else ()), *scatter]
+
+    def copies(self, plan: Plan, sync: ShardSync) -> Mapping[int, int]:
+        """None that stay: how many groups are there together is bounded by ``gathering.most_gathered``."""
+        return {}
+
+    def buffers(self, plan: Plan, sync: ShardSync) -> Iterable[tuple[int, int]]:
+        """None beside those of ``gathering.most_gathered``."""
+        return ()
+
+    def holds(self, plan: Plan, sync: ShardSync) -> Iterator[Hold]:
+        """Values are sent from, and received in, buffers that are there until the first use; the copy from the first use to the last. The
+        bucket of gradients from the first one on; it and what others send until two later ones are on their way."""
+        owned, whole = owned_bytes(plan, sync), gradient_bytes(plan, sync)
+        for reader in sync.readers:
+            own, scatter = owned.get(reader, 0), scatter_name(sync)
+            for name, passes in ((gather_name(sync), "forward"), (regather_name(sync), "backward")):
+                yield Hold(reader, whole, since=name, used=passes)  # type: ignore[arg-type]
+                yield Hold(reader, whole, used=passes, kind=MemoryKind.VALUES)  # type: ignore[arg-type]
+            yield Hold(reader, whole, until=scatter, before=True, from_gradient=True, kind=MemoryKind.GRADIENTS)
+            moving = whole + (len(sync.readers) - 1) * own
+            yield Hold(reader, moving, since=scatter, until=update_name(reader), before=True, queue="few")
+            yield Hold(reader, own, since=scatter, kind=MemoryKind.GRADIENTS)
+
+
+def gather_name(sync: ShardSync) -> str:
+    """Task name of the all-gather of values before the forward pass."""
+    return sync_name(sync, "gather")
+
+
+def regather_name(sync: ShardSync) -> str:
+    """Task name of the all-gather of values before the backward pass."""
+    return sync_name(sync, "regather")
+
+
+METHOD = Sharded(named("sharded"))

@@ -1,0 +1,35 @@
+"""The move that recomputes a set of operators, or no longer does (compiled)."""
+
+from __future__ import annotations
+
+from soap.search.compiled.candidates import below
+from soap.search.compiled.edits import NO_EFFECT
+from soap.search.compiled.space_arrays import SearchTables
+from soap.simulator.compiled.arrays import copy
+from soap.simulator.compiled.change import OPERATORS, Edit
+from soap.simulator.compiled.jit import compiled
+from soap.simulator.compiled.state import State
+
+
+@compiled
+def propose_recompute(Z: SearchTables, C: State, E: Edit) -> float:
+    """Mark all operators of a set of which none is marked, or the reverse. Its own inverse: symmetric."""
+    Q, X = Z.grids, Z.chain
+    if len(Q.again_ptr) < 2:
+        return NO_EFFECT
+    own = below(X, len(Q.again_ptr) - 1)
+    first, last = Q.again_ptr[own], Q.again_ptr[own + 1]
+    mark = 1 - C.marked[Q.again[first]]
+    for i in range(first, last):
+        if C.marked[Q.again[i]] == mark:
+            return NO_EFFECT
+    E.dev_ptr[0] = 0
+    for i in range(first, last):
+        op, n = Q.again[i], i - first
+        at = E.dev_ptr[n]
+        E.operator[n], E.variant[n], E.replicas[n], E.marked[n] = op, C.variant[op], C.replicas[op], mark
+        copy(E.dev, at, C.dev, C.dev_ptr[op], C.dev_ptr[op] + C.tiles[op])
+        E.dev_ptr[n + 1] = at + C.tiles[op]
+        X.edited[n] = X.grid[op]
+    E.count[OPERATORS] = last - first
+    return 0.0

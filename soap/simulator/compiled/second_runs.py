@@ -1,0 +1,201 @@
+"""The tasks of recomputation in an operator's block (compiled). The counterpart of ``simulator.second_runs``.
+
+An operator that is marked has two more slots for each tile, behind those of the backward passes: its need, and its second run.
+"""
+
+from __future__ import annotations
+
+from soap.simulator.compiled.arrays import fill
+from soap.simulator.compiled.fetches import is_remote
+from soap.simulator.compiled.holdings import tile_count
+from soap.simulator.compiled.jit import compiled
+from soap.simulator.compiled.scratch import CLAIMS, EDGES, FETCHES, FULL, HOLDINGS, REDUCTIONS
+from soap.simulator.compiled.state import AGAIN_TILE, NEED, State
+from soap.simulator.compiled.task_keys import BACKWARD, set_key, task_key
+from soap.simulator.compiled.world import World
+from soap.simulator.second_runs import AGAIN as AGAIN_STAGE
+from soap.simulator.second_runs import NEED as NEED_STAGE
+from soap.simulator.second_runs import NEED_NS
+
+NONE = -1
+"""Position of a tile that nobody needs."""
+
+
+@compiled
+def tile_slots(C: State, op: int) -> int:
+    """The number of slots of an operator's tiles: forward, backward, and if it is marked needs and second runs."""
+    return (4 if C.marked[op] else 2) * C.tiles[op]
+
+
+@compiled
+def place_second_runs(C: State, op: int, operators: int, count: int, slot: int) -> None:
+    """Give the tiles of a marked operator slots for their needs and second runs, from ``slot`` on. A second run waits for the first one and
+    for its need."""
+    for tile in range(count):
+        first, need, again = C.tile_slot[op] + tile, slot + tile, slot + count + tile
+        set_key(C, need, task_key(BACKWARD, operators - 1 - op, NEED_STAGE, tile, 0, 0))
+        set_key(C, again, task_key(BACKWARD, operators - 1 - op, AGAIN_STAGE, tile, 0, 0))
+        C.duration[need], C.launch[need], C.latency[need], C.overhead[need] = NEED_NS, 0, 0, 0
+        C.duration[again], C.launch[again], C.latency[again] = C.duration[first], C.launch[first], 0
+        C.resource[need], C.resource_n[need] = C.resource[first], 0
+        C.resource[again], C.resource_n[again] = C.resource[first], 1
+        C.waits[need], C.alive[need], C.kind[need] = 0, 0, NEED
+        C.waits[again], C.alive[again], C.kind[again] = 2, 0, AGAIN_TILE
+        for own in (need, again):
+            C.owner[own], C.index[own], C.moved[own], C.claim[own] = op, tile, 0, NONE
+
+
+@compiled
+def begin_claims(S) -> None:  # type: ignore[no-untyped-def]
+    """Forget all claims."""
+    S.count[CLAIMS] = 0
+    for hold in range(S.count[HOLDINGS]):
+        S.claim_head[hold] = -1
+
+
+@compiled
+def add_claim(S, hold, source, position):  # type: ignore[no-untyped-def]
+    """Note a reader's claim for a holding: the operator that the backward pass has come to, and the task after which that is so."""
+    n = S.count[CLAIMS]
+    if n + 1 > len(S.claim_task):
+        raise MemoryError(FULL)
+    S.claim_task[n], S.claim_position[n], S.claim_next[n] = source, position, S.claim_head[hold]
+    S.claim_head[hold] = n
+    S.count[CLAIMS] = n + 1
+
+
+@compiled
+def is_whole(S, fetch):  # type: ignore[no-untyped-def]
+    """Whether all of a region is on its device, so that it may be made again."""
+    whole = True
+    for piece in range(S.f_piece[fetch], S.f_piece[fetch + 1]):
+        whole &= not is_remote(S, piece)
+    return whole
+
+
+@compiled
+def claim_by_readers(W: World, op: int) -> None:
+    """Add the claims of the tiles that read an operator's outputs on their own device."""
+    G, V, C, S = W.graph, W.variants, W.state, W.scratch
+    for fetch in range(S.count[FETCHES]):
+        whole, carries = is_whole(S, fetch), G.output_gradient[G.output_ptr[op] + S.f_out[fetch]]
+        consumer = S.f_first[fetch]
+        while consumer >= 0:
+            slot, tile = S.c_slot[consumer], S.c_tile[consumer]
+            reader = G.reader[G.reader_ptr[op] + slot]
+            count = tile_count(V, C, reader)
+            if C.alive[C.tile_slot[reader] + count + tile]:
+                for piece in range(S.f_piece[fetch], S.f_piece[fetch + 1]):
+                    hold = S.p_hold[piece]
+                    if is_remote(S, piece):
+                        continue
+                    if whole and S.h_red[hold] < 0 and C.marked[reader]:
+                        add_claim(S, hold, S.need_base[slot] + tile, C.claim[C.tile_slot[reader] + 2 * count + tile])
+                    elif carries:
+                        add_claim(S, hold, S.slot_base[slot] + tile, reader)
+            consumer = S.c_next[consumer]
+
+
+@compiled
+def lowest_reader(W: World, op: int, carrier: int) -> int:
+    """The lowest operator that gives a gradient to a part of a carrier."""
+    G, V, C, S = W.graph, W.variants, W.state, W.scratch
+    lowest = len(G.backward)
+    for i in range(S.k_part[carrier], S.k_part[carrier + 1]):
+        fetch = S.p_fetch[S.part[i]]
+        consumer = S.f_first[fetch] if S.f_alive[fetch] > 0 else -1
+        while consumer >= 0:
+            reader = G.reader[G.reader_ptr[op] + S.c_slot[consumer]]
+            if C.alive[C.tile_slot[reader] + tile_count(V, C, reader) + S.c_tile[consumer]]:
+                lowest = min(lowest, reader)
+            consumer = S.c_next[consumer]
+    return lowest
+
+
+@compiled
+def need_tiles(W: World, op: int, cells: int, own: int, start: bool) -> bool:
+    """Let each second run of a marked operator wait for the highest claim. ``start``: whether the loss's own claim, which is the highest,
+    has edges already. True if a claim has changed. ``alive`` of its backward passes is known."""
+    C, S = W.state, W.scratch
+    count = C.tiles[op]
+    if count > len(S.best):
+        raise MemoryError(FULL)
+    fill(S.best, 0, count, NONE)
+    if start:
+        for tile in range(min(cells, count)):
+            S.best[tile] = len(W.graph.backward)
+    need = C.tile_slot[op] + 2 * count
+    for offer in range(2):
+        for hold in range(S.count[HOLDINGS]):
+            if S.h_red[hold] < 0:
+                _offer_holding(C, S, hold, S.h_tile[hold], need, offer)
+        for red in range(S.count[REDUCTIONS]):
+            _offer_sum(C, S, red, cells, own, need, offer)
+    changed = False
+    for tile in range(count):
+        alive = C.alive[need - count + tile]
+        position = S.best[tile] if alive else NONE
+        changed |= C.claim[need + tile] != position
+        C.claim[need + tile], C.alive[need + tile], C.alive[need + count + tile] = position, alive, alive
+    return changed
+
+
+@compiled
+def _offer_holding(C, S, hold, tile, need, offer):  # type: ignore[no-untyped-def]
+    node = S.claim_head[hold]
+    while node >= 0:
+        _offer(C, S, tile, S.claim_task[node], S.claim_position[node], need, offer)
+        node = S.claim_next[node]
+
+
+@compiled
+def _offer(C, S, tile, source, position, need, offer):  # type: ignore[no-untyped-def]
+    """First find the highest claim of each tile; then add edges from the tasks of these."""
+    if offer == 0:
+        S.best[tile] = max(S.best[tile], position)
+    elif S.best[tile] == position and C.alive[need - C.tiles[C.owner[need]] + tile]:
+        n = S.count[EDGES]
+        if n + 1 > len(S.e_src):
+            raise MemoryError(FULL)
+        S.e_src[n], S.e_dst[n] = source, need + tile
+        S.count[EDGES] = n + 1
+
+
+@compiled
+def _offer_sum(C, S, red, cells, own, need, offer):  # type: ignore[no-untyped-def]
+    """Claims of a sum's readers, for all tiles of its group. If a task sums the gradients, it is the only claim."""
+    first, last = S.member_ptr[S.r_group[red]], S.member_ptr[S.r_group[red] + 1]
+    lowest = len(C.loose)
+    for hold in range(S.r_hold[red], S.r_hold[red + 1]):
+        node = S.claim_head[hold]
+        while node >= 0:
+            lowest = min(lowest, S.claim_position[node])
+            for i in range(first, last if S.r_back[red] < 0 else first):
+                _offer(C, S, S.r_rep[red] * cells + S.member[i], S.claim_task[node], S.claim_position[node], need, offer)
+            node = S.claim_next[node]
+    for i in range(first, first if S.r_back[red] < 0 else last):
+        _offer(C, S, S.r_rep[red] * cells + S.member[i], own + S.r_back[red], lowest, need, offer)
+
+
+@compiled
+def link_second_runs(W: World, op: int) -> None:
+    """Add edges from a marked operator's second runs to those that read what they make."""
+    G, V, C, S = W.graph, W.variants, W.state, W.scratch
+    count = C.tiles[op]
+    for fetch in range(S.count[FETCHES]):
+        if not is_whole(S, fetch):
+            continue
+        consumer = S.f_first[fetch]
+        while consumer >= 0:
+            reader, tile = G.reader[G.reader_ptr[op] + S.c_slot[consumer]], S.c_tile[consumer]
+            others = tile_count(V, C, reader)
+            if C.marked[reader] and C.alive[C.tile_slot[reader] + others + tile]:
+                for piece in range(S.f_piece[fetch], S.f_piece[fetch + 1]):
+                    hold = S.p_hold[piece]
+                    if S.h_red[hold] < 0 and C.alive[C.tile_slot[op] + count + S.h_tile[hold]]:
+                        n = S.count[EDGES]
+                        if n + 1 > len(S.e_src):
+                            raise MemoryError(FULL)
+                        S.e_src[n], S.e_dst[n] = count + S.h_tile[hold], C.tile_slot[reader] + 3 * others + tile
+                        S.count[EDGES] = n + 1
+            consumer = S.c_next[consumer]

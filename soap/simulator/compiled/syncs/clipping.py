@@ -1,0 +1,117 @@
+"""Clipping by the norm of all gradients (compiled): the sum that updates wait for, and by which strategies ranks can clip. The counterpart
+of ``plan.syncs.clipping``."""
+
+from __future__ import annotations
+
+from soap.plan.syncs.clipping import NORM_BYTES
+from soap.plan.syncs.seam import SERVE
+from soap.simulator.compiled.communication import allreduce, find_list, sum_overhead_ns
+from soap.simulator.compiled.jit import compiled, entry
+from soap.simulator.compiled.scratch import NORM, TASKS
+from soap.simulator.compiled.state import OTHER, SYNC_BUCKET, SYNC_NORM
+from soap.simulator.compiled.syncs.codes import has_server, is_compressed, is_dealt_out, travels_by_rows
+from soap.simulator.compiled.syncs.exchange import add_sync_edge, new_row
+from soap.simulator.compiled.syncs.members import compresses, find_geometries, find_members, is_trained
+from soap.simulator.compiled.task_keys import STATE_FULL, SYNC, UPDATE, phase_of, set_key, stage_of, task_key
+from soap.simulator.compiled.world import World
+
+NO_NORM = -1
+
+
+@compiled
+def any_compresses(W: World) -> bool:
+    """Whether some shard is compressed. Needs the parameters' geometries."""
+    G, D, C, S = W.graph, W.shards, W.state, W.scratch
+    for parameter in range(len(G.parameter_dtype)):
+        if is_compressed(C.sync[parameter]) and is_trained(G, parameter):
+            geometry = S.geometry[parameter]
+            for shard in range(D.ptr[geometry], D.ptr[geometry + 1]):
+                if D.lowest[shard] >= 0:
+                    find_members(W, parameter, shard)
+                    if compresses(W, C.sync[parameter]):
+                        return True
+    return False
+
+
+@compiled
+def begin_norm(W: World, slot0: int) -> None:
+    """If all devices learn the norm, give that task the slot behind the ``count[TASKS]`` tasks from ``slot0`` on: ``count[NORM]``. Needs
+    the parameters' geometries."""
+    D, C, S = W.shards, W.state, W.scratch
+    S.count[NORM] = NO_NORM
+    if not D.clips[0] or len(C.busy) == 1 or any_compresses(W):
+        return
+    slot = slot0 + S.count[TASKS]
+    if slot + 1 > len(C.key):
+        raise MemoryError(STATE_FULL)
+    S.count[TASKS] += 1
+    S.count[NORM] = slot
+    C.kind[slot], C.owner[slot], C.waits[slot], C.alive[slot], C.latency[slot] = SYNC_NORM, -1, 0, 1, 0
+    set_key(C, slot, task_key(UPDATE, 0, 2, 0, 0, 0))
+
+
+@compiled
+def finish_norm(W: World, slot0: int) -> None:
+    """Write that task. It waits for all backward passes, and for the ``count[TASKS]`` tasks from ``slot0`` on of which updates waited;
+    servers wait for it as all devices' updates do. Call it once sums are cut."""
+    K, R, G, C, S = W.cluster, W.groups, W.graph, W.state, W.scratch
+    norm, devices = S.count[NORM], len(C.busy)
+    if norm == NO_NORM:
+        return
+    for device in range(devices):
+        S.members[1 + device] = device
+    duration, way = allreduce(R, find_list(R.sets, S.members[1 : 1 + devices]), NORM_BYTES)
+    C.duration[norm], C.resource[norm], C.resource_n[norm] = duration, R.resource[way], R.resource_n[way]
+    C.overhead[norm], C.moved[norm] = sum_overhead_ns(K, devices, duration), 2 * (devices - 1) * NORM_BYTES
+    served = 0
+    for slot in range(slot0, slot0 + S.count[TASKS]):
+        if C.kind[slot] == SYNC_BUCKET:
+            row = new_row(C, 1)
+            C.arena[row + 2] = norm
+            C.kind[slot], C.index[slot] = OTHER, row
+            C.waits[norm] += 1
+        served += _is_served(C, slot)
+    row = new_row(C, served)
+    C.index[norm] = row
+    for slot in range(slot0, slot0 + S.count[TASKS]):
+        if _is_served(C, slot):
+            served -= 1
+            C.arena[row + 2 + served] = slot
+    for op in range(len(G.backward)):
+        for tile in range(C.tiles[op]):
+            slot = C.tile_slot[op] + C.tiles[op] + tile
+            if C.alive[slot]:
+                add_sync_edge(S, slot, norm)
+
+
+@compiled
+def _is_served(C, slot):  # type: ignore[no-untyped-def]
+    return phase_of(C.key[slot]) == SYNC and stage_of(C.key[slot]) == SERVE
+
+
+@entry
+def can_clip(W: World) -> bool:
+    """Whether training by the strategy does not clip, or ranks can clip by it: ``plan.syncs.clipping.refusal`` is empty."""
+    G, D, C, S = W.graph, W.shards, W.state, W.scratch
+    if not D.clips[0]:
+        return True
+    find_geometries(W)
+    if not any_compresses(W):
+        return True
+    peers = 0
+    for parameter in range(len(G.parameter_dtype)):
+        code = C.sync[parameter]
+        if not is_trained(G, parameter):
+            continue
+        geometry = S.geometry[parameter]
+        for shard in range(D.ptr[geometry], D.ptr[geometry + 1]):
+            if D.lowest[shard] < 0:
+                continue
+            find_members(W, parameter, shard)
+            if S.members[0] < len(C.busy) or travels_by_rows(code) or has_server(code) or is_dealt_out(code):
+                return False
+            if compresses(W, code):
+                if peers > 0 and peers != S.peers[0]:  # all read it, so as many peers are the same ones
+                    return False
+                peers = S.peers[0]
+    return True

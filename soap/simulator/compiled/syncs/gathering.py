@@ -1,0 +1,249 @@
+"""Gathers of values for the passes that use them (compiled). The counterpart of ``plan.syncs.gathering``.
+
+Gathers lie among the pulls before the forward pass (``State.pull_slot``), and are made anew together with these. An *item* is a gather:
+bucket b's for the forward pass has number b, for the backward pass b + the number of buckets. Tiles that gathers wait for have rows of
+their own (``State.gather_row``): of an operator first those of its tiles' forward passes, then those of their backward passes.
+"""
+
+from __future__ import annotations
+
+from soap.plan.syncs.seam import PULL, REGATHER
+from soap.simulator.compiled.arrays import fill
+from soap.simulator.compiled.jit import compiled
+from soap.simulator.compiled.scratch import EDGES, FULL, STAMP, TASKS, USES
+from soap.simulator.compiled.state import ARENA
+from soap.simulator.compiled.syncs.all_reduce import put_into_bucket
+from soap.simulator.compiled.syncs.codes import is_gathered
+from soap.simulator.compiled.syncs.exchange import add_before, add_sync_edge, new_row
+from soap.simulator.compiled.syncs.members import find_geometry, find_members, first_user_with_gradient, is_trained
+from soap.simulator.compiled.syncs.sharded_state import exchange_of
+from soap.simulator.compiled.task_keys import STATE_FULL, SYNC, task_key
+from soap.simulator.compiled.world import World
+
+
+@compiled
+def reads_gathered(W: World, op: int) -> bool:
+    """Whether an operator reads a parameter whose values are gathered for their uses."""
+    G, C = W.graph, W.state
+    found = False
+    for k in range(G.parameter_ptr[op], G.parameter_ptr[op + 1]):
+        found |= is_gathered(C.sync[G.parameter[k]])
+    return found
+
+
+@compiled
+def make_gathers(W: World) -> None:
+    """Add all gathers, and make the rows of what waits for their tiles anew."""
+    C = W.state
+    fill(C.gather_row, 0, len(C.gather_row), -1)
+    buckets, uses = find_groups(W)
+    if buckets > 0:
+        find_next(W, buckets)
+        _add_gathers(W, buckets, uses)
+        _add_rows(W, buckets, uses)
+
+
+@compiled
+def find_groups(W: World) -> tuple[int, int]:
+    """Find the buckets of what is gathered, and their order. Returns the numbers of buckets and of uses, which are edges in the scratch
+    from a tile's slot, of its backward pass, to the bucket."""
+    G, C, S = W.graph, W.state, W.scratch
+    some = False
+    for parameter in range(len(G.parameter_dtype)):
+        if is_gathered(C.sync[parameter]) and is_trained(G, parameter):
+            find_geometry(W, parameter)
+            some = True
+    S.count[EDGES] = S.count[TASKS] = 0
+    if some:
+        _fill_buckets(W)
+        _order(W, S.count[TASKS], S.count[EDGES])
+    return S.count[TASKS], S.count[EDGES]
+
+
+@compiled
+def _fill_buckets(W):  # type: ignore[no-untyped-def]
+    """Put all gathered shards into buckets, in the order in which the backward pass completes their gradients."""
+    G, D, C, S = W.graph, W.shards, W.state, W.scratch
+    S.count[STAMP] += 1
+    opened = S.count[STAMP]
+    for op in range(len(G.backward) - 1, -1, -1):
+        for k in range(G.parameter_ptr[op], G.parameter_ptr[op + 1]):
+            parameter = G.parameter[k]
+            if not is_gathered(C.sync[parameter]):
+                continue
+            geometry, first_user = S.geometry[parameter], G.user_ptr[parameter]
+            if first_user_with_gradient(D, geometry) < 0:
+                continue
+            for shard in range(D.ptr[geometry], D.ptr[geometry + 1]):
+                lowest = D.lowest[shard]
+                if lowest < 0 or G.user[first_user + lowest] != op:
+                    continue
+                find_members(W, parameter, shard)
+                if S.members[0] > 1:
+                    bucket = put_into_bucket(W, parameter, shard, opened)
+                    for i in range(S.count[USES]):
+                        add_sync_edge(S, S.use_slot[i], bucket)
+
+
+@compiled
+def _order(W, buckets, uses):  # type: ignore[no-untyped-def]
+    """Fill ``g_first`` and ``g_last``: by bucket, the first operator that uses it, and where the backward pass may first need it;
+    ``g_order``: all items in the order in which devices gather them."""
+    G, C, S = W.graph, W.state, W.scratch
+    if 2 * buckets > len(S.g_order):
+        raise MemoryError(FULL)
+    _find_needed(W)
+    for bucket in range(buckets):
+        S.g_first[bucket], S.g_last[bucket] = len(G.backward), -1
+    for i in range(uses):
+        op, bucket = C.owner[S.e_src[i]], S.e_dst[i]
+        S.g_first[bucket] = min(S.g_first[bucket], op)
+        if G.backward[op]:
+            S.g_last[bucket] = max(S.g_last[bucket], S.g_needed[op])
+    for back in range(2):
+        first = back * buckets
+        for bucket in range(buckets):  # an insertion sort: buckets are nearly in the order of the backward pass
+            own = bucket if back else buckets - 1 - bucket
+            place = first + bucket
+            while place > first and _is_before(S, own, S.g_order[place - 1] - first, back):
+                S.g_order[place] = S.g_order[place - 1]
+                place -= 1
+            S.g_order[place] = own + first
+
+
+@compiled
+def _find_needed(W):  # type: ignore[no-untyped-def]
+    """Fill ``g_needed``: by operator, ``recomputation.needed_from``."""
+    G, C, S = W.graph, W.state, W.scratch
+    if len(G.backward) > len(S.g_needed):
+        raise MemoryError(FULL)
+    for op in range(len(G.backward) - 1, -1, -1):
+        S.g_needed[op] = op
+        for i in range(G.reader_ptr[op], G.reader_ptr[op + 1] if C.marked[op] else G.reader_ptr[op]):
+            S.g_needed[op] = max(S.g_needed[op], S.g_needed[G.reader[i]])
+
+
+@compiled
+def _is_before(S, one, other, back):  # type: ignore[no-untyped-def]
+    """Whether one bucket is gathered before another. ``back``: for the backward pass."""
+    if back and S.g_last[one] != S.g_last[other]:
+        return S.g_last[one] > S.g_last[other]
+    if not back and S.g_first[one] != S.g_first[other]:
+        return S.g_first[one] < S.g_first[other]
+    if S.t_res[one] != S.t_res[other]:
+        return S.t_res[one] < S.t_res[other]
+    return S.bucket_region[one] < S.bucket_region[other]
+
+
+@compiled
+def find_next(W: World, buckets: int) -> None:
+    """Fill ``g_next``: [item, device], the item that waits for this item's uses on that device; -1 if none does. Also ``g_list``: [device,
+    place], the device's items in order, ``settling[device]`` of them."""
+    R, C, S = W.groups, W.state, W.scratch
+    devices, items, ahead = len(C.busy), 2 * buckets, C.prefetch[0] + 1
+    if items * devices > len(S.g_next):
+        raise MemoryError(FULL)
+    fill(S.g_next, 0, items * devices, -1)
+    fill(S.settling, 0, devices, 0)
+    for i in range(items):
+        item = S.g_order[i]
+        group = S.t_res_n[item % buckets]
+        for k in range(R.sets.ptr[group], R.sets.ptr[group + 1]):
+            device = R.sets.item[k]
+            place = S.settling[device]
+            S.g_list[device * items + place] = item
+            if place >= ahead:
+                S.g_next[S.g_list[device * items + place - ahead] * devices + device] = item
+            S.settling[device] = place + 1
+
+
+@compiled
+def _add_gathers(W, buckets, uses):  # type: ignore[no-untyped-def]
+    """Add the tasks, in slots from ``g_slot`` on by item, for which the tiles that use their values wait."""
+    C, S = W.state, W.scratch
+    items = 2 * buckets
+    fill(S.g_count, 0, items, 0)
+    for i in range(uses):
+        S.g_count[S.e_dst[i]] += 1
+        S.g_count[buckets + S.e_dst[i]] += C.alive[S.e_src[i]] * (2 if C.marked[C.owner[S.e_src[i]]] else 1)
+    for i in range(items):
+        item = S.g_order[i]
+        bucket = item % buckets
+        duration, moved = exchange_of(W, bucket, True)
+        key = task_key(SYNC, S.t_res[bucket], PULL if item < buckets else REGATHER, S.bucket_region[bucket], 0, 0)
+        row = new_row(C, S.g_count[item])
+        S.g_slot[item] = add_before(W, key, duration, moved, S.g_first[bucket], row)
+        S.g_count[item] = row + 2  # where the next successor goes
+    for i in range(uses):
+        slot, bucket = S.e_src[i], S.e_dst[i]
+        C.arena[S.g_count[bucket]] = slot - C.tiles[C.owner[slot]]  # a tile's forward pass is ``tiles`` slots before its backward pass
+        S.g_count[bucket] += 1
+        if C.alive[slot]:
+            C.arena[S.g_count[buckets + bucket]] = slot
+            S.g_count[buckets + bucket] += 1
+            if C.marked[C.owner[slot]]:
+                C.arena[S.g_count[buckets + bucket]] = slot + 2 * C.tiles[C.owner[slot]]  # its second run
+                S.g_count[buckets + bucket] += 1
+
+
+@compiled
+def _followers(W, buckets, use):  # type: ignore[no-untyped-def]
+    """The items that wait for a use: (of its forward pass its own bucket's next gather; another bucket's gather; of its backward pass
+    another bucket's gather), -1 for none. ``use``: place among the edges."""
+    C, S = W.state, W.scratch
+    slot, bucket = S.e_src[use], S.e_dst[use]
+    op = C.owner[slot]
+    device = C.dev[C.dev_ptr[op] + C.index[slot]]
+    forward, backward = S.g_next[bucket * len(C.busy) + device], S.g_next[(buckets + bucket) * len(C.busy) + device]
+    if 0 <= forward < buckets and op >= S.g_first[forward]:
+        forward = -1
+    if backward >= 0 and not (C.alive[slot] and op > S.g_last[backward - buckets]):
+        backward = -1
+    return buckets + bucket, forward, backward
+
+
+@compiled
+def _add_rows(W, buckets, uses):  # type: ignore[no-untyped-def]
+    """Write the rows of what waits for tiles, by operator, and count what gathers wait for."""
+    C, S = W.state, W.scratch
+    at = C.used[ARENA]
+    for i in range(uses):
+        op = C.owner[S.e_src[i]]
+        if C.gather_row[op] < 0:
+            C.gather_row[op] = at
+            if at + 2 * C.tiles[op] + 1 + 3 * uses > len(C.arena):
+                raise MemoryError(STATE_FULL)
+            fill(C.arena, at, at + 2 * C.tiles[op] + 1, 0)
+            at += 2 * C.tiles[op] + 1
+    for i in range(uses):
+        own, forward, backward = _followers(W, buckets, i)
+        op = C.owner[S.e_src[i]]
+        place = C.gather_row[op] + 1 + S.e_src[i] - C.tile_slot[op]  # of its backward pass; one later than its row
+        C.arena[place - C.tiles[op]] += 1 if forward < 0 or forward == own else 2
+        C.arena[place] += 1 if backward >= 0 else 0
+    for op in range(len(C.sync_row) - 1):
+        row = C.gather_row[op]
+        if row >= 0:
+            C.arena[row] = at
+            for place in range(row + 1, row + 2 * C.tiles[op] + 1):
+                count = C.arena[place]
+                C.arena[place] = at  # it advances to the row's end while the row is filled
+                at += count
+    for i in range(uses):
+        own, forward, backward = _followers(W, buckets, i)
+        op = C.owner[S.e_src[i]]
+        place = C.gather_row[op] + 1 + S.e_src[i] - C.tile_slot[op]
+        _follow(C, S, place - C.tiles[op], own)
+        if forward >= 0 and forward != own:
+            _follow(C, S, place - C.tiles[op], forward)
+        if backward >= 0:
+            _follow(C, S, place, backward)
+    C.used[ARENA] = at
+
+
+@compiled
+def _follow(C, S, place, item):  # type: ignore[no-untyped-def]
+    """Let an item wait for the pass whose row ends at ``place``."""
+    C.arena[C.arena[place]] = S.g_slot[item]
+    C.arena[place] += 1
+    C.waits[S.g_slot[item]] += 1

@@ -1,0 +1,49 @@
+"""Memory of hosts: what parameter servers beside accelerators keep there. Beside CPUs it is in a device's own memory (``parameters``).
+
+It is a bound for any order of the tasks: values, sums of gradients and optimizer states of all partitions, and what is received for them.
+Not counted: what each rank's process takes for itself, the batches that it reads, and what a library makes while it updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from soap.cluster.topology import Topology
+from soap.model.graph import OperatorGraph
+from soap.plan.flows import box_bytes
+from soap.plan.plan import Plan
+from soap.plan.syncs.amounts import COPIES, COUNT_BYTES, INDEX_BYTES
+from soap.plan.syncs.seam import method_for
+
+
+def host_use(plan: Plan, topology: Topology, optimizer_states: int = 2) -> tuple[int, ...]:
+    """Bytes that each host holds at most. ``optimizer_states``: tensors of a parameter's size that the optimizer keeps for it."""
+    result = [0] * len(topology.hosts)
+    for number in plan.on_servers:
+        shard = plan.shards[number]
+        for device in plan.accelerators.intersection(shard.devices):
+            kept = (2 + optimizer_states) * box_bytes(plan, shard.parameter, shard.box)
+            result[topology.devices[device].host] += kept + (COUNT_BYTES if optimizer_states > 1 else 0)
+    for sync in plan.syncs:
+        for device, size in method_for(sync).host_buffers(plan, sync):
+            result[topology.devices[device].host] += size
+    return tuple(result)
+
+
+def lacking_on_hosts(uses: Sequence[int], topology: Topology) -> int:
+    """Bytes by which these uses (one per host) exceed the hosts' memory, added up. A host whose memory is not known lacks nothing."""
+    pairs = zip(uses, topology.hosts, strict=True)
+    return sum(max(0, use - host.memory_bytes) for use, host in pairs if host.memory_bytes is not None)
+
+
+def hosts_may_lack(graph: OperatorGraph, topology: Topology, optimizer_states: int = 2) -> bool:
+    """False if no strategy can need more memory on a host than it has: not even if all parameters were on one host's servers, and all
+    devices read all of each. Found without a plan, so that searches need not make plans to know it."""
+    known = [host.memory_bytes for host in topology.hosts if host.memory_bytes is not None]
+    devices = topology.device_count
+    if not known or all(device.type.kind == "cpu" for device in topology.devices):
+        return False
+    trained = [tensor for tensor in graph.parameters if tensor.requires_grad]
+    rows = sum(tensor.shape[0] for tensor in trained if tensor.name in graph.sparse)
+    most = (2 + optimizer_states + (1 + COPIES) * devices) * sum(tensor.bytes for tensor in trained)
+    return most + 2 * INDEX_BYTES * devices * devices * rows > min(known)

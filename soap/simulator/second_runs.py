@@ -1,0 +1,104 @@
+"""The tasks of recomputation: when the backward pass needs what a tile must compute again, and the second run itself.
+
+A second run waits for its *need*, a task without work, so that nothing is made again before the backward pass comes there. That is the
+first of the tile's readers, from the end of the model, that has a gradient for it: the reader with the highest position. A reader that is
+itself recomputed from the tile's second output needs it as soon as it is needed itself. So the need has a *position*, which is above the
+tile's own, and it waits for nothing below this position: tasks cannot wait for each other in a circle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+from soap.plan.plan import Plan, need_name
+from soap.plan.recomputation import find_recomputation
+from soap.plan.tiling import Tile
+from soap.simulator.task_list import BACKWARD, TaskList
+from soap.simulator.tasks import TaskKind
+
+NEED, AGAIN = 3, 4
+"""Stages of a need and of a second run, the third part of a task's id."""
+NEED_NS = 1
+"""What a need takes: nothing that counts, but a task takes time."""
+
+
+class Need(NamedTuple):
+    """A reader's claim: the position of the operator that the backward pass has come to, and the task after which that is so."""
+
+    position: int
+    task: int
+
+
+class SecondRuns:
+    """Adds needs and second runs while the backward pass is lowered, last operator first. ``backward``: tile -> its backward task, for the
+    tiles that have one so far. ``compute``: adds the task of a second run, after these tasks."""
+
+    def __init__(
+        self, plan: Plan, tasks: TaskList, backward: Mapping[int, int], compute: Callable[[Tile, Iterable[int]], int]
+    ) -> None:
+        self._plan, self._list, self._backward, self._compute = plan, tasks, backward, compute
+        self._marked = plan.recomputed_operators
+        self._claims: dict[int, list[Need]] = {}
+        self._needs: dict[int, Need] = {}
+        self._again: dict[int, int] = {}
+
+    def note_fetch(self, number: int) -> None:
+        """Note what the readers of a region claim of the holdings on their own device. All its readers have been lowered."""
+        if not self._marked:
+            return
+        fetch = self._plan.fetches[number]
+        local = [piece.holding for piece in fetch.pieces if self._plan.holdings[piece.holding].device == fetch.device]
+        links = len(local) == len(fetch.pieces)
+        carries = self._plan.graph.tensors[fetch.tensor].requires_grad
+        for holding in local:
+            held = self._plan.holdings[holding]
+            for tile, _ in fetch.consumers:
+                if links and held.reduction is None and tile in self._needs:
+                    self._claim(holding, self._needs[tile])
+                elif carries and tile in self._backward:
+                    self._claim(holding, Need(self._plan.tiles[tile].operator, self._backward[tile]))
+
+    def note_return(self, fetches: Iterable[int], holdings: Iterable[int], task: int) -> None:
+        """Note a task that brings gradients of these fetches back to these holdings."""
+        if not self._marked:
+            return
+        readers = (tile for number in fetches for tile, _ in self._plan.fetches[number].consumers if tile in self._backward)
+        claim = Need(min(self._plan.tiles[tile].operator for tile in readers), task)
+        for holding in holdings:
+            self._claim(holding, claim)
+
+    def claims(self, holdings: Iterable[int]) -> list[Need]:
+        """All claims for holdings."""
+        return [claim for holding in holdings for claim in self._claims.get(holding, ())]
+
+    def summed(self, holdings: Iterable[int], task: int) -> list[Need]:
+        """The claims for holdings of one sum as a single one, if a task sums their gradients."""
+        claims = self.claims(holdings)
+        return [Need(min(claim.position for claim in claims), task)] if claims else []
+
+    def start(self, task: int) -> Need:
+        """The claim of the loss, which starts the backward pass: its position is above all others."""
+        return Need(len(self._plan.graph.operators), task)
+
+    def run(self, tile: Tile, number: int, ready: Iterable[int], claims: Iterable[Need]) -> list[int]:
+        """Add the need and the second run of a tile with these claims; returns the task of the second run. Nothing, if the tile is not
+        recomputed."""
+        if tile.operator not in self._marked:
+            return []
+        claims = list(claims)
+        position = max(claim.position for claim in claims)
+        after = {claim.task for claim in claims if claim.position == position}
+        place = (BACKWARD, len(self._plan.graph.operators) - 1 - tile.operator, NEED, tile.index, 0, 0)
+        need = self._list.add(place, need_name(self._plan.operator(tile), tile), TaskKind.RECOMPUTE, (), NEED_NS, after)
+        self._needs[number] = Need(position, need)
+        self._again[number] = self._compute(tile, (*ready, need))
+        return [self._again[number]]
+
+    def link(self) -> None:
+        """Let second runs wait for those whose outputs they read. Call it when all are there."""
+        for tile, makers in find_recomputation(self._plan, self._backward).links.items() if self._marked else ():
+            self._list.wait_also(self._again[tile], (self._again[maker] for maker in makers))
+
+    def _claim(self, holding: int, need: Need) -> None:
+        self._claims.setdefault(holding, []).append(need)

@@ -1,0 +1,111 @@
+"""Strategies by name, mixtures included: ``megatron+zero1`` is Megatron with its parameters synchronized as ``zero1`` does.
+
+``classical`` makes the single ones. Here also stands which mixtures save memory, for searches and for ``soap.fits``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from itertools import product
+from math import gcd
+from types import MappingProxyType
+
+from soap.cluster.topology import Topology
+from soap.errors import StrategyError
+from soap.model.graph import OperatorGraph
+from soap.strategy.classical import NAMED, SYNCHRONIZED, hybrid
+from soap.strategy.config import Strategy
+from soap.strategy.recomputation import recomputed
+
+JOIN, WIDTH = "+", ":"
+DATA_PARALLEL, MEGATRON, RECOMPUTE = "data_parallel", "megatron", "recompute"
+
+Added = Callable[[OperatorGraph, Topology, Strategy], Strategy]
+"""Puts something on top of a strategy."""
+
+
+def _synchronized_as(name: str) -> Added:
+    def add(graph: OperatorGraph, topology: Topology, strategy: Strategy) -> Strategy:
+        return strategy.with_changes(parameters=SYNCHRONIZED[name](graph, topology).parameters)
+
+    return add
+
+
+def _recomputed(graph: OperatorGraph, topology: Topology, strategy: Strategy) -> Strategy:
+    return recomputed(graph, strategy)
+
+
+ADDED: Mapping[str, Added] = MappingProxyType({**{name: _synchronized_as(name) for name in SYNCHRONIZED}, RECOMPUTE: _recomputed})
+"""What may be put on top of another strategy, by name."""
+
+SAVING: tuple[tuple[str, ...], ...] = (("zero1", "fsdp"), (RECOMPUTE,))
+"""What may be put on top of a strategy to save memory: of each group at most one."""
+
+SAVING_STARTS = ("megatron+zero1", "megatron+fsdp")
+"""Mixtures with which searches also begin where data parallelism does not fit."""
+
+SPLITTING = (DATA_PARALLEL, MEGATRON, "one_weird_trick")
+"""Strategies on which any of these may be put, those that keep all devices busy. Megatron also in narrower groups."""
+
+APART = ("hybrid", "parameter_server", "model_parallel")
+"""Further strategies that may fit where data parallelism does not, as they are."""
+
+
+def check_name(name: str) -> None:
+    """StrategyError in one line if no strategy has this name."""
+    first, *rest = name.split(JOIN)
+    base, found, width = first.partition(WIDTH)
+    if found and (base != MEGATRON or not _is_count(width)):
+        raise StrategyError(f"strategy {name[:80]!r}: {first[:80]!r}; expected {MEGATRON}{WIDTH}N, in groups of N devices")
+    if base not in NAMED:
+        raise StrategyError(f"no strategy is named {name[:80]!r}; expected one of {forms()}")
+    for added in rest:
+        if added not in ADDED:
+            known = ", ".join(ADDED)
+            raise StrategyError(f"strategy {name[:80]!r}: {added[:80]!r} cannot be put on top of another one; expected one of {known}")
+
+
+def forms() -> str:
+    """All that ``check_name`` accepts, in words."""
+    return f"{', '.join(NAMED)}; {MEGATRON}{WIDTH}N (in groups of N devices); with {JOIN}{f' or {JOIN}'.join(ADDED)} behind it"
+
+
+def named(name: str, graph: OperatorGraph, topology: Topology) -> Strategy:
+    """The strategy of this name. StrategyError in one line if there is none, or the cluster has no such groups."""
+    check_name(name)
+    first, *rest = name.split(JOIN)
+    base, found, width = first.partition(WIDTH)
+    strategy = hybrid(graph, topology, tensor=int(width)) if found else NAMED[base](graph, topology)
+    for added in rest:
+        strategy = ADDED[added](graph, topology, strategy)
+    return strategy
+
+
+def saving_names(topology: Topology) -> Iterator[str]:
+    """Names of the strategies to try where data parallelism does not fit: first those that leave its operators where they are, then those
+    that change least."""
+    on_top = sorted((tuple(name for name in chosen if name) for chosen in product(*(("", *group) for group in SAVING))), key=len)
+    bases = [one for name in SPLITTING for one in _widths(name, topology)]
+    yield from (_joined(DATA_PARALLEL, added) for added in on_top if added)
+    yield from (_joined(base, added) for added in on_top for base in bases if base != DATA_PARALLEL)
+    yield from APART
+
+
+def _joined(base: str, added: tuple[str, ...]) -> str:
+    if base == DATA_PARALLEL and added[0] in NAMED:  # such as zero1, which is data parallelism by itself
+        return JOIN.join(added)
+    return JOIN.join((base, *added))
+
+
+def _widths(name: str, topology: Topology) -> list[str]:
+    """A strategy's name; of Megatron also those with narrower groups, the narrowest first, as they move least."""
+    if name != MEGATRON:
+        return [name]
+    counts = Counter(device.host for device in topology.devices)
+    widest = topology.device_count if max(counts.values()) == 1 else gcd(*counts.values())
+    return [*(f"{MEGATRON}{WIDTH}{n}" for n in range(2, widest) if widest % n == 0), MEGATRON]
+
+
+def _is_count(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 7 and int(text) > 0

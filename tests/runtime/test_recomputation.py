@@ -1,0 +1,144 @@
+"""Plans with recomputed operators train like one process, bit for bit where the same plan without marks does."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from soap.cluster.presets import local_topology
+from soap.cluster.topology import Topology
+from soap.model.graph import OperatorGraph
+from soap.plan.plan import Plan
+from soap.runtime.program.actions import ActionKind, part_of
+from soap.runtime.program.program import compile_program
+from soap.simulator.lowering import build_plan
+from soap.strategy.classical import CLASSICAL, random_strategy
+from soap.strategy.config import Strategy
+from soap.strategy.recomputation import recomputed as recompute_runs
+from soap.strategy.recomputation import repeatable
+from soap.tracing.export import export_model
+from soap.zoo import names
+from tests.extent import FEW, often, so_many
+from tests.graph_builder import convnet, mlp, transformer
+from tests.runtime.cases import train
+from tests.runtime.plans import plan_of, random_order, split
+from tests.runtime.pool import Pool
+from tests.runtime.test_training import NAMED, assert_equal_to_one_process
+from tests.runtime.traced import checked, traced
+from tests.strategies import CPU, cases, cluster
+from tests.transformers_models import MODELS as TRANSFORMERS
+
+THREE, FOUR = cluster([3], CPU), local_topology(4)
+
+
+def marked(graph: OperatorGraph, strategy: Strategy, draw: random.Random, share: float = 0.7) -> Strategy:
+    """The strategy with such a share of what may be recomputed marked."""
+    names = [name for name in sorted(repeatable(graph)) if draw.random() < share]
+    return strategy.with_changes({name: replace(strategy.operators[name], recompute=True) for name in names})
+
+
+def recomputed(plan: Plan, seed: int = 0, share: float = 0.7) -> Plan:
+    strategy = marked(plan.graph, plan.strategy, random.Random(seed), share)
+    return build_plan(plan.graph, strategy, cluster([plan.device_count], CPU))
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_named_strategies_train_like_one_process(pool: Pool, name: str) -> None:
+    for share in (0.6, 1.0):
+        assert_equal_to_one_process(pool.run(train, recomputed(NAMED[name], len(name), share)))
+
+
+def test_marks_change_no_bit(pool: Pool) -> None:
+    plan = NAMED["tied weight split in two ways"]
+    usual, again = pool.run(train, plan)[0], pool.run(train, recomputed(plan, share=1.0))[0]
+    assert usual.losses == again.losses and usual.traffic == again.traffic
+
+
+def test_every_order_gives_the_same(pool: Pool) -> None:
+    plan = recomputed(NAMED["grids on any devices"])
+    for seed in range(3):
+        assert_equal_to_one_process(pool.run(train, plan, random_order(plan, random.Random(seed))))
+
+
+def test_each_recomputed_segment_runs_once_more_right_before_it_is_needed() -> None:
+    graph = transformer(layers=2)
+    usual = plan_of(graph, split((0,)))
+    names = [op.name for op in graph.operators if op.name in repeatable(graph)]
+    chosen = usual.strategy.with_changes({name: replace(usual.strategy.operators[name], recompute=True) for name in names[1::3]})
+    program = compile_program(build_plan(graph, chosen, THREE))
+    actions = part_of(program.backward, 0)
+    again = [action.subject for action in actions if action.kind is ActionKind.RECOMPUTE]
+    assert len(again) == len(set(again)) > 1
+    for segment in again:
+        assert all(tile in program.recomputed for tile in program.segments[segment].tiles)
+        places = [place for place, action in enumerate(actions) if action.subject == segment]
+        first, last = (next(p for p in places if actions[p].kind is kind) for kind in (ActionKind.RECOMPUTE, ActionKind.SEGMENT))
+        assert first < last
+
+
+def test_a_traced_step_tells_second_runs(pool: Pool) -> None:
+    plan = recomputed(plan_of(mlp(), split((0, 1), b=2)), share=1.0)
+    outcomes = pool.run(train, plan, None, 2, True)
+    names = {event.name for event in outcomes[0].events}
+    assert {"recompute fc0[0]", "forward fc0[0]", "backward fc0[0]"} <= names
+
+
+def check_random(pool: Pool, case: tuple[OperatorGraph, Topology, Strategy], rng: random.Random) -> None:
+    graph, topology, strategy = case
+    plan = build_plan(graph, marked(graph, strategy, rng), topology)
+    assert_equal_to_one_process(pool.run(train, plan, random_order(plan, rng)))
+
+
+@given(cases(max_devices=3), st.randoms(use_true_random=False))
+@settings(FEW, suppress_health_check=list(HealthCheck))
+def test_random_strategies_train_like_one_process(pool: Pool, case: tuple[OperatorGraph, Topology, Strategy], rng: random.Random) -> None:
+    check_random(pool, case, rng)
+
+
+@pytest.mark.long
+@given(cases(max_devices=3, max_moves=9, max_tiles=12), st.randoms(use_true_random=False))
+@settings(suppress_health_check=list(HealthCheck))
+def test_many_random_strategies(pool: Pool, case: tuple[OperatorGraph, Topology, Strategy], rng: random.Random) -> None:
+    check_random(pool, case, rng)
+
+
+def test_halos_and_channels_run_again(pool: Pool) -> None:
+    plan = plan_of(convnet(), split((0, 1), b=2), conv0=split((0, 1, 2, 0), o=2, l=2), conv1=split((1, 2, 0, 1), c=2, l=2))
+    assert_equal_to_one_process(pool.run(train, recomputed(plan, share=1.0)))
+
+
+ZOO_OFTEN = ("gpt", "resnet50", "rnnlm")
+"""With dropout, with batch norm, with recurrent layers and a table."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", often(names(), ZOO_OFTEN))
+def test_zoo_models_train_like_one_process(four: Pool, name: str) -> None:
+    """Under data parallelism with all runs recomputed, and random strategies with random marks."""
+    spec = f"zoo:{name}:tiny"
+    graph = traced(spec, "float64").graph
+    chosen = [CLASSICAL["data_parallel"](graph, FOUR), *(random_strategy(graph, FOUR, random.Random(i)) for i in range(so_many(1, 6)))]
+    for number, strategy in enumerate(chosen):
+        again = recompute_runs(graph, strategy) if number == 0 else marked(graph, strategy, random.Random(number))
+        result = four.run(checked, spec, "float64", again, FOUR)[0]
+        assert result.passed, (number, result.worst)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_transformers_train_like_one_process(four: Pool, tmp_path: Path, name: str) -> None:
+    torch.manual_seed(0)
+    module, inputs = TRANSFORMERS[name]()
+    path = str(tmp_path / f"{name}.pt2")
+    export_model(module, (), inputs, path=path)
+    graph = traced(path, "float64").graph
+    for number in range(so_many(2, 5)):
+        base = CLASSICAL["megatron"](graph, FOUR) if number == 0 else random_strategy(graph, FOUR, random.Random(f"{name}/{number}"))
+        result = four.run(checked, path, "float64", marked(graph, base, random.Random(number)), FOUR)[0]
+        assert result.passed, (number, result.worst)

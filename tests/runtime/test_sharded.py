@@ -1,0 +1,213 @@
+"""Sharded parameters train like one process in float64, whatever else a plan does, and values are there only while they are used."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+
+from soap.cluster.topology import Topology
+from soap.model.graph import OperatorGraph
+from soap.runtime.program.actions import ActionKind, part_of
+from soap.runtime.program.program import compile_program
+from soap.runtime.sync import sharded
+from soap.runtime.trainer import Trainer
+from soap.simulator.lowering import build_plan
+from soap.strategy.classical import fsdp
+from soap.strategy.config import Strategy
+from soap.strategy.sync import SHARDED
+from soap.tracing.execute import ExecutableModel
+from soap.tracing.export import export_model
+from soap.tracing.load import load_model
+from tests.extent import often
+from tests.runtime.exact_modules import Batch, Trained, worst
+from tests.runtime.pool import Pool
+from tests.runtime.sparse_modules import OPTIMIZERS, train_alone
+from tests.runtime.sparse_plans import by_samples, hosts, random_synchronized
+from tests.runtime.test_sharded_state import MODELS, batch_of, gone_on, in_columns, module_of, trained
+from tests.simulator.test_sharded import layers
+
+TOLERANCE = 1e-9
+TWO, FOUR = hosts(1, 1), hosts(2, 2)
+
+
+class Views(nn.Module):
+    """Parameters that operators hand on as views; one of them is also read late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places, self.first, self.head = nn.Parameter(torch.randn(6, 8)), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        places = self.places[1:5]
+        x = torch.relu(self.first(x + places) * places.flip(0))
+        x = nn.functional.linear(x, self.first.weight.t()) + self.places[:4]
+        return nn.functional.cross_entropy(self.head(x).mean(1), labels)
+
+
+def views_batch(step: int) -> Batch:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(8, 4, 8, generator=generator, dtype=torch.float64), torch.randint(0, 3, (8,), generator=generator)
+
+
+def views() -> nn.Module:
+    torch.manual_seed(3)
+    return Views().double().train()
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("models")
+    for name in MODELS:
+        export_model(module_of(name), batch_of(name, 6, 0), path=folder / f"{name}.pt2", dynamic_batch=True)
+    export_model(views(), views_batch(0), path=folder / "views.pt2")
+    return {name: str(folder / f"{name}.pt2") for name in (*MODELS, "views")}
+
+
+@lru_cache(maxsize=4)
+def loaded(path: str) -> ExecutableModel:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return load_model(path, dtype="float64")
+
+
+def all_sharded(graph: OperatorGraph, strategy: Strategy, prefetch: int = 1) -> Strategy:
+    """With all trainable parameters gathered for their uses."""
+    syncs = {tensor.name: SHARDED for tensor in graph.parameters if tensor.requires_grad}
+    return replace(strategy.with_changes(parameters=syncs), prefetch=prefetch)
+
+
+@pytest.mark.parametrize(
+    ("name", "topology", "prefetch"), [("odd", TWO, 0), ("odd", FOUR, 1), ("shared", TWO, 2), ("weighted", FOUR, 1)]
+)
+def test_trains_like_one_process(four: Pool, files: dict[str, str], name: str, topology: Topology, prefetch: int) -> None:
+    """With Adam, clipping and micro-batches, of different sizes in one case."""
+    graph = loaded(files[name]).graph
+    strategy = all_sharded(graph, by_samples(graph, range(topology.device_count), 6), prefetch)
+    plan = build_plan(graph, strategy, topology)
+    several = [sync for sync in plan.syncs if len(sync.readers) > 1]
+    assert {sync.method for sync in several} == {"sharded"} and len(several) >= 2
+    trained(four, files, name, strategy, topology, sizes=((6, 4),) * 3 if name == "shared" else ((6, 6),) * 3, clip_norm=0.05)
+
+
+@pytest.mark.parametrize("name", often(MODELS, ["odd"]))
+def test_tensor_parallel_shards(four: Pool, files: dict[str, str], name: str) -> None:
+    graph = loaded(files[name]).graph
+    strategy = all_sharded(graph, in_columns(graph, by_samples(graph, range(4), 6), (3, 0, 2, 1)))
+    assert len({sync.readers for sync in build_plan(graph, strategy, FOUR).syncs if sync.method == "sharded"}) > 1
+    trained(four, files, name, strategy, FOUR, clip_norm=0.05)
+
+
+@pytest.mark.parametrize("seed", often(range(12), (0, 1), pytest.mark.slow))
+def test_any_configurations(four: Pool, files: dict[str, str], seed: int) -> None:
+    rng, name = random.Random(seed), MODELS[seed % len(MODELS)]
+    topology = (TWO, FOUR, hosts(1, 2))[seed % 3]
+    graph = loaded(files[name]).graph
+    strategy = all_sharded(graph, random_synchronized(graph, topology, rng), rng.randrange(3))
+    trained(four, files, name, strategy, topology, rng.choice(list(OPTIMIZERS)), clip_norm=0.05)
+
+
+def train_views(path: str, strategy: Strategy) -> Trained:
+    with Trainer(loaded(path), (strategy, TWO), optimizer=OPTIMIZERS["adam"]) as trainer:
+        losses = [trainer.step(*views_batch(step)) for step in range(3)]
+        return Trained(losses, trainer.state_dict())
+
+
+def test_what_is_a_view_of_values_outlives_them(four: Pool, files: dict[str, str]) -> None:
+    graph = loaded(files["views"]).graph
+    strategy = all_sharded(graph, by_samples(graph, range(2), 8), 0)
+    result = four.run(train_views, files["views"], strategy, ranks=2)[0]
+    assert worst(result, train_alone(views(), [[views_batch(step)] for step in range(3)], OPTIMIZERS["adam"])) < TOLERANCE
+
+
+def held_while_training(path: str, strategy: Strategy, topology: Topology) -> tuple[int, int, int, bool]:
+    """(most bytes of leaves at a time in two steps, bytes behind the steps, bytes of parts, whether the model's own values are gone)."""
+    model, most = load_model(path, dtype="float64"), 0
+    with Trainer(model, (strategy, topology), optimizer=OPTIMIZERS["adam"], take_over=True) as trainer:
+        leaves = [leaf for piece, leaf in trainer.shards.leaves.items() if piece not in trainer.shards.tensors and leaf.requires_grad]
+
+        def noted(leaf: torch.Tensor, *, kept: bool) -> None:
+            nonlocal most
+            keep_memory(leaf, kept=kept)
+            most = max(most, sum(own.untyped_storage().nbytes() for own in leaves))
+
+        keep_memory = sharded.keep_memory
+        with patch.object(sharded, "keep_memory", noted):
+            for step in range(2):
+                trainer.step(*batch_of("odd", 6, step))
+        behind = sum(own.untyped_storage().nbytes() for own in leaves)
+        parts = sum(tensor.nbytes for tensor in trainer.shards.tensors.values() if tensor.requires_grad)
+        gone = all(tensor.is_meta for name, tensor in model.parameters.items() if tensor.requires_grad and tensor.shape[:1] > (1,))
+        return most, behind, parts, gone
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_values_are_there_only_while_they_are_used(four: Pool, files: dict[str, str], prefetch: int) -> None:
+    graph = loaded(files["odd"]).graph
+    strategy = all_sharded(graph, by_samples(graph, range(4), 6), prefetch)
+    size = sum(tensor.bytes for tensor in graph.parameters if tensor.requires_grad)
+    plan = build_plan(graph, strategy, FOUR)
+    long_used = {"layer.weight", "layer.bias"}  # used twice
+    groups = {sync.parameter: sum(tensor.bytes for tensor in graph.parameters if tensor.name in {r.parameter for r in sync.regions})
+              for sync in plan.syncs}  # fmt: skip
+    largest = max(own for name, own in groups.items() if name not in long_used)
+    found = four.run(held_while_training, files["odd"], strategy, FOUR)
+    assert sum(parts for *_, parts, _ in found) == size
+    for most, behind, _, gone in found:
+        assert 0 < most <= largest + sum(own for name, own in groups.items() if name in long_used) < size
+        assert behind == 0 and gone
+
+
+def test_gathers_come_behind_what_they_wait_for() -> None:
+    """In a rank's list each gather comes before the passes that need its values; with more prefetch it comes earlier."""
+    graph = layers()
+    places = []
+    for prefetch in (0, 1):
+        plan = build_plan(graph, replace(fsdp(graph, FOUR), prefetch=prefetch), FOUR)
+        program, found = compile_program(plan), dict[tuple[ActionKind, int], int]()
+        actions = part_of((*program.forward, *program.backward), 1)
+        for place, action in enumerate(actions):
+            if action.kind in (ActionKind.BRING, ActionKind.BRING_BACK):
+                assert (action.kind, action.subject) not in found
+                found[action.kind, action.subject] = place
+        for number, sync in enumerate(plan.syncs):
+            tiles = {tile for tile, _ in sync.uses if plan.tiles[tile].device == 1}
+            forward = [place for place, own in enumerate(actions) if own.kind is ActionKind.TILE and own.subject in tiles]
+            back = [
+                place
+                for place, own in enumerate(actions)
+                if own.kind is ActionKind.SEGMENT and tiles & {*program.segments[own.subject].tiles}
+            ]
+            assert found[ActionKind.BRING, number] < min(forward) <= max(forward) < found[ActionKind.BRING_BACK, number] < min(back)
+        assert len(found) == 2 * len(plan.syncs)
+        places.append(found)
+    assert sum(places[1].values()) < sum(places[0].values())
+
+
+def test_checkpoints_fit_any_plan_and_number_of_ranks(four: Pool, files: dict[str, str], tmp_path: Path) -> None:
+    """Four ranks, two, three by any methods, four by tensor parallelism, and back to sharded states."""
+    graph, path = loaded(files["odd"]).graph, files["odd"]
+    ways: Sequence[Any] = [
+        (all_sharded(graph, by_samples(graph, range(4), 6)), FOUR),
+        (by_samples(graph, range(2), 6), TWO),
+        (random_synchronized(graph, hosts(1, 2), random.Random(3)), hosts(1, 2)),
+        (all_sharded(graph, in_columns(graph, by_samples(graph, range(4), 6), (3, 0, 2, 1)), 0), FOUR),
+        (all_sharded(graph, by_samples(graph, range(2), 6), 2), TWO),
+    ]
+    losses, source, last = [], None, None
+    for number, (strategy, topology) in enumerate(ways):
+        target = str(tmp_path / str(number))
+        last = four.run(gone_on, path, strategy, topology, source, target, [number], ranks=topology.device_count)[0]
+        losses += last.losses
+        source = target
+    expected = train_alone(module_of("odd"), [[batch_of("odd", 6, step)] for step in range(5)], OPTIMIZERS["adam"])
+    assert last is not None and worst(Trained(losses, last.state), expected) < TOLERANCE

@@ -1,0 +1,163 @@
+"""Plans that gather values for their uses: in which groups and order, what waits for what, what is held, what is lowered."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from soap.errors import StrategyError
+from soap.model.graph import OperatorGraph
+from soap.plan.plan import Plan, backward_name, forward_name, update_name
+from soap.plan.syncs.bucketing import gather_limit, gradient_bytes
+from soap.plan.syncs.gathering import gathers
+from soap.plan.syncs.seam import Phase, method_for
+from soap.plan.syncs.sharded import gather_name, regather_name
+from soap.plan.syncs.sharded_state import scatter_name
+from soap.profiles.roofline import RooflineCosts
+from soap.simulator.lowering import build_plan, lower
+from soap.simulator.simulate import Simulator
+from soap.strategy.classical import data_parallel, fsdp, zero1
+from soap.strategy.config import OpConfig, Strategy
+from soap.strategy.sync import SHARDED
+from tests.graph_builder import GraphBuilder, transformer
+from tests.simulator.examples import batch_split, chain
+from tests.strategies import CPU, GPU, cluster
+
+FOUR = cluster([2, 2], CPU)
+
+
+def layers(count: int = 8, width: int = 16) -> OperatorGraph:
+    """Equal layers, each a group of its own."""
+    g = GraphBuilder()
+    x = g.input("x", 8, width)
+    for i in range(count):
+        x = g.linear(x, width, bias=False, name=f"l{i}")
+    return g.build(g.mean(x))
+
+
+def before(plan: Plan) -> dict[str, set[str]]:
+    """Task name -> the names of its predecessors."""
+    tasks = lower(plan, FOUR, RooflineCosts(FOUR)).tasks
+    return {task.name: {tasks[other].name for other in task.predecessors} for task in tasks}
+
+
+def passes(plan: Plan, layer: int, *, back: bool = False) -> set[str]:
+    """Names of a layer's passes on all devices."""
+    op = plan.graph.operators[layer]
+    return {(backward_name if back else forward_name)(op, tile) for tile in plan.tiles if tile.operator == layer}
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_a_gather_waits_for_what_lies_so_many_groups_before_it(prefetch: int) -> None:
+    graph = layers()
+    plan = build_plan(graph, replace(fsdp(graph, FOUR), prefetch=prefetch), FOUR)
+    assert [sync.parameter for sync in reversed(plan.syncs)] == [f"l{i}.weight" for i in range(8)]
+    named = {sync.parameter: sync for sync in plan.syncs}
+    found, ahead = before(plan), prefetch + 1
+    for i in range(8):
+        sync = named[f"l{i}.weight"]
+        assert found[gather_name(sync)] == (passes(plan, i - ahead) if i >= ahead else set())
+        assert all(gather_name(sync) in found[name] for name in passes(plan, i))
+        later = i + ahead
+        last = passes(plan, later, back=True) if later < 8 else passes(plan, 15 - later)
+        assert found[regather_name(sync)] == passes(plan, i) | last
+        assert all(regather_name(sync) in found[name] for name in passes(plan, i, back=True))
+        assert found[scatter_name(sync)] == passes(plan, i, back=True)
+        assert all(scatter_name(sync) in found[update_name(device)] for device in plan.owners(sync))
+    assert not any(update_name(0) in names for names in found.values())  # nothing is gathered behind updates
+
+
+def test_groups_are_filled_up_to_a_limit() -> None:
+    graph = transformer()
+    plan = build_plan(graph, fsdp(graph, FOUR), FOUR)
+    limit, total = gather_limit(graph), sum(tensor.bytes for tensor in graph.parameters)
+    assert limit == -(-total // 8)
+    assert 4 < len(plan.syncs) <= 8 and sum(gradient_bytes(plan, sync) for sync in plan.syncs) == total
+    for sync in plan.syncs[:-1]:
+        assert gradient_bytes(plan, sync) >= limit
+
+
+def test_values_and_gradients_move_three_times() -> None:
+    graph = transformer()
+    plan = build_plan(graph, fsdp(graph, FOUR), FOUR)
+    size = sum(tensor.bytes for tensor in graph.parameters)
+    moved = {phase: 0 for phase in Phase}
+    for sync in plan.syncs:
+        for step in method_for(sync).steps(plan, sync):
+            moved[step.phase] += sum(size for flows, _ in step.rounds for *_, size in flows)
+    assert moved == {Phase.BEFORE_FORWARD: 3 * size, Phase.BEFORE_BACKWARD: 3 * size, Phase.AFTER_BACKWARD: 3 * size, Phase.AFTER_UPDATE: 0}
+
+
+def test_what_is_used_early_and_late_keeps_no_gather_waiting() -> None:
+    """A tied matrix, whose last use needs all other groups: they do not wait for it."""
+    g = GraphBuilder()
+    x, tied = g.input("x", 8, 16), g.parameter("tied", 16, 16)
+    x = g.linear(x, 16, weight=tied, bias=False, name="first")
+    for i in range(6):
+        x = g.linear(x, 16, bias=False, name=f"l{i}")
+    graph = g.build(g.mean(g.linear(x, 16, weight=tied, bias=False, name="last")))
+    for prefetch in range(8):
+        plan = build_plan(graph, replace(fsdp(graph, FOUR), prefetch=prefetch), FOUR)
+        found = before(plan)  # lowering fails if a gather waits for itself
+        assert len(gathers(plan)) == 2 * len(plan.syncs)
+        if prefetch == 0:
+            (tied_sync,) = (sync for sync in plan.syncs if sync.parameter == "tied")
+            (other,) = (sync for sync in plan.syncs if sync.parameter == "l0.weight")
+            assert found[gather_name(other)] == passes(plan, 0)
+            assert found[regather_name(other)] >= passes(plan, 2, back=True)
+            assert all(gather_name(tied_sync) in found[name] for name in passes(plan, 0) | passes(plan, 7))
+
+
+def test_one_reader_keeps_what_it_reads() -> None:
+    graph = chain(8, 4, 4)
+    strategy = Strategy({op.name: OpConfig((1,) * len(op.factors), (0,)) for op in graph.operators}, {"l1.weight": SHARDED})
+    plan = build_plan(graph, strategy, FOUR)
+    assert gathers(plan) == () and {sync.method for sync in plan.syncs} == {"all_reduce"}
+
+
+def test_readers_have_groups_of_their_own() -> None:
+    """What other devices read is gathered apart, and each device waits for its own uses alone."""
+    graph = layers(4)
+    strategy = fsdp(graph, FOUR)
+    for i in (1, 3):
+        strategy = strategy.with_operator(f"l{i}", batch_split(graph, (2, 3)).operators[f"l{i}"])
+    plan = build_plan(graph, replace(strategy, prefetch=0), FOUR)
+    assert [sync.readers for sync in reversed(plan.syncs)] == [(0, 1, 2, 3), (2, 3), (0, 1, 2, 3), (2, 3)]
+    found, named = before(plan), {sync.parameter: sync for sync in plan.syncs}
+    on = {tile.device: forward_name(plan.operator(tile), tile) for tile in plan.tiles if tile.operator == 0}
+    after = {forward_name(plan.operator(tile), tile) for tile in plan.tiles if tile.operator == 1}
+    assert found[gather_name(named["l1.weight"])] == {on[2], on[3]}
+    assert found[gather_name(named["l2.weight"])] == {on[0], on[1], *after}
+
+
+def test_devices_hold_their_parts_and_some_groups() -> None:
+    graph, topology = layers(16, 512), cluster([4], GPU)
+    size = sum(tensor.bytes for tensor in graph.parameters)
+    simulator = Simulator(graph, topology, RooflineCosts(topology), optimizer_states=2)
+    peaks = {}
+    for name, strategy in (("usual", data_parallel(graph, topology)), ("zero1", zero1(graph, topology)), ("fsdp", fsdp(graph, topology))):
+        peaks[name] = max(curve.peak_bytes for curve in simulator.run(strategy).memory_over_time)
+    group = 2 * size // 16
+    assert peaks["usual"] > 4 * size and peaks["zero1"] > 1.5 * size
+    # values and states of a quarter; sums of its gradients; some groups that are gathered, and some whose gradients leave
+    assert 3 * size / 4 + size / 4 < peaks["fsdp"] < size + 8 * group
+    by_prefetch = [
+        max(curve.peak_bytes for curve in simulator.run(replace(fsdp(graph, topology), prefetch=prefetch)).memory_over_time)
+        for prefetch in (0, 1, 2, 4096)
+    ]
+    assert by_prefetch == sorted(by_prefetch) and by_prefetch[-1] > by_prefetch[1]
+
+
+def test_gathers_of_every_micro_batch_take_time() -> None:
+    graph, topology = layers(), cluster([1, 1], CPU)
+    simulation = Simulator(graph, topology, RooflineCosts(topology)).run(fsdp(graph, topology))
+    plain = Simulator(graph, topology, RooflineCosts(topology)).run(data_parallel(graph, topology))
+    gathered = simulation.step_ns(3) - simulation.step_ns(2)
+    assert gathered > plain.step_ns(3) - plain.step_ns(2)
+
+
+@pytest.mark.parametrize("prefetch", [-1, 5000])
+def test_a_prefetch_that_cannot_be_is_refused(prefetch: int) -> None:
+    with pytest.raises(StrategyError, match=rf"^prefetch {prefetch}: expected 0 to 4096"):
+        replace(Strategy({}), prefetch=prefetch)

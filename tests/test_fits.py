@@ -1,0 +1,119 @@
+"""``soap.fits``: whether a plan fits, and the fastest ways that do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+
+import pytest
+
+import soap
+from soap.api import fitting
+from soap.api.fitting import Fit, fits
+from soap.cluster.topology import Topology
+from soap.model.graph import OperatorGraph
+from soap.simulator.incremental import IncrementalSimulator
+from soap.strategy.named import named
+from tests.graph_builder import mlp
+from tests.strategies import GPU, cluster
+
+WIDE = (64, 256, 256, 64)
+"""Layers whose weights are most of what devices hold."""
+
+
+def tight(graph: OperatorGraph, share: float, name: str = "data_parallel", topology: Topology | None = None) -> Topology:
+    """A cluster whose devices have this share of what a strategy needs."""
+    topology = topology or cluster([4], GPU)
+    peak = max(soap.simulate(graph, topology, name, costs="estimate").peak_bytes)
+    devices = tuple(replace(d, type=replace(d.type, memory_bytes=int(share * peak))) for d in topology.devices)
+    return replace(topology, devices=devices)
+
+
+def asked(graph: OperatorGraph, topology: Topology, **options) -> Fit:  # type: ignore[no-untyped-def]
+    return fits(graph, topology, costs="estimate", **{"seconds": inf, **options})
+
+
+def test_what_fits_needs_no_other_way() -> None:
+    graph = mlp(widths=WIDE)
+    topology = tight(graph, 1.01)
+    found, simulation = asked(graph, topology), soap.simulate(graph, topology, "data_parallel", costs="estimate")
+    assert found.fits and found.ways == found.tried == found.untried == () and found.closest is None
+    way = found.asked
+    assert (way.name, way.time_ns, way.peak_bytes) == ("data_parallel", simulation.makespan_ns, max(simulation.peak_bytes))
+    assert sum(way.by_kind.values()) == way.peak_bytes <= way.available_bytes == topology.memory_limits[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", [True, False])
+def test_the_fastest_of_all_ways_that_fit(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = mlp(widths=WIDE)
+    topology = tight(graph, 0.7)
+    if not compiled:
+        monkeypatch.setattr(IncrementalSimulator, "begins_at_once", staticmethod(lambda: False))
+    found = asked(graph, topology)
+    assert not found.fits and found.asked.lacking_bytes > 0 and found.untried == ()
+    played = {name: soap.simulate(graph, topology, name, costs="estimate") for name in found.tried}
+    assert "zero1" in played and "megatron+zero1" in played
+    fitting = sorted((own.makespan_ns, name) for name, own in played.items() if own.fits)
+    assert len(fitting) >= 3 and [way.time_ns for way in found.ways] == [time_ns for time_ns, _ in fitting[:3]]
+    for way in found.ways:
+        own = played[way.name]
+        assert way.fits and way.peak_bytes == max(own.peak_bytes) == sum(way.by_kind.values())
+        assert way.strategy == named(way.name, graph, topology) and way.micro_batches == 1
+
+
+@pytest.mark.slow
+def test_if_nothing_fits_it_says_what_lacks_least() -> None:
+    graph = mlp(widths=WIDE)
+    topology = tight(graph, 0.05)
+    found = asked(graph, topology)
+    assert not found.fits and found.ways == () and found.closest is not None
+    lacking = {name: soap.simulate(graph, topology, name, costs="estimate").overflow_bytes for name in found.tried}
+    assert found.closest.lacking_bytes <= found.asked.lacking_bytes and found.closest.lacking_bytes == lacking[found.closest.name]
+
+
+def test_a_budget_and_a_strategy_of_the_user_s() -> None:
+    graph, topology = mlp(widths=WIDE), cluster([4], GPU)
+    whole = max(soap.simulate(graph, topology, "data_parallel", costs="estimate").peak_bytes)
+    found = asked(graph, topology, strategy=named("data_parallel", graph, topology), memory_budget=f"{whole - 1} B")
+    assert found.asked.name == fitting.THIS and not found.fits and found.asked.available_bytes == whole - 1
+    assert "data_parallel" not in found.tried
+
+
+def test_without_time_nothing_is_tried_and_all_of_that_is_said() -> None:
+    graph = mlp(widths=WIDE)
+    found = asked(graph, tight(graph, 0.7), seconds=0)
+    assert (found.ways, found.tried) == ((), ()) and "zero1" in found.untried and found.closest == found.asked
+
+
+@pytest.mark.slow
+def test_samples_may_go_through_in_several_batches() -> None:
+    """Activations are most of what these devices hold."""
+
+    def of(batch: int) -> OperatorGraph:
+        return mlp(batch, (4, 64, 64))
+
+    graph = of(4096)
+    topology = tight(graph, 0.4)
+    made: list[int] = []
+
+    def smaller(samples: int) -> OperatorGraph:
+        made.append(samples)
+        return of(samples)
+
+    found = asked(graph, topology, smaller=smaller)
+    assert made == [2048, 1024]  # half of the samples is still too much
+    (way,) = [own for own in found.ways if own.micro_batches > 1]
+    quarter = soap.simulate(of(1024), topology, "data_parallel", costs="estimate")
+    assert (way.micro_batches, way.time_ns) == (4, quarter.step_ns(4))
+    inputs = 1024 * (4 * 4 + 8)  # of the three other batches
+    assert way.peak_bytes == max(quarter.peak_bytes) + 3 * inputs == sum(way.by_kind.values()) <= way.available_bytes
+    assert {"data_parallel in 2 batches", "data_parallel in 4 batches"} <= {*found.tried}
+
+
+@pytest.mark.slow
+def test_models_of_the_zoo_are_made_for_fewer_samples() -> None:
+    graph = soap.load("zoo:rnntc:tiny@8", plan_only=True).graph
+    made = fitting._smaller_zoo(graph)
+    assert made is not None and made(4).hash == soap.load("zoo:rnntc:tiny@4", plan_only=True).graph.hash
+    assert fitting._smaller_zoo(mlp()) is None

@@ -1,0 +1,66 @@
+"""Strategies by name, and mixtures of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from soap.errors import StrategyError
+from soap.strategy.classical import NAMED, data_parallel, hybrid, megatron, zero1
+from soap.strategy.named import ADDED, SAVING, SAVING_STARTS, check_name, named, saving_names
+from soap.strategy.sync import SHARDED_STATE
+from tests.graph_builder import transformer
+from tests.strategies import cluster
+
+GRAPH, TOPOLOGY = transformer(), cluster([4, 4])
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_single_names_are_what_they_were(name: str) -> None:
+    assert named(name, GRAPH, TOPOLOGY) == NAMED[name](GRAPH, TOPOLOGY)
+
+
+def test_mixtures_take_operators_from_one_and_synchronization_from_the_other() -> None:
+    both = named("megatron+zero1", GRAPH, TOPOLOGY)
+    assert both.operators == megatron(GRAPH, TOPOLOGY).operators
+    assert {*both.parameters.values()} == {SHARDED_STATE} and both.parameters == zero1(GRAPH, TOPOLOGY).parameters
+    assert named("data_parallel+zero1", GRAPH, TOPOLOGY) == zero1(GRAPH, TOPOLOGY)
+    narrow = named("megatron:2+zero1", GRAPH, TOPOLOGY)
+    assert narrow.operators == hybrid(GRAPH, TOPOLOGY, tensor=2).operators
+    assert named("megatron:2", GRAPH, TOPOLOGY) != named("megatron:4", GRAPH, TOPOLOGY) == megatron(GRAPH, TOPOLOGY)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("megatorn", "no strategy is named 'megatorn'; expected one of single_device, data_parallel"),
+        ("megatron+zero9", "strategy 'megatron+zero9': 'zero9' cannot be put on top of another one; expected one of hybrid"),
+        ("megatron+", "'' cannot be put on top"),
+        ("zero1+megatron", "'megatron' cannot be put on top"),
+        ("megatron:0", "'megatron:0'; expected megatron:N, in groups of N devices"),
+        ("megatron:many", "expected megatron:N"),
+        ("data_parallel:2", "'data_parallel:2'; expected megatron:N"),
+        ("", "no strategy is named ''"),
+    ],
+)
+def test_other_names_are_refused_in_one_line(name: str, words: str) -> None:
+    with pytest.raises(StrategyError) as refused:
+        check_name(name)
+    assert words in str(refused.value) and "\n" not in str(refused.value)
+    with pytest.raises(StrategyError):
+        named(name, GRAPH, TOPOLOGY)
+
+
+def test_groups_that_the_cluster_has_not_are_refused() -> None:
+    with pytest.raises(StrategyError, match="8 devices in groups of 3 and 1 stages; expected a divisor"):
+        named("megatron:3", GRAPH, TOPOLOGY)
+
+
+def test_what_saves_memory_is_known_legal_and_leaves_data_parallelism_out() -> None:
+    names = list(saving_names(TOPOLOGY))
+    assert len({*names}) == len(names) and "data_parallel" not in names
+    assert {"zero1", "megatron", "megatron:2", "megatron:2+zero1", "megatron+zero1", "one_weird_trick+zero1"} <= {*names}
+    for name in (*names, *SAVING_STARTS):
+        strategy = named(name, GRAPH, TOPOLOGY)
+        strategy.validate(GRAPH, TOPOLOGY.device_count)
+        assert strategy != data_parallel(GRAPH, TOPOLOGY) or name == "hybrid"  # which is the same without sparse parameters
+    assert {name for group in SAVING for name in group} <= {*ADDED}
