@@ -25,7 +25,7 @@ from soap.simulator.memory.hosts import lacking_on_hosts
 from soap.simulator.memory.peaks import overflow_bytes
 from soap.simulator.simulate import Simulator, is_large
 from soap.strategy.config import Strategy
-from soap.strategy.named import DATA_PARALLEL, named, saving_names
+from soap.strategy.named import DATA_PARALLEL, MOST_SAVING, named, saving_names
 
 MOST_WAYS = 3
 SECONDS = 8.0
@@ -113,8 +113,8 @@ def fits(
 
 
 class _Ways:
-    """Looks for ways that fit. Where the compiled simulator is there, it says how long each way takes and which can't fit; the fastest are
-    then played in full, until enough of them fit. Else all are played, as long as there is time."""
+    """Looks for ways that fit. Where the compiled simulator is there, it says how long each way takes and which can't fit; what saves most,
+    and then the fastest, are played in full, until enough of them fit. Else all are played, as long as there is time."""
 
     def __init__(self, simulator: Simulator, asked: Way, seconds: float, smaller: Smaller | None) -> None:
         self._simulator, self._asked, self._smaller = simulator, asked, smaller
@@ -127,7 +127,7 @@ class _Ways:
         candidates, in_order = self._candidates()
         played: list[Way] = []
         for name, strategy, least_bytes in candidates:
-            enough = in_order and sum(way.fits for way in played) == MOST_WAYS
+            enough = in_order and sum(way.fits for way in played if way.name != MOST_SAVING) == MOST_WAYS
             if enough or least_bytes:
                 continue
             if self._spent(1):
@@ -161,7 +161,7 @@ class _Ways:
             self._tried.append(name)
             cost_ns = 0 if evaluator is None else evaluator.makespan_ns(strategy)
             found.append((cost_ns, name, strategy, 0 if evaluator is None else evaluator.least_overflow_bytes(strategy)))
-        found.sort(key=lambda own: own[0])
+        found.sort(key=lambda own: (own[1] != MOST_SAVING, own[0]))  # else time may be over before anything fits
         return [own[1:] for own in found], evaluator is not None
 
     def _in_parts(self) -> list[Way]:

@@ -45,6 +45,9 @@ SAVING: tuple[tuple[str, ...], ...] = (("zero1", "fsdp"), (RECOMPUTE,))
 SAVING_STARTS = ("megatron+zero1", "megatron+fsdp")
 """Mixtures with which searches also begin where data parallelism does not fit."""
 
+MOST_SAVING = f"fsdp{JOIN}{RECOMPUTE}"
+"""The mixture that needs least memory of those that leave operators where they are: with time for only one, try this."""
+
 SPLITTING = (DATA_PARALLEL, MEGATRON, "one_weird_trick")
 """Strategies on which any of these may be put, those that keep all devices busy. Megatron also in narrower groups."""
 
