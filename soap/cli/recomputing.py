@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from soap.cli.plain_text import milliseconds
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.simulate import Simulation, Simulator
 from soap.strategy.config import Strategy
+from soap.strategy.recomputation import with_marks
 from soap.units import format_bytes
 
 MOST_NAMED = 4
@@ -22,7 +22,7 @@ def document(simulator: Simulator, strategy: Strategy, simulation: Simulation | 
     names = [name for name, config in strategy.operators.items() if config.recompute]
     if not names:
         return None
-    kept = simulator.predict(strategy.with_changes({name: replace(strategy.operators[name], recompute=False) for name in names}))
+    kept = simulator.predict(with_marks(strategy, names, False))
     return {
         "operators": names,
         "of_operators": len(strategy.operators),

@@ -20,9 +20,10 @@ import random
 from collections.abc import Callable, Iterable, Mapping
 
 from soap.search.alignment import aligned_with
-from soap.search.proposals import Proposal, changed, with_marks
+from soap.search.proposals import Proposal, changed
 from soap.search.space import Space
 from soap.strategy.config import OpConfig, Strategy
+from soap.strategy.recomputation import with_marks
 
 SPREADS = (0, 1, 2, 3, 4, 6, 8)
 """Distances, in operators, to which a new configuration spreads."""

@@ -28,13 +28,14 @@ out: from there ``log_ratio`` is 0.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from math import exp, inf, log
 
 from soap.search.alignment import aligned_configs
 from soap.search.space import Space, grid_of
 from soap.strategy.config import OpConfig, Strategy
+from soap.strategy.recomputation import with_marks
 
 INFORMED_SHARE = 0.5
 """Share of the informed move's draws that come from the candidates."""
@@ -154,11 +155,6 @@ def recompute(rng: random.Random, space: Space, strategy: Strategy) -> Proposal 
     if any(marked) != all(marked):
         return None
     return Proposal(with_marks(strategy, names, not marked[0]), "recompute", names)
-
-
-def with_marks(strategy: Strategy, names: Iterable[str], recompute: bool) -> Strategy:
-    """The strategy in which these operators are recomputed, or not."""
-    return strategy.with_changes({name: replace(strategy.operators[name], recompute=recompute) for name in names})
 
 
 MOVES: Mapping[str, Move] = {

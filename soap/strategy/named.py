@@ -5,10 +5,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from itertools import product
-from math import gcd
 from types import MappingProxyType
 
 from soap.cluster.topology import Topology
@@ -16,6 +14,7 @@ from soap.errors import StrategyError
 from soap.model.graph import OperatorGraph
 from soap.strategy.classical import NAMED, SYNCHRONIZED, hybrid
 from soap.strategy.config import Strategy
+from soap.strategy.grids import tensor_parallel_width
 from soap.strategy.recomputation import recomputed
 
 JOIN, WIDTH = "+", ":"
@@ -105,8 +104,7 @@ def _widths(name: str, topology: Topology) -> list[str]:
     """A strategy's name; of Megatron also those with narrower groups, the narrowest first, as they move least."""
     if name != MEGATRON:
         return [name]
-    counts = Counter(device.host for device in topology.devices)
-    widest = topology.device_count if max(counts.values()) == 1 else gcd(*counts.values())
+    widest = tensor_parallel_width(topology)
     return [*(f"{MEGATRON}{WIDTH}{n}" for n in range(2, widest) if widest % n == 0), MEGATRON]
 
 

@@ -85,4 +85,9 @@ def _bytes_to_be_read(graph: OperatorGraph) -> list[int]:
 def recomputed(graph: OperatorGraph, strategy: Strategy, names: Iterable[str] | None = None) -> Strategy:
     """The strategy with these operators recomputed, beside those that are; by default those of all ``runs_of`` the graph."""
     chosen = [name for run in runs_of(graph) for name in run] if names is None else names
-    return strategy.with_changes({name: replace(strategy.operators[name], recompute=True) for name in chosen})
+    return with_marks(strategy, chosen, True)
+
+
+def with_marks(strategy: Strategy, names: Iterable[str], recompute: bool) -> Strategy:
+    """The strategy in which these operators are recomputed, or not."""
+    return strategy.with_changes({name: replace(strategy.operators[name], recompute=recompute) for name in names})

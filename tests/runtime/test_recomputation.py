@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ from soap.simulator.lowering import build_plan
 from soap.strategy.classical import CLASSICAL, random_strategy
 from soap.strategy.config import Strategy
 from soap.strategy.recomputation import recomputed as recompute_runs
-from soap.strategy.recomputation import repeatable
+from soap.strategy.recomputation import repeatable, with_marks
 from soap.tracing.export import export_model
 from soap.zoo import names
 from tests.extent import FEW, often, so_many
@@ -40,7 +39,7 @@ THREE, FOUR = cluster([3], CPU), local_topology(4)
 def marked(graph: OperatorGraph, strategy: Strategy, draw: random.Random, share: float = 0.7) -> Strategy:
     """The strategy with such a share of what may be recomputed marked."""
     names = [name for name in sorted(repeatable(graph)) if draw.random() < share]
-    return strategy.with_changes({name: replace(strategy.operators[name], recompute=True) for name in names})
+    return with_marks(strategy, names, True)
 
 
 def recomputed(plan: Plan, seed: int = 0, share: float = 0.7) -> Plan:
@@ -70,7 +69,7 @@ def test_each_recomputed_segment_runs_once_more_right_before_it_is_needed() -> N
     graph = transformer(layers=2)
     usual = plan_of(graph, split((0,)))
     names = [op.name for op in graph.operators if op.name in repeatable(graph)]
-    chosen = usual.strategy.with_changes({name: replace(usual.strategy.operators[name], recompute=True) for name in names[1::3]})
+    chosen = with_marks(usual.strategy, names[1::3], True)
     program = compile_program(build_plan(graph, chosen, THREE))
     actions = part_of(program.backward, 0)
     again = [action.subject for action in actions if action.kind is ActionKind.RECOMPUTE]

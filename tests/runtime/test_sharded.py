@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -33,7 +31,7 @@ from tests.runtime.exact_modules import Batch, Trained, worst
 from tests.runtime.pool import Pool
 from tests.runtime.sparse_modules import OPTIMIZERS, train_alone
 from tests.runtime.sparse_plans import by_samples, hosts, random_synchronized
-from tests.runtime.test_sharded_state import MODELS, batch_of, gone_on, in_columns, module_of, trained
+from tests.runtime.test_sharded_state import MODELS, assert_go_on_alike, batch_of, in_columns, module_of, trained
 from tests.simulator.test_sharded import layers
 
 TOLERANCE = 1e-9
@@ -196,18 +194,11 @@ def test_gathers_come_behind_what_they_wait_for() -> None:
 def test_checkpoints_fit_any_plan_and_number_of_ranks(four: Pool, files: dict[str, str], tmp_path: Path) -> None:
     """Four ranks, two, three by any methods, four by tensor parallelism, and back to sharded states."""
     graph, path = loaded(files["odd"]).graph, files["odd"]
-    ways: Sequence[Any] = [
+    ways = [
         (all_sharded(graph, by_samples(graph, range(4), 6)), FOUR),
         (by_samples(graph, range(2), 6), TWO),
         (random_synchronized(graph, hosts(1, 2), random.Random(3)), hosts(1, 2)),
         (all_sharded(graph, in_columns(graph, by_samples(graph, range(4), 6), (3, 0, 2, 1)), 0), FOUR),
         (all_sharded(graph, by_samples(graph, range(2), 6), 2), TWO),
     ]
-    losses, source, last = [], None, None
-    for number, (strategy, topology) in enumerate(ways):
-        target = str(tmp_path / str(number))
-        last = four.run(gone_on, path, strategy, topology, source, target, [number], ranks=topology.device_count)[0]
-        losses += last.losses
-        source = target
-    expected = train_alone(module_of("odd"), [[batch_of("odd", 6, step)] for step in range(5)], OPTIMIZERS["adam"])
-    assert last is not None and worst(Trained(losses, last.state), expected) < TOLERANCE
+    assert_go_on_alike(four, path, ways, tmp_path)

@@ -227,6 +227,18 @@ def gone_on(path: str, strategy: Strategy, topology: Topology, source: str | Non
         return Trained(losses, trainer.state_dict())
 
 
+def assert_go_on_alike(four: Pool, path: str, ways: Sequence[tuple[Strategy, Topology]], folder: Path) -> None:
+    """Model "odd" trains a step in each of these ways, from the last one's checkpoint, like one process."""
+    losses, source, last = [], None, None
+    for number, (strategy, topology) in enumerate(ways):
+        target = str(folder / str(number))
+        last = four.run(gone_on, path, strategy, topology, source, target, [number], ranks=topology.device_count)[0]
+        losses += last.losses
+        source = target
+    expected = train_alone(module_of("odd"), [[batch_of("odd", 6, step)] for step in range(len(ways))], OPTIMIZERS["adam"])
+    assert last is not None and worst(Trained(losses, last.state), expected) < TOLERANCE
+
+
 def test_checkpoints_fit_any_plan_and_number_of_ranks(four: Pool, files: dict[str, str], tmp_path: Path) -> None:
     """Four ranks, two, three by tensor parallelism and all-reduces, four again."""
     graph, path = loaded(files["odd"]).graph, files["odd"]
@@ -236,11 +248,4 @@ def test_checkpoints_fit_any_plan_and_number_of_ranks(four: Pool, files: dict[st
         (random_synchronized(graph, hosts(1, 2), random.Random(3)), hosts(1, 2)),
         (sharded(graph, in_columns(graph, by_samples(graph, range(4), 6), (3, 0, 2, 1))), FOUR),
     ]
-    losses, source, last = [], None, None
-    for number, (strategy, topology) in enumerate(ways):
-        target = str(tmp_path / str(number))
-        last = four.run(gone_on, path, strategy, topology, source, target, [number], ranks=topology.device_count)[0]
-        losses += last.losses
-        source = target
-    expected = train_alone(module_of("odd"), [[batch_of("odd", 6, step)] for step in range(4)], OPTIMIZERS["adam"])
-    assert last is not None and worst(Trained(losses, last.state), expected) < TOLERANCE
+    assert_go_on_alike(four, path, ways, tmp_path)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 
@@ -16,6 +14,7 @@ from soap.simulator.memory.residency import memory_over_time
 from soap.simulator.reference import execution_order, simulate
 from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
 from soap.strategy.config import Strategy
+from soap.strategy.recomputation import with_marks
 from tests.graph_builder import GraphBuilder
 from tests.simulator.examples import (
     PointCosts,
@@ -36,7 +35,7 @@ TWO = pairwise_cluster(1, 1)
 
 def marked(chosen: Strategy, *names: str) -> Strategy:
     """The strategy with these operators recomputed."""
-    return chosen.with_changes({name: replace(chosen.operators[name], recompute=True) for name in names})
+    return with_marks(chosen, names, True)
 
 
 def lowered(graph: OperatorGraph, chosen: Strategy, topology: Topology = TWO) -> TaskGraph:

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 
 from soap.plan.plan import ASK_NAME, Plan
 from soap.plan.syncs.gathering import gathers
+from soap.runtime.program.action_order import Entry
 from soap.runtime.program.actions import Action, ActionKind
 from soap.runtime.sync.row_requests import asking_devices
 from soap.runtime.sync.seam import rank_sync
 
-Entry = tuple[tuple[int, ...], Action]
-"""(sort key, action)."""
 FIRST_STAGE = 4
 """First stage of synchronization after a segment; messages to other segments have lower stages."""
 BEFORE_ALL, AFTER_ALL = -2, 8
