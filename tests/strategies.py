@@ -206,7 +206,8 @@ def syncs(graph: OperatorGraph, parameter: str) -> st.SearchStrategy[SyncConfig]
     servers = [parameter_server(partitions, within, rows=rows) for partitions in (1, 3) for within in WITHIN]
     gathered = [SPARSE_ALL_GATHER] if parameter in graph.sparse else []
     lossy = [compressed(how, within) for how in LOSSY for within in WITHIN if not rows and graph.tensors[parameter].dtype in FLOATING]
-    return st.sampled_from([SyncConfig(), SHARDED_STATE, SHARDED, *gathered, *servers, *lossy])
+    here = [SyncConfig(), SHARDED_STATE, SHARDED]
+    return st.sampled_from([*here, *(replace(sync, offload=True) for sync in here), *gathered, *servers, *lossy])
 
 
 @st.composite

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import isfinite
 from typing import TypedDict
 
@@ -242,13 +243,15 @@ def constraint(text: str) -> tuple[str, str]:
 
 def sync_method(text: str) -> SyncConfig:
     """Parse ``parameter_server:4+local``, a way of synchronizing a parameter."""
-    rest, local, end = text.partition("+local")
+    way, offload, more = text.partition("+offload")
+    rest, local, end = way.partition("+local")
     method, found, partitions = rest.partition(":")
     number = partitions.isascii() and partitions.isdigit() and len(partitions) < 10  # of thousands of digits, int() raises
-    if end or (found and not number):
+    if end or more or (found and not number):
         raise argparse.ArgumentTypeError(f"{text[:100]!r} is not allowed; expected one of {_sync_forms()}")
     try:
-        return worded(method, int(partitions) if found else 1, "host" if local else "none")
+        sync = worded(method, int(partitions) if found else 1, "host" if local else "none")
+        return replace(sync, offload=True) if offload else sync
     except StrategyError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed: {error}; the forms are {_sync_forms()}") from None
 
@@ -283,7 +286,9 @@ def _sync_forms() -> str:
     for word in words():
         own = [contract for contract in METHODS if contract.word == word]
         partitions = "[:PARTITIONS]" if any(contract.most_partitions > 1 for contract in own) else ""
-        found.append(word + partitions + ("[+local]" if any("host" in contract.within for contract in own) else ""))
+        local = "[+local]" if any("host" in contract.within for contract in own) else ""
+        offload = "[+offload]" if any(contract.offloads for contract in own) else ""
+        found.append(word + partitions + local + offload)
     return ", ".join(found)
 
 

@@ -154,7 +154,7 @@ class ShardSync:
     of the region among the parameter's. ``regions``: those whose gradients share one buffer, in the buffer's order. The ``devices`` of
     their shards are the owners. ``readers``: the devices (sorted, distinct) whose tiles read them. ``leaders``: for each reader, the device
     through which it communicates: with local aggregation the first reader on its host, else the reader itself. ``compression``: how its
-    gradient is compressed, with a selection that suits the layer.
+    gradient is compressed, with a selection that suits the layer. ``offload``: whether owners update in their host's memory.
     """
 
     method: str
@@ -164,6 +164,7 @@ class ShardSync:
     readers: tuple[int, ...]
     leaders: tuple[int, ...]
     compression: Compression | None = None
+    offload: bool = False
 
     @property
     def contract(self) -> Contract:
@@ -241,6 +242,13 @@ class Plan:
         """Shards that one of several readers owns."""
         own = (sync for sync in self.syncs if sync.contract.owned_in_parts and not sync.contract.has_servers)
         return frozenset(number for sync in own for number in sync.shards)
+
+    @cached_property
+    def offloaded(self) -> frozenset[int]:
+        """Trainable shards whose optimizer's state is in their owners' hosts' memory."""
+        syncs = self.strategy.parameters
+        names = {name for name, sync in syncs.items() if sync.offload}
+        return frozenset(i for i, shard in enumerate(self.shards) if shard.trainable and shard.parameter in names)
 
     @cached_property
     def synchronized(self) -> frozenset[int]:

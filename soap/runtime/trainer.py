@@ -34,6 +34,7 @@ from soap.runtime.trace import Event, Recorder, join_events
 from soap.runtime.training_options import DEFAULT_TRAINING, TrainingKeywords, TrainingOptions
 from soap.runtime.updates.clipping import require_clippable
 from soap.runtime.updates.momentum import DecayMomentum, compressed_names, require_correctable, wrong_momentum
+from soap.runtime.updates.offloading import Offloading, require_offloadable
 from soap.runtime.updates.parts import joined_names, other_options, parts_of, require_possible, trainable_shapes
 from soap.runtime.updates.schedules import Schedule
 from soap.runtime.updates.trial import try_optimizer
@@ -89,6 +90,7 @@ class Trainer:
         self.layout = self.recipe.layout(trainable_shapes(plan))
         tried = try_optimizer(self.layout, trainable_shapes(plan), self.device)
         require_possible(plan, tried, self.lazy_sparse)
+        require_offloadable(plan, tried, lazy_sparse=self.lazy_sparse)
         self._place_values(joined_names(plan, tried), options.take_over)
         self._batch_compared = False
         self.sizes = BatchSizes(self, topology)
@@ -110,7 +112,8 @@ class Trainer:
     def _prepare_updates(self, trained: Sequence[str]) -> None:
         """Make the optimizer of this rank's parts, the schedule and the end of a step. RuntimeFailure, the same on all ranks, if the
         optimizer's factory treats parts of a parameter differently, or if corrected momentum is not all parameters' momentum."""
-        plan, self.parts = self.plan, parts_of(self.shards)
+        plan, self._offloading = self.plan, Offloading(self.plan, parts_of(self.shards), self.device)
+        self.parts = self._offloading.parts
         compressed = [sync.parameter for sync in plan.syncs if sync.compression is not None]
         self.optimizer = self.layout.optimizer({name: [p.tensor for p in self.parts.values() if p.parameter == name] for name in trained})
         line = other_options(self.layout, trainable_shapes(plan), self.parts, self.optimizer)
@@ -124,7 +127,8 @@ class Trainer:
         rule, updated = self.compressing.momentum, {n: p.tensor for n, p in self.parts.items() if p.parameter in compressed}
         decay = None if rule is None else DecayMomentum(rule, self.optimizer, updated)
         clip_norm = None if compressed else self.clip_norm  # else each rank has clipped already
-        self._ending = StepEnd(plan, self.comm, self.sizes.gradients, self.parts, self.optimizer, clip_norm, self.lazy_sparse, decay)
+        lazy = self.lazy_sparse
+        self._ending = StepEnd(plan, self.comm, self.sizes.gradients, self._offloading, self.optimizer, clip_norm, lazy, decay)
         by_rows = {sync.parameter for sync in plan.syncs if sync.contract.by_rows}
         kept = {plan.shards[number].parameter for number in self.shards.tensors}
         self._to_look_up = [name for name in plan.graph.sparse if name in kept and name not in by_rows] if self.lazy_sparse else []
@@ -196,7 +200,8 @@ class Trainer:
                 parameters[name] = parameters[name].detach().to("meta")
 
     def _refresh_copies(self) -> None:
-        """Send loaded values from owners to readers. This does not count as traffic of a step."""
+        """Send loaded values from owners to readers, and to hosts that update them. This does not count as traffic of a step."""
+        self._offloading.refresh()
         counted = replace(self.comm.traffic)
         self.sizes.gradients.refresh()
         self.comm.traffic = counted

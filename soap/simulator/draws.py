@@ -199,7 +199,7 @@ class DrawnTasks:
         if task.tile is not None:
             tile, device = plan.as_run(plan.tiles[task.tile]), topology.devices[task.resources[0]].type
             return self._spreads.of_tile(plan.graph, tile, device, backward=task.kind is TaskKind.BACKWARD)
-        if task.kind is TaskKind.UPDATE and task.id[0] == UPDATE:
+        if task.kind is TaskKind.UPDATE and task.id[0] == UPDATE and task.id[2] == 0:
             return self._spreads.of_update(topology.devices[task.resources[0]].type)
         if task.kind is TaskKind.COMPRESS and task.resources:
             return self._spreads.of_compression(topology.devices[task.resources[0]].type, selects=task.id[2] == SELECT)

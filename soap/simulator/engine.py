@@ -13,7 +13,7 @@ from soap.errors import ModelError
 from soap.model.graph import OperatorGraph
 from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.simulator.communication.prices import Communication
-from soap.simulator.communication.servers import core_names
+from soap.simulator.communication.offloading import names_behind_links
 from soap.simulator.compiled.change import KEEP, REPLACED_OPERATORS, Edit, make_edit, make_undo
 from soap.simulator.compiled.communication import MISSING
 from soap.simulator.compiled.draws import NO_DRAWING, Drawing
@@ -86,7 +86,7 @@ class Engine:
         self._renew(graph=self._graph, cluster=cluster, groups=self._groups.arrays)
         self._size, self._slots, self._arena = 4096, 4096, 65536
         self._make_scratch()
-        self._resources = topology.device_count + len(topology.links) + len(core_names(topology))
+        self._resources = topology.device_count + len(topology.links) + len(names_behind_links(topology))
         self._parameters = {tensor.name: position for position, tensor in enumerate(graph.parameters)}
         self._proposed: tuple[dict[int, OpConfig], dict[str, SyncConfig], dict[int, int]] = {}, {}, {}
         self._proposed_ns: int | None = None

@@ -151,8 +151,8 @@ class Folding:
 def fold(graph: OperatorGraph, topology: Topology, strategy: Strategy, training: PlannedTraining = PLAIN) -> Folding | str:
     """The strategy folded over as many copies as possible, or the reason why it cannot be folded, in one line. It must be legal."""
     for sync in strategy.parameters.values():
-        if sync.contract.folding:
-            return sync.contract.folding
+        if sync.contract.folding or sync.offload:
+            return sync.contract.folding or "optimizer states are offloaded"
     if topology.ports:
         return "communication costs the devices CPU overhead"
     if topology.cold_penalty.points:

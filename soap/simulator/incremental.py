@@ -68,7 +68,7 @@ class IncrementalSimulator:
     def always_fits(self) -> bool:
         """True if every device has ``AMPLE`` times the memory that one device would need for the whole model, and every host enough."""
         graph, topology = self._simulator.graph, self._simulator.topology
-        if hosts_may_lack(graph, topology, self._simulator.optimizer_states):
+        if hosts_may_lack(graph, topology, self._simulator.optimizer_states, offloading=True):
             return False
         whole = max(use.total for use in self._simulator.run(CLASSICAL["single_device"](graph, topology)).memory)
         return AMPLE * whole <= min(topology.memory_limits)

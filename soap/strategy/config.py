@@ -15,7 +15,7 @@ from soap.errors import StrategyError
 from soap.model.graph import KEEP_STATE, NEXT_STATE, Operator, OperatorGraph
 from soap.strategy.compression import COMPRESSIONS, Compression
 from soap.strategy.recomputation import require_repeatable
-from soap.strategy.sync_contracts import COMPRESSED, MAX_PREFETCH, Contract, Owner, Residence, Within, find_contract
+from soap.strategy.sync_contracts import COMPRESSED, MAX_PREFETCH, METHODS, Contract, Owner, Residence, Within, find_contract
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +65,9 @@ class SyncConfig:
 
     ``owner``: who holds the updated value and the optimizer's state. ``payload``: what of a gradient travels. ``residence``: whether
     readers keep the value between uses. ``within``: what is done inside a host first. ``partitions``: into how many parts, by rows, servers
-    cut a shard. ``compression``: how gradients are compressed, with payload ``compressed`` alone. The default is an all-reduce of
-    gradients; ``soap.strategy.sync`` has names for the usual combinations. StrategyError if no method serves the combination.
+    cut a shard. ``compression``: how gradients are compressed, with payload ``compressed`` alone. ``offload``: owners keep the
+    optimizer's state in their host's memory: gradients are copied there, the host's cores update, and updated values come back (ZeRO-Offload:
+    Ren et al., USENIX ATC 2021). The default is an all-reduce of gradients; ``soap.strategy.sync`` has names for the usual combinations. StrategyError if no method serves the combination.
     """
 
     owner: Owner = "readers"
@@ -75,6 +76,7 @@ class SyncConfig:
     within: Within = "none"
     partitions: int = 1
     compression: Compression | None = None
+    offload: bool = False
 
     def __post_init__(self) -> None:
         contract = self.contract
@@ -89,6 +91,9 @@ class SyncConfig:
         if not 1 <= self.partitions <= contract.most_partitions:
             allowed = "1 to " * (contract.most_partitions > 1) + str(contract.most_partitions)
             raise StrategyError(f"{said} in {self.partitions} partitions: expected {allowed}")
+        if self.offload and not contract.offloads:
+            able = ", ".join(dict.fromkeys(own.word for own in METHODS if own.offloads))
+            raise StrategyError(f"{said} with offload: expected one of {able}; leave offload out, or use one of these")
 
     @property
     def contract(self) -> Contract:

@@ -47,6 +47,7 @@ PARAMETER_FIELDS = (
     OptionalField("within", _one_of(lambda: WITHIN), str),
     OptionalField("partitions", _count(MAX_PARTITIONS), int),
     OptionalField("compression", settings_schema, read_settings, write=written_settings, say=said_settings),
+    OptionalField("offload", lambda: {"type": "boolean"}, bool, say=lambda value: "yes" if value else "no"),
 )
 """Of ``SyncConfig``."""
 

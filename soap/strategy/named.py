@@ -16,9 +16,10 @@ from soap.strategy.classical import NAMED, SYNCHRONIZED, hybrid
 from soap.strategy.config import Strategy
 from soap.strategy.grids import tensor_parallel_width
 from soap.strategy.recomputation import recomputed
+from soap.strategy.sync import offloaded
 
 JOIN, WIDTH = "+", ":"
-DATA_PARALLEL, MEGATRON, RECOMPUTE = "data_parallel", "megatron", "recompute"
+DATA_PARALLEL, MEGATRON, RECOMPUTE, OFFLOAD = "data_parallel", "megatron", "recompute", "offload"
 
 Added = Callable[[OperatorGraph, Topology, Strategy], Strategy]
 """Puts something on top of a strategy."""
@@ -35,7 +36,13 @@ def _recomputed(graph: OperatorGraph, topology: Topology, strategy: Strategy) ->
     return recomputed(graph, strategy)
 
 
-ADDED: Mapping[str, Added] = MappingProxyType({**{name: _synchronized_as(name) for name in SYNCHRONIZED}, RECOMPUTE: _recomputed})
+def _offloaded(graph: OperatorGraph, topology: Topology, strategy: Strategy) -> Strategy:
+    return offloaded(graph, strategy)
+
+
+ADDED: Mapping[str, Added] = MappingProxyType(
+    {**{name: _synchronized_as(name) for name in SYNCHRONIZED}, RECOMPUTE: _recomputed, OFFLOAD: _offloaded}
+)
 """What may be put on top of another strategy, by name."""
 
 SAVING: tuple[tuple[str, ...], ...] = (("zero1", "fsdp"), (RECOMPUTE,))
@@ -49,6 +56,9 @@ MOST_SAVING = f"fsdp{JOIN}{RECOMPUTE}"
 
 SPLITTING = (DATA_PARALLEL, MEGATRON, "one_weird_trick")
 """Strategies on which any of these may be put, those that keep all devices busy. Megatron also in narrower groups."""
+
+OFFLOADED = ((OFFLOAD,), ("zero1", OFFLOAD), ("fsdp", OFFLOAD), ("fsdp", RECOMPUTE, OFFLOAD))
+"""What may be put on data parallelism last, where all others may lack memory: hosts update slowly."""
 
 APART = ("hybrid", "parameter_server", "model_parallel")
 """Further strategies that may fit where data parallelism does not, as they are."""
@@ -92,6 +102,7 @@ def saving_names(topology: Topology) -> Iterator[str]:
     yield from (_joined(DATA_PARALLEL, added) for added in on_top if added)
     yield from (_joined(base, added) for added in on_top for base in bases if base != DATA_PARALLEL)
     yield from APART
+    yield from (_joined(DATA_PARALLEL, added) for added in OFFLOADED)
 
 
 def _joined(base: str, added: tuple[str, ...]) -> str:

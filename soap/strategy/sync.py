@@ -88,6 +88,12 @@ def fitted(graph: OperatorGraph, parameter: str, sync: SyncConfig) -> SyncConfig
     return found
 
 
+def offloaded(graph: OperatorGraph, strategy: Strategy) -> Strategy:
+    """The strategy with the optimizer's state of every trainable parameter in hosts' memory, if the parameter's method allows that."""
+    names = [tensor.name for tensor in graph.parameters if tensor.requires_grad and strategy.sync(tensor.name).contract.offloads]
+    return strategy.with_changes(parameters={name: replace(strategy.sync(name), offload=True) for name in names})
+
+
 def server_count(topology: Topology) -> int:
     """Hosts with devices."""
     return len({device.host for device in topology.devices})
@@ -139,7 +145,7 @@ def in_one_partition(strategy: Strategy, names: Collection[str]) -> Strategy:
     """The strategy with each of these parameters in one partition, if servers own it, and all-reduced, if readers own parts of it."""
     for name, sync in strategy.parameters.items():
         if name in names and sync.owner == "parts":
-            strategy = strategy.with_parameter(name, ALL_REDUCE)
+            strategy = strategy.with_parameter(name, replace(ALL_REDUCE, offload=sync.offload))
         elif name in names and sync.partitions > 1:
             strategy = strategy.with_parameter(name, replace(sync, partitions=1))
     return strategy

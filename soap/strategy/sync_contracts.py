@@ -43,7 +43,8 @@ class Contract:
     which it serves; of a sparse parameter a step touches only some rows. ``exact``: N ranks train as one process does; a lossy method is
     used only if the user names it. ``within``: what it can do inside hosts. ``most_partitions``: on servers. ``wire_bits``: bits that an
     element of a gradient takes on its way, if not the width of its type. ``state``: tensors that it keeps from step to step (a residual),
-    which checkpoints must hold. ``folding``: why plans with it cannot be folded over copies; empty if they can.
+    which checkpoints must hold. ``offloads``: whether owners may keep the optimizer's state in their host's memory and update there
+    (``SyncConfig.offload``). ``folding``: why plans with it cannot be folded over copies; empty if they can.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Contract:
     most_partitions: int = 1
     wire_bits: int | None = None
     state: tuple[str, ...] = ()
+    offloads: bool = False
     folding: str = "the method of synchronization is not known to fold"
 
     @property
@@ -108,6 +110,7 @@ ALL_REDUCE = Contract(
     residence="kept",
     parameters="all",
     exact=True,
+    offloads=True,
     folding="",
 )
 """Gradients are summed over the readers, each of which updates its copy. The default method."""
@@ -167,6 +170,7 @@ METHODS: list[Contract] = [
         residence="kept",
         parameters="all",
         exact=True,
+        offloads=True,
         folding="readers own parts of parameters",
     ),
     Contract(
@@ -177,6 +181,7 @@ METHODS: list[Contract] = [
         residence="gathered",
         parameters="all",
         exact=True,
+        offloads=True,
         folding="readers own parts of parameters",
     ),
 ]

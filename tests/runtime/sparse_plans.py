@@ -63,4 +63,5 @@ def random_synchronized(graph: OperatorGraph, topology: Topology, rng: random.Ra
     """Any configurations and any methods."""
     configs = {op.name: random_config(op, topology.device_count, rng) for op in graph.operators}
     syncs = {tensor.name: random_sync(rng, tensor.name in graph.sparse) for tensor in graph.parameters}
+    syncs = {name: replace(sync, offload=sync.contract.offloads and rng.random() < 0.3) for name, sync in syncs.items()}
     return Strategy(configs, syncs, prefetch=rng.randrange(3))

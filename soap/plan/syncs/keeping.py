@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import chain
 
 from soap.cluster.topology import Topology
@@ -47,7 +48,7 @@ class Keeping:
                     shards.append(Shard(parameter, len(shards) - first, box, readers, places, trainable))
                     continue
                 leaders = self._leaders(readers) if sync.within == "host" else readers
-                used = sync if wanted.serves_region(readers, dict.fromkeys(leaders)) else usual
+                used = sync if wanted.serves_region(readers, dict.fromkeys(leaders)) else replace(usual, offload=sync.offload)
                 method = wanted if used is sync else method_of(used.contract)
                 owned = method.owners(parameter, index, box, readers, used, self._places)
                 numbers = tuple(range(len(shards), len(shards) + len(owned)))
@@ -56,7 +57,7 @@ class Keeping:
                 name = method.contract.name
                 how = None if used.compression is None else settled(self._graph, parameter, used.compression)
                 region = ReadRegion(parameter, box, numbers, places)
-                syncs.setdefault(name, []).append(ShardSync(name, parameter, index, (region,), readers, leaders, how))
+                syncs.setdefault(name, []).append(ShardSync(name, parameter, index, (region,), readers, leaders, how, used.offload))
         groups = [method.groups(self._graph, tiles, shards, syncs[method.contract.name]) for method in self._in_order(syncs)]
         return tuple(shards), tuple(chain.from_iterable(groups))
 

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import torch
 
+from soap.plan.offloading import from_host_name, host_update_name, to_host_name
 from soap.plan.plan import Plan, serve_name, update_name
 from soap.runtime.comm.position import HERE
 from soap.runtime.comm.redistribute import Communicator
@@ -15,12 +16,13 @@ from soap.runtime.sync.row_update import Updater
 from soap.runtime.trace import Recorder, watch_nothing
 from soap.runtime.updates.clipping import clip
 from soap.runtime.updates.momentum import DecayMomentum
-from soap.runtime.updates.parts import Part, merged
+from soap.runtime.updates.offloading import Offloading
+from soap.runtime.updates.parts import merged
 from soap.simulator.tasks import TaskKind
 
 
 class StepEnd:
-    """The end of a step on one rank. ``parts``: what its optimizer updates. ``clip_norm``: the largest global norm of the gradients; None:
+    """The end of a step on one rank. ``offloading``: what its optimizer updates, and what of it in the host's memory. ``clip_norm``: the largest global norm of the gradients; None:
     no clipping. ``lazy``: see ``row_update``. ``decay``: momentum of weight decay, if momentum is corrected."""
 
     def __init__(
@@ -28,7 +30,7 @@ class StepEnd:
         plan: Plan,
         comm: Communicator,
         gradients: Gradients,
-        parts: Mapping[int, Part],
+        offloading: Offloading,
         optimizer: torch.optim.Optimizer | None,
         clip_norm: float | None,
         lazy: bool,
@@ -36,7 +38,8 @@ class StepEnd:
     ) -> None:
         self._decay = decay
         self.plan, self.comm, self.gradients, self.clip_norm = plan, comm, gradients, clip_norm
-        self._parts, self._name = parts, update_name(comm.rank)
+        self._offloading, self._parts, self._name = offloading, offloading.parts, update_name(comm.rank)
+        parts = offloading.parts
         tensors = {number: part.tensor for number, part in parts.items()}
         self._updater = Updater(optimizer, tensors, {number: (part.parameter, part.box) for number, part in parts.items()}, lazy)
 
@@ -51,14 +54,33 @@ class StepEnd:
         if self.clip_norm is not None:
             found = {**gradients.dense, **{number: own.values for number, own in gradients.rows.items()}}
             norm = clip(self.comm, self.plan, found, self.clip_norm, watch)
-        left = None if not done else self._parts.keys() - done
+        away = self._offloading.numbers
+        left = self._parts.keys() - done - (away if recorder is not None else set())
         timed = recorder is not None and (gradients.dense.keys() | gradients.rows.keys()) - done
         with recorder.task(self._name, TaskKind.UPDATE) if recorder is not None and timed else nullcontext():
-            dense = gradients.dense if self._decay is None else self._decay.added(gradients.dense)
-            self._updater.update(*merged(self.plan, self._parts, dense, gradients.rows), looked_up, left)
+            dense, rows = gradients.dense if self._decay is None else self._decay.added(gradients.dense), gradients.rows
+            dense, rows = merged(self.plan, self._parts, dense, rows)
+            if recorder is None and away:  # the optimizer takes one step, so that what it counts of steps is right
+                dense.update(self._offloading.to_host(dense))
+            if left:
+                self._updater.update(dense, rows, looked_up, left)
+        if recorder is not None and away:
+            self._update_on_host(dense, recorder)
+        elif away:
+            self._offloading.from_host()
         HERE.task = ""
         gradients.refresh(watch)
         return norm
+
+    def _update_on_host(self, dense: Mapping[int, torch.Tensor], recorder: Recorder) -> None:
+        """In a traced step, update what is offloaded in tasks of their own."""
+        rank = self.comm.rank
+        with recorder.task(to_host_name(rank), TaskKind.SYNC):
+            gradients = self._offloading.to_host(dense)
+        with recorder.task(host_update_name(rank), TaskKind.UPDATE):
+            self._updater.update(gradients, {}, {}, self._offloading.numbers)
+        with recorder.task(from_host_name(rank), TaskKind.SYNC):
+            self._offloading.from_host()
 
     def _serve(self, recorder: Recorder) -> set[int]:
         """In a traced step, add up and update each partition that this rank serves as a task of its own. Returns the updated shards. With

@@ -16,7 +16,7 @@ from soap.plan.syncs.clipping import NORM_NAME, sums_norm
 from soap.plan.syncs.seam import method_for
 from soap.simulator.communication import allreduce
 from soap.simulator.communication.prices import Communication
-from soap.simulator.communication.servers import core_names
+from soap.simulator.communication.offloading import names_behind_links
 from soap.simulator.memory.ledger import MemoryCurve
 from soap.simulator.tasks import Schedule, Task, TaskGraph, TaskKind
 
@@ -33,9 +33,9 @@ NS_PER_US = 1000
 
 
 def resource_names(tasks: TaskGraph) -> list[str]:
-    """Names of all resources in the order of their numbers: devices, links, CPU cores."""
+    """Names of all resources in the order of their numbers: devices, links, CPU cores, and what offloading uses."""
     topology = tasks.topology
-    return [device.name for device in topology.devices] + [link.name for link in topology.links] + core_names(topology)
+    return [device.name for device in topology.devices] + [link.name for link in topology.links] + names_behind_links(topology)
 
 
 def shown_resources(tasks: TaskGraph) -> dict[int, str]:

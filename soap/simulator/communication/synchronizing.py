@@ -5,12 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from soap.cluster.topology import DeviceType
+from soap.cluster.host_links import host_link
+from soap.plan.offloading import from_host_name, host_update_name, offloaded_bytes, to_host_name
 from soap.plan.plan import ASK_NAME, Plan, ShardSync, settled_name, update_name
 from soap.plan.syncs.asking import asking_rounds
 from soap.plan.syncs.bucketing import idle_shards, shard_bytes
 from soap.plan.syncs.clipping import NORM_BYTES, NORM_NAME, sums_norm
 from soap.plan.syncs.gathering import Gather, gathers
 from soap.plan.syncs.seam import SERVE, DeviceWork, Phase, ShardUpdate, SyncStep, method_for
+from soap.simulator.communication.offloading import (
+    DOWN,
+    OFFLOADING_NS,
+    ON_HOST,
+    STAGES,
+    UP,
+    copy_ns,
+    offload_resource,
+    offload_updater,
+)
 from soap.simulator.communication.servers import adding_ns, device_row_seconds, row_seconds, server_resources, server_type
 from soap.simulator.costs import CostModel, compression_ns, table_update_ns
 from soap.simulator.task_list import FORWARD, SYNC, UPDATE, TaskList
@@ -101,9 +113,39 @@ class Synchronization:
         for device, duration in self._device_updates().items():
             place = (UPDATE, device, 0, 0, 0, 0)
             updates[device] = self._tasks.add(place, update_name(device), TaskKind.UPDATE, (device,), duration, ready[device])
+        offloads = self._offload(updates)
         for number, sync in enumerate(plan.syncs):
             if not any(part.name for part in self._updates[number]):
-                list(self._walk(number, Phase.AFTER_UPDATE, [updates[device] for device in plan.owners(sync) if device in updates]))
+                last = offloads if sync.offload else updates
+                list(self._walk(number, Phase.AFTER_UPDATE, [last[device] for device in plan.owners(sync) if device in last]))
+
+    def _offload(self, updates: Mapping[int, int]) -> dict[int, int]:
+        """Add the updates that hosts make for devices, each behind the device's own: a copy to the host, its update, and a copy back.
+        Returns device -> the copy back."""
+        topology, found, on_host_ns = self._tasks.topology, {}, self._host_updates()
+        for device, size in offloaded_bytes(self._plan).items():
+            link, task = host_link(topology, device), updates[device]
+            copied_ns = copy_ns(size, link)
+            for place, kind, name, held, duration in (
+                (DOWN, TaskKind.SYNC, to_host_name(device), link.down, copied_ns),
+                (ON_HOST, TaskKind.UPDATE, host_update_name(device), (), on_host_ns[device]),
+                (UP, TaskKind.SYNC, from_host_name(device), link.up, copied_ns),
+            ):
+                resources = (offload_resource(topology, device, place), *(topology.device_count + own for own in held))
+                moved = 0 if place == ON_HOST else size
+                task = self._tasks.add((UPDATE, device, STAGES[place], 0, 0, 0), name, kind, resources, duration, [task], moved)
+            found[device] = task
+        return found
+
+    def _host_updates(self) -> dict[int, int]:
+        """Device -> nanoseconds that its host takes to update what the device owns and offloads."""
+        found: dict[int, int] = {}
+        plan, topology = self._plan, self._tasks.topology
+        for part in own_updates(plan, self._updates):
+            for device in plan.shards[part.shard].devices if part.shard in plan.offloaded else ():
+                size = shard_bytes(plan.graph, plan.shards[part.shard])
+                found[device] = found.get(device, 0) + self._costs.update_ns(size, offload_updater(topology, device))
+        return found
 
     def _walk(self, number: int, phase: Phase, after: Iterable[int], backward: Mapping[int, int] = NOTHING) -> Iterator[int]:
         """Add the tasks of one synchronization in one phase, each after the one before; yields the communications."""
@@ -170,13 +212,17 @@ class Synchronization:
         return (SYNC, self._positions[sync.parameter], stage, sync.index, 0, 0)
 
     def _device_updates(self) -> dict[int, int]:
-        """Device -> nanoseconds for the updates of all its shards, with adding up gathered rows; devices without updates are left out."""
-        found: dict[int, int] = {}
+        """Device -> nanoseconds for the updates of all its shards, with adding up gathered rows; devices without updates are left out.
+        What hosts update for a device leaves it only the adding up."""
+        found: dict[int, int] = dict.fromkeys(offloaded_bytes(self._plan), OFFLOADING_NS)
         plan, topology = self._plan, self._tasks.topology
         for part in own_updates(plan, self._updates):
             for device in plan.shards[part.shard].devices:
-                duration = self._update_ns(part, topology.devices[device].type, device_row_seconds(topology, device))
-                found[device] = found.get(device, 0) + duration
+                kind = topology.devices[device].type
+                if part.shard in plan.offloaded:
+                    found[device] += adding_ns(part, kind, 0.0)
+                    continue
+                found[device] = found.get(device, 0) + self._update_ns(part, kind, device_row_seconds(topology, device))
         return dict(sorted(found.items()))
 
     def _update_ns(self, part: ShardUpdate, kind: DeviceType, seconds_per_row: float) -> int:
@@ -203,9 +249,11 @@ def before_passes(plan: Plan) -> frozenset[str]:
 
 def device_updates(plan: Plan, *, rows_alone: bool) -> Iterator[tuple[int, int]]:
     """(device, bytes) that a device's own update changes, for each shard. ``rows_alone``: the optimizer changes only rows with a gradient;
-    a shard that is updated by rows then counts the rows that all its readers touch."""
+    a shard that is updated by rows then counts the rows that all its readers touch. What hosts update is left out."""
     for part in own_updates(plan, (method_for(sync).updates(plan, sync) for sync in plan.syncs)):
         shard = plan.shards[part.shard]
+        if part.shard in plan.offloaded:
+            continue
         size = part.updated_bytes if part.by_rows and rows_alone else shard_bytes(plan.graph, shard)
         for device in shard.devices:
             yield device, size

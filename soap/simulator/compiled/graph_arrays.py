@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from soap.cluster.host_links import host_link
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph, TensorKind
 from soap.model.sparse_access import RowAccess
 from soap.plan.placement import first_readers, first_servers, server_devices
 from soap.plan.syncs.bucketing import gather_limit
 from soap.simulator.communication.prices import Communication
+from soap.simulator.communication.offloading import DOWN, ON_HOST, UP, offload_resource
 from soap.simulator.communication.servers import first_cores, row_seconds, server_type
 from soap.strategy.sync_contracts import METHODS
 
@@ -84,6 +86,9 @@ class ClusterTables(NamedTuple):
       lowest device (``host_device``), the first core (``core``, a resource), the number of cores (``cores``). Of the server beside it:
       whether the device does the work (``serves_itself``) rather than a core, ``core_bandwidth`` of what does it in bytes per second, and
       the first host whose server has the same type (``core_host``).
+    - By device, of what it offloads: ``offload_owner`` of the update's price (``ShardTables.price``); ``lift_bandwidth`` in bytes per second
+      and ``lift_latency`` in seconds of copies; the copy down, the update and the copy up hold the resources ``lift[lift_ptr[3 * d +
+      place]:lift_ptr[3 * d + place + 1]]``.
     - ``server``: devices beside which servers are. ``hosts``: number of hosts.
     - By the number of messages that a device has in an exchange (the last entry also for larger numbers): ``latency_factor``
       (``Topology.latency_factor``), ``exchange_ns`` and ``exchange_permille`` (``Topology.cpu_overhead``).
@@ -109,6 +114,11 @@ class ClusterTables(NamedTuple):
     core_bandwidth: Floats
     core_host: Ints
     row_seconds: Floats
+    offload_owner: Ints
+    lift_bandwidth: Floats
+    lift_latency: Floats
+    lift_ptr: Ints
+    lift: Ints
     message_ns: Longs
     message_permille: Longs
     latency_factor: Floats
@@ -175,7 +185,7 @@ def graph_tables(graph: OperatorGraph, topology: Topology) -> GraphTables:
         user_place=user_place,
         parameter_dtype=np.array([dtypes[t.dtype] for t in graph.parameters], np.int32),
         parameter_itemsize=np.array([t.itemsize for t in graph.parameters], np.int32),
-        bucket_kinds=np.array([len(dtypes), len(METHODS)], np.int32),
+        bucket_kinds=np.array([len(dtypes), 2 * len(METHODS)], np.int32),
         gather_limit=np.array([gather_limit(graph)], np.int64),
         first_server=np.array([servers[t.name] for t in graph.parameters], np.int32),
         first_reader=np.array([first_reader[t.name] for t in graph.parameters], np.int64),
@@ -255,6 +265,7 @@ def cluster_tables(communication: Communication) -> ClusterTables:
         core_bandwidth=np.array([cores[host].memory_bandwidth_bytes_per_second for host in places], np.float64),
         core_host=np.array([next(h for h, kind in cores.items() if kind == cores[host]) for host in places], np.int32),
         row_seconds=np.array([row_seconds(topology, device) for device in range(count)], np.float64),
+        **_lifts(topology),
         message_ns=message_shares[0],
         message_permille=message_shares[1],
         latency_factor=np.array([topology.latency_factor.of_exchange(1 + messages) for messages in range(count + 1)], np.float64),
@@ -264,6 +275,26 @@ def cluster_tables(communication: Communication) -> ClusterTables:
         sum_ns=sum_shares[0],
         sum_permille=sum_shares[1],
     )
+
+
+def _lifts(topology: Topology) -> dict[str, Any]:
+    """What ``ClusterTables`` has of offloading."""
+    types, hosts, count = device_types(topology), len(topology.hosts), topology.device_count
+    links = [host_link(topology, device) for device in range(count)]
+    held: list[list[int]] = []
+    for device, link in enumerate(links):
+        for place, beside in ((DOWN, link.down), (ON_HOST, ()), (UP, link.up)):
+            held.append([offload_resource(topology, device, place), *(count + own for own in beside)])
+    owners = [
+        hosts + types.index(own.type.name) if own.type.kind == "cpu" else 2 * (hosts + len(types)) + own.host for own in topology.devices
+    ]
+    return {
+        "offload_owner": np.array(owners, np.int32),
+        "lift_bandwidth": np.array([link.bandwidth_bytes_per_second for link in links], np.float64),
+        "lift_latency": np.array([link.latency_seconds for link in links], np.float64),
+        "lift_ptr": np.cumsum([0, *map(len, held)]).astype(np.int32),
+        "lift": np.array([resource for own in held for resource in own], np.int32),
+    }
 
 
 def device_types(topology: Topology) -> list[str]:

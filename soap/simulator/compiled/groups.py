@@ -7,7 +7,7 @@ import numpy as np
 from soap.cluster.topology import Topology
 from soap.simulator.chunks import shortest_chunk_ns
 from soap.simulator.communication.prices import Communication
-from soap.simulator.communication.servers import core_names
+from soap.simulator.communication.offloading import names_behind_links
 from soap.simulator.compiled.graph_arrays import ClusterTables, Ints
 from soap.simulator.compiled.growing import Growing
 from soap.simulator.compiled.lists import GrowingLists
@@ -60,7 +60,7 @@ class DeviceGroups:
 
 def _port_devices(topology: Topology) -> Ints:
     """For each resource, the device of its port, or -1."""
-    device = np.full(topology.device_count + len(topology.links) + len(core_names(topology)), -1, np.int32)
+    device = np.full(topology.device_count + len(topology.links) + len(names_behind_links(topology)), -1, np.int32)
     for port in topology.ports:
         device[topology.device_count + port.link] = -1 if port.device is None else port.device
     return device

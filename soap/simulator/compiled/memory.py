@@ -49,9 +49,9 @@ from soap.simulator.compiled.memory_tables import (
     MemoryTables,
 )
 from soap.simulator.compiled.rows import is_sparse
-from soap.simulator.compiled.syncs.codes import has_server, is_as_it_travels, sums_in_place
+from soap.simulator.compiled.syncs.codes import has_server, is_as_it_travels, offloads, sums_in_place
 from soap.simulator.compiled.syncs.gathered_memory import add_gathered
-from soap.simulator.compiled.syncs.memory import add_synchronized, cut_of
+from soap.simulator.compiled.syncs.memory import add_synchronized, away_bytes, cut_of
 from soap.simulator.compiled.transit import add_fetches, add_holdings, add_sent, add_sums
 from soap.simulator.compiled.variants import CELLS
 from soap.simulator.compiled.world import World
@@ -76,12 +76,20 @@ def bound_memory(W: World, M: MemoryTables) -> int:
         add_sent(W, M, op)
         add_sums(W, M, op)
         add_holdings(W, M, op)
-    fits, lacking = True, False
+    fits, lacking = M.fixed[3] == 0 and not (M.fixed[4] != 0 and _any_offloads(C)), False
     for device in range(devices):
         _sum_up(K, M, operators, device)
         fits &= M.total[device] <= M.limit[device]
         lacking |= M.certain[device] > M.limit[device]
-    return LACKING if lacking else FITS if fits and not M.fixed[3] else UNKNOWN
+    return LACKING if lacking else FITS if fits else UNKNOWN
+
+
+@compiled
+def _any_offloads(C):  # type: ignore[no-untyped-def]
+    found = False
+    for code in C.sync:
+        found |= offloads(code)
+    return found
 
 
 @compiled
@@ -159,6 +167,9 @@ def _parameter(W, M, parameter):  # type: ignore[no-untyped-def]
         if M.trainable[parameter]:
             part[TRAINABLE, device] += held + rest
             part[TRAINABLE_DOUBTFUL, device] += doubtful
+            away = away_bytes(W, M, code, device)
+            part[HELD, device] += away * (held + rest)
+            part[HELD_DOUBTFUL, device] += away * doubtful
             part[LARGEST_SHARD, device] = max(part[LARGEST_SHARD, device], held, rest)
             part[COLLECTED, device] += 0 if disjoint else held
             part[COLLECTED_DOUBTFUL, device] += 0 if disjoint else held

@@ -35,7 +35,8 @@ class Scratch(NamedTuple):
     - ``k_``: carriers; ``part``: their pieces. ``t_``: tasks. ``e_``: edges. ``res``: resources of exchanges. ``cell``: bounds of cells and
       of pieces. ``hash_key``, ``hash_stamp``, ``hash_value``: a hash table.
     - By device: ``update`` in ns; ``floor``: least ns of its update, whatever the changed operator becomes; ``taken``: partitions on the
-      cores of a host, for the host's lowest device; ``settled``, ``settling``: see ``syncs.compressed`` and ``syncs.sharded_state``.
+      cores of a host, for the host's lowest device; ``settled``, ``settling``: see ``syncs.compressed`` and ``syncs.sharded_state``;
+      ``offloaded``, ``on_host``, ``lifting``: see ``syncs.offloading`` and ``syncs.sharded_state``.
     - By parameter: ``geometry``, ``expected`` (a stamp).
     - The tiles that use a shard: ``use_slot``, ``use_device``, ``use_lookups``, ``use_block`` (equal for replicas of one tile).
     - By place in ``members``, from 0 on: ``lookups``, ``seen``, ``leader``, ``touched``, ``together``, ``received``; by partition:
@@ -128,6 +129,9 @@ class Scratch(NamedTuple):
     taken: Longs
     settled: Longs
     settling: Longs
+    offloaded: Longs
+    on_host: Longs
+    lifting: Longs
     members: Ints
     peers: Ints
     geometry: Ints
@@ -172,7 +176,7 @@ def make_scratch(size: int, devices: int, links: int) -> Scratch:
     sizes |= dict.fromkeys(("mark", "mark_value"), max(devices, size))
     sizes |= dict.fromkeys(("load", "load_stamp"), links + 1)
     sizes |= {"held": devices + links + 1, "members": devices + 1, "peers": devices + 1, "cell": 16 * size, "flow": 3 * size}
-    sizes |= dict.fromkeys(("update", "floor", "taken", "settled", "settling"), devices)
+    sizes |= dict.fromkeys(("update", "floor", "taken", "settled", "settling", "offloaded", "on_host", "lifting"), devices)
     sizes |= dict.fromkeys(("lookups", "leader", "touched", "together", "received", "seen"), devices + 1)
     sizes |= dict.fromkeys(("e_src", "e_dst", "res", "work", "fill", "gradient_next", "gradient_task"), 4 * size)
     sizes |= dict.fromkeys(("claim_next", "claim_task", "claim_position"), 4 * size)

@@ -15,6 +15,7 @@ from soap.model.graph import OperatorGraph
 from soap.model.regions import Box, cells, contains, lengths, subtract, volume, whole
 from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.plan.placement import server_devices
+from soap.simulator.communication.offloading import offload_updater
 from soap.simulator.communication.servers import server_type
 from soap.simulator.compiled.effort import effort_row
 from soap.simulator.compiled.growing import Growing
@@ -100,10 +101,12 @@ class Geometries:
         """Ask the cost model for the prices of updates. ``missing``: entries of ``price``, one after the other."""
         hosts = len(self._topology.hosts)
         for owner, high, low in dict.fromkeys(zip(missing[::3], missing[1::3], missing[2::3], strict=True)):
-            place = owner % (hosts + len(self._types))
-            kind = server_type(self._topology, self._servers[place]) if place < hosts else self._types[place - hosts]
-            size = (high << LOW_BITS) + low
-            of_rows = place != owner
+            kinds, size = hosts + len(self._types), (high << LOW_BITS) + low
+            place, of_rows = owner % kinds, owner // kinds == 1
+            if owner >= 2 * kinds:
+                kind = offload_updater(self._topology, next(d.index for d in self._topology.devices if d.host == place))
+            else:
+                kind = server_type(self._topology, self._servers[place]) if place < hosts else self._types[place - hosts]
             self._prices.add((owner, high, low))
             self._price_ns.add([table_update_ns(self._costs, size, size, kind) if of_rows else self._costs.update_ns(size, kind)])
 

@@ -138,7 +138,8 @@ class ShardTables(NamedTuple):
     uses them. ``tied``, ``tied_geometry``: geometries of parameters that several operators use, by [parameter, cuts of its users].
 
     ``price_ns``: updates by ``price``: [owner, bytes >> LOW_BITS, the low bits of the bytes]. The owner is a host, for its server, or the
-    number of hosts + a device type; for tables with gradients of some rows, the number of hosts and of types is added. ``rows_alone``:
+    number of hosts + a device type; for tables with gradients of some rows, the number of hosts and of types is added; for a host's
+    updates of what its devices offload, twice that number to the host. ``rows_alone``:
     whether an update of a table changes only the rows with a gradient.
 
     ``effort``: what compression of a shard takes (``syncs.compressed``), by ``compressed``: [code, parameter, shard, number of peers].

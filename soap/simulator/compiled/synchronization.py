@@ -6,6 +6,7 @@ then the tasks of other methods, which the methods' own files in ``syncs`` add.
 
 from __future__ import annotations
 
+from soap.simulator.communication.offloading import OFFLOADING_NS
 from soap.simulator.compiled.chunks import cut_sums
 from soap.simulator.compiled.graph_arrays import GraphTables
 from soap.simulator.compiled.jit import compiled
@@ -13,7 +14,7 @@ from soap.simulator.compiled.scratch import EDGES, EXPECTED, PRICES, STAMP, TASK
 from soap.simulator.compiled.state import ARENA, NEVER, SLOTS, SYNC_BUCKET, SYNC_DEVICE, SYNC_NORM, SYNCS, UPDATE_DEVICE, Groups, State
 from soap.simulator.compiled.syncs.all_reduce import finish_bucket, join_bucket
 from soap.simulator.compiled.syncs.clipping import begin_norm, finish_norm
-from soap.simulator.compiled.syncs.codes import gathers_rows, is_compressed, is_in_buckets
+from soap.simulator.compiled.syncs.codes import gathers_rows, is_compressed, is_in_buckets, offloads
 from soap.simulator.compiled.syncs.compressed import add_compressed
 from soap.simulator.compiled.syncs.dispatch import add_owners_tasks, owned_by_servers
 from soap.simulator.compiled.syncs.members import (
@@ -23,6 +24,7 @@ from soap.simulator.compiled.syncs.members import (
     find_members,
     first_user_with_gradient,
 )
+from soap.simulator.compiled.syncs.offloading import offload
 from soap.simulator.compiled.syncs.pricing import adding_ns, ask_prices, table_price_ns
 from soap.simulator.compiled.syncs.sharded_state import (
     finish_scatter,
@@ -30,6 +32,8 @@ from soap.simulator.compiled.syncs.sharded_state import (
     is_scattered,
     owned_by_readers,
     owner_place,
+    part_adding_ns,
+    part_bytes,
     part_ns,
     parts_of,
 )
@@ -96,7 +100,7 @@ def synchronize(W: World) -> None:
     S.count[STAMP] += 1
     opened = S.count[STAMP]
     for device in range(devices):
-        S.update[device] = 0
+        S.update[device] = S.offloaded[device] = S.on_host[device] = 0
     find_geometries(W)
     for op in range(len(G.backward) - 1, -1, -1):
         for k in range(G.parameter_ptr[op + 1] - G.parameter_ptr[op]):
@@ -167,11 +171,12 @@ def expect_updates(W: World, op: int) -> None:
         for shard in range(D.ptr[geometry], D.ptr[geometry + 1]):
             find_members(W, parameter, shard)
             if owned_by_readers(W, parameter, shard):
-                _add_parts(W, parameter, shard, S.floor, -1)
+                _expect_parts(W, parameter, shard)
             elif D.lowest[shard] < 0 or not owned_by_servers(W, parameter):
                 own, rows = _gathered(W, parameter, shard)
+                away = offloads(W.state.sync[parameter])
                 for i in range(1, 1 + S.members[0]):
-                    S.floor[S.members[i]] -= _update_ns(W, S.members[i], shard, own, rows)
+                    S.floor[S.members[i]] -= OFFLOADING_NS if away else _update_ns(W, S.members[i], shard, own, rows)
     ask_prices(D, S)
 
 
@@ -180,21 +185,31 @@ def _add_update(W, parameter, shard):  # type: ignore[no-untyped-def]
     """Add the updates of a shard on its owners, if these are readers."""
     S = W.scratch
     if owned_by_readers(W, parameter, shard):
-        _add_parts(W, parameter, shard, S.update, 1)
+        for part in range(parts_of(W, shard)):
+            device = S.members[1 + owner_place(W, parameter, shard, part)]
+            if offloads(W.state.sync[parameter]):
+                offload(W, device, part_bytes(W, shard, part))
+                S.update[device] += part_adding_ns(W, shard, part, device)
+            else:
+                S.update[device] += part_ns(W, shard, part, device)
         return
     own, rows = _gathered(W, parameter, shard)
     for i in range(S.members[0]):
         device = S.members[1 + i]
-        S.update[device] += _update_ns(W, device, shard, own, rows)
+        if offloads(W.state.sync[parameter]):
+            offload(W, device, W.shards.bytes[shard])
+        else:
+            S.update[device] += _update_ns(W, device, shard, own, rows)
 
 
 @compiled
-def _add_parts(W, parameter, shard, update, sign):  # type: ignore[no-untyped-def]
-    """Add (1) or subtract (-1) by device the updates of a shard's parts, each on the reader that owns it."""
-    S = W.scratch
+def _expect_parts(W, parameter, shard):  # type: ignore[no-untyped-def]
+    """Subtract from ``floor`` the updates of a shard's parts, each on the reader that owns it."""
+    S, away = W.scratch, offloads(W.state.sync[parameter])
     for part in range(parts_of(W, shard)):
         device = S.members[1 + owner_place(W, parameter, shard, part)]
-        update[device] += sign * part_ns(W, shard, part, device)
+        own = part_adding_ns(W, shard, part, device) + OFFLOADING_NS if away else part_ns(W, shard, part, device)
+        S.floor[device] -= own
 
 
 @compiled

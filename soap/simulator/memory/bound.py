@@ -58,6 +58,7 @@ class MemoryBound:
         always, devices = sum(t.bytes for t in given) + graph.next_state_bytes, engine.topology.device_count
         self._with_backward, self._keepers = with_backward(graph), keepers(graph)
         self._packing = {device.type.kind != "cpu" for device in engine.topology.devices}
+        lack = [hosts_may_lack(graph, engine.topology, optimizer_states, offloading=offloading) for offloading in (False, True)]
         self._fixed: dict[str, Any] = {
             "user_ptr": np.cumsum([0, *map(len, users)]).astype(np.int32),
             "user": np.ascontiguousarray(pairs[:, 0]),
@@ -69,7 +70,7 @@ class MemoryBound:
             "operand": np.array([numbers[o.tensor] for op in graph.operators for o in op.parameters], np.int32),
             "looked_up": np.zeros(devices, np.int64),
             "trainable": np.array([t.requires_grad for t in graph.parameters], np.int32),
-            "fixed": np.array([always, optimizer_states, played, hosts_may_lack(graph, engine.topology, optimizer_states)], np.int64),
+            "fixed": np.array([always, optimizer_states, played, *lack], np.int64),
             "limit": np.array(limits_bytes, np.int64),
             "part": np.zeros((PARTS, devices), np.int64),
             "step": np.zeros(devices * (len(graph.operators) + 2), np.int64),

@@ -1,6 +1,8 @@
-"""Memory of hosts: what parameter servers beside accelerators keep there. Beside CPUs it is in a device's own memory (``parameters``).
+"""Memory of hosts: what parameter servers beside accelerators keep there, and what these offload. Beside CPUs it is in a device's own memory
+(``parameters``).
 
-It is a bound for any order of the tasks: values, sums of gradients and optimizer states of all partitions, and what is received for them.
+It is a bound for any order of the tasks: values, sums of gradients and optimizer states of all partitions and of all offloaded shards, and
+what is received for partitions. Offloaded shards have pinned copies of their values and gradients there.
 Not counted: what each rank's process takes for itself, the batches that it reads, and what a library makes while it updates.
 """
 
@@ -19,7 +21,7 @@ from soap.plan.syncs.seam import method_for
 def host_use(plan: Plan, topology: Topology, optimizer_states: int = 2) -> tuple[int, ...]:
     """Bytes that each host holds at most. ``optimizer_states``: tensors of a parameter's size that the optimizer keeps for it."""
     result = [0] * len(topology.hosts)
-    for number in plan.on_servers:
+    for number in plan.on_servers | plan.offloaded:
         shard = plan.shards[number]
         for device in plan.accelerators.intersection(shard.devices):
             kept = (2 + optimizer_states) * box_bytes(plan, shard.parameter, shard.box)
@@ -36,14 +38,16 @@ def lacking_on_hosts(uses: Sequence[int], topology: Topology) -> int:
     return sum(max(0, use - host.memory_bytes) for use, host in pairs if host.memory_bytes is not None)
 
 
-def hosts_may_lack(graph: OperatorGraph, topology: Topology, optimizer_states: int = 2) -> bool:
+def hosts_may_lack(graph: OperatorGraph, topology: Topology, optimizer_states: int = 2, *, offloading: bool = False) -> bool:
     """False if no strategy can need more memory on a host than it has: not even if all parameters were on one host's servers, and all
-    devices read all of each. Found without a plan, so that searches need not make plans to know it."""
+    devices read all of each. Found without a plan, so that searches need not make plans to know it. ``offloading``: also if each device
+    offloads all parameters."""
     known = [host.memory_bytes for host in topology.hosts if host.memory_bytes is not None]
     devices = topology.device_count
     if not known or all(device.type.kind == "cpu" for device in topology.devices):
         return False
     trained = [tensor for tensor in graph.parameters if tensor.requires_grad]
     rows = sum(tensor.shape[0] for tensor in trained if tensor.name in graph.sparse)
-    most = (2 + optimizer_states + (1 + COPIES) * devices) * sum(tensor.bytes for tensor in trained)
+    away = devices * (2 + optimizer_states) if offloading else 0
+    most = (2 + optimizer_states + away + (1 + COPIES) * devices) * sum(tensor.bytes for tensor in trained)
     return most + 2 * INDEX_BYTES * devices * devices * rows > min(known)

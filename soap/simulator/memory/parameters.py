@@ -21,10 +21,10 @@ from soap.plan.tiling import Tile
 def kept_parameters(plan: Plan) -> tuple[list[int], list[int], list[int]]:
     """For each device the bytes of (parameters, gradients, parameters with optimizer state)."""
     held, gradients, updated = ([0] * plan.device_count for _ in range(3))
-    for _, device, size, trainable in kept_shards(plan):
+    for number, device, size, trainable in kept_shards(plan):
         held[device] += size
         gradients[device] += size if trainable else 0
-        updated[device] += size if trainable else 0
+        updated[device] += size if trainable and not is_away(plan, number, device) else 0
     for sync in plan.syncs:
         for device, size in method_for(sync).copies(plan, sync).items():
             held[device] += size
@@ -44,6 +44,19 @@ def kept_shards(plan: Plan) -> Iterator[tuple[int, int, int, bool]]:
                 yield number, device, size, shard.trainable
 
 
+def is_away(plan: Plan, shard: int, device: int) -> bool:
+    """Whether an owner's optimizer state of a shard is in the memory of its host alone: it is offloaded, and the device is no CPU."""
+    return shard in plan.offloaded and device in plan.accelerators
+
+
+def host_copies(plan: Plan) -> list[int]:
+    """For each device that is a CPU, bytes of the second copies of values and gradients by which offloaded shards are updated."""
+    result = [0] * plan.device_count
+    for number, device, size, _ in kept_shards(plan):
+        result[device] += 2 * size if number in plan.offloaded and device not in plan.accelerators else 0
+    return result
+
+
 def updating_bytes(plan: Plan, optimizer_states: int) -> list[int]:
     """For each device, the bytes that an optimizer's step takes and frees again.
 
@@ -52,8 +65,8 @@ def updating_bytes(plan: Plan, optimizer_states: int) -> list[int]:
     once. Other optimizers take nothing.
     """
     largest, last, together = ([0] * plan.device_count for _ in range(3))
-    for _, device, size, trainable in kept_shards(plan):
-        if trainable and optimizer_states > 1:
+    for number, device, size, trainable in kept_shards(plan):
+        if trainable and optimizer_states > 1 and not is_away(plan, number, device):
             largest[device] = max(largest[device], last[device] + 2 * size)
             last[device] = size
             together[device] += size
@@ -61,8 +74,8 @@ def updating_bytes(plan: Plan, optimizer_states: int) -> list[int]:
 
 
 def exchanged_bytes(plan: Plan) -> list[int]:
-    """For each device, bytes of the buffers that methods of synchronization need (``SyncMethod.buffers``)."""
-    result = [0] * plan.device_count
+    """For each device, bytes of the buffers that methods of synchronization need (``SyncMethod.buffers``), and of ``host_copies``."""
+    result = host_copies(plan)
     for sync in plan.syncs:
         for device, size in method_for(sync).buffers(plan, sync):
             result[device] += size

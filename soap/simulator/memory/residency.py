@@ -36,7 +36,7 @@ from soap.plan.tiling import made_bytes
 from soap.simulator.memory import peaks
 from soap.simulator.memory.gradient_residency import GradientResidency
 from soap.simulator.memory.ledger import Ledger, MemoryCurve
-from soap.simulator.memory.parameters import assembled_regions, compact_parameters, kept_shards, updating_bytes
+from soap.simulator.memory.parameters import assembled_regions, compact_parameters, host_copies, is_away, kept_shards, updating_bytes
 from soap.simulator.memory.peaks import MemoryUse
 from soap.simulator.memory.task_spans import Span, TaskSpans
 from soap.simulator.memory.transit import copied_to_send, is_remote, packed_by_source, received_apart, told_parts
@@ -91,10 +91,12 @@ class _Values:
         batch = sum(box_bytes(self.plan, tensor.name, whole(tensor.shape)) for tensor in given) + graph.next_state_bytes
         for device in range(self.plan.device_count):
             self.hold(device, 0, self.spans.end_ns, batch, MemoryKind.BATCH)
+        for device, size in enumerate(host_copies(self.plan)):
+            self.hold(device, 0, self.spans.end_ns, size, MemoryKind.BUFFERS)
         alone = sums_of_one(self.plan)
         summed = (self.plan.synchronized - self.plan.dealt_out).union(idle_shards(self.plan))  # of the others methods tell
         for number, device, size, trainable in kept_shards(self.plan):
-            states = optimizer_states if trainable else 0
+            states = optimizer_states if trainable and not is_away(self.plan, number, device) else 0
             self.hold(device, 0, self.spans.end_ns, size, MemoryKind.VALUES)
             self.hold(device, 0, self.spans.end_ns, states * size + (COUNT_BYTES if states > 1 else 0), MemoryKind.STATES)
             if number in summed:

@@ -46,7 +46,8 @@ def synchronized(strategy: Strategy, graph: OperatorGraph, draw: random.Random, 
             servers = parameter_server(draw.choice((1, 2, 7, 40)), within, rows=rows)
             lossy = compressed(draw.choice(LOSSY), within) if tensor.dtype in FLOATING else servers
             other = SPARSE_ALL_GATHER if rows else lossy
-            chosen[tensor.name] = draw.choice((other, servers, SHARDED_STATE, SHARDED))
+            away = replace(draw.choice((SyncConfig(), SHARDED_STATE, SHARDED)), offload=True)
+            chosen[tensor.name] = draw.choice((other, servers, SHARDED_STATE, SHARDED, away))
     return replace(strategy, parameters=chosen, prefetch=draw.randrange(3))
 
 

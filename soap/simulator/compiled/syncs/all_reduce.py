@@ -7,7 +7,7 @@ from soap.simulator.compiled.communication import allreduce, find_list, sum_over
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.scratch import FULL, TASKS, USES
 from soap.simulator.compiled.state import SYNC_BUCKET
-from soap.simulator.compiled.syncs.codes import is_compressed, is_dealt_out, is_gathered, method_of, wire_bytes
+from soap.simulator.compiled.syncs.codes import is_compressed, is_dealt_out, is_gathered, method_of, offloads, wire_bytes
 from soap.simulator.compiled.syncs.exchange import add_sync_edge
 from soap.simulator.compiled.syncs.sharded_state import begin_owned, deal_out
 from soap.simulator.compiled.task_keys import STATE_FULL, SYNC, task_key
@@ -30,6 +30,7 @@ def put_into_bucket(W, parameter, shard, opened):  # type: ignore[no-untyped-def
     group = find_list(R.sets, S.members[1 : 1 + S.members[0]])
     code = C.sync[parameter]
     method = 0 if is_compressed(code) else method_of(code)  # a compressed parameter's shard with a single peer is left to the default
+    method = 2 * method + offloads(code)
     place = (group * G.bucket_kinds[1] + method) * G.bucket_kinds[0] + G.parameter_dtype[parameter]
     if place >= len(S.bucket_stamp):
         raise MemoryError(FULL)

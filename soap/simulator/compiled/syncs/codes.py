@@ -2,13 +2,14 @@
 
 A code has what compiled code needs of a method's contract, so that no code asks which method it is. From the lowest bit on: whether rows
 travel; whether servers own the parameter; whether local aggregation is used; whether gradients are compressed; whether readers own parts;
-whether they have values only for their uses; bits of an element on its way (0: as many as its type has); the method's number; partitions
+whether they have values only for their uses; whether owners update in their host's memory; bits of an element on its way (0: as many as its type has); the method's number; partitions
 less one, or, of a compression, its number in this process. The default, an all-reduce, is 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -22,11 +23,13 @@ from soap.strategy.config import Strategy, SyncConfig
 from soap.strategy.sync import compressed, of_method
 from soap.strategy.sync_contracts import METHODS
 
-FIELDS = ("owner", "payload", "residence", "within", "partitions", "compression")
+FIELDS = ("owner", "payload", "residence", "within", "partitions", "compression", "offload")
 """The fields of a ``SyncConfig`` that are in its code. Synchronizations that differ only in other fields are the same to compiled code."""
 
-_ROWS, _SERVERS, _HOSTS, _COMPRESSED, _PARTS, _GATHERED, _WIRE, _METHOD, _PARTITIONS = 0, 1, 2, 3, 4, 5, 6, 14, 19
+_ROWS, _SERVERS, _HOSTS, _COMPRESSED, _PARTS, _GATHERED, _OFFLOAD, _WIRE, _METHOD, _PARTITIONS = 0, 1, 2, 3, 4, 5, 6, 7, 15, 19
 """The lowest bit of each part of a code."""
+_METHODS = (1 << _PARTITIONS - _METHOD) - 1
+"""The method's number is at most this."""
 
 _SETTINGS: dict[Compression, int] = {}
 """Compressions that have a code in this process -> their numbers."""
@@ -47,17 +50,17 @@ def sync_code(sync: SyncConfig) -> int:
         if number >= MOST_SETTINGS:
             raise StrategyError(f"more than {MOST_SETTINGS} settings of compression in one process; expected fewer densities and ranks")
     code = number << _PARTITIONS | METHODS.index(contract) << _METHOD | (contract.wire_bits or 0) << _WIRE
-    code |= contract.compresses << _COMPRESSED | (contract.owner == "parts") << _PARTS | contract.gathers_values << _GATHERED
+    code |= sync.offload << _OFFLOAD | contract.compresses << _COMPRESSED | (contract.owner == "parts") << _PARTS | contract.gathers_values << _GATHERED
     return code | (sync.within == "host") << _HOSTS | contract.has_servers << _SERVERS | contract.by_rows << _ROWS
 
 
 def sync_of(code: int) -> SyncConfig:
     """The synchronization that has this code."""
-    contract = METHODS[code >> _METHOD & 31]
+    contract = METHODS[code >> _METHOD & _METHODS]
     within = contract.within[code >> _HOSTS & 1]
     if contract.compresses:
         return compressed(list(_SETTINGS)[code >> _PARTITIONS], within)
-    return of_method(contract, 1 + (code >> _PARTITIONS), within)
+    return replace(of_method(contract, 1 + (code >> _PARTITIONS), within), offload=offloads(code))
 
 
 def known_sync(code: int, held: SyncConfig, choices: Iterable[SyncConfig]) -> SyncConfig:
@@ -104,6 +107,12 @@ def is_gathered(code: int) -> bool:
 
 
 @compiled
+def offloads(code: int) -> bool:
+    """Whether owners keep the optimizer's state in their host's memory, and it is updated there."""
+    return code >> _OFFLOAD & 1 == 1
+
+
+@compiled
 def is_in_buckets(code: int) -> bool:
     """Whether dense gradients of several regions travel together."""
     return code & 11 == 0
@@ -130,7 +139,7 @@ def is_local(code: int) -> bool:
 @compiled
 def method_of(code: int) -> int:
     """The method's position in the registry. All shards of a bucket have the same method."""
-    return code >> _METHOD & 31
+    return code >> _METHOD & _METHODS
 
 
 @compiled

@@ -30,6 +30,7 @@ from soap.simulator.compiled.syncs.codes import (
     is_dealt_out,
     is_gathered,
     is_local,
+    offloads,
     partitions_of,
     sums_in_place,
     wire_bytes,
@@ -111,18 +112,30 @@ def _add_by_shards(W, M, parameter):  # type: ignore[no-untyped-def]
 
 
 @compiled
+def away_bytes(W: World, M: MemoryTables, code: int, device: int) -> int:
+    """By how many bytes more a device holds for each byte of a trained parameter that it owns, if the host keeps the optimizer's state: it
+    has no state; or, if it is a CPU and so in that memory, second copies of value and gradient as well."""
+    if not offloads(code):
+        return 0
+    return 2 if W.cluster.serves_itself[device] else -M.fixed[1]
+
+
+@compiled
 def _add_dealt_out(W, M, parameter, shard):  # type: ignore[no-untyped-def]
     """Add what readers hold that own parts: buffers in which gradients and values arrive, but no states of what others own. If values are
     gathered for their uses, neither are others' values nor their gradients there all the time (``gathered_memory`` adds what is)."""
-    S, size = W.scratch, W.shards.bytes[shard]
-    readers, gathered = S.members[0], is_gathered(W.state.sync[parameter])
+    S, size, code = W.scratch, W.shards.bytes[shard], W.state.sync[parameter]
+    readers, gathered = S.members[0], is_gathered(code)
     for i in range(readers):
+        device = S.members[1 + i]
+        M.part[HELD, device] -= away_bytes(W, M, code, device) * size
         if gathered:
-            _add_part(M, S.members[1 + i], -size)
+            _add_part(M, device, -size)
         else:
-            _add_owned(M, S.members[1 + i], -size, size)
+            _add_owned(M, device, -size, size)
     for k in range(parts_of(W, shard)):
         own, device = part_bytes(W, shard, k), S.members[1 + owner_place(W, parameter, shard, k)]
+        M.part[HELD, device] += away_bytes(W, M, code, device) * own
         if gathered:
             _add_part(M, device, own)
         else:

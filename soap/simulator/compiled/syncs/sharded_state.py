@@ -11,8 +11,9 @@ from soap.simulator.compiled.communication import add_flow, begin_flows, find_li
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.scratch import FULL, TASKS
 from soap.simulator.compiled.state import OTHER, SYNC_BUCKET
-from soap.simulator.compiled.syncs.codes import is_dealt_out, is_gathered
+from soap.simulator.compiled.syncs.codes import is_dealt_out, is_gathered, offloads
 from soap.simulator.compiled.syncs.exchange import add_exchange, begin_exchange, new_row, round_of_flows
+from soap.simulator.compiled.syncs.offloading import add_offload
 from soap.simulator.compiled.syncs.pricing import adding_ns, price_ns
 from soap.simulator.compiled.task_keys import STATE_FULL, SYNC, task_key
 from soap.simulator.compiled.world import World
@@ -45,12 +46,17 @@ def owner_place(W: World, parameter: int, shard: int, part: int) -> int:
 
 
 @compiled
+def part_adding_ns(W: World, shard: int, part: int, device: int) -> int:
+    """Duration in ns of adding up all readers' gradients of a part."""
+    return adding_ns((W.scratch.members[0] - 1) * part_bytes(W, shard, part), 0, W.cluster.memory_bandwidth[device], 0.0)
+
+
+@compiled
 def part_ns(W: World, shard: int, part: int, device: int) -> int:
     """Duration in ns of adding up all readers' gradients of a part and updating it."""
     K, D, S = W.cluster, W.shards, W.scratch
     size = part_bytes(W, shard, part)
-    added = adding_ns((S.members[0] - 1) * size, 0, K.memory_bandwidth[device], 0.0)
-    return added + price_ns(D, S, K.hosts[0] + K.device_type[device], size)
+    return part_adding_ns(W, shard, part, device) + price_ns(D, S, K.hosts[0] + K.device_type[device], size)
 
 
 @compiled
@@ -126,18 +132,26 @@ def finish_scatter(W, bucket, slot):  # type: ignore[no-untyped-def]
 
 @compiled
 def gather_values(W, buckets, slot0):  # type: ignore[no-untyped-def]
-    """Add the tasks that gather values of the first ``buckets`` buckets behind the owners' updates (``update_row``)."""
+    """Add the tasks that gather values of the first ``buckets`` buckets behind the owners' updates (``update_row``), and the updates that
+    hosts make for devices. ``lifting``: as ``settling``, of what waits for these."""
     R, C, S = W.groups, W.state, W.scratch
     fill(C.update_row, 0, len(C.update_row), -1)
     fill(S.settling, 0, len(S.settling), 0)
+    fill(S.lifting, 0, len(S.lifting), 0)
     for bucket in range(buckets):
         if brings_values(W, bucket):
+            waiting = S.lifting if offloads(C.sync[S.t_res[bucket]]) else S.settling
             for place in range(name_readers(R, S, S.t_res_n[bucket])):
-                S.settling[S.members[1 + place]] += S.owned[S.owned_ptr[bucket] + place] > 0
+                waiting[S.members[1 + place]] += S.owned[S.owned_ptr[bucket] + place] > 0
     for device in range(len(S.settling)):
-        if S.settling[device] > 0:
-            C.update_row[device] = new_row(C, S.settling[device])
+        away = S.offloaded[device] > 0
+        if S.settling[device] > 0 or away:
+            C.update_row[device] = new_row(C, S.settling[device] + away)
             S.settling[device] = C.update_row[device] + 2
+        if away:
+            C.arena[S.settling[device]] = slot0 + S.count[TASKS]
+            S.settling[device] += 1
+            S.lifting[device] = add_offload(W, device, slot0, S.lifting[device]) + 2
     for bucket in range(buckets):
         if brings_values(W, bucket):
             slot = slot0 + S.count[TASKS]
@@ -147,9 +161,10 @@ def gather_values(W, buckets, slot0):  # type: ignore[no-untyped-def]
             duration, moved = exchange_of(W, bucket, True)
             add_exchange(W, slot, task_key(SYNC, S.t_res[bucket], PULL, S.bucket_region[bucket], 0, 0), duration, moved)
             C.kind[slot], C.owner[slot], C.index[slot], C.waits[slot] = OTHER, -1, new_row(C, 0), 0
+            waiting = S.lifting if offloads(C.sync[S.t_res[bucket]]) else S.settling
             for place in range(S.members[0]):
                 if S.owned[S.owned_ptr[bucket] + place] > 0:
                     device = S.members[1 + place]
-                    C.arena[S.settling[device]] = slot
-                    S.settling[device] += 1
+                    C.arena[waiting[device]] = slot
+                    waiting[device] += 1
                     C.waits[slot] += 1
