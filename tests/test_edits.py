@@ -72,7 +72,7 @@ def new_config(config: OpConfig, mark: str) -> NewOpConfig:
 
 
 def new_sync(sync: SyncConfig, mark: str) -> NewSyncConfig:
-    return NewSyncConfig(sync.owner, sync.payload, sync.residence, sync.within, sync.partitions, sync.compression, mark)
+    return NewSyncConfig(sync.owner, sync.payload, sync.residence, sync.within, sync.partitions, sync.compression, sync.offload, mark)
 
 
 def marked(graph: OperatorGraph, strategy: Strategy) -> NewStrategy:

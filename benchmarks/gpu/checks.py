@@ -50,6 +50,12 @@ def _ranks(name: str, setup: Setup) -> Any:
     return getattr(ranks, name)(setup.device, setup.tiny)
 
 
+def _offloading(setup: Setup) -> Any:
+    from benchmarks.gpu.offloading import beside_usual
+
+    return beside_usual(setup.device, setup.tiny)  # type: ignore[arg-type]
+
+
 def _step(model: str, precision: str, compiled: bool, setup: Setup) -> Any:
     from benchmarks.gpu.steps import step
 
@@ -78,6 +84,7 @@ CHECKS: dict[str, Check] = dict(
         _steps("llama", "bfloat16"),
         ("suites", Check("kinds of models, random programs and complex numbers on four ranks on the GPU", partial(_ranks, "suites"), 240)),
         ("plans", Check("plans of ranks that share the GPU, and of one over NCCL", partial(_ranks, "checked_plans"), 300)),
+        ("offloading", Check("optimizer states in the host's pinned memory: same training, less on the GPU", _offloading)),
         ("failures", Check("what cannot run says so in one line", partial(_ranks, "failures"))),
         ("plain", Check("resnet50 and gpt beside the plain module, in turns", partial(_ranks, "beside_plain"))),
         _steps("zoo:resnet50", "float32"),

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import soap
+from soap.strategy.named import named
 
 SOAP_RUN = "from soap.cli.run import main; import sys; sys.exit(main(sys.argv[1:]))"
 MODELS = ("zoo:gpt:tiny", "zoo:rnnlm:tiny", "zoo:dlrm:tiny")
 PLANS = ("data_parallel", "megatron", "model_parallel")
+OFFLOADED = ("data_parallel+offload", "zero1+offload", "fsdp+offload")
 WAYS = (
     ["--autocast", "bfloat16"], ["--dtype", "bfloat16"], ["--accumulate", "2"], ["--optimizer", "adam"], ["--clip-norm", "1"],
     ["--compile"],
@@ -31,6 +33,7 @@ def checked_plans(device: str, tiny: bool) -> list[dict[str, Any]]:
     gloo = ["--device", device, "--backend", "gloo"]
     runs = [(model, plan, 4, gloo) for model in MODELS for plan in PLANS]
     runs += [("zoo:gpt:tiny", "megatron", 2, [*gloo, *way]) for way in WAYS]
+    runs += [("zoo:gpt:tiny", plan, 2, [*gloo, "--optimizer", "adam"]) for plan in OFFLOADED]
     if device == "cuda":
         runs += [(model, "single_device", 1, ["--backend", "nccl"]) for model in (*MODELS, "zoo:resnet50:tiny")]
     prepared = [_prepared(*run) for run in (runs[8:11] if tiny else runs)]
@@ -79,7 +82,7 @@ def _prepared(model: str, plan: str, devices: int, options: list[str], check: bo
     cluster, graph = f"local:{devices}", soap.load(model, plan_only=True, autocast=autocast).graph
     path = Path(os.environ["XDG_CACHE_HOME"], "-".join([model.replace(":", "-"), plan, str(devices), *options]) + ".json")
     topology = soap.load_cluster(cluster)
-    soap.save_strategy(path, soap.classical(plan, graph, topology), graph, topology)
+    soap.save_strategy(path, named(plan, graph, topology), graph, topology)
     words = [str(path), "--model", model, "--cluster", cluster, "--steps", "4", *options, *(["--check"] if check else [])]
     return _Run(model, plan, devices, options, words)
 

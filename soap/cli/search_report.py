@@ -83,9 +83,10 @@ def text(
 
 def _saving(outcome: api.SearchOutcome) -> dict[str, Any]:
     """Why the search could save memory unasked, and where it does."""
-    saving = {name: sync for name, sync in outcome.strategy.parameters.items() if sync in SAVING_MEMORY}
+    syncs = outcome.strategy.parameters.items()
+    saving = {name: sync for name, sync in syncs if sync.offload or sync in SAVING_MEMORY}
     parameters = sum(tensor.requires_grad for tensor in outcome.simulator.graph.parameters)
-    words = sorted({sync.contract.word for sync in saving.values()})
+    words = sorted({sync.contract.word + "+offload" * sync.offload for sync in saving.values()})
     counts = {"methods": words, "parameters": len(saving), "of": parameters}
     return {"data_parallel_lacks_bytes": outcome.result.saving_bytes, **counts}
 

@@ -1,8 +1,9 @@
 """The links between accelerators and their host's memory, which offloading copies over.
 
-A cluster does not describe them. They follow from what joins a host's devices: links that are PCI Express themselves are the way to the
-host's memory, too, and copies contend with messages there. Beside NVLink and xGMI stands the PCI Express of the same generation of machines,
-which no message of the cluster uses. Bandwidths are of 16 lanes, times what NCCL counts for PCI Express (``nccl.json``: 12.0 of 15.75 GB/s).
+A cluster does not describe them. They follow from what joins a host's devices. Links that are PCI Express themselves are the way to the
+host's memory, too, and copies contend with messages there. Beside NVLink and xGMI there is the PCI Express of the same generation of
+machines, which no message of the cluster uses. Bandwidths are of 16 lanes, times what NCCL counts for PCI Express (``nccl.json``: 12.0 of
+15.75 GB/s).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from soap.cluster.interconnects import interconnects
 from soap.cluster.topology import Link, Topology
 
 LANES_BYTES_PER_SECOND = {"nvlink1": 15.75e9, "nvlink2": 15.75e9, "nvlink3": 31.5e9, "nvlink4": 63e9, "nvlink5": 63e9, "xgmi3": 63e9}
-"""PCI Express beside an interconnect: 3.0 in machines with P100 and V100, 4.0 with A100, 5.0 with H100, B200 and MI300X (their data sheets)."""
+"""PCI Express beside an interconnect: 3.0 with P100 and V100, 4.0 with A100, 5.0 with H100, B200 and MI300X (their data sheets)."""
 USUAL_BYTES_PER_SECOND = 15.75e9
 """PCI Express 3.0, where nothing tells more: no device is taken to be closer to its host than it is known to be."""
 LATENCY_SECONDS = 1e-5

@@ -11,7 +11,8 @@ How the budget of proposals is spent (evaluations of starts do not count):
   parallelism on fewer devices.
 - If data parallelism does not fit, parameters may be synchronized in the ways that save memory (``sync.SAVING_MEMORY``), unless the options
   say which ways are allowed; then mixtures that save memory are starts as well.
-- If no start fits, the best one descends until something fits, for the whole budget if need be.
+- If no start fits, hosts may keep optimizer states (``soap.search.offloading``), and starts that do so are evaluated as well.
+- If still no start fits, the best one descends until something fits, for the whole budget if need be.
 - Where memory binds, that is if a start that does not fit is faster than those that do, operators may be recomputed
   (``soap.search.recomputing``), and starts that do so are evaluated as well.
 - In the end ``soap.search.polish`` makes the result locally optimal if the space is small enough. This is beyond the budget.
@@ -40,13 +41,14 @@ from soap.search.descent import adopt, propose_descent
 from soap.search.infeasible import infeasible
 from soap.search.lossy import lossy_starts, lossy_ways, may_be_ragged, with_lossy
 from soap.search.metropolis import ChainState, Evaluator, step
+from soap.search.offloading import offloading_starts, with_offloading
 from soap.search.options import SearchOptions
 from soap.search.polish import MAX_POLISHED, polish_best
 from soap.search.proposals import Kernel
 from soap.search.recomputing import recomputing_starts, with_recomputation
 from soap.search.record import Recorder, SearchResult
 from soap.search.space import Space, build_space
-from soap.search.starts import BASELINE, Start, best_starts, check_start, different, reference_strategies, starting_strategies
+from soap.search.starts import BASELINE, Start, best_starts, check_start, different, evaluated, reference_strategies, starting_strategies
 from soap.search.uncut import with_uncut
 from soap.simulator.costs import CostModel
 from soap.simulator.draws import Draws
@@ -104,7 +106,7 @@ def search(
 
     def evaluate(name: str, strategy: Strategy) -> None:
         strategies[name] = strategy
-        recorder.start(usual if strategy is usual.strategy else _start(evaluator, name, strategy))
+        recorder.start(usual if strategy is usual.strategy else evaluated(evaluator, name, strategy))
         _heed(stopped)
 
     bar: tqdm[Any] = tqdm(total=options.budget, unit="proposal", disable=None if progress else True)
@@ -121,6 +123,9 @@ def search(
                 space = with_recomputation(space)
                 for name, strategy in more.items():
                     evaluate(name, inside(strategy))
+            for name, strategy in offloading_starts(graph, topology, recorder.starts, options).items():
+                space = with_offloading(space)
+                evaluate(name, inside(strategy))
             references = reference_strategies(graph, topology, strategies.values())
             space = replace(space, references=different(inside(reference) for reference in references))
             _Run(space, topology, evaluator, recorder, options, bar, deadline, stopped).all_chains()
@@ -162,14 +167,10 @@ def _start_names(options: SearchOptions, further_starts: Collection[str]) -> lis
     return names
 
 
-def _start(evaluator: Evaluator, name: str, strategy: Strategy) -> Start:
-    return Start(name, strategy, evaluator.makespan_ns(strategy), evaluator.overflow_bytes(strategy))
-
-
 def _usual(graph: OperatorGraph, topology: Topology, evaluator: Evaluator, stopped: Callable[[], bool]) -> Start:
     """Data parallelism, evaluated. KeyboardInterrupt if the user has ended the search."""
     try:
-        return _start(evaluator, BASELINE, named(BASELINE, graph, topology))
+        return evaluated(evaluator, BASELINE, named(BASELINE, graph, topology))
     except Exception as error:
         if not stopped():  # see ``search``
             raise

@@ -57,7 +57,8 @@ def _lacking(topology: Topology, simulation: Simulation) -> str:
         return f"{name} needs {format_bytes(needed_bytes)}, available {format_bytes(available_bytes)}{limited}"
     known = ((use, host.name, host.memory_bytes) for use, host in zip(simulation.host_memory, topology.hosts, strict=True))
     needed_bytes, name, available_bytes = max(((use, name, have) for use, name, have in known if have), key=lambda own: own[0] - own[2])
-    return f"parameter servers on {name} need {format_bytes(needed_bytes)} of main memory, available {format_bytes(available_bytes)}"
+    need = f"{format_bytes(needed_bytes)} of main memory, available {format_bytes(available_bytes)}"
+    return f"what servers keep and devices offload on {name} needs {need}"
 
 
 def _made_of(topology: Topology, simulation: Simulation) -> str:

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from soap.cluster.topology import Topology
 from soap.errors import StrategyError
 from soap.model.graph import OperatorGraph
+from soap.search.metropolis import Evaluator
 from soap.strategy.classical import CLASSICAL, SYNCHRONIZED, random_strategy, sample_factor, uniform_config
 from soap.strategy.config import Strategy, SyncConfig, settled
 from soap.strategy.named import check_name, forms, named
@@ -42,6 +43,11 @@ class Start:
     def score(self) -> tuple[int, int]:
         """The order of preference: fewer missing bytes first, then less time."""
         return (self.overflow_bytes, self.cost_ns)
+
+
+def evaluated(evaluator: Evaluator, name: str, strategy: Strategy) -> Start:
+    """A strategy as a start."""
+    return Start(name, strategy, evaluator.makespan_ns(strategy), evaluator.overflow_bytes(strategy))
 
 
 def starting_strategies(

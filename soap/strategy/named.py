@@ -102,6 +102,11 @@ def saving_names(topology: Topology) -> Iterator[str]:
     yield from (_joined(DATA_PARALLEL, added) for added in on_top if added)
     yield from (_joined(base, added) for added in on_top for base in bases if base != DATA_PARALLEL)
     yield from APART
+    yield from offloaded_names()
+
+
+def offloaded_names() -> Iterator[str]:
+    """Names of the strategies whose optimizer states are on hosts, those first that change least."""
     yield from (_joined(DATA_PARALLEL, added) for added in OFFLOADED)
 
 

@@ -130,6 +130,6 @@ def test_nothing_but_servers_and_no_room_says_which_host() -> None:
             return 0
 
     evaluator = OnlyServers(Simulator(graph, topology, RooflineCosts(topology)))
-    words = r"parameter servers on host0 need 1\d\.\d KiB of main memory, available 100 B, in the closest"
+    words = r"what servers keep and devices offload on host0 needs 1\d\.\d KiB of main memory, available 100 B, in the closest"
     with pytest.raises(InfeasibleError, match=words):
         search(graph, topology, evaluator, SearchOptions(budget=3, starts=["data_parallel"]))

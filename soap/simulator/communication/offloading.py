@@ -1,7 +1,7 @@
 """What offloading takes: copies between devices and their host's memory, and updates by the host's cores.
 
-A device that is no CPU has three resources of its own beside it: what copies to the host, the host's cores that work for it, and what copies
-back. They follow the cores in the numbers of resources. A CPU does all of that itself.
+A device that is no CPU has three resources of its own beside it: what copies to the host, the host's cores that work for it, and what
+copies back. They follow the cores in the numbers of resources. A CPU does all of that itself.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class ClusterTables(NamedTuple):
       lowest device (``host_device``), the first core (``core``, a resource), the number of cores (``cores``). Of the server beside it:
       whether the device does the work (``serves_itself``) rather than a core, ``core_bandwidth`` of what does it in bytes per second, and
       the first host whose server has the same type (``core_host``).
-    - By device, of what it offloads: ``offload_owner`` of the update's price (``ShardTables.price``); ``lift_bandwidth`` in bytes per second
+    - By device, of what it offloads: ``offload_owner`` of the update's price (``ShardTables.price``); ``lift_bandwidth`` in bytes/second
       and ``lift_latency`` in seconds of copies; the copy down, the update and the copy up hold the resources ``lift[lift_ptr[3 * d +
       place]:lift_ptr[3 * d + place + 1]]``.
     - ``server``: devices beside which servers are. ``hosts``: number of hosts.

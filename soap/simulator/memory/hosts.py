@@ -1,5 +1,5 @@
-"""Memory of hosts: what parameter servers beside accelerators keep there, and what these offload. Beside CPUs it is in a device's own memory
-(``parameters``).
+"""Memory of hosts: what parameter servers beside accelerators keep there, and what these offload. Beside CPUs it is in a device's own
+memory (``parameters``).
 
 It is a bound for any order of the tasks: values, sums of gradients and optimizer states of all partitions and of all offloaded shards, and
 what is received for partitions. Offloaded shards have pinned copies of their values and gradients there.

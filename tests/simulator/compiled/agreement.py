@@ -13,7 +13,7 @@ from soap.simulator.costs import CostModel
 from soap.simulator.engine import Engine
 from soap.simulator.lowering import PlanBuilder, lower
 from soap.simulator.reference import simulate
-from soap.strategy.config import FLOATING, Strategy
+from soap.strategy.config import FLOATING, Strategy, SyncConfig
 from soap.strategy.sync import SHARDED, SHARDED_STATE, SPARSE_ALL_GATHER, compressed, parameter_server
 from soap.strategy.sync_contracts import WITHIN
 from tests.strategies import LOSSY

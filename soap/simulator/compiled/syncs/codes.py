@@ -2,8 +2,8 @@
 
 A code has what compiled code needs of a method's contract, so that no code asks which method it is. From the lowest bit on: whether rows
 travel; whether servers own the parameter; whether local aggregation is used; whether gradients are compressed; whether readers own parts;
-whether they have values only for their uses; whether owners update in their host's memory; bits of an element on its way (0: as many as its type has); the method's number; partitions
-less one, or, of a compression, its number in this process. The default, an all-reduce, is 0.
+whether they have values only for their uses; whether owners update in their host's memory; bits of an element on its way (0: as many as
+its type has); the method's number; partitions less one, or, of a compression, its number in this process. The default, an all-reduce, is 0.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def sync_code(sync: SyncConfig) -> int:
         if number >= MOST_SETTINGS:
             raise StrategyError(f"more than {MOST_SETTINGS} settings of compression in one process; expected fewer densities and ranks")
     code = number << _PARTITIONS | METHODS.index(contract) << _METHOD | (contract.wire_bits or 0) << _WIRE
-    code |= sync.offload << _OFFLOAD | contract.compresses << _COMPRESSED | (contract.owner == "parts") << _PARTS | contract.gathers_values << _GATHERED
+    code |= sync.offload << _OFFLOAD | contract.compresses << _COMPRESSED
+    code |= (contract.owner == "parts") << _PARTS | contract.gathers_values << _GATHERED
     return code | (sync.within == "host") << _HOSTS | contract.has_servers << _SERVERS | contract.by_rows << _ROWS
 
 

@@ -1,0 +1,34 @@
+"""Optimizer states on hosts as a choice of the search: a part of the space only where nothing else that it begins with fits.
+
+A host updates more slowly than a device, and copies come on top: a plan that fits without that never gains time by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from soap.cluster.topology import Topology
+from soap.model.graph import OperatorGraph
+from soap.search.options import SearchOptions
+from soap.search.space import Space
+from soap.search.starts import Start
+from soap.strategy.config import Strategy
+from soap.strategy.named import RECOMPUTE, named, offloaded_names
+
+
+def with_offloading(space: Space) -> Space:
+    """The space in which hosts may keep the optimizer's state of every trainable parameter whose method allows that."""
+    found = {}
+    for name, choices in space.syncs.items():
+        away = (replace(sync, offload=True) for sync in choices if sync.contract.offloads)
+        found[name] = tuple(dict.fromkeys((*choices, *away)))
+    return replace(space, syncs=found)
+
+
+def offloading_starts(graph: OperatorGraph, topology: Topology, starts: Iterable[Start], options: SearchOptions) -> dict[str, Strategy]:
+    """Starts that offload, by name; none if the options say which starts or ways of synchronizing there are, or one of ``starts`` fits."""
+    if options.starts is not None or options.syncs or any(start.fits for start in starts):
+        return {}
+    names = [name for name in offloaded_names() if options.recompute is not False or RECOMPUTE not in name]
+    return {name: named(name, graph, topology) for name in names}
