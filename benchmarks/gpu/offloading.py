@@ -1,5 +1,5 @@
-"""Optimizer states in the host's memory, on a GPU: training is the same, states and copies are pinned there, and the GPU's memory is free of
-them."""
+"""Optimizer states in the host's memory, on a GPU: training is the same, what is copied is pinned there, and the GPU's memory is free of
+states."""
 
 from __future__ import annotations
 

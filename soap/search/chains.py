@@ -92,8 +92,7 @@ def search(
     deadline = inf if options.seconds is None else time.monotonic() + options.seconds
     names = _start_names(options, further_starts)
     space, usual = _space_and_usual(graph, topology, evaluator, options, stopped)
-    saving = () if usual.fits else SAVING_STARTS
-    strategies = starting_strategies(graph, topology, names, options.initial, options.seed, space.syncs, saving)
+    strategies = starting_strategies(graph, topology, names, options.initial, options.seed, space.syncs, SAVING_STARTS * (not usual.fits))
     strategies[BASELINE] = usual.strategy
 
     def inside(strategy: Strategy) -> Strategy:
@@ -119,10 +118,9 @@ def search(
             for name, make in further_starts.items():
                 evaluate(name, inside(make()))
             more = recomputing_starts(space, topology, evaluator, recorder.starts, wanted=options.recompute)
-            if more is not None:
-                space = with_recomputation(space)
-                for name, strategy in more.items():
-                    evaluate(name, inside(strategy))
+            space = space if more is None else with_recomputation(space)
+            for name, strategy in (more or {}).items():
+                evaluate(name, inside(strategy))
             for name, strategy in offloading_starts(graph, topology, recorder.starts, options).items():
                 space = with_offloading(space)
                 evaluate(name, inside(strategy))

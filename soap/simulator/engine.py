@@ -12,8 +12,8 @@ from soap.cluster.topology import Topology
 from soap.errors import ModelError
 from soap.model.graph import OperatorGraph
 from soap.plan.compression.training import PLAIN, PlannedTraining
-from soap.simulator.communication.prices import Communication
 from soap.simulator.communication.offloading import names_behind_links
+from soap.simulator.communication.prices import Communication
 from soap.simulator.compiled.change import KEEP, REPLACED_OPERATORS, Edit, make_edit, make_undo
 from soap.simulator.compiled.communication import MISSING
 from soap.simulator.compiled.draws import NO_DRAWING, Drawing

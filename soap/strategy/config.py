@@ -66,8 +66,8 @@ class SyncConfig:
     ``owner``: who holds the updated value and the optimizer's state. ``payload``: what of a gradient travels. ``residence``: whether
     readers keep the value between uses. ``within``: what is done inside a host first. ``partitions``: into how many parts, by rows, servers
     cut a shard. ``compression``: how gradients are compressed, with payload ``compressed`` alone. ``offload``: owners keep the
-    optimizer's state in their host's memory: gradients are copied there, the host's cores update, and values come back (ZeRO-Offload: Ren et
-    al., USENIX ATC 2021). The default is an all-reduce of gradients; ``soap.strategy.sync`` has names for the usual combinations.
+    optimizer's state in their host's memory: gradients are copied there, the host's cores update, and values come back (ZeRO-Offload:
+    Ren et al., USENIX ATC 2021). The default is an all-reduce of gradients; ``soap.strategy.sync`` has names for the usual combinations.
     StrategyError if no method serves the combination.
     """
 

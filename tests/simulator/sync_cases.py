@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from soap.strategy.compression import Bf16, Chunked, Int8, PowerSgd, Rgc, RgcAsq
 from soap.strategy.config import SyncConfig
 from soap.strategy.sync import SHARDED, SHARDED_STATE, SPARSE_ALL_GATHER, compressed, parameter_server
@@ -20,11 +22,11 @@ COMPRESSED = (
 """Compressions of every method."""
 
 CASES: dict[str, tuple[SyncConfig, ...]] = {
-    "all_reduce": (SyncConfig(),),
+    "all_reduce": (SyncConfig(), SyncConfig(offload=True)),
     "sparse_all_gather": (SPARSE_ALL_GATHER,),
     "parameter_server": tuple(parameter_server(count, within) for count in (1, 2, 7) for within in ("none", "host")),
     "compressed": (*map(compressed, COMPRESSED), *(compressed(how, "host") for how in (COMPRESSED[1], PowerSgd(rank=3), Int8()))),
-    "sharded_state": (SHARDED_STATE,),
-    "sharded": (SHARDED,),
+    "sharded_state": (SHARDED_STATE, replace(SHARDED_STATE, offload=True)),
+    "sharded": (SHARDED, replace(SHARDED, offload=True)),
     "row_server": tuple(parameter_server(count, within, rows=True) for count in (1, 3, 40) for within in ("none", "host")),
 }

@@ -53,13 +53,15 @@ def test_gradients_go_down_hosts_update_values_come_up(topology: Topology) -> No
         assert (before[down], before[host], before[up]) == ({update_name(device)}, {down}, {host})
         assert tasks[update_name(device)].duration_ns == 1
         link = host_link(topology, device)
-        assert tasks[down].duration_ns == tasks[up].duration_ns == ceil((link.latency_seconds + SIZE / link.bandwidth_bytes_per_second) * 1e9)
+        copied_ns = ceil((link.latency_seconds + SIZE / link.bandwidth_bytes_per_second) * 1e9)
+        assert tasks[down].duration_ns == tasks[up].duration_ns == copied_ns
         sizes = [plan.graph.tensors[plan.shards[n].parameter].bytes for n in sorted(plan.offloaded)]
         assert tasks[host].duration_ns == sum(costs.update_ns(size, offload_updater(topology, device)) for size in sizes)
         on_device = topology.devices[device].type.kind == "cpu"
         assert all((tasks[name].resources == (device,)) == on_device for name in (down, host, up))
         assert (tasks[down].bytes, tasks[host].bytes, tasks[up].bytes) == (SIZE, 0, SIZE)
-    held = [tasks[name].resources[0] for device in range(4) for name in (to_host_name(device), host_update_name(device), from_host_name(device))]
+    names = [name(device) for device in range(4) for name in (to_host_name, host_update_name, from_host_name)]
+    held = [tasks[name].resources[0] for name in names]
     assert len({*held}) == (4 if topology is CPUS else 12)
 
 
@@ -93,7 +95,8 @@ def test_hosts_wait_for_the_norm() -> None:
 
 
 def test_states_are_on_hosts_of_gpus() -> None:
-    usual, away = (Simulator(GRAPH, GPUS, RooflineCosts(GPUS)).run(s) for s in (data_parallel(GRAPH, GPUS), named("data_parallel+offload", GRAPH, GPUS)))
+    simulator = Simulator(GRAPH, GPUS, RooflineCosts(GPUS))
+    usual, away = (simulator.run(named(name, GRAPH, GPUS)) for name in ("data_parallel", "data_parallel+offload"))
     for one, other in zip(usual.memory, away.memory, strict=True):
         assert (one.optimizer, other.optimizer) == (2 * SIZE, 0)
         assert one.parameters == other.parameters
@@ -108,7 +111,8 @@ def test_states_are_on_hosts_of_gpus() -> None:
 
 
 def test_a_cpu_holds_states_and_second_copies() -> None:
-    usual, away = (Simulator(GRAPH, CPUS, RooflineCosts(CPUS)).run(s) for s in (data_parallel(GRAPH, CPUS), named("data_parallel+offload", GRAPH, CPUS)))
+    simulator = Simulator(GRAPH, CPUS, RooflineCosts(CPUS))
+    usual, away = (simulator.run(named(name, GRAPH, CPUS)) for name in ("data_parallel", "data_parallel+offload"))
     for one, other in zip(usual.memory, away.memory, strict=True):
         assert (other.optimizer, other.total - one.total) == (one.optimizer, 2 * SIZE)
     for one, other in zip(usual.memory_over_time, away.memory_over_time, strict=True):
@@ -124,10 +128,12 @@ def test_copies_contend_with_messages_over_pcie() -> None:
     assert {topology.links[i].source for i in link.down} == {topology.devices[1].name} == {topology.links[i].target for i in link.up}
     assert link.bandwidth_bytes_per_second == max(topology.effective_bandwidths[i] for i in link.down)
     _, tasks, _ = tasks_of(named("data_parallel+offload", GRAPH, topology), topology)
-    assert {4 + i for i in link.down} < {*tasks[to_host_name(1)].resources} and {4 + i for i in link.up} < {*tasks[from_host_name(1)].resources}
+    for name, links in ((to_host_name, link.down), (from_host_name, link.up)):
+        assert {4 + i for i in links} < {*tasks[name(1)].resources}
     fast = replace(GPUS, links=tuple(replace(link, interconnect="nvlink4") for link in GPUS.links))
     assert host_link(fast, 0).down == () and host_link(fast, 0).bandwidth_bytes_per_second == pytest.approx(63e9 * 0.762)
-    assert host_link(GPUS, 0).bandwidth_bytes_per_second == pytest.approx(15.75e9 * 0.762) and host_link(GPUS, 0).latency_seconds == LATENCY_SECONDS
+    assert host_link(GPUS, 0).bandwidth_bytes_per_second == pytest.approx(15.75e9 * 0.762)
+    assert host_link(GPUS, 0).latency_seconds == LATENCY_SECONDS
 
 
 def test_a_devices_share_of_its_host_updates() -> None:

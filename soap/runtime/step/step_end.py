@@ -23,7 +23,8 @@ from soap.simulator.tasks import TaskKind
 
 class StepEnd:
     """The end of a step on one rank. ``offloading``: what its optimizer updates, and what of it in the host's memory. ``clip_norm``: the
-    largest global norm of the gradients; None: no clipping. ``lazy``: see ``row_update``. ``decay``: momentum of weight decay, if momentum is corrected."""
+    largest global norm of the gradients; None: no clipping. ``lazy``: see ``row_update``. ``decay``: momentum of weight decay, if
+    momentum is corrected."""
 
     def __init__(
         self,

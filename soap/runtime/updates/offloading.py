@@ -40,7 +40,7 @@ class Offloading:
         self._on_device = {number: part.tensor for number, part in parts.items() if number in plan.offloaded}
         self._pinned = device.type == "cuda"
         self._gradients: dict[int, torch.Tensor] = {}
-        self._stream = torch.cuda.Stream(device) if self._pinned and self._on_device else None
+        self._stream = torch.cuda.Stream(device) if self._pinned and self._on_device else None  # type: ignore[no-untyped-call]
         here = {number: replace(parts[number], tensor=self._room(own).requires_grad_()) for number, own in self._on_device.items()}
         self.parts: dict[int, Part] = {**parts, **here}
         self.numbers = frozenset(here)

@@ -15,8 +15,8 @@ from soap.plan.plan import Plan, reduce_name
 from soap.plan.syncs.clipping import NORM_NAME, sums_norm
 from soap.plan.syncs.seam import method_for
 from soap.simulator.communication import allreduce
-from soap.simulator.communication.prices import Communication
 from soap.simulator.communication.offloading import names_behind_links
+from soap.simulator.communication.prices import Communication
 from soap.simulator.memory.ledger import MemoryCurve
 from soap.simulator.tasks import Schedule, Task, TaskGraph, TaskKind
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from soap.cluster.topology import DeviceType
 from soap.cluster.host_links import host_link
+from soap.cluster.topology import DeviceType
 from soap.plan.offloading import from_host_name, host_update_name, offloaded_bytes, to_host_name
 from soap.plan.plan import ASK_NAME, Plan, ShardSync, settled_name, update_name
 from soap.plan.syncs.asking import asking_rounds

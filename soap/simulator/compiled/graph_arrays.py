@@ -14,8 +14,8 @@ from soap.model.graph import OperatorGraph, TensorKind
 from soap.model.sparse_access import RowAccess
 from soap.plan.placement import first_readers, first_servers, server_devices
 from soap.plan.syncs.bucketing import gather_limit
-from soap.simulator.communication.prices import Communication
 from soap.simulator.communication.offloading import DOWN, ON_HOST, UP, offload_resource
+from soap.simulator.communication.prices import Communication
 from soap.simulator.communication.servers import first_cores, row_seconds, server_type
 from soap.strategy.sync_contracts import METHODS
 

@@ -6,8 +6,8 @@ import numpy as np
 
 from soap.cluster.topology import Topology
 from soap.simulator.chunks import shortest_chunk_ns
-from soap.simulator.communication.prices import Communication
 from soap.simulator.communication.offloading import names_behind_links
+from soap.simulator.communication.prices import Communication
 from soap.simulator.compiled.graph_arrays import ClusterTables, Ints
 from soap.simulator.compiled.growing import Growing
 from soap.simulator.compiled.lists import GrowingLists

@@ -61,7 +61,7 @@ def sync_of(code: int) -> SyncConfig:
     within = contract.within[code >> _HOSTS & 1]
     if contract.compresses:
         return compressed(list(_SETTINGS)[code >> _PARTITIONS], within)
-    return replace(of_method(contract, 1 + (code >> _PARTITIONS), within), offload=offloads(code))
+    return replace(of_method(contract, 1 + (code >> _PARTITIONS), within), offload=bool(code >> _OFFLOAD & 1))
 
 
 def known_sync(code: int, held: SyncConfig, choices: Iterable[SyncConfig]) -> SyncConfig:
