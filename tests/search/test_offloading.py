@@ -1,0 +1,75 @@
+"""Hosts keep optimizer states where nothing else fits, and only there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from soap.cluster.topology import Topology
+from soap.model.graph import OperatorGraph
+from soap.profiles.roofline import RooflineCosts
+from soap.search.chains import search
+from soap.search.offloading import offloading_starts, with_offloading
+from soap.search.options import SearchOptions
+from soap.search.space import build_space
+from soap.search.starts import Start
+from soap.simulator.incremental import IncrementalSimulator
+from soap.simulator.simulate import Simulator
+from soap.strategy.classical import data_parallel
+from soap.strategy.named import named, offloaded_names, saving_names
+from soap.strategy.sync import ALL_REDUCE, SHARDED, SHARDED_STATE, SPARSE_ALL_GATHER
+from tests.graph_builder import GraphBuilder, mlp
+from tests.strategies import GPU, cluster
+
+GRAPH = mlp(batch=4)
+
+
+def gpus(memory_bytes: int) -> Topology:
+    return cluster([1, 1], replace(GPU, memory_bytes=memory_bytes))
+
+
+def deep() -> OperatorGraph:
+    """Many layers with more parameters than activations: little is gathered at a time."""
+    g = GraphBuilder()
+    x = g.input("x", 2, 64)
+    for i in range(16):
+        x = g.linear(x, 64, name=f"layer.{i}")
+    return g.build(g.mean(x))
+
+
+def starts_of(topology: Topology) -> list[Start]:
+    simulator = Simulator(GRAPH, topology, RooflineCosts(topology))
+    found = simulator.run(data_parallel(GRAPH, topology))
+    return [Start("data_parallel", data_parallel(GRAPH, topology), found.makespan_ns, found.overflow_bytes)]
+
+
+def test_it_is_tried_only_where_nothing_fits() -> None:
+    large, small = gpus(2**40), gpus(1000)
+    assert offloading_starts(GRAPH, large, starts_of(large), SearchOptions()) == {}
+    assert [*offloading_starts(GRAPH, small, starts_of(small), SearchOptions())] == [*offloaded_names()]
+    assert offloading_starts(GRAPH, small, starts_of(small), SearchOptions(syncs=[SHARDED_STATE])) == {}
+    without = offloading_starts(GRAPH, small, starts_of(small), SearchOptions(recompute=False))
+    assert without and not any("recompute" in name for name in without)
+    assert [*saving_names(small)][-len(without) - 1 :] == [*offloaded_names()]  # last
+
+
+def test_choices_of_each_parameter() -> None:
+    choices = (ALL_REDUCE, SPARSE_ALL_GATHER, SHARDED_STATE, SHARDED)
+    space = with_offloading(build_space(GRAPH, 2, syncs={GRAPH.parameters[0].name: choices}))
+    (found,) = space.syncs.values()
+    assert found == (*choices, *(replace(sync, offload=True) for sync in (ALL_REDUCE, SHARDED_STATE, SHARDED)))
+    assert with_offloading(space).syncs == space.syncs
+
+
+@pytest.mark.slow
+def test_a_search_finds_it() -> None:
+    """Devices have room for sharded values whose states are on hosts, which is too little for all starts that do not offload."""
+    graph, ample = deep(), gpus(2**40)
+    peak = max(Simulator(graph, ample, RooflineCosts(ample)).run(named("fsdp+offload", graph, ample)).peak_bytes)
+    topology = gpus(peak)
+    evaluator = IncrementalSimulator(Simulator(graph, topology, RooflineCosts(topology)))
+    found = search(graph, topology, evaluator, SearchOptions(budget=50, seed=1))
+    assert any(sync.offload for sync in found.strategy.parameters.values())
+    assert evaluator.overflow_bytes(found.strategy) == 0
+    assert {start.name for start in found.starts if start.fits} <= {*offloaded_names()}
