@@ -136,7 +136,7 @@ def counted(path: str, autocast: str | None, strategy: Strategy, topology: Topol
     return live.most_bytes
 
 
-PLANS = ("single_device", "data_parallel", "zero1", "fsdp", "recompute")
+PLANS = ("single_device", "data_parallel", "zero1", "fsdp", "recompute", "data_parallel+offload", "fsdp+offload")
 OFTEN = {("convolutions", "bfloat16", "single_device"), *(("attention", None, plan) for plan in PLANS[1:])}
 CASES = [
     pytest.param(*case, marks=() if case in OFTEN else pytest.mark.long)
