@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -119,9 +117,9 @@ def test_checkpoints_load_with_and_without(four: Pool, files: dict[str, str], tm
         assert all(torch.allclose(tensor, rest.state[name], rtol=1e-9, atol=1e-11) for name, tensor in whole.state.items())
 
 
-def refusal(path: str, strategy: Strategy, topology: Topology, options: Mapping[str, Any]) -> str:
+def refusal(path: str, strategy: Strategy, topology: Topology) -> str:
     try:
-        Trainer(loaded(path), (strategy, topology), **options).close()
+        Trainer(loaded(path), (strategy, topology), optimizer=OPTIMIZERS["adam"], lazy_sparse=True).close()
     except RuntimeFailure as error:
         return str(error)
     return ""
@@ -130,5 +128,5 @@ def refusal(path: str, strategy: Strategy, topology: Topology, options: Mapping[
 def test_lazy_tables_are_refused(four: Pool, files: dict[str, str]) -> None:
     graph = loaded(files["shared"]).graph
     strategy = away(graph, by_samples(graph, range(2), 6))
-    lines = four.run(refusal, files["shared"], strategy, TWO, {"optimizer": OPTIMIZERS["adam"], "lazy_sparse": True}, ranks=2)
+    lines = four.run(refusal, files["shared"], strategy, TWO, ranks=2)
     assert len({*lines}) == 1 and ("leave lazy_sparse out" in lines[0]) == bool(graph.sparse)

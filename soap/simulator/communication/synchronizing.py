@@ -121,7 +121,7 @@ class Synchronization:
 
     def _offload(self, updates: Mapping[int, int]) -> dict[int, int]:
         """Add the updates that hosts make for devices, each behind the device's own: a copy to the host, its update, and a copy back.
-        Returns device -> the copy back."""
+        Returns device -> the copy back. Their bytes are not counted: they go to no other device."""
         topology, found, on_host_ns = self._tasks.topology, {}, self._host_updates()
         for device, size in offloaded_bytes(self._plan).items():
             link, task = host_link(topology, device), updates[device]
@@ -132,8 +132,7 @@ class Synchronization:
                 (UP, TaskKind.SYNC, from_host_name(device), link.up, copied_ns),
             ):
                 resources = (offload_resource(topology, device, place), *(topology.device_count + own for own in held))
-                moved = 0 if place == ON_HOST else size
-                task = self._tasks.add((UPDATE, device, STAGES[place], 0, 0, 0), name, kind, resources, duration, [task], moved)
+                task = self._tasks.add((UPDATE, device, STAGES[place], 0, 0, 0), name, kind, resources, duration, [task])
             found[device] = task
         return found
 

@@ -39,9 +39,9 @@ def add_offload(W: World, device: int, slot0: int, followers: int) -> int:
         raise MemoryError(STATE_FULL)
     S.count[TASKS] += 3
     copied = nanoseconds(K.lift_latency[device] + S.offloaded[device] / K.lift_bandwidth[device])
-    _add(W, slot, device, DOWN, _DOWN_STAGE, copied, S.offloaded[device])
-    _add(W, slot + 1, device, ON_HOST, _HOST_STAGE, S.on_host[device], 0)
-    _add(W, slot + 2, device, UP, _UP_STAGE, copied, S.offloaded[device])
+    _add(W, slot, device, DOWN, _DOWN_STAGE, copied)
+    _add(W, slot + 1, device, ON_HOST, _HOST_STAGE, S.on_host[device])
+    _add(W, slot + 2, device, UP, _UP_STAGE, copied)
     for place in range(2):
         C.index[slot + place] = new_row(C, 1)
         C.arena[C.index[slot + place] + 2] = slot + place + 1
@@ -50,7 +50,7 @@ def add_offload(W: World, device: int, slot0: int, followers: int) -> int:
 
 
 @compiled
-def _add(W, slot, device, place, stage, duration, moved):  # type: ignore[no-untyped-def]
+def _add(W, slot, device, place, stage, duration):  # type: ignore[no-untyped-def]
     K, C = W.cluster, W.state
     first, last = K.lift_ptr[3 * device + place], K.lift_ptr[3 * device + place + 1]
     at = C.used[ARENA]
@@ -60,6 +60,6 @@ def _add(W, slot, device, place, stage, duration, moved):  # type: ignore[no-unt
         C.arena[at + i - first] = K.lift[i]
     C.used[ARENA] = at + last - first
     set_key(C, slot, task_key(UPDATE, device, stage, 0, 0, 0))
-    C.duration[slot], C.latency[slot], C.overhead[slot], C.moved[slot], C.alive[slot] = duration, 0, 0, moved, 1
+    C.duration[slot], C.latency[slot], C.overhead[slot], C.moved[slot], C.alive[slot] = duration, 0, 0, 0, 1
     C.resource[slot], C.resource_n[slot] = -1 - at, last - first
     C.kind[slot], C.owner[slot], C.waits[slot] = OTHER, -1, 1
