@@ -45,8 +45,13 @@ def is_partial(op: Operator, intervals: Sequence[Interval]) -> bool:
     return any(f.summed and interval != (0, f.size) for f, interval in zip(op.factors, intervals, strict=True))
 
 
+NARROW_PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm"})
+"""Kinds of which GPUs make a part of a sum in float32 from operands that stay narrow (``tracing.narrow_products``)."""
+
+
 def is_widened(graph: OperatorGraph, tile: Tile) -> bool:
-    """Whether a tile is computed in float32 because its results are partial sums of a tensor of a lower type."""
+    """Whether a tile's results are in float32 because they are partial sums of a tensor of a lower type. It is computed in float32, too,
+    except for ``NARROW_PRODUCTS`` on GPUs."""
     op = graph.operators[tile.operator]
     lower = any(t.partial_itemsize > t.itemsize for t in (graph.tensors[o.tensor] for o in op.outputs))
     return lower and is_partial(op, tile.intervals)
