@@ -9,12 +9,13 @@ from collections.abc import Iterator, Sequence
 
 from soap.errors import ScheduleError
 from soap.schedules.dependencies import Barrier, Dependencies, Place, dependencies
+from soap.schedules.named import SCHEDULES
 from soap.schedules.table import Action, Kind, Table, marked, shown
 
-OFFERED = "gpipe"
-"""The schedule that meets every barrier."""
+OFFERED = next(schedule.name for schedule in SCHEDULES if schedule.meets_barriers)
+"""What to use where a barrier is in the way."""
 MOST_WAITS = 6
-"""Of a circle of actions that wait for each other, a message names so many steps."""
+"""Of a circle of actions that wait for each other, a message names so many waits."""
 
 
 def check(table: Table, barriers: Sequence[Barrier] = ()) -> Dependencies:
@@ -129,21 +130,15 @@ def _find_circle(known: Dependencies, done: set[int]) -> list[int]:
 
 def _waits(table: Table, known: Dependencies, circle: Sequence[int]) -> ScheduleError:
     """The error for stages that wait for each other."""
-    words = [_cell(known, circle[0])]
-    stands = False
-    for node, other in zip(circle, [*circle[1:], circle[0]], strict=True):
-        if _stands_behind(known, node, other):
-            stands = True
-            continue
-        if stands:
-            words.append(f"which stands behind {known.actions[node]}")
-            stands = False
-        words.append(f"{'which ' if len(words) > 1 else ''}waits for {known.actions[other]}")
-    if stands:
-        words.append(f"which stands behind {known.actions[circle[0]]}")
-    head, *rest = words
-    told = ", ".join(rest if len(rest) <= MOST_WAITS else [*rest[:MOST_WAITS], "and so on in a circle"])
-    return _refuse(table, known.places[circle[0]], f"stages wait for each other for ever: {head} {told}; change the order of one of them")
+    pairs = zip(circle, [*circle[1:], circle[0]], strict=True)
+    waits = [(node, other) for node, other in pairs if not _stands_behind(known, node, other)]
+    steps = []
+    for (_, other), (following, _) in zip(waits, [*waits[1:], waits[0]], strict=True):
+        behind = f", which stands behind {known.actions[following]}" if following != other else ""
+        steps.append(f"waits for {known.actions[other]}{behind}")
+    told = ", which ".join(steps[:MOST_WAITS]) + (", and so on in a circle" if len(steps) > MOST_WAITS else "")
+    message = f"stages wait for each other for ever: {_cell(known, circle[0])} {told}; change the order of one of them"
+    return _refuse(table, known.places[circle[0]], message)
 
 
 def _passes(table: Table, known: Dependencies, circle: Sequence[int]) -> ScheduleError:
