@@ -200,8 +200,8 @@ class ShardSync:
 class Plan:
     """A whole strategy, lowered. Things refer to each other by their positions in these tuples.
 
-    Every trainable shard that gets a gradient is in exactly one of ``syncs``; so are frozen ones whose values are gathered. The method's module in ``soap.plan.syncs`` says what the
-    synchronization moves, updates and holds in memory.
+    Every trainable shard that gets a gradient is in exactly one of ``syncs``; so is each frozen one whose values are gathered. The method's
+    module in ``soap.plan.syncs`` says what the synchronization moves, updates and holds in memory.
 
     ``first_tile[i]``: the position of operator i's first tile; its tiles follow in index order. ``accelerators``: devices that are not
     CPUs; a server beside such a device keeps its parameters in the host's memory. ``sparse_lookups``: operators whose tiles look rows up

@@ -155,8 +155,8 @@ def in_one_partition(strategy: Strategy, names: Collection[str]) -> Strategy:
 
 
 def synchronized(graph: OperatorGraph, sync: SyncConfig, *, sparse: bool) -> dict[str, SyncConfig]:
-    """Parameter -> ``sync``, or its counterpart for the parameter's kind. ``sparse``: only the sparse parameters. Frozen ones if their values
-    are then gathered for their uses; others need nothing."""
+    """Parameter -> ``sync``, or its counterpart for the parameter's kind. ``sparse``: only the sparse parameters. Frozen ones are left out,
+    unless their values are gathered for their uses."""
     known = [tensor for tensor in graph.parameters if tensor.requires_grad or sync.contract.gathers_values]
     names = [tensor.name for tensor in known if tensor.name in graph.sparse or not sparse]
     return {name: fitted(graph, name, sync) for name in names}

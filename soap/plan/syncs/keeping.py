@@ -54,7 +54,8 @@ class Keeping:
                 leaders = method.leaders(readers, of_hosts) if used is sync else readers
                 owned = method.owners(parameter, index, box, readers, leaders, used, self._places)
                 numbers = tuple(range(len(shards), len(shards) + len(owned)))
-                shards += [Shard(parameter, len(shards) - first + i, part, owners, places, trainable) for i, (part, owners) in enumerate(owned)]
+                for part, owners in owned:
+                    shards.append(Shard(parameter, len(shards) - first, part, owners, places, trainable))
                 name = method.contract.name
                 how = None if used.compression is None else settled(self._graph, parameter, used.compression)
                 region = ReadRegion(parameter, box, numbers, places)
