@@ -212,4 +212,4 @@ def test_copies_in_parts_are_predicted(plan: str, frozen: bool, four: Pool, tmp_
     graph = api.load(path, plan_only=True).graph
     found, predicted = shown(path, api.classical(plan, graph, topology), topology, four)
     over = [peak / most for peak, most in zip(predicted, found, strict=True)]
-    assert all(1 <= own <= MOST_OVER for own in over), over
+    assert all(1 <= own <= 1.08 for own in over), over  # of two samples on each rank little is there at once
