@@ -33,11 +33,11 @@ class GraphTables(NamedTuple):
     - ``user`` (lists per parameter): operators that use the parameter, ascending. ``user_place``: which of the operator's ``parameter`` it
       is.
 
-    By parameter: ``trainable``, ``parameter_dtype``, ``parameter_itemsize``, ``first_server``, ``first_reader`` (``placement``), and for sparse ones
-    ``touched`` from ``touched_ptr`` on: how many rows a batch looks up, how many rows there are, ``RowAccess.touched``. ``bucket_kinds``:
-    (number of dtypes, four times that of methods); a bucket has one of each, one copy or several, and all or nothing frozen.
-    ``gather_limit``: ``bucketing.gather_limit``. ``backward``: whether any output has a gradient. ``loss``: operator and output that make the loss.
-    ``solid``: whether at least one replica of every tile has a backward pass under every strategy.
+    By parameter: ``trainable``, ``parameter_dtype``, ``parameter_itemsize``, ``first_server``, ``first_reader`` (``placement``), and for
+    sparse ones ``touched`` from ``touched_ptr`` on: how many rows a batch looks up, how many rows there are, ``RowAccess.touched``.
+    ``bucket_kinds``: (number of dtypes, four times that of methods); a bucket has one of each, one copy or several, and all or nothing
+    frozen. ``gather_limit``: ``bucketing.gather_limit``. ``backward``: whether any output has a gradient. ``loss``: operator and output
+    that make the loss. ``solid``: whether at least one replica of every tile has a backward pass under every strategy.
     """
 
     read_ptr: Ints

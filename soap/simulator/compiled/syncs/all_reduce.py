@@ -25,7 +25,8 @@ def join_bucket(W, parameter, shard, opened, slot0):  # type: ignore[no-untyped-
 
 @compiled
 def put_into_bucket(W, parameter, shard, opened):  # type: ignore[no-untyped-def]
-    """Put a shard into the open bucket of its devices, method, copies and dtype, frozen ones apart; returns the bucket. Call it after ``find_members``."""
+    """Put a shard into the open bucket of its devices, method, copies and dtype, frozen ones apart; returns the bucket. Call it after
+    ``find_members``."""
     G, R, D, C, S = W.graph, W.groups, W.shards, W.state, W.scratch
     group = find_list(R.sets, S.members[1 : 1 + S.members[0]])
     code, parts = C.sync[parameter], owned_by_readers(W, parameter, shard)
