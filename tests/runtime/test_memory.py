@@ -34,6 +34,7 @@ from soap.strategy.recomputation import recomputed, repeatable
 from soap.zoo.gpt import GPT, GPTConfig
 from tests.runtime.pool import Pool
 from tests.runtime.traced import sgd
+from tests.strategies import CPU, cluster
 
 STATES = 1
 MOST_OVER = 1.06
@@ -196,3 +197,19 @@ def test_any_marks_are_predicted(name: str, seed: int, pool: Pool, tmp_path: Pat
     names = [own for own in sorted(repeatable(graph)) if draw.random() < draw.choice((0.3, 0.6, 0.9))]
     found, predicted = shown(path, recomputed(graph, usual, names), topology, pool)
     assert all(most <= peak for most, peak in zip(found, predicted, strict=True)), [b / a for a, b in zip(found, predicted, strict=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("plan", "frozen"), [("hsdp", False), ("hsdp", True), ("fsdp", True)])
+def test_copies_in_parts_are_predicted(plan: str, frozen: bool, four: Pool, tmp_path: Path) -> None:
+    """A copy on each of two hosts, or one for all four ranks, and two thirds of the parameters frozen."""
+    torch.manual_seed(0)
+    module, inputs = attention()
+    for number, parameter in enumerate(module.parameters()):
+        parameter.requires_grad_(not frozen or number % 3 == 0)
+    path, topology = str(tmp_path / "model.pt2"), cluster([2, 2], CPU)
+    soap.export(module.train(), inputs, path=path, verify=False)
+    graph = api.load(path, plan_only=True).graph
+    found, predicted = shown(path, api.classical(plan, graph, topology), topology, four)
+    over = [peak / most for peak, most in zip(predicted, found, strict=True)]
+    assert all(1 <= own <= 1.08 for own in over), over  # of two samples on each rank little is there at once

@@ -56,26 +56,30 @@ def _add_device(W, M, buckets, device):  # type: ignore[no-untyped-def]
             item = S.g_list[first + k]
             size = S.t_bytes[item % buckets]
             most = max(most, size)
-            if item >= buckets:
+            if item >= buckets and W.graph.trainable[S.t_res[item % buckets]]:
                 most_back = max(most_back, size)
         values, gradients = values + most, gradients + most_back
-    total = largest = moved = most_moved = 0
-    same = True
+    total = largest = leaving = moved = most_moved = 0
+    same, first_group = True, -1
     for k in range(count):
         bucket = S.g_list[first + k]
         if bucket >= buckets:
             continue
         size, group = S.t_bytes[bucket], S.t_res_n[bucket]
-        same &= group == S.t_res_n[S.g_list[first] % buckets]
         kept = size if S.g_kept[bucket * devices + device] else 0
-        values, gradients, total, largest = values + kept, gradients + kept, total + size, max(largest, size)
+        values, total, largest = values + kept, total + size, max(largest, size)
+        if not W.graph.trainable[S.t_res[bucket]]:
+            continue
+        first_group = group if first_group < 0 else first_group
+        same &= group == first_group
+        gradients, leaving = gradients + kept, leaving + size
         readers, own = R.sets.ptr[group + 1] - R.sets.ptr[group], 0
         for i in range(readers):
             if R.sets.item[R.sets.ptr[group] + i] == device:
                 own = S.owned[S.owned_ptr[bucket] + i]
-        moved += size + (readers - 1) * own
-        most_moved = max(most_moved, size + (readers - 1) * own)
-    held = min(values, total) + largest + (min(gradients, total) if same else total)
+        moving = size + (S.bucket_sharers[bucket] - 1) * own
+        moved, most_moved = moved + moving, max(most_moved, moving)
+    held = min(values, total) + largest + (min(gradients, leaving) if same else leaving)
     M.part[HELD, device] += held
     M.part[HELD_DOUBTFUL, device] += held
     M.part[SENT, device] += min((UNDER_WAY + 1) * most_moved, moved)
