@@ -14,7 +14,7 @@ from soap.model.regions import Box
 from soap.strategy.compression import Int8, PowerSgd, Rgc, RgcAsq
 from soap.strategy.config import FLOATING, OpConfig, Strategy, SyncConfig, settled_config
 from soap.strategy.recomputation import refusal
-from soap.strategy.sync import SHARDED, SHARDED_STATE, SPARSE_ALL_GATHER, compressed, parameter_server
+from soap.strategy.sync import SHARDED, SHARDED_IN_HOSTS, SHARDED_STATE, SPARSE_ALL_GATHER, compressed, parameter_server
 from soap.strategy.sync_contracts import WITHIN
 from tests.graph_builder import ATTRIBUTE, GraphBuilder
 
@@ -200,13 +200,17 @@ LOSSY = (Rgc(density=0.2), Rgc(density=0.2, ragged=True), RgcAsq(selection="exac
 """Compressions with one exchange of messages, one of sizes before it, two sums, and two exchanges of parts."""
 
 
+SHARED = (SHARDED_STATE, replace(SHARDED_STATE, within="host"), SHARDED, SHARDED_IN_HOSTS)
+"""Ways in which readers own parts."""
+
+
 def syncs(graph: OperatorGraph, parameter: str) -> st.SearchStrategy[SyncConfig]:
     """Any synchronization of a parameter."""
     rows = parameter in graph.sparse
     servers = [parameter_server(partitions, within, rows=rows) for partitions in (1, 3) for within in WITHIN]
     gathered = [SPARSE_ALL_GATHER] if parameter in graph.sparse else []
     lossy = [compressed(how, within) for how in LOSSY for within in WITHIN if not rows and graph.tensors[parameter].dtype in FLOATING]
-    return st.sampled_from([SyncConfig(), SHARDED_STATE, SHARDED, *gathered, *servers, *lossy])
+    return st.sampled_from([SyncConfig(), *SHARED, *gathered, *servers, *lossy])
 
 
 @st.composite

@@ -85,13 +85,13 @@ def _saving(outcome: api.SearchOutcome) -> dict[str, Any]:
     """Why the search could save memory unasked, and where it does."""
     saving = {name: sync for name, sync in outcome.strategy.parameters.items() if sync in SAVING_MEMORY}
     parameters = sum(tensor.requires_grad for tensor in outcome.simulator.graph.parameters)
-    words = sorted({sync.contract.word for sync in saving.values()})
+    words = sorted({sync.word for sync in saving.values()})
     counts = {"methods": words, "parameters": len(saving), "of": parameters}
     return {"data_parallel_lacks_bytes": outcome.result.saving_bytes, **counts}
 
 
 def _saving_text(saving: Mapping[str, Any]) -> str:
-    allowed = " or ".join(sync.contract.word for sync in SAVING_MEMORY)
+    allowed = " or ".join(sync.word for sync in SAVING_MEMORY)
     lacking = format_bytes(saving["data_parallel_lacks_bytes"])
     why = f"{report.BASELINE} lacks {lacking} of memory, so that devices may share parameters' states or values ({allowed})"
     if not saving["parameters"]:

@@ -82,7 +82,7 @@ class SyncConfig:
             found = "without a compression" if self.compression is None else f"with compression {self.compression.word!r}"
             expected = f"one of {', '.join(COMPRESSIONS)}" if self.compression is None else f"payload {COMPRESSED!r}"
             raise StrategyError(f"payload {self.payload!r} {found}; expected {expected}")
-        said = f"synchronization by {contract.word}"
+        said = f"synchronization by {self.word}"
         if self.within not in contract.within:
             expected = " or ".join(map(repr, contract.within))
             raise StrategyError(f"{said}: within {self.within!r}, expected {expected} ('host': local aggregation)")
@@ -94,6 +94,11 @@ class SyncConfig:
     def contract(self) -> Contract:
         """The contract of the method that serves this combination."""
         return find_contract(self.owner, self.payload, self.residence)
+
+    @property
+    def word(self) -> str:
+        """What commands and reports call it."""
+        return self.contract.host_word if self.within == "host" and self.contract.host_word else self.contract.word
 
     def require_serves(self, parameter: str, graph: OperatorGraph) -> None:
         """StrategyError if its method does not serve this parameter."""

@@ -27,6 +27,9 @@ SHARDED_STATE = SyncConfig("parts")
 SHARDED = SyncConfig("parts", residence="gathered")
 """Each reader owns a part of every shard. The rest of the values is there only for the passes that read it (ZeRO-3, FSDP)."""
 
+SHARDED_IN_HOSTS = SyncConfig("parts", residence="gathered", within="host")
+"""The readers of each host share a copy so. Owners of the same part on several hosts sum its gradients and update it alike (HSDP)."""
+
 
 SAVING_MEMORY: tuple[SyncConfig, ...] = (SHARDED_STATE, SHARDED)
 """What searches also choose from, without being asked, where data parallelism does not fit into memory."""
@@ -61,7 +64,7 @@ def worded(word: str, partitions: int = 1, within: Within = "none", *, sparse: b
     assert contract is not None  # every method serves sparse or dense parameters
     if contract.compresses:
         raise StrategyError(f"synchronization {word!r} needs a compression; expected one of {', '.join(words())}")
-    return of_method(contract, partitions, within)
+    return of_method(contract, partitions, "host" if word == contract.host_word else within)
 
 
 def of_method(contract: Contract, partitions: int = 1, within: Within = "none") -> SyncConfig:

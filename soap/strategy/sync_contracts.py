@@ -18,8 +18,8 @@ partitions."""
 Residence = Literal["kept", "gathered"]
 """Whether readers keep the value between uses, or get it anew for each."""
 Within = Literal["none", "host"]
-"""What is done inside a host first: nothing, or local aggregation: its devices add up, and communicate with servers or peers through one of
-them."""
+"""What is done inside a host first: nothing; or local aggregation: its devices add up, and communicate with servers or peers through one of
+them; of what readers own in parts each host has a copy in parts (HSDP), so that only sums of parts leave it."""
 
 DENSE, ROWS, COMPRESSED = "dense", "rows", "compressed"
 """Payloads: whole gradients, the rows that a step touches, or what a compressor makes of them."""
@@ -43,7 +43,8 @@ class Contract:
     which it serves; of a sparse parameter a step touches only some rows. ``exact``: N ranks train as one process does; a lossy method is
     used only if the user names it. ``within``: what it can do inside hosts. ``most_partitions``: on servers. ``wire_bits``: bits that an
     element of a gradient takes on its way, if not the width of its type. ``state``: tensors that it keeps from step to step (a residual),
-    which checkpoints must hold. ``folding``: why plans with it cannot be folded over copies; empty if they can.
+    which checkpoints must hold. ``folding``: why plans with it cannot be folded over copies; empty if they can. ``host_word``: its word if
+    something is done inside hosts first, if it has one; else that is said beside ``word``.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Contract:
     wire_bits: int | None = None
     state: tuple[str, ...] = ()
     folding: str = "the method of synchronization is not known to fold"
+    host_word: str = ""
 
     @property
     def by_rows(self) -> bool:
@@ -167,6 +169,7 @@ METHODS: list[Contract] = [
         residence="kept",
         parameters="all",
         exact=True,
+        within=("none", "host"),
         folding="readers own parts of parameters",
     ),
     Contract(
@@ -177,6 +180,8 @@ METHODS: list[Contract] = [
         residence="gathered",
         parameters="all",
         exact=True,
+        within=("none", "host"),
+        host_word="hsdp",
         folding="readers own parts of parameters",
     ),
 ]
@@ -207,7 +212,7 @@ def by_word(word: str, *, sparse: bool) -> Contract | None:
 
     StrategyError if the word is unknown.
     """
-    found = [contract for contract in METHODS if contract.word == word]
+    found = [contract for contract in METHODS if word in (contract.word, contract.host_word) and word]
     if not found:
         raise StrategyError(f"synchronization {word!r} is unknown; expected one of {', '.join(words())}")
     return next((contract for contract in found if contract.serves(sparse=sparse)), None)
@@ -215,4 +220,5 @@ def by_word(word: str, *, sparse: bool) -> Contract | None:
 
 def words() -> tuple[str, ...]:
     """The words of all exact methods, each once. A lossy method is asked for by name elsewhere (``soap.strategy.compression.parse``)."""
-    return tuple(dict.fromkeys(contract.word for contract in METHODS if contract.exact))
+    found = (word for contract in METHODS if contract.exact for word in (contract.word, contract.host_word) if word)
+    return tuple(dict.fromkeys(found))

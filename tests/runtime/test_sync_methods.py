@@ -31,8 +31,8 @@ from soap.runtime.sync.seam import rank_sync
 from soap.runtime.trainer import Trainer
 from soap.simulator.lowering import build_plan
 from soap.strategy.config import Strategy, SyncConfig
-from soap.strategy.sync import ALL_REDUCE, SHARDED, SHARDED_STATE, SPARSE_ALL_GATHER, compressed, parameter_server
-from soap.strategy.sync_contracts import METHODS, named
+from soap.strategy.sync import ALL_REDUCE, SHARDED, SHARDED_IN_HOSTS, SHARDED_STATE, SPARSE_ALL_GATHER, compressed, parameter_server
+from soap.strategy.sync_contracts import METHODS, Contract, named
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.export import export_model
 from soap.tracing.load import load_model
@@ -71,8 +71,15 @@ CASES: dict[str, Case] = {
     "parameter_server": Case(dense=parameter_server(2, "host")),
     "sharded_state": Case(dense=SHARDED_STATE),
     "sharded": Case(dense=SHARDED),
+    "sharded_state within hosts": Case(dense=replace(SHARDED_STATE, within="host")),
+    "sharded within hosts": Case(dense=SHARDED_IN_HOSTS),
     "row_server": Case(sparse=parameter_server(2, "host", rows=True)),
 }
+
+
+def contract_of(case: str) -> Contract:
+    """Of the method that a case is of."""
+    return named(case.partition(" ")[0])
 
 
 class Spread(nn.Module):
@@ -131,17 +138,17 @@ def everywhere(four: Pool, case: Case, function: Callable[..., Any], *args: obje
 
 
 def test_every_method_has_a_case() -> None:
-    assert {contract.name for contract in METHODS} == CASES.keys()
+    assert {contract.name for contract in METHODS} == {contract_of(case).name for case in CASES}
 
 
 @pytest.mark.parametrize("method", CASES)
 def test_the_case_is_of_the_method(files: dict[str, str], method: str) -> None:
     """It synchronizes what the method can, and no other method but the default does."""
-    case, contract = CASES[method], named(method)
+    case, contract = CASES[method], contract_of(method)
     for name, samples in (("words", 6), ("spread", 8)):
         model = loaded(files[name])
         plan = build_plan(model.graph, case.strategy(model, samples), case.topology)
-        assert {sync.method for sync in plan.syncs} == {METHODS[0].name, method}
+        assert {sync.method for sync in plan.syncs} == {METHODS[0].name, contract.name}
     assert case.oracle is train_alone or not contract.exact
     assert rank_sync(contract).__module__ and method_of(contract).contract is contract
 
@@ -171,7 +178,7 @@ def planned_bytes(plan: Plan) -> list[int]:
     rounds = list(asking_rounds(plan))
     for sync in plan.syncs:
         for step in method_of(sync.contract).steps(plan, sync):
-            found.update(dict.fromkeys(sync.peers, step.summed_bytes))
+            found.update(dict.fromkeys(step.among, step.summed_bytes))
             rounds += step.rounds
     for source, target, size in (flow for flows, _ in rounds for flow in flows):
         found.update({source: size})
@@ -229,11 +236,11 @@ def test_checkpoints_go_on_as_if_nothing_had_happened(four: Pool, files: dict[st
         assert straight.losses == resumed.losses
         assert all(torch.equal(straight.state[name], tensor) for name, tensor in resumed.state.items())
         assert [(shard, {*own}) for shard, own in kept.items()] == [(shard, {*own}) for shard, own in found.items()]
-        assert all({*own} == {*named(method).state} for own in kept.values())
+        assert all({*own} == {*contract_of(method).state} for own in kept.values())
         assert all(torch.equal(tensor, found[shard][name]) for shard, own in kept.items() for name, tensor in own.items())
     other = four.run(on_by, path, None, folders[0], folders[1], [2], ranks=OTHER.device_count)[0]
     back = everywhere(four, case, on_by, path, method, folders[1], None, [3])[0]
-    if named(method).exact:  # by another method or on other ranks a lossy one loses something else
+    if contract_of(method).exact:  # by another method or on other ranks a lossy one loses something else
         on = Trained([*other.losses, *back.losses], back.state)
         assert worst(on, results[0][0]) < TOLERANCE
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from soap.strategy.compression import Bf16, Chunked, Int8, PowerSgd, Rgc, RgcAsq
 from soap.strategy.config import SyncConfig
-from soap.strategy.sync import SHARDED, SHARDED_STATE, SPARSE_ALL_GATHER, compressed, parameter_server
+from soap.strategy.sync import SHARDED, SHARDED_IN_HOSTS, SHARDED_STATE, SPARSE_ALL_GATHER, compressed, parameter_server
 
 COMPRESSED = (
     Rgc(),
@@ -24,7 +26,7 @@ CASES: dict[str, tuple[SyncConfig, ...]] = {
     "sparse_all_gather": (SPARSE_ALL_GATHER,),
     "parameter_server": tuple(parameter_server(count, within) for count in (1, 2, 7) for within in ("none", "host")),
     "compressed": (*map(compressed, COMPRESSED), *(compressed(how, "host") for how in (COMPRESSED[1], PowerSgd(rank=3), Int8()))),
-    "sharded_state": (SHARDED_STATE,),
-    "sharded": (SHARDED,),
+    "sharded_state": (SHARDED_STATE, replace(SHARDED_STATE, within="host")),
+    "sharded": (SHARDED, SHARDED_IN_HOSTS),
     "row_server": tuple(parameter_server(count, within, rows=True) for count in (1, 3, 40) for within in ("none", "host")),
 }

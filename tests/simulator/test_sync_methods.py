@@ -64,7 +64,7 @@ def synchronized(strategy: Strategy, contract: Contract, rng: random.Random) -> 
 def clusters() -> list[Topology]:
     plain = cluster([1, 1, 1], CPU)
     busy = replace(plain, ports=(Port(0, 0, 700, 333), Port(1, 0, 0, 1000)))
-    return [cluster([2, 2], CPU), cluster([2, 1], GPU), busy]
+    return [cluster([2, 2], CPU), cluster([2, 1], GPU), busy, replace(cluster([2, 2], GPU), ports=(Port(0, 0, 700, 333),))]
 
 
 def strategies(contract: Contract, count: int = 4) -> list[tuple[Topology, Strategy]]:
@@ -152,9 +152,9 @@ def _check_steps(plan: Plan, strategy: Strategy) -> None:
         steps = method_for(sync).steps(plan, sync)
         assert [step.phase for step in steps] == sorted(step.phase for step in steps)
         for step in steps:
-            assert bool(step.rounds) != bool(step.summed_bytes)
+            assert bool(step.rounds) != bool(step.summed_bytes) and bool(step.summed_bytes) == bool(step.among)
             ends = {device for flows, _ in step.rounds for source, target, _ in flows for device in (source, target)}
-            assert ends <= {*plan.members(sync)} and step.phase in Phase
+            assert ends | {*step.among} <= {*plan.members(sync)} and step.phase in Phase
 
 
 @METHOD
@@ -167,7 +167,7 @@ def test_tasks_move_what_it_says(contract: Contract) -> None:
             for step in method_for(sync).steps(plan, sync):
                 task = moved[step.name]
                 expected = sum(size for flows, _ in step.rounds for *_, size in flows)
-                assert task.bytes == (expected or 2 * (len(sync.peers) - 1) * step.summed_bytes)
+                assert task.bytes == (expected or 2 * (len(step.among) - 1) * step.summed_bytes)
 
 
 @METHOD

@@ -38,22 +38,22 @@ def make_buckets(
     """Join synchronizations of one region each into buckets, in the order in which the backward pass completes their gradients.
 
     A region's gradient is complete once the lowest operator that uses it has run backward. So regions are taken by that operator's
-    position, highest first, then by their first shard. Each joins the open bucket of its readers and dtype. A bucket closes at
-    ``BUCKET_BYTES``, the first one of its readers and dtype at ``FIRST_BUCKET_BYTES``; ``limits``: others than (first, later). A region
-    with a single reader gets a bucket of its own, because nothing is sent. The result is ordered by the lowest operator that a bucket's
+    position, highest first, then by their first shard. Each joins the open bucket of its readers, leaders and dtype. A bucket closes at
+    ``BUCKET_BYTES``, the first one of these at ``FIRST_BUCKET_BYTES``; ``limits``: others than (first, later). A region with a single
+    reader gets a bucket of its own, because nothing is sent. The result is ordered by the lowest operator that a bucket's
     regions need, highest first, then by the bucket's first shard.
     """
     first_limit, limit = (FIRST_BUCKET_BYTES, BUCKET_BYTES) if limits is None else limits
     trained = graph.backward_operators
     alone = {sync.shards[0]: sync for sync in syncs}
     lowest = {sync.shards[0]: min(tiles[t].operator for t, _ in sync.uses if tiles[t].operator in trained) for sync in syncs}
-    begun: set[tuple[tuple[int, ...], str]] = set()
-    open_buckets: dict[tuple[tuple[int, ...], str], list[int]] = {}
-    filled: dict[tuple[tuple[int, ...], str], int] = {}
+    begun: set[tuple[object, ...]] = set()
+    open_buckets: dict[tuple[object, ...], list[int]] = {}
+    filled: dict[tuple[object, ...], int] = {}
     finished: list[list[int]] = []
     for number in sorted(lowest, key=lambda number: (-lowest[number], number)):
         own = alone[number]
-        key = (own.readers, graph.tensors[own.parameter].dtype)
+        key = (own.readers, own.leaders, graph.tensors[own.parameter].dtype)
         open_buckets.setdefault(key, []).append(number)
         filled[key] = filled.get(key, 0) + sum(shard_bytes(graph, shards[i]) for i in own.shards)
         if len(own.readers) == 1 or filled[key] >= (limit if key in begun else first_limit):

@@ -22,6 +22,7 @@ from soap.plan.plan import Plan, ShardSync, sync_name
 from soap.plan.syncs.amounts import COPIES, moving_rounds, reading_groups
 from soap.plan.syncs.seam import COMBINE, PULL, PUSH, RESTORE, SELECT, SPREAD, SUM, DeviceWork, Hold, Phase, SyncMethod, SyncStep
 from soap.strategy.compression import Compression
+from soap.strategy.config import SyncConfig
 from soap.strategy.sync_contracts import named
 
 EXCHANGES = ((SUM, "sync"), (SPREAD, "spread"))
@@ -34,7 +35,7 @@ STAGES: dict[Work, int] = {"select": SELECT, "combine": COMBINE, "restore": REST
 class CompressedSum(SyncMethod):
     """All readers own the whole region; the peers keep a residual each. A region with a single peer is not compressed."""
 
-    def serves_region(self, readers: Sequence[int], peers: Collection[int]) -> bool:
+    def serves_region(self, readers: Sequence[int], peers: Collection[int], sync: SyncConfig) -> bool:
         """A gradient that goes nowhere, or nowhere but inside a host, stays as it is."""
         return len(peers) > 1
 
@@ -48,7 +49,7 @@ class CompressedSum(SyncMethod):
         for (stage, verb), work, exchange in zip(EXCHANGES, works, layout.exchanges, strict=False):
             name, own = sync_name(sync, verb), self._works(plan, sync, layout, work)
             if exchange.kind == "sum":
-                found.append(SyncStep(Phase.AFTER_BACKWARD, stage, name, summed_bytes=exchange.message_bytes, works=own))
+                found.append(SyncStep(Phase.AFTER_BACKWARD, stage, name, summed_bytes=exchange.message_bytes, among=sync.peers, works=own))
             else:
                 found.append(SyncStep(Phase.AFTER_BACKWARD, stage, name, exchange_rounds(sync, exchange), works=own))
         if sync.aggregated:

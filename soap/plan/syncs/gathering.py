@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from soap.plan.flows import box_bytes
-from soap.plan.plan import Plan
+from soap.plan.plan import Plan, ShardSync
 from soap.plan.recomputation import needed_from
+from soap.plan.syncs.sharing import owned_bytes, sharers
 
 UNDER_WAY = 2
 """At most so many scatters of such gradients are under way at a time; then what has come is added up, and gone."""
@@ -106,7 +107,7 @@ def most_gathered(plan: Plan) -> Mapping[int, Most]:
         total, largest = sum(sizes[number] for number in mine), max(sizes[number] for number in mine)
         if len({plan.syncs[number].readers for number in mine}) > 1:
             gradients = total
-        moved = [sizes[number] + (len(plan.syncs[number].readers) - 1) * _owned_bytes(plan, number, device) for number in mine]
+        moved = [sizes[number] + _received_bytes(plan, plan.syncs[number], device) for number in mine]
         found[device] = Most(min(values, total) + largest, min(gradients, total), min((UNDER_WAY + 1) * max(moved), sum(moved)))
     return found
 
@@ -124,9 +125,9 @@ def _group_bytes(plan: Plan, number: int) -> int:
     return sum(box_bytes(plan, region.parameter, region.box) for region in plan.syncs[number].regions)
 
 
-def _owned_bytes(plan: Plan, number: int, device: int) -> int:
-    own = (plan.shards[shard] for shard in plan.syncs[number].shards if plan.shards[shard].devices == (device,))
-    return sum(box_bytes(plan, shard.parameter, shard.box) for shard in own)
+def _received_bytes(plan: Plan, sync: ShardSync, device: int) -> int:
+    """Gradients that others send a device of its parts."""
+    return (sharers(sync) - 1) * owned_bytes(plan, sync).get(device, 0)
 
 
 def _places(plan: Plan, numbers: Sequence[int]) -> Mapping[int, tuple[int, int]]:

@@ -46,13 +46,13 @@ class Keeping:
                 if not (trainable and any(operator in self._graph.backward_operators for operator, _, _ in uses)):
                     shards.append(Shard(parameter, len(shards) - first, box, readers, places, trainable))
                     continue
-                leaders = self._leaders(readers) if sync.within == "host" else readers
-                used = sync if wanted.serves_region(readers, dict.fromkeys(leaders)) else usual
+                of_hosts = self._leaders(readers) if sync.within == "host" else readers
+                used = sync if wanted.serves_region(readers, dict.fromkeys(of_hosts), sync) else usual
                 method = wanted if used is sync else method_of(used.contract)
-                owned = method.owners(parameter, index, box, readers, used, self._places)
+                leaders = method.leaders(readers, of_hosts) if used is sync else readers
+                owned = method.owners(parameter, index, box, readers, leaders, used, self._places)
                 numbers = tuple(range(len(shards), len(shards) + len(owned)))
                 shards += [Shard(parameter, len(shards) - first + i, part, owners, places, True) for i, (part, owners) in enumerate(owned)]
-                leaders = leaders if used is sync else readers
                 name = method.contract.name
                 how = None if used.compression is None else settled(self._graph, parameter, used.compression)
                 region = ReadRegion(parameter, box, numbers, places)

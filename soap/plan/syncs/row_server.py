@@ -22,7 +22,7 @@ class RowServer(ParameterServer):
 
     pull_phase = Phase.BEFORE_FORWARD
 
-    def serves_region(self, readers: Sequence[int], peers: Collection[int]) -> bool:
+    def serves_region(self, readers: Sequence[int], peers: Collection[int], sync: SyncConfig) -> bool:
         """Every region, even with one reader: that saves the reader the memory for the table."""
         return True
 

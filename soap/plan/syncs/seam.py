@@ -59,10 +59,11 @@ class DeviceWork:
 
 @dataclass(frozen=True, slots=True)
 class SyncStep:
-    """One communication: an all-reduce of ``summed_bytes`` over the readers, or ``rounds`` of flows, one after the other.
+    """One communication: an all-reduce of ``summed_bytes`` over the devices ``among``, or ``rounds`` of flows, one after the other.
 
     ``works``: what devices do before it, each once what it needs is there; the communication waits for all. ``large``: it moves much, over
-    many connections. On links with ports and between GPUs the simulator cuts it into chunks, between which messages pass.
+    many connections. On links with ports and between GPUs the simulator cuts it into chunks, between which messages pass. ``beside``: it
+    waits for what the step before it waits for, not for that step: both run side by side, among other devices.
     """
 
     phase: Phase
@@ -70,7 +71,9 @@ class SyncStep:
     name: str
     rounds: tuple[Round, ...] = ()
     summed_bytes: int = 0
+    among: tuple[int, ...] = ()
     large: bool = False
+    beside: bool = False
     works: tuple[DeviceWork, ...] = ()
 
 
@@ -146,12 +149,17 @@ class SyncMethod(ABC):
     def __init__(self, contract: Contract) -> None:
         self.contract = contract
 
-    def serves_region(self, readers: Sequence[int], peers: Collection[int]) -> bool:
-        """Whether this method synchronizes a region with these readers; if not, the default method does. ``peers``: see ``ShardSync``."""
+    def serves_region(self, readers: Sequence[int], peers: Collection[int], sync: SyncConfig) -> bool:
+        """Whether this method synchronizes a region with these readers; if not, the default method does. ``peers``: the first reader of each
+        host if ``sync`` says so (``within``), else all readers."""
         return True
 
+    def leaders(self, readers: tuple[int, ...], of_hosts: tuple[int, ...]) -> tuple[int, ...]:
+        """``ShardSync.leaders`` where hosts do something within themselves. ``of_hosts``: for each reader the first one of its host."""
+        return of_hosts
+
     def owners(
-        self, parameter: str, region: int, box: Box, readers: tuple[int, ...], sync: SyncConfig, places: Places
+        self, parameter: str, region: int, box: Box, readers: tuple[int, ...], leaders: tuple[int, ...], sync: SyncConfig, places: Places
     ) -> Sequence[tuple[Box, tuple[int, ...]]]:
         """(part, its owners) for each part of a region. By default each reader owns the whole region."""
         return [(box, readers)]

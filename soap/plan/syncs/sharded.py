@@ -14,7 +14,8 @@ from soap.plan.memory_kinds import MemoryKind
 from soap.plan.plan import Plan, Shard, ShardSync, sync_name, update_name
 from soap.plan.syncs.bucketing import gather_limit, gradient_bytes, make_buckets
 from soap.plan.syncs.seam import PULL, REGATHER, Hold, Phase, SyncStep
-from soap.plan.syncs.sharded_state import ShardedState, gather_round, owned_bytes, scatter_name
+from soap.plan.syncs.sharded_state import ShardedState, gather_round, scatter_name
+from soap.plan.syncs.sharing import owned_bytes, sharers
 from soap.plan.tiling import Tile
 from soap.strategy.sync_contracts import named
 
@@ -30,7 +31,7 @@ class Sharded(ShardedState):
         return make_buckets(graph, tiles, shards, syncs, (limit, limit))
 
     def steps(self, plan: Plan, sync: ShardSync, *, pull_together: bool = True) -> Sequence[SyncStep]:
-        """Every owner sends every reader the values, twice; every reader sends every owner its gradient of what that owns."""
+        """Every owner sends every reader of its copy the values, twice; gradients go as those of sharded states."""
         scatter = [step for step in super().steps(plan, sync) if step.phase is Phase.AFTER_BACKWARD]
         gather = gather_round(plan, sync)
         before = [
@@ -50,14 +51,14 @@ class Sharded(ShardedState):
     def holds(self, plan: Plan, sync: ShardSync) -> Iterator[Hold]:
         """Values are sent from, and received in, buffers that are there until the first use; the copy from the first use to the last. The
         bucket of gradients from the first one on; it and what others send until two later ones are on their way."""
-        owned, whole = owned_bytes(plan, sync), gradient_bytes(plan, sync)
+        owned, whole, others = owned_bytes(plan, sync), gradient_bytes(plan, sync), sharers(sync) - 1
         for reader in sync.readers:
             own, scatter = owned.get(reader, 0), scatter_name(sync)
             for name, passes in ((gather_name(sync), "forward"), (regather_name(sync), "backward")):
                 yield Hold(reader, whole, since=name, used=passes)  # type: ignore[arg-type]
                 yield Hold(reader, whole, used=passes, kind=MemoryKind.VALUES)  # type: ignore[arg-type]
             yield Hold(reader, whole, until=scatter, before=True, from_gradient=True, kind=MemoryKind.GRADIENTS)
-            moving = whole + (len(sync.readers) - 1) * own
+            moving = whole + others * own
             yield Hold(reader, moving, since=scatter, until=update_name(reader), before=True, queue="few")
             yield Hold(reader, own, since=scatter, kind=MemoryKind.GRADIENTS)
 

@@ -65,6 +65,11 @@ class CompressedSum(BucketedSum):
             self._totals = {}
 
     @classmethod
+    def groups(cls, sync: ShardSync) -> Iterable[tuple[int, ...]]:
+        """The peers."""
+        return (sync.peers,)
+
+    @classmethod
     def task_name(cls, sync: ShardSync, kind: ActionKind) -> str:
         """What travels inside hosts has names of its own."""
         verbs = {ActionKind.COLLECT: COLLECT[1], ActionKind.HAND_ON: HAND_ON[1]}

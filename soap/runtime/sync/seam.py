@@ -80,6 +80,11 @@ class RankSync(ABC):
         self.watch: Watch = watch_nothing
 
     @classmethod
+    def groups(cls, sync: ShardSync) -> Iterable[tuple[int, ...]]:
+        """The sets of devices that exchange something, beside all its members."""
+        return ()
+
+    @classmethod
     def before_forward(cls, sync: ShardSync) -> tuple[ActionKind, ...]:
         """Those of ASK, BRING and HAND_ON that every micro-batch needs."""
         return ()

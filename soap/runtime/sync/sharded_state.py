@@ -3,6 +3,9 @@
 A rank collects its gradients of a synchronization in one buffer, ordered by owner, so that each owner's part is sent as it lies there. The
 buffer exists from the first gradient of a step until it has left. Owners add up what they get in the order of the readers, so that equal
 runs give equal bits. Both exchanges are messages between all pairs: gloo's own reduce-scatter moves twice the bytes.
+
+If each host has a copy in parts, both stay inside hosts, and the holders of the same parts all-reduce their sums in between: ``collect``
+scatters, ``synchronize`` sums.
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ from typing import ClassVar
 import torch
 
 from soap.model.regions import lengths, volume
-from soap.plan.plan import Plan, ReadRegion, ShardSync
+from soap.plan.plan import Plan, ReadRegion, ShardSync, sync_name
+from soap.plan.syncs.sharded_state import sum_name
+from soap.plan.syncs.sharing import copies_of, holders
 from soap.runtime.comm.packing import land, pack
 from soap.runtime.comm.redistribute import Pending, cut
 from soap.runtime.program.actions import ActionKind
@@ -25,6 +30,7 @@ from soap.runtime.sync.roles import pieces_read
 from soap.runtime.sync.seam import Gradient, RankSync, SyncContext
 from soap.runtime.trace import Watch
 from soap.simulator.memory.transit import SENT_BYTES, SENT_TENSORS
+from soap.simulator.tasks import TaskKind
 
 
 @dataclass(slots=True)
@@ -43,13 +49,18 @@ class Exchanged:
 class Layout:
     """Where the parts of a synchronization lie in a rank's buffer: one owner after the other, each owner's in the order of the shards.
 
-    ``owned``: reader -> its shards. ``places``: shard -> its elements in the buffer. ``spans``: reader -> the elements that it owns.
+    ``readers``: those of this rank's copy. ``holders``: the devices that own the same parts as this rank, itself included; just this rank
+    if there is one copy. ``owned``: reader -> its shards. ``places``: shard -> its elements in the buffer. ``spans``: reader -> the elements
+    that it owns.
     """
 
-    def __init__(self, plan: Plan, sync: ShardSync) -> None:
-        self.owned: dict[int, list[int]] = {reader: [] for reader in sync.readers}
+    def __init__(self, plan: Plan, sync: ShardSync, rank: int) -> None:
+        self.readers = next(group for group in copies_of(sync) if rank in group)
+        self.holders = next((group for group in holders(sync) if rank in group), (rank,))
+        self.owned: dict[int, list[int]] = {reader: [] for reader in self.readers}
         for shard in sync.shards:
-            self.owned[plan.shards[shard].devices[0]].append(shard)
+            (owner,) = {*plan.shards[shard].devices} & self.owned.keys()
+            self.owned[owner].append(shard)
         order = [shard for own in self.owned.values() for shard in own]
         self.places = dict(zip(order, in_a_row([volume(plan.shards[shard].box) for shard in order]), strict=True))
         sizes = [sum(volume(plan.shards[shard].box) for shard in own) for own in self.owned.values()]
@@ -80,22 +91,35 @@ class ShardedState(RankSync):
     def __init__(self, context: SyncContext, syncs: Mapping[int, ShardSync]) -> None:
         super().__init__(context, syncs)
         read = pieces_read(self.plan)
-        self._layouts = {number: Layout(self.plan, sync) for number, sync in syncs.items()}
+        self._layouts = {number: Layout(self.plan, sync, self.rank) for number, sync in syncs.items()}
         self._leaves = {number: [self.store.leaves[piece] for piece in read[number]] for number in syncs}
         self._owned = {shard: number for number, layout in self._layouts.items() for shard in layout.owned[self.rank]}
         self._buffers: dict[int, torch.Tensor] = {}
         self._filled: dict[int, set[int]] = {number: set() for number in syncs}
         self._scattering: deque[Exchanged] = deque()
         self._gathering: deque[Exchanged] = deque()
+        self._summing: list[Pending] = []
         self._totals: dict[int, torch.Tensor] = {}
         for number, leaves in self._leaves.items():
             for place, leaf in enumerate(leaves):
                 self.take_gradients(leaf, number, ShardedState._collect, number, place)
 
     @classmethod
+    def groups(cls, sync: ShardSync) -> Iterable[tuple[int, ...]]:
+        """The readers of each copy, and the holders of each part."""
+        return (*copies_of(sync), *holders(sync))
+
+    @classmethod
     def after_update(cls, sync: ShardSync) -> tuple[ActionKind, ...]:
         """Readers get the values of the others' parts."""
         return (ActionKind.BRING,)
+
+    @classmethod
+    def task_name(cls, sync: ShardSync, kind: ActionKind) -> str:
+        """Sums among holders have names of their own."""
+        if kind is ActionKind.COLLECT:
+            return sync_name(sync, cls.gives)
+        return sync_name(sync, "sum") if kind is ActionKind.SYNC and sync.aggregated else super().task_name(sync, kind)
 
     @property
     def shards(self) -> Iterable[int]:
@@ -114,17 +138,37 @@ class ShardedState(RankSync):
                 tensor.grad = None
 
     def synchronize(self, number: int) -> None:
-        """Send each owner its part of this rank's gradients, and begin to receive the others' gradients of this rank's own part."""
+        """Send each owner its part of this rank's gradients; or, if there are several copies, begin to sum what has come for this rank's own
+        part over its holders."""
+        sync, layout = self.syncs[number], self._layouts[number]
+        if not sync.aggregated:
+            self._scatter(number, ActionKind.SYNC)
+            return
+        while number not in self._totals:
+            self._add_up(self._scattering.popleft())
+        total = self._totals[number]
+        if total.numel():
+            pending = self.comm.all_reduce(total, layout.holders)
+            self.comm.traffic.synchronized_bytes += total.nbytes
+            self.watch(sum_name(sync, layout.holders), TaskKind.SYNC, pending)
+            self._summing.append(pending)
+
+    def collect(self, number: int) -> None:
+        """Send each owner of this rank's copy its part of this rank's gradients."""
+        self._scatter(number, ActionKind.COLLECT)
+
+    def _scatter(self, number: int, kind: ActionKind) -> None:
+        """Send the owners their parts, and begin to receive the others' gradients of this rank's own part."""
         layout, sync = self._layouts[number], self.syncs[number]
         for place in range(len(sync.regions)):
             self._fill(number, place)
         buffer = self._buffers.pop(number)
         own = buffer[layout.spans[self.rank]].clone()
-        taken = in_a_row([0 if reader == self.rank else own.numel() for reader in sync.readers])
-        received = buffer.new_empty((len(sync.readers) - 1) * own.numel())
-        pending = self.comm.slices_to_all(buffer, layout.sent_to(self.rank), received, taken, sync.readers)
+        taken = in_a_row([0 if reader == self.rank else own.numel() for reader in layout.readers])
+        received = buffer.new_empty((len(layout.readers) - 1) * own.numel())
+        pending = self.comm.slices_to_all(buffer, layout.sent_to(self.rank), received, taken, layout.readers)
         self.comm.traffic.pushed_bytes += buffer.nbytes - own.nbytes + received.nbytes
-        self._scattering.append(Exchanged(number, self.named(ActionKind.SYNC, number, pending), received, taken, own, buffer))
+        self._scattering.append(Exchanged(number, self.named(kind, number, pending), received, taken, own, buffer))
         while self._too_much():
             self._add_up(self._scattering.popleft())
 
@@ -132,6 +176,8 @@ class ShardedState(RankSync):
         """Wait for all gradients. After the last micro-batch they are complete."""
         while self._scattering:
             self._add_up(self._scattering.popleft())
+        while self._summing:
+            self._summing.pop().wait()
 
     def gradient(self, shard: int) -> Gradient:
         """The sum over all readers, which is complete already."""
@@ -155,8 +201,8 @@ class ShardedState(RankSync):
             self._gathering.popleft().pending.wait()
 
     def _send_values(self, number: int, kind: ActionKind, received: torch.Tensor) -> Exchanged:
-        """Send this rank's values to all other readers, and begin to receive theirs, one owner after the other."""
-        layout, readers = self._layouts[number], self.syncs[number].readers
+        """Send this rank's values to all other readers of its copy, and begin to receive theirs, one owner after the other."""
+        layout, readers = self._layouts[number], self._layouts[number].readers
         values = [self.store.tensors[shard] for shard in layout.owned[self.rank]]
         own = pack(values) if values else received.new_empty(0)
         given = [slice(0, 0 if reader == self.rank else own.numel()) for reader in readers]
@@ -186,7 +232,7 @@ class ShardedState(RankSync):
     def _add_up(self, scattered: Exchanged) -> None:
         """Wait for the others' gradients of this rank's parts, and add up all of them in the order of the readers."""
         scattered.pending.wait()
-        readers, total = self.syncs[scattered.number].readers, scattered.own
+        readers, total = self._layouts[scattered.number].readers, scattered.own
         parts = [total if r == self.rank else scattered.buffer[own] for r, own in zip(readers, scattered.taken, strict=True)]
         for part in parts[1:]:
             parts[0].add_(part)

@@ -239,8 +239,8 @@ class _Lanes:
 
 def sum_groups(plan: Plan) -> Mapping[str, tuple[int, ...]]:
     """Name of each all-reduce -> its devices."""
-    steps = ((sync, step) for sync in plan.syncs for step in method_for(sync).steps(plan, sync))
-    groups = {step.name: sync.peers for sync, step in steps if step.summed_bytes}
+    steps = (step for sync in plan.syncs for step in method_for(sync).steps(plan, sync))
+    groups = {step.name: step.among for step in steps if step.summed_bytes}
     for reduction in plan.reductions:
         for gradient in (False, True):
             groups[reduce_name(plan.graph.operators[reduction.operator], reduction, gradient=gradient)] = reduction.devices

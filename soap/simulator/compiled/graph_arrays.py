@@ -35,9 +35,9 @@ class GraphTables(NamedTuple):
 
     By parameter: ``parameter_dtype``, ``parameter_itemsize``, ``first_server``, ``first_reader`` (``placement``), and for sparse ones
     ``touched`` from ``touched_ptr`` on: how many rows a batch looks up, how many rows there are, ``RowAccess.touched``. ``bucket_kinds``:
-    (number of dtypes, number of methods); a bucket has one of each. ``gather_limit``: ``bucketing.gather_limit``. ``backward``: whether any
-    output has a gradient. ``loss``: operator and output that make the loss. ``solid``: whether at least one replica of every tile has a
-    backward pass under every strategy.
+    (number of dtypes, twice that of methods); a bucket has one of each, and one copy or several. ``gather_limit``:
+    ``bucketing.gather_limit``. ``backward``: whether any output has a gradient. ``loss``: operator and output that make the loss.
+    ``solid``: whether at least one replica of every tile has a backward pass under every strategy.
     """
 
     read_ptr: Ints
@@ -175,7 +175,7 @@ def graph_tables(graph: OperatorGraph, topology: Topology) -> GraphTables:
         user_place=user_place,
         parameter_dtype=np.array([dtypes[t.dtype] for t in graph.parameters], np.int32),
         parameter_itemsize=np.array([t.itemsize for t in graph.parameters], np.int32),
-        bucket_kinds=np.array([len(dtypes), len(METHODS)], np.int32),
+        bucket_kinds=np.array([len(dtypes), 2 * len(METHODS)], np.int32),
         gather_limit=np.array([gather_limit(graph)], np.int64),
         first_server=np.array([servers[t.name] for t in graph.parameters], np.int32),
         first_reader=np.array([first_reader[t.name] for t in graph.parameters], np.int64),

@@ -38,10 +38,11 @@ class Scratch(NamedTuple):
       cores of a host, for the host's lowest device; ``settled``, ``settling``: see ``syncs.compressed`` and ``syncs.sharded_state``.
     - By parameter: ``geometry``, ``expected`` (a stamp).
     - The tiles that use a shard: ``use_slot``, ``use_device``, ``use_lookups``, ``use_block`` (equal for replicas of one tile).
-    - By place in ``members``, from 0 on: ``lookups``, ``seen``, ``leader``, ``touched``, ``together``, ``received``; by partition:
-      ``p_rows``, ``p_server``. See ``syncs.server_traffic``. ``peers``: the number of the ``members`` that are leaders, then these devices.
-    - By bucket: ``bucket_region``, the number of its first region; ``owned_ptr``: see ``syncs.sharded_state``. ``g_``: see
-      ``syncs.gathering``.
+    - By place in ``members``, from 0 on: ``lookups``, ``seen``, ``leader``, ``inside``, ``touched``, ``together``, ``received``; by
+      partition: ``p_rows``, ``p_server``. See ``syncs.server_traffic``. ``inside``: see ``members.find_copies``. ``peers``: the number of
+      the ``members`` that are leaders, then these devices.
+    - By bucket: ``bucket_region``, the number of its first region; ``owned_ptr``, ``bucket_sharers``: see ``syncs.sharded_state``. ``g_``:
+      see ``syncs.gathering``.
 
     The others are lists for intermediate results.
     """
@@ -139,6 +140,7 @@ class Scratch(NamedTuple):
     lookups: Longs
     seen: Longs
     leader: Ints
+    inside: Ints
     touched: Longs
     together: Longs
     received: Longs
@@ -148,6 +150,7 @@ class Scratch(NamedTuple):
     bucket_of: Ints
     bucket_limit: Longs
     bucket_region: Ints
+    bucket_sharers: Ints
     owned_ptr: Longs
     owned: Longs
     g_first: Ints
@@ -173,7 +176,7 @@ def make_scratch(size: int, devices: int, links: int) -> Scratch:
     sizes |= dict.fromkeys(("load", "load_stamp"), links + 1)
     sizes |= {"held": devices + links + 1, "members": devices + 1, "peers": devices + 1, "cell": 16 * size, "flow": 3 * size}
     sizes |= dict.fromkeys(("update", "floor", "taken", "settled", "settling"), devices)
-    sizes |= dict.fromkeys(("lookups", "leader", "touched", "together", "received", "seen"), devices + 1)
+    sizes |= dict.fromkeys(("lookups", "leader", "inside", "touched", "together", "received", "seen"), devices + 1)
     sizes |= dict.fromkeys(("e_src", "e_dst", "res", "work", "fill", "gradient_next", "gradient_task"), 4 * size)
     sizes |= dict.fromkeys(("claim_next", "claim_task", "claim_position"), 4 * size)
     sizes |= dict.fromkeys(("g_next", "g_list", "g_kept"), 4 * size)

@@ -29,9 +29,8 @@ from soap.simulator.compiled.syncs.sharded_state import (
     gather_values,
     is_scattered,
     owned_by_readers,
-    owner_place,
     part_ns,
-    parts_of,
+    part_of_place,
 )
 from soap.simulator.compiled.syncs.sparse_all_gather import gathered_bytes, gathered_rows
 from soap.simulator.compiled.task_keys import STATE_FULL, UPDATE, set_key, task_key
@@ -117,13 +116,13 @@ def synchronize(W: World) -> None:
     buckets = S.count[TASKS]
     for bucket in range(buckets):
         if is_scattered(W, bucket):
-            finish_scatter(W, bucket, slot0 + bucket)
+            finish_scatter(W, bucket, slot0 + bucket, slot0)
         else:
             finish_bucket(W, bucket, slot0 + bucket)
     gather_values(W, buckets, slot0)
     begin_norm(W, slot0)
     add_owners_tasks(W, slot0)
-    cut_sums(R, C, S, slot0)  # what follows is not cut
+    cut_sums(R, C, S, slot0, buckets)  # what follows is not cut
     finish_norm(W, slot0)
     add_compressed(W, slot0, buckets)
     ask_prices(D, S)
@@ -192,9 +191,10 @@ def _add_update(W, parameter, shard):  # type: ignore[no-untyped-def]
 def _add_parts(W, parameter, shard, update, sign):  # type: ignore[no-untyped-def]
     """Add (1) or subtract (-1) by device the updates of a shard's parts, each on the reader that owns it."""
     S = W.scratch
-    for part in range(parts_of(W, shard)):
-        device = S.members[1 + owner_place(W, parameter, shard, part)]
-        update[device] += sign * part_ns(W, shard, part, device)
+    for place in range(S.members[0]):
+        part, device = part_of_place(W, parameter, shard, place), S.members[1 + place]
+        if part >= 0:
+            update[device] += sign * part_ns(W, shard, part, device)
 
 
 @compiled

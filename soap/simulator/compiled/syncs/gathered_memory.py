@@ -73,8 +73,8 @@ def _add_device(W, M, buckets, device):  # type: ignore[no-untyped-def]
         for i in range(readers):
             if R.sets.item[R.sets.ptr[group] + i] == device:
                 own = S.owned[S.owned_ptr[bucket] + i]
-        moved += size + (readers - 1) * own
-        most_moved = max(most_moved, size + (readers - 1) * own)
+        moving = size + (S.bucket_sharers[bucket] - 1) * own
+        moved, most_moved = moved + moving, max(most_moved, moving)
     held = min(values, total) + largest + (min(gradients, total) if same else total)
     M.part[HELD, device] += held
     M.part[HELD_DOUBTFUL, device] += held

@@ -16,7 +16,7 @@ from soap.simulator.compiled.syncs.all_reduce import put_into_bucket
 from soap.simulator.compiled.syncs.codes import is_gathered
 from soap.simulator.compiled.syncs.exchange import add_before, add_sync_edge, new_row
 from soap.simulator.compiled.syncs.members import find_geometry, find_members, first_user_with_gradient, is_trained
-from soap.simulator.compiled.syncs.sharded_state import exchange_of
+from soap.simulator.compiled.syncs.sharded_state import exchange_of, owned_by_readers
 from soap.simulator.compiled.task_keys import STATE_FULL, SYNC, task_key
 from soap.simulator.compiled.world import World
 
@@ -79,7 +79,7 @@ def _fill_buckets(W):  # type: ignore[no-untyped-def]
                 if lowest < 0 or G.user[first_user + lowest] != op:
                     continue
                 find_members(W, parameter, shard)
-                if S.members[0] > 1:
+                if owned_by_readers(W, parameter, shard):
                     bucket = put_into_bucket(W, parameter, shard, opened)
                     for i in range(S.count[USES]):
                         add_sync_edge(S, S.use_slot[i], bucket)

@@ -36,7 +36,7 @@ from soap.simulator.compiled.syncs.codes import (
 )
 from soap.simulator.compiled.syncs.compressed import held_bytes
 from soap.simulator.compiled.syncs.members import compresses, find_geometry, find_members, is_trained
-from soap.simulator.compiled.syncs.sharded_state import owned_by_readers, owner_place, part_bytes, parts_of
+from soap.simulator.compiled.syncs.sharded_state import owned_by_readers, part_bytes, part_of_place, sharers
 from soap.simulator.compiled.variants import CELLS
 from soap.simulator.compiled.world import World
 
@@ -115,18 +115,14 @@ def _add_dealt_out(W, M, parameter, shard):  # type: ignore[no-untyped-def]
     """Add what readers hold that own parts: buffers in which gradients and values arrive, but no states of what others own. If values are
     gathered for their uses, neither are others' values nor their gradients there all the time (``gathered_memory`` adds what is)."""
     S, size = W.scratch, W.shards.bytes[shard]
-    readers, gathered = S.members[0], is_gathered(W.state.sync[parameter])
-    for i in range(readers):
+    gathered = is_gathered(W.state.sync[parameter])
+    for i in range(S.members[0]):
+        part, device = part_of_place(W, parameter, shard, i), S.members[1 + i]
+        own = part_bytes(W, shard, part) if part >= 0 else 0
         if gathered:
-            _add_part(M, S.members[1 + i], -size)
+            _add_part(M, device, own - size)
         else:
-            _add_owned(M, S.members[1 + i], -size, size)
-    for k in range(parts_of(W, shard)):
-        own, device = part_bytes(W, shard, k), S.members[1 + owner_place(W, parameter, shard, k)]
-        if gathered:
-            _add_part(M, device, own)
-        else:
-            _add_owned(M, device, own, readers * own)
+            _add_owned(M, device, own - size, size + sharers(S) * own)
 
 
 @compiled
