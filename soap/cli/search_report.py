@@ -9,7 +9,8 @@ from soap import api
 from soap.cli import certainty, compressing, explanation, report, verification, warm_up
 from soap.cli.first_measuring import Measured
 from soap.strategy.compression import Compression
-from soap.strategy.sync import SAVING_MEMORY
+from soap.strategy.config import SyncConfig
+from soap.strategy.sync import saving_memory
 from soap.units import format_bytes
 
 SEARCHED = ("seed", "budget", "beta", "risk", "draws", "spreads", "evaluations", "interrupted", "pins", "forbidden", "memory_limit_bytes")
@@ -61,7 +62,7 @@ def text(
     might compress by. ``at_hand``: whether the cluster is this machine."""
     sections = [report.text(found, report.FOUND), report.optimality(outcome)]
     if "saving_memory" in found:
-        sections.append(_saving_text(found["saving_memory"]))
+        sections.append(_saving_text(found["saving_memory"], saving_memory(outcome.simulator.topology)))
     if measured is not None:
         sections.append(measured.text)
     if told:
@@ -83,15 +84,16 @@ def text(
 
 def _saving(outcome: api.SearchOutcome) -> dict[str, Any]:
     """Why the search could save memory unasked, and where it does."""
-    saving = {name: sync for name, sync in outcome.strategy.parameters.items() if sync in SAVING_MEMORY}
+    allowed = saving_memory(outcome.simulator.topology)
+    saving = {name: sync for name, sync in outcome.strategy.parameters.items() if sync in allowed}
     parameters = sum(tensor.requires_grad for tensor in outcome.simulator.graph.parameters)
     words = sorted({sync.word for sync in saving.values()})
     counts = {"methods": words, "parameters": len(saving), "of": parameters}
     return {"data_parallel_lacks_bytes": outcome.result.saving_bytes, **counts}
 
 
-def _saving_text(saving: Mapping[str, Any]) -> str:
-    allowed = " or ".join(sync.word for sync in SAVING_MEMORY)
+def _saving_text(saving: Mapping[str, Any], choices: Sequence[SyncConfig]) -> str:
+    allowed = ", ".join(sync.word for sync in choices[:-1]) + f" or {choices[-1].word}"
     lacking = format_bytes(saving["data_parallel_lacks_bytes"])
     why = f"{report.BASELINE} lacks {lacking} of memory, so that devices may share parameters' states or values ({allowed})"
     if not saving["parameters"]:

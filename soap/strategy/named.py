@@ -16,7 +16,7 @@ from soap.strategy.classical import NAMED, SYNCHRONIZED, hybrid
 from soap.strategy.config import Strategy
 from soap.strategy.grids import tensor_parallel_width
 from soap.strategy.recomputation import recomputed
-from soap.strategy.sync import server_count, ways_within
+from soap.strategy.sync import shares_in_hosts
 
 JOIN, WIDTH = "+", ":"
 DATA_PARALLEL, MEGATRON, RECOMPUTE = "data_parallel", "megatron", "recompute"
@@ -89,8 +89,7 @@ def named(name: str, graph: OperatorGraph, topology: Topology) -> Strategy:
 def saving_names(topology: Topology) -> Iterator[str]:
     """Names of the strategies to try where data parallelism does not fit: first those that leave its operators where they are, then those
     that change least. ``HSDP`` only where there are several hosts, some with several devices: elsewhere it is nothing of its own."""
-    shares = server_count(topology) > 1 and "host" in ways_within(topology)
-    known = [[name for name in group if name != HSDP or shares] for group in SAVING]
+    known = [[name for name in group if name != HSDP or shares_in_hosts(topology)] for group in SAVING]
     on_top = sorted((tuple(name for name in chosen if name) for chosen in product(*(("", *group) for group in known))), key=len)
     bases = [one for name in SPLITTING for one in _widths(name, topology)]
     yield from (_joined(DATA_PARALLEL, added) for added in on_top if added)

@@ -32,7 +32,12 @@ SHARDED_IN_HOSTS = SyncConfig("parts", residence="gathered", within="host")
 
 
 SAVING_MEMORY: tuple[SyncConfig, ...] = (SHARDED_STATE, SHARDED)
-"""What searches also choose from, without being asked, where data parallelism does not fit into memory."""
+"""What searches also choose from, without being asked, where data parallelism does not fit into memory (``saving_memory``)."""
+
+
+def saving_memory(topology: Topology) -> tuple[SyncConfig, ...]:
+    """``SAVING_MEMORY``, and where several hosts have several devices each host's own copy as well."""
+    return (*SAVING_MEMORY, SHARDED_IN_HOSTS) if shares_in_hosts(topology) else SAVING_MEMORY
 
 
 def parameter_server(partitions: int = 1, within: Within = "none", *, rows: bool = False) -> SyncConfig:
@@ -119,12 +124,12 @@ def sync_choices(
     """Trainable parameter -> its possible synchronizations, all-reduce first; parameters without a choice are left out.
 
     ``asked``: the choices beside all-reduce, for all parameters. If it is empty, sparse parameters may have every method and dense ones
-    have no choice; ``saving``: all then have ``SAVING_MEMORY``, too. ``uncut``: parameters that stay in one partition, and of which readers
+    have no choice; ``saving``: all then have ``saving_memory``, too. ``uncut``: parameters that stay in one partition, and of which readers
     own no parts.
     """
     counts, ways = partition_counts(topology), ways_within(topology)
     every = [SPARSE_ALL_GATHER, *(parameter_server(count, within) for count in counts for within in ways)]
-    more = SAVING_MEMORY if saving and not asked else ()
+    more = saving_memory(topology) if saving and not asked else ()
     found = {}
     for tensor in graph.parameters:
         sparse = tensor.name in graph.sparse
@@ -157,6 +162,11 @@ def synchronized(graph: OperatorGraph, sync: SyncConfig, *, sparse: bool) -> dic
 def ways_within(topology: Topology) -> tuple[Within, ...]:
     """What may be done inside hosts first, on this cluster."""
     return ("none", "host") if _hosts_share(topology) else ("none",)
+
+
+def shares_in_hosts(topology: Topology) -> bool:
+    """Whether there are several hosts, some with several devices, so that each may have a copy of its own."""
+    return server_count(topology) > 1 and _hosts_share(topology)
 
 
 def _hosts_share(topology: Topology) -> bool:

@@ -95,7 +95,8 @@ def test_between_hosts_travel_sums_of_parts_alone() -> None:
 @pytest.mark.parametrize("sync", [SHARDED_IN_HOSTS, STATE_IN_HOSTS])
 def test_hosts_with_unlike_numbers_of_readers_share_one_copy(sync: SyncConfig) -> None:
     graph, plain = chain(8, 4, 4), replace(sync, within="none")
-    for topology, devices in ((cluster([2, 1], CPU), (0, 1, 2)), (cluster([3, 3], CPU), (0, 1, 2, 4, 5)), (cluster([4], CPU), (0, 1, 2, 3))):
+    for counts, devices in (([2, 1], (0, 1, 2)), ([3, 3], (0, 1, 2, 4, 5)), ([4], (0, 1, 2, 3))):
+        topology = cluster(counts, CPU)
         one, other = (build_plan(graph, on_devices(graph, devices, own), topology) for own in (sync, plain))
         assert one.syncs == other.syncs and one.shards == other.shards and {own.method for own in one.syncs} == {plain.contract.name}
 
@@ -120,7 +121,8 @@ def test_parameters_with_and_without_copies_travel_apart() -> None:
 def test_regions_are_copied_where_their_readers_are() -> None:
     """Halves of a weight, each read by two devices of a host: they share it, and nothing leaves the host; or by one of each."""
     graph = chain(8, 4, 4)
-    for devices, groups in (((0, 2, 1, 3), {("sharded", (0, 1)), ("sharded", (2, 3))}), ((0, 1, 2, 3), {("all_reduce", (0, 2)), ("all_reduce", (1, 3))})):
+    on_one, on_both = {("sharded", (0, 1)), ("sharded", (2, 3))}, {("all_reduce", (0, 2)), ("all_reduce", (1, 3))}
+    for devices, groups in (((0, 2, 1, 3), on_one), ((0, 1, 2, 3), on_both)):
         op = next(op for op in graph.operators if op.parameters)
         degrees = tuple(2 if factor.kind.value in ("sample", "parameter") and factor.size % 2 == 0 else 1 for factor in op.factors)
         strategy = data_parallel(graph, FOUR).with_operator(op.name, OpConfig(degrees, devices))
@@ -133,7 +135,8 @@ def test_regions_are_copied_where_their_readers_are() -> None:
 def test_a_device_holds_a_share_of_its_host() -> None:
     graph, topology = layers(16, 512), cluster([4, 4], GPU)
     simulator = Simulator(graph, topology, RooflineCosts(topology), optimizer_states=2)
-    peaks = [max(curve.peak_bytes for curve in simulator.run(make(graph, topology)).memory_over_time) for make in (fsdp, hsdp, data_parallel)]
+    found = [simulator.run(make(graph, topology)).memory_over_time for make in (fsdp, hsdp, data_parallel)]
+    peaks = [max(curve.peak_bytes for curve in curves) for curves in found]
     size = sum(tensor.bytes for tensor in graph.parameters)
     assert 3 * size / 8 <= peaks[1] - peaks[0] <= 4 * size / 8  # values, two states and sums of gradients: a quarter, no eighth
     assert peaks == sorted(peaks) and peaks[2] > 2 * peaks[1]

@@ -14,6 +14,7 @@ from soap.plan.row_counts import device_lookups, most_rows, row_bytes
 from soap.plan.syncs.amounts import COPIES, INDEX_BYTES, reading_groups
 from soap.plan.syncs.parameter_server import ParameterServer
 from soap.plan.syncs.seam import Asked, Hold, Phase
+from soap.strategy.config import SyncConfig
 from soap.strategy.sync_contracts import named
 
 

@@ -153,8 +153,8 @@ class SyncMethod(ABC):
         self.contract = contract
 
     def serves_region(self, readers: Sequence[int], peers: Collection[int], sync: SyncConfig) -> bool:
-        """Whether this method synchronizes a region with these readers; if not, the default method does. ``peers``: the first reader of each
-        host if ``sync`` says so (``within``), else all readers."""
+        """Whether this method synchronizes a region with these readers; if not, the default method does. ``peers``: the first reader of
+        each host if ``sync`` says so (``within``), else all readers."""
         return True
 
     def leaders(self, readers: tuple[int, ...], of_hosts: tuple[int, ...]) -> tuple[int, ...]:

@@ -56,9 +56,9 @@ class Exchanged:
 class Layout:
     """Where the parts of a synchronization lie in a rank's buffer: one owner after the other, each owner's in the order of the shards.
 
-    ``readers``: those of this rank's copy. ``holders``: the devices that own the same parts as this rank, itself included; just this rank
-    if there is one copy. ``owned``: reader -> its shards. ``places``: shard -> its elements in the buffer. ``spans``: reader -> the elements
-    that it owns. ``room``: elements of each reader's place in the buffer, if all have as many; else 0.
+    ``readers``: those of this rank's copy. ``holders``: the devices that own the same parts as this rank, itself included; this rank alone
+    if there is one copy. ``owned``: reader -> its shards. ``places``: shard -> its elements in the buffer. ``spans``: reader -> the
+    elements that it owns. ``room``: elements of each reader's place in the buffer, if all have as many; else 0.
     """
 
     def __init__(self, plan: Plan, sync: ShardSync, rank: int) -> None:
@@ -149,8 +149,8 @@ class ShardedState(RankSync):
                 tensor.grad = None
 
     def synchronize(self, number: int) -> None:
-        """Send each owner its part of this rank's gradients; or, if there are several copies, begin to sum what has come for this rank's own
-        part over its holders."""
+        """Send each owner its part of this rank's gradients; or, if there are several copies, begin to sum what has come for this rank's
+        own part over its holders."""
         sync, layout = self.syncs[number], self._layouts[number]
         if not sync.aggregated:
             self._scatter(number, ActionKind.SYNC)

@@ -135,8 +135,8 @@ def find_leaders(W: World, code: int) -> None:
 @compiled
 def find_copies(W: World, code: int) -> int:
     """Returns how many copies readers share of what they own in parts: one, or one on each host; 0 if nothing is shared, since each host
-    has a single reader. Fill ``leader``: for each reader, the place of the first reader of its copy; ``inside``: its place among the readers
-    of its copy; ``peers``. Call it after ``find_members``. The counterpart of ``plan.syncs.sharing``."""
+    has a single reader. Fill ``leader``: for each reader, the place of the first reader of its copy; ``inside``: its place among the
+    readers of its copy; ``peers``. Call it after ``find_members``. The counterpart of ``plan.syncs.sharing``."""
     S = W.scratch
     readers, copies = S.members[0], 1
     if is_local(code):
