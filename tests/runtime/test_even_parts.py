@@ -40,15 +40,16 @@ def by(sync: SyncConfig, graph: OperatorGraph, strategy: Strategy, prefetch: int
     return replace(strategy.with_changes(parameters=syncs), prefetch=prefetch)
 
 
-def require_collectives(plan: Plan) -> None:
-    """All that readers own in parts moves by collectives of equal parts, some of which are padded."""
+def require_collectives(plan: Plan, *, padded: bool) -> None:
+    """All that readers own in parts moves by collectives of equal parts, some of which are ``padded``."""
     parts = [sync for sync in plan.syncs if sync.contract.owned_in_parts]
     assert parts and all(is_even(plan, sync) for sync in parts)
     for sync in parts:
         kinds = [step.collective.kind for step in method_for(sync).steps(plan, sync) if step.collective is not None]
         assert "all_gather" in kinds and "reduce_scatter" in kinds
         assert not any(step.rounds for step in method_for(sync).steps(plan, sync))
-    assert any(part_bytes(plan, sync) > owned_bytes(plan, sync).get(device, 0) for sync in parts for device in sync.readers)
+    lacking = [part_bytes(plan, sync) - owned_bytes(plan, sync).get(device, 0) for sync in parts for device in sync.readers]
+    assert any(lacking) or not padded
 
 
 @WAY
@@ -57,7 +58,7 @@ def test_trains_like_one_process(four: Pool, files: dict[str, str], name: str, t
     """With Adam, clipping and micro-batches, of different sizes in one case; rows that do not divide, fewer rows than ranks, a number."""
     graph = loaded(files[name]).graph
     strategy = by(sync, graph, by_samples(graph, range(topology.device_count), 6))
-    require_collectives(build_plan(graph, strategy, topology))
+    require_collectives(build_plan(graph, strategy, topology), padded=name == "odd" and sync is SHARDED)
     sizes = ((6, 4),) * 3 if name == "shared" else ((6, 6),) * 3
     trained(four, files, name, strategy, topology, sizes=sizes, clip_norm=0.05, device_kind="cpu")
 
@@ -113,7 +114,7 @@ def called(path: str, strategy: Strategy, topology: Topology) -> tuple[dict[str,
     with pytest.MonkeyPatch.context() as patch:
         for name in counts:
             patch.setattr(even_parts.dist, name, counted(name, getattr(even_parts.dist, name)))
-        options = {"optimizer": OPTIMIZERS["momentum"], "dtype": "bfloat16", "device_kind": "cpu"}
+        options = {"optimizer": OPTIMIZERS["momentum"], "dtype": torch.bfloat16, "device_kind": "cpu"}
         with Trainer(loaded(path), (strategy, topology), **options) as trainer:  # type: ignore[arg-type]
             x, labels = batch_of("odd", 6, 0)
             counts.update(dict.fromkeys(counts, 0))
