@@ -1,4 +1,4 @@
-"""Collectives of equal parts (``soap.runtime.comm.even_parts``), by which plans gather and scatter between GPUs: on NCCL's own, and in plans."""
+"""Collectives of equal parts, by which plans gather and scatter between GPUs (``soap.runtime.comm.even_parts``): NCCL alone, in plans."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Collectives of equal parts: all-gathers and reduce-scatters, as NCCL has them.
 
-gloo has both as well, though its reduce-scatter is an all-reduce. Plans ask for them between accelerators alone (``plan.syncs.even_parts``).
+gloo has both as well, though its reduce-scatter is an all-reduce. Plans ask for them between accelerators alone
+(``plan.syncs.even_parts``).
 """
 
 from __future__ import annotations
