@@ -23,7 +23,7 @@ GPU = DeviceType("test-gpu", "cuda", {"float32": 1e12, "float16": 4e12}, 1e11, 2
 
 MOVES = (
     "linear", "elementwise", "join", "norm", "conv", "embedding", "attention", "slice", "concat", "chunk", "center", "opaque",
-    "shared", "table", "state",
+    "shared", "table", "state", "frozen",
 )  # fmt: skip
 """What ``graphs`` may add to a graph."""
 
@@ -94,6 +94,10 @@ def _move(g: GraphBuilder, values: list[str], draw: st.DrawFn, moves: Sequence[s
         case "shared":
             weight = f"{g.linear(x, d, bias=False)}.weight"
             values.append(g.linear(g.operators[-1].outputs[0].tensor, d, weight=weight, bias=False))
+        case "frozen":  # with a gradient of what it reads, or without
+            read = x if draw(st.booleans()) else g.input(f"x{len(g.operators)}", b, s, d)
+            weight = g.parameter(f"frozen{len(g.operators)}", d, d, frozen=True)
+            values.append(g.elementwise(x, g.linear(read, d, weight=weight, bias=False)))
         case "state":
             moved = g.elementwise(g.batch_mean(x), g.constant(f"held{len(g.operators)}", s, d))
             values.append(g.elementwise(x, moved))

@@ -86,7 +86,7 @@ def _saving(outcome: api.SearchOutcome) -> dict[str, Any]:
     """Why the search could save memory unasked, and where it does."""
     allowed = saving_memory(outcome.simulator.topology)
     saving = {name: sync for name, sync in outcome.strategy.parameters.items() if sync in allowed}
-    parameters = sum(tensor.requires_grad for tensor in outcome.simulator.graph.parameters)
+    parameters = len(outcome.simulator.graph.parameters)
     words = sorted({sync.word for sync in saving.values()})
     counts = {"methods": words, "parameters": len(saving), "of": parameters}
     return {"data_parallel_lacks_bytes": outcome.result.saving_bytes, **counts}

@@ -200,7 +200,7 @@ class ShardSync:
 class Plan:
     """A whole strategy, lowered. Things refer to each other by their positions in these tuples.
 
-    Every trainable shard that gets a gradient is in exactly one of ``syncs``. The method's module in ``soap.plan.syncs`` says what the
+    Every trainable shard that gets a gradient is in exactly one of ``syncs``; so are frozen ones whose values are gathered. The method's module in ``soap.plan.syncs`` says what the
     synchronization moves, updates and holds in memory.
 
     ``first_tile[i]``: the position of operator i's first tile; its tiles follow in index order. ``accelerators``: devices that are not
@@ -245,7 +245,11 @@ class Plan:
     @cached_property
     def synchronized(self) -> frozenset[int]:
         """Shards that get a gradient."""
-        return frozenset(number for sync in self.syncs for number in sync.shards)
+        return frozenset(number for sync in self.syncs if not self.is_frozen(sync) for number in sync.shards)
+
+    def is_frozen(self, sync: ShardSync) -> bool:
+        """Whether its values are gathered for their uses and never change: nothing gets a gradient."""
+        return not self.shards[sync.shards[0]].trainable
 
     def owners(self, sync: ShardSync) -> tuple[int, ...]:
         """The devices that own a part of what is synchronized, ascending."""

@@ -121,7 +121,8 @@ def usual_server(topology: Topology) -> SyncConfig:
 def sync_choices(
     graph: OperatorGraph, topology: Topology, asked: Sequence[SyncConfig] = (), uncut: Collection[str] = (), *, saving: bool = False
 ) -> dict[str, tuple[SyncConfig, ...]]:
-    """Trainable parameter -> its possible synchronizations, all-reduce first; parameters without a choice are left out.
+    """Parameter -> its possible synchronizations, all-reduce first; parameters without a choice are left out. Frozen ones may be gathered
+    for their uses.
 
     ``asked``: the choices beside all-reduce, for all parameters. If it is empty, sparse parameters may have every method and dense ones
     have no choice; ``saving``: all then have ``saving_memory``, too. ``uncut``: parameters that stay in one partition, and of which readers
@@ -137,8 +138,8 @@ def sync_choices(
         wanted = [sync for sync in known if sync is not None]
         if tensor.name in uncut:
             wanted = [replace(sync, partitions=1) for sync in wanted if sync.owner != "parts"]
-        choices = tuple(dict.fromkeys((ALL_REDUCE, *wanted)))
-        if tensor.requires_grad and len(choices) > 1:
+        choices = tuple(dict.fromkeys((ALL_REDUCE, *(own for own in wanted if tensor.requires_grad or own.contract.gathers_values))))
+        if len(choices) > 1:
             found[tensor.name] = choices
     return found
 
@@ -154,8 +155,10 @@ def in_one_partition(strategy: Strategy, names: Collection[str]) -> Strategy:
 
 
 def synchronized(graph: OperatorGraph, sync: SyncConfig, *, sparse: bool) -> dict[str, SyncConfig]:
-    """Trainable parameter -> ``sync``, or its counterpart for the parameter's kind. ``sparse``: only the sparse parameters."""
-    names = [tensor.name for tensor in graph.parameters if tensor.requires_grad and (tensor.name in graph.sparse or not sparse)]
+    """Parameter -> ``sync``, or its counterpart for the parameter's kind. ``sparse``: only the sparse parameters. Frozen ones if their values
+    are then gathered for their uses; others need nothing."""
+    known = [tensor for tensor in graph.parameters if tensor.requires_grad or sync.contract.gathers_values]
+    names = [tensor.name for tensor in known if tensor.name in graph.sparse or not sparse]
     return {name: fitted(graph, name, sync) for name in names}
 
 

@@ -79,8 +79,8 @@ def loaded(path: str) -> ExecutableModel:
 
 
 def all_sharded(graph: OperatorGraph, strategy: Strategy, prefetch: int = 1) -> Strategy:
-    """With all trainable parameters gathered for their uses."""
-    syncs = {tensor.name: SHARDED for tensor in graph.parameters if tensor.requires_grad}
+    """With all parameters gathered for their uses, frozen ones too."""
+    syncs = {tensor.name: SHARDED for tensor in graph.parameters}
     return replace(strategy.with_changes(parameters=syncs), prefetch=prefetch)
 
 
@@ -131,7 +131,7 @@ def held_while_training(path: str, strategy: Strategy, topology: Topology) -> tu
     """(most bytes of leaves at a time in two steps, bytes behind the steps, bytes of parts, whether the model's own values are gone)."""
     model, most = load_model(path, dtype="float64"), 0
     with Trainer(model, (strategy, topology), optimizer=OPTIMIZERS["adam"], take_over=True) as trainer:
-        leaves = [leaf for piece, leaf in trainer.shards.leaves.items() if piece not in trainer.shards.tensors and leaf.requires_grad]
+        leaves = [leaf for piece, leaf in trainer.shards.leaves.items() if piece not in trainer.shards.tensors]
 
         def noted(leaf: torch.Tensor, *, kept: bool) -> None:
             nonlocal most
@@ -143,8 +143,8 @@ def held_while_training(path: str, strategy: Strategy, topology: Topology) -> tu
             for step in range(2):
                 trainer.step(*batch_of("odd", 6, step))
         behind = sum(own.untyped_storage().nbytes() for own in leaves)
-        parts = sum(tensor.nbytes for tensor in trainer.shards.tensors.values() if tensor.requires_grad)
-        gone = all(tensor.is_meta for name, tensor in model.parameters.items() if tensor.requires_grad and tensor.shape[:1] > (1,))
+        parts = sum(tensor.nbytes for tensor in trainer.shards.tensors.values())
+        gone = all(tensor.is_meta for name, tensor in model.parameters.items() if tensor.shape[:1] > (1,))
         return most, behind, parts, gone
 
 
@@ -152,8 +152,9 @@ def held_while_training(path: str, strategy: Strategy, topology: Topology) -> tu
 def test_values_are_there_only_while_they_are_used(four: Pool, files: dict[str, str], prefetch: int) -> None:
     graph = loaded(files["odd"]).graph
     strategy = all_sharded(graph, by_samples(graph, range(4), 6), prefetch)
-    size = sum(tensor.bytes for tensor in graph.parameters if tensor.requires_grad)
+    size = sum(tensor.bytes for tensor in graph.parameters)
     plan = build_plan(graph, strategy, FOUR)
+    assert any(plan.is_frozen(sync) for sync in plan.syncs)
     long_used = {"layer.weight", "layer.bias"}  # used twice
     groups = {sync.parameter: sum(tensor.bytes for tensor in graph.parameters if tensor.name in {r.parameter for r in sync.regions})
               for sync in plan.syncs}  # fmt: skip

@@ -11,6 +11,7 @@ import torch
 
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
+from soap.plan.syncs.seam import Phase, method_for
 from soap.runtime.trainer import Trainer
 from soap.simulator.lowering import build_plan
 from soap.strategy.config import Strategy, SyncConfig
@@ -29,8 +30,8 @@ BOTH = pytest.mark.parametrize("sync", [SHARDED_IN_HOSTS, STATE_IN_HOSTS], ids=[
 
 
 def in_hosts(graph: OperatorGraph, strategy: Strategy, sync: SyncConfig = SHARDED_IN_HOSTS, prefetch: int = 1) -> Strategy:
-    """With all trainable parameters synchronized so."""
-    syncs = {tensor.name: sync for tensor in graph.parameters if tensor.requires_grad}
+    """With all parameters synchronized so, frozen ones too."""
+    syncs = {tensor.name: sync for tensor in graph.parameters}
     return replace(strategy.with_changes(parameters=syncs), prefetch=prefetch)
 
 
@@ -77,9 +78,23 @@ def test_any_configurations(four: Pool, files: dict[str, str], seed: int) -> Non
     topology = (FOUR, UNEVEN)[seed // 3 % 2]
     strategy = random_synchronized(graph, topology, rng)
     for tensor in graph.parameters:
-        if tensor.requires_grad and rng.random() < 0.7:
+        if rng.random() < 0.7:
             strategy = strategy.with_parameter(tensor.name, rng.choice((SHARDED_IN_HOSTS, STATE_IN_HOSTS, SHARDED)))
     trained(four, files, name, strategy, topology, rng.choice(list(OPTIMIZERS)), clip_norm=0.05)
+
+
+def test_frozen_values_are_shared_on_each_host(four: Pool, files: dict[str, str]) -> None:
+    """They come for their passes, and nothing goes back."""
+    graph = loaded(files["odd"]).graph
+    strategy = in_hosts(graph, by_samples(graph, range(4), 6))
+    plan = build_plan(graph, strategy, FOUR)
+    frozen = [sync for sync in plan.syncs if plan.is_frozen(sync)]
+    assert {region.parameter for sync in frozen for region in sync.regions} == {"frozen.weight", "frozen.bias"}
+    steps = [step for sync in frozen for step in method_for(sync).steps(plan, sync)]
+    assert {step.phase for step in steps} == {Phase.BEFORE_FORWARD, Phase.BEFORE_BACKWARD}
+    held = four.run(parts_after, files["odd"], strategy)
+    size = sum(tensor.bytes for tensor in graph.parameters)
+    assert sum(sum(tensor.nbytes for tensor in own.values()) for own in held) == 2 * size
 
 
 def parts_after(path: str, strategy: Strategy) -> dict[int, torch.Tensor]:

@@ -25,7 +25,7 @@ LEAST_GROUPS = 8
 
 def gather_limit(graph: OperatorGraph) -> int:
     """The size at which a group of values that are gathered together is full."""
-    return min(GATHER_BYTES, -(-sum(tensor.bytes for tensor in graph.parameters if tensor.requires_grad) // LEAST_GROUPS))
+    return min(GATHER_BYTES, -(-sum(tensor.bytes for tensor in graph.parameters) // LEAST_GROUPS))
 
 
 def make_buckets(
@@ -40,20 +40,24 @@ def make_buckets(
     A region's gradient is complete once the lowest operator that uses it has run backward. So regions are taken by that operator's
     position, highest first, then by their first shard. Each joins the open bucket of its readers, leaders and dtype. A bucket closes at
     ``BUCKET_BYTES``, the first one of these at ``FIRST_BUCKET_BYTES``; ``limits``: others than (first, later). A region with a single
-    reader gets a bucket of its own, because nothing is sent. The result is ordered by the lowest operator that a bucket's
+    reader gets a bucket of its own, because nothing is sent. Frozen regions are taken by the lowest operator that reads them, in buckets of
+    their own. The result is ordered by the lowest operator that a bucket's
     regions need, highest first, then by the bucket's first shard.
     """
     first_limit, limit = (FIRST_BUCKET_BYTES, BUCKET_BYTES) if limits is None else limits
     trained = graph.backward_operators
     alone = {sync.shards[0]: sync for sync in syncs}
-    lowest = {sync.shards[0]: min(tiles[t].operator for t, _ in sync.uses if tiles[t].operator in trained) for sync in syncs}
+    lowest = {}
+    for sync in syncs:
+        users, is_frozen = {tiles[tile].operator for tile, _ in sync.uses}, not shards[sync.shards[0]].trainable
+        lowest[sync.shards[0]] = min(users if is_frozen else users & trained)
     begun: set[tuple[object, ...]] = set()
     open_buckets: dict[tuple[object, ...], list[int]] = {}
     filled: dict[tuple[object, ...], int] = {}
     finished: list[list[int]] = []
     for number in sorted(lowest, key=lambda number: (-lowest[number], number)):
         own = alone[number]
-        key = (own.readers, own.leaders, graph.tensors[own.parameter].dtype)
+        key = (own.readers, own.leaders, shards[number].trainable, graph.tensors[own.parameter].dtype)
         open_buckets.setdefault(key, []).append(number)
         filled[key] = filled.get(key, 0) + sum(shard_bytes(graph, shards[i]) for i in own.shards)
         if len(own.readers) == 1 or filled[key] >= (limit if key in begun else first_limit):

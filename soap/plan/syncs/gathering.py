@@ -39,6 +39,11 @@ class Gather:
     after_backward: tuple[int, ...]
 
 
+def is_read_back(plan: Plan, sync: ShardSync) -> bool:
+    """Whether backward passes read what is gathered. All but frozen values below everything that gets a gradient are."""
+    return any(plan.graph.needs_backward(plan.operator(plan.tiles[tile])) for tile, _ in sync.uses)
+
+
 def gathers(plan: Plan) -> tuple[Gather, ...]:
     """All gathers before passes, in the order in which devices begin them."""
     numbers = [number for number, sync in enumerate(plan.syncs) if sync.contract.gathers_values]
@@ -49,9 +54,13 @@ def gathers(plan: Plan) -> tuple[Gather, ...]:
     uses = {number: sorted({tile for tile, _ in plan.syncs[number].uses}) for number in numbers}
     first = {number: min(plan.tiles[tile].operator for tile in own) for number, own in uses.items()}
     needed = needed_from(plan)
-    last = {number: max(needed[op] for tile in own if (op := plan.tiles[tile].operator) in back) for number, own in uses.items()}
+    last = {
+        number: max(needed[op] for tile in own if (op := plan.tiles[tile].operator) in back)
+        for number, own in uses.items()
+        if is_read_back(plan, plan.syncs[number])
+    }
     order: list[Item] = [(number, False) for number in sorted(numbers, key=lambda number: (first[number], places[number]))]
-    order += [(number, True) for number in sorted(numbers, key=lambda number: (-last[number], places[number]))]
+    order += [(number, True) for number in sorted(last, key=lambda number: (-last[number], places[number]))]
     before, found = _before(plan, order), []
     for number, backward in order:
         forward_tiles, backward_tiles = set(uses[number] if backward else ()), set[int]()
@@ -88,6 +97,7 @@ def most_gathered(plan: Plan) -> Mapping[int, Most]:
     """
     found: dict[int, Most] = {}
     sizes = {number: bucket_bytes(plan, sync) for number, sync in enumerate(plan.syncs) if sync.contract.gathers_values}
+    trained = {number for number in sizes if not plan.is_frozen(plan.syncs[number])}
     waited: dict[tuple[int, Item], set[int]] = {}
     own = gathers(plan)
     before = _before(plan, [(gather.sync, gather.backward) for gather in own])
@@ -101,15 +111,17 @@ def most_gathered(plan: Plan) -> Mapping[int, Most]:
         rows = [items[k :: plan.strategy.prefetch + 1] for k in range(min(len(items), plan.strategy.prefetch + 1))]
         kept = {number for number, backward in items if not _is_waited_for(plan, device, (number, backward), waited)}
         values = sum(max(sizes[number] for number, _ in row) for row in rows) + sum(sizes[number] for number in kept)
-        back = [[number for number, backward in row if backward] for row in rows]
-        gradients = sum(max((sizes[number] for number in row), default=0) for row in back) + sum(sizes[number] for number in kept)
-        mine = [number for number, backward in items if backward]
-        total, largest = sum(sizes[number] for number in mine), max(sizes[number] for number in mine)
-        if len({plan.syncs[number].readers for number in mine}) > 1:
-            gradients = total
-        moved = [sizes[number] + _received_bytes(plan, plan.syncs[number], device) for number in mine]
-        moving = min((UNDER_WAY + 1) * max(moved), sum(moved)) + sum(_padding_bytes(plan, plan.syncs[number], device) for number in mine)
-        found[device] = Most(min(values, total) + largest, min(gradients, total), moving)
+        back = [[number for number, backward in row if backward and number in trained] for row in rows]
+        gradients = sum(max((sizes[number] for number in row), default=0) for row in back) + sum(sizes[number] for number in kept & trained)
+        mine = {number for number, _ in items}
+        total, largest, leaving = sum(sizes[number] for number in mine), max(sizes[number] for number in mine), mine & trained
+        most = sum(sizes[number] for number in leaving)
+        if len({plan.syncs[number].readers for number in leaving}) > 1:
+            gradients = most
+        moved = [sizes[number] + _received_bytes(plan, plan.syncs[number], device) for number in leaving]
+        padding = sum(_padding_bytes(plan, plan.syncs[number], device) for number in leaving)
+        moving = min((UNDER_WAY + 1) * max(moved, default=0), sum(moved)) + padding
+        found[device] = Most(min(values, total) + largest, min(gradients, most), moving)
     return found
 
 

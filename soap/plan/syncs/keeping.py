@@ -34,6 +34,7 @@ class Keeping:
         """All shards, parameter by parameter, and all synchronizations, method by method.
 
         ``regions``: (parameter, its cells), in the graph's order. Regions that the strategy's method does not serve use the default method.
+        Parameters without a gradient are not synchronized; frozen ones may be gathered for their uses.
         """
         shards: list[Shard] = []
         syncs: dict[str, list[ShardSync]] = {}
@@ -43,16 +44,17 @@ class Keeping:
             wanted = method_of(sync.contract)
             for index, (box, readers, uses) in enumerate(cells):
                 places = tuple((first_tile[operator] + tile, place) for operator, tile, place in uses)
-                if not (trainable and any(operator in self._graph.backward_operators for operator, _, _ in uses)):
-                    shards.append(Shard(parameter, len(shards) - first, box, readers, places, trainable))
-                    continue
                 of_hosts = self._leaders(readers) if sync.within == "host" else readers
                 used = sync if wanted.serves_region(readers, dict.fromkeys(of_hosts), sync) else usual
+                active = trainable and any(operator in self._graph.backward_operators for operator, _, _ in uses)
+                if not active and (trainable or not used.contract.gathers_values):
+                    shards.append(Shard(parameter, len(shards) - first, box, readers, places, trainable))
+                    continue
                 method = wanted if used is sync else method_of(used.contract)
                 leaders = method.leaders(readers, of_hosts) if used is sync else readers
                 owned = method.owners(parameter, index, box, readers, leaders, used, self._places)
                 numbers = tuple(range(len(shards), len(shards) + len(owned)))
-                shards += [Shard(parameter, len(shards) - first + i, part, owners, places, True) for i, (part, owners) in enumerate(owned)]
+                shards += [Shard(parameter, len(shards) - first + i, part, owners, places, trainable) for i, (part, owners) in enumerate(owned)]
                 name = method.contract.name
                 how = None if used.compression is None else settled(self._graph, parameter, used.compression)
                 region = ReadRegion(parameter, box, numbers, places)

@@ -2,7 +2,8 @@
 
 Values are all-gathered before the forward passes that use them, freed behind, and gathered again for the backward passes. Gradients are
 reduce-scattered to the owners, which update their parts; nothing follows the update: ZeRO-3 of Rajbhandari et al., "ZeRO: Memory
-Optimizations Toward Training Trillion Parameter Models", SC 2020; Zhao et al., "PyTorch FSDP", VLDB 2023.
+Optimizations Toward Training Trillion Parameter Models", SC 2020; Zhao et al., "PyTorch FSDP", VLDB 2023. Frozen values are gathered, for
+backward passes only if these read them, and that is all.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from soap.plan.memory_kinds import MemoryKind
 from soap.plan.plan import Plan, Shard, ShardSync, sync_name, update_name
 from soap.plan.syncs.bucketing import gather_limit, gradient_bytes, make_buckets
 from soap.plan.syncs.even_parts import bucket_bytes, is_even, part_bytes
-from soap.plan.syncs.seam import PULL, REGATHER, Hold, Phase, SyncStep
+from soap.plan.syncs.gathering import is_read_back
+from soap.plan.syncs.seam import PULL, REGATHER, Hold, Phase, ShardUpdate, SyncStep
 from soap.plan.syncs.sharded_state import ShardedState, moving_step, scatter_name
 from soap.plan.syncs.sharing import owned_bytes, sharers
 from soap.plan.tiling import Tile
@@ -33,9 +35,15 @@ class Sharded(ShardedState):
 
     def steps(self, plan: Plan, sync: ShardSync, *, pull_together: bool = True) -> Sequence[SyncStep]:
         """Every owner sends every reader of its copy the values, twice; gradients go as those of sharded states."""
-        scatter = [step for step in super().steps(plan, sync) if step.phase is Phase.AFTER_BACKWARD]
-        forward = moving_step(plan, sync, "all_gather", Phase.BEFORE_FORWARD, PULL, gather_name(sync))
-        return [*forward, *moving_step(plan, sync, "all_gather", Phase.BEFORE_BACKWARD, REGATHER, regather_name(sync)), *scatter]
+        scatter = [step for step in super().steps(plan, sync) if step.phase is Phase.AFTER_BACKWARD and not plan.is_frozen(sync)]
+        before = moving_step(plan, sync, "all_gather", Phase.BEFORE_FORWARD, PULL, gather_name(sync))
+        if is_read_back(plan, sync):
+            before += moving_step(plan, sync, "all_gather", Phase.BEFORE_BACKWARD, REGATHER, regather_name(sync))
+        return [*before, *scatter]
+
+    def updates(self, plan: Plan, sync: ShardSync) -> Sequence[ShardUpdate]:
+        """None of frozen values."""
+        return () if plan.is_frozen(sync) else super().updates(plan, sync)
 
     def copies(self, plan: Plan, sync: ShardSync) -> Mapping[int, int]:
         """None that stay: how many groups are there together is bounded by ``gathering.most_gathered``."""
@@ -50,11 +58,14 @@ class Sharded(ShardedState):
         bucket of gradients from the first one on; it and what others send until two later ones are on their way."""
         owned, whole, others = owned_bytes(plan, sync), gradient_bytes(plan, sync), sharers(sync) - 1
         bucket, even = bucket_bytes(plan, sync), is_even(plan, sync)
+        scatter, is_frozen = scatter_name(sync), plan.is_frozen(sync)
         for reader in sync.readers:
-            own, scatter = owned.get(reader, 0), scatter_name(sync)
+            own = owned.get(reader, 0)
             for name, passes in ((gather_name(sync), "forward"), (regather_name(sync), "backward")):
                 yield Hold(reader, bucket, since=name, used=passes)  # type: ignore[arg-type]
                 yield Hold(reader, whole, used=passes, kind=MemoryKind.VALUES)  # type: ignore[arg-type]
+            if is_frozen:
+                continue
             yield Hold(reader, bucket, until=scatter, before=True, from_gradient=True, kind=MemoryKind.GRADIENTS)
             moving = bucket if even else whole + others * own
             yield Hold(reader, moving, since=scatter, until=update_name(reader), before=True, queue="few")

@@ -92,7 +92,7 @@ class RankSync(ABC):
     @classmethod
     def after_backward(cls, plan: Plan, sync: ShardSync) -> tuple[ActionKind, ...]:
         """The exchanges of its gradients: COLLECT first if it uses local aggregation, then SYNC; none if a single device takes part."""
-        if len(plan.members(sync)) < 2:
+        if len(plan.members(sync)) < 2 or plan.is_frozen(sync):
             return ()
         return (ActionKind.COLLECT, ActionKind.SYNC) if sync.aggregated else (ActionKind.SYNC,)
 

@@ -104,15 +104,16 @@ class ShardedState(RankSync):
         read = pieces_read(self.plan)
         self._layouts = {number: Layout(self.plan, sync, self.rank) for number, sync in syncs.items()}
         self._leaves = {number: [self.store.leaves[piece] for piece in read[number]] for number in syncs}
-        self._owned = {shard: number for number, layout in self._layouts.items() for shard in layout.owned[self.rank]}
+        trained = {number for number, sync in syncs.items() if not self.plan.is_frozen(sync)}
+        self._owned = {shard: number for number in trained for shard in self._layouts[number].owned[self.rank]}
         self._buffers: dict[int, torch.Tensor] = {}
         self._filled: dict[int, set[int]] = {number: set() for number in syncs}
         self._scattering: deque[Exchanged] = deque()
         self._gathering: deque[Exchanged] = deque()
         self._summing: list[Pending] = []
         self._totals: dict[int, torch.Tensor] = {}
-        for number, leaves in self._leaves.items():
-            for place, leaf in enumerate(leaves):
+        for number in trained:
+            for place, leaf in enumerate(self._leaves[number]):
                 self.take_gradients(leaf, number, ShardedState._collect, number, place)
 
     @classmethod
@@ -134,7 +135,7 @@ class ShardedState(RankSync):
 
     @property
     def shards(self) -> Iterable[int]:
-        """The parts that this rank owns."""
+        """The parts that this rank owns and updates."""
         return self._owned
 
     def begin(self, part: MicroBatch, watch: Watch) -> None:

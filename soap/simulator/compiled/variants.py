@@ -144,7 +144,7 @@ class Variants:
             row[GROUP_BOXES] = self._data.add(np.array(outputs, np.int32))
             holders = np.arange(len(firsts))
         row[GRIDS] = self._data.add([self._grid(own, holders) for own in outputs])
-        shards = [self.geometries.add(name, [position], self._needs(position, name, cells)) for name in self._trainable(op)]
+        shards = [self.geometries.add(name, [position], self._needs(position, name, cells)) for name in self._parameters_of(op)]
         row[GEOMETRIES] = self._data.add(shards)
         row[LOOKUPS] = self._lookups(position, cells, regions)
         return row
@@ -152,7 +152,7 @@ class Variants:
     def _lookups(self, position: int, cells: np.ndarray, regions: dict[Operand, np.ndarray]) -> int:
         """Store the numbers of rows that tiles look up; returns where they begin, -1 if no operand is sparse."""
         op, sparse = self.graph.operators[position], self.graph.sparse
-        names = self._trainable(op)
+        names = self._parameters_of(op)
         if not any(name in sparse for name in names):
             return -1
         tiles = [_tile(op, position, index, cells, regions) for index in range(len(cells))]
@@ -171,9 +171,9 @@ class Variants:
         name = self.graph.parameters[key[0]].name
         self.geometries.tie(key, name, sorted({position for position, _ in self.graph.parameter_users[name]}))
 
-    def _trainable(self, op: Operator) -> list[str]:
-        """Names of an operator's trainable parameters, each once, in the order of the graph's parameters."""
-        return sorted({o.tensor for o in op.parameters if self.graph.tensors[o.tensor].requires_grad}, key=self._parameters.__getitem__)
+    def _parameters_of(self, op: Operator) -> list[str]:
+        """Names of an operator's parameters, each once, in the order of the graph's parameters."""
+        return sorted({o.tensor for o in op.parameters}, key=self._parameters.__getitem__)
 
     def _needs(self, position: int, name: str, cells: np.ndarray) -> list[Need]:
         own = [o for o in self.graph.operators[position].parameters if o.tensor == name]

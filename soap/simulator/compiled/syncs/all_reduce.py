@@ -25,13 +25,13 @@ def join_bucket(W, parameter, shard, opened, slot0):  # type: ignore[no-untyped-
 
 @compiled
 def put_into_bucket(W, parameter, shard, opened):  # type: ignore[no-untyped-def]
-    """Put a shard into the open bucket of its devices, method, copies and dtype; returns the bucket. Call it after ``find_members``."""
+    """Put a shard into the open bucket of its devices, method, copies and dtype, frozen ones apart; returns the bucket. Call it after ``find_members``."""
     G, R, D, C, S = W.graph, W.groups, W.shards, W.state, W.scratch
     group = find_list(R.sets, S.members[1 : 1 + S.members[0]])
     code, parts = C.sync[parameter], owned_by_readers(W, parameter, shard)
     method = 0  # what is compressed by a single peer, or dealt out to one reader of each host, is left to the default
     if not is_compressed(code) and (parts or not is_dealt_out(code)):
-        method = 2 * method_of(code) + (parts and S.peers[0] > 1)
+        method = 4 * method_of(code) + 2 * (parts and S.peers[0] > 1) + (1 - G.trainable[parameter])
     place = (group * G.bucket_kinds[1] + method) * G.bucket_kinds[0] + G.parameter_dtype[parameter]
     if place >= len(S.bucket_stamp):
         raise MemoryError(FULL)

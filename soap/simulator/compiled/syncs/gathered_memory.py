@@ -57,19 +57,23 @@ def _add_device(W, M, buckets, device):  # type: ignore[no-untyped-def]
             item = S.g_list[first + k]
             size = bucket_bytes(W, item % buckets)
             most = max(most, size)
-            if item >= buckets:
+            if item >= buckets and W.graph.trainable[S.t_res[item % buckets]]:
                 most_back = max(most_back, size)
         values, gradients = values + most, gradients + most_back
-    total = largest = moved = most_moved = padding = 0
-    same = True
+    total = largest = leaving = moved = most_moved = padding = 0
+    same, first_group = True, -1
     for k in range(count):
         bucket = S.g_list[first + k]
         if bucket >= buckets:
             continue
         size, group, even = bucket_bytes(W, bucket), S.t_res_n[bucket], is_even_bucket(W, bucket)
-        same &= group == S.t_res_n[S.g_list[first] % buckets]
         kept = size if S.g_kept[bucket * devices + device] else 0
-        values, gradients, total, largest = values + kept, gradients + kept, total + size, max(largest, size)
+        values, total, largest = values + kept, total + size, max(largest, size)
+        if not W.graph.trainable[S.t_res[bucket]]:
+            continue
+        first_group = group if first_group < 0 else first_group
+        same &= group == first_group
+        gradients, leaving = gradients + kept, leaving + size
         readers, own = R.sets.ptr[group + 1] - R.sets.ptr[group], 0
         for i in range(readers):
             if R.sets.item[R.sets.ptr[group] + i] == device:
@@ -77,7 +81,7 @@ def _add_device(W, M, buckets, device):  # type: ignore[no-untyped-def]
         moving = size + (0 if even else (S.bucket_sharers[bucket] - 1) * own)
         moved, most_moved = moved + moving, max(most_moved, moving)
         padding += largest_part(W, bucket) - own if even else 0
-    held = min(values, total) + largest + (min(gradients, total) if same else total)
+    held = min(values, total) + largest + (min(gradients, leaving) if same else leaving)
     M.part[HELD, device] += held
     M.part[HELD_DOUBTFUL, device] += held
     sent = min((UNDER_WAY + 1) * most_moved, moved) + padding

@@ -17,7 +17,7 @@ from soap.simulator.compiled.world import World
 
 @compiled
 def find_geometries(W: World) -> None:
-    """Fill ``geometry``: how each trained parameter is cut under the current strategy."""
+    """Fill ``geometry``: how each parameter is cut under the current strategy."""
     G, S = W.graph, W.scratch
     if len(G.parameter_dtype) > len(S.geometry):
         raise MemoryError(FULL)
@@ -30,8 +30,8 @@ def find_geometry(W: World, parameter: int) -> None:
     """``find_geometries`` for one parameter."""
     G, D, S = W.graph, W.shards, W.scratch
     first, last = G.user_ptr[parameter], G.user_ptr[parameter + 1]
-    if last == first or G.user_place[first] < 0:
-        return  # it has no users, or is frozen
+    if last == first:
+        return  # it has no users
     if last - first == 1:
         S.geometry[parameter] = _own_geometry(W, first)
         return
@@ -173,5 +173,10 @@ def compresses(W: World, code: int) -> bool:
 @compiled
 def is_trained(G, parameter):  # type: ignore[no-untyped-def]
     """Whether some operator uses the parameter, and it is not frozen."""
-    first = G.user_ptr[parameter]
-    return first < G.user_ptr[parameter + 1] and G.user_place[first] >= 0
+    return G.trainable[parameter] and is_used(G, parameter)
+
+
+@compiled
+def is_used(G, parameter):  # type: ignore[no-untyped-def]
+    """Whether some operator uses the parameter."""
+    return G.user_ptr[parameter] < G.user_ptr[parameter + 1]

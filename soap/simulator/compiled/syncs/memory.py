@@ -36,7 +36,7 @@ from soap.simulator.compiled.syncs.codes import (
 )
 from soap.simulator.compiled.syncs.compressed import held_bytes
 from soap.simulator.compiled.syncs.even_parts import is_even
-from soap.simulator.compiled.syncs.members import compresses, find_geometry, find_members, is_trained
+from soap.simulator.compiled.syncs.members import compresses, find_geometry, find_members, is_used
 from soap.simulator.compiled.syncs.sharded_state import owned_by_readers, part_bytes, part_of_place, sharers
 from soap.simulator.compiled.variants import CELLS
 from soap.simulator.compiled.world import World
@@ -96,12 +96,12 @@ def add_synchronized(W: World, M: MemoryTables, parameter: int, code: int, disjo
 def _add_by_shards(W, M, parameter):  # type: ignore[no-untyped-def]
     """Add what readers hold of compressed shards, and of shards that they own in parts."""
     D, S = W.shards, W.scratch
-    if not is_trained(W.graph, parameter):
+    if not is_used(W.graph, parameter):
         return
     find_geometry(W, parameter)
     geometry = S.geometry[parameter]
     for shard in range(D.ptr[geometry], D.ptr[geometry + 1]):
-        if D.lowest[shard] < 0:
+        if D.lowest[shard] < 0 and W.graph.trainable[parameter]:
             continue
         find_members(W, parameter, shard)
         if owned_by_readers(W, parameter, shard):
@@ -121,7 +121,7 @@ def _add_dealt_out(W, M, parameter, shard):  # type: ignore[no-untyped-def]
         part, device = part_of_place(W, parameter, shard, i), S.members[1 + i]
         own = part_bytes(W, shard, part) if part >= 0 else 0
         if gathered:
-            _add_part(M, device, own - size)
+            _add_part(M, device, own - size, W.graph.trainable[parameter])
         elif most > 0:  # of each region the largest part: at least what a bucket's owner of most has
             _add_owned(M, device, own - size, (2 * sharers(S) + 1) * most - size)
         else:
@@ -129,10 +129,10 @@ def _add_dealt_out(W, M, parameter, shard):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _add_part(M, device, size):  # type: ignore[no-untyped-def]
-    """Add bytes of values that are there all the time, with their gradients and states."""
+def _add_part(M, device, size, trainable):  # type: ignore[no-untyped-def]
+    """Add bytes of values that are there all the time, with their gradients and states if there are some."""
     M.part[HELD, device] += size
-    M.part[TRAINABLE, device] += size
+    M.part[TRAINABLE, device] += size if trainable else 0
 
 
 @compiled

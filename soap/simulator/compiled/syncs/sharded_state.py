@@ -23,10 +23,11 @@ from soap.simulator.compiled.world import World
 
 @compiled
 def owned_by_readers(W: World, parameter: int, shard: int) -> bool:
-    """Whether several readers own a part of a region each, and it gets a gradient; then ``find_copies`` has been called. Call it after
-    ``find_members``."""
+    """Whether several readers own a part of a region each, and it gets a gradient, or is frozen and gathered for its uses; then
+    ``find_copies`` has been called. Call it after ``find_members``."""
     code = W.state.sync[parameter]
-    return bool(is_dealt_out(code) and W.scratch.members[0] > 1 and W.shards.lowest[shard] >= 0 and find_copies(W, code) > 0)
+    wanted = W.shards.lowest[shard] >= 0 or (is_gathered(code) and not W.graph.trainable[parameter])
+    return bool(is_dealt_out(code) and wanted and W.scratch.members[0] > 1 and find_copies(W, code) > 0)
 
 
 @compiled
