@@ -41,6 +41,7 @@ from tests.runtime.exact_modules import Batch, Trained, worst
 from tests.runtime.pool import Pool
 from tests.runtime.sparse_modules import OPTIMIZERS, Optimizer, batch_of, module_of, train_alone
 from tests.runtime.sparse_plans import by_samples, hosts, synchronized
+from tests.strategies import GPU, cluster
 
 TOLERANCE = 1e-9
 TWO_BY_TWO, OTHER = hosts(2, 2), hosts(2, 1)
@@ -73,6 +74,9 @@ CASES: dict[str, Case] = {
     "sharded": Case(dense=SHARDED),
     "sharded_state within hosts": Case(dense=replace(SHARDED_STATE, within="host")),
     "sharded within hosts": Case(dense=SHARDED_IN_HOSTS),
+    "sharded_state on GPUs": Case(dense=SHARDED_STATE, topology=cluster([2, 2], GPU)),
+    "sharded on GPUs": Case(dense=SHARDED, topology=cluster([2, 2], GPU)),
+    "sharded within hosts on GPUs": Case(dense=SHARDED_IN_HOSTS, topology=cluster([2, 2], GPU)),
     "row_server": Case(sparse=parameter_server(2, "host", rows=True)),
 }
 
@@ -120,7 +124,8 @@ def batches(steps: Sequence[int], accumulate: int = 1) -> list[list[Batch]]:
 
 def trainer_of(path: str, case: Case, optimizer: str, **options: Any) -> Trainer:
     model = loaded(path)
-    return Trainer(model, (case.strategy(model, 6), case.topology), optimizer=OPTIMIZERS[optimizer], **options)
+    plan = case.strategy(model, 6), case.topology
+    return Trainer(model, plan, optimizer=OPTIMIZERS[optimizer], device_kind="cpu", **options)
 
 
 def run(trainer: Trainer, steps: Sequence[Sequence[Batch]]) -> list[float]:
@@ -166,20 +171,23 @@ def test_ranks_train_like_one_process(four: Pool, files: dict[str, str], method:
 
 def traffic(path: str, method: str) -> Traffic:
     model, case = loaded(path), CASES[method]
-    with Trainer(model, (case.strategy(model, 8), case.topology)) as trainer:
+    with Trainer(model, (case.strategy(model, 8), case.topology), device_kind="cpu") as trainer:
         for _ in range(2):
             trainer.step(spread_tokens())
         return trainer.traffic
 
 
 def planned_bytes(plan: Plan) -> list[int]:
-    """By device what it sends and receives for synchronization in a step; of sums their size."""
+    """By device what it sends and receives for synchronization in a step; of sums their size. A collective's parts go round a ring."""
     found = Counter[int]()
     rounds = list(asking_rounds(plan))
     for sync in plan.syncs:
         for step in method_of(sync.contract).steps(plan, sync):
             found.update(dict.fromkeys(step.among, step.summed_bytes))
             rounds += step.rounds
+            if step.collective is not None:
+                size, groups = step.collective.size_bytes, step.collective.groups
+                found.update({device: 2 * (size - size // len(group)) for group in groups for device in group})
     for source, target, size in (flow for flows, _ in rounds for flow in flows):
         found.update({source: size})
         found.update({target: size})

@@ -155,8 +155,10 @@ def _check_steps(plan: Plan, strategy: Strategy) -> None:
         steps = method_for(sync).steps(plan, sync)
         assert [step.phase for step in steps] == sorted(step.phase for step in steps)
         for step in steps:
-            assert bool(step.rounds) != bool(step.summed_bytes) and bool(step.summed_bytes) == bool(step.among)
+            assert [bool(step.rounds), bool(step.summed_bytes), step.collective is not None].count(True) == 1
+            assert bool(step.summed_bytes) == bool(step.among)
             ends = {device for flows, _ in step.rounds for source, target, _ in flows for device in (source, target)}
+            ends.update(device for group in (step.collective.groups if step.collective else ()) for device in group)
             assert ends | {*step.among} <= {*plan.members(sync)} and step.phase in Phase
 
 
@@ -170,6 +172,7 @@ def test_tasks_move_what_it_says(contract: Contract) -> None:
             for step in method_for(sync).steps(plan, sync):
                 task = moved[step.name]
                 expected = sum(size for flows, _ in step.rounds for *_, size in flows)
+                expected += step.collective.moved_bytes if step.collective else 0
                 assert task.bytes == (expected or 2 * (len(step.among) - 1) * step.summed_bytes)
 
 

@@ -55,6 +55,9 @@ def test_every_host_has_a_copy_in_parts(topology: Topology, inside: int, sync: S
             flows = [flow for flows, _ in step.rounds for flow in flows]
             assert all(host_of[source] == host_of[target] for source, target, _ in flows)
             moved[step.phase] += sum(size for *_, size in flows)
+            if step.collective is not None:
+                assert [{host_of[device] for device in group} for group in step.collective.groups] == [{host} for host in range(hosts)]
+                moved[step.phase] += step.collective.moved_bytes
             summed += step.summed_bytes
             assert not step.among or [host_of[device] for device in step.among] == [*range(hosts)]
     once = (inside - 1) * size * hosts
@@ -89,7 +92,7 @@ def test_between_hosts_travel_sums_of_parts_alone() -> None:
         carried[make] = [size for name, size in found.items() if "network" in name]
     size = sum(tensor.bytes for tensor in graph.parameters)
     assert all(size <= own <= 1.01 * size for own in carried[hsdp])
-    assert min(carried[fsdp]) > 2.9 * size
+    assert min(carried[fsdp]) > 2.6 * size  # two gathers and a scatter, of all but what the host has
 
 
 @pytest.mark.parametrize("sync", [SHARDED_IN_HOSTS, STATE_IN_HOSTS])

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from soap.plan.flows import box_bytes
 from soap.plan.plan import Plan, ShardSync
 from soap.plan.recomputation import needed_from
+from soap.plan.syncs.even_parts import bucket_bytes, is_even, part_bytes
 from soap.plan.syncs.sharing import owned_bytes, sharers
 
 UNDER_WAY = 2
@@ -93,10 +93,10 @@ def most_gathered(plan: Plan) -> Mapping[int, Most]:
 
     A device's gathers form ``prefetch`` + 1 rows, in which each waits until the one before is used. So of each row one group is there at a
     time. Groups of which some uses are not waited for count in addition. A group counts twice while it is put into its place. Gradients
-    leave when all readers have them: where these differ, all gradients may be there together.
+    leave when all readers have them: where these differ, all gradients may be there together. Sums of even parts keep their padding.
     """
     found: dict[int, Most] = {}
-    sizes = {number: _group_bytes(plan, number) for number, sync in enumerate(plan.syncs) if sync.contract.gathers_values}
+    sizes = {number: bucket_bytes(plan, sync) for number, sync in enumerate(plan.syncs) if sync.contract.gathers_values}
     trained = {number for number in sizes if not plan.is_frozen(plan.syncs[number])}
     waited: dict[tuple[int, Item], set[int]] = {}
     own = gathers(plan)
@@ -119,7 +119,8 @@ def most_gathered(plan: Plan) -> Mapping[int, Most]:
         if len({plan.syncs[number].readers for number in leaving}) > 1:
             gradients = most
         moved = [sizes[number] + _received_bytes(plan, plan.syncs[number], device) for number in leaving]
-        moving = min((UNDER_WAY + 1) * max(moved, default=0), sum(moved))
+        padding = sum(_padding_bytes(plan, plan.syncs[number], device) for number in leaving)
+        moving = min((UNDER_WAY + 1) * max(moved, default=0), sum(moved)) + padding
         found[device] = Most(min(values, total) + largest, min(gradients, most), moving)
     return found
 
@@ -133,13 +134,14 @@ def _is_waited_for(plan: Plan, device: int, item: Item, waited: Mapping[tuple[in
     return waited[device, item] >= {tile for tile in uses if not item[1] or needs_backward(plan.operator(plan.tiles[tile]))}
 
 
-def _group_bytes(plan: Plan, number: int) -> int:
-    return sum(box_bytes(plan, region.parameter, region.box) for region in plan.syncs[number].regions)
-
-
 def _received_bytes(plan: Plan, sync: ShardSync, device: int) -> int:
-    """Gradients that others send a device of its parts."""
-    return (sharers(sync) - 1) * owned_bytes(plan, sync).get(device, 0)
+    """Gradients that others send a device of its parts; a collective adds them up on their way."""
+    return 0 if is_even(plan, sync) else (sharers(sync) - 1) * owned_bytes(plan, sync).get(device, 0)
+
+
+def _padding_bytes(plan: Plan, sync: ShardSync, device: int) -> int:
+    """By how much the sums that a collective leaves on a device are larger than what it owns."""
+    return part_bytes(plan, sync) - owned_bytes(plan, sync).get(device, 0) if is_even(plan, sync) else 0
 
 
 def _places(plan: Plan, numbers: Sequence[int]) -> Mapping[int, tuple[int, int]]:

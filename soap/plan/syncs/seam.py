@@ -20,6 +20,7 @@ from soap.plan.flows import Round, box_bytes
 from soap.plan.memory_kinds import MemoryKind
 from soap.plan.placement import owner_of
 from soap.plan.plan import Plan, Shard, ShardSync
+from soap.plan.syncs.even_parts import Collective
 from soap.plan.tiling import Tile
 from soap.strategy.compression import Compression
 from soap.strategy.config import SyncConfig
@@ -59,7 +60,8 @@ class DeviceWork:
 
 @dataclass(frozen=True, slots=True)
 class SyncStep:
-    """One communication: an all-reduce of ``summed_bytes`` over the devices ``among``, or ``rounds`` of flows, one after the other.
+    """One communication: an all-reduce of ``summed_bytes`` over the devices ``among``, or ``rounds`` of flows, one after the other, or a
+    ``collective`` of equal parts.
 
     ``works``: what devices do before it, each once what it needs is there; the communication waits for all. ``large``: it moves much, over
     many connections. On links with ports and between GPUs the simulator cuts it into chunks, between which messages pass. ``beside``: it
@@ -72,6 +74,7 @@ class SyncStep:
     rounds: tuple[Round, ...] = ()
     summed_bytes: int = 0
     among: tuple[int, ...] = ()
+    collective: Collective | None = None
     large: bool = False
     beside: bool = False
     works: tuple[DeviceWork, ...] = ()

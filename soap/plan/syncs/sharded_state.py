@@ -5,6 +5,8 @@ al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 
 
 With ``within="host"`` each host has a copy in parts: what is scattered and gathered stays inside hosts, and the holders of a part on all
 hosts all-reduce its gradients between both (``sharing``). One reader on each host has nothing to share, and is left to the default method.
+
+Between GPUs both are collectives of equal parts (``even_parts``), else messages between all pairs of readers.
 """
 
 from __future__ import annotations
@@ -13,12 +15,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from soap.model.graph import OperatorGraph
 from soap.model.regions import Box
-from soap.plan.flows import Round
 from soap.plan.memory_kinds import MemoryKind
 from soap.plan.placement import cut_rows
 from soap.plan.plan import Plan, Shard, ShardSync, sync_name, update_name
 from soap.plan.syncs.amounts import Group, moving_rounds
 from soap.plan.syncs.bucketing import gradient_bytes, make_buckets, shard_bytes
+from soap.plan.syncs.even_parts import Kind, bucket_bytes, collective, is_even, part_bytes, room_bytes
 from soap.plan.syncs.seam import PULL, PUSH, SUM, Hold, Phase, Places, ShardUpdate, SyncMethod, SyncStep
 from soap.plan.syncs.sharing import copies_of, holders, owned_bytes, sharers, sharing_groups, sharing_leaders
 from soap.plan.tiling import Tile
@@ -57,21 +59,19 @@ class ShardedState(SyncMethod):
         """In each copy every reader sends every owner its gradient of what that owns; then the holders of each part sum theirs. Later every
         owner sends every reader the values."""
         owned = owned_bytes(plan, sync)
-        pairs = [(reader, owner) for group in copies_of(sync) for owner in group if owner in owned for reader in group]
-        scatter, gather = moving_rounds(([(*pair, owned[pair[1]]) for pair in pairs], 0)), gather_round(plan, sync)
-        found = [SyncStep(Phase.AFTER_BACKWARD, PUSH, scatter_name(sync), scatter, large=True)] if scatter else []
+        found = moving_step(plan, sync, "reduce_scatter", Phase.AFTER_BACKWARD, PUSH, scatter_name(sync))
         for devices in holders(sync):
             if size := owned.get(devices[0], 0):
                 name, beside = sum_name(sync, devices), len(found) > 1
                 found.append(
                     SyncStep(Phase.AFTER_BACKWARD, SUM, name, summed_bytes=size, among=devices, large=True, beside=beside)
                 )
-        return [*found, SyncStep(Phase.AFTER_UPDATE, PULL, gather_name(sync), gather)] if gather else found
+        return [*found, *moving_step(plan, sync, "all_gather", Phase.AFTER_UPDATE, PULL, gather_name(sync))]
 
     def updates(self, plan: Plan, sync: ShardSync) -> Sequence[ShardUpdate]:
-        """Each owner adds up its copy's readers' gradients of its parts, and updates these."""
+        """Each owner adds up its copy's readers' gradients of its parts, unless a collective does, and updates these."""
         sizes = ((number, shard_bytes(plan.graph, plan.shards[number])) for number in sync.shards)
-        others = sharers(sync) - 1
+        others = 0 if is_even(plan, sync) else sharers(sync) - 1
         return [ShardUpdate(number, others * size, 0, size, by_rows=False) for number, size in sizes]
 
     def copies(self, plan: Plan, sync: ShardSync) -> Mapping[int, int]:
@@ -80,34 +80,49 @@ class ShardedState(SyncMethod):
         return {reader: whole - owned.get(reader, 0) for reader in sync.readers}
 
     def buffers(self, plan: Plan, sync: ShardSync) -> Iterable[tuple[int, int]]:
-        """What others send of a reader's parts, their sum, what it sends of their values, and what it receives of other values."""
+        """What others send of a reader's parts, their sum, what it sends of their values, and what it receives of other values. With
+        collectives: the sum, all values, and by how much padding makes the bucket of gradients larger; these are added up on their way."""
         owned, copied, count = owned_bytes(plan, sync), self.copies(plan, sync), sharers(sync)
         for reader in sync.readers:
-            yield reader, (count + 1) * owned.get(reader, 0) + copied[reader]
+            if is_even(plan, sync):
+                yield reader, part_bytes(plan, sync) + 2 * room_bytes(plan, sync) - gradient_bytes(plan, sync)
+            else:
+                yield reader, (count + 1) * owned.get(reader, 0) + copied[reader]
 
     def holds(self, plan: Plan, sync: ShardSync) -> Iterator[Hold]:
         """The bucket of gradients from the first one on until it has left; what others send until it is added up; the sum till the end.
+        What a collective reads and fills is there until it is waited for.
 
         Values pass through buffers when they are brought. A reader is ready for others' values as soon as it has updated its own.
         """
-        owned, copied, whole = owned_bytes(plan, sync), self.copies(plan, sync), gradient_bytes(plan, sync)
-        scatter, gather, others = scatter_name(sync), gather_name(sync), sharers(sync) - 1
+        owned, copied, others = owned_bytes(plan, sync), self.copies(plan, sync), sharers(sync) - 1
+        scatter, gather, bucket = scatter_name(sync), gather_name(sync), bucket_bytes(plan, sync)
         for reader in sync.readers:
             own, update = owned.get(reader, 0), update_name(reader)
             yield Hold(reader, copied[reader], kind=MemoryKind.VALUES)
-            yield Hold(reader, whole, until=scatter, before=True, from_gradient=True, kind=MemoryKind.GRADIENTS)
-            yield Hold(reader, whole, since=scatter, until=scatter, queue="sent")
+            yield Hold(reader, bucket, until=scatter, before=True, from_gradient=True, kind=MemoryKind.GRADIENTS)
+            ready = update if own else gather
+            if is_even(plan, sync):
+                yield Hold(reader, bucket, since=scatter, until=update, before=True, queue="received")
+                yield Hold(reader, part_bytes(plan, sync), since=scatter, kind=MemoryKind.GRADIENTS)
+                yield Hold(reader, bucket, since=ready, until=gather, queue="received")
+                continue
+            yield Hold(reader, bucket, since=scatter, until=scatter, queue="sent")
             yield Hold(reader, others * own, since=scatter, until=update, before=True, queue="received")
             yield Hold(reader, own, since=scatter, kind=MemoryKind.GRADIENTS)
             yield Hold(reader, own, since=update, until=gather, queue="sent")
-            yield Hold(reader, copied[reader], since=update if own else gather, until=gather, queue="received")
+            yield Hold(reader, copied[reader], since=ready, until=gather, queue="received")
 
 
-def gather_round(plan: Plan, sync: ShardSync) -> tuple[Round, ...]:
-    """All owners send all readers of their copy what they own; nothing if nobody else reads it."""
+def moving_step(plan: Plan, sync: ShardSync, kind: Kind, phase: Phase, stage: int, name: str) -> list[SyncStep]:
+    """How parts reach their owners, or all readers: by a collective of equal parts, or else by messages between all pairs of a copy."""
+    large = kind == "reduce_scatter"
+    if is_even(plan, sync):
+        return [SyncStep(phase, stage, name, collective=collective(plan, sync, kind), large=large)]
     owned = owned_bytes(plan, sync)
     pairs = [(owner, reader) for group in copies_of(sync) for owner in group if owner in owned for reader in group]
-    return moving_rounds(([(*pair, owned[pair[0]]) for pair in pairs], 0))
+    flows = [(*((reader, owner) if large else (owner, reader)), owned[owner]) for owner, reader in pairs]
+    return [SyncStep(phase, stage, name, moving_rounds((flows, 0)), large=large)]
 
 
 def scatter_name(sync: ShardSync) -> str:

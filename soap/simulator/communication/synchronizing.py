@@ -158,6 +158,8 @@ class Synchronization:
             if sync.contract.owned_in_parts:  # each part's owners sum by themselves
                 place = (*place[:4], step.among[0], 0)
             return self._tasks.all_reduce(place, step.name, TaskKind.SYNC, step.summed_bytes, step.among, after, chunked=step.large)
+        if step.collective is not None:
+            return self._tasks.parted(place, step.name, TaskKind.SYNC, step.collective, after, chunked=step.large)
         return self._tasks.exchange(place, step.name, TaskKind.SYNC, step.rounds, after, chunked=step.large)
 
     def _serve_all(self, number: int, resources: Mapping[int, int], after: Iterable[int]) -> None:

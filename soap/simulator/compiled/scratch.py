@@ -14,7 +14,8 @@ from soap.simulator.compiled.graph_arrays import Ints, Longs
 HOLDINGS, REDUCTIONS, FETCHES, CONSUMERS, PIECES, CARRIERS, PARTS, TASKS = range(8)
 EDGES, RESOURCES, CELL_BOXES, BOUNDS, LINKS, FLOWS, STAMP, GRADIENTS, USES, EXPECTED, PRICES, BUSIEST, NORM, CLAIMS = range(8, 22)
 """Places in ``Scratch.count``: the number of each kind. Entries stamped with ``count[STAMP]`` are current. ``BUSIEST``: for the collective
-being made, the most messages of any one device in a round. ``NORM``: a slot, see ``syncs.clipping``."""
+being made, the most messages of any one device in a round; of a collective of equal parts, minus the number of its devices. ``NORM``: a
+slot, see ``syncs.clipping``."""
 
 FULL = "scratch is full"
 """Message of the MemoryError that compiled code raises when an array is too small. Python then makes it larger and starts the work

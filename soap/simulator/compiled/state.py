@@ -111,7 +111,8 @@ class Lists(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """Sets of devices that sum together (``sets``, each ascending). Group g has the ways ``way_ptr[g]:way_ptr[g + 1]`` to sum; each takes
+    """Sets of devices that sum together (``sets``, each ascending), or behind a mark, the number of all devices, gather and scatter equal
+    parts. Group g has the ways ``way_ptr[g]:way_ptr[g + 1]`` to sum; each takes
     ``latency_seconds`` + ``seconds_per_byte`` * bytes and holds ``static[resource:resource + resource_n]``. ``static`` begins with the
     devices one by one and the routes of messages. ``port_device``: by resource, the device of its port, or -1.
     ``shortest_chunk_ns``: see ``soap.simulator.chunks``. ``cold_penalty``: the points of ``Topology.cold_penalty``, from (0, 0) on.

@@ -16,6 +16,7 @@ from soap.simulator.compiled.syncs.clipping import begin_norm, finish_norm
 from soap.simulator.compiled.syncs.codes import gathers_rows, is_compressed, is_in_buckets
 from soap.simulator.compiled.syncs.compressed import add_compressed
 from soap.simulator.compiled.syncs.dispatch import add_owners_tasks, owned_by_servers
+from soap.simulator.compiled.syncs.even_parts import is_even
 from soap.simulator.compiled.syncs.members import (
     compresses,
     find_geometries,
@@ -31,6 +32,7 @@ from soap.simulator.compiled.syncs.sharded_state import (
     owned_by_readers,
     part_ns,
     part_of_place,
+    sharers,
 )
 from soap.simulator.compiled.syncs.sparse_all_gather import gathered_bytes, gathered_rows
 from soap.simulator.compiled.task_keys import STATE_FULL, UPDATE, set_key, task_key
@@ -191,10 +193,11 @@ def _add_update(W, parameter, shard):  # type: ignore[no-untyped-def]
 def _add_parts(W, parameter, shard, update, sign):  # type: ignore[no-untyped-def]
     """Add (1) or subtract (-1) by device the updates of a shard's parts, each on the reader that owns it."""
     S = W.scratch
+    others = 0 if is_even(W) else sharers(S) - 1
     for place in range(S.members[0]):
         part, device = part_of_place(W, parameter, shard, place), S.members[1 + place]
         if part >= 0:
-            update[device] += sign * part_ns(W, shard, part, device)
+            update[device] += sign * part_ns(W, shard, part, device, others)
 
 
 @compiled

@@ -35,6 +35,7 @@ from soap.simulator.compiled.syncs.codes import (
     wire_bytes,
 )
 from soap.simulator.compiled.syncs.compressed import held_bytes
+from soap.simulator.compiled.syncs.even_parts import is_even
 from soap.simulator.compiled.syncs.members import compresses, find_geometry, find_members, is_used
 from soap.simulator.compiled.syncs.sharded_state import owned_by_readers, part_bytes, part_of_place, sharers
 from soap.simulator.compiled.variants import CELLS
@@ -115,12 +116,14 @@ def _add_dealt_out(W, M, parameter, shard):  # type: ignore[no-untyped-def]
     """Add what readers hold that own parts: buffers in which gradients and values arrive, but no states of what others own. If values are
     gathered for their uses, neither are others' values nor their gradients there all the time (``gathered_memory`` adds what is)."""
     S, size = W.scratch, W.shards.bytes[shard]
-    gathered = is_gathered(W.state.sync[parameter])
+    gathered, most = is_gathered(W.state.sync[parameter]), part_bytes(W, shard, 0) if is_even(W) else 0
     for i in range(S.members[0]):
         part, device = part_of_place(W, parameter, shard, i), S.members[1 + i]
         own = part_bytes(W, shard, part) if part >= 0 else 0
         if gathered:
             _add_part(M, device, own - size, W.graph.trainable[parameter])
+        elif most > 0:  # of each region the largest part: at least what a bucket's owner of most has
+            _add_owned(M, device, own - size, (2 * sharers(S) + 1) * most - size)
         else:
             _add_owned(M, device, own - size, size + sharers(S) * own)
 

@@ -13,6 +13,7 @@ from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.scratch import FULL, TASKS, Scratch
 from soap.simulator.compiled.state import OTHER, SYNC_BUCKET
 from soap.simulator.compiled.syncs.codes import is_dealt_out, is_gathered
+from soap.simulator.compiled.syncs.even_parts import collective_of, is_even
 from soap.simulator.compiled.syncs.exchange import add_exchange, begin_exchange, new_row, round_of_flows
 from soap.simulator.compiled.syncs.members import find_copies
 from soap.simulator.compiled.syncs.pricing import adding_ns, price_ns
@@ -58,11 +59,11 @@ def part_of_place(W: World, parameter: int, shard: int, place: int) -> int:
 
 
 @compiled
-def part_ns(W: World, shard: int, part: int, device: int) -> int:
-    """Duration in ns of adding up all readers' gradients of a part and updating it."""
+def part_ns(W: World, shard: int, part: int, device: int, others: int) -> int:
+    """Duration in ns of adding up the gradients of so many ``others`` for a part and updating it."""
     K, D, S = W.cluster, W.shards, W.scratch
     size = part_bytes(W, shard, part)
-    added = adding_ns((sharers(S) - 1) * size, 0, K.memory_bandwidth[device], 0.0)
+    added = adding_ns(others * size, 0, K.memory_bandwidth[device], 0.0)
     return added + price_ns(D, S, K.hosts[0] + K.device_type[device], size)
 
 
@@ -116,6 +117,8 @@ def exchange_of(W, bucket, gather):  # type: ignore[no-untyped-def]
     count, first = name_readers(R, S, S.t_res_n[bucket]), S.owned_ptr[bucket]
     find_copies(W, W.state.sync[S.t_res[bucket]])
     begin_exchange(S)
+    if is_even(W):
+        return collective_of(W, bucket)
     begin_flows(S)
     for owner in range(count):
         for reader in range(count if S.owned[first + owner] > 0 else 0):
