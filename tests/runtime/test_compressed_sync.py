@@ -14,7 +14,7 @@ import torch.distributed as dist
 from soap.errors import RuntimeFailure
 from soap.model.regions import balanced, lengths
 from soap.plan.compression.policy import settled
-from soap.plan.compression.seam import layout_of
+from soap.plan.compression.rgc import SparseLayout
 from soap.plan.syncs.compressed import compressed_shards
 from soap.runtime.check import COMPRESSED_SUM, CheckResult, check
 from soap.runtime.compression import peer as peers
@@ -217,8 +217,8 @@ def test_only_real_lengths_travel(four: Pool, path: str) -> None:
     plan = build_plan(model.graph, strategy_of(model, METHODS["ragged"]), FOUR)
     layouts = []
     for shard, sync in compressed_shards(plan).items():
-        assert sync.compression is not None
-        layouts.append(layout_of(sync.compression, lengths(plan.shards[shard].box), 8, RANKS))
+        assert isinstance(sync.compression, Rgc)
+        layouts.append(SparseLayout.of(sync.compression, lengths(plan.shards[shard].box), 8, RANKS))
     results = four.run(counted, path, ranks=RANKS)
     for rank, (found, _) in enumerate(results):
         expected = 0

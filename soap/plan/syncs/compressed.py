@@ -77,7 +77,7 @@ class CompressedSum(SyncMethod):
         yield from _inside_buffers(plan, sync)
 
     def holds(self, plan: Plan, sync: ShardSync) -> Iterator[Hold]:
-        """Of peers: state all the time; messages and the sums from the selection on; what work takes, while it goes on. Of all readers, with
+        """Of peers: states all the time; messages and sums from the selection on; what work takes, while it goes on. Of all readers, with
         local aggregation: what travels inside hosts, once it does."""
         for device, size in _inside_buffers(plan, sync):
             yield Hold(device, size, since=sync_name(sync, COLLECT[1]))

@@ -45,8 +45,8 @@ REGATHER = SERVE
 class DeviceWork:
     """Work of a device for a synchronization, as a task of its own: it takes time, and the device does nothing else meanwhile.
 
-    ``settled``: it waits until the device has no backward pass to run any more. ``compression``, ``layouts``, ``work``: what it does, to one
-    shard after the other.
+    ``settled``: it waits until the device has no backward pass to run any more. ``compression``, ``layouts``, ``work``: what it does, to
+    one shard after the other.
     """
 
     stage: int

@@ -37,7 +37,7 @@ def joined(courses: Sequence[Course]) -> Joint:
             parts = _apart(received, sizes)
         else:
             received = yield kind, message, ()
-            parts = list(received.split(widths, -1))
+            parts = list(torch.split(received, widths, -1))
         del message, received
         for place in places:
             try:
@@ -55,5 +55,5 @@ def _apart(received: torch.Tensor, sizes: Sequence[Sequence[int]]) -> list[torch
     rank shard by shard."""
     if len(sizes) == 1:
         return [received]
-    parts = received.split([size for rank in zip(*sizes, strict=True) for size in rank])
+    parts = torch.split(received, [size for rank in zip(*sizes, strict=True) for size in rank])
     return [torch.cat(parts[shard :: len(sizes)]) for shard in range(len(sizes))]

@@ -1,11 +1,11 @@
 """Compressed gradients on a rank: the local gradient is collected as for an all-reduce; what travels is what the compressor makes of it.
 
 As soon as a bucket's gradients are complete, its shards are selected one after the other, and their first messages leave together
-(``compression.joining``). All that comes later (answers, sums) waits for the end of the backward pass. There all buckets go on in one order,
-which is the same on all ranks: each sends its second message before the first one waits for its own.
+(``compression.joining``). All that comes later (answers, sums) waits for the end of the backward pass. There all buckets go on in one
+order, which is the same on all ranks: each sends its second message before the first one waits for its own.
 
-With local aggregation only peers do that (``ShardSync.peers``), for the sums of their host's gradients, which they first get from the host's
-other readers. Behind all exchanges peers give these the sums. Gradients of a host are summed as peers sum, at least in float32.
+With local aggregation only peers do that (``ShardSync.peers``), for the sums of their host's gradients, which they first get from the
+host's other readers. Behind all exchanges peers give these the sums. Gradients of a host are summed as peers sum, at least in float32.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class CompressedSum(BucketedSum):
             own, members = self.buffers[number], self._roles[number].members(self.rank)
             total = hosts_sum([own if member == self.rank else places[member][0] for member in members])
             shapes = [self.store.tensors[shard].shape for shard in self.syncs[number].shards]
-            parts = total.split([shape.numel() for shape in shapes])
+            parts = torch.split(total, [shape.numel() for shape in shapes])
             self._of_host[number] = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
         return self._of_host[number]
 

@@ -82,7 +82,8 @@ def test_only_what_is_alike_travels_together() -> None:
     found = sorted(names_of(sync) for sync in plan.syncs)
     rest = {tensor.name for tensor in SMALL.parameters} - other.keys()
     assert sorted(map(sorted, found)) == sorted([sorted(rest), *([name] for name in other)])
-    plan = build_plan(SMALL, strategy.with_changes(parameters={"l1.weight": compressed(Rgc(0.5)), "l2.weight": compressed(Rgc(0.1))}), HOSTS)
+    sparse = {"l1.weight": compressed(Rgc(0.5)), "l2.weight": compressed(Rgc(0.1))}
+    plan = build_plan(SMALL, strategy.with_changes(parameters=sparse), HOSTS)
     assert len(compressed_syncs(plan)) == 3  # densities are settings, too
 
 
