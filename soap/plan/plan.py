@@ -153,8 +153,8 @@ class ShardSync:
     ``method``: its name in ``sync_contracts``. ``parameter``, ``index``: name it in reports: the first region's parameter, and the number
     of the region among the parameter's. ``regions``: those whose gradients share one buffer, in the buffer's order. The ``devices`` of
     their shards are the owners. ``readers``: the devices (sorted, distinct) whose tiles read them. ``leaders``: for each reader, the device
-    through which it communicates: with local aggregation the first reader on its host, else the reader itself. ``compression``: how its
-    gradient is compressed, with a selection that suits the layer.
+    through which it communicates: with local aggregation the first reader on its host, else the reader itself. ``compression``: how each
+    region's gradient is compressed, with a selection that suits the layer.
     """
 
     method: str

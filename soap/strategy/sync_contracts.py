@@ -89,13 +89,13 @@ class Contract:
 
     @property
     def in_buckets(self) -> bool:
-        """Whether dense gradients of several regions travel together."""
-        return self.payload == DENSE and not self.has_servers
+        """Whether gradients of several regions travel together, dense or compressed alike."""
+        return self.payload in (DENSE, COMPRESSED) and not self.has_servers
 
     @property
     def sums_in_place(self) -> bool:
         """Whether readers sum dense gradients in buffers that they keep from step to step."""
-        return self.in_buckets and not self.owned_in_parts
+        return self.payload == DENSE and self.in_buckets and not self.owned_in_parts
 
     def serves(self, *, sparse: bool) -> bool:
         """Whether it can synchronize a parameter that is sparse, or dense."""

@@ -46,14 +46,15 @@ REGATHER = SERVE
 class DeviceWork:
     """Work of a device for a synchronization, as a task of its own: it takes time, and the device does nothing else meanwhile.
 
-    ``settled``: it waits until the device has no backward pass to run any more. ``compression``, ``layout``, ``work``: what it does.
+    ``settled``: it waits until the device has no backward pass to run any more. ``compression``, ``layouts``, ``work``: what it does, to
+    one shard after the other.
     """
 
     stage: int
     device: int
     name: str
     compression: Compression
-    layout: Layout
+    layouts: tuple[Layout, ...]
     work: Work
     settled: bool
 

@@ -145,7 +145,7 @@ class Synchronization:
         found, after = {}, tuple(after)
         for work in works:
             device = self._tasks.topology.devices[work.device].type
-            duration = compression_ns(self._costs, work.compression, work.layout, work.work, device)
+            duration = sum(compression_ns(self._costs, work.compression, layout, work.work, device) for layout in work.layouts)
             own = [backward[tile] for tile, _ in sync.uses if tile in backward and self._plan.tiles[tile].device == work.device]
             waits = (*(own or after), *([self._settled[work.device]] if work.settled else ()))
             place = (*self._place(sync, work.stage)[:4], work.device, 0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from soap.simulator.compiled.chunks import cut_sums
 from soap.simulator.compiled.graph_arrays import GraphTables
 from soap.simulator.compiled.jit import compiled
-from soap.simulator.compiled.scratch import EDGES, EXPECTED, PRICES, STAMP, TASKS
+from soap.simulator.compiled.scratch import EDGES, EXPECTED, PACKED, PACKED_SHARDS, PRICES, STAMP, TASKS
 from soap.simulator.compiled.state import ARENA, NEVER, SLOTS, SYNC_BUCKET, SYNC_DEVICE, SYNC_NORM, SYNCS, UPDATE_DEVICE, Groups, State
 from soap.simulator.compiled.syncs.all_reduce import finish_bucket, join_bucket
 from soap.simulator.compiled.syncs.clipping import begin_norm, finish_norm
@@ -24,6 +24,7 @@ from soap.simulator.compiled.syncs.members import (
     find_members,
     first_user_with_gradient,
 )
+from soap.simulator.compiled.syncs.packing import pack
 from soap.simulator.compiled.syncs.pricing import adding_ns, ask_prices, table_price_ns
 from soap.simulator.compiled.syncs.sharded_state import (
     finish_scatter,
@@ -93,7 +94,7 @@ def synchronize(W: World) -> None:
     G, R, D, C, S = W.graph, W.groups, W.shards, W.state, W.scratch
     devices = len(C.busy)
     slot0 = C.used[SLOTS]
-    S.count[EDGES] = S.count[TASKS] = S.count[PRICES] = 0
+    S.count[EDGES] = S.count[TASKS] = S.count[PRICES] = S.count[PACKED] = S.count[PACKED_SHARDS] = 0
     S.count[STAMP] += 1
     opened = S.count[STAMP]
     for device in range(devices):
@@ -141,13 +142,15 @@ def synchronize(W: World) -> None:
 
 @compiled
 def _synchronize_shard(W, parameter, shard, opened, slot0):  # type: ignore[no-untyped-def]
-    """Add a shard's updates on its owners, and put it into a bucket. A shard that servers own gets neither here, and a gathered or
-    compressed one no bucket: their tasks come after all sums."""
+    """Add a shard's updates on its owners, and put it into a bucket. A shard that servers own gets neither here, and a gathered one no
+    bucket. Their tasks, and those of compressed buckets, come after all sums."""
     find_members(W, parameter, shard)
     if not owned_by_servers(W, parameter):
         _add_update(W, parameter, shard)
         code = W.state.sync[parameter]
-        if W.scratch.members[0] > 1 and (is_in_buckets(code) or (is_compressed(code) and not compresses(W, code))):
+        if compresses(W, code):
+            pack(W, parameter, shard)
+        elif W.scratch.members[0] > 1 and (is_in_buckets(code) or is_compressed(code)):
             join_bucket(W, parameter, shard, opened, slot0)
 
 
