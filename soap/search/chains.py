@@ -234,6 +234,9 @@ class Able(Protocol):
     def bounds_overflow_bytes(self, strategy: Strategy) -> int:
         """An upper bound of it, without playing the strategy."""
 
+    def probably_lacks(self, strategy: Strategy) -> bool:
+        """Whether devices lack memory by an estimate that has learned from earlier answers."""
+
 
 @dataclass
 class _Run:
@@ -316,9 +319,12 @@ class _Run:
         return self.evaluator.overflow_bytes(strategy)
 
     def _overflow_bytes(self, strategy: Strategy, most: int) -> int | None:
-        """The memory that the devices lack, in bytes; None if a bound shows that it exceeds ``most``."""
+        """The memory that the devices lack, in bytes; None if a bound shows that it exceeds ``most``, or where that is nothing an
+        estimate."""
         able = self._able
-        return None if able is not None and able.least_overflow_bytes(strategy) > most else self._lacks(strategy)
+        if able is not None and (able.least_overflow_bytes(strategy) > most or (most == 0 and able.probably_lacks(strategy))):
+            return None
+        return self._lacks(strategy)
 
     def _descend(
         self, rng: random.Random, current: Start, openings: Sequence[Strategy], share: int, allowance: _Allowance

@@ -246,6 +246,13 @@ class Engine:
 
         return self._try(lambda: self._whole(work), renew)
 
+    def last_trial(self) -> Trial:
+        """The simulation of the proposal, with all its tasks, or, without one, of the strategy that is held."""
+        if self._proposed_ns is None:
+            return self._trial
+        complete(self._trial, self._other)
+        return self._other
+
     def consult(self, work: Callable[[], Result]) -> Result:
         """Do compiled work on ``handles()`` that changes neither the held strategy nor the proposal."""
         return self._try(work)
