@@ -119,7 +119,8 @@ def search(
             more = recomputing_starts(space, topology, evaluator, recorder.starts, wanted=options.recompute)
             if more is not None:
                 space = with_recomputation(space)
-                for name, strategy in more.items():
+                recorder.budgeted = more[1]
+                for name, strategy in more[0].items():
                     evaluate(name, inside(strategy))
             references = reference_strategies(graph, topology, strategies.values())
             space = replace(space, references=different(inside(reference) for reference in references))
