@@ -24,8 +24,8 @@ MOST_FINALISTS = 8
 class Row(NamedTuple):
     """One evaluated proposal. ``phase``: descent, chain or polish (polishing has rows only for what was taken, beyond the budget).
     ``chain``: name of the start. ``operator``: the first operator that was changed; ``operators``: how many were. ``fits``: None if the
-    proposal is too slow for it to matter; of what a compiled chain has accepted and was not its best, perhaps by an estimate. ``cost_ns``: None if it is only known to be too slow. ``best_ns``: best cost so far that
-    fits, None if nothing has fitted yet."""
+    proposal is too slow for it to matter; of what a compiled chain has accepted and was not its best, perhaps by an estimate.
+    ``cost_ns``: None if it is only known to be too slow. ``best_ns``: best cost so far that fits, None if nothing has fitted yet."""
 
     proposal: int
     phase: str

@@ -10,10 +10,10 @@ is the one above with the times c under the most likely costs. The second accept
 min(1, exp(beta * ((f - f*) - (c - c*)) / c_start)). Together they keep detailed balance for exp(-beta * f / c_start): the first stage's
 part is divided out again.
 
-Where memory binds, the chain keeps to the strategies that fit, exactly, if Python is asked about all that the bounds do not decide. A search
-has no time for that where a question takes as long as a thousand proposals: its chains are ``ESTIMATING``. They keep to what is likely to
-fit, by an estimate that is adjusted with each answer (so no fixed distribution is followed), and ask about each strategy that would be the
-best so far. What comes out has always been decided exactly.
+Where memory binds, the chain keeps to the strategies that fit, exactly, if Python is asked about all that the bounds do not decide. A
+search has no time for that where a question takes as long as a thousand proposals: its chains are ``ESTIMATING``. They keep to what is
+likely to fit, by an estimate that is adjusted with each answer (so no fixed distribution is followed), and ask about each strategy that
+would be the best so far. What comes out has always been decided exactly.
 """
 
 from __future__ import annotations
@@ -114,7 +114,8 @@ def advance(
                 take_back(W)
                 at[PENDING] = ASKED
                 return MUST_ASK
-            accepted = verdict == FITS or verdict == LIKELY
+            accepted = verdict == FITS
+            accepted |= verdict == LIKELY
         accepted = accepted and at[PENDING] != REFUSED
         at[PENDING] = NOTHING
         idle = 0

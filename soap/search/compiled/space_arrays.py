@@ -46,8 +46,8 @@ class GridTables(NamedTuple):
 
     ``estimate[estimate_ptr[op] + grid - grid_ptr[space]]``: rough time, ns (``estimates.rough_ns``). ``size``: list of an operator's factor
     sizes (1 if it cannot be split). ``sync_parameter``: parameters with a choice of methods; ``sync_choice``: list of their codes
-    (``syncs.codes``). ``together``: list of the places in ``sync_parameter`` of each set of ``sharing.owner_sets``. ``again``: list of the operators of each set that may be recomputed
-    (``Space.recompute``).
+    (``syncs.codes``). ``together``: list of the places in ``sync_parameter`` of each set of ``sharing.owner_sets``.
+    ``again``: list of the operators of each set that may be recomputed (``Space.recompute``).
     """
 
     movable: Ints

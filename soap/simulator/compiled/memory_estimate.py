@@ -93,7 +93,7 @@ def _play_memory(W, M, T):  # type: ignore[no-untyped-def]
     for place in range(T.size[TAKEN]):
         slot = T.order[place]
         kind = C.kind[slot]
-        if kind == FORWARD_TILE or kind == AGAIN_TILE or kind == BACKWARD_TILE:
+        if FORWARD_TILE <= kind <= BACKWARD_TILE:
             _pass(W, M, slot, kind)
 
 
