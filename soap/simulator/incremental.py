@@ -99,6 +99,11 @@ class IncrementalSimulator:
         """Whether an estimate says so (``compiled.memory_estimate``); False unless this is the last strategy whose time was asked for."""
         return any(holder.probably_lacks(strategy) for holder in self._engines)
 
+    def estimated_share(self, strategy: Strategy) -> float | None:
+        """The estimated peak by the limit (``MemoryBound.estimated_share``); None unless this is the last strategy whose time was asked
+        for."""
+        return next((found for holder in self._engines if (found := holder.estimated_share(strategy)) is not None), None)
+
     def memory_of(self, engine: Engine) -> MemoryBound:
         """Bounds and estimates of the memory of what an engine holds or proposes."""
         return MemoryBound(engine, self._simulator.topology.memory_limits, self._simulator.optimizer_states)
@@ -182,6 +187,10 @@ class _Holder:
     def probably_lacks(self, strategy: Strategy) -> bool:
         """True if this is the last strategy simulated here, and its estimated memory is unlikely to fit."""
         return self._has(strategy) and self._memory.likely() == UNLIKELY
+
+    def estimated_share(self, strategy: Strategy) -> float | None:
+        """As ``MemoryBound.estimated_share``, if this is the last strategy simulated here; else None."""
+        return self._memory.estimated_share() if self._has(strategy) else None
 
     def told(self, strategy: Strategy, *, fits: bool) -> None:
         """Learn whether a strategy fits, if it is the last one simulated here."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,9 @@ from soap.simulator.compiled.memory_tables import (
     ASKED_AT,
     COLUMNS,
     FIT_UP_TO,
+    FITS,
     LACKED_FROM,
+    LACKING,
     PARTS,
     SLACK,
     UNKNOWN,
@@ -132,6 +135,14 @@ class MemoryBound:
             return found
         trial = self._engine.last_trial()
         return self._engine.consult(lambda: int(estimate_memory(self._engine.world, self.handle(), trial, better)))
+
+    def estimated_share(self) -> float:
+        """The estimated peak by the limit, of the device that is filled most; 0 if the bounds say that it fits, infinite if they say that
+        it does not."""
+        found = self.likely()
+        if found in (FITS, LACKING):
+            return 0.0 if found == FITS else inf
+        return float(self._fixed["guess"][ASKED_AT]) / WHOLE
 
     def told(self, *, fits: bool) -> bool:
         """Learn what the exact model says of the strategy that was estimated last. False if that contradicts what was known: strategies
