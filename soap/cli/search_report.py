@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from soap import api
-from soap.cli import certainty, compressing, explanation, report, verification, warm_up
+from soap.cli import certainty, compressing, explanation, recomputing, report, verification, warm_up
 from soap.cli.first_measuring import Measured
 from soap.strategy.compression import Compression
 from soap.strategy.config import SyncConfig
@@ -42,6 +42,8 @@ def document(
         found["measured"] = verification.document(outcome.runs, outcome.kept, verified_s)
     else:
         found["decision"] = api.decision_record(outcome.decision)
+    if outcome.result.budgeted:
+        found["budgeted"] = [recomputing.budgeted(name, own) for name, own in outcome.result.budgeted.items()]
     if explain:
         found["explanation"] = explanation.document(outcome.simulator.graph, outcome.explanation, outcome.time_ns)
         found["synchronization"] = explanation.synchronization(outcome.synchronization)
@@ -63,6 +65,8 @@ def text(
     sections = [report.text(found, report.FOUND), report.optimality(outcome)]
     if "saving_memory" in found:
         sections.append(_saving_text(found["saving_memory"], saving_memory(outcome.simulator.topology)))
+    if "budgeted" in found:
+        sections.append("\n".join(map(recomputing.budgeted_text, found["budgeted"])))
     if measured is not None:
         sections.append(measured.text)
     if told:

@@ -246,6 +246,12 @@ class Engine:
 
         return self._try(lambda: self._whole(work), renew)
 
+    def last_trial(self) -> Trial:
+        """The simulation of the proposal, with all its tasks; without one, that of the strategy that is held."""
+        if self._proposed_ns is not None:
+            complete(self._trial, self._other)
+        return self._trial if self._proposed_ns is None else self._other
+
     def consult(self, work: Callable[[], Result]) -> Result:
         """Do compiled work on ``handles()`` that changes neither the held strategy nor the proposal."""
         return self._try(work)
@@ -276,8 +282,7 @@ class Engine:
 
     def syncs(self, codes: Ints) -> dict[str, SyncConfig]:
         """Parameter -> its synchronization, where it differs from the default. ``codes[parameter]``: as in ``sync_codes``."""
-        names = [tensor.name for tensor in self.graph.parameters]
-        found = {name: self.sync(name, code) for name, code in zip(names, codes.tolist(), strict=False)}
+        found = {tensor.name: self.sync(tensor.name, code) for tensor, code in zip(self.graph.parameters, codes.tolist(), strict=False)}
         return {name: sync for name, sync in found.items() if sync != SyncConfig()}
 
     def variant(self, position: int, degrees: tuple[int, ...]) -> int:
