@@ -9,13 +9,15 @@ An operator that is not cut runs forward with the first micro-batch, and backwar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
 from soap.errors import StrategyError
 from soap.model.micro_batches import MicroBatches
+
+_BOTH: tuple[Literal["F"], Literal["B"]] = ("F", "B")
 
 
 class PassAction(NamedTuple):
@@ -39,14 +41,13 @@ class PassOrder:
     actions: tuple[PassAction, ...]
 
     def __post_init__(self) -> None:
-        wanted = {PassAction(kind, chunk, m) for kind in ("F", "B") for chunk in {*self.chunks} for m in range(self.cut.count)}
+        wanted = {PassAction(kind, chunk, m) for kind in _BOTH for chunk in {*self.chunks} for m in range(self.cut.count)}
         if len(self.actions) != len(wanted) or wanted != {*self.actions}:
-            odd = sorted(map(str, wanted ^ {*self.actions})) or ["one twice"]
-            raise StrategyError(f"schedule of {len(self.actions)} actions: expected each of {len(wanted)} once; wrong: {', '.join(odd[:3])}")
-        ranks = self.ranks
-        for before, after in self._needs():
-            if ranks[before] > ranks[after]:
-                raise StrategyError(f"schedule runs {after} before {before}, for which it waits; expected the reverse")
+            odd = sorted(map(str, wanted ^ {*self.actions})) or ["one occurs twice"]
+            raise StrategyError(f"schedule of {len(self.actions)} actions; expected each of {len(wanted)} once: {', '.join(odd[:3])}")
+        for before, after, why in self._needs():
+            if self.ranks[before] >= self.ranks[after]:
+                raise StrategyError(f"schedule runs {after} before {before}; expected the reverse: {why}")
 
     @cached_property
     def ranks(self) -> Mapping[PassAction, int]:
@@ -59,32 +60,39 @@ class PassOrder:
             part = 0 if kind == "F" else self.cut.count - 1
         return self.ranks[PassAction(kind, self.chunks[position], part)]
 
-    def _needs(self) -> Iterator[tuple[PassAction, PassAction]]:
-        """(action, action that waits for it)."""
-        graph, cut, last = self.cut.graph, self.cut, self.cut.count - 1
-        pairs: dict[tuple[int, int, bool], None] = {}
+    def _needs(self) -> Iterator[tuple[PassAction, PassAction, str]]:
+        """(action, action that waits for it, why)."""
+        cut, last = self.cut, self.cut.count - 1
+        for chunk in {*self.chunks}:
+            for m in range(cut.count):
+                yield PassAction("F", chunk, m), PassAction("B", chunk, m), "a backward pass follows its forward pass"
+                for kind in _BOTH if m else ():
+                    yield PassAction(kind, chunk, m - 1), PassAction(kind, chunk, m), "micro-batches pass a chunk in their order"
+        for (maker, reader), barrier in self._edges().items():
+            why = f"chunk {reader} reads chunk {maker}"
+            for m in range(cut.count if maker != reader else 0):
+                yield PassAction("F", maker, m), PassAction("F", reader, m), why
+                yield PassAction("B", reader, m), PassAction("B", maker, m), why
+            if barrier:
+                why = f"operator {barrier!r} needs all micro-batches at once, so let all of them pass it together (GPipe)"
+                yield PassAction("F", maker, last), PassAction("F", reader, 0), why
+                yield PassAction("B", reader, last), PassAction("B", maker, 0), why
+
+    def _edges(self) -> dict[tuple[int, int], str]:
+        """(chunk, chunk that reads it) -> the first operator that is a barrier between them; "" if none is."""
+        graph, found = self.cut.graph, dict[tuple[int, int], str]()
         for reader, op in enumerate(graph.operators):
             for operand in op.inputs:
                 if operand.tensor in graph.producers:
                     maker, output = graph.producers[operand.tensor]
-                    apart = cut.keeps_apart(maker, output, reader, operand)
-                    pairs[self.chunks[maker], self.chunks[reader], apart] = None
-        for maker, reader, apart in pairs:
-            for m in range(cut.count):
-                if apart:
-                    yield PassAction("F", maker, m), PassAction("F", reader, m)
-                    yield PassAction("B", reader, m), PassAction("B", maker, m)
-                else:
-                    yield PassAction("F", maker, last), PassAction("F", reader, m)
-                    yield PassAction("F", maker, m), PassAction("F", reader, 0)
-                    yield PassAction("B", reader, last), PassAction("B", maker, m)
-                    yield PassAction("B", reader, m), PassAction("B", maker, 0)
-        for chunk in {*self.chunks}:
-            for m in range(cut.count):
-                yield PassAction("F", chunk, m), PassAction("B", chunk, m)
-                if m:
-                    yield PassAction("F", chunk, m - 1), PassAction("F", chunk, m)
-                    yield PassAction("B", chunk, m - 1), PassAction("B", chunk, m)
+                    pair = self.chunks[maker], self.chunks[reader]
+                    barrier = "" if self.cut.keeps_apart(maker, output, reader, operand) else op.name
+                    found[pair] = found.get(pair, "") or barrier
+        return found
+
+
+OrderOf = Callable[[MicroBatches], PassOrder]
+"""Makes the order of a graph's micro-batches."""
 
 
 def usual_order(cut: MicroBatches) -> PassOrder:
@@ -102,6 +110,3 @@ def all_forward_first(cut: MicroBatches) -> PassOrder:
     forward = [PassAction("F", phase, m) for phase in phases for m in range(cut.count)]
     backward = [PassAction("B", phase, m) for phase in reversed(phases) for m in range(cut.count)]
     return PassOrder(cut, cut.phases, (*forward, *backward))
-
-
-_BOTH: tuple[Literal["F"], Literal["B"]] = ("F", "B")

@@ -20,7 +20,7 @@ from soap.model.regions import Box, cells, contains, subtract, volume, whole
 from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.plan.coverage import HolderIndex
 from soap.plan.delivery import Carriers, LocalFetch, Reader
-from soap.plan.pass_order import usual_order
+from soap.plan.pass_order import OrderOf, usual_order
 from soap.plan.plan import Exchange, Fetch, Holding, Message, Part, Piece, Plan, Reduction
 from soap.plan.row_counts import sparse_lookup_operators
 from soap.plan.scattering import choose_cells
@@ -66,15 +66,22 @@ class PlanBuilder:
     """Builds plans for one graph on one cluster, keeping what consecutive strategies have in common."""
 
     def __init__(
-        self, graph: OperatorGraph, topology: Topology, training: PlannedTraining = PLAIN, microbatches: int = 1
+        self,
+        graph: OperatorGraph,
+        topology: Topology,
+        training: PlannedTraining = PLAIN,
+        microbatches: int = 1,
+        order_of: OrderOf = usual_order,
     ) -> None:
-        """``microbatches``: of the strategies that are built most often; for others it makes builders of their own."""
+        """``microbatches``: of the strategies that are built most often; for others it makes builders of their own. ``order_of``: makes the
+        order of their passes."""
         self.graph = graph
         self.topology = topology
         self.training = training
         self.microbatches = microbatches
         self._cut = MicroBatches(graph, microbatches)
-        self._order = usual_order(self._cut) if microbatches > 1 else None
+        self._order_of = order_of
+        self._order = order_of(self._cut) if microbatches > 1 else None
         self._others: dict[int, PlanBuilder] = {}
         size = max(1024, 8 * len(graph.operators))
         self._part = lru_cache(size)(self._make_part)
@@ -86,7 +93,7 @@ class PlanBuilder:
         self._readers = [_readers(graph, position) for position in range(len(graph.operators))]
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (PlanBuilder, (self.graph, self.topology, self.training, self.microbatches))  # another process starts with empty caches
+        return (PlanBuilder, (self.graph, self.topology, self.training, self.microbatches, self._order_of))  # another process starts with empty caches
 
     def build(self, strategy: Strategy, *, empty_tiles: bool = False) -> Plan:
         """The plan of a strategy. StrategyError if it does not fit the graph or the cluster. ``empty_tiles``: see ``Strategy.validate``."""
@@ -144,7 +151,7 @@ class PlanBuilder:
     def _other(self, microbatches: int) -> PlanBuilder:
         """A builder of plans with another number of micro-batches."""
         if microbatches not in self._others:
-            self._others[microbatches] = PlanBuilder(self.graph, self.topology, self.training, microbatches)
+            self._others[microbatches] = PlanBuilder(self.graph, self.topology, self.training, microbatches, self._order_of)
         return self._others[microbatches]
 
     def _make_part(self, position: int, config: OpConfig) -> OperatorPart:

@@ -13,7 +13,7 @@ from soap.errors import ModelError
 from soap.model.graph import OperatorGraph
 from soap.model.micro_batches import MicroBatches
 from soap.plan.compression.training import PLAIN, PlannedTraining
-from soap.plan.pass_order import usual_order
+from soap.plan.pass_order import OrderOf, usual_order
 from soap.simulator.communication.prices import Communication
 from soap.simulator.communication.servers import core_names
 from soap.simulator.compiled.change import KEEP, REPLACED_OPERATORS, Edit, make_edit, make_undo
@@ -73,10 +73,11 @@ class Engine:
         communication: Communication | None = None,
         draws: Draws | None = None,
         training: PlannedTraining = PLAIN,
+        order_of: OrderOf = usual_order,
     ) -> None:
         """``communication``: prices of this topology, if they are not the usual ones (``folding``). ``draws``: for ``DrawnEngine``.
-        ``training``: what training adds to compressed parameters."""
-        self.graph, self.topology = graph, topology
+        ``training``: what training adds to compressed parameters. ``order_of``: makes the order of micro-batches' passes."""
+        self.graph, self.topology, self._order_of = graph, topology, order_of
         self.choices: Mapping[str, Sequence[SyncConfig]] = {}
         """Parameter -> the synchronizations that compiled code chooses from."""
         communication = communication or Communication(topology)
@@ -119,7 +120,7 @@ class Engine:
         """Cut operators into so many micro-batches from now on."""
         if microbatches != self.variants.micro_batches.count:
             self.variants.micro_batches = cut = MicroBatches(self.graph, microbatches)
-            self._renew(order=pass_tables(usual_order(cut) if microbatches > 1 else None))
+            self._renew(order=pass_tables(self._order_of(cut) if microbatches > 1 else None))
 
     def _make_room(self, slots: int) -> None:
         """Grow the arrays to the least that a strategy needs at once, rather than trying every smaller size."""

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from soap.errors import StrategyError
-from soap.model.graph import KEEP_STATE, NEXT_STATE, Operator, OperatorGraph
+from soap.model.graph import KEEP_STATE, LOCAL_BATCH_NORM, NEXT_STATE, Operator, OperatorGraph
 from soap.model.micro_batches import MAX_MICROBATCHES, MicroBatches
 from soap.strategy.compression import COMPRESSIONS, Compression
 from soap.strategy.recomputation import require_repeatable
@@ -189,6 +189,12 @@ class Strategy:
             raise StrategyError(f"microbatches {count}: model {graph.name!r} has no dimension of samples; expected 1")
         if count > (cut.samples or count) and not empty_tiles:
             raise StrategyError(f"microbatches {count}: model {graph.name!r} has {cut.samples} samples per step; expected at most so many")
+        local = next((op.name for op in graph.operators if op.kind == LOCAL_BATCH_NORM), None)
+        if local is not None:
+            raise StrategyError(
+                f"microbatches {count}: operator {local!r} normalizes each tile by itself (batch_norm='local'), so micro-batches would change "
+                "what is computed; expected 1, or batch norm over the whole batch"
+            )
         for name, sync in self.parameters.items():
             check_kept(count, name, sync)
         for position, op in enumerate(graph.operators if not empty_tiles else ()):
