@@ -43,7 +43,7 @@ def one_f_one_b(borders: Sequence[str]) -> OrderOf:
         own = [_stage(stage, len(starts) + 1, cut.count) for stage in range(len(starts) + 1)]
         done: dict[PassAction, None] = {}
         while any(own):
-            for stage, actions in enumerate(own):
+            for actions in own:
                 while actions and _wanted(actions[0], len(starts)) <= done.keys():
                     done[actions.pop(0)] = None
         return PassOrder(cut, chunks, tuple(done))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from soap.errors import StrategyError
-from soap.model.graph import OperatorGraph
+from soap.model.graph import WHOLE, OperatorGraph
 from soap.model.micro_batches import MicroBatches
 from soap.plan.pass_order import PassAction, PassOrder, all_forward_first, usual_order
 from soap.strategy.classical import data_parallel
@@ -98,8 +98,6 @@ def test_what_cannot_be_cut_is_refused(change: dict[str, object], message: str) 
 
 def test_a_model_without_samples_is_refused() -> None:
     g = GraphBuilder()
-    graph = g.build(g.mean(g.opaque(g.input("x", 2, 2))))
-    strategy = Strategy({op.name: OpConfig((1,) * len(op.factors), (0,)) for op in graph.operators}, microbatches=2)
-    with pytest.raises(StrategyError, match="has no dimension of samples|has 2 samples"):
-        strategy.validate(graph, 1)
-        raise StrategyError("has 2 samples")
+    graph = g.build(g.operator("loss", [], [(g.input("x", 2), [WHOLE])], [], [((), ())])[0])
+    with pytest.raises(StrategyError, match=r"microbatches 2: model .* has no dimension of samples; expected 1"):
+        Strategy({"loss": OpConfig((), (0,))}, microbatches=2).validate(graph, 1)

@@ -33,8 +33,8 @@ class PassAction(NamedTuple):
 
 @dataclass(frozen=True)
 class PassOrder:
-    """``chunks``: by operator, its chunk. ``actions``: every action once. StrategyError if an action is missing, or comes before one that it
-    waits for."""
+    """``chunks``: by operator, its chunk. ``actions``: every action once. StrategyError if an action is missing, or comes before one for
+    which it waits."""
 
     cut: MicroBatches
     chunks: tuple[int, ...]

@@ -93,7 +93,8 @@ class PlanBuilder:
         self._readers = [_readers(graph, position) for position in range(len(graph.operators))]
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (PlanBuilder, (self.graph, self.topology, self.training, self.microbatches, self._order_of))  # another process starts with empty caches
+        # another process starts with empty caches
+        return (PlanBuilder, (self.graph, self.topology, self.training, self.microbatches, self._order_of))
 
     def build(self, strategy: Strategy, *, empty_tiles: bool = False) -> Plan:
         """The plan of a strategy. StrategyError if it does not fit the graph or the cluster. ``empty_tiles``: see ``Strategy.validate``."""

@@ -16,7 +16,7 @@ from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.plan.pass_order import OrderOf, usual_order
 from soap.simulator.communication.prices import Communication
 from soap.simulator.communication.servers import core_names
-from soap.simulator.compiled.change import KEEP, REPLACED_OPERATORS, Edit, make_edit, make_undo
+from soap.simulator.compiled.change import KEEP, Edit, make_edit, make_undo
 from soap.simulator.compiled.communication import MISSING
 from soap.simulator.compiled.draws import NO_DRAWING, Drawing
 from soap.simulator.compiled.evaluate import confirm, evaluate, take_back
@@ -39,6 +39,7 @@ from soap.simulator.compiled.variants import Variants
 from soap.simulator.compiled.world import World
 from soap.simulator.costs import CostModel
 from soap.simulator.draws import Draws
+from soap.simulator.edits import write_edit
 from soap.simulator.task_ids import UNNUMBERED, unnumbered
 from soap.strategy.config import NOTHING, OpConfig, Strategy, SyncConfig, check_config, check_kept, check_parts
 from soap.strategy.recomputation import require_repeatable
@@ -173,26 +174,13 @@ class Engine:
         numbers = [self._parameters[name] for name in parameters]
         codes = [sync_code(sync) for sync in parameters.values()]
         variants = [self.variant(position, config.degrees) for position, config in zip(positions, operators.values(), strict=True)]
-        self._write_edit(positions, variants, list(operators.values()), numbers, codes)
+        self.make_edit_room(sum(len(config.devices) for config in operators.values()))
+        write_edit(self.edit, positions, variants, list(operators.values()), numbers, codes)
         found = int(self._try(lambda: self._whole(lambda: evaluate(*self.handles(), at_most_ns)), self._renew_state))
         configs = dict(zip(positions, operators.values(), strict=True))
         self._proposed = configs, dict(parameters), dict(zip(numbers, codes, strict=True))
         self._proposed_ns = None if found == STOPPED else found
         return self._proposed_ns
-
-    def _write_edit(
-        self, positions: list[int], variants: list[int], configs: list[OpConfig], numbers: list[int], codes: list[int]
-    ) -> None:
-        devices = [device for config in configs for device in config.devices]
-        self.make_edit_room(len(devices))
-        E, count = self.edit, len(positions)
-        E.count[:REPLACED_OPERATORS] = count, len(devices), len(numbers)
-        E.operator[:count], E.variant[:count] = positions, variants
-        E.replicas[:count] = [config.replicas for config in configs]
-        E.marked[:count] = [config.recompute for config in configs]
-        E.dev_ptr[1 : count + 1] = np.cumsum([len(config.devices) for config in configs])
-        E.dev[: len(devices)] = devices
-        E.parameter[: len(numbers)], E.sync[: len(numbers)] = numbers, codes
 
     def accept(self) -> None:
         """Hold the proposed strategy. ValueError if there is no proposal, or it exceeds its bound."""

@@ -17,6 +17,8 @@ its own tiles (except that tiles that wait for no other run right before their f
 
 The runtime joins consecutive tiles between which nothing arrives or leaves (``program``), and then waits for all gradients that the joined
 tiles need. The simulator takes tile by tile.
+
+With micro-batches each device runs its passes one after the other in a given order (``Plan.order``): each waits for the one before.
 """
 
 from __future__ import annotations

@@ -192,8 +192,8 @@ class Strategy:
         local = next((op.name for op in graph.operators if op.kind == LOCAL_BATCH_NORM), None)
         if local is not None:
             raise StrategyError(
-                f"microbatches {count}: operator {local!r} normalizes each tile by itself (batch_norm='local'), so micro-batches would change "
-                "what is computed; expected 1, or batch norm over the whole batch"
+                f"microbatches {count}: operator {local!r} normalizes each tile by itself (batch_norm='local'), so they would change what "
+                "is computed; expected 1, or batch norm over the whole batch"
             )
         for name, sync in self.parameters.items():
             check_kept(count, name, sync)
@@ -249,8 +249,8 @@ def check_kept(microbatches: int, parameter: str, sync: SyncConfig) -> None:
     """Raise StrategyError if values that are gathered for each use would be gathered for several micro-batches."""
     if microbatches > 1 and sync.contract.gathers_values:
         raise StrategyError(
-            f"microbatches {microbatches}: values of parameter {parameter!r} are gathered for each use ({sync.contract.word}); expected another "
-            "synchronization of it, or 1 micro-batch"
+            f"microbatches {microbatches}: values of parameter {parameter!r} are gathered for each use ({sync.contract.word}); expected "
+            "another synchronization of it, or 1 micro-batch"
         )
 
 

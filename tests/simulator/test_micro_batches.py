@@ -79,7 +79,10 @@ def passes(simulation: Simulation, device: int) -> list[str]:
 
 
 def test_devices_run_the_passes_in_their_order() -> None:
-    found = {name: [" ".join(passes(simulated(pipeline(3), order), device)) for device in (0, STAGES - 1)] for name, order in ORDERS.items()}
+    def ends(order: OrderOf) -> list[str]:
+        return [" ".join(passes(simulated(pipeline(3), order), device)) for device in (0, STAGES - 1)]
+
+    found = {name: ends(order) for name, order in ORDERS.items()}
     assert found["usual"] == ["F0 B0 F1 B1 F2 B2"] * 2
     assert found["gpipe"] == ["F0 F1 F2 B0 B1 B2"] * 2
     assert found["1f1b"] == ["F0 F1 F2 B0 B1 B2", "F0 B0 F1 B1 F2 B2"]

@@ -27,8 +27,10 @@ def in_order(entries: Iterable[Entry]) -> Iterator[Action]:
     return (action for _, action in sorted(entries, key=lambda entry: entry[0]))
 
 
-def interleaved(plan: Plan, forward: Iterable[Entry], backward: Iterable[Entry], order: Sequence[int], turns: Sequence[int]) -> list[Action]:
-    """The actions of both passes in the order of ``Plan.order``. ``order``: tiles forward. ``turns``: by turn, the action of the segment."""
+def interleaved(
+    plan: Plan, forward: Iterable[Entry], backward: Iterable[Entry], order: Sequence[int], turns: Sequence[int]
+) -> list[Action]:
+    """The actions of both passes in the order of ``Plan.order``. ``order``: tiles forward. ``turns``: by turn, its place there."""
     own = [plan.rank(plan.tiles[tile], backward=False) for tile in order]
     entries = [((own[key[0]], *key), action) for key, action in forward]
     last = max(turns, default=0)

@@ -4,6 +4,8 @@
 part of both lists. An action waits only for actions before it in the list, so ranks cannot wait for each other in a cycle, whatever the
 backend.
 
+With micro-batches (``Plan.order``) both passes take turns: ``Program.interleaved`` has the actions of both lists in one.
+
 *Segments.* Consecutive tiles of a rank form one autograd graph until something has to be received or summed for the next tile, or a
 gradient has to be received. Segments can run backward by decreasing start.
 

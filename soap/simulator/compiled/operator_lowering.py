@@ -290,7 +290,7 @@ def _reduce_gradient(W, op, red, own, own_slot, target, got):  # type: ignore[no
 
 @compiled
 def _start_from_loss(W, cells, own, target, got):  # type: ignore[no-untyped-def]
-    """Let the loss's tiles of replica 0 start the backward pass once the loss is ready; with micro-batches once they have run themselves."""
+    """Let the loss's tiles of replica 0 start the backward pass once the loss is ready; with micro-batches each one behind itself."""
     G, S = W.graph, W.scratch
     summed = S.count[REDUCTIONS] > 0 and W.order.count[0] == 1
     for red in range(S.count[REDUCTIONS] if summed else 0):

@@ -50,10 +50,10 @@ class State(NamedTuple):
     at its links; ``resource`` (>= 0: in ``static``, else -1 - place in ``arena``) and ``resource_n``; ``waits`` (number of edges into it);
     ``alive`` (whether it takes place); ``kind``; ``owner`` (operator, -1 after the backward pass); ``index`` (tile, row of another task,
     group of a sum, or device); ``claim`` of a need: its position (``simulator.second_runs``); ``moved`` bytes; ``alias`` (the slot that
-    replaces this one in a trial, -1 if none does); ``follow``: of a tile's pass, the one behind it on its device (``pass_order``); 0 if none.
+    replaces this one in a trial, -1 if none does); ``follow``: of a tile's pass, the one behind it on its device (``pass_order``), or 0.
 
-    By device: ``head``: the first pass in that order, 0 if none; ``busy``, ns of all its tiles, forward and backward; ``doubtful``, ns of those backward passes that may vanish when another
-    operator changes.
+    By device: ``head``, the first pass in that order, or 0; ``busy``, ns of all its tiles, forward and backward; ``doubtful``, ns of those
+    backward passes that may vanish when another operator changes.
     """
 
     used: Longs

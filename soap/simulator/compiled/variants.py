@@ -36,8 +36,8 @@ CELLS: number of tiles of one replica. READS: regions, [activation input, tile].
 [device type, forward or backward, tile]. GROUPS: number of groups of partial results, 0 if none. GROUP_OF: each tile's group. GROUP_FIRST:
 each group's first tile. GROUP_BOXES: regions, [output, group]. GRIDS: pointers to the outputs' grids. GEOMETRIES: the geometries into which
 the operator alone would cut its parameters. LOOKUPS: weighed numbers of rows that are looked up, [parameter, tile]; -1 if none are.
-ROW_COSTS: as COSTS, for tiles that are sparse lookups; equal to COSTS if no rows are looked up. PARTS: into how many micro-batches its tiles
-are cut: those of one follow those of the other."""
+ROW_COSTS: as COSTS, for tiles that are sparse lookups; equal to COSTS if no rows are looked up. PARTS: number of micro-batches, whose tiles
+follow each other."""
 COLUMNS = 13
 
 
@@ -171,7 +171,8 @@ class Variants:
         """(the tiles' intervals, [tile, factor, start or stop]; operand -> its regions, [tile, dimension, start or stop]).
         ``micro_batches``: the present ones if None."""
         op = self.graph.operators[position]
-        found = [cell for pieces in pieces_of(self.graph, position, degrees, micro_batches or self.micro_batches) for cell in product(*pieces)]
+        parts = pieces_of(self.graph, position, degrees, micro_batches or self.micro_batches)
+        found = [cell for pieces in parts for cell in product(*pieces)]
         cells = np.array(found, np.int64).reshape(len(found), len(op.factors), 2)
         return cells, {o: self._regions(o, cells) for o in {*op.inputs, *op.parameters, *op.outputs}}
 

@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
 
 class World(NamedTuple):
-    """What is simulated (``graph`` on ``cluster``), in which order devices run micro-batches' passes (``order``), tables that grow on demand
-    (``variants``, ``groups``, ``shards``), the held strategy (``state``), what its last change has overwritten (``undo``), snapshots of its
-    simulation (``history``), and working memory (``scratch``). Trials are not in it, because they change places when a proposal is accepted.
+    """What is simulated (``graph`` on ``cluster``), in which order devices run micro-batches' passes (``order``), tables that grow on
+    demand (``variants``, ``groups``, ``shards``), the held strategy (``state``), what its last change has overwritten (``undo``),
+    snapshots of its simulation (``history``), and working memory (``scratch``). Trials are not in it, because they change places when a
+    proposal is accepted.
 
     Compiled functions that need three of these or more take a world, and read from it what they use, each under one letter:
     ``G, V, K, R, D = W.graph, W.variants, W.cluster, W.groups, W.shards``; ``C, S, U, H = W.state, W.scratch, W.undo, W.history``.
