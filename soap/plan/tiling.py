@@ -67,14 +67,15 @@ def tiles_of(graph: OperatorGraph, position: int, config: OpConfig, cut: MicroBa
     the configuration."""
     op = graph.operators[position]
     shapes = {o.tensor: graph.tensors[o.tensor].shape for o in (*op.inputs, *op.parameters, *op.outputs)}
-    cells, boxes = list[tuple[Interval, ...]](), list[tuple[tuple[Box, ...], ...]]()
+    cells, boxes = list[tuple[Interval, ...]](), list[tuple[tuple[Box, ...], tuple[Box, ...], tuple[Box, ...]]]()
     for pieces in pieces_of(graph, position, config.degrees, cut):
         places = list(product(*[range(len(own)) for own in pieces]))
         cells += product(*pieces)
-        boxes += zip(*[_boxes(group, shapes, pieces, places) for group in (op.inputs, op.parameters, op.outputs)], strict=True)
+        inputs, parameters, outputs = (_boxes(group, shapes, pieces, places) for group in (op.inputs, op.parameters, op.outputs))
+        boxes += zip(inputs, parameters, outputs, strict=True)
     own = prod(config.degrees)
     return [
-        Tile(position, replica * len(cells) + i, replica, config.devices[replica * own + i % own], cell, *boxes[i], part=i // own)
+        Tile(position, replica * len(cells) + i, replica, config.devices[replica * own + i % own], cell, *boxes[i], False, i // own)
         for replica in range(config.replicas)
         for i, cell in enumerate(cells)
     ]
