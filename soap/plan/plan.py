@@ -14,6 +14,7 @@ from functools import cached_property
 from soap.model.graph import Operator, OperatorGraph
 from soap.model.regions import Box
 from soap.plan.compression.training import PLAIN, PlannedTraining
+from soap.plan.pass_order import PassOrder
 from soap.plan.tiling import Tile
 from soap.strategy.compression import Compression
 from soap.strategy.config import Strategy
@@ -206,7 +207,8 @@ class Plan:
     ``first_tile[i]``: the position of operator i's first tile; its tiles follow in index order. ``accelerators``: devices that are not
     CPUs; a server beside such a device keeps its parameters in the host's memory. ``sparse_lookups``: operators whose tiles look rows up
     (``row_counts.sparse_lookup_operators``). ``strategy``: what the plan was built from; for a folded plan, the strategy of two copies.
-    ``training``: what training adds to compressed parameters.
+    ``training``: what training adds to compressed parameters. ``order``: in which order devices run the passes of micro-batches; None
+    without micro-batches, as each pass begins when it can.
     """
 
     strategy: Strategy
@@ -224,6 +226,7 @@ class Plan:
     syncs: tuple[ShardSync, ...]
     sparse_lookups: frozenset[int]
     training: PlannedTraining = PLAIN
+    order: PassOrder | None = None
 
     @cached_property
     def recomputed_operators(self) -> frozenset[int]:
@@ -262,6 +265,15 @@ class Plan:
     def as_run(self, tile: Tile) -> Tile:
         """The tile as cost models are asked for it: with ``sparse_lookup`` filled in."""
         return replace(tile, sparse_lookup=True) if tile.operator in self.sparse_lookups else tile
+
+    def rank(self, tile: Tile, *, backward: bool) -> int:
+        """The place of the action, in ``order``, to which a tile's pass belongs; 0 without an order."""
+        return 0 if self.order is None else self.order.rank("B" if backward else "F", tile.operator, tile.part)
+
+    def parted(self, one: int, other: int) -> bool:
+        """Whether passes of two tiles (positions in ``tiles``) belong to different actions of ``order``."""
+        own, others = self.tiles[one], self.tiles[other]
+        return any(self.rank(own, backward=backward) != self.rank(others, backward=backward) for backward in (False, True))
 
     def operator(self, tile: Tile) -> Operator:
         """The operator that a tile belongs to."""

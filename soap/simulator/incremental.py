@@ -161,6 +161,11 @@ class IncrementalSimulator:
         return holder.makespan_ns(strategy)
 
 
+def _unlike(one: Strategy, other: Strategy) -> bool:
+    """Whether two strategies differ in what no proposal changes."""
+    return (one.prefetch, one.microbatches) != (other.prefetch, other.microbatches)
+
+
 class _Holder:
     """An engine, the strategy that it holds, and perhaps a proposal that is neither accepted nor rejected yet."""
 
@@ -219,7 +224,7 @@ class _Holder:
             else:
                 self._engine.reject()
             self._proposed = None
-        if len(changes) > MOST_CHANGES or strategy.prefetch != self._held.prefetch:
+        if len(changes) > MOST_CHANGES or _unlike(strategy, self._held):
             self._load(strategy)
             return self._engine.makespan_ns
         if not changes:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import random
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from soap.simulator.tasks import ExecutionOrder
 from soap.strategy.config import Strategy
 from soap.strategy.recomputation import recomputed, repeatable
 from soap.zoo.gpt import GPT, GPTConfig
+from tests.extent import often
 from tests.runtime.pool import Pool
 from tests.runtime.traced import sgd
 from tests.strategies import CPU, cluster
@@ -184,6 +186,21 @@ def test_what_is_recomputed_is_not_held(pool: Pool, tmp_path: Path) -> None:
     (again,), (again_predicted,) = shown(path, recomputed(graph, usual), topology, pool)
     assert again < 0.8 * kept and again_predicted < 0.8 * kept_predicted
     assert kept <= kept_predicted and again <= again_predicted <= MOST_OVER * again
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", often(["attention", "unfused", "convolutions"], ["attention"]))
+def test_of_micro_batches_one_is_held(name: str, pool: Pool, tmp_path: Path) -> None:
+    """Where no operator is a barrier, as batch norm is."""
+    path, topology = exported(name, tmp_path), local_topology(2)
+    graph = api.load(path, plan_only=True).graph
+    usual = api.classical("data_parallel", graph, topology)
+    whole, _ = shown(path, usual, topology, pool)
+    parted, predicted = shown(path, replace(usual, microbatches=4), topology, pool)
+    assert all(most <= peak for most, peak in zip(parted, predicted, strict=True)), (parted, predicted)
+    if name != "convolutions":
+        assert max(parted) < 0.8 * min(whole)
+        assert all(peak <= 1.15 * most for most, peak in zip(parted, predicted, strict=True)), (parted, predicted)
 
 
 @pytest.mark.long

@@ -128,6 +128,7 @@ class Scratch(NamedTuple):
     slot_base: Ints
     need_base: Ints
     update: Longs
+    last_pass: Ints
     floor: Longs
     taken: Longs
     settled: Longs
@@ -190,7 +191,7 @@ def make_scratch(size: int, devices: int, links: int) -> Scratch:
     sizes |= dict.fromkeys(("load", "load_stamp"), links + 1)
     sizes |= {"held": devices + links + 1, "members": devices + 1, "peers": devices + 1, "cell": 16 * size, "flow": 3 * size}
     sizes |= dict.fromkeys(("update", "floor", "taken", "settled", "settling", "packed_own"), devices)
-    sizes |= dict.fromkeys(("lookups", "leader", "inside", "touched", "together", "received", "seen"), devices + 1)
+    sizes |= dict.fromkeys(("last_pass", "lookups", "leader", "inside", "touched", "together", "received", "seen"), devices + 1)
     sizes |= dict.fromkeys(("e_src", "e_dst", "res", "work", "fill", "gradient_next", "gradient_task"), 4 * size)
     sizes |= dict.fromkeys(("claim_next", "claim_task", "claim_position"), 4 * size)
     sizes |= dict.fromkeys(("g_next", "g_list", "g_kept", "packed_effort"), 4 * size)

@@ -179,13 +179,17 @@ class MemoryBound:
         """Add a variant to the tables."""
         position, degrees = self._engine.variants.position(number), self._engine.variants.degrees[number]
         op, graph = self._engine.graph.operators[position], self._engine.graph
-        intervals, regions = self._engine.variants.cut(position, degrees)
+        cut = self._engine.variants.cuts[number]
+        intervals, regions = self._engine.variants.cut(position, degrees, cut)
         size = {o: _volumes(regions[o]) * graph.tensors[o.tensor].itemsize for o in {*op.inputs, *op.outputs, *op.parameters}}
-        if any(degree > 1 and factor.summed for degree, factor in zip(degrees, op.factors, strict=True)):
+        parted = cut.parts(position) > 1 and cut.factors[position] in op.summed
+        if parted or any(degree > 1 and factor.summed for degree, factor in zip(degrees, op.factors, strict=True)):
             size |= {o: _volumes(regions[o]) * graph.tensors[o.tensor].partial_itemsize for o in op.outputs}
         points = np.prod(intervals[:, :, 1] - intervals[:, :, 0], axis=1)
         kept, work = self._kept_and_work(op, intervals, regions)
         surely = kept + self._surely_kept(position, intervals, regions, size) if position in self._with_backward else np.zeros_like(kept)
+        if cut.count > 1:  # there is no moment in which all of them are kept
+            surely = np.zeros_like(kept)
         made = sum((size[o] for o in op.outputs), np.zeros_like(kept))
         kept = kept + made
         read = sum((self._part(o, regions[o], size[o]) for o in op.inputs), np.zeros(len(points), np.int64))
