@@ -25,19 +25,19 @@ def can_stay_narrow(tensors: Sequence[torch.Tensor]) -> bool:
 
 def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Product of two 16-bit matrices, or two batches of as many, in float32."""
-    return (torch.mm if a.dim() == 2 else torch.bmm)(a, b, out_dtype=torch.float32)  # type: ignore[call-overload, no-any-return]
+    return (torch.mm if a.dim() == 2 else torch.bmm)(a, b, out_dtype=torch.float32)
 
 
 class _Product(torch.autograd.Function):
     """``multiply``, which autograd does not know."""
 
     @staticmethod
-    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(a, b)
         return multiply(a, b)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         a, b = ctx.saved_tensors
         narrow = gradient.to(a.dtype)
         return (
@@ -51,7 +51,7 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if b.dim() == 2:
         found: torch.Tensor = _Product.apply(a.reshape(-1, a.shape[-1]), b)  # type: ignore[no-untyped-call]
         return found.view(*a.shape[:-1], b.shape[-1])
-    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])  # type: ignore[no-untyped-call]
     wide_a, wide_b = (own.expand(*batch, *own.shape[-2:]).reshape(-1, *own.shape[-2:]) for own in (a, b))
     found = _Product.apply(wide_a, wide_b)  # type: ignore[no-untyped-call]
     return found.view(*batch, a.shape[-2], b.shape[-1])
