@@ -1,5 +1,5 @@
-"""Predicted against measured peak memory of each rank: small zoo models under data parallelism, Megatron, one device per layer, and random
-strategies.
+"""Predicted against measured peak memory of each rank: small zoo models under data parallelism, Megatron, one device per layer, strategies
+that save memory, and random ones.
 
     python -m benchmarks.memory [--ranks N] [--random K] [--optimizer adam] [MODEL …]
     python -m benchmarks.memory --ranks 4 emulated-rnnlm emulated-gpt    # models of benchmarks.accuracy
@@ -18,6 +18,7 @@ import random
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from statistics import median
 
@@ -36,13 +37,16 @@ from soap.runtime.trainer import Trainer
 from soap.runtime.updates.optimizers import OPTIMIZERS
 from soap.simulator.reference import execution_order
 from soap.simulator.tasks import ExecutionOrder
-from soap.strategy.classical import CLASSICAL, random_strategy
+from soap.strategy.classical import random_strategy
 from soap.strategy.config import Strategy
+from soap.strategy.named import named
+from soap.strategy.recomputation import recomputed, runs_of
+from soap.strategy.sync import sync_choices
 
-CLASSICAL_NAMES = ("data_parallel", "megatron", "model_parallel")
+NAMES = ("data_parallel", "megatron", "model_parallel", "zero1", "fsdp", "recompute", "fsdp+recompute", "megatron+fsdp")
 STEPS = 3
-SAFE, CLOSE = 1.0, 1.15
-"""To reach: never under, and at most so much over."""
+SAFE, CLOSE, USUALLY = 1.0, 1.15, 1.10
+"""To reach: never under, and at most so much over; in 19 of 20 cases at most the last."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +62,19 @@ class Case:
 
 
 def strategies(spec: str, graph: OperatorGraph, topology: Topology, randoms: int) -> dict[str, Strategy]:
-    """The compared strategies by name; the random ones are a function of the model's name and their number."""
-    found = {name: CLASSICAL[name](graph, topology) for name in CLASSICAL_NAMES}
-    return found | {f"random {i}": random_strategy(graph, topology, random.Random(f"{Path(spec).stem}/{i}")) for i in range(randoms)}
+    """The compared strategies by name; the random ones and the mixtures are functions of the model's name and their number."""
+    found = {name: named(name, graph, topology) for name in NAMES}
+    for i in range(randoms):
+        found[f"random {i}"] = random_strategy(graph, topology, random.Random(f"{Path(spec).stem}/{i}"))
+        found[f"mixture {i}"] = mixture(graph, topology, found[f"random {i}"], random.Random(f"{Path(spec).stem}/mixture {i}"))
+    return found
+
+
+def mixture(graph: OperatorGraph, topology: Topology, base: Strategy, rng: random.Random) -> Strategy:
+    """A strategy whose parameters are each all-reduced, or owned in parts, with states or values alone; every other run is recomputed."""
+    choices = sync_choices(graph, topology, saving=True)
+    synchronized = base.with_changes(parameters={name: rng.choice(own) for name, own in choices.items()})
+    return recomputed(graph, synchronized, [name for run in runs_of(graph) if rng.random() < 0.5 for name in run])
 
 
 def cases(spec: str, topology: Topology, randoms: int, optimizer: str) -> list[Case]:
@@ -103,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="memory", description="Predicted against measured peak memory of each rank.")
     parser.add_argument("models", metavar="MODEL", nargs="*", default=[f"zoo:{name}:tiny" for name in zoo.names()])
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--random", type=int, default=3, help="random strategies per model")
+    parser.add_argument("--random", type=int, default=3, help="random strategies per model, and as many mixtures")
     parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adam")
     args = parser.parse_args(argv)
     topology = local_topology(args.ranks)
@@ -125,10 +139,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         ratios += own
         bounds += most
     for what, values in (("predicted", ratios), ("bound", bounds)):
-        safe, close = (sum(test) for test in ([v >= SAFE for v in values], [SAFE <= v <= CLOSE for v in values]))
+        safe, close, usual = (sum(SAFE <= value <= most for value in values) for most in (inf, CLOSE, USUALLY))
         print(
-            f"\n{what}: median {median(values):.2f}, from {min(values):.2f} to {max(values):.2f}; "
-            f"never under in {safe} of {len(values)}, and at most {CLOSE - 1:.0%} over in {close}"
+            f"\n{what}: median {median(values):.2f}, from {min(values):.2f} to {max(values):.2f}; never under in {safe} of {len(values)}, "
+            f"at most {CLOSE - 1:.0%} over in {close}, at most {USUALLY - 1:.0%} in {usual}"
         )
 
 

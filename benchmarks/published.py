@@ -15,9 +15,11 @@ import argparse
 import copy
 import json
 import logging
+import re
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
@@ -43,6 +45,8 @@ from soap.model.graph import OperatorGraph
 from soap.strategy.classical import NAMED, data_parallel, hybrid, single_device
 from soap.strategy.config import Strategy
 from soap.strategy.grids import uniform_config
+from soap.strategy.named import ADDED, JOIN, named
+from soap.strategy.recomputation import recomputed, refusal
 
 DATA = Path(__file__).with_name("published.json")
 
@@ -62,6 +66,10 @@ WAITING = ("float8",)
 
 STRATEGIES = ("single", "data", "tensor", "table-wise", *NAMED)
 """Of rows that do not wait."""
+SELECTIVE = "selective"
+"""Put on top of a strategy: recomputation as torchtitan's ``selective_ac_option = "op"`` has it."""
+ON_TOP = (*ADDED, SELECTIVE)
+"""What may follow a row's strategy, as in ``fsdp+recompute``."""
 
 UNITS = ("samples/s", "tokens/s", "tokens/s/device", "ms")
 
@@ -148,8 +156,10 @@ def _row_problems(row: Mapping[str, Any], data: Mapping[str, Any]) -> list[str]:
         found += [] if row[field] > 0 else [f"{field} {row[field]}; expected more than 0"]
     known = (*PRECISIONS, *WAITING) if row.get("needs") else tuple(PRECISIONS)
     found += [] if row["precision"] in known else [f"precision {row['precision']!r}; expected one of {', '.join(known)}"]
-    if not row.get("needs") and row["strategy"] not in STRATEGIES:
-        found.append(f"strategy {row['strategy']!r}; expected one of {', '.join(STRATEGIES)}, or what it needs")
+    base, *added = row["strategy"].split(JOIN)
+    if not row.get("needs") and (base not in STRATEGIES or not set(added) <= set(ON_TOP)):
+        known = f"{', '.join(STRATEGIES)}; with {JOIN}{f' or {JOIN}'.join(ON_TOP)} behind it"
+        found.append(f"strategy {row['strategy']!r}; expected one of {known}; or what it needs")
     if row["unit"].startswith("tokens") and "sequence" not in data["models"].get(row["model"], {}):
         found.append(f"{row['unit']} of a model without sequence")
     return found
@@ -186,14 +196,30 @@ def _preset(cluster: str, hosts: int, devices: int) -> str:
 
 
 def strategy_of(row: Row, graph: OperatorGraph, topology: Topology) -> Strategy:
-    """The row's strategy: ``single``, ``data``, ``tensor``, ``table-wise``, or one that SOAP knows by name."""
-    if row.strategy == "single":
-        return single_device(graph, topology)
-    if row.strategy == "data":
-        return data_parallel(graph, topology)
-    if row.strategy == "tensor":
-        return hybrid(graph, topology, tensor=row.tensor)
-    return table_wise(graph, topology) if row.strategy == "table-wise" else NAMED[row.strategy](graph, topology)
+    """The row's strategy: one of ``STRATEGIES``, with something ``ON_TOP`` of it or not."""
+    base, *added = row.strategy.split(JOIN)
+    if base == "tensor":
+        strategy = hybrid(graph, topology, tensor=row.tensor)
+    else:
+        strategy = BASES[base](graph, topology) if base in BASES else named(base, graph, topology)
+    for name in added:
+        strategy = recomputed(graph, strategy, selected(graph)) if name == SELECTIVE else ADDED[name](graph, topology, strategy)
+    return strategy
+
+
+def selected(graph: OperatorGraph) -> list[str]:
+    """What torchtitan's selective checkpointing by operators runs a second time: of each layer everything but attention and the first,
+    third, ... matrix product (its ``parallelize_llama.py``, ``_save_list``)."""
+    products: Counter[str] = Counter()
+    found = []
+    for op in graph.operators:
+        layer = re.search(r"\blayers\.\d+", op.name)
+        if layer is None or refusal(graph, op) is not None:
+            continue
+        products[layer.group()] += op.kind == "linear"
+        if not (op.kind == "attention" or (op.kind == "linear" and products[layer.group()] % 2)):
+            found.append(op.name)
+    return found
 
 
 def table_wise(graph: OperatorGraph, topology: Topology) -> Strategy:
@@ -207,6 +233,10 @@ def table_wise(graph: OperatorGraph, topology: Topology) -> Strategy:
         load[device] += rows
         configs[op.name] = uniform_config(op, {}, (device,))
     return NAMED["sparse_allgather"](graph, topology).with_changes(operators=configs)
+
+
+BASES = {"single": single_device, "data": data_parallel, "table-wise": table_wise}
+"""Strategies by the names of this file's own."""
 
 
 def predict(row: Row, data: Mapping[str, Any]) -> Outcome:

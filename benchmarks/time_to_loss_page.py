@@ -20,12 +20,13 @@ INTRO = f"""# Time to the dense run's loss
 
     OMP_NUM_THREADS=1 python -m benchmarks.time_to_loss --results FILE --write docs/results/time_to_loss.md
 
-Compressed gradients make steps shorter and may take more of them. *Steps*: after how many the mean training loss of the last {WINDOW} is as
-low as the dense runs' at their end (median of the seeds), in the single-process emulation of {RANKS} ranks, which has the bits of a
-distributed run; tasks, batches and starting values are those of [convergence](convergence.md), but tables of which a batch reads some rows
-are not compressed. *Step*: the middle of the timed steps of data parallelism that compresses alike, on {RANKS} hosts that this machine
-emulates, in turns with PyTorch's `DistributedDataParallel` (DDP) in the same processes. *Time*: their product. *Over DDP*: how many times
-as soon as DDP with whole gradients, which takes dense training's steps.
+Compressed gradients make steps shorter and may take more of them. *Steps*: after how many the mean training loss of the last {WINDOW} is
+as low as the dense runs' at their end (median of the seeds), in the single-process emulation of {RANKS} ranks, which compresses the same
+gradients to the same bits as ranks do (gradients themselves differ by rounding, and training enlarges that); tasks, batches and starting
+values are those of [convergence](convergence.md), but tables of which a batch reads some rows are not compressed. *Step*: the middle of
+the timed steps of data parallelism that compresses alike, on {RANKS} hosts that this machine emulates, in turns with PyTorch's
+`DistributedDataParallel` (DDP) in the same processes. *Time*: their product. *Over DDP*: how many times as soon as DDP with whole
+gradients, which takes dense training's steps.
 """
 
 
@@ -33,7 +34,7 @@ def page(cells: Sequence[Cell]) -> str:
     """Markdown."""
     places = {rate: number for number, rate in enumerate(RATES)}
     ordered = sorted(cells, key=lambda cell: (cell.task, places.get(cell.rate, len(places))))
-    where = "\n\n".join(f"{own}." for own in dict.fromkeys(cell.machine for cell in cells))
+    where = "\n\n".join(f"{own}." for own in dict.fromkeys(cell.machine.partition(", load average")[0] for cell in cells))
     head = ("task", "rate", "method", "steps", "step, ms", "time, s", "over dense", f"over {PEER}")
     table = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for cell in ordered:
@@ -76,6 +77,6 @@ def whole_lines(cell: Cell) -> Iterator[str]:
         product = "" if first is None else f"; {first} steps times the step's time are {first * step_s:.1f} s"
         told = (
             f"- `{cell.task}`, {cell.rate}, {run['method']}: {run['steps']} steps in {run['seconds']:.1f} s by the wall clock{product}. "
-            f"Its losses are within {run['apart']:.1e} of the emulation's."
+            f"All its losses are within {run['apart']:.1e} of the emulation's."
         )
         yield fill(told, WIDTH, subsequent_indent="  ")

@@ -31,6 +31,15 @@ class StrategyError(SoapError):
     exit_code = 5
 
 
+class ScheduleError(StrategyError):
+    """A pipeline's schedule is malformed or cannot be executed. Where a cell of a table is at fault, a note holds the grid around it."""
+
+    @property
+    def grid(self) -> str:
+        """The table's grid, in several lines, with the cell marked; empty if no cell is at fault."""
+        return "\n".join(getattr(self, "__notes__", ()))
+
+
 class ProfileError(SoapError):
     """A measurement failed, or a table of costs is malformed."""
 

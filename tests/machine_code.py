@@ -24,9 +24,11 @@ from soap.search.compiled.runner import CompiledChain, CompiledSpace
 from soap.search.dynamic import dynamic_strategy
 from soap.search.space import build_space
 from soap.simulator.compiled.jit import is_compiled
+from soap.simulator.compiled.memory_estimate import estimate_memory
 from soap.simulator.compiled.task_keys import FORWARD, task_key
 from soap.simulator.compiled.walking import walk
 from soap.simulator.engine import Engine
+from soap.simulator.memory.bound import MemoryBound
 from soap.strategy.config import OpConfig, Strategy
 from tests.graph_builder import mlp
 from tests.strategies import CPU, cluster
@@ -69,6 +71,7 @@ def compile_all() -> None:
         end()
     walk(engine, {op.name: [OpConfig((1,) * len(op.factors), (device,)) for device in range(2)]}, 10, 1e-6)
     engine.proposed_tasks()
+    estimate_memory(engine.world, MemoryBound(engine, topology.memory_limits).handle(), engine.last_trial(), True)
     task_key(FORWARD, 0, 1, 0, 0, 0)
     for dtype in (torch.float32, torch.float64):
         surveyed = Surveyed.of(torch.arange(10, dtype=dtype))

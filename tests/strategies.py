@@ -9,12 +9,14 @@ from hypothesis import strategies as st
 
 from soap.cluster.overheads import NO_LATENCY_FACTOR, ColdPenalty, CollectiveLatencyFactor, CpuOverhead, Port, Share
 from soap.cluster.topology import Device, DeviceType, Host, Link, Topology
+from soap.model.batch import samples_of
 from soap.model.graph import DimMap, Factor, Operator, OperatorGraph, TensorKind
+from soap.model.micro_batches import MicroBatches
 from soap.model.regions import Box
 from soap.strategy.compression import Int8, PowerSgd, Rgc, RgcAsq
 from soap.strategy.config import FLOATING, OpConfig, Strategy, SyncConfig, settled_config
 from soap.strategy.recomputation import refusal
-from soap.strategy.sync import SHARDED, SHARDED_STATE, SPARSE_ALL_GATHER, compressed, parameter_server
+from soap.strategy.sync import SHARDED, SHARDED_IN_HOSTS, SHARDED_STATE, SPARSE_ALL_GATHER, compressed, parameter_server
 from soap.strategy.sync_contracts import WITHIN
 from tests.graph_builder import ATTRIBUTE, GraphBuilder
 
@@ -23,7 +25,7 @@ GPU = DeviceType("test-gpu", "cuda", {"float32": 1e12, "float16": 4e12}, 1e11, 2
 
 MOVES = (
     "linear", "elementwise", "join", "norm", "conv", "embedding", "attention", "slice", "concat", "chunk", "center", "opaque",
-    "shared", "table", "state",
+    "shared", "table", "state", "frozen",
 )  # fmt: skip
 """What ``graphs`` may add to a graph."""
 
@@ -94,6 +96,10 @@ def _move(g: GraphBuilder, values: list[str], draw: st.DrawFn, moves: Sequence[s
         case "shared":
             weight = f"{g.linear(x, d, bias=False)}.weight"
             values.append(g.linear(g.operators[-1].outputs[0].tensor, d, weight=weight, bias=False))
+        case "frozen":  # with a gradient of what it reads, or without
+            read = x if draw(st.booleans()) else g.input(f"x{len(g.operators)}", b, s, d)
+            weight = g.parameter(f"frozen{len(g.operators)}", d, d, frozen=True)
+            values.append(g.elementwise(x, g.linear(read, d, weight=weight, bias=False)))
         case "state":
             moved = g.elementwise(g.batch_mean(x), g.constant(f"held{len(g.operators)}", s, d))
             values.append(g.elementwise(x, moved))
@@ -166,15 +172,24 @@ def with_rails(topology: Topology) -> Topology:
 
 
 @st.composite
-def configs(draw: st.DrawFn, op: Operator, device_count: int, *, max_tiles: int = 8, graph: OperatorGraph | None = None) -> OpConfig:
+def configs(
+    draw: st.DrawFn,
+    op: Operator,
+    device_count: int,
+    *,
+    max_tiles: int = 8,
+    graph: OperatorGraph | None = None,
+    cut: MicroBatches | None = None,
+) -> OpConfig:
     """Any legal configuration of an operator with at most ``max_tiles`` tiles, devices in any order and more than once; recomputed only if
-    its graph is known."""
+    its graph is known. ``cut``: micro-batches, each of which has so many tiles."""
     only = settled_config(op, device_count)
     if only is not None:
         return only
     degrees, room = [1] * len(op.factors), max_tiles
     for i in draw(st.permutations(range(len(op.factors)))) if op.partitionable else ():
-        degrees[i] = draw(st.integers(1, min(op.factors[i].size, room, 4)))
+        size = op.factors[i].size if cut is None else cut.least_size(cut.graph.index[op.name], i)
+        degrees[i] = draw(st.integers(1, min(size, room, 4)))
         room //= degrees[i]
     replicas = draw(st.integers(1, min(room, 3)))
     tiles = replicas
@@ -189,24 +204,32 @@ def configs(draw: st.DrawFn, op: Operator, device_count: int, *, max_tiles: int 
 def strategies_for(
     draw: st.DrawFn, graph: OperatorGraph, device_count: int, *, max_tiles: int = 8, servers: bool = False
 ) -> Strategy:
-    """Any legal strategy for this graph; with ``servers`` any synchronization of its parameters, too."""
-    operators = {op.name: draw(configs(op, device_count, max_tiles=max_tiles, graph=graph)) for op in graph.operators}
-    chosen = {parameter.name: draw(syncs(graph, parameter.name)) for parameter in graph.parameters} if servers else {}
+    """Any legal strategy for this graph; with ``servers`` any synchronization of its parameters and any number of micro-batches, too."""
+    most = samples_of(graph) or 1
+    count = draw(st.sampled_from([1, 1, *range(2, min(4, most) + 1)])) if servers else 1
+    cut = MicroBatches(graph, count)
+    operators = {op.name: draw(configs(op, device_count, max_tiles=max_tiles, graph=graph, cut=cut)) for op in graph.operators}
+    chosen = {parameter.name: draw(syncs(graph, parameter.name, count)) for parameter in graph.parameters} if servers else {}
     prefetch = draw(st.sampled_from((0, 1, 2, 4096))) if servers else 1
-    return Strategy(operators, {name: sync for name, sync in chosen.items() if sync != SyncConfig()}, prefetch)
+    return Strategy(operators, {name: sync for name, sync in chosen.items() if sync != SyncConfig()}, prefetch, count)
 
 
 LOSSY = (Rgc(density=0.2), Rgc(density=0.2, ragged=True), RgcAsq(selection="exact"), PowerSgd(), Int8())
 """Compressions with one exchange of messages, one of sizes before it, two sums, and two exchanges of parts."""
 
 
-def syncs(graph: OperatorGraph, parameter: str) -> st.SearchStrategy[SyncConfig]:
-    """Any synchronization of a parameter."""
+SHARED = (SHARDED_STATE, replace(SHARDED_STATE, within="host"), SHARDED, SHARDED_IN_HOSTS)
+"""Ways in which readers own parts."""
+
+
+def syncs(graph: OperatorGraph, parameter: str, microbatches: int = 1) -> st.SearchStrategy[SyncConfig]:
+    """Any synchronization of a parameter; with several micro-batches none that gathers values for each use."""
     rows = parameter in graph.sparse
     servers = [parameter_server(partitions, within, rows=rows) for partitions in (1, 3) for within in WITHIN]
     gathered = [SPARSE_ALL_GATHER] if parameter in graph.sparse else []
     lossy = [compressed(how, within) for how in LOSSY for within in WITHIN if not rows and graph.tensors[parameter].dtype in FLOATING]
-    here = [SyncConfig(), SHARDED_STATE, SHARDED]
+    shared = [sync for sync in SHARED if microbatches == 1 or sync.residence == "kept"]
+    here = [SyncConfig(), *shared]
     return st.sampled_from([*here, *(replace(sync, offload=True) for sync in here), *gathered, *servers, *lossy])
 
 

@@ -12,7 +12,7 @@ from soap.cluster.topology import Topology
 from soap.errors import StrategyError
 from soap.model.graph import OperatorGraph
 from soap.plan.compression.policy import layer_of
-from soap.plan.syncs.compressed import layout_for
+from soap.plan.syncs.compressed import layouts_for
 from soap.plan.syncs.seam import method_for
 from soap.profiles.roofline import RooflineCosts
 from soap.simulator.lowering import build_plan, lower
@@ -157,7 +157,7 @@ def test_devices_work_and_wait(how: Compression) -> None:
     tasks = lower(plan, FOUR, RooflineCosts(FOUR))
     schedule = simulate(tasks)
     [sync] = [sync for sync in plan.syncs if sync.compression]
-    layout = layout_for(plan, sync)
+    [layout] = layouts_for(plan, sync)
     start, end = ({t.name: int(at) for t, at in zip(tasks.tasks, times, strict=True)} for times in (schedule.start_ns, schedule.end_ns))
     last = [max(end[t.name] for t in tasks.tasks if t.kind is TaskKind.BACKWARD and t.resources == (device,)) for device in range(4)]
     works = ["select", "combine", "restore"] if len(layout.exchanges) > 1 else ["select", "restore"]
@@ -180,7 +180,7 @@ def test_one_device_of_each_host_compresses(how: Compression) -> None:
     tasks = lower(plan, hosts, RooflineCosts(hosts))
     schedule = simulate(tasks)
     [sync] = [sync for sync in plan.syncs if sync.compression]
-    layout, size = layout_for(plan, sync), 64 * 64 * 4
+    [layout], size = layouts_for(plan, sync), 64 * 64 * 4
     assert (sync.readers, sync.leaders, sync.peers, layout.peers) == ((0, 1, 2, 3), (0, 0, 2, 2), (0, 2), 2)
     start, end = ({t.name: int(at) for t, at in zip(tasks.tasks, times, strict=True)} for times in (schedule.start_ns, schedule.end_ns))
     assert start["collect middle.weight[0]"] >= max(end[f"backward middle[{device}]"] for device in range(4))

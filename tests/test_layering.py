@@ -24,6 +24,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "soap.model": ("soap.model", *GROUND_FLOOR),
     "soap.cluster": ("soap.cluster", *GROUND_FLOOR),
     "soap.strategy": ("soap.strategy", "soap.cluster", "soap.model", *GROUND_FLOOR),
+    "soap.schedules": ("soap.schedules", *GROUND_FLOOR),
     "soap.plan": PLANNING,
     "soap.simulator": ("soap.simulator", *PLANNING),
     "soap.simulator.throughput": ("soap.profiles.work", *PLANNING),  # work is counted from the graph alone
@@ -46,8 +47,12 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 }
 """Prefix of module names -> prefixes of our modules that they may import. The longest prefix counts."""
 
-COMMANDS = tuple(f"soap.cli.{name}" for name in ("search", "run", "simulate", "diff", "compare", "profile", "tune", "preprocess"))
-WITHOUT_TORCH = (*PLANNING, "soap.simulator", "soap.search", "soap.emulation", "soap.runtime.system.clock", "soap.preprocessing")
+COMMANDS = tuple(
+    f"soap.cli.{name}" for name in ("search", "run", "simulate", "diff", "compare", "profile", "tune", "preprocess", "schedule")
+)
+WITHOUT_TORCH = (
+    *PLANNING, "soap.schedules", "soap.simulator", "soap.search", "soap.emulation", "soap.runtime.system.clock", "soap.preprocessing",
+)  # fmt: skip
 
 
 def _modules() -> dict[str, Path]:

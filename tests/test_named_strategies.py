@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
+from dataclasses import replace
+
 import pytest
 
+from soap.cli.options import sync_method
+from soap.cli.plain_text import sync_document, sync_text
 from soap.errors import StrategyError
 from soap.strategy.classical import NAMED, data_parallel, hybrid, megatron, zero1
 from soap.strategy.named import ADDED, SAVING, SAVING_STARTS, check_name, named, saving_names
-from soap.strategy.sync import SHARDED_STATE
+from soap.strategy.sync import SHARDED, SHARDED_IN_HOSTS, SHARDED_STATE, saving_memory, worded
 from tests.graph_builder import transformer
 from tests.strategies import cluster
 
@@ -64,3 +69,24 @@ def test_what_saves_memory_is_known_legal_and_leaves_data_parallelism_out() -> N
         strategy.validate(GRAPH, TOPOLOGY.device_count)
         assert strategy != data_parallel(GRAPH, TOPOLOGY) or name == "hybrid"  # which is the same without sparse parameters
     assert {name for group in SAVING for name in group} <= {*ADDED}
+
+
+def test_hosts_keep_copies_where_there_are_several_of_several_devices() -> None:
+    shared, alone = "hsdp", [cluster([8]), cluster([1, 1, 1])]
+    assert any(shared in name.split("+") for name in saving_names(TOPOLOGY))
+    assert "megatron:2+hsdp+recompute" in saving_names(TOPOLOGY)
+    assert not any(shared in name.split("+") for topology in alone for name in saving_names(topology))
+    assert SHARDED_IN_HOSTS in saving_memory(TOPOLOGY) and all(SHARDED_IN_HOSTS not in saving_memory(topology) for topology in alone)
+    both = named("megatron:2+hsdp", GRAPH, TOPOLOGY)
+    assert both.operators == hybrid(GRAPH, TOPOLOGY, tensor=2).operators and {*both.parameters.values()} == {SHARDED_IN_HOSTS}
+
+
+def test_a_copy_on_each_host_has_a_word_of_its_own() -> None:
+    assert sync_method("hsdp") == sync_method("fsdp+local") == worded("hsdp") == SHARDED_IN_HOSTS != worded("fsdp") == SHARDED
+    assert (SHARDED_IN_HOSTS.word, SHARDED.word, sync_text(sync_document(SHARDED_IN_HOSTS))) == ("hsdp", "fsdp", "hsdp")
+    states = sync_method("zero+local")
+    assert states == replace(SHARDED_STATE, within="host") and sync_text(sync_document(states)) == "zero with local aggregation"
+    with pytest.raises(argparse.ArgumentTypeError, match=r"'hsdp:2' is not allowed: synchronization by hsdp in 2 partitions.*fsdp, hsdp"):
+        sync_method("hsdp:2")
+    with pytest.raises(StrategyError, match=r"^synchronization '' is unknown"):
+        worded("")

@@ -56,6 +56,12 @@ def _offloading(setup: Setup) -> Any:
     return beside_usual(setup.device, setup.tiny)  # type: ignore[arg-type]
 
 
+def _collectives(name: str, setup: Setup) -> Any:
+    from benchmarks.gpu import collectives
+
+    return getattr(collectives, name)(setup.device, setup.tiny)
+
+
 def _step(model: str, precision: str, compiled: bool, setup: Setup) -> Any:
     from benchmarks.gpu.steps import step
 
@@ -85,6 +91,8 @@ CHECKS: dict[str, Check] = dict(
         ("suites", Check("kinds of models, random programs and complex numbers on four ranks on the GPU", partial(_ranks, "suites"), 240)),
         ("plans", Check("plans of ranks that share the GPU, and of one over NCCL", partial(_ranks, "checked_plans"), 300)),
         ("offloading", Check("optimizer states in the host's pinned memory: same training, less on the GPU", _offloading)),
+        ("collectives", Check("all-gathers and reduce-scatters of equal parts in a world of one", partial(_collectives, "alone"))),
+        ("plans-collectives", Check("plans of two ranks with sharded states and parameters", partial(_collectives, "plans"), 300)),
         ("failures", Check("what cannot run says so in one line", partial(_ranks, "failures"))),
         ("plain", Check("resnet50 and gpt beside the plain module, in turns", partial(_ranks, "beside_plain"))),
         _steps("zoo:resnet50", "float32"),

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from soap.measure.compute_rates import float32_precision
+from soap.tracing import narrow_products
 
 CACHE_BYTES = 192 * 2**20
 """Operands of the calls together: several times the last cache of the largest GPU that is known here (60 MB)."""
@@ -29,6 +30,8 @@ REPLAYS = 7
 BLOCK_NS = 3_000_000
 """A block of calls that is timed takes at least so long."""
 LEAST_SIZE = 32
+PART = "part of a sum"
+"""Products of operands of 16 bits in float32."""
 
 Call = Callable[[], Any]
 SQUARES = (128, 256, 512, 1024, 2048, 4096, 8192)
@@ -123,6 +126,9 @@ def _products(device: str, tiny: bool) -> Iterator[partial[Timed]]:
     for dtype in ("float64", "float32", "tf32", "bfloat16", "float16", "float8_e4m3fn"):
         for shape in _shrunk((*[(n, n, n) for n in SQUARES], *OBLONG), tiny):
             yield partial(_float8_product if dtype.startswith("float8") else _product, "matmul", device, dtype, shape)
+    for dtype in ("bfloat16", "float16"):
+        for shape in _shrunk((*[(n, n, n) for n in SQUARES[::2]], *OBLONG), tiny):
+            yield partial(_product, PART, device, dtype, shape)
     for dtype in ("float32", "bfloat16"):
         for shape in _shrunk(ATTENTIONS, tiny):
             yield partial(_attention, "attention", device, dtype, shape)
@@ -148,8 +154,10 @@ def _product(kind: str, device: str, dtype: str, shape: tuple[int, int, int]) ->
     (m, n, k), own = shape, getattr(torch, "float32" if dtype == "tf32" else dtype)
     with float32_precision("high" if dtype == "tf32" else "highest"):
         left, right = _operands(device, own, (m, k), (k, n))
-        forward = _time(device, [partial(torch.mm, a, b) for a, b in zip(left, right, strict=True)], graphed=True)
-    return Timed(kind, dtype, shape, 2.0 * m * n * k, (m * k + k * n + m * n) * own.itemsize, forward, graphed=True)
+        multiply = narrow_products.multiply if kind == PART else torch.mm
+        forward = _time(device, [partial(multiply, a, b) for a, b in zip(left, right, strict=True)], graphed=True)
+    moved = (m * k + k * n) * own.itemsize + m * n * multiply(left[0], right[0]).itemsize
+    return Timed(kind, dtype, shape, 2.0 * m * n * k, moved, forward, graphed=True)
 
 
 def _float8_product(kind: str, device: str, dtype: str, shape: tuple[int, int, int]) -> Timed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,7 +37,12 @@ def checked_plans(device: str, tiny: bool) -> list[dict[str, Any]]:
     runs += [("zoo:gpt:tiny", plan, 2, [*gloo, "--optimizer", "adam"]) for plan in OFFLOADED]
     if device == "cuda":
         runs += [(model, "single_device", 1, ["--backend", "nccl"]) for model in (*MODELS, "zoo:resnet50:tiny")]
-    prepared = [_prepared(*run) for run in (runs[8:11] if tiny else runs)]
+    return run_all(runs[8:11] if tiny else runs)
+
+
+def run_all(runs: Sequence[tuple[str, str, int, list[str]]], cluster: str = "") -> list[dict[str, Any]]:
+    """``soap-run --check`` of (model, plan, ranks, options), some at a time. ``cluster``: other than so many local devices."""
+    prepared = [_prepared(*run, cluster=cluster) for run in runs]
     with ThreadPoolExecutor(AT_ONCE) as pool:
         return list(pool.map(_run, prepared))
 
@@ -76,10 +82,10 @@ class _Run:
     words: list[str]
 
 
-def _prepared(model: str, plan: str, devices: int, options: list[str], check: bool = True) -> _Run:
+def _prepared(model: str, plan: str, devices: int, options: list[str], check: bool = True, cluster: str = "") -> _Run:
     """Write the strategy. Models are read one after the other, as reading is not for threads."""
     autocast = "bfloat16" if "--autocast" in options else None
-    cluster, graph = f"local:{devices}", soap.load(model, plan_only=True, autocast=autocast).graph
+    cluster, graph = cluster or f"local:{devices}", soap.load(model, plan_only=True, autocast=autocast).graph
     path = Path(os.environ["XDG_CACHE_HOME"], "-".join([model.replace(":", "-"), plan, str(devices), *options]) + ".json")
     topology = soap.load_cluster(cluster)
     soap.save_strategy(path, named(plan, graph, topology), graph, topology)

@@ -77,10 +77,17 @@ def _runs(results: Sequence[Mapping[str, Any]]) -> str:
     return _table(f"Runs: {_place(results[0])}", head, lines)
 
 
+def _collectives(results: Sequence[Mapping[str, Any]]) -> str:
+    (result,) = results
+    lines = [[row["type"], row["elements"], "yes" if row["equal"] else "NO", f"{row['ns'] / 1e3:.1f}"] for row in result["values"]]
+    return _table(f"Collectives of one rank: {_place(result)}", ["type", "elements", "equal", "us of a call"], lines)
+
+
 TABLES: dict[str, Callable[[Sequence[Mapping[str, Any]]], str]] = {
     "products": _kernels,
     "operators": _kernels,
     "updates": _updates,
+    "collectives": _collectives,
     "step": _steps,
     "plans": _runs,
     "suites": _runs,

@@ -32,6 +32,8 @@ SECONDS = 8.0
 """After so many seconds of a core no further way is begun. What else the machine does changes no answer."""
 MICRO_BATCHES = (2, 4, 8)
 """In how many batches data parallelism is tried to take its samples."""
+LEAST_OF_ESTIMATE = 0.7
+"""Exact peaks were 0.75 to 1.1 of estimates (``compiled.memory_estimate``): ways whose estimate is further above the limit come last."""
 READING_SECONDS = 0.08
 """For each operator, what it takes to make a model of the zoo for another batch: 0.05 to 0.1 s of a core for gpt, inception_v3, nmt_gnmt
 and resnet101 (Intel Xeon, 2026-11-27). It is not begun if that would take too long."""
@@ -113,8 +115,9 @@ def fits(
 
 
 class _Ways:
-    """Looks for ways that fit. Where the compiled simulator is there, it says how long each way takes and which can't fit; what saves most,
-    and then the fastest, are played in full, until enough of them fit. Else all are played, as long as there is time."""
+    """Looks for ways that fit. Where the compiled simulator is there, it says how long each way takes, which can't fit, and which may by
+    an estimate; what saves most, then the fastest that may fit, then the others are played in full, until enough of them fit. Else all are
+    played, as long as there is time."""
 
     def __init__(self, simulator: Simulator, asked: Way, seconds: float, smaller: Smaller | None) -> None:
         self._simulator, self._asked, self._smaller = simulator, asked, smaller
@@ -159,10 +162,14 @@ class _Ways:
                 continue
             known.append(strategy)
             self._tried.append(name)
-            cost_ns = 0 if evaluator is None else evaluator.makespan_ns(strategy)
-            found.append((cost_ns, name, strategy, 0 if evaluator is None else evaluator.least_overflow_bytes(strategy)))
-        found.sort(key=lambda own: (own[1] != MOST_SAVING, own[0]))  # else time may be over before anything fits
-        return [own[1:] for own in found], evaluator is not None
+            cost_ns, least_bytes, share = 0, 0, None
+            if evaluator is not None:
+                cost_ns = evaluator.makespan_ns(strategy)
+                least_bytes, share = evaluator.least_overflow_bytes(strategy), evaluator.estimated_share(strategy)
+            last = share is not None and share * LEAST_OF_ESTIMATE > 1
+            found.append((name != MOST_SAVING, last, cost_ns, name, strategy, least_bytes))
+        found.sort(key=lambda own: own[:4])  # what saves most comes first, as time may be over before anything else fits
+        return [own[3:] for own in found], evaluator is not None
 
     def _in_parts(self) -> list[Way]:
         """Data parallelism whose samples go through in several batches, in as few as fit; with less of them, what lacked memory."""

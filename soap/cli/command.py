@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NoReturn
 
-from soap.errors import INTERRUPTED_EXIT_CODE, SoapError
+from soap.errors import INTERRUPTED_EXIT_CODE, ScheduleError, SoapError
 from soap.logs import NATIVE_LOG_LEVEL
 
 USAGE_EXIT_CODE = 2
@@ -77,7 +77,10 @@ def _execute(parser: Parser, execute: Callable[[argparse.Namespace], int], args:
         sys.stdout.flush()
         return code
     except SoapError as error:
-        return _fail(parser.prog, one_line(str(error)), parser.failure_code or error.exit_code)
+        code = _fail(parser.prog, one_line(str(error)), parser.failure_code or error.exit_code)
+        if isinstance(error, ScheduleError) and error.grid:
+            _say(error.grid)
+        return code
     except KeyboardInterrupt:
         note(parser.prog, "interrupted")
         return INTERRUPTED_EXIT_CODE

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from soap.cli.plain_text import aligned, milliseconds
 from soap.errors import SoapWarning
 from soap.plan.compression.training import PLAIN
+from soap.plan.flows import box_bytes
 from soap.plan.plan import ShardSync
-from soap.plan.syncs.bucketing import gradient_bytes
-from soap.plan.syncs.compressed import layout_for
+from soap.plan.syncs.compressed import compressed_names, layouts_for
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.simulate import Simulation, Simulator
 from soap.strategy.compression import Compression, said_settings, written_settings
@@ -36,14 +36,12 @@ def document(simulator: Simulator, strategy: Strategy, simulation: Simulation | 
     for sync in simulation.plan.syncs:
         if sync.compression is None:
             continue
-        layout, readers = layout_for(simulation.plan, sync), len(sync.readers)
-        entry = entries.setdefault(
-            sync.parameter,
-            {"method": _said(sync), "density": getattr(sync.compression, "density", None)}
-            | {"sent_bytes": 0, "dense_bytes": 0},
-        )
-        entry["sent_bytes"] += layout.sent_bytes
-        entry["dense_bytes"] += 2 * (readers - 1) * gradient_bytes(simulation.plan, sync) // readers
+        readers, density = len(sync.readers), getattr(sync.compression, "density", None)
+        for region, layout in zip(sync.regions, layouts_for(simulation.plan, sync), strict=True):
+            fresh = {"method": _said(sync), "density": density, "sent_bytes": 0, "dense_bytes": 0}
+            entry = entries.setdefault(region.parameter, fresh)
+            entry["sent_bytes"] += layout.sent_bytes
+            entry["dense_bytes"] += 2 * (readers - 1) * box_bytes(simulation.plan, region.parameter, region.box) // readers
     if not entries:
         return None
     for name, entry in entries.items():
@@ -82,7 +80,7 @@ def warn_of_memory(simulation: Simulation) -> None:
 
 def count(simulation: Simulation) -> int:
     """How many parameters are compressed."""
-    return len({sync.parameter for sync in simulation.plan.syncs if sync.compression is not None})
+    return len(compressed_names(simulation.plan))
 
 
 def _time_ns(simulator: Simulator, strategy: Strategy, names: Sequence[str]) -> int:

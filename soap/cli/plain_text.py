@@ -52,7 +52,8 @@ def split(op: Operator, config: OpConfig) -> str:
 
 def sync_document(sync: SyncConfig) -> dict[str, Any]:
     """How a parameter is synchronized, as plain JSON values: in words, and further fields that are not the default."""
-    words = {"sync": sync.contract.word, "partitions": sync.partitions, "local_aggregation": sync.within == "host"}
+    local = sync.within == "host" and sync.word != sync.contract.host_word
+    words = {"sync": sync.word, "partitions": sync.partitions, "local_aggregation": local}
     return {**words, **written(sync, PARAMETER_FIELDS, WORDED)}
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import isinf
 from typing import Any
 
 from soap.cli.plain_text import milliseconds
+from soap.search.recomputing import Budgeted
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.simulate import Simulation, Simulator
 from soap.strategy.config import Strategy
@@ -45,3 +47,27 @@ def text(found: Mapping[str, Any], predicted_ns: int) -> str:
         f"{len(names)} of {found['of_operators']} operators are recomputed: {shown}\n"
         f"  that takes {milliseconds(added)} more, and lowers the peak from {saved}{fits}"
     )
+
+
+def budgeted(name: str, start: Budgeted) -> dict[str, Any]:
+    """Plain JSON values of a start that recomputes as few runs as fit. ``gap``: by what share ``added_ns`` may exceed the least time of any
+    choice of runs, if each saves and costs the same whatever others do (``Budgeted``); None if nothing is known of that."""
+    return {
+        "start": name,
+        "runs": start.runs,
+        "of_runs": start.of_runs,
+        "added_ns": start.added_ns,
+        "least_ns": start.least_ns,
+        "gap": None if isinf(start.gap) else start.gap,
+    }
+
+
+def budgeted_text(found: Mapping[str, Any]) -> str:
+    """That in one line."""
+    if found["gap"] is None:
+        near = "one run is enough, so no fewer are"
+    elif found["gap"] == 0:
+        near = "no choice of runs takes less"
+    else:
+        near = f"at most {found['gap']:.1%} more than any choice of runs"
+    return f"start {found['start']!r}: {found['runs']} of {found['of_runs']} runs, {milliseconds(found['added_ns'])}; {near}"

@@ -147,8 +147,9 @@ def prepare(args: argparse.Namespace) -> tuple[Job, Mapping[str, Simulation], di
         graph = api.load(args.model, plan_only=True, dtype=args.dtype, **read).graph
     graph = api.with_recorded_rows(graph, args.strategy)
     updating = Updating.of(args)
+    from soap.plan.syncs.compressed import compressed_names
     from soap.runtime.updates.clipping import require_clippable
-    from soap.runtime.updates.momentum import compressed_names, require_correctable
+    from soap.runtime.updates.momentum import require_correctable
     from soap.runtime.updates.parts import require_possible
     from soap.runtime.updates.trial import optimizer_states  # needed from here on anyway
 

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from soap import api
-from soap.cli import certainty, compressing, explanation, report, verification, warm_up
+from soap.cli import certainty, compressing, explanation, recomputing, report, verification, warm_up
 from soap.cli.first_measuring import Measured
 from soap.strategy.compression import Compression
-from soap.strategy.sync import SAVING_MEMORY
+from soap.strategy.config import SyncConfig
+from soap.strategy.sync import saving_memory
 from soap.units import format_bytes
 
 SEARCHED = ("seed", "budget", "beta", "risk", "draws", "spreads", "evaluations", "interrupted", "pins", "forbidden", "memory_limit_bytes")
@@ -41,6 +42,8 @@ def document(
         found["measured"] = verification.document(outcome.runs, outcome.kept, verified_s)
     else:
         found["decision"] = api.decision_record(outcome.decision)
+    if outcome.result.budgeted:
+        found["budgeted"] = [recomputing.budgeted(name, own) for name, own in outcome.result.budgeted.items()]
     if explain:
         found["explanation"] = explanation.document(outcome.simulator.graph, outcome.explanation, outcome.time_ns)
         found["synchronization"] = explanation.synchronization(outcome.synchronization)
@@ -61,7 +64,9 @@ def text(
     might compress by. ``at_hand``: whether the cluster is this machine."""
     sections = [report.text(found, report.FOUND), report.optimality(outcome)]
     if "saving_memory" in found:
-        sections.append(_saving_text(found["saving_memory"]))
+        sections.append(_saving_text(found["saving_memory"], saving_memory(outcome.simulator.topology)))
+    if "budgeted" in found:
+        sections.append("\n".join(map(recomputing.budgeted_text, found["budgeted"])))
     if measured is not None:
         sections.append(measured.text)
     if told:
@@ -83,16 +88,16 @@ def text(
 
 def _saving(outcome: api.SearchOutcome) -> dict[str, Any]:
     """Why the search could save memory unasked, and where it does."""
-    syncs = outcome.strategy.parameters.items()
-    saving = {name: sync for name, sync in syncs if sync.offload or sync in SAVING_MEMORY}
-    parameters = sum(tensor.requires_grad for tensor in outcome.simulator.graph.parameters)
-    words = sorted({sync.contract.word + "+offload" * sync.offload for sync in saving.values()})
+    allowed, syncs = saving_memory(outcome.simulator.topology), outcome.strategy.parameters.items()
+    saving = {name: sync for name, sync in syncs if sync.offload or sync in allowed}
+    parameters = len(outcome.simulator.graph.parameters)
+    words = sorted({sync.word + "+offload" * sync.offload for sync in saving.values()})
     counts = {"methods": words, "parameters": len(saving), "of": parameters}
     return {"data_parallel_lacks_bytes": outcome.result.saving_bytes, **counts}
 
 
-def _saving_text(saving: Mapping[str, Any]) -> str:
-    allowed = " or ".join(sync.contract.word for sync in SAVING_MEMORY)
+def _saving_text(saving: Mapping[str, Any], choices: Sequence[SyncConfig]) -> str:
+    allowed = ", ".join(sync.word for sync in choices[:-1]) + f" or {choices[-1].word}"
     lacking = format_bytes(saving["data_parallel_lacks_bytes"])
     why = f"{report.BASELINE} lacks {lacking} of memory, so that devices may share parameters' states or values ({allowed})"
     if not saving["parameters"]:

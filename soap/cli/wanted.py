@@ -8,6 +8,7 @@ from math import prod
 
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
+from soap.model.micro_batches import MicroBatches
 from soap.plan.compression.seam import WORKS, Work, layout_of
 from soap.plan.row_counts import sparse_lookup_operators
 from soap.plan.tiling import Tile, tiles_of
@@ -133,9 +134,9 @@ def _sizes(most: int) -> list[int]:
 
 def _tiles_of_strategies(graph: OperatorGraph, strategies: Iterable[Strategy]) -> Iterator[Tile]:
     for strategy in strategies:
-        looked_up = sparse_lookup_operators(graph, strategy.parameters)
+        looked_up, cut = sparse_lookup_operators(graph, strategy.parameters), MicroBatches(graph, strategy.microbatches)
         for position, op in enumerate(graph.operators):
-            for tile in tiles_of(graph, position, strategy.operators[op.name]):
+            for tile in tiles_of(graph, position, strategy.operators[op.name], cut):
                 yield replace(tile, sparse_lookup=position in looked_up)
 
 

@@ -32,6 +32,8 @@ def is_rounded_by_default(kind: str) -> bool:
     return kind.startswith("conv") or kind in RECURRENT_KINDS
 
 
+LOCAL_BATCH_NORM = "batch_norm_local"
+"""Kind of a batch norm of which each tile normalizes by its own samples."""
 NEXT_STATE = "next_state"
 """Kind of the operator that takes the buffers' values at the end of the forward pass, on one device."""
 KEEP_STATE = "keep_state"

@@ -18,6 +18,7 @@ from soap.model.regions import Box
 from soap.plan.collectives import tree_rounds
 from soap.plan.coverage import LocalPiece
 from soap.plan.plan import Exchange, Holding, Message, Part, Pattern, Reduction
+from soap.plan.tiling import Tile
 
 SMALLEST_EXCHANGE = 3
 """The fewest devices that use a collective; two devices send each other messages."""
@@ -41,18 +42,23 @@ class Carriers:
     """Assigns every piece that must move to a collective or a message."""
 
     def __init__(
-        self, tensors: Mapping[str, Tensor], fetches: Sequence[LocalFetch], holdings: Sequence[Holding], reductions: Sequence[Reduction]
+        self,
+        tensors: Mapping[str, Tensor],
+        fetches: Sequence[LocalFetch],
+        tiles: Sequence[Tile],
+        holdings: Sequence[Holding],
+        reductions: Sequence[Reduction],
     ) -> None:
         self._tensors, self._fetches, self._holdings, self._reductions = tensors, fetches, holdings, reductions
         self.exchanges: list[Exchange] = []
         self.messages: list[Message] = []
-        remote: dict[str, list[Part]] = {}
+        remote: dict[tuple[str, int], list[Part]] = {}  # by tensor and micro-batch: others are ready at other times
         for number, fetch in enumerate(fetches):
             for place, (_, holding) in enumerate(fetch.pieces):
                 if holdings[holding].device != fetch.device:
-                    remote.setdefault(fetch.tensor, []).append((number, place))
+                    remote.setdefault((fetch.tensor, tiles[holdings[holding].tile].part), []).append((number, place))
         rest: list[Part] = []
-        for tensor, parts in remote.items():
+        for (tensor, _), parts in remote.items():
             if len(parts) >= SMALLEST_EXCHANGE - 1:
                 parts = self._gathers(tensor, parts)
                 parts = self._all_to_alls(tensor, parts)

@@ -14,6 +14,7 @@ from functools import cached_property
 from soap.model.graph import Operator, OperatorGraph
 from soap.model.regions import Box
 from soap.plan.compression.training import PLAIN, PlannedTraining
+from soap.plan.pass_order import PassOrder
 from soap.plan.tiling import Tile
 from soap.strategy.compression import Compression
 from soap.strategy.config import Strategy
@@ -153,8 +154,8 @@ class ShardSync:
     ``method``: its name in ``sync_contracts``. ``parameter``, ``index``: name it in reports: the first region's parameter, and the number
     of the region among the parameter's. ``regions``: those whose gradients share one buffer, in the buffer's order. The ``devices`` of
     their shards are the owners. ``readers``: the devices (sorted, distinct) whose tiles read them. ``leaders``: for each reader, the device
-    through which it communicates: with local aggregation the first reader on its host, else the reader itself. ``compression``: how its
-    gradient is compressed, with a selection that suits the layer. ``offload``: whether owners update in their host's memory.
+    through which it communicates: with local aggregation the first reader on its host, else the reader itself. ``compression``: how each
+    region's gradient is compressed, with a selection that suits the layer. ``offload``: whether owners update in their host's memory.
     """
 
     method: str
@@ -201,13 +202,14 @@ class ShardSync:
 class Plan:
     """A whole strategy, lowered. Things refer to each other by their positions in these tuples.
 
-    Every trainable shard that gets a gradient is in exactly one of ``syncs``. The method's module in ``soap.plan.syncs`` says what the
-    synchronization moves, updates and holds in memory.
+    Every trainable shard that gets a gradient is in exactly one of ``syncs``; so is each frozen one whose values are gathered. The method's
+    module in ``soap.plan.syncs`` says what the synchronization moves, updates and holds in memory.
 
     ``first_tile[i]``: the position of operator i's first tile; its tiles follow in index order. ``accelerators``: devices that are not
     CPUs; a server beside such a device keeps its parameters in the host's memory. ``sparse_lookups``: operators whose tiles look rows up
     (``row_counts.sparse_lookup_operators``). ``strategy``: what the plan was built from; for a folded plan, the strategy of two copies.
-    ``training``: what training adds to compressed parameters.
+    ``training``: what training adds to compressed parameters. ``order``: in which order devices run the passes of micro-batches; None
+    without micro-batches, as each pass begins when it can.
     """
 
     strategy: Strategy
@@ -225,6 +227,7 @@ class Plan:
     syncs: tuple[ShardSync, ...]
     sparse_lookups: frozenset[int]
     training: PlannedTraining = PLAIN
+    order: PassOrder | None = None
 
     @cached_property
     def recomputed_operators(self) -> frozenset[int]:
@@ -253,7 +256,11 @@ class Plan:
     @cached_property
     def synchronized(self) -> frozenset[int]:
         """Shards that get a gradient."""
-        return frozenset(number for sync in self.syncs for number in sync.shards)
+        return frozenset(number for sync in self.syncs if not self.is_frozen(sync) for number in sync.shards)
+
+    def is_frozen(self, sync: ShardSync) -> bool:
+        """Whether its values are gathered for their uses and never change: nothing gets a gradient."""
+        return not self.shards[sync.shards[0]].trainable
 
     def owners(self, sync: ShardSync) -> tuple[int, ...]:
         """The devices that own a part of what is synchronized, ascending."""
@@ -266,6 +273,15 @@ class Plan:
     def as_run(self, tile: Tile) -> Tile:
         """The tile as cost models are asked for it: with ``sparse_lookup`` filled in."""
         return replace(tile, sparse_lookup=True) if tile.operator in self.sparse_lookups else tile
+
+    def rank(self, tile: Tile, *, backward: bool) -> int:
+        """The place of the action, in ``order``, to which a tile's pass belongs; 0 without an order."""
+        return 0 if self.order is None else self.order.rank("B" if backward else "F", tile.operator, tile.part)
+
+    def parted(self, one: int, other: int) -> bool:
+        """Whether passes of two tiles (positions in ``tiles``) belong to different actions of ``order``."""
+        own, others = self.tiles[one], self.tiles[other]
+        return any(self.rank(own, backward=backward) != self.rank(others, backward=backward) for backward in (False, True))
 
     def operator(self, tile: Tile) -> Operator:
         """The operator that a tile belongs to."""

@@ -15,10 +15,12 @@ from math import prod
 
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph, TensorKind
+from soap.model.micro_batches import MicroBatches
 from soap.model.regions import Box, cells, contains, subtract, volume, whole
 from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.plan.coverage import HolderIndex
 from soap.plan.delivery import Carriers, LocalFetch, Reader
+from soap.plan.pass_order import OrderOf, usual_order
 from soap.plan.plan import Exchange, Fetch, Holding, Message, Part, Piece, Plan, Reduction
 from soap.plan.row_counts import sparse_lookup_operators
 from soap.plan.scattering import choose_cells
@@ -63,10 +65,24 @@ class Delivery:
 class PlanBuilder:
     """Builds plans for one graph on one cluster, keeping what consecutive strategies have in common."""
 
-    def __init__(self, graph: OperatorGraph, topology: Topology, training: PlannedTraining = PLAIN) -> None:
+    def __init__(
+        self,
+        graph: OperatorGraph,
+        topology: Topology,
+        training: PlannedTraining = PLAIN,
+        microbatches: int = 1,
+        order_of: OrderOf = usual_order,
+    ) -> None:
+        """``microbatches``: of the strategies that are built most often; for others it makes builders of their own. ``order_of``: makes the
+        order of their passes."""
         self.graph = graph
         self.topology = topology
         self.training = training
+        self.microbatches = microbatches
+        self._cut = MicroBatches(graph, microbatches)
+        self._order_of = order_of
+        self._order = order_of(self._cut) if microbatches > 1 else None
+        self._others: dict[int, PlanBuilder] = {}
         size = max(1024, 8 * len(graph.operators))
         self._part = lru_cache(size)(self._make_part)
         self._delivery = lru_cache(size)(self._make_delivery)
@@ -77,11 +93,14 @@ class PlanBuilder:
         self._readers = [_readers(graph, position) for position in range(len(graph.operators))]
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (PlanBuilder, (self.graph, self.topology, self.training))  # another process starts with empty caches
+        # another process starts with empty caches
+        return (PlanBuilder, (self.graph, self.topology, self.training, self.microbatches, self._order_of))
 
     def build(self, strategy: Strategy, *, empty_tiles: bool = False) -> Plan:
         """The plan of a strategy. StrategyError if it does not fit the graph or the cluster. ``empty_tiles``: see ``Strategy.validate``."""
         strategy.validate(self.graph, self.topology.device_count, empty_tiles=empty_tiles)
+        if strategy.microbatches != self.microbatches:
+            return self._other(strategy.microbatches).build(strategy, empty_tiles=empty_tiles)
         configs = [strategy.operators[op.name] for op in self.graph.operators]
         found = [
             self._delivery(position, config, tuple([configs[reader] for reader in self._readers[position]]))
@@ -127,11 +146,18 @@ class PlanBuilder:
             syncs=syncs,
             sparse_lookups=sparse_lookup_operators(self.graph, strategy.parameters),
             training=self.training,
+            order=self._order,
         )
 
+    def _other(self, microbatches: int) -> PlanBuilder:
+        """A builder of plans with another number of micro-batches."""
+        if microbatches not in self._others:
+            self._others[microbatches] = PlanBuilder(self.graph, self.topology, self.training, microbatches, self._order_of)
+        return self._others[microbatches]
+
     def _make_part(self, position: int, config: OpConfig) -> OperatorPart:
-        tiles = tuple(tiles_of(self.graph, position, config))
-        reductions = tuple(_reductions(self.graph, position, config, tiles))
+        tiles = tuple(tiles_of(self.graph, position, config, self._cut))
+        reductions = tuple(_reductions(self._cut, position, config, tiles))
         holdings = tuple(_holdings(self.graph, position, tiles, reductions))
         holders = _holders(self.graph, position, holdings)
         return OperatorPart(tiles, reductions, holdings, holders, _reads(self.graph, position, tiles))
@@ -154,7 +180,7 @@ class PlanBuilder:
             LocalFetch(tensor, box, device, holders[tensor].cover(box, device, self._distances(device)), tuple(consumers))
             for (tensor, box, device), consumers in reads.items()
         )
-        carriers = Carriers(self.graph.tensors, fetches, holdings, reductions)
+        carriers = Carriers(self.graph.tensors, fetches, part.tiles, holdings, reductions)
         return Delivery(part.tiles, reductions, holdings, fetches, tuple(carriers.messages), tuple(carriers.exchanges))
 
     def _scattered(self, reduction: Reduction, reads: Mapping[Region, Sequence[Reader]]) -> Reduction:
@@ -228,11 +254,11 @@ def _offsets(counts: Sequence[int]) -> tuple[int, ...]:
     return tuple(accumulate(counts, initial=0))[:-1]
 
 
-def _reductions(graph: OperatorGraph, position: int, config: OpConfig, tiles: Sequence[Tile]) -> Iterator[Reduction]:
+def _reductions(cut: MicroBatches, position: int, config: OpConfig, tiles: Sequence[Tile]) -> Iterator[Reduction]:
     """The groups of partial results, if a summed factor is split. Outputs follow no summed factor, so a group has one output region."""
-    op = graph.operators[position]
+    op = cut.graph.operators[position]
     summed = set(op.summed)
-    if prod(config.degrees[i] for i in summed) <= 1:
+    if prod(config.degrees[i] for i in summed) * (1 if cut.factors[position] not in summed else cut.count) <= 1:
         return
     groups: dict[tuple[object, ...], list[Tile]] = {}
     for tile in tiles:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 
 from soap.model.graph import DimMap, Operand, Operator, OperatorGraph
+from soap.model.micro_batches import MicroBatches
 from soap.model.regions import Box, Interval, balanced, volume
 from soap.strategy.config import OpConfig
 
@@ -18,7 +20,8 @@ Place = tuple[int, ...]
 class Tile:
     """One piece of one operator on one device.
 
-    ``index``: its position in ``OpConfig.devices`` (row-major over replica and factors). ``intervals``: one per factor. ``inputs``,
+    ``index``: its position in ``OpConfig.devices`` (row-major over replica and factors); with micro-batches a replica's tiles come once
+    for each of them, and ``part`` is the micro-batch. ``intervals``: one per factor. ``inputs``,
     ``parameters``, ``outputs``: the region of each operand that it reads or writes, in the operator's operand order; some may be empty.
     ``sparse_lookup``: whether it has, of its sparse parameters, only the rows that it looks up. Always False in ``Plan.tiles``;
     ``Plan.as_run`` fills it in.
@@ -33,6 +36,7 @@ class Tile:
     parameters: tuple[Box, ...]
     outputs: tuple[Box, ...]
     sparse_lookup: bool = False
+    part: int = 0
 
     @property
     def size(self) -> int:
@@ -45,8 +49,13 @@ def is_partial(op: Operator, intervals: Sequence[Interval]) -> bool:
     return any(f.summed and interval != (0, f.size) for f, interval in zip(op.factors, intervals, strict=True))
 
 
+NARROW_PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm"})
+"""Kinds of which GPUs make a part of a sum in float32 from operands that stay narrow (``tracing.narrow_products``)."""
+
+
 def is_widened(graph: OperatorGraph, tile: Tile) -> bool:
-    """Whether a tile is computed in float32 because its results are partial sums of a tensor of a lower type."""
+    """Whether a tile's results are in float32 because they are partial sums of a tensor of a lower type. It is computed in float32, too,
+    except for ``NARROW_PRODUCTS`` on GPUs."""
     op = graph.operators[tile.operator]
     lower = any(t.partial_itemsize > t.itemsize for t in (graph.tensors[o.tensor] for o in op.outputs))
     return lower and is_partial(op, tile.intervals)
@@ -58,19 +67,34 @@ def made_bytes(graph: OperatorGraph, op: Operator, tile: Tile, output: int) -> i
     return volume(tile.outputs[output]) * (tensor.partial_itemsize if is_partial(op, tile.intervals) else tensor.itemsize)
 
 
-def tiles_of(graph: OperatorGraph, position: int, config: OpConfig) -> list[Tile]:
-    """All tiles of the operator at ``position`` under ``config``, in index order."""
+def tiles_of(graph: OperatorGraph, position: int, config: OpConfig, cut: MicroBatches | None = None) -> list[Tile]:
+    """All tiles of the operator at ``position`` under ``config``, in index order. ``cut``: micro-batches; each has tiles on the devices of
+    the configuration."""
     op = graph.operators[position]
     shapes = {o.tensor: graph.tensors[o.tensor].shape for o in (*op.inputs, *op.parameters, *op.outputs)}
-    pieces = [balanced(factor.size, degree) for factor, degree in zip(op.factors, config.degrees, strict=True)]
-    grid, places = list(product(*pieces)), list(product(*[range(len(own)) for own in pieces]))
-    columns = [_boxes(group, shapes, pieces, places) for group in (op.inputs, op.parameters, op.outputs)]
-    boxes = list(zip(*columns, strict=True))
+    cells, boxes = list[tuple[Interval, ...]](), list[tuple[tuple[Box, ...], tuple[Box, ...], tuple[Box, ...]]]()
+    for pieces in pieces_of(graph, position, config.degrees, cut):
+        places = list(product(*[range(len(own)) for own in pieces]))
+        cells += product(*pieces)
+        inputs, parameters, outputs = (_boxes(group, shapes, pieces, places) for group in (op.inputs, op.parameters, op.outputs))
+        boxes += zip(inputs, parameters, outputs, strict=True)
+    own = prod(config.degrees)
     return [
-        Tile(position, replica * len(grid) + i, replica, config.devices[replica * len(grid) + i], cell, *boxes[i])
+        Tile(position, replica * len(cells) + i, replica, config.devices[replica * own + i % own], cell, *boxes[i], False, i // own)
         for replica in range(config.replicas)
-        for i, cell in enumerate(grid)
+        for i, cell in enumerate(cells)
     ]
+
+
+def pieces_of(
+    graph: OperatorGraph, position: int, degrees: Sequence[int], cut: MicroBatches | None = None
+) -> list[tuple[list[Interval], ...]]:
+    """For each part of an operator, the pieces of each of its factors; a single part without micro-batches."""
+    if cut is None or cut.parts(position) == 1:
+        sizes = [factor.size for factor in graph.operators[position].factors]
+        return [tuple(balanced(size, degree) for size, degree in zip(sizes, degrees, strict=True))]
+    by_factor = [cut.pieces(position, factor, degree) for factor, degree in enumerate(degrees)]
+    return list(zip(*by_factor, strict=True))
 
 
 def whole_tile(graph: OperatorGraph, position: int) -> Tile:

@@ -175,11 +175,9 @@ class _Run:
         indexed = self._step([Task(INDEX, i, c.unit, c.size, c) for i, c in enumerate(chunks)])
         by_unit = {unit.number: [done for done in indexed if done.task.unit == unit.number] for unit in work.units}
         united = self._step([self._unite(number, own) for number, own in by_unit.items()])
-        sum_bytes = sum(done.task.size for done in united)
-        whole = made_of(united)
-        per_dictionary = sum_bytes // max(1, len(work.spec.dictionaries))
+        whole, sizes_of = made_of(united), self._dictionary_bytes()
         merged = self._step(
-            [Task(MERGE, i, 0, per_dictionary, name=name, made_of=whole) for i, name in enumerate(work.spec.dictionaries)], apart=True
+            [Task(MERGE, i, 0, sizes_of[name], name=name, made_of=whole) for i, name in enumerate(work.spec.dictionaries)], apart=True
         )
         rows = sum(done.rows for done in indexed)
         final.make(work, rows)
@@ -193,6 +191,16 @@ class _Run:
         if work.parquet:
             self._step(self._parts(rows, made_of(converted)))
         return self._meta(rows, by_unit)
+
+    def _dictionary_bytes(self) -> dict[str, int]:
+        """What the units' dictionaries hold, by name: a merge reads all of it. Some are a thousand times as large as others."""
+        from soap.preprocessing.container import read_arrays
+
+        found = dict.fromkeys(self.work.spec.dictionaries, 0)
+        for unit in self.work.units:
+            for key, array in read_arrays(self.work.united(unit.number)).items():
+                found[key.partition(":")[2]] += array.nbytes
+        return found
 
     def _cut(self, sizes: Mapping[int, int]) -> list[Chunk]:
         """Chunks of all units, in chronological order, as an earlier run cut them if there was one."""
@@ -296,11 +304,14 @@ class _Run:
 
 
 def spread_over(groups: Sequence[Sequence[Task]], nodes: int) -> list[list[Task]]:
-    """Each group's tasks to the node that has the least so far."""
+    """Each group's tasks to the node that has the least so far, the largest first (Graham 1969: at most 4/3 of the best). A node's own
+    keep their order."""
+    sizes = [sum(max(1, task.size) for task in group) for group in groups]
+    node_of, filled = [0] * len(groups), [0] * nodes
+    for number in sorted(range(len(groups)), key=lambda one: -sizes[one]):
+        node_of[number] = min(range(nodes), key=lambda one: (filled[one], one))
+        filled[node_of[number]] += sizes[number]
     found: list[list[Task]] = [[] for _ in range(nodes)]
-    sizes = [0] * nodes
-    for group in groups:
-        node = min(range(nodes), key=lambda one: (sizes[one], one))
+    for node, group in zip(node_of, groups, strict=True):
         found[node] += [replace(task, node=node) for task in group]
-        sizes[node] += sum(max(1, task.size) for task in group)
     return found

@@ -137,7 +137,7 @@ def decode(record: Mapping[str, Any]) -> Entry:
 
 def _kernel(kernel: Kernel) -> list[Any]:
     own = [kernel.dtype, kernel.flops, kernel.traffic_bytes, kernel.calls, kernel.inner_calls]
-    more = [kernel.apart_bytes, kernel.fused_bytes, int(kernel.unaligned)]
+    more = [kernel.apart_bytes, kernel.fused_bytes, int(kernel.unaligned), *([1] if kernel.widened else [])]
     return [*own, *more] if any(more) else own
 
 
@@ -160,7 +160,7 @@ def _tuple(*items: dict[str, Any]) -> dict[str, Any]:
 
 
 _TIMING = _tuple(_POSITIVE, _NOT_NEGATIVE)
-_KERNEL = {**_tuple(_WORD, _NOT_NEGATIVE, _SIZE, _SIZE, _SIZE, _SIZE, _SIZE, _SIZE), "minItems": 5}
+_KERNEL = {**_tuple(_WORD, _NOT_NEGATIVE, _SIZE, _SIZE, _SIZE, _SIZE, _SIZE, _SIZE, _SIZE), "minItems": 5}
 _WORK: dict[str, Any] = {"type": "array", "items": _KERNEL, "maxItems": 10}
 _PROPERTIES: dict[str, Any] = {
     "kind": _WORD,

@@ -15,7 +15,7 @@ from soap.model.dtypes import is_differentiable
 from soap.model.graph import Operand, Operator, OperatorGraph
 from soap.model.regions import Box, volume
 from soap.plan.row_counts import all_lookups, parameters_held
-from soap.plan.tiling import Tile, is_widened, iteration_points
+from soap.plan.tiling import NARROW_PRODUCTS, Tile, is_widened, iteration_points
 
 LOOKUP_KINDS = frozenset({"embedding", "embedding_bag", "equal_bags"})
 """Operators that read only those rows of their parameter that the input names: at most as much as they write."""
@@ -54,7 +54,8 @@ class Kernel:
     """One pass over an operator's data. ``dtype``: of the arithmetic. ``inner_calls``: further calls inside its own, on a CPU.
     ``apart_bytes``: of ``traffic_bytes``, what its light calls (casts, pointwise ones, copies) pass to each other. ``fused_bytes``: of
     ``traffic_bytes``, what kernels on GPUs neither write nor read. ``unaligned``: rows of an operand in a lower type do not begin at
-    multiples of ``ALIGNED_BYTES``. ``views``: of ``calls``, those for which a GPU has nothing to do."""
+    multiples of ``ALIGNED_BYTES``. ``widened``: processors compute it in float32. ``views``: of ``calls``, those for which a GPU has
+    nothing to do."""
 
     dtype: str
     flops: float
@@ -64,7 +65,12 @@ class Kernel:
     apart_bytes: int = 0
     fused_bytes: int = 0
     unaligned: bool = False
+    widened: bool = False
     views: int = 0
+
+    def dtype_on(self, device: str) -> str:
+        """The type in which a device of this kind computes."""
+        return "float32" if self.widened and device == "cpu" else self.dtype
 
 
 def constants() -> list[object]:
@@ -116,10 +122,12 @@ def _input_contractions(graph: OperatorGraph, op: Operator) -> int:
 def _kernel(graph: OperatorGraph, tile: Tile, flops: float, traffic_bytes: int, *, saves: bool = False) -> Kernel:
     """``saves``: with the traffic of what is kept or passed on between the fused calls."""
     op = graph.operators[tile.operator]
-    dtype = "float32" if is_widened(graph, tile) else arithmetic_of(graph, op)
+    wide = is_widened(graph, tile)
+    dtype = "float32" if wide and op.kind not in NARROW_PRODUCTS else arithmetic_of(graph, op)
     saved, fused = (SAVED_TRAFFIC * _share(size, op, tile) if saves else 0 for size in (op.saved_bytes, op.fused_bytes))
     calls, inner = len(op.calls) or 1, _inner_calls(graph, op)
-    return Kernel(dtype, flops, traffic_bytes + saved, calls, inner, saved - fused, fused, _is_unaligned(tile, dtype), op.views)
+    marks = _is_unaligned(tile, dtype), wide and dtype != "float32"
+    return Kernel(dtype, flops, traffic_bytes + saved, calls, inner, saved - fused, fused, *marks, op.views)
 
 
 def _is_unaligned(tile: Tile, dtype: str) -> bool:

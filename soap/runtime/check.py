@@ -19,12 +19,13 @@ import torch
 from soap.errors import RuntimeFailure
 from soap.model.dtypes import part_of
 from soap.model.regions import whole
+from soap.plan.syncs.compressed import compressed_names
 from soap.runtime.alone import Alone, step_alone
 from soap.runtime.compressed_check import EmulatedSums, LocalGradients
 from soap.runtime.sizes import run_dtype
 from soap.runtime.sync.row_update import Updater
 from soap.runtime.trainer import Trainer
-from soap.runtime.updates.momentum import DecayMomentum, compressed_names
+from soap.runtime.updates.momentum import DecayMomentum
 from soap.runtime.updates.optimizers import Optimizers
 from soap.runtime.updates.parts import trainable_shapes
 from soap.runtime.updates.schedules import Schedule

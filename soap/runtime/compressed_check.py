@@ -12,6 +12,7 @@ import torch
 
 from soap.model.regions import lengths, whole
 from soap.plan.syncs.amounts import reading_groups
+from soap.plan.syncs.compressed import compressed_shards
 from soap.runtime.comm.redistribute import cut
 from soap.runtime.compression.peer import Peer, copied
 from soap.runtime.compression.seam import State
@@ -47,11 +48,11 @@ class EmulatedSums:
 
     def __init__(self, trainer: Trainer, states: Sequence[Mapping[int, State]]) -> None:
         self._trainer, self._peers = trainer, dict[int, list[Peer]]()
-        self._syncs = {sync.shards[0]: sync for sync in trainer.plan.syncs if sync.compression is not None}
+        self._syncs = compressed_shards(trainer.plan)
         for shard, sync in self._syncs.items():
-            own, dtype = [], trainer.dtype_of(sync.parameter)
+            own, dtype, shape = [], trainer.dtype_of(sync.parameter), lengths(trainer.plan.shards[shard].box)
             for rank in sync.peers:
-                peer = peer_of(sync, rank, lengths(sync.box), dtype, trainer.compressing)
+                peer = peer_of(sync, rank, shape, dtype, trainer.compressing)
                 peer.state = states[rank][shard]
                 own.append(peer)
             self._peers[shard] = own

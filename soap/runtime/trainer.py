@@ -18,6 +18,7 @@ from soap.errors import RuntimeFailure, SoapWarning
 from soap.model.dtypes import has_complex, is_complex, name_of, replaced
 from soap.model.regions import whole
 from soap.plan.plan import Plan
+from soap.plan.syncs.compressed import compressed_names
 from soap.runtime.comm.position import HERE
 from soap.runtime.comm.redistribute import Communicator, Traffic
 from soap.runtime.comm.world import close_world, open_world
@@ -33,7 +34,7 @@ from soap.runtime.sync.shards import ShardStore, gather_regions
 from soap.runtime.trace import Event, Recorder, join_events
 from soap.runtime.training_options import DEFAULT_TRAINING, TrainingKeywords, TrainingOptions
 from soap.runtime.updates.clipping import require_clippable
-from soap.runtime.updates.momentum import DecayMomentum, compressed_names, require_correctable, wrong_momentum
+from soap.runtime.updates.momentum import DecayMomentum, require_correctable, wrong_momentum
 from soap.runtime.updates.offloading import Offloading, require_offloadable
 from soap.runtime.updates.parts import joined_names, other_options, parts_of, require_possible, trainable_shapes
 from soap.runtime.updates.schedules import Schedule
@@ -114,7 +115,7 @@ class Trainer:
         optimizer's factory treats parts of a parameter differently, or if corrected momentum is not all parameters' momentum."""
         plan, self._offloading = self.plan, Offloading(self.plan, parts_of(self.shards), self.device)
         self.parts = self._offloading.parts
-        compressed = [sync.parameter for sync in plan.syncs if sync.compression is not None]
+        compressed = compressed_names(plan)
         self.optimizer = self.layout.optimizer({name: [p.tensor for p in self.parts.values() if p.parameter == name] for name in trained})
         line = other_options(self.layout, trainable_shapes(plan), self.parts, self.optimizer)
         if compressed and self.compressing.momentum is not None:

@@ -29,13 +29,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from types import MappingProxyType
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from tqdm import tqdm
 
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
-from soap.plan.compression.training import PlannedTraining
+from soap.search.able import Able
 from soap.search.constraints import brought_inside, pairs_of, parse
 from soap.search.descent import adopt, propose_descent
 from soap.search.infeasible import infeasible
@@ -50,8 +50,6 @@ from soap.search.record import Recorder, SearchResult
 from soap.search.space import Space, build_space
 from soap.search.starts import BASELINE, Start, best_starts, check_start, different, evaluated, reference_strategies, starting_strategies
 from soap.search.uncut import with_uncut
-from soap.simulator.costs import CostModel
-from soap.simulator.draws import Draws
 from soap.simulator.simulate import is_played
 from soap.strategy.config import Strategy, SyncConfig
 from soap.strategy.named import SAVING_STARTS, named
@@ -118,8 +116,9 @@ def search(
             for name, make in further_starts.items():
                 evaluate(name, inside(make()))
             more = recomputing_starts(space, topology, evaluator, recorder.starts, wanted=options.recompute)
-            space = space if more is None else with_recomputation(space)
-            for name, strategy in (more or {}).items():
+            if more is not None:
+                space, recorder.budgeted = with_recomputation(space), more[1]
+            for name, strategy in more[0].items() if more is not None else ():
                 evaluate(name, inside(strategy))
             for name, strategy in offloading_starts(graph, topology, recorder.starts, options).items():
                 space = with_offloading(space)
@@ -205,35 +204,6 @@ def chain_budgets(budget: int, chains: int) -> list[int]:
     return [budget - rest, *others]
 
 
-class Able(Protocol):
-    """An evaluator that also lets compiled chains simulate by themselves."""
-
-    @property
-    def engine_costs(self) -> CostModel:
-        """The cost model for their engines."""
-
-    @property
-    def optimizer_states(self) -> int:
-        """Tensors of a parameter's size that the optimizer keeps, as in ``simulator.memory.peaks``."""
-
-    @property
-    def training(self) -> PlannedTraining:
-        """What training adds to compressed parameters."""
-
-    @property
-    def draws(self) -> Draws | None:
-        """Draws of the costs, under which strategies are compared; None: only the most likely costs count."""
-
-    def always_fits(self) -> bool:
-        """True if every strategy of the space fits into memory."""
-
-    def least_overflow_bytes(self, strategy: Strategy) -> int:
-        """A lower bound of the memory that the devices lack, in bytes."""
-
-    def bounds_overflow_bytes(self, strategy: Strategy) -> int:
-        """An upper bound of it, without playing the strategy."""
-
-
 @dataclass
 class _Run:
     """The state of one search."""
@@ -315,9 +285,12 @@ class _Run:
         return self.evaluator.overflow_bytes(strategy)
 
     def _overflow_bytes(self, strategy: Strategy, most: int) -> int | None:
-        """The memory that the devices lack, in bytes; None if a bound shows that it exceeds ``most``."""
+        """The memory that the devices lack, in bytes; None if a bound shows that it exceeds ``most``, or where that is nothing an
+        estimate."""
         able = self._able
-        return None if able is not None and able.least_overflow_bytes(strategy) > most else self._lacks(strategy)
+        if able is not None and (able.least_overflow_bytes(strategy) > most or (most == 0 and able.probably_lacks(strategy))):
+            return None
+        return self._lacks(strategy)
 
     def _descend(
         self, rng: random.Random, current: Start, openings: Sequence[Strategy], share: int, allowance: _Allowance

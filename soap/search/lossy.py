@@ -10,7 +10,7 @@ from soap.model.graph import OperatorGraph
 from soap.plan.compression.policy import chosen, layer_of
 from soap.strategy.compression import EXACT, Compression, Rgc, RgcAsq
 from soap.strategy.config import FLOATING, Strategy, SyncConfig
-from soap.strategy.sync import ALL_REDUCE, compressed, server_count, ways_within
+from soap.strategy.sync import ALL_REDUCE, compressed, server_count, shares_in_hosts, ways_within
 from soap.strategy.sync_contracts import Within
 
 Choices = Mapping[str, tuple[SyncConfig, ...]]
@@ -18,7 +18,7 @@ Choices = Mapping[str, tuple[SyncConfig, ...]]
 
 def lossy_ways(topology: Topology) -> tuple[Within, ...]:
     """Who may compress: each device, and where there are several hosts of several devices one device of each host."""
-    return ways_within(topology) if server_count(topology) > 1 else ("none",)
+    return ways_within(topology) if shares_in_hosts(topology) else ("none",)
 
 
 def peer_counts(topology: Topology) -> tuple[int, ...]:

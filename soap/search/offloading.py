@@ -21,7 +21,8 @@ def with_offloading(space: Space) -> Space:
     """The space in which hosts may keep the optimizer's state of every trainable parameter whose method allows that."""
     found = {}
     for name, choices in space.syncs.items():
-        away = (replace(sync, offload=True) for sync in choices if sync.contract.offloads)
+        trained = space.graph.tensors[name].requires_grad  # frozen ones may be in ``syncs`` as well
+        away = (replace(sync, offload=True) for sync in choices if trained and sync.contract.offloads)
         found[name] = tuple(dict.fromkeys((*choices, *away)))
     return replace(space, syncs=found)
 

@@ -13,14 +13,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from soap.plan.compression.training import PLAIN
 from soap.search import cuts
 from soap.search.metropolis import Evaluator
 from soap.search.proposals import Proposal, changed
 from soap.search.record import Recorder
 from soap.search.space import Space
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
+
+if TYPE_CHECKING:
+    from soap.simulator.memory.bound import MemoryBound
 
 MAX_POLISHED = 10_000
 """A search polishes its result if all operators together have at most so many structured configurations: a round then takes 1 to 4
@@ -172,12 +176,36 @@ def polish_best(recorder: Recorder, space: Space, evaluator: Evaluator, most: in
     def cut(strategy: Strategy, names: tuple[str, ...], cost_ns: int) -> None:
         accepted(Proposal(strategy, MOVE, names), cost_ns)
 
+    lacks = _quickly(evaluator, engine)
     rounds, improved = cuts.round_count(space), True
     while improved:
-        outcome = polish(engine, space, evaluator.overflow_bytes, limit=MAX_ROUNDS * count, accepted=accepted)
+        outcome = polish(engine, space, lacks, limit=MAX_ROUNDS * count, accepted=accepted)
         recorder.polished, recorder.locally_optimal = recorder.polished + outcome.compared, outcome.locally_optimal
         improved = False
         if rounds > 0 and outcome.locally_optimal:
             rounds -= 1
-            improved, compared = cuts.improve_by_cuts(engine, space, evaluator.overflow_bytes, cut)
+            improved, compared = cuts.improve_by_cuts(engine, space, lacks, cut)
             recorder.polished += compared
+
+
+def _quickly(evaluator: Evaluator, engine: Proposer) -> Callable[[Strategy], int]:
+    """``overflow_bytes`` for what an engine proposes: more than 0 also if it certainly lacks memory, or is unlikely to fit by an estimate.
+    What is said to fit does so exactly."""
+    memory_of: Callable[[Proposer], MemoryBound] | None = getattr(evaluator, "memory_of", None)
+    if memory_of is None:
+        return evaluator.overflow_bytes
+    from soap.simulator.compiled.memory_tables import FITS, LACKING, UNLIKELY  # imports numba
+
+    memory, training = memory_of(engine), getattr(evaluator, "training", PLAIN)
+
+    def lacks(strategy: Strategy) -> int:
+        verdict = memory.likely()
+        if verdict in (LACKING, UNLIKELY):
+            return 1
+        if verdict == FITS and not training.clips:
+            return 0
+        found = evaluator.overflow_bytes(strategy)
+        memory.told(fits=found == 0)
+        return found
+
+    return lacks

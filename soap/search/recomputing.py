@@ -96,17 +96,24 @@ def memory_binds(starts: Sequence[Start]) -> bool:
 
 def recomputing_starts(
     space: Space, topology: Topology, evaluator: Evaluator, starts: Sequence[Start], *, wanted: bool | None
-) -> Mapping[str, Strategy] | None:
-    """Further starts that recompute; None if the search is to leave recomputation alone. ``wanted``: True: in any case; None: if memory
-    binds; False: never. ``starts``: those that are evaluated."""
+) -> tuple[Mapping[str, Strategy], Mapping[str, Budgeted]] | None:
+    """(further starts that recompute, those among them that recompute as few runs as fit); None if the search is to leave recomputation
+    alone. ``wanted``: True: in any case; None: if memory binds; False: never. ``starts``: those that are evaluated."""
     if wanted is False or not (wanted or memory_binds(starts)):
         return None
     graph, costs = space.graph, cast("CostModel | None", getattr(evaluator, "engine_costs", None))
     found = {name: make(graph, topology) for name, make in RECOMPUTED.items()}
+    budgeted: dict[str, Budgeted] = {}
+
+    def overflow_bytes(strategy: Strategy) -> int:
+        evaluator.makespan_ns(strategy)  # then bounds know the strategy, and mostly decide
+        return evaluator.overflow_bytes(strategy)
+
     lacking = sorted((start for start in starts if not start.fits), key=lambda start: start.cost_ns)[:MOST_BASES]
     for start in lacking:
         if costs is None:
             break
-        made = recompute_to_fit(graph, topology, start.strategy, costs, evaluator.overflow_bytes)
+        made = recompute_to_fit(graph, topology, start.strategy, costs, overflow_bytes)
         found[f"{start.name}, recompute"] = made.strategy
-    return found
+        budgeted[f"{start.name}, recompute"] = made
+    return found, budgeted

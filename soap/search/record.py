@@ -14,6 +14,8 @@ from soap.strategy.config import Strategy
 if TYPE_CHECKING:
     import pandas as pd
 
+    from soap.search.recomputing import Budgeted
+
 
 MOST_FINALISTS = 8
 """Number of strategies that are kept beside the best."""
@@ -22,8 +24,8 @@ MOST_FINALISTS = 8
 class Row(NamedTuple):
     """One evaluated proposal. ``phase``: descent, chain or polish (polishing has rows only for what was taken, beyond the budget).
     ``chain``: name of the start. ``operator``: the first operator that was changed; ``operators``: how many were. ``fits``: None if the
-    proposal is too slow for it to matter. ``cost_ns``: None if it is only known to be too slow. ``best_ns``: best cost so far that
-    fits, None if nothing has fitted yet."""
+    proposal is too slow for it to matter; of what a compiled chain has accepted and was not its best, perhaps by an estimate.
+    ``cost_ns``: None if it is only known to be too slow. ``best_ns``: best cost so far that fits, None if nothing has fitted yet."""
 
     proposal: int
     phase: str
@@ -54,7 +56,8 @@ class SearchResult:
     ``interrupted``: whether the user stopped it before the budget was spent. ``locally_optimal``: whether it was shown that no other
     structured configuration of any one operator is better; ``polished``: comparisons made for that and at cuts (``soap.search.cuts``),
     which are not in ``evaluations``. ``saving_bytes``: bytes that data parallelism lacks, if parameters could therefore be
-    synchronized in ways that save memory, without the user's asking; else 0."""
+    synchronized in ways that save memory, without the user's asking; else 0.
+    ``budgeted``: of starts that recompute as few runs as it takes to fit, how near they are to the best choice of runs; by name."""
 
     strategy: Strategy
     cost_ns: int
@@ -70,6 +73,7 @@ class SearchResult:
     locally_optimal: bool = False
     polished: int = 0
     saving_bytes: int = 0
+    budgeted: Mapping[str, Budgeted] = field(default_factory=dict)
 
     @property
     def speedup(self) -> float:
@@ -113,6 +117,7 @@ class Recorder:
     finalists: list[Start] = field(default_factory=list)
     locally_optimal: bool = False
     polished: int = 0
+    budgeted: Mapping[str, Budgeted] = field(default_factory=dict)
 
     def start(self, start: Start) -> None:
         """Record an evaluated start."""
@@ -179,4 +184,5 @@ class Recorder:
             locally_optimal=self.locally_optimal,
             polished=self.polished,
             saving_bytes=saving_bytes,
+            budgeted={start.name: self.budgeted[start.name] for start in self.starts if start.fits and start.name in self.budgeted},
         )

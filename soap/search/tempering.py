@@ -72,7 +72,8 @@ class Tempering:
         for number, (start, budget) in enumerate(zip(starts, budgets, strict=True)):
             start_ns = self.chains[0].start_ns if self.chains else None
             own_seed = random.Random(f"{seed} chain {number}").getrandbits(62)
-            self.chains.append(CompiledChain(space, start, seed=own_seed, proposals=budget, start_ns=start_ns))
+            chain = CompiledChain(space, start, seed=own_seed, proposals=budget, start_ns=start_ns, estimating=True)
+            self.chains.append(chain)
         self.betas = [beta] * len(self.chains)
         self._ladder = list(range(len(self.chains)))
         self._heat = 2.0 ** (len(self.chains) - 1)

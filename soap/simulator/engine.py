@@ -11,10 +11,12 @@ import numpy as np
 from soap.cluster.topology import Topology
 from soap.errors import ModelError
 from soap.model.graph import OperatorGraph
+from soap.model.micro_batches import MicroBatches
 from soap.plan.compression.training import PLAIN, PlannedTraining
+from soap.plan.pass_order import OrderOf, usual_order
 from soap.simulator.communication.offloading import names_behind_links
 from soap.simulator.communication.prices import Communication
-from soap.simulator.compiled.change import KEEP, REPLACED_OPERATORS, Edit, make_edit, make_undo
+from soap.simulator.compiled.change import KEEP, Edit, make_edit, make_undo
 from soap.simulator.compiled.communication import MISSING
 from soap.simulator.compiled.draws import NO_DRAWING, Drawing
 from soap.simulator.compiled.evaluate import confirm, evaluate, take_back
@@ -25,6 +27,7 @@ from soap.simulator.compiled.groups import DeviceGroups
 from soap.simulator.compiled.handles import handle
 from soap.simulator.compiled.history import complete, make_history, retrace
 from soap.simulator.compiled.lists import missing_entry
+from soap.simulator.compiled.pass_order import pass_tables, repeated
 from soap.simulator.compiled.played import PlayedTask, PlayedTasks, all_tasks, each_task
 from soap.simulator.compiled.rebuild import lower_all
 from soap.simulator.compiled.scratch import FULL, make_scratch
@@ -36,8 +39,9 @@ from soap.simulator.compiled.variants import Variants
 from soap.simulator.compiled.world import World
 from soap.simulator.costs import CostModel
 from soap.simulator.draws import Draws
+from soap.simulator.edits import write_edit
 from soap.simulator.task_ids import UNNUMBERED, unnumbered
-from soap.strategy.config import NOTHING, OpConfig, Strategy, SyncConfig, check_config
+from soap.strategy.config import NOTHING, OpConfig, Strategy, SyncConfig, check_config, check_kept, check_parts
 from soap.strategy.recomputation import require_repeatable
 
 Result = TypeVar("Result")
@@ -70,10 +74,11 @@ class Engine:
         communication: Communication | None = None,
         draws: Draws | None = None,
         training: PlannedTraining = PLAIN,
+        order_of: OrderOf = usual_order,
     ) -> None:
         """``communication``: prices of this topology, if they are not the usual ones (``folding``). ``draws``: for ``DrawnEngine``.
-        ``training``: what training adds to compressed parameters."""
-        self.graph, self.topology = graph, topology
+        ``training``: what training adds to compressed parameters. ``order_of``: makes the order of micro-batches' passes."""
+        self.graph, self.topology, self._order_of = graph, topology, order_of
         self.choices: Mapping[str, Sequence[SyncConfig]] = {}
         """Parameter -> the synchronizations that compiled code chooses from."""
         communication = communication or Communication(topology)
@@ -83,7 +88,7 @@ class Engine:
         cluster = cluster_tables(communication)
         self.variants = Variants(graph, topology, costs, draws, training)
         self._groups = DeviceGroups(communication, cluster)
-        self._renew(graph=self._graph, cluster=cluster, groups=self._groups.arrays)
+        self._renew(graph=self._graph, order=pass_tables(None), cluster=cluster, groups=self._groups.arrays)
         self._size, self._slots, self._arena = 4096, 4096, 65536
         self._make_scratch()
         self._resources = topology.device_count + len(topology.links) + len(names_behind_links(topology))
@@ -99,16 +104,24 @@ class Engine:
         """Hold a strategy, and lower it. StrategyError if it does not fit the graph or the cluster."""
         strategy.validate(self.graph, self.topology.device_count)
         self._loaded = strategy
+        self._set_order(strategy.microbatches)
         self._configs = [strategy.operators[op.name] for op in self.graph.operators]
         self._syncs, self._codes = dict(strategy.parameters), sync_codes(self.graph, strategy)
-        self._make_room(2 * sum(len(config.devices) for config in self._configs))  # each tile takes at least two slots
+        self._make_room(2 * strategy.microbatches * sum(len(config.devices) for config in self._configs))  # at least two slots a tile
         variants = np.array([self.variants.number(i, config.degrees) for i, config in enumerate(self._configs)], np.int32)
         replicas = np.array([config.replicas for config in self._configs], np.int32)
-        devices = np.array([device for config in self._configs for device in config.devices], np.int32)
+        parts = self.variants.micro_batches.parts
+        devices = np.array([device for i, config in enumerate(self._configs) for device in repeated(config, parts(i))], np.int32)
         marked = np.array([config.recompute for config in self._configs], np.int32)
         if len(self.variants.degrees) > self._known_variants:
             self._renew_tables()
         self._lower(variants, replicas, devices, marked)
+
+    def _set_order(self, microbatches: int) -> None:
+        """Cut operators into so many micro-batches from now on."""
+        if microbatches != self.variants.micro_batches.count:
+            self.variants.micro_batches = cut = MicroBatches(self.graph, microbatches)
+            self._renew(order=pass_tables(self._order_of(cut) if microbatches > 1 else None))
 
     def _make_room(self, slots: int) -> None:
         """Grow the arrays to the least that a strategy needs at once, rather than trying every smaller size."""
@@ -155,29 +168,19 @@ class Engine:
         for position, config in zip(positions, operators.values(), strict=True):
             check_config(self.graph.operators[position], config, self.topology.device_count)
             require_repeatable(self.graph, self.graph.operators[position], config.recompute)
+            check_parts(self.variants.micro_batches, position, config)
+        for name, sync in parameters.items():
+            check_kept(self.variants.micro_batches.count, name, sync)
         numbers = [self._parameters[name] for name in parameters]
         codes = [sync_code(sync) for sync in parameters.values()]
         variants = [self.variant(position, config.degrees) for position, config in zip(positions, operators.values(), strict=True)]
-        self._write_edit(positions, variants, list(operators.values()), numbers, codes)
+        self.make_edit_room(sum(len(config.devices) for config in operators.values()))
+        write_edit(self.edit, positions, variants, list(operators.values()), numbers, codes)
         found = int(self._try(lambda: self._whole(lambda: evaluate(*self.handles(), at_most_ns)), self._renew_state))
         configs = dict(zip(positions, operators.values(), strict=True))
         self._proposed = configs, dict(parameters), dict(zip(numbers, codes, strict=True))
         self._proposed_ns = None if found == STOPPED else found
         return self._proposed_ns
-
-    def _write_edit(
-        self, positions: list[int], variants: list[int], configs: list[OpConfig], numbers: list[int], codes: list[int]
-    ) -> None:
-        devices = [device for config in configs for device in config.devices]
-        self.make_edit_room(len(devices))
-        E, count = self.edit, len(positions)
-        E.count[:REPLACED_OPERATORS] = count, len(devices), len(numbers)
-        E.operator[:count], E.variant[:count] = positions, variants
-        E.replicas[:count] = [config.replicas for config in configs]
-        E.marked[:count] = [config.recompute for config in configs]
-        E.dev_ptr[1 : count + 1] = np.cumsum([len(config.devices) for config in configs])
-        E.dev[: len(devices)] = devices
-        E.parameter[: len(numbers)], E.sync[: len(numbers)] = numbers, codes
 
     def accept(self) -> None:
         """Hold the proposed strategy. ValueError if there is no proposal, or it exceeds its bound."""
@@ -246,6 +249,12 @@ class Engine:
 
         return self._try(lambda: self._whole(work), renew)
 
+    def last_trial(self) -> Trial:
+        """The simulation of the proposal, with all its tasks; without one, that of the strategy that is held."""
+        if self._proposed_ns is not None:
+            complete(self._trial, self._other)
+        return self._trial if self._proposed_ns is None else self._other
+
     def consult(self, work: Callable[[], Result]) -> Result:
         """Do compiled work on ``handles()`` that changes neither the held strategy nor the proposal."""
         return self._try(work)
@@ -267,7 +276,9 @@ class Engine:
     def config(self, position: int, variant: int, devices: Ints, replicas: int, marked: int = KEEP) -> OpConfig:
         """An operator's configuration with this variant on these devices; fields that compiled code does not know stay as held. ``marked``:
         whether it is recomputed, ``KEEP`` for as held."""
-        held = self._configs[position].placed(self.variants.degrees[variant], tuple(devices.tolist()), int(replicas))
+        degrees, parts = self.variants.degrees[variant], self.variants.micro_batches.parts(position)
+        own = tuple(devices.reshape(int(replicas), parts, -1)[:, 0].ravel().tolist())
+        held = self._configs[position].placed(degrees, own, int(replicas))
         return held if marked in (KEEP, held.recompute) else replace(held, recompute=bool(marked))
 
     def sync(self, parameter: str, code: int) -> SyncConfig:
@@ -276,8 +287,7 @@ class Engine:
 
     def syncs(self, codes: Ints) -> dict[str, SyncConfig]:
         """Parameter -> its synchronization, where it differs from the default. ``codes[parameter]``: as in ``sync_codes``."""
-        names = [tensor.name for tensor in self.graph.parameters]
-        found = {name: self.sync(name, code) for name, code in zip(names, codes.tolist(), strict=False)}
+        found = {tensor.name: self.sync(tensor.name, code) for tensor, code in zip(self.graph.parameters, codes.tolist(), strict=False)}
         return {name: sync for name, sync in found.items() if sync != SyncConfig()}
 
     def variant(self, position: int, degrees: tuple[int, ...]) -> int:

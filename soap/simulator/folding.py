@@ -153,6 +153,8 @@ def fold(graph: OperatorGraph, topology: Topology, strategy: Strategy, training:
     for sync in strategy.parameters.values():
         if sync.contract.folding or sync.offload:
             return sync.contract.folding or "optimizer states are offloaded"
+    if strategy.microbatches > 1:
+        return "micro-batches are not folded"
     if topology.ports:
         return "communication costs the devices CPU overhead"
     if topology.cold_penalty.points:

@@ -8,7 +8,7 @@ from collections.abc import Hashable
 from soap.plan.compression.training import PlannedTraining
 from soap.simulator.compiled.evaluate import evaluate
 from soap.simulator.compiled.jit import is_compiled
-from soap.simulator.compiled.memory_tables import FITS
+from soap.simulator.compiled.memory_tables import FITS, UNLIKELY
 from soap.simulator.compiled.rebuild import lower_all
 from soap.simulator.costs import CostModel
 from soap.simulator.drawn_engine import make_engine
@@ -90,7 +90,23 @@ class IncrementalSimulator:
             return 0
         if self.least_overflow_bytes(strategy) > 0:
             return self._simulator.bounds_overflow_bytes(strategy)
-        return self._simulator.overflow_bytes(strategy)
+        found = self._simulator.overflow_bytes(strategy)
+        for holder in self._engines:
+            holder.told(strategy, fits=found == 0)
+        return found
+
+    def probably_lacks(self, strategy: Strategy) -> bool:
+        """Whether an estimate says so (``compiled.memory_estimate``); False unless this is the last strategy whose time was asked for."""
+        return any(holder.probably_lacks(strategy) for holder in self._engines)
+
+    def estimated_share(self, strategy: Strategy) -> float | None:
+        """The estimated peak by the limit (``MemoryBound.estimated_share``); None unless this is the last strategy whose time was asked
+        for."""
+        return next((found for holder in self._engines if (found := holder.estimated_share(strategy)) is not None), None)
+
+    def memory_of(self, engine: Engine) -> MemoryBound:
+        """Bounds and estimates of the memory of what an engine holds or proposes."""
+        return MemoryBound(engine, self._simulator.topology.memory_limits, self._simulator.optimizer_states)
 
     def bounds_overflow_bytes(self, strategy: Strategy) -> int:
         """As ``Simulator.bounds_overflow_bytes``."""
@@ -145,6 +161,11 @@ class IncrementalSimulator:
         return holder.makespan_ns(strategy)
 
 
+def _unlike(one: Strategy, other: Strategy) -> bool:
+    """Whether two strategies differ in what no proposal changes."""
+    return (one.prefetch, one.microbatches) != (other.prefetch, other.microbatches)
+
+
 class _Holder:
     """An engine, the strategy that it holds, and perhaps a proposal that is neither accepted nor rejected yet."""
 
@@ -168,6 +189,20 @@ class _Holder:
         """A lower bound of the bytes that the devices lack if this is the last strategy simulated here; else 0."""
         return self._judged(strategy)[1] if self._has(strategy) else 0
 
+    def probably_lacks(self, strategy: Strategy) -> bool:
+        """True if this is the last strategy simulated here, and its estimated memory is unlikely to fit."""
+        return self._has(strategy) and self._memory.likely() == UNLIKELY
+
+    def estimated_share(self, strategy: Strategy) -> float | None:
+        """As ``MemoryBound.estimated_share``, if this is the last strategy simulated here; else None."""
+        return self._memory.estimated_share() if self._has(strategy) else None
+
+    def told(self, strategy: Strategy, *, fits: bool) -> None:
+        """Learn whether a strategy fits, if it is the last one simulated here."""
+        if self._has(strategy):
+            self._memory.likely()
+            self._memory.told(fits=fits)
+
     def _judged(self, strategy: Strategy) -> tuple[int, int]:
         """(verdict of the bounds, bytes that are lacking at least), computed once for each strategy."""
         if self._last is None or self._last[0] is not strategy:
@@ -189,7 +224,7 @@ class _Holder:
             else:
                 self._engine.reject()
             self._proposed = None
-        if len(changes) > MOST_CHANGES or strategy.prefetch != self._held.prefetch:
+        if len(changes) > MOST_CHANGES or _unlike(strategy, self._held):
             self._load(strategy)
             return self._engine.makespan_ns
         if not changes:

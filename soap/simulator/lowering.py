@@ -17,11 +17,14 @@ its own tiles (except that tiles that wait for no other run right before their f
 
 The runtime joins consecutive tiles between which nothing arrives or leaves (``program``), and then waits for all gradients that the joined
 tiles need. The simulator takes tile by tile.
+
+With micro-batches each device runs its passes one after the other in a given order (``Plan.order``): each waits for the one before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 
 from soap.cluster.topology import Topology
 from soap.model.regions import Box
@@ -71,6 +74,7 @@ def lower(
     synchronization = Synchronization(plan, costs, tasks, pull_together=pull_together)
     lowering.forward(synchronization.pull(), synchronization.gather)
     lowering.backward(synchronization.gather)
+    lowering.keep_order()
     synchronization.synchronize(lowering.backward_tasks)
     return TaskGraph(plan, topology, tasks.in_order())
 
@@ -130,6 +134,21 @@ class _Lowering:
             for carrier in self._index.carriers[position]:
                 self._return_gradient(carrier)
         self._second.link()
+
+    def keep_order(self) -> None:
+        """With micro-batches, let each pass wait for the one before it on its device (``Plan.order``)."""
+        if self.plan.order is None:
+            return
+        last = len(self.plan.graph.operators) - 1
+        by_device: dict[int, list[tuple[int, int, int, int]]] = {}
+        for backward, own in ((False, enumerate(self._forward)), (True, self.backward_tasks.items())):
+            for number, task in own:
+                tile = self.plan.tiles[number]
+                position = last - tile.operator if backward else tile.operator
+                by_device.setdefault(tile.device, []).append((self.plan.rank(tile, backward=backward), position, tile.index, task))
+        for found in by_device.values():
+            for (*_, before), (*_, after) in pairwise(sorted(found)):
+                self._list.wait_also(after, (before,))
 
     def _backward_tiles(self, position: int) -> None:
         arrivals: dict[int, list[int]] = {}
@@ -268,11 +287,14 @@ class _Lowering:
         return self._list.all_reduce(place, name, TaskKind.REDUCE, size, reduction.devices, after)
 
     def _loss_start(self, tile: Tile) -> tuple[int, ...]:
-        """The tasks after which a tile of the loss starts the backward pass with gradient 1: those that make the loss. Replica 0 only."""
+        """The tasks after which a tile of the loss starts the backward pass with gradient 1: those that make the loss. Replica 0 only.
+        With micro-batches its own part of the loss is enough, as the gradient of a sum is known."""
         graph = self.plan.graph
         producer, output = graph.producers.get(graph.loss, (-1, 0))
         if tile.operator != producer or tile.replica != 0:
             return ()
+        if self.plan.order is not None:
+            return (self._forward[self._place(tile)],)
         for place in self._index.reductions[producer]:
             reduction = self.plan.reductions[place]
             if reduction.output == output and self._place(tile) in reduction.tiles:

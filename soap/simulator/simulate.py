@@ -275,7 +275,7 @@ class Simulator:
         configs = tuple(strategy.operators.get(op.name) for op in self.graph.operators)
         syncs = tuple(strategy.sync(name) for name in self._parameters)
         unknown = tuple(sorted(strategy.parameters.keys() - self._parameters.keys()))
-        return configs, len(strategy.operators), syncs, unknown, strategy.prefetch
+        return configs, len(strategy.operators), syncs, unknown, strategy.prefetch, strategy.microbatches
 
 
 def _is_refused(plan: Plan) -> bool:

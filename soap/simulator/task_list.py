@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from soap.plan.collectives import Flow, busiest_messages, flow_links
 from soap.plan.flows import Round
+from soap.plan.syncs.even_parts import Collective
 from soap.simulator.chunks import chunk_count, parts, shortest_chunk_ns
 from soap.simulator.communication.prices import Communication
 from soap.simulator.task_ids import check_id
@@ -164,6 +165,24 @@ class TaskList:
         cpu_overhead_ns = self.topology.cpu_overhead.of_all_reduce(len(set(devices))).busy_ns(duration)
         moved = self.communication.allreduce_bytes(size, devices)
         resources = self._link_resources(links)
+        if chunked:
+            return self._add_chunks(place, name, kind, resources, duration, after, moved, (), cpu_overhead_ns)
+        return self.add(place, name, kind, resources, duration, after, moved, cpu_overhead_ns=cpu_overhead_ns)
+
+    def parted(
+        self,
+        place: tuple[int, ...],
+        name: str,
+        kind: TaskKind,
+        collective: Collective,
+        after: Iterable[int],
+        *,
+        chunked: bool = False,
+    ) -> int:
+        """Add an all-gather or a reduce-scatter of equal parts. ``chunked``: cut it into chunks (``chunks``)."""
+        duration, links = self.communication.collective(collective)
+        cpu_overhead_ns = self.topology.cpu_overhead.of_all_reduce(len(collective.groups[0])).busy_ns(duration)
+        moved, resources = collective.moved_bytes, self._link_resources(links)
         if chunked:
             return self._add_chunks(place, name, kind, resources, duration, after, moved, (), cpu_overhead_ns)
         return self.add(place, name, kind, resources, duration, after, moved, cpu_overhead_ns=cpu_overhead_ns)

@@ -17,7 +17,7 @@ from soap.strategy.grids import device_order, fill, grouped, sample_factor, unif
 from soap.strategy.megatron import balanced_blocks, hybrid, megatron, operator_work, sequence_parallel
 from soap.strategy.recomputation import recomputed
 from soap.strategy.sequences import context_parallel
-from soap.strategy.sync import SHARDED, SHARDED_STATE, SPARSE_ALL_GATHER, synchronized, usual_server
+from soap.strategy.sync import SHARDED, SHARDED_IN_HOSTS, SHARDED_STATE, SPARSE_ALL_GATHER, synchronized, usual_server
 from soap.strategy.tensor_parallel_chains import dense
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "context_parallel",
     "data_parallel",
     "fsdp",
+    "hsdp",
     "hybrid",
     "hybrid_synchronization",
     "megatron",
@@ -129,6 +130,11 @@ def fsdp(graph: OperatorGraph, topology: Topology) -> Strategy:
     return data_parallel(graph, topology).with_changes(parameters=synchronized(graph, SHARDED, sparse=False))
 
 
+def hsdp(graph: OperatorGraph, topology: Topology) -> Strategy:
+    """``fsdp`` inside each host, with sums of gradients across hosts: PyTorch's hybrid sharding (``HYBRID_SHARD``)."""
+    return data_parallel(graph, topology).with_changes(parameters=synchronized(graph, SHARDED_IN_HOSTS, sparse=False))
+
+
 SYNCHRONIZED: Mapping[str, Callable[[OperatorGraph, Topology], Strategy]] = MappingProxyType(
     {
         "hybrid": hybrid_synchronization,
@@ -136,6 +142,7 @@ SYNCHRONIZED: Mapping[str, Callable[[OperatorGraph, Topology], Strategy]] = Mapp
         "sparse_allgather": sparse_allgather,
         "zero1": zero1,
         "fsdp": fsdp,
+        "hsdp": hsdp,
     }
 )
 """Data parallelism with methods of synchronization other than all-reduce, by name."""

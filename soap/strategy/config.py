@@ -12,7 +12,8 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from soap.errors import StrategyError
-from soap.model.graph import KEEP_STATE, NEXT_STATE, Operator, OperatorGraph
+from soap.model.graph import KEEP_STATE, LOCAL_BATCH_NORM, NEXT_STATE, Operator, OperatorGraph
+from soap.model.micro_batches import MAX_MICROBATCHES, MicroBatches
 from soap.strategy.compression import COMPRESSIONS, Compression
 from soap.strategy.recomputation import require_repeatable
 from soap.strategy.sync_contracts import COMPRESSED, MAX_PREFETCH, METHODS, Contract, Owner, Residence, Within, find_contract
@@ -85,7 +86,7 @@ class SyncConfig:
             found = "without a compression" if self.compression is None else f"with compression {self.compression.word!r}"
             expected = f"one of {', '.join(COMPRESSIONS)}" if self.compression is None else f"payload {COMPRESSED!r}"
             raise StrategyError(f"payload {self.payload!r} {found}; expected {expected}")
-        said = f"synchronization by {contract.word}"
+        said = f"synchronization by {self.word}"
         if self.within not in contract.within:
             expected = " or ".join(map(repr, contract.within))
             raise StrategyError(f"{said}: within {self.within!r}, expected {expected} ('host': local aggregation)")
@@ -100,6 +101,11 @@ class SyncConfig:
     def contract(self) -> Contract:
         """The contract of the method that serves this combination."""
         return find_contract(self.owner, self.payload, self.residence)
+
+    @property
+    def word(self) -> str:
+        """What commands and reports call it."""
+        return self.contract.host_word if self.within == "host" and self.contract.host_word else self.contract.word
 
     def require_serves(self, parameter: str, graph: OperatorGraph) -> None:
         """StrategyError if its method does not serve this parameter."""
@@ -123,14 +129,18 @@ class Strategy:
     """{operator name: OpConfig} and {parameter name: SyncConfig}; parameters without an entry use the default SyncConfig.
 
     ``prefetch``: of values that readers have only for their uses, how many groups may be gathered while an earlier one is used.
-    StrategyError unless it is 0 to ``MAX_PREFETCH``.
+    ``microbatches``: in how many parts along the samples each device runs a step (``soap.model.micro_batches``). StrategyError unless they
+    are 0 to ``MAX_PREFETCH`` and 1 to ``MAX_MICROBATCHES``.
     """
 
     operators: Mapping[str, OpConfig]
     parameters: Mapping[str, SyncConfig] = field(default_factory=dict)
     prefetch: int = 1
+    microbatches: int = 1
 
     def __post_init__(self) -> None:
+        if not 1 <= self.microbatches <= MAX_MICROBATCHES:
+            raise StrategyError(f"microbatches {self.microbatches}: expected 1 to {MAX_MICROBATCHES}, parts of a step's samples")
         if not 0 <= self.prefetch <= MAX_PREFETCH:
             raise StrategyError(f"prefetch {self.prefetch}: expected 0 to {MAX_PREFETCH}, the groups of values to gather ahead")
         object.__setattr__(self, "operators", MappingProxyType(dict(self.operators)))
@@ -180,6 +190,26 @@ class Strategy:
             if name not in known:
                 raise StrategyError(f"strategy names parameter {name!r}, which model {graph.name!r} does not have")
             sync.require_serves(name, graph)
+        if self.microbatches > 1:
+            self._require_parts(graph, empty_tiles=empty_tiles)
+
+    def _require_parts(self, graph: OperatorGraph, *, empty_tiles: bool) -> None:
+        """StrategyError unless the samples, and the configurations, may be cut into micro-batches."""
+        cut, count = MicroBatches(graph, self.microbatches), self.microbatches
+        if cut.samples is None and not empty_tiles:
+            raise StrategyError(f"microbatches {count}: model {graph.name!r} has no dimension of samples; expected 1")
+        if count > (cut.samples or count) and not empty_tiles:
+            raise StrategyError(f"microbatches {count}: model {graph.name!r} has {cut.samples} samples per step; expected at most so many")
+        local = next((op.name for op in graph.operators if op.kind == LOCAL_BATCH_NORM), None)
+        if local is not None:
+            raise StrategyError(
+                f"microbatches {count}: operator {local!r} normalizes each tile by itself (batch_norm='local'), so they would change what "
+                "is computed; expected 1, or batch norm over the whole batch"
+            )
+        for name, sync in self.parameters.items():
+            check_kept(count, name, sync)
+        for position, op in enumerate(graph.operators if not empty_tiles else ()):
+            check_parts(cut, position, self.operators[op.name])
 
 
 def _rebuilt(kind: type[Strategy], values: Mapping[str, Any]) -> Strategy:
@@ -214,6 +244,25 @@ def check_config(op: Operator, config: OpConfig, device_count: int, *, empty_til
     if max(config.devices) >= device_count:
         device = next(device for device in config.devices if device >= device_count)
         raise StrategyError(f"operator {op.name!r}: device {device} does not exist; expected 0 to {device_count - 1} on this cluster")
+
+
+def check_parts(cut: MicroBatches, position: int, config: OpConfig) -> None:
+    """Raise StrategyError if micro-batches have too few samples for the configuration of the operator at ``position``."""
+    factor, op = cut.factors[position], cut.graph.operators[position]
+    if factor is not None and config.degrees[factor] > (least := cut.least_size(position, factor)):
+        raise StrategyError(
+            f"operator {op.name!r}: degree {config.degrees[factor]} of factor {op.factors[factor].name!r} exceeds {least}, its size in the "
+            f"smallest of {cut.count} micro-batches; lower the degree, or microbatches"
+        )
+
+
+def check_kept(microbatches: int, parameter: str, sync: SyncConfig) -> None:
+    """Raise StrategyError if values that are gathered for each use would be gathered for several micro-batches."""
+    if microbatches > 1 and sync.contract.gathers_values:
+        raise StrategyError(
+            f"microbatches {microbatches}: values of parameter {parameter!r} are gathered for each use ({sync.contract.word}); expected "
+            "another synchronization of it, or 1 micro-batch"
+        )
 
 
 _SETTLED = {NEXT_STATE: "assembles the buffers that the forward pass changes", KEEP_STATE: "keeps changed buffers on every device"}

@@ -12,6 +12,7 @@ from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any
 
 from soap.errors import StrategyError
+from soap.model.micro_batches import MAX_MICROBATCHES
 from soap.strategy.compression import read_settings, said_settings, settings_schema, written_settings
 from soap.strategy.sync_contracts import MAX_PARTITIONS, MAX_PREFETCH, METHODS, OWNERS, RESIDENCES, WITHIN
 
@@ -60,7 +61,10 @@ OPERATOR_FIELDS = (
 )
 """Of ``OpConfig``, beside its degrees and devices."""
 
-STRATEGY_FIELDS: tuple[OptionalField, ...] = (OptionalField("prefetch", _count(MAX_PREFETCH, 0), int),)
+STRATEGY_FIELDS: tuple[OptionalField, ...] = (
+    OptionalField("prefetch", _count(MAX_PREFETCH, 0), int),
+    OptionalField("microbatches", _count(MAX_MICROBATCHES), int),
+)
 """Of ``Strategy``, beside its operators and parameters."""
 
 

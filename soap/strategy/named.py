@@ -16,7 +16,7 @@ from soap.strategy.classical import NAMED, SYNCHRONIZED, hybrid
 from soap.strategy.config import Strategy
 from soap.strategy.grids import tensor_parallel_width
 from soap.strategy.recomputation import recomputed
-from soap.strategy.sync import offloaded
+from soap.strategy.sync import offloaded, shares_in_hosts
 
 JOIN, WIDTH = "+", ":"
 DATA_PARALLEL, MEGATRON, RECOMPUTE, OFFLOAD = "data_parallel", "megatron", "recompute", "offload"
@@ -45,7 +45,8 @@ ADDED: Mapping[str, Added] = MappingProxyType(
 )
 """What may be put on top of another strategy, by name."""
 
-SAVING: tuple[tuple[str, ...], ...] = (("zero1", "fsdp"), (RECOMPUTE,))
+HSDP = "hsdp"
+SAVING: tuple[tuple[str, ...], ...] = (("zero1", "fsdp", HSDP), (RECOMPUTE,))
 """What may be put on top of a strategy to save memory: of each group at most one."""
 
 SAVING_STARTS = ("megatron+zero1", "megatron+fsdp")
@@ -96,8 +97,9 @@ def named(name: str, graph: OperatorGraph, topology: Topology) -> Strategy:
 
 def saving_names(topology: Topology) -> Iterator[str]:
     """Names of the strategies to try where data parallelism does not fit: first those that leave its operators where they are, then those
-    that change least."""
-    on_top = sorted((tuple(name for name in chosen if name) for chosen in product(*(("", *group) for group in SAVING))), key=len)
+    that change least. ``HSDP`` only where there are several hosts, some with several devices: elsewhere it is nothing of its own."""
+    known = [[name for name in group if name != HSDP or shares_in_hosts(topology)] for group in SAVING]
+    on_top = sorted((tuple(name for name in chosen if name) for chosen in product(*(("", *group) for group in known))), key=len)
     bases = [one for name in SPLITTING for one in _widths(name, topology)]
     yield from (_joined(DATA_PARALLEL, added) for added in on_top if added)
     yield from (_joined(base, added) for added in on_top for base in bases if base != DATA_PARALLEL)

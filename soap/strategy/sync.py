@@ -27,9 +27,17 @@ SHARDED_STATE = SyncConfig("parts")
 SHARDED = SyncConfig("parts", residence="gathered")
 """Each reader owns a part of every shard. The rest of the values is there only for the passes that read it (ZeRO-3, FSDP)."""
 
+SHARDED_IN_HOSTS = SyncConfig("parts", residence="gathered", within="host")
+"""The readers of each host share a copy so. Owners of the same part on several hosts sum its gradients and update it alike (HSDP)."""
+
 
 SAVING_MEMORY: tuple[SyncConfig, ...] = (SHARDED_STATE, SHARDED)
-"""What searches also choose from, without being asked, where data parallelism does not fit into memory."""
+"""What searches also choose from, without being asked, where data parallelism does not fit into memory (``saving_memory``)."""
+
+
+def saving_memory(topology: Topology) -> tuple[SyncConfig, ...]:
+    """``SAVING_MEMORY``, and where several hosts have several devices each host's own copy as well."""
+    return (*SAVING_MEMORY, SHARDED_IN_HOSTS) if shares_in_hosts(topology) else SAVING_MEMORY
 
 
 def parameter_server(partitions: int = 1, within: Within = "none", *, rows: bool = False) -> SyncConfig:
@@ -61,7 +69,7 @@ def worded(word: str, partitions: int = 1, within: Within = "none", *, sparse: b
     assert contract is not None  # every method serves sparse or dense parameters
     if contract.compresses:
         raise StrategyError(f"synchronization {word!r} needs a compression; expected one of {', '.join(words())}")
-    return of_method(contract, partitions, within)
+    return of_method(contract, partitions, "host" if word == contract.host_word else within)
 
 
 def of_method(contract: Contract, partitions: int = 1, within: Within = "none") -> SyncConfig:
@@ -119,15 +127,16 @@ def usual_server(topology: Topology) -> SyncConfig:
 def sync_choices(
     graph: OperatorGraph, topology: Topology, asked: Sequence[SyncConfig] = (), uncut: Collection[str] = (), *, saving: bool = False
 ) -> dict[str, tuple[SyncConfig, ...]]:
-    """Trainable parameter -> its possible synchronizations, all-reduce first; parameters without a choice are left out.
+    """Parameter -> its possible synchronizations, all-reduce first; parameters without a choice are left out. Frozen ones may be gathered
+    for their uses.
 
     ``asked``: the choices beside all-reduce, for all parameters. If it is empty, sparse parameters may have every method and dense ones
-    have no choice; ``saving``: all then have ``SAVING_MEMORY``, too. ``uncut``: parameters that stay in one partition, and of which readers
+    have no choice; ``saving``: all then have ``saving_memory``, too. ``uncut``: parameters that stay in one partition, and of which readers
     own no parts.
     """
     counts, ways = partition_counts(topology), ways_within(topology)
     every = [SPARSE_ALL_GATHER, *(parameter_server(count, within) for count in counts for within in ways)]
-    more = SAVING_MEMORY if saving and not asked else ()
+    more = saving_memory(topology) if saving and not asked else ()
     found = {}
     for tensor in graph.parameters:
         sparse = tensor.name in graph.sparse
@@ -135,8 +144,8 @@ def sync_choices(
         wanted = [sync for sync in known if sync is not None]
         if tensor.name in uncut:
             wanted = [replace(sync, partitions=1) for sync in wanted if sync.owner != "parts"]
-        choices = tuple(dict.fromkeys((ALL_REDUCE, *wanted)))
-        if tensor.requires_grad and len(choices) > 1:
+        choices = tuple(dict.fromkeys((ALL_REDUCE, *(own for own in wanted if tensor.requires_grad or own.contract.gathers_values))))
+        if len(choices) > 1:
             found[tensor.name] = choices
     return found
 
@@ -152,14 +161,21 @@ def in_one_partition(strategy: Strategy, names: Collection[str]) -> Strategy:
 
 
 def synchronized(graph: OperatorGraph, sync: SyncConfig, *, sparse: bool) -> dict[str, SyncConfig]:
-    """Trainable parameter -> ``sync``, or its counterpart for the parameter's kind. ``sparse``: only the sparse parameters."""
-    names = [tensor.name for tensor in graph.parameters if tensor.requires_grad and (tensor.name in graph.sparse or not sparse)]
+    """Parameter -> ``sync``, or its counterpart for the parameter's kind. ``sparse``: only the sparse parameters. Frozen ones are left out,
+    unless their values are gathered for their uses."""
+    known = [tensor for tensor in graph.parameters if tensor.requires_grad or sync.contract.gathers_values]
+    names = [tensor.name for tensor in known if tensor.name in graph.sparse or not sparse]
     return {name: fitted(graph, name, sync) for name in names}
 
 
 def ways_within(topology: Topology) -> tuple[Within, ...]:
     """What may be done inside hosts first, on this cluster."""
     return ("none", "host") if _hosts_share(topology) else ("none",)
+
+
+def shares_in_hosts(topology: Topology) -> bool:
+    """Whether there are several hosts, some with several devices, so that each may have a copy of its own."""
+    return server_count(topology) > 1 and _hosts_share(topology)
 
 
 def _hosts_share(topology: Topology) -> bool:

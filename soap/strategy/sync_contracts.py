@@ -18,8 +18,8 @@ partitions."""
 Residence = Literal["kept", "gathered"]
 """Whether readers keep the value between uses, or get it anew for each."""
 Within = Literal["none", "host"]
-"""What is done inside a host first: nothing, or local aggregation: its devices add up, and communicate with servers or peers through one of
-them."""
+"""What is done inside a host first: nothing; or local aggregation: its devices add up, and communicate with servers or peers through one of
+them; of what readers own in parts each host has a copy in parts (HSDP), so that only sums of parts leave it."""
 
 DENSE, ROWS, COMPRESSED = "dense", "rows", "compressed"
 """Payloads: whole gradients, the rows that a step touches, or what a compressor makes of them."""
@@ -44,7 +44,8 @@ class Contract:
     used only if the user names it. ``within``: what it can do inside hosts. ``most_partitions``: on servers. ``wire_bits``: bits that an
     element of a gradient takes on its way, if not the width of its type. ``state``: tensors that it keeps from step to step (a residual),
     which checkpoints must hold. ``offloads``: whether owners may keep the optimizer's state in their host's memory and update there
-    (``SyncConfig.offload``). ``folding``: why plans with it cannot be folded over copies; empty if they can.
+    (``SyncConfig.offload``). ``folding``: why plans with it cannot be folded over copies; empty if they can. ``host_word``: its word if
+    something is done inside hosts first, if it has one; else that is said beside ``word``.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Contract:
     state: tuple[str, ...] = ()
     offloads: bool = False
     folding: str = "the method of synchronization is not known to fold"
+    host_word: str = ""
 
     @property
     def by_rows(self) -> bool:
@@ -89,13 +91,13 @@ class Contract:
 
     @property
     def in_buckets(self) -> bool:
-        """Whether dense gradients of several regions travel together."""
-        return self.payload == DENSE and not self.has_servers
+        """Whether gradients of several regions travel together, dense or compressed alike."""
+        return self.payload in (DENSE, COMPRESSED) and not self.has_servers
 
     @property
     def sums_in_place(self) -> bool:
         """Whether readers sum dense gradients in buffers that they keep from step to step."""
-        return self.in_buckets and not self.owned_in_parts
+        return self.payload == DENSE and self.in_buckets and not self.owned_in_parts
 
     def serves(self, *, sparse: bool) -> bool:
         """Whether it can synchronize a parameter that is sparse, or dense."""
@@ -170,6 +172,7 @@ METHODS: list[Contract] = [
         residence="kept",
         parameters="all",
         exact=True,
+        within=("none", "host"),
         offloads=True,
         folding="readers own parts of parameters",
     ),
@@ -181,6 +184,8 @@ METHODS: list[Contract] = [
         residence="gathered",
         parameters="all",
         exact=True,
+        within=("none", "host"),
+        host_word="hsdp",
         offloads=True,
         folding="readers own parts of parameters",
     ),
@@ -212,7 +217,7 @@ def by_word(word: str, *, sparse: bool) -> Contract | None:
 
     StrategyError if the word is unknown.
     """
-    found = [contract for contract in METHODS if contract.word == word]
+    found = [contract for contract in METHODS if word in (contract.word, contract.host_word) and word]
     if not found:
         raise StrategyError(f"synchronization {word!r} is unknown; expected one of {', '.join(words())}")
     return next((contract for contract in found if contract.serves(sparse=sparse)), None)
@@ -220,4 +225,5 @@ def by_word(word: str, *, sparse: bool) -> Contract | None:
 
 def words() -> tuple[str, ...]:
     """The words of all exact methods, each once. A lossy method is asked for by name elsewhere (``soap.strategy.compression.parse``)."""
-    return tuple(dict.fromkeys(contract.word for contract in METHODS if contract.exact))
+    found = (word for contract in METHODS if contract.exact for word in (contract.word, contract.host_word) if word)
+    return tuple(dict.fromkeys(found))

@@ -18,6 +18,7 @@ from soap.plan.tiling import Tile
 from soap.tracing.autocast import Autocast
 from soap.tracing.calls import Call, Ref, Value, argument, is_random, substitute, with_argument
 from soap.tracing.model import TileContext
+from soap.tracing.narrow_products import PRODUCTS, can_stay_narrow
 from soap.tracing.rules.notation import Local, Maps, Tiled
 from soap.tracing.rules.random import seeded
 from soap.tracing.sparse_lookup import look_up, rows_asked_for
@@ -140,7 +141,8 @@ class CompiledTile:
         if isinstance(call.target, Autocast) and rule.run is not None:
             rule = replace(rule, run=call.target.within(rule.run))
         makes = [(self._place(name, box), lengths(box)) for name, box in zip(call.outputs, output_boxes, strict=True)]
-        return _Step(local, reads, makes, run, rule, widens=part_of_sum)
+        narrow = None if isinstance(call.target, Autocast) else PRODUCTS.get(call.kind)
+        return _Step(local, reads, makes, run, rule, widens=part_of_sum, narrow=narrow if part_of_sum else None)
 
     def _forget_early(self) -> None:
         """Tensors that only the tile itself reads are freed behind their last reader, as in a plain forward pass."""
@@ -157,9 +159,12 @@ Runner = Callable[[Sequence[torch.Tensor], TileContext], Any]
 
 class _Step:
     """One call. ``reads``: (place, what to cut of it). ``makes``: (place, shape). Shapes are checked when it first runs. ``widens``:
-    its result is a part of a sum; narrow types are computed in float32, as parts may be far larger than their sum."""
+    its result is a part of a sum; narrow types are computed in float32, as parts may be far larger than their sum. ``narrow``: makes such a
+    result without that, where operands allow it."""
 
-    __slots__ = ("_checked", "_cuts", "_only", "_places", "_widens", "forgets", "local", "makes", "reads", "rule", "run", "unread")
+    __slots__ = (
+        "_checked", "_cuts", "_narrow", "_only", "_places", "_widens", "forgets", "local", "makes", "reads", "rule", "run", "unread",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -170,8 +175,9 @@ class _Step:
         rule: Tiled,
         *,
         widens: bool = False,
+        narrow: Callable[[Local], torch.Tensor | None] | None = None,
     ) -> None:
-        self._widens = widens
+        self._widens, self._narrow = widens, narrow
         self.local, self.reads, self.makes, self.run, self.rule = local, reads, makes, run, rule
         self.forgets: tuple[int, ...] = ()
         self.unread: frozenset[int] | set[int] = frozenset()
@@ -188,9 +194,12 @@ class _Step:
             tensors = [made[place] if cut is None else cut(made[place]) for place, cut in self.reads]
         else:
             tensors = [made[place] for place in self._places]
-        if self._widens:
+        narrow = self._product(tensors) if self._narrow is not None and can_stay_narrow(tensors) else None
+        if self._widens and narrow is None:
             tensors = [wide(tensor) for tensor in tensors]
-        if self.run is not None:
+        if narrow is not None:
+            result: Any = narrow
+        elif self.run is not None:
             result = self.run(tensors, context)
         else:
             local = self.local
@@ -210,6 +219,13 @@ class _Step:
                 made[place] = tensor
         for place in self.forgets:
             made[place] = None
+
+    def _product(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        assert self._narrow is not None
+        self.local.tensors = tensors
+        found = self._narrow(self.local)
+        self.local.tensors = ()
+        return found
 
     def rows_asked_for(self, made: Sequence[Any]) -> torch.Tensor:
         """The rows that the call, a lookup, reads. Values that are not known yet are missing in ``made``."""

@@ -77,12 +77,16 @@ class Wanted:
     pull_together: bool = True
 
 
+ALWAYS, LATER = ("parameter_server",), ("hsdp",)
+"""Strategies of which there are figures whatever the graph, and those that are younger than the figures."""
+
+
 def strategies_of(graph: OperatorGraph, topology: Topology, seed: str) -> dict[str, Wanted]:
     """By name: classical ones, a pipeline, other synchronizations (of tables only where there are some), and three drawn at random."""
     count = topology.device_count
     found = {name: make(graph, topology) for name, make in CLASSICAL.items()}
     found["pipeline"] = hybrid(graph, topology, tensor=2, pipeline=2)
-    chosen = SYNCHRONIZED if graph.sparse else {"parameter_server": SYNCHRONIZED["parameter_server"]}
+    chosen = {name: make for name, make in SYNCHRONIZED.items() if name in ALWAYS or (graph.sparse and name not in LATER)}
     found |= {name: make(graph, topology) for name, make in chosen.items()}
     found |= {f"drawn-{k}": drawn(graph, count, f"{seed} {k}", synchronized=k > 0) for k in range(3)}
     wanted = {name: Wanted(strategy) for name, strategy in found.items()}

@@ -11,7 +11,8 @@ from soap.cluster.topology import Topology
 from soap.model.graph import FactorKind, OperatorGraph
 from soap.strategy.classical import random_config
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
-from soap.strategy.sync import SHARDED, SHARDED_STATE, SPARSE_ALL_GATHER, fitted, parameter_server
+from soap.strategy.sync import SHARDED, SHARDED_IN_HOSTS, SHARDED_STATE, SPARSE_ALL_GATHER, fitted, parameter_server
+from soap.strategy.sync_contracts import WITHIN
 from tests.strategies import CPU, cluster
 
 
@@ -48,13 +49,14 @@ SYNCS: Mapping[str, SyncConfig] = {
     "local": parameter_server(3, "host"),
     "zero": SHARDED_STATE,
     "fsdp": SHARDED,
+    "hsdp": SHARDED_IN_HOSTS,
 }
 
 
 def random_sync(rng: random.Random, sparse: bool) -> SyncConfig:
     method = rng.choice(["allreduce", "allgather", "parameter_server", "parameter_server", "zero", "fsdp"])
     if method in ("zero", "fsdp"):
-        return SYNCS[method]
+        return replace(SYNCS[method], within=rng.choice(WITHIN))
     if method == "parameter_server":
         return parameter_server(rng.choice([1, 2, 3, 7, 40]), "host" if rng.random() < 0.5 else "none", rows=sparse)
     return SPARSE_ALL_GATHER if method == "allgather" and sparse else SyncConfig()

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 from soap.errors import RuntimeFailure
-from soap.model.regions import balanced
+from soap.model.regions import balanced, lengths
 from soap.plan.compression.policy import settled
-from soap.plan.syncs.compressed import layout_for
+from soap.plan.compression.rgc import SparseLayout
+from soap.plan.syncs.compressed import compressed_shards
 from soap.runtime.check import COMPRESSED_SUM, CheckResult, check
 from soap.runtime.compression import peer as peers
 from soap.runtime.compression.dgc import Momentum, WarmUp
@@ -214,7 +215,10 @@ def test_only_real_lengths_travel(four: Pool, path: str) -> None:
     """Each rank sends its messages to three others, and gets theirs; behind the sizes, of eight bytes each."""
     model = loaded(path)
     plan = build_plan(model.graph, strategy_of(model, METHODS["ragged"]), FOUR)
-    layouts = [layout_for(plan, sync) for sync in sorted((s for s in plan.syncs if s.compression), key=lambda sync: sync.shards)]
+    layouts = []
+    for shard, sync in compressed_shards(plan).items():
+        assert isinstance(sync.compression, Rgc)
+        layouts.append(SparseLayout.of(sync.compression, lengths(plan.shards[shard].box), 8, RANKS))
     results = four.run(counted, path, ranks=RANKS)
     for rank, (found, _) in enumerate(results):
         expected = 0

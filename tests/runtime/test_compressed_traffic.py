@@ -20,6 +20,9 @@ import pytest
 import torch
 from torch import nn
 
+from soap.model.graph import OperatorGraph
+from soap.plan.compression.policy import settled
+from soap.plan.compression.seam import Layout, joined, layout_of
 from soap.runtime.comm.redistribute import Communicator, Pending
 from soap.runtime.trainer import Trainer
 from soap.strategy.compression import Bf16, Chunked, Compression, Int8, PowerSgd, Rgc, RgcAsq
@@ -58,21 +61,23 @@ class TwoLayers(nn.Module):
 
 
 class Moved(NamedTuple):
-    """Of one rank: bytes that left it, by step, and what stands at the head of the messages that it gave to all."""
+    """Of one rank: bytes that left it, by step; what stands at the head of the messages that it gave to all; and the bytes of exchanges."""
 
     sent: list[int]
     lengths: list[int]
+    exchanges: list[int]
 
 
 @contextmanager
 def counted() -> Iterator[Moved]:
     """What this rank hands to the process group meanwhile. Whoever counts begins each step by a zero in ``sent``."""
-    found = Moved([], [])
+    found = Moved([], [], [])
     exchange, gather = Communicator._each_to_each, Communicator.all_gather
 
     def counting(self: Communicator, coming: Any, leaving: Sequence[torch.Tensor], devices: tuple[int, ...]) -> Any:
         if found.sent:
-            found.sent[-1] += sum(row.nbytes for device, row in zip(devices, leaving, strict=True) if device != self.rank)
+            found.exchanges.append(sum(row.nbytes for device, row in zip(devices, leaving, strict=True) if device != self.rank))
+            found.sent[-1] += found.exchanges[-1]
         return exchange(self, coming, leaving, devices)
 
     def reading(self: Communicator, message: torch.Tensor, devices: tuple[int, ...]) -> Pending:
@@ -153,6 +158,44 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_bytes_are_the_formulas(four: Pool, path: str, ranks: int) -> None:
     require_formulas(four.run(moved, path, ranks, ranks=ranks))
+
+
+def moved_together(path: str, ranks: int) -> dict[str, tuple[list[int], int]]:
+    """By method, (bytes that left this rank in each step, exchanges in all steps), where all three parameters are compressed."""
+    model, found = load_model(path), {}
+    strategy = by_samples(model.graph, range(ranks), SAMPLES)
+    names, batch = [tensor.name for tensor in model.graph.parameters], torch.randn(SAMPLES, COLUMNS, generator=torch.Generator())
+    for name, how in METHODS.items():
+        together = strategy.with_changes(parameters=dict.fromkeys(names, compressed(how)))
+        with counted() as own, Trainer(model, (together, hosts(*[1] * ranks))) as trainer:
+            for _ in range(STEPS):
+                own.sent.append(0)
+                trainer.step(batch)
+        found[name] = own.sent, len(own.exchanges)
+    return found
+
+
+def planned_together(graph: OperatorGraph, how: Compression, ranks: int) -> tuple[int, int]:
+    """(bytes a step, exchanges a step): a sum is two, of parts that are padded to equal lengths. The output layer's values are not
+    averaged: it shares no bucket then."""
+    buckets: dict[Compression, list[Layout]] = {}
+    for tensor in graph.parameters:
+        own = settled(graph, tensor.name, how)
+        buckets.setdefault(own, []).append(layout_of(own, tensor.shape, tensor.itemsize, ranks))
+    size = count = 0
+    for each in (each for layouts in buckets.values() for each in joined(layouts)):
+        size += (ranks - 1) * (2 * 4 * -(-each.message_bytes // 4 // ranks) if each.kind == "sum" else each.message_bytes)
+        count += 2 if each.kind == "sum" else 1
+    return size, count
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_bucket_takes_the_exchanges_of_one_shard_and_the_bytes_of_all(four: Pool, path: str, ranks: int) -> None:
+    graph, results = load_model(path).graph, four.run(moved_together, path, ranks, ranks=ranks)
+    for name, how in METHODS.items():
+        size, exchanges = planned_together(graph, how, ranks)
+        assert [own[name] for own in results] == [([size] * STEPS, exchanges * STEPS)] * ranks, name
 
 
 @pytest.mark.long

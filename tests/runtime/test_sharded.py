@@ -15,6 +15,9 @@ from torch import nn
 
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
+from soap.plan.plan import Plan
+from soap.plan.syncs import bucketing
+from soap.plan.syncs.bucketing import gradient_bytes
 from soap.runtime.program.actions import ActionKind, part_of
 from soap.runtime.program.program import compile_program
 from soap.runtime.sync import sharded
@@ -79,8 +82,8 @@ def loaded(path: str) -> ExecutableModel:
 
 
 def all_sharded(graph: OperatorGraph, strategy: Strategy, prefetch: int = 1) -> Strategy:
-    """With all trainable parameters gathered for their uses."""
-    syncs = {tensor.name: SHARDED for tensor in graph.parameters if tensor.requires_grad}
+    """With all parameters gathered for their uses, frozen ones too."""
+    syncs = {tensor.name: SHARDED for tensor in graph.parameters}
     return replace(strategy.with_changes(parameters=syncs), prefetch=prefetch)
 
 
@@ -130,8 +133,9 @@ def test_what_is_a_view_of_values_outlives_them(four: Pool, files: dict[str, str
 def held_while_training(path: str, strategy: Strategy, topology: Topology) -> tuple[int, int, int, bool]:
     """(most bytes of leaves at a time in two steps, bytes behind the steps, bytes of parts, whether the model's own values are gone)."""
     model, most = load_model(path, dtype="float64"), 0
-    with Trainer(model, (strategy, topology), optimizer=OPTIMIZERS["adam"], take_over=True) as trainer:
-        leaves = [leaf for piece, leaf in trainer.shards.leaves.items() if piece not in trainer.shards.tensors and leaf.requires_grad]
+    many, adam = patch.object(bucketing, "LEAST_GROUPS", MANY), OPTIMIZERS["adam"]
+    with many, Trainer(model, (strategy, topology), optimizer=adam, take_over=True) as trainer:
+        leaves = [leaf for piece, leaf in trainer.shards.leaves.items() if piece not in trainer.shards.tensors]
 
         def noted(leaf: torch.Tensor, *, kept: bool) -> None:
             nonlocal most
@@ -143,25 +147,37 @@ def held_while_training(path: str, strategy: Strategy, topology: Topology) -> tu
             for step in range(2):
                 trainer.step(*batch_of("odd", 6, step))
         behind = sum(own.untyped_storage().nbytes() for own in leaves)
-        parts = sum(tensor.nbytes for tensor in trainer.shards.tensors.values() if tensor.requires_grad)
-        gone = all(tensor.is_meta for name, tensor in model.parameters.items() if tensor.requires_grad and tensor.shape[:1] > (1,))
+        parts = sum(tensor.nbytes for tensor in trainer.shards.tensors.values())
+        gone = all(tensor.is_meta for name, tensor in model.parameters.items() if tensor.shape[:1] > (1,))
         return most, behind, parts, gone
+
+
+MANY = 64
+"""So many groups that each has few parameters: none is used early and late for that reason."""
+
+
+def together(plan: Plan, operators: set[int]) -> int:
+    """Bytes of the groups between whose first and last uses some of these operators are."""
+    found = 0
+    for sync in plan.syncs:
+        own = [plan.tiles[tile].operator for tile, _ in sync.uses]
+        found += gradient_bytes(plan, sync) if any(min(own) <= operator <= max(own) for operator in operators) else 0
+    return found
 
 
 @pytest.mark.parametrize("prefetch", [0, 3])
 def test_values_are_there_only_while_they_are_used(four: Pool, files: dict[str, str], prefetch: int) -> None:
     graph = loaded(files["odd"]).graph
     strategy = all_sharded(graph, by_samples(graph, range(4), 6), prefetch)
-    size = sum(tensor.bytes for tensor in graph.parameters if tensor.requires_grad)
-    plan = build_plan(graph, strategy, FOUR)
-    long_used = {"layer.weight", "layer.bias"}  # used twice
-    groups = {sync.parameter: sum(tensor.bytes for tensor in graph.parameters if tensor.name in {r.parameter for r in sync.regions})
-              for sync in plan.syncs}  # fmt: skip
-    largest = max(own for name, own in groups.items() if name not in long_used)
+    size = sum(tensor.bytes for tensor in graph.parameters)
+    with patch.object(bucketing, "LEAST_GROUPS", MANY):
+        plan = build_plan(graph, strategy, FOUR)
+    assert any(plan.is_frozen(sync) for sync in plan.syncs)
+    needed = max(together(plan, {plan.tiles[tile].operator for tile in own.tiles}) for own in compile_program(plan).segments)
     found = four.run(held_while_training, files["odd"], strategy, FOUR)
     assert sum(parts for *_, parts, _ in found) == size
     for most, behind, _, gone in found:
-        assert 0 < most <= largest + sum(own for name, own in groups.items() if name in long_used) < size
+        assert 0 < most <= needed < size
         assert behind == 0 and gone
 
 

@@ -213,7 +213,7 @@ def refused(path: str, strategy: Strategy, topology: Topology) -> str:
 def test_an_optimizer_that_needs_whole_parameters_is_refused(four: Pool, files: dict[str, str]) -> None:
     graph = loaded(files["odd"]).graph
     lines = four.run(refused, files["odd"], sharded(graph, by_samples(graph, range(2), 6)), TWO, ranks=2)
-    assert len({*lines}) == 1 and "its readers own parts of it (zero, fsdp); synchronize it by allreduce, or use" in lines[0]
+    assert len({*lines}) == 1 and "its readers own parts of it (zero, fsdp, hsdp); synchronize it by allreduce, or use" in lines[0]
 
 
 def gone_on(path: str, strategy: Strategy, topology: Topology, source: str | None, target: str | None, steps: Sequence[int]) -> Trained:

@@ -86,7 +86,7 @@ def test_rows_travel_in_all_these_plans(files: dict[str, str]) -> None:
     graph = loaded(files["words"]).graph
     for name, sync in SYNCS.items():
         plan = build_plan(graph, synchronized(by_samples(graph, range(4), 6), graph, sync, SERVED), FOUR)
-        table = {"allreduce": 0, "zero": 0, "fsdp": 0, "allgather": 1}.get(name, min(sync.partitions, ROWS))
+        table = {"allreduce": 0, "zero": 0, "fsdp": 0, "hsdp": 0, "allgather": 1}.get(name, min(sync.partitions, ROWS))
         assert [(own.contract.has_servers, len(own.shards)) for own in plan.syncs if own.contract.by_rows] == [
             (name != "allgather", count) for count in [table] if count
         ]

@@ -31,8 +31,8 @@ from soap.runtime.sync.seam import rank_sync
 from soap.runtime.trainer import Trainer
 from soap.simulator.lowering import build_plan
 from soap.strategy.config import Strategy, SyncConfig
-from soap.strategy.sync import ALL_REDUCE, SHARDED, SHARDED_STATE, SPARSE_ALL_GATHER, compressed, parameter_server
-from soap.strategy.sync_contracts import METHODS, named
+from soap.strategy.sync import ALL_REDUCE, SHARDED, SHARDED_IN_HOSTS, SHARDED_STATE, SPARSE_ALL_GATHER, compressed, parameter_server
+from soap.strategy.sync_contracts import METHODS, Contract, named
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.export import export_model
 from soap.tracing.load import load_model
@@ -41,6 +41,7 @@ from tests.runtime.exact_modules import Batch, Trained, worst
 from tests.runtime.pool import Pool
 from tests.runtime.sparse_modules import OPTIMIZERS, Optimizer, batch_of, module_of, train_alone
 from tests.runtime.sparse_plans import by_samples, hosts, synchronized
+from tests.strategies import GPU, cluster
 
 TOLERANCE = 1e-9
 TWO_BY_TWO, OTHER = hosts(2, 2), hosts(2, 1)
@@ -71,8 +72,18 @@ CASES: dict[str, Case] = {
     "parameter_server": Case(dense=parameter_server(2, "host")),
     "sharded_state": Case(dense=SHARDED_STATE),
     "sharded": Case(dense=SHARDED),
+    "sharded_state within hosts": Case(dense=replace(SHARDED_STATE, within="host")),
+    "sharded within hosts": Case(dense=SHARDED_IN_HOSTS),
+    "sharded_state on GPUs": Case(dense=SHARDED_STATE, topology=cluster([2, 2], GPU)),
+    "sharded on GPUs": Case(dense=SHARDED, topology=cluster([2, 2], GPU)),
+    "sharded within hosts on GPUs": Case(dense=SHARDED_IN_HOSTS, topology=cluster([2, 2], GPU)),
     "row_server": Case(sparse=parameter_server(2, "host", rows=True)),
 }
+
+
+def contract_of(case: str) -> Contract:
+    """Of the method that a case is of."""
+    return named(case.partition(" ")[0])
 
 
 class Spread(nn.Module):
@@ -113,7 +124,8 @@ def batches(steps: Sequence[int], accumulate: int = 1) -> list[list[Batch]]:
 
 def trainer_of(path: str, case: Case, optimizer: str, **options: Any) -> Trainer:
     model = loaded(path)
-    return Trainer(model, (case.strategy(model, 6), case.topology), optimizer=OPTIMIZERS[optimizer], **options)
+    plan = case.strategy(model, 6), case.topology
+    return Trainer(model, plan, optimizer=OPTIMIZERS[optimizer], device_kind="cpu", **options)
 
 
 def run(trainer: Trainer, steps: Sequence[Sequence[Batch]]) -> list[float]:
@@ -131,17 +143,17 @@ def everywhere(four: Pool, case: Case, function: Callable[..., Any], *args: obje
 
 
 def test_every_method_has_a_case() -> None:
-    assert {contract.name for contract in METHODS} == CASES.keys()
+    assert {contract.name for contract in METHODS} == {contract_of(case).name for case in CASES}
 
 
 @pytest.mark.parametrize("method", CASES)
 def test_the_case_is_of_the_method(files: dict[str, str], method: str) -> None:
     """It synchronizes what the method can, and no other method but the default does."""
-    case, contract = CASES[method], named(method)
+    case, contract = CASES[method], contract_of(method)
     for name, samples in (("words", 6), ("spread", 8)):
         model = loaded(files[name])
         plan = build_plan(model.graph, case.strategy(model, samples), case.topology)
-        assert {sync.method for sync in plan.syncs} == {METHODS[0].name, method}
+        assert {sync.method for sync in plan.syncs} == {METHODS[0].name, contract.name}
     assert case.oracle is train_alone or not contract.exact
     assert rank_sync(contract).__module__ and method_of(contract).contract is contract
 
@@ -159,20 +171,23 @@ def test_ranks_train_like_one_process(four: Pool, files: dict[str, str], method:
 
 def traffic(path: str, method: str) -> Traffic:
     model, case = loaded(path), CASES[method]
-    with Trainer(model, (case.strategy(model, 8), case.topology)) as trainer:
+    with Trainer(model, (case.strategy(model, 8), case.topology), device_kind="cpu") as trainer:
         for _ in range(2):
             trainer.step(spread_tokens())
         return trainer.traffic
 
 
 def planned_bytes(plan: Plan) -> list[int]:
-    """By device what it sends and receives for synchronization in a step; of sums their size."""
+    """By device what it sends and receives for synchronization in a step; of sums their size. A collective's parts go round a ring."""
     found = Counter[int]()
     rounds = list(asking_rounds(plan))
     for sync in plan.syncs:
         for step in method_of(sync.contract).steps(plan, sync):
-            found.update(dict.fromkeys(sync.peers, step.summed_bytes))
+            found.update(dict.fromkeys(step.among, step.summed_bytes))
             rounds += step.rounds
+            if step.collective is not None:
+                size, groups = step.collective.size_bytes, step.collective.groups
+                found.update({device: 2 * (size - size // len(group)) for group in groups for device in group})
     for source, target, size in (flow for flows, _ in rounds for flow in flows):
         found.update({source: size})
         found.update({target: size})
@@ -229,11 +244,11 @@ def test_checkpoints_go_on_as_if_nothing_had_happened(four: Pool, files: dict[st
         assert straight.losses == resumed.losses
         assert all(torch.equal(straight.state[name], tensor) for name, tensor in resumed.state.items())
         assert [(shard, {*own}) for shard, own in kept.items()] == [(shard, {*own}) for shard, own in found.items()]
-        assert all({*own} == {*named(method).state} for own in kept.values())
+        assert all({*own} == {*contract_of(method).state} for own in kept.values())
         assert all(torch.equal(tensor, found[shard][name]) for shard, own in kept.items() for name, tensor in own.items())
     other = four.run(on_by, path, None, folders[0], folders[1], [2], ranks=OTHER.device_count)[0]
     back = everywhere(four, case, on_by, path, method, folders[1], None, [3])[0]
-    if named(method).exact:  # by another method or on other ranks a lossy one loses something else
+    if contract_of(method).exact:  # by another method or on other ranks a lossy one loses something else
         on = Trained([*other.losses, *back.losses], back.state)
         assert worst(on, results[0][0]) < TOLERANCE
 

@@ -8,6 +8,7 @@ from math import inf
 
 import pytest
 
+from soap.cli import recomputing
 from soap.cluster.topology import Topology
 from soap.errors import StrategyError
 from soap.model.graph import OperatorGraph
@@ -25,7 +26,7 @@ from soap.search.starts import Start
 from soap.simulator.incremental import IncrementalSimulator
 from soap.simulator.simulate import Simulator
 from soap.strategy.classical import NAMED, data_parallel
-from soap.strategy.config import Strategy
+from soap.strategy.config import Strategy, SyncConfig
 from soap.strategy.recomputation import recomputed, repeatable, runs_of
 from tests.graph_builder import GraphBuilder, transformer
 from tests.strategies import CPU, cluster
@@ -103,6 +104,22 @@ def test_no_more_runs_are_recomputed_than_it_takes() -> None:
         fewer = recomputed(GRAPH, usual, chosen[: 2 * (made.runs - 1)])
         assert not simulator.run(fewer).fits
         assert made.least_ns < made.added_ns and (made.gap == inf) == (made.least_ns == 0)
+
+
+def test_results_say_how_near_the_fewest_runs_are_to_the_best_choice() -> None:
+    topology = limited(int(0.75 * max(SIMULATOR.run(data_parallel(GRAPH, AMPLE)).peak_bytes)))
+    simulator = Simulator(GRAPH, topology, RooflineCosts(topology))
+    options = SearchOptions(budget=5, cores=1, starts=["data_parallel"], risk=None, syncs=[SyncConfig()])
+    result = search(GRAPH, topology, IncrementalSimulator(simulator), options, polish_up_to=0)
+    (name,) = result.budgeted
+    made = recompute_to_fit(GRAPH, topology, data_parallel(GRAPH, topology), simulator.costs, simulator.overflow_bytes)
+    assert name == "data_parallel, recompute" and result.budgeted[name] == made and made.runs > 1
+    told = recomputing.budgeted(name, made)
+    assert told["gap"] == made.added_ns / made.least_ns - 1 > 0 and (told["runs"], told["of_runs"]) == (made.runs, made.of_runs)
+    assert f"{made.runs} of {made.of_runs} runs" in recomputing.budgeted_text(told)
+    assert f"at most {made.gap:.1%} more than any choice of runs" in recomputing.budgeted_text(told)
+    alone = recomputing.budgeted(name, replace(made, runs=1, least_ns=0))
+    assert alone["gap"] is None and recomputing.budgeted_text(alone).endswith("one run is enough, so no fewer are")
 
 
 @pytest.mark.parametrize("share", [0.3, 1.0])

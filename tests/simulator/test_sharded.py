@@ -161,3 +161,51 @@ def test_gathers_of_every_micro_batch_take_time() -> None:
 def test_a_prefetch_that_cannot_be_is_refused(prefetch: int) -> None:
     with pytest.raises(StrategyError, match=rf"^prefetch {prefetch}: expected 0 to 4096"):
         replace(Strategy({}), prefetch=prefetch)
+
+
+def adapted() -> OperatorGraph:
+    """Two frozen layers, of which the first has nothing before it to train, and trained ones between and behind."""
+    g = GraphBuilder()
+    x = g.linear(g.input("x", 8, 16), 16, weight=g.parameter("low", 16, 16, frozen=True), bias=False, name="l0")
+    x = g.linear(x, 16, bias=False, name="l1")
+    x = g.linear(x, 16, weight=g.parameter("high", 16, 16, frozen=True), bias=False, name="l2")
+    return g.build(g.mean(g.linear(x, 16, bias=False, name="l3")))
+
+
+def test_frozen_values_are_gathered_and_nothing_of_them_is_scattered() -> None:
+    graph = adapted()
+    plan = build_plan(graph, replace(fsdp(graph, FOUR), prefetch=0), FOUR)
+    named = {sync.parameter: sync for sync in plan.syncs}
+    assert {name for name, sync in named.items() if plan.is_frozen(sync)} == {"low", "high"}
+    assert all(len(plan.shards[number].devices) == 1 for sync in plan.syncs for number in sync.shards)
+    phases = {name: [step.phase for step in method_for(sync).steps(plan, sync)] for name, sync in named.items()}
+    both = [Phase.BEFORE_FORWARD, Phase.BEFORE_BACKWARD]
+    assert phases == {"low": both[:1], "high": both, "l1.weight": [*both, Phase.AFTER_BACKWARD], "l3.weight": [*both, Phase.AFTER_BACKWARD]}
+    found = before(plan)
+    assert found[gather_name(named["low"])] == set() and found[gather_name(named["l1.weight"])] == passes(plan, 0)
+    assert found[regather_name(named["high"])] == passes(plan, 2) | passes(plan, 3, back=True)
+    assert found[regather_name(named["l1.weight"])] == passes(plan, 1) | passes(plan, 2, back=True)
+    assert plan.synchronized == {i for sync in plan.syncs if not plan.is_frozen(sync) for i in sync.shards}
+
+
+def test_of_frozen_values_a_device_holds_its_part_alone() -> None:
+    """Neither gradients nor states: what a frozen layer takes beside its part is there for a while only."""
+    topology = cluster([4], GPU)
+    g = GraphBuilder()
+    x = g.input("x", 8, 512)
+    for i in range(16):
+        x = g.linear(x, 512, weight=g.parameter(f"w{i}", 512, 512, frozen=i < 15), bias=False, name=f"l{i}")
+    graph = g.build(g.mean(x))
+    simulator = Simulator(graph, topology, RooflineCosts(topology), optimizer_states=2)
+    usual, dealt = (simulator.run(make(graph, topology)) for make in (data_parallel, fsdp))
+    size, layer = sum(tensor.bytes for tensor in graph.parameters), 512 * 512 * 4
+    assert all(curve.peak_bytes >= size for curve in usual.memory_over_time)
+    assert all(size / 4 < curve.peak_bytes < size / 4 + 8 * layer for curve in dealt.memory_over_time)
+    assert all(curve.peak_bytes <= use.total for curve, use in zip(dealt.memory_over_time, dealt.memory, strict=True))
+
+
+def test_frozen_values_stay_whole_unless_they_are_gathered() -> None:
+    graph = adapted()
+    for make in (zero1, data_parallel):
+        plan = build_plan(graph, make(graph, FOUR), FOUR)
+        assert [shard.devices for shard in plan.shards if not shard.trainable] == [(0, 1, 2, 3)] * 2

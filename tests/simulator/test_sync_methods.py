@@ -40,10 +40,12 @@ UNKNOWN = [("readers", "dense", "gathered"), ("servers", "bf16", "kept"), ("all"
 
 
 def looked_up() -> OperatorGraph:
-    """A sparse table, dense layers behind it, one of them shared."""
+    """A sparse table, dense layers behind it, one of them shared, and two frozen ones, of which one has nothing before it to train."""
     g = GraphBuilder()
     shared = g.parameter("shared", 16, 16)
     x = g.embedding(g.input("ids", 8, 3, dtype="int64"), 64, 16, weight=g.parameter("table", 64, 16))
+    low = g.linear(g.input("features", 8, 3, 16), 16, weight=g.parameter("low", 16, 16, frozen=True), bias=False)
+    x = g.linear(g.elementwise(x, low), 16, weight=g.parameter("frozen", 16, 16, frozen=True), bias=False)
     x = g.linear(g.linear(x, 16, weight=shared, bias=False), 16, name="middle")
     return g.build(g.mean(g.linear(x, 16, weight=shared, bias=False)))
 
@@ -64,7 +66,7 @@ def synchronized(strategy: Strategy, contract: Contract, rng: random.Random) -> 
 def clusters() -> list[Topology]:
     plain = cluster([1, 1, 1], CPU)
     busy = replace(plain, ports=(Port(0, 0, 700, 333), Port(1, 0, 0, 1000)))
-    return [cluster([2, 2], CPU), cluster([2, 1], GPU), busy]
+    return [cluster([2, 2], CPU), cluster([2, 1], GPU), busy, replace(cluster([2, 2], GPU), ports=(Port(0, 0, 700, 333),))]
 
 
 def strategies(contract: Contract, count: int = 4) -> list[tuple[Topology, Strategy]]:
@@ -142,7 +144,8 @@ def test_every_gradient_is_synchronized_once(contract: Contract) -> None:
         assert len(numbers) == len(set(numbers))
         for sync in plan.syncs:
             assert sync.contract in (contract, METHODS[0])
-            assert [part.shard for part in method_for(sync).updates(plan, sync)] == list(sync.shards)
+            updated = [] if plan.is_frozen(sync) else list(sync.shards)
+            assert [part.shard for part in method_for(sync).updates(plan, sync)] == updated
             _check_steps(plan, strategy)
 
 
@@ -152,9 +155,11 @@ def _check_steps(plan: Plan, strategy: Strategy) -> None:
         steps = method_for(sync).steps(plan, sync)
         assert [step.phase for step in steps] == sorted(step.phase for step in steps)
         for step in steps:
-            assert bool(step.rounds) != bool(step.summed_bytes)
+            assert [bool(step.rounds), bool(step.summed_bytes), step.collective is not None].count(True) == 1
+            assert bool(step.summed_bytes) == bool(step.among)
             ends = {device for flows, _ in step.rounds for source, target, _ in flows for device in (source, target)}
-            assert ends <= {*plan.members(sync)} and step.phase in Phase
+            ends.update(device for group in (step.collective.groups if step.collective else ()) for device in group)
+            assert ends | {*step.among} <= {*plan.members(sync)} and step.phase in Phase
 
 
 @METHOD
@@ -167,7 +172,8 @@ def test_tasks_move_what_it_says(contract: Contract) -> None:
             for step in method_for(sync).steps(plan, sync):
                 task = moved[step.name]
                 expected = sum(size for flows, _ in step.rounds for *_, size in flows)
-                assert task.bytes == (expected or 2 * (len(sync.peers) - 1) * step.summed_bytes)
+                expected += step.collective.moved_bytes if step.collective else 0
+                assert task.bytes == (expected or 2 * (len(step.among) - 1) * step.summed_bytes)
 
 
 @METHOD

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from math import prod
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from soap.plan.tiling import tiles_of
+from soap.plan.tiling import NARROW_PRODUCTS, tiles_of
 from soap.strategy.config import OpConfig
+from soap.tracing import narrow_products
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.importer import BatchNorm, import_program
 from soap.tracing.model import TileContext
@@ -252,3 +254,61 @@ def test_what_parts_of_a_sum_are_made_in() -> None:
             given = [torch.zeros([b - a for a, b in box], dtype=dtype) for box in (*tile.inputs, *tile.parameters)]
             result = model.run_tile(tile, given[: len(op.inputs)], given[len(op.inputs) :], TileContext())[0]
             assert result.dtype == expected
+
+
+class Sums(nn.Module):
+    """Products of all kinds that GPUs make of 16-bit operands in float32: with bias, in batches, of matrices that broadcast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(32, 64), nn.Linear(8, 10)
+        self.weight, self.bias = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        x = self.layer(x.flatten(2)).unflatten(-1, (8, 8))  # b, positions, 8, 8
+        x = torch.tanh(x @ self.weight / 8) @ x
+        x = torch.bmm(x.flatten(0, 1), x.flatten(0, 1).transpose(1, 2)) / 8
+        x = torch.addmm(self.bias, torch.tanh(x).sum(1), self.weight, alpha=0.5)
+        return F.cross_entropy(self.head(x.unflatten(0, (len(labels), -1)).mean(1)), labels)
+
+
+@pytest.mark.parametrize("dtype", LOWER)
+def test_products_of_narrow_operands_give_what_widened_ones_give(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As GPUs do it, with a stand-in for their product in float32, which processors do not have."""
+    torch.manual_seed(0)
+    module, x = Sums().to(dtype), _images(5, 4).flatten(2).repeat(1, 1, 2).to(dtype)
+    model = import_program(export(module, x, LABELS), name="model")
+    configs, split = {}, set()
+    for op in model.graph.operators:
+        summed = [i for i, factor in enumerate(op.factors) if factor.summed and factor.size > 1]
+        degrees = [2 if i in summed[:1] and op.kind in NARROW_PRODUCTS else 1 for i in range(len(op.factors))]
+        configs[op.name] = OpConfig(tuple(degrees), tuple(range(prod(degrees))))
+        split |= {op.kind} if prod(degrees) > 1 else set()
+    assert split == {"linear", "matmul", "bmm", "addmm"}
+
+    def graded() -> tuple[Tensor, dict[str, Tensor]]:
+        parameters = {n: p.clone().requires_grad_() for n, p in model.parameters.items()}
+        context = TileContext(0, 0, {})
+        loss = emulated_loss(model, configs, model.example_inputs, parameters, context)
+        loss.backward()
+        return loss.detach(), {n: p.grad for n, p in parameters.items() if p.grad is not None}
+
+    expected, gradients = graded()
+    multiplied = []
+
+    def multiply(a: Tensor, b: Tensor) -> Tensor:
+        assert a.dtype == b.dtype == dtype
+        multiplied.append(a.shape)
+        return a.float() @ b.float()
+
+    monkeypatch.setattr(narrow_products, "multiply", multiply)
+    monkeypatch.setattr("soap.tracing.compiled.can_stay_narrow", lambda tensors: len({tensor.dtype for tensor in tensors}) == 1)
+    found, own = graded()
+    assert len(multiplied) == 2 * sum(prod(configs[op.name].degrees) > 1 for op in model.graph.operators)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=0)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(own[name], gradient, rtol=0, atol=0.02 * float(gradient.abs().max()), msg=name)
+
+
+def test_kinds_of_narrow_products_are_those_that_tiles_know() -> None:
+    assert set(narrow_products.PRODUCTS) == NARROW_PRODUCTS

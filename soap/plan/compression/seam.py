@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from math import prod
 from typing import Literal, get_args
@@ -40,7 +40,8 @@ PROBES = 24
 SUM_COPIES = 4
 """Of a vector that is summed part by part: itself, everyone's parts, and the sums, padded."""
 RAGGED_COPIES = 3
-"""Of a message whose size varies: padded, without padding, and one of the others', padded."""
+"""Of a message whose size varies: padded, without padding, and one of the others', padded. Everyone's are there twice: as they came behind
+those of other shards, and by themselves."""
 INTERVAL = 5
 """Steps from one search for a threshold to the next, where it is used again (``sampled``): the paper's."""
 
@@ -105,7 +106,7 @@ class Layout(ABC):
     @property
     def message_bytes(self) -> int:
         """What a peer sends and receives: its own messages and everyone's; a sum is sent in parts, which are added and sent to all."""
-        copies = {"all_gather": 1 + self.peers, "all_to_all": 2 * self.peers, "sum": SUM_COPIES, "ragged": RAGGED_COPIES + self.peers}
+        copies = {"all_gather": 1 + self.peers, "all_to_all": 2 * self.peers, "sum": SUM_COPIES, "ragged": RAGGED_COPIES + 2 * self.peers}
         return sum(copies[each.kind] * (each.most_bytes or each.message_bytes) for each in self.exchanges)
 
     @property
@@ -116,6 +117,14 @@ class Layout(ABC):
     def real_bytes(self, count: int) -> int:
         """Of an all-gathered message, what is no padding if it holds so many elements."""
         return self.exchanges[0].message_bytes
+
+
+def joined(layouts: Sequence[Layout]) -> tuple[Exchange, ...]:
+    """The exchanges of several shards that are compressed alike: messages lie one behind the other, without padding between them."""
+    return tuple(
+        replace(own[0], message_bytes=sum(each.message_bytes for each in own), most_bytes=sum(each.most_bytes for each in own))
+        for own in zip(*(layout.exchanges for layout in layouts), strict=True)
+    )
 
 
 def kept_bytes(element_bytes: int) -> int:

@@ -28,8 +28,8 @@ class BucketedSum(SyncMethod):
         """One all-reduce, if there are several readers."""
         if len(sync.readers) < 2:
             return ()
-        return (SyncStep(Phase.AFTER_BACKWARD, SUM, sync_name(sync), summed_bytes=wire_bytes(plan, sync), large=True),)
-
+        size = wire_bytes(plan, sync)
+        return (SyncStep(Phase.AFTER_BACKWARD, SUM, sync_name(sync), summed_bytes=size, among=sync.readers, large=True),)
 
     def buffers(self, plan: Plan, sync: ShardSync) -> Iterable[tuple[int, int]]:
         """If gradients travel in another format, each reader needs a buffer for that format."""

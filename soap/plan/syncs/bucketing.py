@@ -9,6 +9,7 @@ from soap.model.graph import OperatorGraph
 from soap.model.regions import volume
 from soap.plan.plan import Plan, Shard, ShardSync
 from soap.plan.tiling import Tile
+from soap.strategy.compression import Compression
 
 BUCKET_BYTES = 25 * 2**20
 """Approximate size of a bucket: several of them let sums overlap with the rest of the backward pass. DistributedDataParallel's default."""
@@ -25,7 +26,11 @@ LEAST_GROUPS = 8
 
 def gather_limit(graph: OperatorGraph) -> int:
     """The size at which a group of values that are gathered together is full."""
-    return min(GATHER_BYTES, -(-sum(tensor.bytes for tensor in graph.parameters if tensor.requires_grad) // LEAST_GROUPS))
+    return min(GATHER_BYTES, -(-sum(tensor.bytes for tensor in graph.parameters) // LEAST_GROUPS))
+
+
+_Key = tuple[tuple[int, ...], tuple[int, ...], bool, str, Compression | None, bool]
+"""What the regions of a bucket have in common."""
 
 
 def make_buckets(
@@ -38,22 +43,29 @@ def make_buckets(
     """Join synchronizations of one region each into buckets, in the order in which the backward pass completes their gradients.
 
     A region's gradient is complete once the lowest operator that uses it has run backward. So regions are taken by that operator's
-    position, highest first, then by their first shard. Each joins the open bucket of its readers, dtype and ``offload``. A bucket closes at
-    ``BUCKET_BYTES``, the first one of these at ``FIRST_BUCKET_BYTES``; ``limits``: others than (first, later). A region
-    with a single reader gets a bucket of its own, because nothing is sent. The result is ordered by the lowest operator that a bucket's
-    regions need, highest first, then by the bucket's first shard.
+    position, highest first, then by their first shard. Each joins the open bucket of its readers, their leaders, dtype, compression and
+    ``offload``. A bucket closes at ``BUCKET_BYTES``, the first one of these at ``FIRST_BUCKET_BYTES``; ``limits``: others than (first,
+    later). A region with a single reader gets a bucket of its own, because nothing is sent. Frozen regions are taken by the lowest operator
+    that reads them, in buckets of their own. The result is ordered by the lowest operator that a bucket's regions need, highest first, then
+    by the bucket's first shard.
+
+    Bytes are those of gradients, however few of them travel. So buckets are complete at as many moments of the backward pass, and have as
+    much to overlap with, whatever the density; a warm-up's denser messages travel in the same buckets.
     """
     first_limit, limit = (FIRST_BUCKET_BYTES, BUCKET_BYTES) if limits is None else limits
     trained = graph.backward_operators
     alone = {sync.shards[0]: sync for sync in syncs}
-    lowest = {sync.shards[0]: min(tiles[t].operator for t, _ in sync.uses if tiles[t].operator in trained) for sync in syncs}
-    begun: set[tuple[tuple[int, ...], str, bool]] = set()
-    open_buckets: dict[tuple[tuple[int, ...], str, bool], list[int]] = {}
-    filled: dict[tuple[tuple[int, ...], str, bool], int] = {}
+    lowest = {}
+    for sync in syncs:
+        users, is_frozen = {tiles[tile].operator for tile, _ in sync.uses}, not shards[sync.shards[0]].trainable
+        lowest[sync.shards[0]] = min(users if is_frozen else users & trained)
+    begun: set[_Key] = set()
+    open_buckets: dict[_Key, list[int]] = {}
+    filled: dict[_Key, int] = {}
     finished: list[list[int]] = []
     for number in sorted(lowest, key=lambda number: (-lowest[number], number)):
         own = alone[number]
-        key = (own.readers, graph.tensors[own.parameter].dtype, own.offload)
+        key = (own.readers, own.leaders, shards[number].trainable, graph.tensors[own.parameter].dtype, own.compression, own.offload)
         open_buckets.setdefault(key, []).append(number)
         filled[key] = filled.get(key, 0) + sum(shard_bytes(graph, shards[i]) for i in own.shards)
         if len(own.readers) == 1 or filled[key] >= (limit if key in begun else first_limit):

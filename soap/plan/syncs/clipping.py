@@ -33,6 +33,8 @@ def refusal(plan: Plan) -> str:
         return ""
     everyone = tuple(range(plan.device_count))
     for sync in plan.syncs:
+        if plan.is_frozen(sync):
+            continue
         if tuple(sorted(sync.readers)) != everyone or sync.contract.by_rows or sync.contract.owned_in_parts:
             return (
                 f"with compressed gradients, where {sync.parameter!r} is not summed over all devices "

@@ -1,27 +1,32 @@
 """Compressed gradients: each reader selects what of its gradient is sent, all readers exchange that, and each makes the same sum of it.
 
-A shard is compressed by itself: it shares no bucket. What devices do takes them time (``DeviceWork``): to select, once the shard's gradient
-is complete (if ranks clip: once the device's whole backward pass is); to combine what came, where a method exchanges twice; to restore the
-sum, before the update. The last two come after the whole backward pass. Which exchanges there are and how large their messages are says the
-method's ``Layout``.
+A shard is compressed by itself, with a state and messages of its own. Shards with equal readers, peers, dtype and settings travel in
+buckets (``bucketing``): their messages lie one behind the other in one exchange. What devices do takes them time (``DeviceWork``): to
+select, once all gradients of the bucket are complete (if ranks clip: once the device's whole backward pass is); to combine what came, where
+a method exchanges twice; to restore the sums, before the update. The last two come after the whole backward pass. Which exchanges there are
+and how large a shard's messages are says the method's ``Layout``.
 
 With local aggregation the readers of each host add up their gradients at the first of them, as they are. That one is the host's *peer*: it
-alone compresses, exchanges with the other hosts' peers, keeps a residual, and gives the restored sum to its host's other readers.
+alone compresses, exchanges with the other hosts' peers, keeps residuals, and gives the restored sums to its host's other readers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
+from soap.model.graph import OperatorGraph
 from soap.model.regions import lengths
-from soap.plan.compression.seam import SUM_COPIES, Exchange, Layout, Work, layout_of
+from soap.plan.compression.seam import SUM_COPIES, Exchange, Layout, Work, joined, layout_of
 from soap.plan.compression.training import PlannedTraining
-from soap.plan.flows import Round, box_bytes
+from soap.plan.flows import Round
 from soap.plan.memory_kinds import MemoryKind
-from soap.plan.plan import Plan, ShardSync, sync_name
+from soap.plan.plan import Plan, Shard, ShardSync, sync_name
 from soap.plan.syncs.amounts import COPIES, moving_rounds, reading_groups
+from soap.plan.syncs.bucketing import gradient_bytes, make_buckets
 from soap.plan.syncs.seam import COMBINE, PULL, PUSH, RESTORE, SELECT, SPREAD, SUM, DeviceWork, Hold, Phase, SyncMethod, SyncStep
+from soap.plan.tiling import Tile
 from soap.strategy.compression import Compression
+from soap.strategy.config import SyncConfig
 from soap.strategy.sync_contracts import named
 
 EXCHANGES = ((SUM, "sync"), (SPREAD, "spread"))
@@ -32,42 +37,48 @@ STAGES: dict[Work, int] = {"select": SELECT, "combine": COMBINE, "restore": REST
 
 
 class CompressedSum(SyncMethod):
-    """All readers own the whole region; the peers keep a residual each. A region with a single peer is not compressed."""
+    """All readers own whole regions; the peers keep a residual each. A region with a single peer is not compressed."""
 
-    def serves_region(self, readers: Sequence[int], peers: Collection[int]) -> bool:
+    def serves_region(self, readers: Sequence[int], peers: Collection[int], sync: SyncConfig) -> bool:
         """A gradient that goes nowhere, or nowhere but inside a host, stays as it is."""
         return len(peers) > 1
 
+    def groups(
+        self, graph: OperatorGraph, tiles: Sequence[Tile], shards: Sequence[Shard], syncs: Sequence[ShardSync]
+    ) -> Sequence[ShardSync]:
+        """Joined into buckets, as for all-reduces."""
+        return make_buckets(graph, tiles, shards, syncs)
+
     def steps(self, plan: Plan, sync: ShardSync, *, pull_together: bool = True) -> Sequence[SyncStep]:
         """One or two exchanges, each after the peers' work for it; with local aggregation between what happens inside hosts."""
-        layout, found = layout_for(plan, sync), []
+        layouts, found = layouts_for(plan, sync), []
         if sync.aggregated:
             stage, verb = COLLECT
             found.append(SyncStep(Phase.AFTER_BACKWARD, stage, sync_name(sync, verb), _inside(plan, sync, back=False)))
         works: tuple[Work, ...] = ("select", "combine")
-        for (stage, verb), work, exchange in zip(EXCHANGES, works, layout.exchanges, strict=False):
-            name, own = sync_name(sync, verb), self._works(plan, sync, layout, work)
+        for (stage, verb), work, exchange in zip(EXCHANGES, works, joined(layouts), strict=False):
+            name, own = sync_name(sync, verb), self._works(plan, sync, layouts, work)
             if exchange.kind == "sum":
-                found.append(SyncStep(Phase.AFTER_BACKWARD, stage, name, summed_bytes=exchange.message_bytes, works=own))
+                found.append(SyncStep(Phase.AFTER_BACKWARD, stage, name, summed_bytes=exchange.message_bytes, among=sync.peers, works=own))
             else:
                 found.append(SyncStep(Phase.AFTER_BACKWARD, stage, name, exchange_rounds(sync, exchange), works=own))
         if sync.aggregated:
             stage, verb = HAND_ON
-            restoring, rounds = self._works(plan, sync, layout, "restore"), _inside(plan, sync, back=True)
+            restoring, rounds = self._works(plan, sync, layouts, "restore"), _inside(plan, sync, back=True)
             found.append(SyncStep(Phase.AFTER_BACKWARD, stage, sync_name(sync, verb), rounds, works=restoring))
         return found
 
     def ending(self, plan: Plan, sync: ShardSync) -> Sequence[DeviceWork]:
-        """Every reader restores the sum, unless peers do, and give it to the others."""
-        return () if sync.aggregated else self._works(plan, sync, layout_for(plan, sync), "restore")
+        """Every reader restores the sums, unless peers do, and give them to the others."""
+        return () if sync.aggregated else self._works(plan, sync, layouts_for(plan, sync), "restore")
 
     def buffers(self, plan: Plan, sync: ShardSync) -> Iterable[tuple[int, int]]:
-        """What each peer keeps from step to step, messages, the sum, and what its work takes for a while; what travels inside hosts."""
+        """What each peer keeps from step to step, messages, the sums, and what its work takes for a while; what travels inside hosts."""
         yield from ((device, sum(_amounts(plan, sync, device))) for device in sync.peers)
         yield from _inside_buffers(plan, sync)
 
     def holds(self, plan: Plan, sync: ShardSync) -> Iterator[Hold]:
-        """Of peers: state all the time; messages and the sum from the selection on; what work takes, while it goes on. Of all readers, with
+        """Of peers: states all the time; messages and sums from the selection on; what work takes, while it goes on. Of all readers, with
         local aggregation: what travels inside hosts, once it does."""
         for device, size in _inside_buffers(plan, sync):
             yield Hold(device, size, since=sync_name(sync, COLLECT[1]))
@@ -80,16 +91,28 @@ class CompressedSum(SyncMethod):
                 yield Hold(device, room, since=name, until=name, kind=MemoryKind.WORKSPACE)
 
     @staticmethod
-    def _works(plan: Plan, sync: ShardSync, layout: Layout, work: Work) -> tuple[DeviceWork, ...]:
+    def _works(plan: Plan, sync: ShardSync, layouts: tuple[Layout, ...], work: Work) -> tuple[DeviceWork, ...]:
         how, late = _settings(sync), work != "select" or plan.training.clips
         return tuple(
-            DeviceWork(STAGES[work], device, work_name(sync, work, device), how, layout, work, late) for device in sync.peers
+            DeviceWork(STAGES[work], device, work_name(sync, work, device), how, layouts, work, late) for device in sync.peers
         )
 
 
-def layout_for(plan: Plan, sync: ShardSync) -> Layout:
-    """The messages of a compressed synchronization."""
-    return layout_of(_settings(sync), lengths(sync.box), plan.graph.tensors[sync.parameter].itemsize, len(sync.peers))
+def compressed_names(plan: Plan) -> frozenset[str]:
+    """Parameters of which something is compressed."""
+    return frozenset(region.parameter for sync in plan.syncs if sync.compression is not None for region in sync.regions)
+
+
+def compressed_shards(plan: Plan) -> dict[int, ShardSync]:
+    """Compressed shard -> the synchronization that it is part of, in the order of the shards."""
+    found = {number: sync for sync in plan.syncs if sync.compression is not None for number in sync.shards}
+    return dict(sorted(found.items()))
+
+
+def layouts_for(plan: Plan, sync: ShardSync) -> tuple[Layout, ...]:
+    """The messages of a compressed synchronization, for each of its shards."""
+    how, size, peers = _settings(sync), plan.graph.tensors[sync.parameter].itemsize, len(sync.peers)
+    return tuple([layout_of(how, lengths(region.box), size, peers) for region in sync.regions])
 
 
 def exchange_rounds(sync: ShardSync, exchange: Exchange) -> tuple[Round, ...]:
@@ -100,7 +123,7 @@ def exchange_rounds(sync: ShardSync, exchange: Exchange) -> tuple[Round, ...]:
 
 def _inside(plan: Plan, sync: ShardSync, *, back: bool) -> tuple[Round, ...]:
     """The round in which the readers of each host send its peer their gradients, which that adds up; ``back``: or get the sum from it."""
-    size = box_bytes(plan, sync.parameter, sync.box)
+    size = gradient_bytes(plan, sync)
     pairs = [(reader, leader) for reader, leader in zip(sync.readers, sync.leaders, strict=True) if reader != leader]
     flows = [(leader, reader, size) if back else (reader, leader, size) for reader, leader in pairs]
     most = 0 if back else max(len(group) - 1 for group in reading_groups(sync)) * size
@@ -109,8 +132,10 @@ def _inside(plan: Plan, sync: ShardSync, *, back: bool) -> tuple[Round, ...]:
 
 def _inside_buffers(plan: Plan, sync: ShardSync) -> Iterator[tuple[int, int]]:
     """(reader, bytes) of what travels inside hosts: buffers to receive in and copies to send, and the sum of a host's gradients."""
-    size, whole = box_bytes(plan, sync.parameter, sync.box), layout_for(plan, sync).whole_bytes
-    for group in reading_groups(sync) if sync.aggregated else ():
+    if not sync.aggregated:
+        return
+    size, whole = gradient_bytes(plan, sync), sum(layout.whole_bytes for layout in layouts_for(plan, sync))
+    for group in reading_groups(sync):
         for device in group:
             yield device, inside_bytes(size, whole, len(group) - 1) if device == group[0] else COPIES * size
 
@@ -121,14 +146,17 @@ def inside_bytes(gradient_bytes: int, whole_bytes: int, others: int) -> int:
 
 
 def _amounts(plan: Plan, sync: ShardSync, device: int) -> tuple[int, int, int]:
-    how, layout, element_bytes = _settings(sync), layout_for(plan, sync), plan.graph.tensors[sync.parameter].itemsize
-    return amounts(how, layout, element_bytes, plan.training, on_host=device not in plan.accelerators)
+    """``amounts`` of all shards together. Their state, messages and sums are there at once; work goes from one to the next."""
+    how, element_bytes, on_host = _settings(sync), plan.graph.tensors[sync.parameter].itemsize, device not in plan.accelerators
+    own = [amounts(how, layout, element_bytes, plan.training, on_host=on_host) for layout in layouts_for(plan, sync)]
+    states, moved, rooms = zip(*own, strict=True)
+    return sum(states), sum(moved), max(rooms)
 
 
 def amounts(
     how: Compression, layout: Layout, element_bytes: int, training: PlannedTraining, *, on_host: bool
 ) -> tuple[int, int, int]:
-    """Bytes of a peer beside its gradient: what it keeps from step to step; messages and the sum; what its work takes for a while. At
+    """Bytes of a peer beside a shard's gradient: what it keeps from step to step; messages and the sum; what its work takes for a while. At
     most, in any step of the training: a warm-up sends more than later steps, momentum keeps more."""
     densest = layout_of(how.at(max(how.share, training.densest)), layout.shape, element_bytes, layout.peers)
     messages = [each.message_bytes for each in (layout, densest)] + [SUM_COPIES * layout.whole_bytes] * training.dense

@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from soap.plan.flows import box_bytes
-from soap.plan.plan import Plan
+from soap.plan.plan import Plan, ShardSync
 from soap.plan.recomputation import needed_from
+from soap.plan.syncs.even_parts import bucket_bytes, is_even, part_bytes
+from soap.plan.syncs.sharing import owned_bytes, sharers
 
 UNDER_WAY = 2
 """At most so many scatters of such gradients are under way at a time; then what has come is added up, and gone."""
@@ -38,6 +39,11 @@ class Gather:
     after_backward: tuple[int, ...]
 
 
+def is_read_back(plan: Plan, sync: ShardSync) -> bool:
+    """Whether backward passes read what is gathered. All but frozen values below everything that gets a gradient are."""
+    return any(plan.graph.needs_backward(plan.operator(plan.tiles[tile])) for tile, _ in sync.uses)
+
+
 def gathers(plan: Plan) -> tuple[Gather, ...]:
     """All gathers before passes, in the order in which devices begin them."""
     numbers = [number for number, sync in enumerate(plan.syncs) if sync.contract.gathers_values]
@@ -48,9 +54,13 @@ def gathers(plan: Plan) -> tuple[Gather, ...]:
     uses = {number: sorted({tile for tile, _ in plan.syncs[number].uses}) for number in numbers}
     first = {number: min(plan.tiles[tile].operator for tile in own) for number, own in uses.items()}
     needed = needed_from(plan)
-    last = {number: max(needed[op] for tile in own if (op := plan.tiles[tile].operator) in back) for number, own in uses.items()}
+    last = {
+        number: max(needed[op] for tile in own if (op := plan.tiles[tile].operator) in back)
+        for number, own in uses.items()
+        if is_read_back(plan, plan.syncs[number])
+    }
     order: list[Item] = [(number, False) for number in sorted(numbers, key=lambda number: (first[number], places[number]))]
-    order += [(number, True) for number in sorted(numbers, key=lambda number: (-last[number], places[number]))]
+    order += [(number, True) for number in sorted(last, key=lambda number: (-last[number], places[number]))]
     before, found = _before(plan, order), []
     for number, backward in order:
         forward_tiles, backward_tiles = set(uses[number] if backward else ()), set[int]()
@@ -83,10 +93,11 @@ def most_gathered(plan: Plan) -> Mapping[int, Most]:
 
     A device's gathers form ``prefetch`` + 1 rows, in which each waits until the one before is used. So of each row one group is there at a
     time. Groups of which some uses are not waited for count in addition. A group counts twice while it is put into its place. Gradients
-    leave when all readers have them: where these differ, all gradients may be there together.
+    leave when all readers have them: where these differ, all gradients may be there together. Sums of even parts keep their padding.
     """
     found: dict[int, Most] = {}
-    sizes = {number: _group_bytes(plan, number) for number, sync in enumerate(plan.syncs) if sync.contract.gathers_values}
+    sizes = {number: bucket_bytes(plan, sync) for number, sync in enumerate(plan.syncs) if sync.contract.gathers_values}
+    trained = {number for number in sizes if not plan.is_frozen(plan.syncs[number])}
     waited: dict[tuple[int, Item], set[int]] = {}
     own = gathers(plan)
     before = _before(plan, [(gather.sync, gather.backward) for gather in own])
@@ -100,14 +111,17 @@ def most_gathered(plan: Plan) -> Mapping[int, Most]:
         rows = [items[k :: plan.strategy.prefetch + 1] for k in range(min(len(items), plan.strategy.prefetch + 1))]
         kept = {number for number, backward in items if not _is_waited_for(plan, device, (number, backward), waited)}
         values = sum(max(sizes[number] for number, _ in row) for row in rows) + sum(sizes[number] for number in kept)
-        back = [[number for number, backward in row if backward] for row in rows]
-        gradients = sum(max((sizes[number] for number in row), default=0) for row in back) + sum(sizes[number] for number in kept)
-        mine = [number for number, backward in items if backward]
-        total, largest = sum(sizes[number] for number in mine), max(sizes[number] for number in mine)
-        if len({plan.syncs[number].readers for number in mine}) > 1:
-            gradients = total
-        moved = [sizes[number] + (len(plan.syncs[number].readers) - 1) * _owned_bytes(plan, number, device) for number in mine]
-        found[device] = Most(min(values, total) + largest, min(gradients, total), min((UNDER_WAY + 1) * max(moved), sum(moved)))
+        back = [[number for number, backward in row if backward and number in trained] for row in rows]
+        gradients = sum(max((sizes[number] for number in row), default=0) for row in back) + sum(sizes[number] for number in kept & trained)
+        mine = {number for number, _ in items}
+        total, largest, leaving = sum(sizes[number] for number in mine), max(sizes[number] for number in mine), mine & trained
+        most = sum(sizes[number] for number in leaving)
+        if len({plan.syncs[number].readers for number in leaving}) > 1:
+            gradients = most
+        moved = [sizes[number] + _received_bytes(plan, plan.syncs[number], device) for number in leaving]
+        padding = sum(_padding_bytes(plan, plan.syncs[number], device) for number in leaving)
+        moving = min((UNDER_WAY + 1) * max(moved, default=0), sum(moved)) + padding
+        found[device] = Most(min(values, total) + largest, min(gradients, most), moving)
     return found
 
 
@@ -120,13 +134,14 @@ def _is_waited_for(plan: Plan, device: int, item: Item, waited: Mapping[tuple[in
     return waited[device, item] >= {tile for tile in uses if not item[1] or needs_backward(plan.operator(plan.tiles[tile]))}
 
 
-def _group_bytes(plan: Plan, number: int) -> int:
-    return sum(box_bytes(plan, region.parameter, region.box) for region in plan.syncs[number].regions)
+def _received_bytes(plan: Plan, sync: ShardSync, device: int) -> int:
+    """Gradients that others send a device of its parts; a collective adds them up on their way."""
+    return 0 if is_even(plan, sync) else (sharers(sync) - 1) * owned_bytes(plan, sync).get(device, 0)
 
 
-def _owned_bytes(plan: Plan, number: int, device: int) -> int:
-    own = (plan.shards[shard] for shard in plan.syncs[number].shards if plan.shards[shard].devices == (device,))
-    return sum(box_bytes(plan, shard.parameter, shard.box) for shard in own)
+def _padding_bytes(plan: Plan, sync: ShardSync, device: int) -> int:
+    """By how much the sums that a collective leaves on a device are larger than what it owns."""
+    return part_bytes(plan, sync) - owned_bytes(plan, sync).get(device, 0) if is_even(plan, sync) else 0
 
 
 def _places(plan: Plan, numbers: Sequence[int]) -> Mapping[int, tuple[int, int]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from itertools import chain
 
 from soap.cluster.topology import Topology
@@ -35,29 +34,31 @@ class Keeping:
         """All shards, parameter by parameter, and all synchronizations, method by method.
 
         ``regions``: (parameter, its cells), in the graph's order. Regions that the strategy's method does not serve use the default method.
+        Parameters without a gradient are not synchronized; frozen ones may be gathered for their uses.
         """
         shards: list[Shard] = []
         syncs: dict[str, list[ShardSync]] = {}
-        usual = SyncConfig()
         for parameter, cells in regions:
             sync, first, trainable = strategy.sync(parameter), len(shards), self._graph.tensors[parameter].requires_grad
-            wanted = method_of(sync.contract)
+            wanted, usual = method_of(sync.contract), SyncConfig(offload=sync.offload)
             for index, (box, readers, uses) in enumerate(cells):
                 places = tuple((first_tile[operator] + tile, place) for operator, tile, place in uses)
-                if not (trainable and any(operator in self._graph.backward_operators for operator, _, _ in uses)):
+                of_hosts = self._leaders(readers) if sync.within == "host" else readers
+                used = sync if wanted.serves_region(readers, dict.fromkeys(of_hosts), sync) else usual
+                active = trainable and any(operator in self._graph.backward_operators for operator, _, _ in uses)
+                if not active and (trainable or not used.contract.gathers_values):
                     shards.append(Shard(parameter, len(shards) - first, box, readers, places, trainable))
                     continue
-                leaders = self._leaders(readers) if sync.within == "host" else readers
-                used = sync if wanted.serves_region(readers, dict.fromkeys(leaders)) else replace(usual, offload=sync.offload)
                 method = wanted if used is sync else method_of(used.contract)
-                owned = method.owners(parameter, index, box, readers, used, self._places)
+                leaders = method.leaders(readers, of_hosts) if used is sync else readers
+                owned = method.owners(parameter, index, box, readers, leaders, used, self._places)
                 numbers = tuple(range(len(shards), len(shards) + len(owned)))
-                shards += [Shard(parameter, len(shards) - first + i, part, owners, places, True) for i, (part, owners) in enumerate(owned)]
-                leaders = leaders if used is sync else readers
+                for part, owners in owned:
+                    shards.append(Shard(parameter, len(shards) - first, part, owners, places, trainable))
                 name = method.contract.name
                 how = None if used.compression is None else settled(self._graph, parameter, used.compression)
-                region = ReadRegion(parameter, box, numbers, places)
-                syncs.setdefault(name, []).append(ShardSync(name, parameter, index, (region,), readers, leaders, how, used.offload))
+                region, away = ReadRegion(parameter, box, numbers, places), trainable and used.offload
+                syncs.setdefault(name, []).append(ShardSync(name, parameter, index, (region,), readers, leaders, how, away))
         groups = [method.groups(self._graph, tiles, shards, syncs[method.contract.name]) for method in self._in_order(syncs)]
         return tuple(shards), tuple(chain.from_iterable(groups))
 

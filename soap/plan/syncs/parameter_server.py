@@ -25,12 +25,12 @@ class ParameterServer(SyncMethod):
 
     pull_phase = Phase.AFTER_UPDATE
 
-    def serves_region(self, readers: Sequence[int], peers: Collection[int]) -> bool:
+    def serves_region(self, readers: Sequence[int], peers: Collection[int], sync: SyncConfig) -> bool:
         """Only regions with several readers: one reader alone needs no server."""
         return len(readers) > 1
 
     def owners(
-        self, parameter: str, region: int, box: Box, readers: tuple[int, ...], sync: SyncConfig, places: Places
+        self, parameter: str, region: int, box: Box, readers: tuple[int, ...], leaders: tuple[int, ...], sync: SyncConfig, places: Places
     ) -> Sequence[tuple[Box, tuple[int, ...]]]:
         """The partitions: cut by rows, on the hosts' servers in turn."""
         return [(part, (places.server(parameter, region, number),)) for number, part in enumerate(cut_rows(box, sync.partitions))]

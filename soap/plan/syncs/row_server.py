@@ -14,6 +14,7 @@ from soap.plan.row_counts import device_lookups, most_rows, row_bytes
 from soap.plan.syncs.amounts import COPIES, INDEX_BYTES, reading_groups
 from soap.plan.syncs.parameter_server import ParameterServer
 from soap.plan.syncs.seam import Asked, Hold, Phase
+from soap.strategy.config import SyncConfig
 from soap.strategy.sync_contracts import named
 
 
@@ -22,7 +23,7 @@ class RowServer(ParameterServer):
 
     pull_phase = Phase.BEFORE_FORWARD
 
-    def serves_region(self, readers: Sequence[int], peers: Collection[int]) -> bool:
+    def serves_region(self, readers: Sequence[int], peers: Collection[int], sync: SyncConfig) -> bool:
         """Every region, even with one reader: that saves the reader the memory for the table."""
         return True
 

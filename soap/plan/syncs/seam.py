@@ -20,6 +20,7 @@ from soap.plan.flows import Round, box_bytes
 from soap.plan.memory_kinds import MemoryKind
 from soap.plan.placement import owner_of
 from soap.plan.plan import Plan, Shard, ShardSync
+from soap.plan.syncs.even_parts import Collective
 from soap.plan.tiling import Tile
 from soap.strategy.compression import Compression
 from soap.strategy.config import SyncConfig
@@ -45,24 +46,27 @@ REGATHER = SERVE
 class DeviceWork:
     """Work of a device for a synchronization, as a task of its own: it takes time, and the device does nothing else meanwhile.
 
-    ``settled``: it waits until the device has no backward pass to run any more. ``compression``, ``layout``, ``work``: what it does.
+    ``settled``: it waits until the device has no backward pass to run any more. ``compression``, ``layouts``, ``work``: what it does, to
+    one shard after the other.
     """
 
     stage: int
     device: int
     name: str
     compression: Compression
-    layout: Layout
+    layouts: tuple[Layout, ...]
     work: Work
     settled: bool
 
 
 @dataclass(frozen=True, slots=True)
 class SyncStep:
-    """One communication: an all-reduce of ``summed_bytes`` over the readers, or ``rounds`` of flows, one after the other.
+    """One communication: an all-reduce of ``summed_bytes`` over the devices ``among``, or ``rounds`` of flows, one after the other, or a
+    ``collective`` of equal parts.
 
     ``works``: what devices do before it, each once what it needs is there; the communication waits for all. ``large``: it moves much, over
-    many connections. On links with ports and between GPUs the simulator cuts it into chunks, between which messages pass.
+    many connections. On links with ports and between GPUs the simulator cuts it into chunks, between which messages pass. ``beside``: it
+    waits for what the step before it waits for, not for that step: both run side by side, among other devices.
     """
 
     phase: Phase
@@ -70,7 +74,10 @@ class SyncStep:
     name: str
     rounds: tuple[Round, ...] = ()
     summed_bytes: int = 0
+    among: tuple[int, ...] = ()
+    collective: Collective | None = None
     large: bool = False
+    beside: bool = False
     works: tuple[DeviceWork, ...] = ()
 
 
@@ -146,12 +153,17 @@ class SyncMethod(ABC):
     def __init__(self, contract: Contract) -> None:
         self.contract = contract
 
-    def serves_region(self, readers: Sequence[int], peers: Collection[int]) -> bool:
-        """Whether this method synchronizes a region with these readers; if not, the default method does. ``peers``: see ``ShardSync``."""
+    def serves_region(self, readers: Sequence[int], peers: Collection[int], sync: SyncConfig) -> bool:
+        """Whether this method synchronizes a region with these readers; if not, the default method does. ``peers``: the first reader of
+        each host if ``sync`` says so (``within``), else all readers."""
         return True
 
+    def leaders(self, readers: tuple[int, ...], of_hosts: tuple[int, ...]) -> tuple[int, ...]:
+        """``ShardSync.leaders`` where hosts do something within themselves. ``of_hosts``: for each reader the first one of its host."""
+        return of_hosts
+
     def owners(
-        self, parameter: str, region: int, box: Box, readers: tuple[int, ...], sync: SyncConfig, places: Places
+        self, parameter: str, region: int, box: Box, readers: tuple[int, ...], leaders: tuple[int, ...], sync: SyncConfig, places: Places
     ) -> Sequence[tuple[Box, tuple[int, ...]]]:
         """(part, its owners) for each part of a region. By default each reader owns the whole region."""
         return [(box, readers)]

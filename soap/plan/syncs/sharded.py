@@ -2,7 +2,8 @@
 
 Values are all-gathered before the forward passes that use them, freed behind, and gathered again for the backward passes. Gradients are
 reduce-scattered to the owners, which update their parts; nothing follows the update: ZeRO-3 of Rajbhandari et al., "ZeRO: Memory
-Optimizations Toward Training Trillion Parameter Models", SC 2020; Zhao et al., "PyTorch FSDP", VLDB 2023.
+Optimizations Toward Training Trillion Parameter Models", SC 2020; Zhao et al., "PyTorch FSDP", VLDB 2023. Frozen values are gathered, for
+backward passes only if these read them, and that is all.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ from soap.model.graph import OperatorGraph
 from soap.plan.memory_kinds import MemoryKind
 from soap.plan.plan import Plan, Shard, ShardSync, sync_name, update_name
 from soap.plan.syncs.bucketing import gather_limit, gradient_bytes, make_buckets
-from soap.plan.syncs.seam import PULL, REGATHER, Hold, Phase, SyncStep
-from soap.plan.syncs.sharded_state import ShardedState, gather_round, owned_bytes, scatter_name
+from soap.plan.syncs.even_parts import bucket_bytes, is_even, part_bytes
+from soap.plan.syncs.gathering import is_read_back
+from soap.plan.syncs.seam import PULL, REGATHER, Hold, Phase, ShardUpdate, SyncStep
+from soap.plan.syncs.sharded_state import ShardedState, moving_step, scatter_name
+from soap.plan.syncs.sharing import owned_bytes, sharers
 from soap.plan.tiling import Tile
 from soap.strategy.sync_contracts import named
 
@@ -30,14 +34,16 @@ class Sharded(ShardedState):
         return make_buckets(graph, tiles, shards, syncs, (limit, limit))
 
     def steps(self, plan: Plan, sync: ShardSync, *, pull_together: bool = True) -> Sequence[SyncStep]:
-        """Every owner sends every reader the values, twice; every reader sends every owner its gradient of what that owns."""
-        scatter = [step for step in super().steps(plan, sync) if step.phase is Phase.AFTER_BACKWARD]
-        gather = gather_round(plan, sync)
-        before = [
-            SyncStep(Phase.BEFORE_FORWARD, PULL, gather_name(sync), gather),
-            SyncStep(Phase.BEFORE_BACKWARD, REGATHER, regather_name(sync), gather),
-        ]
-        return [*(before if gather else ()), *scatter]
+        """Every owner sends every reader of its copy the values, twice; gradients go as those of sharded states."""
+        scatter = [step for step in super().steps(plan, sync) if step.phase is Phase.AFTER_BACKWARD and not plan.is_frozen(sync)]
+        before = moving_step(plan, sync, "all_gather", Phase.BEFORE_FORWARD, PULL, gather_name(sync))
+        if is_read_back(plan, sync):
+            before += moving_step(plan, sync, "all_gather", Phase.BEFORE_BACKWARD, REGATHER, regather_name(sync))
+        return [*before, *scatter]
+
+    def updates(self, plan: Plan, sync: ShardSync) -> Sequence[ShardUpdate]:
+        """None of frozen values."""
+        return () if plan.is_frozen(sync) else super().updates(plan, sync)
 
     def copies(self, plan: Plan, sync: ShardSync) -> Mapping[int, int]:
         """None that stay: how many groups are there together is bounded by ``gathering.most_gathered``."""
@@ -50,16 +56,20 @@ class Sharded(ShardedState):
     def holds(self, plan: Plan, sync: ShardSync) -> Iterator[Hold]:
         """Values are sent from, and received in, buffers that are there until the first use; the copy from the first use to the last. The
         bucket of gradients from the first one on; it and what others send until two later ones are on their way."""
-        owned, whole = owned_bytes(plan, sync), gradient_bytes(plan, sync)
+        owned, whole, others = owned_bytes(plan, sync), gradient_bytes(plan, sync), sharers(sync) - 1
+        bucket, even = bucket_bytes(plan, sync), is_even(plan, sync)
+        scatter, is_frozen = scatter_name(sync), plan.is_frozen(sync)
         for reader in sync.readers:
-            own, scatter = owned.get(reader, 0), scatter_name(sync)
+            own = owned.get(reader, 0)
             for name, passes in ((gather_name(sync), "forward"), (regather_name(sync), "backward")):
-                yield Hold(reader, whole, since=name, used=passes)  # type: ignore[arg-type]
+                yield Hold(reader, bucket, since=name, used=passes)  # type: ignore[arg-type]
                 yield Hold(reader, whole, used=passes, kind=MemoryKind.VALUES)  # type: ignore[arg-type]
-            yield Hold(reader, whole, until=scatter, before=True, from_gradient=True, kind=MemoryKind.GRADIENTS)
-            moving = whole + (len(sync.readers) - 1) * own
+            if is_frozen:
+                continue
+            yield Hold(reader, bucket, until=scatter, before=True, from_gradient=True, kind=MemoryKind.GRADIENTS)
+            moving = bucket if even else whole + others * own
             yield Hold(reader, moving, since=scatter, until=update_name(reader), before=True, queue="few")
-            yield Hold(reader, own, since=scatter, kind=MemoryKind.GRADIENTS)
+            yield Hold(reader, part_bytes(plan, sync) if even else own, since=scatter, kind=MemoryKind.GRADIENTS)
 
 
 def gather_name(sync: ShardSync) -> str:

@@ -21,6 +21,7 @@ import torch
 from soap.errors import CheckpointError, SoapWarning
 from soap.model.regions import Box, intersect, lengths, subtract, whole
 from soap.plan.plan import ShardSync
+from soap.plan.syncs.compressed import compressed_names, compressed_shards
 from soap.runtime.checkpoint.manifest import Manifest, RankStates, place_name, sync_state_name
 from soap.runtime.checkpoint.storage import Region
 from soap.runtime.comm.redistribute import Communicator
@@ -40,24 +41,19 @@ def _states(gradients: Gradients) -> Mapping[int, State]:
     return {} if gradients.compressed is None else gradients.compressed.states
 
 
-def _syncs(store: ShardStore) -> dict[int, ShardSync]:
-    """Compressed shard -> its synchronization; of all ranks."""
-    return {sync.shards[0]: sync for sync in store.plan.syncs if sync.compression is not None}
-
-
 def _peers(store: ShardStore) -> dict[int, tuple[int, ...]]:
     """Compressed shard -> its peers."""
-    return {number: sync.peers for number, sync in _syncs(store).items()}
+    return {number: sync.peers for number, sync in compressed_shards(store.plan).items()}
 
 
 def _settings(sync: ShardSync) -> dict[str, Any]:
-    assert sync.compression is not None  # it is in ``_syncs``
+    assert sync.compression is not None  # it compresses
     return written_settings(sync.compression)
 
 
 def states_of(comm: Communicator, store: ShardStore, gradients: Gradients) -> dict[str, RankStates]:
     """Parameter -> what all ranks keep of it; called on all ranks at once."""
-    syncs, own = _syncs(store), []
+    syncs, own = compressed_shards(store.plan), []
     for shard, state in _states(gradients).items():
         box, peers = store.plan.shards[shard].box, syncs[shard].peers
         entry: dict[str, Any] = {"box": [list(side) for side in box], "place": peers.index(store.rank), "peers": len(peers)}
@@ -98,7 +94,7 @@ def rank_state_to_save(store: ShardStore, known: Mapping[str, RankStates], gradi
 
 def require_same_training(compressing: CompressedTraining, store: ShardStore, manifest: Manifest, checkpoint: str) -> None:
     """CheckpointError if this plan compresses what was compressed, with another momentum correction or warm-up."""
-    again = {sync.parameter for sync in _syncs(store).values()} & manifest.rank_states.keys()
+    again = compressed_names(store.plan) & manifest.rank_states.keys()
     ours, theirs = asdict(compressing), dict(manifest.compressing or {})
     for name in sorted(ours.keys() | theirs.keys()) if again else ():
         if ours.get(name) != theirs.get(name):
@@ -152,7 +148,7 @@ def restore_ranks(
     store: ShardStore, manifest: Manifest, gradients: Gradients, read: Wanted, compressing: CompressedTraining
 ) -> None:
     """Go on from what was read. Says in one line each, on rank 0, what was summed up, what begins anew, and what this plan drops."""
-    syncs = _syncs(store)
+    syncs = compressed_shards(store.plan)
     for number, state in _states(gradients).items():
         stored = manifest.rank_states.get(store.plan.shards[number].parameter)
         if stored is None:
@@ -194,19 +190,20 @@ def _tell(store: ShardStore, manifest: Manifest, compressing: CompressedTraining
     summed: dict[str, tuple[int, int]] = {}
     anew, dropped, lost = dict[str, None](), dict[str, str](), dict[str, None]()
     boxes: dict[str, list[Box]] = {}
-    for sync in _syncs(store).values():
-        boxes.setdefault(sync.parameter, []).append(sync.box)
-        stored = manifest.rank_states.get(sync.parameter)
-        near = _overlapping(stored, sync.box) if stored is not None else []
+    for number, sync in compressed_shards(store.plan).items():
+        parameter, box = store.plan.shards[number].parameter, store.plan.shards[number].box
+        boxes.setdefault(parameter, []).append(box)
+        stored = manifest.rank_states.get(parameter)
+        near = _overlapping(stored, box) if stored is not None else []
         if stored is None or not near:
             continue
         gone, others = set(stored.names) - _kept(sync.compression, compressing), _counts(near) - {len(sync.peers)}
         if gone:
-            dropped[sync.parameter] = min(gone)
+            dropped[parameter] = min(gone)
         elif others:
-            summed.setdefault(sync.parameter, (max(others), len(sync.peers)))
-        elif (stored.method, {_box(own) for own in near}) != (_settings(sync), {sync.box}) and _has_own(stored, near):
-            anew[sync.parameter] = None
+            summed.setdefault(parameter, (max(others), len(sync.peers)))
+        elif (stored.method, {_box(own) for own in near}) != (_settings(sync), {box}) and _has_own(stored, near):
+            anew[parameter] = None
     for parameter, stored in manifest.rank_states.items():
         left = list(dict.fromkeys(_box(entry) for entry in stored.entries)) if stored.names else []
         for box in boxes.get(parameter, ()):

@@ -126,7 +126,7 @@ class Communicator:
         self.messages_apart = not self._nccl  # NCCL has one queue for both, whose order must be the same on all ranks
         self._staged = device.type != "cpu" and not self._nccl
         self._timeout = timeout
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(self.world_size)): None}
+        self.groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(self.world_size)): None}
         self.open_groups(groups)
         self._sends: deque[Pending] = deque()
         self._left: list[Pending] = []
@@ -135,41 +135,41 @@ class Communicator:
 
     def open_groups(self, groups: Iterable[Sequence[int]]) -> None:
         """Make the groups that do not exist yet; called on all ranks at once, with the same groups."""
-        for devices in sorted({tuple(group) for group in groups} - self._groups.keys()):
-            self._groups[devices] = dist.new_group(list(devices), timeout=self._timeout)
+        for devices in sorted({tuple(group) for group in groups} - self.groups.keys()):
+            self.groups[devices] = dist.new_group(list(devices), timeout=self._timeout)
         calm_gloo()
 
     def send(self, tensor: torch.Tensor, target: int, tag: int) -> Pending:
         """Start sending; ``finish_sends`` waits for it. The tensor must not change until then."""
-        wire = self._to_wire(plain(tensor.detach().contiguous()))
+        wire = self.to_wire(plain(tensor.detach().contiguous()))
         pending = Pending(self._point_to_point(dist.isend, wire, target, tag), wire)
         self.keep(pending)
         return pending
 
     def receive(self, buffer: torch.Tensor, source: int, tag: int) -> Pending:
         """Start receiving into a contiguous buffer."""
-        wire, finish = self._from_wire(plain(buffer))
+        wire, finish = self.from_wire(plain(buffer))
         return Pending(self._point_to_point(dist.irecv, wire, source, tag), buffer, finish)
 
     def all_reduce(self, tensor: torch.Tensor, devices: tuple[int, ...]) -> Pending:
         """Start summing a contiguous tensor in place over the devices. A single device has nothing to do."""
         if len(devices) < 2:
             return Pending((), tensor)
-        wire, finish = self._through_wire(plain(tensor))
-        return Pending((_work(dist.all_reduce(wire, group=self._groups[devices], async_op=True)),), tensor, finish)
+        wire, finish = self.through_wire(plain(tensor))
+        return Pending((_work(dist.all_reduce(wire, group=self.groups[devices], async_op=True)),), tensor, finish)
 
     def reduce(self, tensor: torch.Tensor, target: int, devices: tuple[int, ...]) -> Pending:
         """Start summing a contiguous tensor over the devices. The target's tensor becomes the sum; the others' values are lost."""
-        wire, finish = self._through_wire(plain(tensor))
-        pending = Pending((_work(dist.reduce(wire, target, group=self._groups[devices], async_op=True)),), tensor, finish)
+        wire, finish = self.through_wire(plain(tensor))
+        pending = Pending((_work(dist.reduce(wire, target, group=self.groups[devices], async_op=True)),), tensor, finish)
         if self.rank != target:
             self.keep(pending)
         return pending
 
     def broadcast(self, tensor: torch.Tensor, source: int, devices: tuple[int, ...] | None = None) -> Pending:
         """Start copying a contiguous tensor from one rank to the devices (all ranks if None)."""
-        group = None if devices is None else self._groups[devices]
-        wire, finish = self._through_wire(plain(tensor))
+        group = None if devices is None else self.groups[devices]
+        wire, finish = self.through_wire(plain(tensor))
         return Pending((_work(dist.broadcast(wire, source, group=group, async_op=True)),), tensor, finish)
 
     def all_to_all(
@@ -181,10 +181,10 @@ class Communicator:
         """
         content = [tensor for parcel in parcels for tensor in parcel]
         given = [sum(tensor.numel() for tensor in parcel) for parcel in parcels]
-        sent = self._to_wire(plain(pack(content) if content else buffer.new_empty(0)))
-        wire, finish = self._from_wire(plain(buffer))
+        sent = self.to_wire(plain(pack(content) if content else buffer.new_empty(0)))
+        wire, finish = self.from_wire(plain(buffer))
         if self._nccl:
-            group = self._groups[devices]
+            group = self.groups[devices]
             work = _work(dist.all_to_all_single(wire, sent, list(sizes), given, group=group, async_op=True))
             self.keep(Pending((work,), sent))
             return Pending((work,), buffer, finish)
@@ -201,7 +201,7 @@ class Communicator:
         a late rank then receives nothing until it has sent everything, which took twice as long on a 200 Mbit/s link. We call the group's
         own methods, because on a CPU the overhead of ``dist.isend`` doubles the time of the call.
         """
-        place, group = devices.index(self.rank), self._groups[devices] or dist.group.WORLD
+        place, group = devices.index(self.rank), self.groups[devices] or dist.group.WORLD
         assert group is not None
         coming[place].copy_(leaving[place])
         turns = [(place + turn) % len(devices) for turn in range(1, len(devices))]
@@ -227,25 +227,25 @@ class Communicator:
 
     def all_gather(self, message: torch.Tensor, devices: tuple[int, ...]) -> Pending:
         """Start an all-gather of contiguous tensors of one shape. Gives all of them as rows, in the order of the devices."""
-        wire = self._to_wire(message)
+        wire = self.to_wire(message)
         return self._rows(wire, [wire] * len(devices), message, devices)
 
     def gather_ragged(self, message: torch.Tensor, sizes: Sequence[int], devices: tuple[int, ...]) -> Pending:
         """Start an all-gather of flat tensors of unlike ``sizes``, in elements, in the order of the devices. Gives all of them, one behind
         the other. Gloo has no such collective, and NCCL's all-gather wants equal sizes: it is an all-to-all."""
-        sent, buffer = self._to_wire(message), message.new_empty(sum(sizes))
-        wire, finish = self._from_wire(buffer)
+        sent, buffer = self.to_wire(message), message.new_empty(sum(sizes))
+        wire, finish = self.from_wire(buffer)
         return self._all_to_each(sent, [sent] * len(devices), torch.split(wire, list(sizes)), buffer, finish, devices)
 
     def rows_to_all(self, rows: torch.Tensor, devices: tuple[int, ...]) -> Pending:
         """Start an all-to-all: device i gets row i of this contiguous tensor. Gives the rows that came, in the order of the devices."""
-        wire = self._to_wire(rows)
+        wire = self.to_wire(rows)
         return self._rows(wire, list(wire.unbind()), rows[0], devices)
 
     def _rows(self, sent: torch.Tensor, leaving: list[torch.Tensor], like: torch.Tensor, devices: tuple[int, ...]) -> Pending:
         """Start an all-to-all of ``leaving``, views of ``sent``. ``like``: a row on this rank's device."""
         buffer = like.new_empty((len(devices), *like.shape))
-        wire, finish = self._from_wire(buffer)
+        wire, finish = self.from_wire(buffer)
         return self._all_to_each(sent, leaving, wire.unbind(), buffer, finish, devices)
 
     def _all_to_each(
@@ -259,7 +259,7 @@ class Communicator:
     ) -> Pending:
         """Start an all-to-all of ``leaving``, views of ``sent``, into ``places``, from where ``finish`` brings it into ``buffer``."""
         if self._nccl:
-            work = _work(dist.all_to_all(list(places), leaving, group=self._groups[devices], async_op=True))
+            work = _work(dist.all_to_all(list(places), leaving, group=self.groups[devices], async_op=True))
             self.keep(Pending((work,), sent))
             return Pending((work,), buffer, finish)
         coming, left = self._each_to_each(places, leaving, devices)
@@ -273,8 +273,8 @@ class Communicator:
 
         Both tensors are contiguous, of one dtype, and cut along dimension 0. This rank's own slices have to be empty.
         """
-        wire = self._to_wire(plain(sent))
-        landing, finish = self._from_wire(plain(buffer))
+        wire = self.to_wire(plain(sent))
+        landing, finish = self.from_wire(plain(buffer))
         leaving, places = [wire[own] for own in given], [landing[own] for own in taken]
         return self._all_to_each(wire, leaving, places, buffer, finish, devices)
 
@@ -312,10 +312,10 @@ class Communicator:
     def close(self) -> None:
         """Destroy the groups; called on all ranks at once. If an error is the reason, it is reported first."""
         tell_before_leaving()
-        for group in self._groups.values():
+        for group in self.groups.values():
             if group is not None:
                 dist.destroy_process_group(group)
-        self._groups.clear()
+        self.groups.clear()
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -329,7 +329,7 @@ class Communicator:
         dist.all_gather_object(values, value)
         return values
 
-    def _to_wire(self, tensor: torch.Tensor) -> torch.Tensor:
+    def to_wire(self, tensor: torch.Tensor) -> torch.Tensor:
         """What to send for a contiguous tensor: itself, or a finished copy in host memory."""
         clock.catch_up()
         if not self._staged:
@@ -339,16 +339,16 @@ class Communicator:
         torch.cuda.current_stream(self.device).synchronize()
         return staged
 
-    def _from_wire(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None] | None]:
+    def from_wire(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None] | None]:
         """(where to receive a contiguous tensor, function that then copies it to its place; None if it is the place)."""
         if not self._staged:
             return tensor, None
         staged = _host_memory(tensor)
         return staged, partial(_copy, tensor, staged)
 
-    def _through_wire(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None] | None]:
+    def through_wire(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None] | None]:
         """(what a collective changes in place, function that then copies the result to the tensor; None if it is the tensor)."""
-        wire = self._to_wire(tensor)
+        wire = self.to_wire(tensor)
         return wire, None if wire is tensor else partial(_copy, tensor, wire)
 
     def _point_to_point(self, operation: Callable[..., Any], wire: torch.Tensor, peer: int, tag: int) -> list[dist.Work]:

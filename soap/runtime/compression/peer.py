@@ -76,15 +76,12 @@ class Peer:
         rule, state = self.training.momentum, self.state
         density = self.training.warm_up.density(self.steps, self.compression.share)
         own = self.compressor(density)
-        flat = own.checked(gradient)
-        if rule is not None:
-            flat = rule.corrected(state.summed[MOMENTUM], flat)
         self._sent = None
         if density is None:
-            total = own.shaped((yield "sum", flat))
+            total = own.shaped((yield "sum", self._corrected(own, gradient)))
         else:
             first, *others = own.layout.exchanges
-            received = yield first.kind, own.message(state, flat)
+            received = yield first.kind, own.message(state, self._corrected(own, gradient))
             for exchange in others:
                 received = yield exchange.kind, own.answer(state, received)
             total = own.total(state, received)
@@ -93,6 +90,12 @@ class Peer:
                 rule.mask(state.summed[MOMENTUM], self._sent)
         state.numbers[STEPS] = self.steps + 1
         return total
+
+    def _corrected(self, own: Compressor[Compression, Layout], gradient: torch.Tensor) -> torch.Tensor:
+        """What is compressed: the gradient, flat, with corrected momentum. It is in no variable of a course, so it is gone once there is a
+        message: a bucket has many courses."""
+        flat, rule = own.checked(gradient), self.training.momentum
+        return flat if rule is None else rule.corrected(self.state.summed[MOMENTUM], flat)
 
     @property
     def steps(self) -> int:

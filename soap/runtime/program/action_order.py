@@ -27,6 +27,17 @@ def in_order(entries: Iterable[Entry]) -> Iterator[Action]:
     return (action for _, action in sorted(entries, key=lambda entry: entry[0]))
 
 
+def interleaved(
+    plan: Plan, forward: Iterable[Entry], backward: Iterable[Entry], order: Sequence[int], turns: Sequence[int]
+) -> list[Action]:
+    """The actions of both passes in the order of ``Plan.order``. ``order``: tiles forward. ``turns``: by turn, its place there."""
+    own = [plan.rank(plan.tiles[tile], backward=False) for tile in order]
+    entries = [((own[key[0]], *key), action) for key, action in forward]
+    last = max(turns, default=0)
+    entries += [((turns[key[0]] if key[0] < len(turns) else last, *key), action) for key, action in backward]
+    return list(in_order(entries))
+
+
 def forward_entries(plan: Plan, places: Sequence[int]) -> Iterator[Entry]:
     """Each tile, then what it sends, then the sums that it completes, then what is sent of these sums."""
     for tile, place in enumerate(places):

@@ -41,7 +41,7 @@ class ActionKind(Enum):
     HAND_ON = auto()
     """Send values of ``plan.syncs[subject]`` from leaders to the other members."""
     COLLECT = auto()
-    """Send gradients of ``plan.syncs[subject]`` from members to their leaders."""
+    """Send gradients of ``plan.syncs[subject]`` from members to their leaders, or to those that own parts on their host."""
     SYNC = auto()
     """Send gradients of ``plan.syncs[subject]`` to the owners."""
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from soap.plan.plan import Plan
 from soap.runtime.program.activity import Activity, PlanIndex
+from soap.runtime.program.segments import Segment
 
 
 def backward_turns(
@@ -47,6 +48,20 @@ def backward_turns(
                 heapq.heappush(ready, entry(after))
     assert turn == len(starts), "segments wait for each other"  # decreasing start is always a possible order
     return turns
+
+
+def by_action(plan: Plan, segments: Sequence[Segment], turns: Sequence[int]) -> list[int]:
+    """Segment -> its turn, if the segments follow the actions of ``Plan.order``, and those of one action the turns that are given."""
+    order = sorted(range(len(turns)), key=lambda number: (action_of(plan, segments[number]), turns[number]))
+    found = [0] * len(turns)
+    for turn, number in enumerate(order):
+        found[number] = turn
+    return found
+
+
+def action_of(plan: Plan, segment: Segment) -> int:
+    """The place in ``Plan.order`` of the action to which a segment's backward pass belongs."""
+    return plan.rank(plan.tiles[segment.tiles[0]], backward=True)
 
 
 def _needs(

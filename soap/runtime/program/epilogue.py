@@ -64,7 +64,7 @@ def set_apart(plan: Plan, epilogue: LossEpilogue, actions: Iterable[Action]) -> 
             closes = reduced_tensor(plan, plan.reductions[action.subject]) in closing
             (parted.sums if closes else parted.before).append(action)
             continue
-        if action.kind in (ActionKind.BRING, ActionKind.BRING_BACK):
+        if action.kind not in (ActionKind.TILE, ActionKind.TRANSFER, ActionKind.EXCHANGE):
             parted.before.append(action)
             continue
         if action.kind is ActionKind.TILE:

@@ -4,6 +4,7 @@ Each rule takes a topological order of all tiles and returns one. ``forward_orde
 
 - ``model_order_if_nothing_travels``: if no order makes any device wait, the model's own order is taken.
 - ``sources_late``: a tile without inputs from other tiles runs right before its first reader.
+- ``by_action``: with micro-batches, actions of ``Plan.order`` follow each other.
 - ``epilogue_last``: the loss epilogue runs after everything else.
 """
 
@@ -22,7 +23,7 @@ def forward_order(plan: Plan, index: PlanIndex, order: ExecutionOrder, epilogue:
     """The order in which a program runs tiles. Raises RuntimeFailure if ``order.forward`` is no topological order of all tiles."""
     _check(plan, index, order.forward)
     order = model_order_if_nothing_travels(plan, order, epilogue)
-    forward = sources_late(plan, index, order.forward)
+    forward = by_action(plan, sources_late(plan, index, order.forward))
     return ExecutionOrder(epilogue_last(plan, forward, epilogue), order.backward)
 
 
@@ -49,6 +50,11 @@ def sources_late(plan: Plan, index: PlanIndex, order: Sequence[int]) -> tuple[in
                 tied.update((held.tile,) if held.reduction is None else plan.reductions[held.reduction].tiles)
     first = {tile: min(own) for tile, own in readers.items() if tile not in tied}
     return tuple(sorted(order, key=lambda tile: (first.get(tile, places[tile]), tile not in first, places[tile])))
+
+
+def by_action(plan: Plan, order: Sequence[int]) -> tuple[int, ...]:
+    """*Invariant*: forward passes follow the actions of ``Plan.order``; those of one action keep their order."""
+    return tuple(sorted(order, key=lambda tile: plan.rank(plan.tiles[tile], backward=False)))
 
 
 def epilogue_last(plan: Plan, order: Sequence[int], epilogue: LossEpilogue) -> tuple[int, ...]:

@@ -4,6 +4,8 @@
 part of both lists. An action waits only for actions before it in the list, so ranks cannot wait for each other in a cycle, whatever the
 backend.
 
+With micro-batches (``Plan.order``) both passes take turns: ``Program.interleaved`` has the actions of both lists in one.
+
 *Segments.* Consecutive tiles of a rank form one autograd graph until something has to be received or summed for the next tile, or a
 gradient has to be received. Segments can run backward by decreasing start.
 
@@ -22,7 +24,7 @@ from functools import cached_property
 from soap.plan.plan import Plan
 from soap.plan.recomputation import dropped_holdings, find_recomputation
 from soap.plan.syncs.bucketing import idle_shards
-from soap.runtime.program.action_order import backward_entries, forward_entries, in_order
+from soap.runtime.program.action_order import backward_entries, forward_entries, in_order, interleaved
 from soap.runtime.program.actions import Action, ActionKind
 from soap.runtime.program.activity import (
     Activity,
@@ -33,7 +35,7 @@ from soap.runtime.program.activity import (
     count_takers,
     find_activity,
 )
-from soap.runtime.program.backward_order import backward_turns
+from soap.runtime.program.backward_order import action_of, backward_turns, by_action
 from soap.runtime.program.epilogue import LossEpilogue, set_apart, usable_epilogue
 from soap.runtime.program.forward_order import forward_order, places_of
 from soap.runtime.program.number_sums import NumberSums, everyone_knows, sum_together
@@ -77,6 +79,8 @@ class Program:
     backward: tuple[Action, ...]
     after_update: tuple[Action, ...]
     """Actions after the optimizer's update, and after values were loaded."""
+    interleaved: tuple[Action, ...] = ()
+    """With micro-batches, what a step runs: the actions of both passes together, in the order of ``Plan.order``. Else empty."""
 
     @cached_property
     def looking_up(self) -> frozenset[int]:
@@ -130,9 +134,11 @@ def compile_program(
     )
     segment_of = {tile: i for i, segment in enumerate(segments) for tile in segment.tiles}
     turns = backward_turns(plan, index, activity, segment_of, [segment.start for segment in segments], order.backward)
+    turns = by_action(plan, segments, turns)
     repeated = tuple(second_runs(again, segments, segment_of, turns))
     gathered = gather_entries(plan, activity.tiles, segment_of, turns, places, repeated)
-    forward = set_apart(plan, epilogue, in_order((*forward_entries(plan, places), *gathered.forward)))
+    entries = (*forward_entries(plan, places), *gathered.forward)
+    forward = set_apart(plan, epilogue, in_order(entries))
     number_sums, summing = sum_together(plan, forward.sums)
     backward = [
         *backward_entries(plan, index, activity, segments, segment_of, turns),
@@ -143,6 +149,12 @@ def compile_program(
     losses = _losses(plan)
     known = everyone_knows(plan, epilogue, number_sums)
     told = Action(ActionKind.LOSS, min(losses.values()), None)  # last of all: no rank needs it earlier
+    end = (*(() if known else forward.behind), told)
+    together: tuple[Action, ...] = ()
+    if plan.order is not None:
+        actions = [action_of(plan, segments[number]) for number in sorted(range(len(turns)), key=turns.__getitem__)]
+        both = interleaved(plan, entries, backward, order.forward, actions)
+        together = (*before_forward(plan), *set_apart(plan, epilogue, both).before, *summing, *end)
     return Program(
         plan,
         index,
@@ -160,8 +172,9 @@ def compile_program(
         number_sums,
         known,
         (*before_forward(plan), *forward.before, *summing),
-        (*in_order(backward), *(() if known else forward.behind), told),
+        (*in_order(backward), *end),
         after_update(plan),
+        together,
     )
 
 

@@ -57,6 +57,7 @@ def resized_plan(plan: Plan, graph: OperatorGraph, topology: Topology) -> Plan:
         messages=built.messages,
         exchanges=built.exchanges,
         reductions=built.reductions,
+        order=built.order,
         shards=shards,
         syncs=tuple(_with_new_uses(sync, shards) for sync in plan.syncs),
         sparse_lookups=frozenset(position for position, place in enumerate(places) if place in plan.sparse_lookups),

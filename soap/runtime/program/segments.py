@@ -3,7 +3,7 @@
 *Invariants*: everything that a segment receives, or that is summed or gathered for it, is complete before its first tile, because it comes
 from segments that start earlier. A tile whose gradient comes from elsewhere (*answered*) is the last of its segment, so that no other tile
 waits for that gradient. Tiles of the loss epilogue share no segment with others, nor do the recomputed tiles of a run
-(``plan.recomputation``).
+(``plan.recomputation``), nor passes of different actions of ``Plan.order`` (micro-batches).
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ def cut_segments(
         there[device] |= gathered.get(tile, set())
         enters = plan.tiles[tile].operator in epilogue and device in current and plan.tiles[current[device][-1]].operator not in epilogue
         enters |= device in current and run.get(current[device][-1]) != run.get(tile)
+        enters |= device in current and plan.parted(current[device][-1], tile)
         if _begins(plan, index, tile, started) or comes or single_tiles or enters or device not in current:
             current[device] = []
             segments.append((device, place, current[device]))

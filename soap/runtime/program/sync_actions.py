@@ -112,8 +112,8 @@ def after_backward(
 
 def groups(plan: Plan) -> set[tuple[int, ...]]:
     """The sets of devices that exchange something to keep parameters in step."""
-    peers = (sync.peers for sync in plan.syncs if sync.contract.compresses)
-    return {asking_devices(plan), *(plan.members(sync) for sync in plan.syncs), *peers}
+    further = (group for sync in plan.syncs for group in rank_sync(sync.contract).groups(sync))
+    return {asking_devices(plan), *(plan.members(sync) for sync in plan.syncs), *further}
 
 
 def task_name(plan: Plan, kind: ActionKind, subject: int) -> str:

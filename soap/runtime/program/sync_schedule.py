@@ -14,7 +14,7 @@ from soap.runtime.sync.seam import rank_sync
 def sync_schedule(program: Program, rank: int, early: bool = True, *, messages_apart: bool = False) -> SyncSchedule:
     """When a rank's gradients are complete in one program. ``early`` False: every exchange waits for its own action. ``messages_apart``:
     see ``Communicator``."""
-    actions = part_of(program.backward, rank)
+    actions = part_of(program.interleaved or program.backward, rank)
     waiting = {action.subject for action in actions if action.kind in LAST_ONLY}
     contributions = {number: _contributions(program, rank, program.plan.syncs[number]) for number in waiting}
     return SyncSchedule(contributions, _followers(program.plan, actions, messages_apart) if early else {})

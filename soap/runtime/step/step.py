@@ -54,6 +54,8 @@ class StepRunner:
         self._prepared = PreparedTiles(program, shards, comm.rank, dtype_of)
         self._schedule = sync_schedule(program, comm.rank, early=recorder is None, messages_apart=comm.messages_apart)
         self._forward, self._backward = _calls(program.forward, comm.rank), _calls(program.backward, comm.rank)
+        if program.interleaved:  # there is no moment between both passes
+            self._forward, self._backward = [], _calls(program.interleaved, comm.rank)
         self._look_ups = LookUps(self._prepared, program.plan, comm.rank)
         self._task_name = partial(task_name, program)
         last_only = {kind.name for kind in LAST_ONLY}
@@ -94,6 +96,10 @@ def _calls(actions: Sequence[Action], rank: int) -> list[tuple[str, int]]:
 
 
 def _handlers(forward: ForwardPass, backward: BackwardPass, gradients: Gradients) -> dict[str, Callable[[int], None]]:
+    def run_segment(number: int) -> None:
+        forward.release()
+        backward.run_segment(number)
+
     handlers: dict[ActionKind, Callable[[int], None]] = {
         ActionKind.TILE: forward.run_tile,
         ActionKind.TRANSFER: forward.transfer,
@@ -102,7 +108,7 @@ def _handlers(forward: ForwardPass, backward: BackwardPass, gradients: Gradients
         ActionKind.REDUCE_NUMBERS: forward.reduce_numbers,
         ActionKind.LOSS: forward.tell_loss,
         ActionKind.RECOMPUTE: forward.recompute,
-        ActionKind.SEGMENT: backward.run_segment,
+        ActionKind.SEGMENT: run_segment,
         ActionKind.RETURN: backward.return_message,
         ActionKind.RETURN_EXCHANGE: backward.return_exchange,
         ActionKind.REDUCE_GRADIENT: backward.reduce_gradient,

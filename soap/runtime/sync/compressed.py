@@ -1,11 +1,11 @@
 """Compressed gradients on a rank: the local gradient is collected as for an all-reduce; what travels is what the compressor makes of it.
 
-A shard's selection runs as soon as its gradient is complete, and its first exchange starts. All that comes later (answers, sums) waits for
-the end of the backward pass. There all shards go on in one order, which is the same on all ranks: each sends its second message before the
-first one waits for its own.
+As soon as a bucket's gradients are complete, its shards are selected one after the other, and their first messages leave together
+(``compression.joining``). All that comes later (answers, sums) waits for the end of the backward pass. There all buckets go on in one
+order, which is the same on all ranks: each sends its second message before the first one waits for its own.
 
-With local aggregation only peers do that (``ShardSync.peers``), for the sum of their host's gradients, which they first get from the host's
-other readers. Behind all shards' exchanges peers give these the sums. Gradients of a host are summed as peers sum, at least in float32.
+With local aggregation only peers do that (``ShardSync.peers``), for the sums of their host's gradients, which they first get from the
+host's other readers. Behind all exchanges peers give these the sums. Gradients of a host are summed as peers sum, at least in float32.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from soap.plan.plan import ShardSync, sync_name
 from soap.plan.syncs.compressed import COLLECT, EXCHANGES, HAND_ON
 from soap.runtime.comm.parcels import Parcels, bytes_of, start_exchange
 from soap.runtime.comm.redistribute import Pending
-from soap.runtime.compression.peer import CompressedTraining, Course, Peer
-from soap.runtime.compression.seam import State, kept_dtype, sizes_of
+from soap.runtime.compression.joining import Joint, joined
+from soap.runtime.compression.peer import CompressedTraining, Peer
+from soap.runtime.compression.seam import State, kept_dtype
 from soap.runtime.compression.together import in_order
 from soap.runtime.program.actions import ActionKind
 from soap.runtime.step.micro_batch import MicroBatch
@@ -32,13 +33,14 @@ from soap.runtime.sync.seam import Gradient, SyncContext
 from soap.runtime.trace import Watch
 from soap.simulator.tasks import TaskKind
 
-Exchanges = Generator[tuple[ExchangeKind, torch.Tensor, str, Sequence[int]], torch.Tensor, torch.Tensor]
-"""A course whose exchanges are all-gathers and all-to-alls, with the names of the simulator's tasks, and the sizes of ragged messages."""
+Exchanges = Generator[tuple[ExchangeKind, torch.Tensor, str, Sequence[int]], torch.Tensor, list[torch.Tensor]]
+"""A bucket's course whose exchanges are all-gathers and all-to-alls, with the names of the simulator's tasks, and the sizes of ragged
+messages. Returns the sum of each shard."""
 
 
 class CompressedSum(BucketedSum):
-    """Each shard has a buffer of its own, with the rank's local gradient. ``peers``: shard -> this rank's part and state, if it is a peer.
-    ``local``: if it is a dict, each step leaves a copy of the local gradients there, for a check."""
+    """Buffers have the rank's local gradients. ``peers``: shard -> this rank's part and state, if it is a peer. ``local``: if it is a dict,
+    each step leaves a copy of the local gradients there, for a check."""
 
     collective: ClassVar[bool] = False
 
@@ -50,12 +52,11 @@ class CompressedSum(BucketedSum):
         self._totals: dict[int, torch.Tensor] = {}
         self._roles: dict[int, Roles] = {number: roles_of(self.plan, sync) for number, sync in syncs.items() if sync.aggregated}
         self._collecting: dict[int, tuple[Pending, Parcels]] = {}
-        self._of_host: dict[int, torch.Tensor] = {}
+        self._of_host: dict[int, list[torch.Tensor]] = {}
         self._blank = torch.empty(0, device=self.comm.device)
         for sync in syncs.values():
-            [shard] = sync.shards
-            tensor = context.shards.tensors[shard]
-            if self.rank in sync.peers:
+            for shard in sync.shards if self.rank in sync.peers else ():
+                tensor = context.shards.tensors[shard]
                 self.peers[shard] = peer_of(sync, self.rank, tensor.shape, tensor.dtype, context.compressing, tensor.device)
 
     def begin(self, part: MicroBatch, watch: Watch) -> None:
@@ -65,29 +66,35 @@ class CompressedSum(BucketedSum):
             self._totals = {}
 
     @classmethod
+    def groups(cls, sync: ShardSync) -> Iterable[tuple[int, ...]]:
+        """The peers."""
+        return (sync.peers,)
+
+    @classmethod
     def task_name(cls, sync: ShardSync, kind: ActionKind) -> str:
         """What travels inside hosts has names of its own."""
         verbs = {ActionKind.COLLECT: COLLECT[1], ActionKind.HAND_ON: HAND_ON[1]}
         return sync_name(sync, verbs.get(kind, cls.gives))
 
     def collect(self, number: int) -> None:
-        """Send this rank's gradient to its host's peer; as the peer, begin to receive the others'."""
-        gradient, roles = self._own_gradient(number), self._roles[number]
+        """Send this rank's gradients to its host's peer; as the peer, begin to receive the others'."""
+        self._complete(number)
+        buffer, roles = self.buffers[number], self._roles[number]
         parcels: Parcels = {}
         places: Parcels = {}
         if self.rank in roles.speakers:
-            places = {member: [torch.empty_like(gradient)] for member in roles.members(self.rank) if member != self.rank}
+            places = {member: [torch.empty_like(buffer)] for member in roles.members(self.rank) if member != self.rank}
         else:
-            parcels = {roles.leader(self.rank): [gradient]}
+            parcels = {roles.leader(self.rank): [buffer]}
         self._collecting[number] = self._inside(ActionKind.COLLECT, number, parcels, places), places
 
     def synchronize(self, number: int) -> None:
-        """Select what is sent of a shard, and begin to send it."""
-        [shard] = self.syncs[number].shards
+        """Select what is sent of a bucket's shards, and begin to send it."""
         if number not in self._roles:
-            self._select(number, self._own_gradient(number))
-        elif shard in self.peers:
-            self._select(number, self._hosts_gradient(number))
+            self._complete(number)
+            self._select(number, [self._places[shard] for shard in self.syncs[number].shards])
+        elif self.rank in self.syncs[number].peers:
+            self._select(number, self._sums_of_host(number))
             del self._of_host[number]
 
     def end(self, part: MicroBatch) -> None:
@@ -100,46 +107,54 @@ class CompressedSum(BucketedSum):
             self._hand_on()
         super().end(part)
 
-    def _select(self, number: int, gradient: torch.Tensor) -> None:
-        [shard] = self.syncs[number].shards
-        self._go_on(number, self._apart(number, self.peers[shard].course(gradient)), None)
+    def _select(self, number: int, gradients: Sequence[torch.Tensor]) -> None:
+        courses = [self.peers[shard].course(own) for shard, own in zip(self.syncs[number].shards, gradients, strict=True)]
+        self._go_on(number, self._apart(number, joined(courses)), None)
 
-    def _own_gradient(self, number: int) -> torch.Tensor:
-        """This rank's gradient of a shard."""
-        [shard] = self.syncs[number].shards
-        self._fill(shard)
-        gradient = self.buffers[number].view(self.store.tensors[shard].shape)
-        if self.local is not None:
-            self.local[shard] = gradient.clone()
-        return gradient
+    def _complete(self, number: int) -> None:
+        """Complete this rank's gradients in a buffer."""
+        for shard in self.syncs[number].shards:
+            self._fill(shard)
+            if self.local is not None:
+                self.local[shard] = self._places[shard].clone()
+
+    def own_gradients(self) -> Iterable[torch.Tensor]:
+        """Shard by shard, so that their norm has the same bits in whichever buckets they travel."""
+        super().own_gradients()
+        return [self._places[shard] for shard in sorted(self._places)]
 
     def hosts_gradients(self) -> list[torch.Tensor]:
         """As a peer: the sums of the host's gradients, once they are collected. A change in place is what is compressed."""
-        return [self._hosts_gradient(number) for number in self._roles if self.syncs[number].shards[0] in self.peers]
+        numbers = [number for number in self._roles if self.rank in self.syncs[number].peers]
+        sums = [pair for number in numbers for pair in zip(self.syncs[number].shards, self._sums_of_host(number), strict=True)]
+        return [own for _, own in sorted(sums, key=lambda pair: pair[0])]
 
-    def _hosts_gradient(self, number: int) -> torch.Tensor:
-        """The sum of the gradients of this rank's host, in the order of the readers."""
+    def _sums_of_host(self, number: int) -> list[torch.Tensor]:
+        """For each shard of a bucket the sum of the gradients of this rank's host, in the order of the readers."""
         if number not in self._of_host:
-            [shard] = self.syncs[number].shards
             pending, places = self._collecting.pop(number)
             pending.wait()
-            own = self.buffers[number].view(self.store.tensors[shard].shape)
-            members = self._roles[number].members(self.rank)
-            self._of_host[number] = hosts_sum([own if member == self.rank else places[member][0] for member in members])
+            own, members = self.buffers[number], self._roles[number].members(self.rank)
+            total = hosts_sum([own if member == self.rank else places[member][0] for member in members])
+            shapes = [self.store.tensors[shard].shape for shard in self.syncs[number].shards]
+            parts = torch.split(total, [shape.numel() for shape in shapes])
+            self._of_host[number] = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
         return self._of_host[number]
 
     def _hand_on(self) -> None:
         """As a peer, give the host's other readers the sums; as another reader, get them."""
         arriving = []
         for number, roles in self._roles.items():
-            [shard] = self.syncs[number].shards
+            shards = self.syncs[number].shards
             parcels: Parcels = {}
             places: Parcels = {}
             if self.rank in roles.speakers:
-                parcels = {member: [self._totals[shard]] for member in roles.members(self.rank) if member != self.rank}
+                own = [self._totals[shard] for shard in shards]
+                parcels = {member: own for member in roles.members(self.rank) if member != self.rank}
             else:
-                self._totals[shard] = torch.empty_like(self.store.tensors[shard], requires_grad=False)
-                places = {roles.leader(self.rank): [self._totals[shard]]}
+                for shard in shards:
+                    self._totals[shard] = torch.empty_like(self.store.tensors[shard], requires_grad=False)
+                places = {roles.leader(self.rank): [self._totals[shard] for shard in shards]}
             arriving.append(self._inside(ActionKind.HAND_ON, number, parcels, places))
         for pending in arriving:
             pending.wait()
@@ -156,8 +171,8 @@ class CompressedSum(BucketedSum):
         try:
             kind, message, name, sizes = next(course) if received is None else course.send(received)
         except StopIteration as end:
-            [shard] = self.syncs[number].shards
-            self._totals[shard] = end.value.to(self.store.tensors[shard].dtype)
+            for shard, total in zip(self.syncs[number].shards, end.value, strict=True):
+                self._totals[shard] = total.to(self.store.tensors[shard].dtype)
             return
         message, devices = message.detach().contiguous(), self.syncs[number].peers
         if kind == "ragged":
@@ -167,20 +182,18 @@ class CompressedSum(BucketedSum):
         self.watch(name, TaskKind.SYNC, pending)
         self._courses[number] = course, pending
 
-    def _apart(self, number: int, course: Course) -> Exchanges:
+    def _apart(self, number: int, course: Joint) -> Exchanges:
         """The same course with two exchanges for each sum: every rank adds up a part, in the order of the ranks, and gives it to all."""
         sync, traffic = self.syncs[number], self.comm.traffic
         count, received = len(sync.peers), None
         for _, verb in cycle(EXCHANGES):
             try:
-                kind, message = next(course) if received is None else course.send(received)
+                kind, message, sizes = next(course) if received is None else course.send(received)
             except StopIteration as end:
-                total: torch.Tensor = end.value
-                return total
+                totals: list[torch.Tensor] = end.value
+                return totals
             name = sync_name(sync, verb)
             if kind == "ragged":
-                assert received is not None  # sizes come first
-                sizes = sizes_of(received)
                 traffic.compressed_bytes += sum(sizes) + (count - 2) * message.nbytes
                 received = yield kind, message, name, sizes
                 continue
@@ -196,8 +209,8 @@ class CompressedSum(BucketedSum):
 
     @property
     def shards(self) -> Iterable[int]:
-        """Every reader owns the whole shard."""
-        return [sync.shards[0] for sync in self.syncs.values()]
+        """Every reader owns all shards."""
+        return [shard for sync in self.syncs.values() for shard in sync.shards]
 
     def gradient(self, shard: int) -> Gradient:
         """What all ranks have sent, added up in their order."""

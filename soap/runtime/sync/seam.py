@@ -80,6 +80,11 @@ class RankSync(ABC):
         self.watch: Watch = watch_nothing
 
     @classmethod
+    def groups(cls, sync: ShardSync) -> Iterable[tuple[int, ...]]:
+        """The sets of devices that exchange something, beside all its members."""
+        return ()
+
+    @classmethod
     def before_forward(cls, sync: ShardSync) -> tuple[ActionKind, ...]:
         """Those of ASK, BRING and HAND_ON that every micro-batch needs."""
         return ()
@@ -87,7 +92,7 @@ class RankSync(ABC):
     @classmethod
     def after_backward(cls, plan: Plan, sync: ShardSync) -> tuple[ActionKind, ...]:
         """The exchanges of its gradients: COLLECT first if it uses local aggregation, then SYNC; none if a single device takes part."""
-        if len(plan.members(sync)) < 2:
+        if len(plan.members(sync)) < 2 or plan.is_frozen(sync):
             return ()
         return (ActionKind.COLLECT, ActionKind.SYNC) if sync.aggregated else (ActionKind.SYNC,)
 

@@ -54,8 +54,11 @@ class Sharded(ShardedState):
         layout, sync, store = self._layouts[number], self.syncs[number], self.store
         values = {shard: store.tensors[shard].data for shard in layout.owned[self.rank]}
         shards = layout.of_others(self.rank)
-        sizes = [volume(self.plan.shards[shard].box) for shard in shards]
-        values.update(zip(shards, torch.split(coming.buffer, sizes), strict=True))
+        if layout.room:
+            values.update({shard: coming.buffer[layout.places[shard]] for shard in shards})
+        else:
+            sizes = [volume(self.plan.shards[shard].box) for shard in shards]
+            values.update(zip(shards, torch.split(coming.buffer, sizes), strict=True))
         for region, leaf in zip(sync.regions, self._leaves[number], strict=True):
             keep_memory(leaf, kept=True)
             for shard in region.shards:
@@ -89,8 +92,11 @@ class Sharded(ShardedState):
 
     def _begin_gather(self, number: int, kind: ActionKind) -> None:
         layout, own = self._layouts[number], self._layouts[number].spans[self.rank]
-        buffer = self._leaves[number][0].detach().new_empty(layout.size - (own.stop - own.start))
         assert number not in self._coming, "values are gathered twice for one pass"
+        if layout.room:
+            self._coming[number] = self._gather_values(number, kind)
+            return
+        buffer = self._leaves[number][0].detach().new_empty(layout.size - (own.stop - own.start))
         self._coming[number] = self._send_values(number, kind, buffer)
 
 

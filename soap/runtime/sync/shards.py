@@ -95,7 +95,8 @@ class ShardStore:
                 full = parameters[region.parameter].detach()
                 kind = _kind(full, dtype)
                 if own.contract.gathers_values:
-                    self.leaves[piece] = torch.empty(lengths(region.box), dtype=kind, device=device).requires_grad_()
+                    leaf = torch.empty(lengths(region.box), dtype=kind, device=device)
+                    self.leaves[piece] = leaf.requires_grad_(self.plan.shards[region.shards[0]].trainable)
                     keep_memory(self.leaves[piece], kept=False)
                     continue
                 copy = full

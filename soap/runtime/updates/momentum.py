@@ -9,16 +9,12 @@ import torch
 
 from soap.errors import RuntimeFailure
 from soap.plan.plan import Plan
+from soap.plan.syncs.compressed import compressed_names
 from soap.runtime.compression.dgc import Momentum
 from soap.runtime.updates.parts import Part
 
 DECAY_MOMENTUM = "decay_momentum"
 """Name of the optimizer's state."""
-
-
-def compressed_names(plan: Plan) -> frozenset[str]:
-    """Parameters of which something is compressed."""
-    return frozenset(sync.parameter for sync in plan.syncs if sync.compression is not None)
 
 
 def require_correctable(plan: Plan) -> None:

@@ -68,7 +68,7 @@ def _require_whole(plan: Plan, said: str, shards: Sequence[Shard]) -> None:
         )
     if len(shards) > 1 and shards[0].parameter in {plan.shards[number].parameter for number in plan.dealt_out}:
         raise RuntimeFailure(
-            f"{said}, but its readers own parts of it (zero, fsdp); synchronize it by allreduce, or use an elementwise optimizer"
+            f"{said}, but its readers own parts of it (zero, fsdp, hsdp); synchronize it by allreduce, or use an elementwise optimizer"
         )
     if len({shard.devices for shard in shards}) > 1:
         shape = list(plan.graph.tensors[shards[0].parameter].shape)

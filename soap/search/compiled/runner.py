@@ -17,9 +17,11 @@ from soap.search.compiled.memory import (
     BEFORE,
     BEST,
     COST,
+    ESTIMATING,
     GRANTED,
     LOGGED,
     MOVES,
+    NOTHING,
     PENDING,
     PLAYED,
     RANDOM,
@@ -106,8 +108,19 @@ class CompiledSpace:
 class CompiledChain:
     """One chain. Equal seeds give equal chains, whatever other chains run."""
 
-    def __init__(self, space: CompiledSpace, strategy: Strategy, *, seed: int, proposals: int, start_ns: int | None = None) -> None:
-        """``proposals``: the most that the log can hold. ``start_ns``: the cost that beta is relative to; by default the strategy's."""
+    def __init__(
+        self,
+        space: CompiledSpace,
+        strategy: Strategy,
+        *,
+        seed: int,
+        proposals: int,
+        start_ns: int | None = None,
+        estimating: bool = False,
+    ) -> None:
+        """``proposals``: the most that the log can hold. ``start_ns``: the cost that beta is relative to; by default the strategy's.
+        ``estimating``: whether estimates of memory decide what the bounds do not, except about what would be the best (``chain``). The
+        strategy then has to fit, and so has what ``move_to`` gets."""
         self._space = space
         graph = space.space.graph
         self.engine = make_engine(graph, space.topology, space.costs, space.draws, space.training)
@@ -122,6 +135,7 @@ class CompiledChain:
         self._beta = self._focus = 0.0
         at = self.arrays.at
         at[RANDOM] = at[BEFORE] = np.int64(seed)
+        at[ESTIMATING] = estimating
         self.weights = DEFAULT_WEIGHTS
         self.move_to(strategy)
         at[START] = at[COST] if start_ns is None else start_ns
@@ -140,6 +154,7 @@ class CompiledChain:
 
     def move_to(self, strategy: Strategy) -> None:
         """Go on from another strategy."""
+        self._estimated = False
         self.arrays.at[SWAPPED] = 0  # the engine loads into its first trial
         self.engine.load(strategy)
         cost_ns = self.engine.simulate()
@@ -165,6 +180,10 @@ class CompiledChain:
             M = NO_TABLES if fits is None else self._memory.handle()
             return int(advance(*self.engine.handles(), self.handle, M, self.engine.drawing, last, beta, focus, fits is not None))
 
+        if fits is not None and at[ESTIMATING] and not self._estimated:
+            self._memory.likely()
+            self._memory.told(fits=True)
+            self._estimated = True
         while True:
             try:
                 done = self.engine.attempt(go_on, self._settle)
@@ -177,7 +196,11 @@ class CompiledChain:
                 return self.proposals
             assert fits is not None and at[PENDING] == ASKED
             self._settle()
-            at[PENDING] = GRANTED if fits(self._edited()) else REFUSED
+            granted = fits(self._edited())
+            at[PENDING] = GRANTED if granted else REFUSED
+            if at[ESTIMATING] and not self._memory.told(fits=granted) and at[COST] > at[BEST]:
+                at[PENDING] = NOTHING  # the current strategy may not fit either
+                self.move_to(self.best)
 
     def _make_variant(self, position: int, number: int) -> None:
         grid = self._space.grid(position, number)

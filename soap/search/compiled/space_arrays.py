@@ -16,6 +16,7 @@ from soap.cluster.topology import Topology
 from soap.search.compiled.estimates import rough_ns
 from soap.search.compiled.memory import ChainTables
 from soap.search.compiled.segments import find_segments
+from soap.search.sharing import owner_sets
 from soap.search.space import Grid, OperatorSpace, Space, grid_of
 from soap.simulator.compiled.graph_arrays import Floats, Ints, Longs
 from soap.simulator.compiled.syncs.codes import sync_code
@@ -45,8 +46,8 @@ class GridTables(NamedTuple):
 
     ``estimate[estimate_ptr[op] + grid - grid_ptr[space]]``: rough time, ns (``estimates.rough_ns``). ``size``: list of an operator's factor
     sizes (1 if it cannot be split). ``sync_parameter``: parameters with a choice of methods; ``sync_choice``: list of their codes
-    (``syncs.codes``). ``again``: list of the operators of each set that may be recomputed
-    (``Space.recompute``).
+    (``syncs.codes``). ``together``: list of the places in ``sync_parameter`` of each set of ``sharing.owner_sets``.
+    ``again``: list of the operators of each set that may be recomputed (``Space.recompute``).
     """
 
     movable: Ints
@@ -78,6 +79,8 @@ class GridTables(NamedTuple):
     sync_parameter: Ints
     sync_ptr: Ints
     sync_choice: Ints
+    together_ptr: Ints
+    together: Ints
     again_ptr: Ints
     again: Ints
 
@@ -143,6 +146,8 @@ def grid_tables(space: Space, topology: Topology, costs: CostModel) -> GridTable
     estimates = [rough_ns(graph, position, own.grids, topology, costs) for position, own in enumerate(space.operators)]
     before = [np.cumsum([0, *(len(own.placements(grid)) for grid in own.grids)])[:-1] for own in spaces]
     lookup_ptr, lookup_mask, lookup = _lookup(spaces)
+    together = owner_sets(graph, space.syncs)
+    place = {tensor.name: place for place, tensor in enumerate(own for own in graph.parameters if own.name in space.syncs)}
     return _pack(
         GridTables,
         movable=space.movable,
@@ -174,6 +179,8 @@ def grid_tables(space: Space, topology: Topology, costs: CostModel) -> GridTable
         sync_parameter=[number for number, tensor in enumerate(graph.parameters) if tensor.name in space.syncs],
         sync_ptr=_pointers(space.syncs[tensor.name] for tensor in graph.parameters if tensor.name in space.syncs),
         sync_choice=[sync_code(sync) for tensor in graph.parameters for sync in space.syncs.get(tensor.name, ())],
+        together_ptr=_pointers(together),
+        together=[place[name] for own in together for name in own],
         again_ptr=_pointers(space.recompute),
         again=[position for own in space.recompute for position in own],
     )

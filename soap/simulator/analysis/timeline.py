@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from soap.plan.collectives import flow_links
 from soap.plan.plan import Plan, reduce_name
 from soap.plan.syncs.clipping import NORM_NAME, sums_norm
+from soap.plan.syncs.even_parts import Collective
 from soap.plan.syncs.seam import method_for
 from soap.simulator.communication import allreduce
 from soap.simulator.communication.offloading import names_behind_links
@@ -203,9 +204,14 @@ def busy_time_ns(tasks: TaskGraph) -> dict[str, int]:
 def link_bytes(tasks: TaskGraph) -> dict[str, int]:
     """Bytes that cross each link during the iteration, by name. Bytes that travel over several links count on each."""
     carried = [0] * len(tasks.topology.links)
-    groups, communication = sum_groups(tasks.plan), Communication(tasks.topology)
+    groups, collectives, communication = sum_groups(tasks.plan), collectives_of(tasks.plan), Communication(tasks.topology)
     for task in tasks.tasks:
-        if task.bytes:
+        if task.bytes and task.name in collectives:
+            own = collectives[task.name]
+            for devices in own.groups:
+                for link, size in allreduce.parted_link_bytes(tasks.topology, devices, own.size_bytes).items():
+                    carried[link] += size
+        elif task.bytes:
             for link, size in task_links(communication, task, groups):
                 carried[link] += size
     return {link.name: size for link, size in zip(tasks.topology.links, carried, strict=True)}
@@ -239,12 +245,18 @@ class _Lanes:
 
 def sum_groups(plan: Plan) -> Mapping[str, tuple[int, ...]]:
     """Name of each all-reduce -> its devices."""
-    steps = ((sync, step) for sync in plan.syncs for step in method_for(sync).steps(plan, sync))
-    groups = {step.name: sync.peers for sync, step in steps if step.summed_bytes}
+    steps = (step for sync in plan.syncs for step in method_for(sync).steps(plan, sync))
+    groups = {step.name: step.among for step in steps if step.summed_bytes}
     for reduction in plan.reductions:
         for gradient in (False, True):
             groups[reduce_name(plan.graph.operators[reduction.operator], reduction, gradient=gradient)] = reduction.devices
     return groups | ({NORM_NAME: tuple(range(plan.device_count))} if sums_norm(plan) else {})
+
+
+def collectives_of(plan: Plan) -> Mapping[str, Collective]:
+    """Name of each collective of equal parts -> what it is."""
+    steps = (step for sync in plan.syncs for step in method_for(sync).steps(plan, sync))
+    return {step.name: step.collective for step in steps if step.collective is not None}
 
 
 def task_links(communication: Communication, task: Task, groups: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[int, int]]:

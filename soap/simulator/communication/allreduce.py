@@ -16,7 +16,7 @@ from soap.cluster.topology import Topology
 from soap.plan.collectives import REDUCE_TRAFFIC
 from soap.simulator.communication.algorithms import Algorithm, steps
 from soap.simulator.communication.loads import ROUTES, loads, step_shares
-from soap.simulator.communication.nccl import nccl_algorithms, nccl_options
+from soap.simulator.communication.nccl import nccl_algorithms, nccl_options, nccl_parted_options
 from soap.simulator.communication.options import AllReduceOption
 from soap.simulator.communication.ring_orders import is_gloo, ring_orders
 
@@ -31,6 +31,11 @@ def allreduce_options(topology: Topology, devices: Sequence[int]) -> tuple[AllRe
     return (_gloo_ring(topology, devices),) if is_gloo(topology, devices) else nccl_options(topology, devices)
 
 
+def parted_options(topology: Topology, devices: Sequence[int]) -> tuple[AllReduceOption, ...]:
+    """Ways to gather or to scatter equal parts over these devices by a collective; none where the backend has no such collective."""
+    return () if is_gloo(topology, devices) else nccl_parted_options(topology, devices)
+
+
 def allreduce_bytes(reduced_bytes: int, device_count: int) -> int:
     """Bytes that an all-reduce puts on all its hops together, by any algorithm in which devices and not switches add up."""
     return 2 * (device_count - 1) * reduced_bytes
@@ -40,6 +45,13 @@ def link_bytes(topology: Topology, algorithm: Algorithm, devices: Sequence[int],
     """Link number -> bytes that an all-reduce puts on it, rounded up; link numbers ascend."""
     shares, parts = link_shares(topology, algorithm, devices)
     return {link: -(-share * reduced_bytes // parts) for link, share in shares.items()}
+
+
+def parted_link_bytes(topology: Topology, devices: Sequence[int], parts_bytes: int) -> dict[int, int]:
+    """The same of a collective of equal parts, which hold so many bytes together: one turn of NCCL's rings."""
+    turn = steps(Algorithm.RING, devices, ring_orders(topology, devices))[:1]
+    shares, parts = step_shares(topology, turn, topology.direct_links)
+    return {link: -(-share * parts_bytes // parts) for link, share in shares.items()}
 
 
 def link_shares(topology: Topology, algorithm: Algorithm, devices: Sequence[int]) -> tuple[dict[int, int], int]:

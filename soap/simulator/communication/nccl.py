@@ -1,4 +1,4 @@
-"""All-reduces between GPUs by NCCL (or RCCL): by each algorithm and protocol, linear in the bytes.
+"""All-reduces, all-gathers and reduce-scatters between GPUs by NCCL (or RCCL): by each algorithm and protocol, linear in the bytes.
 
 After NCCL's own model, by which it chooses among them (``src/graph/tuning.cc``; figures and sources in ``interconnects``). A protocol says
 how a receiver learns that bytes are there: *LL* flags every 4 bytes, *LL128* every 120, *Simple* synchronizes by chunk. The first has the
@@ -12,6 +12,11 @@ between hosts, and c that of a call, the latency is
 Bytes take as long as on the busiest link (``loads``), at its effective bandwidth, times the share of it that the protocol reaches; with LL
 at least what 2(n-1)/n of them take at its limit. Through NVLink SHARP
 2(n-1)/n of them take as long as at the switch's bus bandwidth, and no less than a device's link takes for what it carries, (1 + 1/n).
+
+All-gathers and reduce-scatters of equal parts take one turn of the ring instead of two: half of its steps, half of its bytes, at the same
+bandwidth (``nsteps``, ``nInterSteps`` and ``ratio`` in ``ncclTopoTuneModel``); the plateau of its latency is all-reduces' alone
+(``ncclTopoGetAlgoTime``). Trees do not do them. NVLS over several hosts takes switches in the network that add (``collNetSupport``), and on
+one host NCCL expects less of it than of the ring: 0.85 (n-1)/n of the link's bandwidth. PAT is for one GPU on each host, and is left out.
 
 On measured links there are no protocols: steps have the measured latencies, times a measured factor, and bytes the measured bandwidth.
 """
@@ -50,6 +55,11 @@ def nccl_options(topology: Topology, devices: Sequence[int]) -> tuple[AllReduceO
     return undominated(found)
 
 
+def nccl_parted_options(topology: Topology, devices: Sequence[int]) -> tuple[AllReduceOption, ...]:
+    """The same for an all-gather, or a reduce-scatter, of equal parts over several GPUs. Bytes are those of all parts."""
+    return undominated(_Sums.of(topology, sorted(set(devices)), turns=1).options(Algorithm.RING))
+
+
 @dataclass(frozen=True)
 class _Way:
     """Steps inside hosts, or between them: the slowest interconnects that they use, and how much longer than for these, or how long by
@@ -65,7 +75,8 @@ class _Way:
 
 @dataclass(frozen=True)
 class _Sums:
-    """All-reduces over one group. ``inside``, ``across``: steps inside hosts and between them, None if there are none."""
+    """All-reduces over one group. ``inside``, ``across``: steps inside hosts and between them, None if there are none. ``turns``: how often
+    the bytes go round a ring, 1 for all-gathers and reduce-scatters, which know no other algorithm."""
 
     topology: Topology
     groups: list[list[int]]
@@ -74,9 +85,10 @@ class _Sums:
     inside: _Way | None
     across: _Way | None
     library: Library
+    turns: int = 2
 
     @staticmethod
-    def of(topology: Topology, members: Sequence[int]) -> _Sums:
+    def of(topology: Topology, members: Sequence[int], turns: int = 2) -> _Sums:
         hosts = {device: topology.devices[device].host for device in members}
         orders, groups = ring_orders(topology, members), _groups(topology, members)
         hops = [hop for step in steps(Algorithm.RING, members, orders)[:1] for hop in step.hops]
@@ -90,6 +102,7 @@ class _Sums:
             _way(topology, near, across=False) if near else None,
             _way(topology, far, across=True) if far else None,
             library(topology.gpu_library),
+            turns,
         )
 
     @property
@@ -99,12 +112,12 @@ class _Sums:
     @property
     def bus_share(self) -> float:
         """Bus bandwidth is this many times the bytes, by the time."""
-        return 2 * (self.count - 1) / self.count
+        return self.turns * (self.count - 1) / self.count
 
     def options(self, algorithm: Algorithm) -> list[AllReduceOption]:
-        shares, parts = step_shares(
-            self.topology, steps(algorithm, sorted(self.hosts), self.orders, self.hosts), self.topology.direct_links
-        )
+        todo = steps(algorithm, sorted(self.hosts), self.orders, self.hosts)
+        todo = todo[: self.turns] if algorithm is Algorithm.RING else todo
+        shares, parts = step_shares(self.topology, todo, self.topology.direct_links)
         links = tuple(shares)
         if self.topology.has_measured_links:
             factor = self.topology.latency_factor.of_all_reduce(self.count)
@@ -146,7 +159,7 @@ class _Sums:
         if algorithm is Algorithm.RING and self.across is not None:
             inside = max(inside, known.post[protocol])
         seconds = known.base[name][protocol] + self._steps_seconds(algorithm, inside, across)
-        if algorithm is Algorithm.RING and protocol == SIMPLE and self.across is not None:
+        if algorithm is Algorithm.RING and protocol == SIMPLE and self.across is not None and self.turns > 1:
             own = [kind.plateau for kind in (self.inside.kinds if self.inside else ()) if kind.plateau is not None]
             seconds *= max(own, default=known.plateau)
         return seconds
@@ -162,7 +175,7 @@ class _Sums:
         height = hosts.bit_length() - 1
         match algorithm:
             case Algorithm.RING:
-                return 2 * (self.count - hosts) * inside + 2 * (hosts - 1) * across
+                return self.turns * ((self.count - hosts) * inside + (hosts - 1) * across)
             case Algorithm.TREE:
                 return 2 * ((most - 1) * inside + height * across)
             case Algorithm.NVLS:

@@ -16,7 +16,8 @@ from soap.cluster.interconnects import figures
 from soap.cluster.overheads import Share
 from soap.cluster.topology import Link, Topology
 from soap.plan.collectives import REDUCE_TRAFFIC, Flow, exchange_seconds
-from soap.simulator.communication.allreduce import allreduce_bytes, allreduce_options
+from soap.plan.syncs.even_parts import Collective
+from soap.simulator.communication.allreduce import allreduce_bytes, allreduce_options, parted_options
 from soap.simulator.communication.options import AllReduceOption, fastest
 from soap.simulator.costs import nanoseconds
 
@@ -25,7 +26,7 @@ CACHE_ENTRIES = 2**18
 VERSION = 7
 """Raise it whenever a formula changes."""
 
-NCCL_VERSION = 1
+NCCL_VERSION = 2
 """The same of formulas for GPUs alone."""
 
 
@@ -36,6 +37,7 @@ class Communication:
         self.topology = topology
         self._routes: dict[tuple[int, int], tuple[float, float]] = {}
         self._options: dict[tuple[int, ...], tuple[AllReduceOption, ...]] = {}
+        self._parted: dict[tuple[int, ...], tuple[AllReduceOption, ...]] = {}
         self._exchanges: dict[tuple[tuple[Flow, ...], int, float | None], int] = {}
         self._ports = {port.link: port for port in topology.ports}
 
@@ -102,6 +104,19 @@ class Communication:
         """Duration in ns of an all-reduce by the fastest option, and the numbers of the links that it holds."""
         option = self.allreduce_option(reduced_bytes, devices)
         return option.duration_ns(reduced_bytes), option.links
+
+    def parted_options(self, devices: tuple[int, ...]) -> tuple[AllReduceOption, ...]:
+        """The options for an all-gather or a reduce-scatter of equal parts over these devices."""
+        found = self._parted.get(devices)
+        if found is None:
+            found = self._parted[devices] = parted_options(self.topology, devices)
+        return found
+
+    def collective(self, collective: Collective) -> tuple[int, tuple[int, ...]]:
+        """Duration in ns of a collective of equal parts by the fastest options, that of the slowest group, and the links that it holds."""
+        size = collective.size_bytes
+        used = [fastest(self.parted_options(group), size) for group in collective.groups]
+        return max(option.duration_ns(size) for option in used), tuple(sorted({link for option in used for link in option.links}))
 
     def allreduce_bytes(self, reduced_bytes: int, devices: tuple[int, ...]) -> int:
         """Bytes that an all-reduce puts on all its hops together."""

@@ -62,7 +62,7 @@ class Synchronization:
         if self._asking:
             asked = [self._tasks.meeting(ASKING, ASK_NAME, TaskKind.SYNC, self._asking, ())]
         for number, sync in enumerate(self._plan.syncs):
-            for task in self._walk(number, Phase.BEFORE_FORWARD, asked) if not sync.contract.gathers_values else ():
+            for _, task in self._walk(number, Phase.BEFORE_FORWARD, asked) if not sync.contract.gathers_values else ():
                 yield from ((tile, task) for tile, _ in sync.uses)
 
     def gather(self, position: int, forward: Sequence[int], backward: Mapping[int, int] | None) -> Iterator[tuple[int, int]]:
@@ -75,7 +75,7 @@ class Synchronization:
         for own in self._gathers.get((backward is not None, position), ()):
             after = [forward[tile] for tile in own.after_forward]
             after += [backward[tile] for tile in own.after_backward if tile in backward] if backward is not None else []
-            for task in self._walk(own.sync, phase, after):
+            for _, task in self._walk(own.sync, phase, after):
                 yield from ((tile, task) for tile, _ in self._plan.syncs[own.sync].uses)
 
     def synchronize(self, backward: Mapping[int, int]) -> None:
@@ -93,15 +93,17 @@ class Synchronization:
             gradients = [backward[tile] for tile, _ in sync.uses if tile in backward]
             if self._is_clipped(sync):  # nothing leaves a device before its gradients are clipped
                 gradients += [self._settled[device] for device in sync.readers if device in self._settled]
-            tasks = list(self._walk(number, Phase.AFTER_BACKWARD, gradients, backward))
-            ends = self._works(sync, self._ending[number], tasks[-1:])
+            last = _last(self._walk(number, Phase.AFTER_BACKWARD, gradients, backward))
+            tasks = [task for _, task in last]
+            ends = {device: task for step, task in last if len(last) > 1 for device in step.among}
+            ends |= self._works(sync, self._ending[number], tasks)
             if clips:
-                arrived += tasks[-1:]
+                arrived += tasks
                 continue
             for part in self._updates[number]:
                 for device in plan.shards[part.shard].devices if tasks and not part.name else ():
                     ready[device].append(ends.get(device, tasks[-1]))
-            self._serve_all(number, resources, tasks[-1:] or gradients)
+            self._serve_all(number, resources, tasks or gradients)
         if clips:
             everyone = tuple(range(plan.device_count))
             norm = self._tasks.all_reduce((UPDATE, 0, 2, 0, 0, 0), NORM_NAME, TaskKind.SYNC, NORM_BYTES, everyone, arrived)
@@ -146,14 +148,18 @@ class Synchronization:
                 found[device] = found.get(device, 0) + self._costs.update_ns(size, offload_updater(topology, device))
         return found
 
-    def _walk(self, number: int, phase: Phase, after: Iterable[int], backward: Mapping[int, int] = NOTHING) -> Iterator[int]:
-        """Add the tasks of one synchronization in one phase, each after the one before; yields the communications."""
+    def _walk(
+        self, number: int, phase: Phase, after: Iterable[int], backward: Mapping[int, int] = NOTHING
+    ) -> Iterator[tuple[SyncStep, int]]:
+        """Add the tasks of one synchronization in one phase, each after the one before, or ``beside`` it; yields the communications."""
+        behind = after
         for step in self._steps[number]:
             if step.phase is phase:
+                after = after if step.beside else behind
                 works = self._works(self._plan.syncs[number], step.works, after, backward)
                 task = self._move(self._plan.syncs[number], step, works.values() or after)
-                after, backward = (task,), NOTHING
-                yield task
+                behind, backward = (task,), NOTHING
+                yield step, task
 
     def _settle(self, backward: Sequence[Iterable[int]]) -> None:
         """Add, for devices that have such work, the task that says that no backward pass is left. ``backward``: device -> its tasks."""
@@ -180,7 +186,7 @@ class Synchronization:
         found, after = {}, tuple(after)
         for work in works:
             device = self._tasks.topology.devices[work.device].type
-            duration = compression_ns(self._costs, work.compression, work.layout, work.work, device)
+            duration = sum(compression_ns(self._costs, work.compression, layout, work.work, device) for layout in work.layouts)
             own = [backward[tile] for tile, _ in sync.uses if tile in backward and self._plan.tiles[tile].device == work.device]
             waits = (*(own or after), *([self._settled[work.device]] if work.settled else ()))
             place = (*self._place(sync, work.stage)[:4], work.device, 0)
@@ -190,7 +196,11 @@ class Synchronization:
     def _move(self, sync: ShardSync, step: SyncStep, after: Iterable[int]) -> int:
         place = self._place(sync, step.stage)
         if step.summed_bytes:
-            return self._tasks.all_reduce(place, step.name, TaskKind.SYNC, step.summed_bytes, sync.peers, after, chunked=step.large)
+            if sync.contract.owned_in_parts:  # each part's owners sum by themselves
+                place = (*place[:4], step.among[0], 0)
+            return self._tasks.all_reduce(place, step.name, TaskKind.SYNC, step.summed_bytes, step.among, after, chunked=step.large)
+        if step.collective is not None:
+            return self._tasks.parted(place, step.name, TaskKind.SYNC, step.collective, after, chunked=step.large)
         return self._tasks.exchange(place, step.name, TaskKind.SYNC, step.rounds, after, chunked=step.large)
 
     def _serve_all(self, number: int, resources: Mapping[int, int], after: Iterable[int]) -> None:
@@ -229,6 +239,14 @@ class Synchronization:
         size = shard_bytes(self._plan.graph, self._plan.shards[part.shard])
         update = table_update_ns(self._costs, part.updated_bytes, size, kind) if part.by_rows else self._costs.update_ns(size, kind)
         return adding_ns(part, kind, seconds_per_row) + update
+
+
+def _last(walked: Iterable[tuple[SyncStep, int]]) -> list[tuple[SyncStep, int]]:
+    """The last communication with its task, and those beside it."""
+    last: list[tuple[SyncStep, int]] = []
+    for step, task in walked:
+        last = [*(last if step.beside else ()), (step, task)]
+    return last
 
 
 def own_updates(plan: Plan, updates: Iterable[Sequence[ShardUpdate]]) -> Iterator[ShardUpdate]:

@@ -7,7 +7,8 @@ from soap.simulator.compiled.fetches import identify, is_remote, same_piece
 from soap.simulator.compiled.hashing import hash_place
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.scratch import CARRIERS, FULL, PARTS, PIECES, STAMP, Scratch
-from soap.simulator.compiled.variants import GRIDS
+from soap.simulator.compiled.variants import CELLS, GRIDS
+from soap.simulator.compiled.variants import PARTS as PARTS_OF
 from soap.simulator.compiled.world import World
 
 MESSAGE, ALL_GATHER, ALL_TO_ALL, BROADCAST = range(4)
@@ -33,16 +34,24 @@ def carry(W: World, op: int) -> None:
         if count >= 2:
             rank = V.data[V.data[V.rows[C.variant[op], GRIDS] + out]]
             identify(V, S, out, rank)
-            if count >= 6:
-                _gathers(V, S, out, rank)
-                _all_to_alls(C, S, out)
-            _broadcasts(C, S, out)
+            row = V.rows[C.variant[op]]
+            own = row[CELLS] // row[PARTS_OF]
+            for micro_batch in range(row[PARTS_OF]):
+                among = (out, micro_batch, row[CELLS], own)
+                if count >= 6:
+                    _gathers(V, S, among, rank)
+                    _all_to_alls(C, S, among)
+                _broadcasts(C, S, among)
     _messages(W, op)
 
 
 @compiled
-def _is_free(S, piece, out):  # type: ignore[no-untyped-def]
-    return S.p_carrier[piece] < 0 and S.f_out[S.p_fetch[piece]] == out and is_remote(S, piece)
+def _is_free(S, piece, among):  # type: ignore[no-untyped-def]
+    """Whether a piece is left, of one output and micro-batch. ``among``: these, the tiles of a replica, and those of a micro-batch."""
+    out, micro_batch, cells, own = among
+    if S.p_carrier[piece] >= 0 or S.f_out[S.p_fetch[piece]] != out or not is_remote(S, piece):
+        return False
+    return S.h_tile[S.p_hold[piece]] % cells // own == micro_batch
 
 
 @compiled
@@ -96,11 +105,11 @@ def _is_complete(S, pieces):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _gathers(V, S, out, rank):  # type: ignore[no-untyped-def]
+def _gathers(V, S, among, rank):  # type: ignore[no-untyped-def]
     """Make an all-gather where several devices each hold a part of one region and all need the whole."""
     n = 0
     for piece in range(S.count[PIECES]):
-        if _is_free(S, piece, out):
+        if _is_free(S, piece, among):
             if n >= len(S.work):
                 raise MemoryError(FULL)
             S.work[n] = S.f_box[S.p_fetch[piece]] * S.count[PIECES] + piece
@@ -153,12 +162,12 @@ def _root(S, device):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _all_to_alls(C, S, out):  # type: ignore[no-untyped-def]
+def _all_to_alls(C, S, among):  # type: ignore[no-untyped-def]
     """Make an all-to-all of pieces whose devices are connected by pieces, if each device sends something to every other."""
     S.count[STAMP] += 1
     count = 0
     for piece in range(S.count[PIECES]):
-        if _is_free(S, piece, out):
+        if _is_free(S, piece, among):
             ends = (S.h_dev[S.p_hold[piece]], S.f_dev[S.p_fetch[piece]])
             for device in ends:
                 if S.mark[device] != S.count[STAMP]:
@@ -172,7 +181,7 @@ def _all_to_alls(C, S, out):  # type: ignore[no-untyped-def]
         raise MemoryError(FULL)
     n = 0
     for piece in range(S.count[PIECES]):
-        if _is_free(S, piece, out):
+        if _is_free(S, piece, among):
             S.work[n] = _root(S, S.f_dev[S.p_fetch[piece]]) * S.count[PIECES] + piece
             n += 1
     members = S.work[:n]
@@ -193,11 +202,11 @@ def _all_to_alls(C, S, out):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _broadcasts(C, S, out):  # type: ignore[no-untyped-def]
+def _broadcasts(C, S, among):  # type: ignore[no-untyped-def]
     """Make a broadcast where one piece goes to many devices. A device that needs it for a second region gets that by a message."""
     n = 0
     for piece in range(S.count[PIECES]):
-        if _is_free(S, piece, out):
+        if _is_free(S, piece, among):
             if n >= len(S.work):
                 raise MemoryError(FULL)
             S.work[n] = S.p_id[piece] * S.count[PIECES] + piece

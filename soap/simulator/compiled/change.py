@@ -15,6 +15,7 @@ from soap.simulator.compiled.arrays import copy
 from soap.simulator.compiled.graph_arrays import GraphTables, Ints, Longs
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.operator_lowering import count_edges, lower_operator, place_tiles
+from soap.simulator.compiled.pass_order import link_passes, note_order, unlink_passes
 from soap.simulator.compiled.rows import is_sparse
 from soap.simulator.compiled.scratch import STAMP
 from soap.simulator.compiled.state import ARENA, DEVICES, NEVER, PULLS, SLOTS, SYNCS, State
@@ -24,7 +25,7 @@ from soap.simulator.compiled.syncs.codes import is_gathered, travels_by_rows
 from soap.simulator.compiled.syncs.compressed import any_compressed
 from soap.simulator.compiled.syncs.gathering import reads_gathered
 from soap.simulator.compiled.task_keys import STATE_FULL
-from soap.simulator.compiled.variants import CELLS
+from soap.simulator.compiled.variants import CELLS, PARTS
 from soap.simulator.compiled.world import World
 
 UNDER_WAY, CHANGED, SYNCHRONIZED, OLD_SLOTS, OLD_ARENA, OLD_DEVICES, OLD_SYNCS, OLD_SYNC_SLOT, ALIVE_SAVED, LIST_SAVED = range(10)
@@ -89,7 +90,7 @@ class Undo(NamedTuple):
     operators' backward tiles, from ``alive_ptr`` on; ``claim``: of their needs. ``sync_row`` (by operator), ``update_ns``,
     ``update_alive``, ``update_row`` (by device): of all. ``dirty``: stamps of operators to be lowered. ``gather_row``: by operator, if
     pulls and gathers were made anew. ``entry``: which of the changed blocks is an operator's; ``saved``: stamps of the operators that have
-    one. ``parameter``, ``sync``: changed parameters, and how they were synchronized.
+    one. ``parameter``, ``sync``: changed parameters, and how they were synchronized. ``follow``, ``head``: the order of passes, of all.
     """
 
     what: Longs
@@ -108,6 +109,8 @@ class Undo(NamedTuple):
     saved: Longs
     parameter: Ints
     sync: Ints
+    follow: Ints
+    head: Ints
 
 
 def make_undo(operators: int, readers: int, parameters: int, devices: int, slots: int) -> Undo:
@@ -130,6 +133,8 @@ def make_undo(operators: int, readers: int, parameters: int, devices: int, slots
         saved=longs(operators),
         parameter=ints(parameters),
         sync=ints(parameters),
+        follow=ints(slots),
+        head=ints(devices),
     )
 
 
@@ -165,6 +170,7 @@ def change(W: World, E: Edit) -> None:
     what[UNDER_WAY], what[CHANGED], what[SYNCHRONIZED], what[ALIVE_SAVED], what[LIST_SAVED] = 1, 0, 0, 0, 0
     what[REPLACED] = what[RESYNCED] = what[REPULLED] = 0
     what[OLD_SLOTS], what[OLD_ARENA], what[OLD_DEVICES] = C.used[SLOTS], C.used[ARENA], C.used[DEVICES]
+    note_order(W)
     pulls = False
     for i in range(E.count[PARAMETERS]):
         parameter = E.parameter[i]
@@ -177,7 +183,9 @@ def change(W: World, E: Edit) -> None:
         for k in range(G.parameter_ptr[E.operator[i]], G.parameter_ptr[E.operator[i] + 1]):
             pulls |= is_sparse(G, G.parameter[k]) and travels_by_rows(C.sync[G.parameter[k]])
     if E.count[REPLACED_OPERATORS] > 0:
+        unlink_passes(W)
         _change_operators(W, E)
+        link_passes(W)
         pulls |= _gathers_change(W)
     if pulls:
         what[REPULLED], what[OLD_PULLS], what[OLD_PULL_SLOT] = 1, C.used[PULLS], C.pull_slot[0]
@@ -219,15 +227,19 @@ def _change_operators(W, E):  # type: ignore[no-untyped-def]
         last = max(last, op)
     U.what[REPLACED] = E.count[REPLACED_OPERATORS]
     for i in range(E.count[OPERATORS]):
-        op, count = E.operator[i], E.dev_ptr[i + 1] - E.dev_ptr[i]
+        op, parts = E.operator[i], V.rows[E.variant[i], PARTS]
+        count = parts * (E.dev_ptr[i + 1] - E.dev_ptr[i])
         if C.used[DEVICES] + count > len(C.dev):
             raise MemoryError(STATE_FULL)
         C.variant[op], C.replicas[op], C.dev_ptr[op] = E.variant[i], E.replicas[i], C.used[DEVICES]
         C.tiles[op] = V.rows[E.variant[i], CELLS] * E.replicas[i]
         if E.marked[i] != KEEP:
             C.marked[op] = E.marked[i]
-        copy(C.dev, C.used[DEVICES], E.dev, E.dev_ptr[i], E.dev_ptr[i + 1])
-        C.used[DEVICES] += count
+        own = count // (parts * E.replicas[i])
+        for replica in range(E.replicas[i]):
+            for _ in range(parts):  # each micro-batch has its tiles on the same devices
+                copy(C.dev, C.used[DEVICES], E.dev, E.dev_ptr[i] + replica * own, E.dev_ptr[i] + (replica + 1) * own)
+                C.used[DEVICES] += own
     for i in range(E.count[REPLACED_OPERATORS]):
         place_tiles(W, E.operator[i])
     for position in range(last, -1, -1):
@@ -323,6 +335,7 @@ def undo(W: World) -> None:
         C.sync[U.parameter[i]] = U.sync[i]
     if U.what[REPULLED] == 2:
         count_pulls(C, -1)
+    unlink_passes(W)
     if U.what[SYNCHRONIZED]:
         if U.what[SYNCHRONIZED] == 2:
             count_sums(R, C, -1)
@@ -362,4 +375,5 @@ def undo(W: World) -> None:
             C.gather_row[op] = U.gather_row[op]
         C.pull_slot[0], C.used[PULLS] = U.what[OLD_PULL_SLOT], U.what[OLD_PULLS]
         count_pulls(C, 1)
+    link_passes(W)
     U.what[UNDER_WAY] = 0

@@ -10,14 +10,15 @@ from soap.simulator.compiled.task_keys import STATE_FULL
 
 
 @compiled
-def cut_sums(R: Groups, C: State, S: Scratch, slot0: int) -> None:
-    """Where sums are cut, cut those among the ``count[TASKS]`` tasks from ``slot0`` on. A sum's first chunk keeps the sum's slot, because
-    edges from tiles lead there; the other chunks come after these tasks. Devices' updates wait for the last chunk."""
+def cut_sums(R: Groups, C: State, S: Scratch, slot0: int, buckets: int) -> None:
+    """Where sums are cut, cut those among the ``count[TASKS]`` tasks from ``slot0`` on; the first ``buckets`` of these are sums and
+    scatters. A sum's first chunk keeps the sum's slot, because edges from tiles lead there; the other chunks come after these tasks. What
+    waits for the sum, such as devices' updates, waits for the last chunk."""
     shortest = R.shortest_chunk_ns[0]
     if shortest == NO_CHUNKS:
         return
     for slot in range(slot0, slot0 + S.count[TASKS]):
-        if C.kind[slot] == SYNC_BUCKET:
+        if slot < slot0 + buckets or C.kind[slot] == SYNC_BUCKET:
             count = max(1, min(MOST_CHUNKS, C.duration[slot] // shortest))
             if count > 1:
                 _cut(C, slot, slot0 + S.count[TASKS], count)
@@ -30,7 +31,8 @@ def _cut(C, first, others, count):  # type: ignore[no-untyped-def]
     row = C.used[ARENA]
     if others + count > len(C.key) or row + 3 * count > len(C.arena):
         raise MemoryError(STATE_FULL)
-    duration, overhead, group, moved = C.duration[first], C.overhead[first], C.index[first], C.moved[first]
+    duration, overhead, moved = C.duration[first], C.overhead[first], C.moved[first]
+    kind, index = C.kind[first], C.index[first]
     for k in range(count):
         slot = others + k - 1 if k else first
         if k:
@@ -44,5 +46,5 @@ def _cut(C, first, others, count):  # type: ignore[no-untyped-def]
             C.kind[slot], C.index[slot], C.moved[slot] = OTHER, row, 0
             row += 3
         else:
-            C.kind[slot], C.index[slot], C.moved[slot] = SYNC_BUCKET, group, moved
+            C.kind[slot], C.index[slot], C.moved[slot] = kind, index, moved
     C.used[ARENA] = row

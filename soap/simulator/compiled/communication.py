@@ -43,16 +43,18 @@ def message_overhead_ns(K: ClusterTables, source: int, target: int, held: int) -
 
 
 @compiled
-def exchange_overhead_ns(K: ClusterTables, S: Scratch, duration: int) -> int:
-    """CPU overhead of an exchange, whose rounds have been priced since ``begin_links``."""
-    messages = min(S.count[BUSIEST], len(K.exchange_ns) - 1)
-    return K.exchange_ns[messages] + K.exchange_permille[messages] * duration // 1000
-
-
-@compiled
 def sum_overhead_ns(K: ClusterTables, devices: int, duration: int) -> int:
     """CPU overhead of a sum over this many devices, or of a broadcast."""
     return K.sum_ns[devices - 1] + K.sum_permille[devices - 1] * duration // 1000
+
+
+@compiled
+def exchange_overhead_ns(K: ClusterTables, S: Scratch, duration: int) -> int:
+    """CPU overhead of an exchange, whose rounds, or collective of equal parts, have been priced since ``begin_links``."""
+    if S.count[BUSIEST] < 0:
+        return sum_overhead_ns(K, -S.count[BUSIEST], duration)
+    messages = min(S.count[BUSIEST], len(K.exchange_ns) - 1)
+    return K.exchange_ns[messages] + K.exchange_permille[messages] * duration // 1000
 
 
 @compiled
@@ -112,6 +114,17 @@ def allreduce(R: Groups, group: int, size: int) -> tuple[int, int]:
         if best < 0 or duration < best_ns:
             best_ns, best = duration, way
     return best_ns, best
+
+
+@compiled
+def parted_ns(R: Groups, S: Scratch, entry, size: int) -> int:  # type: ignore[no-untyped-def]
+    """Duration in ns of a collective of equal parts, ``size`` bytes together, over the devices in ``entry``, behind the mark
+    (``Groups.sets``). Adds its links to ``res``."""
+    duration, way = allreduce(R, find_list(R.sets, entry), size)
+    for i in range(R.resource_n[way]):
+        hold(S, R.static[R.resource[way] + i])
+    S.count[BUSIEST] = 1 - len(entry)
+    return duration
 
 
 @compiled
@@ -191,7 +204,7 @@ def round_ns(K: ClusterTables, S: Scratch, reduced: int, tree: int = 0) -> int:
                 S.load_stamp[link] = stamp
                 S.load[link] = 0
             S.load[link] += size
-            _hold(S, K.route[at])
+            hold(S, K.route[at])
     for i in range(S.count[FLOWS]):
         pair = S.flow[3 * i] * devices + S.flow[3 * i + 1]
         for at in range(K.route_ptr[pair], K.route_ptr[pair + 1]):
@@ -202,7 +215,7 @@ def round_ns(K: ClusterTables, S: Scratch, reduced: int, tree: int = 0) -> int:
 
 
 @compiled
-def _hold(S, resource):  # type: ignore[no-untyped-def]
+def hold(S, resource):  # type: ignore[no-untyped-def]
     """Add a resource to ``res``, once per collective."""
     n = S.count[RESOURCES]
     if n + 2 > len(S.res):
@@ -217,8 +230,8 @@ def _hold(S, resource):  # type: ignore[no-untyped-def]
 def hold_ends(S: Scratch) -> None:
     """Hold the devices that send or receive in this round as well."""
     for i in range(S.count[FLOWS]):
-        _hold(S, S.flow[3 * i])
-        _hold(S, S.flow[3 * i + 1])
+        hold(S, S.flow[3 * i])
+        hold(S, S.flow[3 * i + 1])
 
 
 @compiled

@@ -10,12 +10,12 @@ from soap.plan.compression.policy import settled
 from soap.plan.compression.seam import WORKS, layout_of
 from soap.plan.compression.training import PlannedTraining
 from soap.plan.syncs.compressed import amounts
-from soap.simulator.compiled.syncs.codes import sync_of
+from soap.simulator.compiled.syncs.codes import settings_number, sync_of
 from soap.simulator.costs import CostModel, compression_ns
 
-EXCHANGES, MESSAGES, WHOLE, OF_TYPES = 0, 1, 5, 6
+EXCHANGES, MESSAGES, WHOLE, SETTINGS, OF_TYPES = 0, 1, 5, 6, 7
 """Columns of ``ShardTables.effort``: the number of exchanges; of both the kind and the message's bytes; bytes of all elements in the
-type in which they are summed; then those of each type of device."""
+type in which they are summed; the number of the settings that suit the layer; then those of each type of device."""
 HELD, TYPE_COLUMNS = len(WORKS), len(WORKS) + 1
 """Columns of a type of device: the works in ns, and the bytes that a peer holds."""
 
@@ -38,7 +38,7 @@ def effort_row(
     how = settled(graph, tensor.name, how)
     layout = layout_of(how, shape, tensor.itemsize, peers)
     messages = [(SUMMED if each.kind == "sum" else BETWEEN, each.message_bytes) for each in layout.exchanges]
-    row = [len(messages), *messages[0], *(messages[1] if len(messages) > 1 else (0, 0)), layout.whole_bytes]
+    row = [len(messages), *messages[0], *(messages[1] if len(messages) > 1 else (0, 0)), layout.whole_bytes, settings_number(how)]
     for kind in types:
         row += [compression_ns(costs, how, layout, work, kind) for work in WORKS]
         row.append(sum(amounts(how, layout, tensor.itemsize, training, on_host=kind.kind == "cpu")))

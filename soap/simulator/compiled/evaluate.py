@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from soap.simulator.compiled.arrays import fill
 from soap.simulator.compiled.change import (
+    OLD_SLOTS,
     OPERATORS,
     PARAMETERS,
     REPLACED_OPERATORS,
@@ -34,11 +35,12 @@ from soap.simulator.compiled.events import (
 from soap.simulator.compiled.history import complete, first_difference, first_tile, resume, retrace, take_snapshots
 from soap.simulator.compiled.jit import compiled, entry
 from soap.simulator.compiled.matching import forget_matches, match_slots, match_sums
+from soap.simulator.compiled.pass_order import first_reordered
 from soap.simulator.compiled.rows import is_sparse_lookup
 from soap.simulator.compiled.scratch import EXPECTED
 from soap.simulator.compiled.synchronization import expect_updates, is_certain
 from soap.simulator.compiled.trial import TAKEN, Trial
-from soap.simulator.compiled.variants import CELLS, COSTS, ROW_COSTS
+from soap.simulator.compiled.variants import CELLS, COSTS, PARTS, ROW_COSTS
 from soap.simulator.compiled.world import World
 
 
@@ -80,7 +82,8 @@ def _simulate(W, P, T, at_most):  # type: ignore[no-untyped-def]
     G, R, C, S, U, H = W.graph, W.groups, W.state, W.scratch, W.undo, W.history
     match_slots(W, P)
     sums = needs_sums(W)
-    latest = min(first_difference(G, C, U, P), H.first_sum[0] if sums else H.first_update[0])
+    latest = first_reordered(W, P, U.what[OLD_SLOTS], first_difference(G, C, U, P))
+    latest = min(latest, H.first_sum[0] if sums else H.first_update[0])
     if not resume(C, U, P, T, H, latest, not sums):
         begin(G, C, P, T, P.size[TAKEN], not sums)
     if sums:
@@ -107,7 +110,7 @@ def _simulate(W, P, T, at_most):  # type: ignore[no-untyped-def]
 @compiled
 def overworked(W: World, E: Edit, at_most: int) -> bool:
     """Whether some device's tiles and update (at least ``floor``) alone would certainly take longer than ``at_most``."""
-    G, C, S = W.graph, W.state, W.scratch
+    G, V, C, S = W.graph, W.variants, W.state, W.scratch
     for device in range(len(C.busy)):
         S.update[device] = C.busy[device] - C.doubtful[device] + S.floor[device]
     for i in range(E.count[REPLACED_OPERATORS]):
@@ -119,9 +122,9 @@ def overworked(W: World, E: Edit, at_most: int) -> bool:
             if C.alive[slot + count] and sure:
                 S.update[device] -= C.duration[slot + count] + (C.duration[slot + 3 * count] if C.marked[op] else 0)
         if i < E.count[OPERATORS]:
-            _add_tiles(W, E, op, E.variant[i], E.replicas[i], E.dev, E.dev_ptr[i], E.dev_ptr[i + 1])
+            _add_tiles(W, E, op, E.variant[i], E.replicas[i], E.dev, E.dev_ptr[i], V.rows[E.variant[i], PARTS])
         else:
-            _add_tiles(W, E, op, C.variant[op], C.replicas[op], C.dev, C.dev_ptr[op], C.dev_ptr[op] + count)
+            _add_tiles(W, E, op, C.variant[op], C.replicas[op], C.dev, C.dev_ptr[op], 1)
     worst = 0
     for device in range(len(C.busy)):
         worst = max(worst, S.update[device])
@@ -129,9 +132,10 @@ def overworked(W: World, E: Edit, at_most: int) -> bool:
 
 
 @compiled
-def _add_tiles(W, E, op, variant, replicas, devices, first, last):  # type: ignore[no-untyped-def]
-    """Add to ``update`` the least time that an operator's tiles take on ``devices[first:last]``, without second runs. If the edit changes
-    synchronizations, the tiles may or may not be sparse lookups, so the cheaper one counts."""
+def _add_tiles(W, E, op, variant, replicas, devices, first, parts):  # type: ignore[no-untyped-def]
+    """Add to ``update`` the least time that an operator's tiles take on the devices from ``devices[first]`` on, without second runs.
+    ``parts``: that many times each of a replica's. If the edit changes synchronizations, the tiles may or may not be sparse lookups, so the
+    cheaper one counts."""
     G, V, K, C, S = W.graph, W.variants, W.cluster, W.state, W.scratch
     row = V.rows[variant]
     cells, costs, others = row[CELLS], row[COSTS], row[ROW_COSTS]
@@ -139,8 +143,9 @@ def _add_tiles(W, E, op, variant, replicas, devices, first, last):  # type: igno
         costs = others if is_sparse_lookup(G, C, op) else costs
         others = costs
     certain = replicas == 1 and G.solid[op]  # every tile has a backward pass
-    for tile in range(last - first):
-        device = devices[first + tile]
+    own = cells // parts
+    for tile in range(cells * replicas):
+        device = devices[first + tile // cells * own + tile % own]
         forward = 2 * K.device_type[device] * cells + tile % cells
         S.update[device] += min(V.costs[costs + forward], V.costs[others + forward])
         if certain:

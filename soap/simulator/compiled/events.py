@@ -152,6 +152,8 @@ def _compute(C, R, T, slot):  # type: ignore[no-untyped-def]
 def _settle_successors(G, C, R, Q, slot, end):  # type: ignore[no-untyped-def]
     """Tell all that wait for a slot that it has ended."""
     kind, op = C.kind[slot], C.owner[slot]
+    if kind <= BACKWARD_TILE and C.follow[slot] > 0:
+        settle(Q, C.follow[slot], end)
     if kind == FORWARD_TILE:
         _settle_row(C, Q, C.row[op] + C.index[slot], end)
         if C.gather_row[op] >= 0:

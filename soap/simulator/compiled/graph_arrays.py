@@ -31,15 +31,15 @@ class GraphTables(NamedTuple):
       output it is. ``read_slot``: which of the producer's readers the operator is.
     - ``reader``: operators that read an operator's outputs, ascending. ``source``: where an operator itself occurs in ``reader``.
     - ``output``: bytes of an element, and of an element of partial results; whether it has a gradient; number of its dtype.
-    - ``parameter``: trainable parameters that an operator uses, each once, ascending.
-    - ``user`` (lists per parameter): operators that use the parameter, trainable or not, ascending. ``user_place``: which of the operator's
-      ``parameter`` it is, -1 if it is frozen.
+    - ``parameter``: parameters that an operator uses, trainable or not, each once, ascending.
+    - ``user`` (lists per parameter): operators that use the parameter, ascending. ``user_place``: which of the operator's ``parameter`` it
+      is.
 
-    By parameter: ``parameter_dtype``, ``parameter_itemsize``, ``first_server``, ``first_reader`` (``placement``), and for sparse ones
-    ``touched`` from ``touched_ptr`` on: how many rows a batch looks up, how many rows there are, ``RowAccess.touched``. ``bucket_kinds``:
-    (number of dtypes, number of methods); a bucket has one of each. ``gather_limit``: ``bucketing.gather_limit``. ``backward``: whether any
-    output has a gradient. ``loss``: operator and output that make the loss. ``solid``: whether at least one replica of every tile has a
-    backward pass under every strategy.
+    By parameter: ``trainable``, ``parameter_dtype``, ``parameter_itemsize``, ``first_server``, ``first_reader`` (``placement``), and for
+    sparse ones ``touched`` from ``touched_ptr`` on: how many rows a batch looks up, how many rows there are, ``RowAccess.touched``.
+    ``bucket_kinds``: (number of dtypes, four times that of methods); a bucket has one of each, one copy or several, and all or nothing
+    frozen. ``gather_limit``: ``bucketing.gather_limit``. ``backward``: whether any output has a gradient. ``loss``: operator and output
+    that make the loss. ``solid``: whether at least one replica of every tile has a backward pass under every strategy.
     """
 
     read_ptr: Ints
@@ -61,6 +61,7 @@ class GraphTables(NamedTuple):
     user_ptr: Ints
     user: Ints
     user_place: Ints
+    trainable: Ints
     parameter_dtype: Ints
     parameter_itemsize: Ints
     bucket_kinds: Ints
@@ -145,8 +146,7 @@ def graph_tables(graph: OperatorGraph, topology: Topology) -> GraphTables:
                 reads[-1].append((k, producer, output, readers[producer].index(position)))
         tensors = [graph.tensors[out.tensor] for out in op.outputs]
         outputs.append([(t.itemsize, t.partial_itemsize, int(t.requires_grad), dtypes[t.dtype]) for t in tensors])
-        trainable = {numbers[o.tensor] for o in op.parameters if graph.tensors[o.tensor].requires_grad}
-        uses.append([(number,) for number in sorted(trainable)])
+        uses.append([(number,) for number in sorted({numbers[o.tensor] for o in op.parameters})])
     read_ptr, read_table = _joined(reads, 4)
     reader_ptr, reader_table = _joined([[(r,) for r in own] for own in readers], 1)
     places: list[list[tuple[int]]] = [[] for _ in graph.operators]
@@ -157,7 +157,7 @@ def graph_tables(graph: OperatorGraph, topology: Topology) -> GraphTables:
     parameter_ptr, parameter_table = _joined(uses, 1)
     users = [sorted({position for position, _ in graph.parameter_users.get(t.name, ())}) for t in graph.parameters]
     places_of = [{number: place for place, (number,) in enumerate(own)} for own in uses]
-    user_ptr, user_table = _joined([[(op, places_of[op].get(number, -1)) for op in own] for number, own in enumerate(users)], 2)
+    user_ptr, user_table = _joined([[(op, places_of[op][number]) for op in own] for number, own in enumerate(users)], 2)
     servers, first_reader = first_servers(graph, len(server_devices(topology))), first_readers(graph)
     touched = [_touched(graph.sparse.get(t.name)) for t in graph.parameters]
     read_operand, read_producer, read_output, read_slot = _columns(read_table)
@@ -183,9 +183,10 @@ def graph_tables(graph: OperatorGraph, topology: Topology) -> GraphTables:
         user_ptr=user_ptr,
         user=user,
         user_place=user_place,
+        trainable=np.array([t.requires_grad for t in graph.parameters], np.int32),
         parameter_dtype=np.array([dtypes[t.dtype] for t in graph.parameters], np.int32),
         parameter_itemsize=np.array([t.itemsize for t in graph.parameters], np.int32),
-        bucket_kinds=np.array([len(dtypes), 2 * len(METHODS)], np.int32),
+        bucket_kinds=np.array([len(dtypes), 8 * len(METHODS)], np.int32),
         gather_limit=np.array([gather_limit(graph)], np.int64),
         first_server=np.array([servers[t.name] for t in graph.parameters], np.int32),
         first_reader=np.array([first_reader[t.name] for t in graph.parameters], np.int64),

@@ -32,10 +32,14 @@ class DeviceGroups:
         self.arrays = self._make()
 
     def add(self, devices: tuple[int, ...]) -> None:
-        """Add a set of devices, ascending."""
+        """Add a set of devices, ascending, for sums; or, behind their number as a mark, devices that gather and scatter equal parts."""
         self._sets.add(devices)
         count = self._communication.topology.device_count
-        for option in self._communication.allreduce_options(devices) if len(devices) > 1 else ():
+        if devices[0] == count:
+            options = self._communication.parted_options(devices[1:])
+        else:
+            options = self._communication.allreduce_options(devices) if len(devices) > 1 else ()
+        for option in options:
             self._latency.add([option.latency_seconds])
             self._per_byte.add([option.seconds_per_byte])
             self._resource.add([self._static.add(np.array(option.links, np.int32) + np.int32(count))])

@@ -49,7 +49,7 @@ from soap.simulator.compiled.memory_tables import (
     MemoryTables,
 )
 from soap.simulator.compiled.rows import is_sparse
-from soap.simulator.compiled.syncs.codes import has_server, is_as_it_travels, offloads, sums_in_place
+from soap.simulator.compiled.syncs.codes import has_server, is_as_it_travels, is_gathered, offloads, sums_in_place
 from soap.simulator.compiled.syncs.gathered_memory import add_gathered
 from soap.simulator.compiled.syncs.memory import add_synchronized, away_bytes, cut_of
 from soap.simulator.compiled.transit import add_fetches, add_holdings, add_sent, add_sums
@@ -120,7 +120,7 @@ def _parameter(W, M, parameter):  # type: ignore[no-untyped-def]
     first, last = M.user_ptr[parameter], M.user_ptr[parameter + 1]
     if first == last:
         return
-    code = C.sync[parameter] if M.trainable[parameter] else 0
+    code = C.sync[parameter] if M.trainable[parameter] or is_gathered(C.sync[parameter]) else 0
     devices, itemsize, part = len(C.busy), M.itemsize[parameter], M.part
     cut, same, covered = cut_of(C, M, first), True, False
     for i in range(first, last):

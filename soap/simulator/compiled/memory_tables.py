@@ -24,9 +24,17 @@ leaves out, because it may be counted twice; the other ``_DOUBTFUL`` rows likewi
 parameters of which tiles may have rows only. ``SURE``: what is certainly there when the loss is known. ``LEAVING``: gradients of parts that
 others own; ``HELD`` makes up for the optimizer's states of these, which ``TRAINABLE`` includes."""
 
-FITS, UNKNOWN, LACKING = range(3)
+FITS, UNKNOWN, LACKING, LIKELY, UNLIKELY = range(5)
 """Verdicts of the bounds. FITS: every device has its upper bound. LACKING: some device has less than it certainly needs, whatever the
-order. UNKNOWN: neither."""
+order. UNKNOWN: neither; then ``memory_estimate`` may say LIKELY or UNLIKELY to fit."""
+
+WHOLE = 1 << 20
+"""Shares of a limit are whole numbers; this is all of it."""
+
+FIT_UP_TO, LACKED_FROM, SLACK, ASKED_AT = range(4)
+"""Places in ``MemoryTables.guess``, in parts of ``WHOLE``. ``FIT_UP_TO``: the highest estimate of a strategy that fits; ``LACKED_FROM``:
+the lowest of one that does not. ``SLACK``: how far above that it is still worth asking about what would be the best. ``ASKED_AT``: the last
+estimate."""
 
 
 class MemoryTables(NamedTuple):
@@ -42,6 +50,9 @@ class MemoryTables(NamedTuple):
     Working arrays. ``part``: see its rows. ``step``: [device, operator], changes of the bytes of gradients that wait between operators.
     ``seen``: a stamp, then [region, device]. ``looked_up``: rows, by device. ``total``, ``least``: upper and lower limit, in bytes by
     device, of the bound for any order. ``certain``: a lower bound of the peak that decides (``peaks.lacking_bytes``).
+
+    Of estimates (``memory_estimate``): ``guess``, see its places; ``level``, ``highest``, ``dropped``, by device: bytes of activations now
+    and at most, and of what the next tile still reads; ``leaves``, by operator: whether one reads what it makes that is not recomputed.
     """
 
     rows: Longs
@@ -68,3 +79,8 @@ class MemoryTables(NamedTuple):
     total: Longs
     least: Longs
     certain: Longs
+    guess: Longs
+    level: Longs
+    highest: Longs
+    dropped: Longs
+    leaves: Ints

@@ -55,7 +55,7 @@ def place_tiles(W: World, op: int) -> None:
             C.resource[slot], C.resource_n[slot] = device, 1
             C.waits[slot], C.alive[slot], C.kind[slot] = backward, 1 - backward, BACKWARD_TILE if backward else FORWARD_TILE
             C.waits[slot] += backward * C.marked[op]  # of a second run
-            C.owner[slot], C.index[slot], C.moved[slot] = op, tile, 0
+            C.owner[slot], C.index[slot], C.moved[slot], C.follow[slot] = op, tile, 0, 0
             slot += 1
     if C.marked[op]:
         place_second_runs(C, op, operators, count, slot)
@@ -290,10 +290,10 @@ def _reduce_gradient(W, op, red, own, own_slot, target, got):  # type: ignore[no
 
 @compiled
 def _start_from_loss(W, cells, own, target, got):  # type: ignore[no-untyped-def]
-    """Let the loss's tiles of replica 0 start the backward pass once the loss is ready."""
+    """Let the loss's tiles of replica 0 start the backward pass once the loss is ready; with micro-batches each one behind itself."""
     G, S = W.graph, W.scratch
-    summed = S.count[REDUCTIONS] > 0
-    for red in range(S.count[REDUCTIONS]):
+    summed = S.count[REDUCTIONS] > 0 and W.order.count[0] == 1
+    for red in range(S.count[REDUCTIONS] if summed else 0):
         if S.r_out[red] == G.loss[1] and S.r_rep[red] == 0:
             for i in range(S.member_ptr[S.r_group[red]], S.member_ptr[S.r_group[red] + 1]):
                 _after_sum(S, cells, red, own, target + S.member[i])
@@ -343,6 +343,7 @@ def _install(C, S, op, own, own_slot, first_reader, last_reader):  # type: ignor
         C.latency[slot], C.overhead[slot] = S.t_latency[task], S.t_overhead[task]
         C.resource[slot] = S.t_res[task] if S.t_res[task] >= 0 else -1 - (pool - 1 - S.t_res[task])
         C.waits[slot], C.alive[slot], C.kind[slot], C.owner[slot], C.index[slot] = 0, 1, OTHER, op, base + own + task
+        C.follow[slot] = 0
     C.used[SLOTS] = own_slot + tasks
     count_edges(C, op, 1)
 

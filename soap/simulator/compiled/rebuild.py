@@ -6,6 +6,7 @@ from soap.simulator.compiled.arrays import copy, fill
 from soap.simulator.compiled.graph_arrays import Ints
 from soap.simulator.compiled.jit import entry
 from soap.simulator.compiled.operator_lowering import lower_operator, place_tiles
+from soap.simulator.compiled.pass_order import link_passes
 from soap.simulator.compiled.state import ARENA, DEVICES
 from soap.simulator.compiled.synchronization import begin_updates, count_backward, synchronize
 from soap.simulator.compiled.syncs.asking import count_pulls, make_pulls
@@ -37,6 +38,8 @@ def lower_all(W: World, variants: Ints, replicas: Ints, devices: Ints, marked: I
     for op in range(operators - 1, -1, -1):
         lower_operator(W, op)
         count_backward(G, C, op, 1)
+    fill(C.follow, 0, len(C.follow), 0)
+    link_passes(W)
     make_pulls(W)
     count_pulls(C, 1)
     synchronize(W)

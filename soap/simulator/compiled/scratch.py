@@ -13,8 +13,10 @@ from soap.simulator.compiled.graph_arrays import Ints, Longs
 
 HOLDINGS, REDUCTIONS, FETCHES, CONSUMERS, PIECES, CARRIERS, PARTS, TASKS = range(8)
 EDGES, RESOURCES, CELL_BOXES, BOUNDS, LINKS, FLOWS, STAMP, GRADIENTS, USES, EXPECTED, PRICES, BUSIEST, NORM, CLAIMS = range(8, 22)
+PACKED, PACKED_SHARDS = 22, 23
 """Places in ``Scratch.count``: the number of each kind. Entries stamped with ``count[STAMP]`` are current. ``BUSIEST``: for the collective
-being made, the most messages of any one device in a round. ``NORM``: a slot, see ``syncs.clipping``."""
+being made, the most messages of any one device in a round; of a collective of equal parts, minus the number of its devices. ``NORM``: a
+slot, see ``syncs.clipping``. ``PACKED``: see ``syncs.packing``."""
 
 FULL = "scratch is full"
 """Message of the MemoryError that compiled code raises when an array is too small. Python then makes it larger and starts the work
@@ -39,10 +41,12 @@ class Scratch(NamedTuple):
       ``offloaded``, ``on_host``, ``lifting``: see ``syncs.offloading`` and ``syncs.sharded_state``.
     - By parameter: ``geometry``, ``expected`` (a stamp).
     - The tiles that use a shard: ``use_slot``, ``use_device``, ``use_lookups``, ``use_block`` (equal for replicas of one tile).
-    - By place in ``members``, from 0 on: ``lookups``, ``seen``, ``leader``, ``touched``, ``together``, ``received``; by partition:
-      ``p_rows``, ``p_server``. See ``syncs.server_traffic``. ``peers``: the number of the ``members`` that are leaders, then these devices.
-    - By bucket: ``bucket_region``, the number of its first region; ``owned_ptr``: see ``syncs.sharded_state``. ``g_``: see
-      ``syncs.gathering``.
+    - By place in ``members``, from 0 on: ``lookups``, ``seen``, ``leader``, ``inside``, ``touched``, ``together``, ``received``; by
+      partition: ``p_rows``, ``p_server``. See ``syncs.server_traffic``. ``inside``: see ``members.find_copies``. ``peers``: the number of
+      the ``members`` that are leaders, then these devices.
+    - ``packed_``: buckets of compressed shards, see ``syncs.packing``.
+    - By bucket: ``bucket_region``, the number of its first region; ``owned_ptr``, ``bucket_sharers``: see ``syncs.sharded_state``. ``g_``:
+      see ``syncs.gathering``.
 
     The others are lists for intermediate results.
     """
@@ -125,6 +129,7 @@ class Scratch(NamedTuple):
     slot_base: Ints
     need_base: Ints
     update: Longs
+    last_pass: Ints
     floor: Longs
     taken: Longs
     settled: Longs
@@ -143,6 +148,7 @@ class Scratch(NamedTuple):
     lookups: Longs
     seen: Longs
     leader: Ints
+    inside: Ints
     touched: Longs
     together: Longs
     received: Longs
@@ -152,6 +158,18 @@ class Scratch(NamedTuple):
     bucket_of: Ints
     bucket_limit: Longs
     bucket_region: Ints
+    bucket_sharers: Ints
+    packed_first: Ints
+    packed_last: Ints
+    packed_group: Ints
+    packed_way: Longs
+    packed_left: Longs
+    packed_bytes: Longs
+    packed_effort: Longs
+    packed_next: Ints
+    packed_parameter: Ints
+    packed_shard: Ints
+    packed_own: Ints
     owned_ptr: Longs
     owned: Longs
     g_first: Ints
@@ -176,11 +194,11 @@ def make_scratch(size: int, devices: int, links: int) -> Scratch:
     sizes |= dict.fromkeys(("mark", "mark_value"), max(devices, size))
     sizes |= dict.fromkeys(("load", "load_stamp"), links + 1)
     sizes |= {"held": devices + links + 1, "members": devices + 1, "peers": devices + 1, "cell": 16 * size, "flow": 3 * size}
-    sizes |= dict.fromkeys(("update", "floor", "taken", "settled", "settling", "offloaded", "on_host", "lifting"), devices)
-    sizes |= dict.fromkeys(("lookups", "leader", "touched", "together", "received", "seen"), devices + 1)
+    sizes |= dict.fromkeys(("update", "floor", "taken", "settled", "settling", "offloaded", "on_host", "lifting", "packed_own"), devices)
+    sizes |= dict.fromkeys(("last_pass", "lookups", "leader", "inside", "touched", "together", "received", "seen"), devices + 1)
     sizes |= dict.fromkeys(("e_src", "e_dst", "res", "work", "fill", "gradient_next", "gradient_task"), 4 * size)
     sizes |= dict.fromkeys(("claim_next", "claim_task", "claim_position"), 4 * size)
-    sizes |= dict.fromkeys(("g_next", "g_list", "g_kept"), 4 * size)
+    sizes |= dict.fromkeys(("g_next", "g_list", "g_kept", "packed_effort"), 4 * size)
     kinds = Scratch.__annotations__.items()
     fields: dict[str, Any] = {
         name: np.zeros(sizes.get(name, size + 1), np.int64 if "Longs" in str(kind) else np.int32) for name, kind in kinds

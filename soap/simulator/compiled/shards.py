@@ -28,7 +28,7 @@ Need = tuple[int, int, Box]
 
 
 class Geometries:
-    """The geometries of one graph's trainable parameters."""
+    """The geometries of one graph's parameters. Nothing of a frozen one gets a gradient."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Geometries:
     def add(self, parameter: str, users: Sequence[int], needs: Sequence[Need]) -> int:
         """Add a geometry; returns its number. ``users``: positions of the operators that use the parameter."""
         tensor = self._graph.tensors[parameter]
-        active = [position in self._graph.backward_operators for position in users]
+        active = [tensor.requires_grad and position in self._graph.backward_operators for position in users]
         needed: dict[Box, list[tuple[int, int]]] = {}
         for user, place, box in needs:
             if volume(box):
@@ -69,7 +69,7 @@ class Geometries:
         rest = [whole(tensor.shape)] if grid else []
         for cell in grid if sum(map(volume, grid)) < volume(whole(tensor.shape)) else ():
             rest = [piece for part in rest for piece in subtract(part, cell)]
-        if grid and sum(map(volume, grid)) < volume(whole(tensor.shape)):
+        if tensor.requires_grad and grid and sum(map(volume, grid)) < volume(whole(tensor.shape)):
             found += [(box, []) for box in rest]
         known: dict[int, list[int]] = {}
         for cell, uses in found:

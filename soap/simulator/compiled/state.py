@@ -50,10 +50,10 @@ class State(NamedTuple):
     at its links; ``resource`` (>= 0: in ``static``, else -1 - place in ``arena``) and ``resource_n``; ``waits`` (number of edges into it);
     ``alive`` (whether it takes place); ``kind``; ``owner`` (operator, -1 after the backward pass); ``index`` (tile, row of another task,
     group of a sum, or device); ``claim`` of a need: its position (``simulator.second_runs``); ``moved`` bytes; ``alias`` (the slot that
-    replaces this one in a trial, -1 if none does).
+    replaces this one in a trial, -1 if none does); ``follow``: of a tile's pass, the one behind it on its device (``pass_order``), or 0.
 
-    By device: ``busy``, ns of all its tiles, forward and backward; ``doubtful``, ns of those backward passes that may vanish when another
-    operator changes.
+    By device: ``head``, the first pass in that order, or 0; ``busy``, ns of all its tiles, forward and backward; ``doubtful``, ns of those
+    backward passes that may vanish when another operator changes.
     """
 
     used: Longs
@@ -94,6 +94,8 @@ class State(NamedTuple):
     moved: Longs
     claim: Ints
     alias: Ints
+    follow: Ints
+    head: Ints
     arena: Ints
     busy: Longs
     doubtful: Longs
@@ -111,7 +113,8 @@ class Lists(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """Sets of devices that sum together (``sets``, each ascending). Group g has the ways ``way_ptr[g]:way_ptr[g + 1]`` to sum; each takes
+    """Sets of devices that sum together (``sets``, each ascending), or behind a mark, the number of all devices, gather and scatter equal
+    parts. Group g has the ways ``way_ptr[g]:way_ptr[g + 1]`` to sum; each takes
     ``latency_seconds`` + ``seconds_per_byte`` * bytes and holds ``static[resource:resource + resource_n]``. ``static`` begins with the
     devices one by one and the routes of messages. ``port_device``: by resource, the device of its port, or -1.
     ``shortest_chunk_ns``: see ``soap.simulator.chunks``. ``cold_penalty``: the points of ``Topology.cold_penalty``, from (0, 0) on.
@@ -169,7 +172,7 @@ class ShardTables(NamedTuple):
 def make_state(operators: int, readers: int, parameters: int, devices: int, slots: int, arena: int) -> State:
     """Room for a graph's state, with this many slots and places in the arena."""
     sizes = {"used": 8, "dev": arena, "back_row": readers, "need_row": readers, "sync": parameters, "arena": arena, "busy": devices}
-    sizes |= {"sync_slot": 1, "pull_slot": 1, "prefetch": 1, "update_row": devices}
+    sizes |= {"sync_slot": 1, "pull_slot": 1, "prefetch": 1, "update_row": devices, "head": devices}
     per_operator = {"variant", "replicas", "tiles", "dev_ptr", "tile_slot", "own_slot", "own_count", "row", "block", "block_end"}
     per_operator |= {"sync_row", "gather_row", "loose", "marked"}
     fields: dict[str, Any] = {}

@@ -10,13 +10,14 @@ from soap.simulator.communication.offloading import OFFLOADING_NS
 from soap.simulator.compiled.chunks import cut_sums
 from soap.simulator.compiled.graph_arrays import GraphTables
 from soap.simulator.compiled.jit import compiled
-from soap.simulator.compiled.scratch import EDGES, EXPECTED, PRICES, STAMP, TASKS
+from soap.simulator.compiled.scratch import EDGES, EXPECTED, PACKED, PACKED_SHARDS, PRICES, STAMP, TASKS
 from soap.simulator.compiled.state import ARENA, NEVER, SLOTS, SYNC_BUCKET, SYNC_DEVICE, SYNC_NORM, SYNCS, UPDATE_DEVICE, Groups, State
 from soap.simulator.compiled.syncs.all_reduce import finish_bucket, join_bucket
 from soap.simulator.compiled.syncs.clipping import begin_norm, finish_norm
 from soap.simulator.compiled.syncs.codes import gathers_rows, is_compressed, is_in_buckets, offloads
 from soap.simulator.compiled.syncs.compressed import add_compressed
 from soap.simulator.compiled.syncs.dispatch import add_owners_tasks, owned_by_servers
+from soap.simulator.compiled.syncs.even_parts import is_even
 from soap.simulator.compiled.syncs.members import (
     compresses,
     find_geometries,
@@ -25,17 +26,18 @@ from soap.simulator.compiled.syncs.members import (
     first_user_with_gradient,
 )
 from soap.simulator.compiled.syncs.offloading import offload
+from soap.simulator.compiled.syncs.packing import pack
 from soap.simulator.compiled.syncs.pricing import adding_ns, ask_prices, table_price_ns
 from soap.simulator.compiled.syncs.sharded_state import (
     finish_scatter,
     gather_values,
     is_scattered,
     owned_by_readers,
-    owner_place,
     part_adding_ns,
     part_bytes,
     part_ns,
-    parts_of,
+    part_of_place,
+    sharers,
 )
 from soap.simulator.compiled.syncs.sparse_all_gather import gathered_bytes, gathered_rows
 from soap.simulator.compiled.task_keys import STATE_FULL, UPDATE, set_key, task_key
@@ -96,7 +98,7 @@ def synchronize(W: World) -> None:
     G, R, D, C, S = W.graph, W.groups, W.shards, W.state, W.scratch
     devices = len(C.busy)
     slot0 = C.used[SLOTS]
-    S.count[EDGES] = S.count[TASKS] = S.count[PRICES] = 0
+    S.count[EDGES] = S.count[TASKS] = S.count[PRICES] = S.count[PACKED] = S.count[PACKED_SHARDS] = 0
     S.count[STAMP] += 1
     opened = S.count[STAMP]
     for device in range(devices):
@@ -121,13 +123,13 @@ def synchronize(W: World) -> None:
     buckets = S.count[TASKS]
     for bucket in range(buckets):
         if is_scattered(W, bucket):
-            finish_scatter(W, bucket, slot0 + bucket)
+            finish_scatter(W, bucket, slot0 + bucket, slot0)
         else:
             finish_bucket(W, bucket, slot0 + bucket)
     gather_values(W, buckets, slot0)
     begin_norm(W, slot0)
     add_owners_tasks(W, slot0)
-    cut_sums(R, C, S, slot0)  # what follows is not cut
+    cut_sums(R, C, S, slot0, buckets)  # what follows is not cut
     finish_norm(W, slot0)
     add_compressed(W, slot0, buckets)
     ask_prices(D, S)
@@ -144,13 +146,15 @@ def synchronize(W: World) -> None:
 
 @compiled
 def _synchronize_shard(W, parameter, shard, opened, slot0):  # type: ignore[no-untyped-def]
-    """Add a shard's updates on its owners, and put it into a bucket. A shard that servers own gets neither here, and a gathered or
-    compressed one no bucket: their tasks come after all sums."""
+    """Add a shard's updates on its owners, and put it into a bucket. A shard that servers own gets neither here, and a gathered one no
+    bucket. Their tasks, and those of compressed buckets, come after all sums."""
     find_members(W, parameter, shard)
     if not owned_by_servers(W, parameter):
         _add_update(W, parameter, shard)
         code = W.state.sync[parameter]
-        if W.scratch.members[0] > 1 and (is_in_buckets(code) or (is_compressed(code) and not compresses(W, code))):
+        if compresses(W, code):
+            pack(W, parameter, shard)
+        elif W.scratch.members[0] > 1 and (is_in_buckets(code) or is_compressed(code)):
             join_bucket(W, parameter, shard, opened, slot0)
 
 
@@ -185,13 +189,14 @@ def _add_update(W, parameter, shard):  # type: ignore[no-untyped-def]
     """Add the updates of a shard on its owners, if these are readers."""
     S = W.scratch
     if owned_by_readers(W, parameter, shard):
-        for part in range(parts_of(W, shard)):
-            device = S.members[1 + owner_place(W, parameter, shard, part)]
-            if offloads(W.state.sync[parameter]):
+        others = 0 if is_even(W) else sharers(S) - 1
+        for place in range(S.members[0]):
+            part, device = part_of_place(W, parameter, shard, place), S.members[1 + place]
+            if part >= 0 and offloads(W.state.sync[parameter]):
                 offload(W, device, part_bytes(W, shard, part))
-                S.update[device] += part_adding_ns(W, shard, part, device)
-            else:
-                S.update[device] += part_ns(W, shard, part, device)
+                S.update[device] += part_adding_ns(W, shard, part, device, others)
+            elif part >= 0:
+                S.update[device] += part_ns(W, shard, part, device, others)
         return
     own, rows = _gathered(W, parameter, shard)
     for i in range(S.members[0]):
@@ -206,10 +211,14 @@ def _add_update(W, parameter, shard):  # type: ignore[no-untyped-def]
 def _expect_parts(W, parameter, shard):  # type: ignore[no-untyped-def]
     """Subtract from ``floor`` the updates of a shard's parts, each on the reader that owns it."""
     S, away = W.scratch, offloads(W.state.sync[parameter])
-    for part in range(parts_of(W, shard)):
-        device = S.members[1 + owner_place(W, parameter, shard, part)]
-        own = part_adding_ns(W, shard, part, device) + OFFLOADING_NS if away else part_ns(W, shard, part, device)
-        S.floor[device] -= own
+    others = 0 if is_even(W) else sharers(S) - 1
+    for place in range(S.members[0]):
+        part, device = part_of_place(W, parameter, shard, place), S.members[1 + place]
+        if part >= 0:
+            if away:
+                S.floor[device] -= part_adding_ns(W, shard, part, device, others) + OFFLOADING_NS
+            else:
+                S.floor[device] -= part_ns(W, shard, part, device, others)
 
 
 @compiled

@@ -16,10 +16,11 @@ import numpy as np
 
 from soap.cluster.topology import DeviceType, Topology
 from soap.model.graph import Operand, Operator, OperatorGraph, TensorKind
-from soap.model.regions import Box, balanced, volume
+from soap.model.micro_batches import MicroBatches
+from soap.model.regions import Box, volume
 from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.plan.row_counts import tile_lookups
-from soap.plan.tiling import Tile
+from soap.plan.tiling import Tile, pieces_of
 from soap.simulator.compiled.graph_arrays import Ints, Longs, device_types
 from soap.simulator.compiled.growing import Growing
 from soap.simulator.compiled.shards import Geometries, Need
@@ -28,15 +29,16 @@ from soap.simulator.costs import CostModel
 from soap.simulator.draws import Draws
 
 CELLS, READS, OUTPUTS, COSTS, GROUPS, GROUP_OF, GROUP_FIRST, GROUP_BOXES, GRIDS, GEOMETRIES, LOOKUPS = range(11)
-ROW_COSTS = 11
+ROW_COSTS, PARTS = 11, 12
 """Columns of ``VariantTables.rows``. Except for CELLS and GROUPS they say where values begin, in ``data`` unless stated otherwise.
 
 CELLS: number of tiles of one replica. READS: regions, [activation input, tile]. OUTPUTS: regions, [output, tile]. COSTS: in ``costs``,
 [device type, forward or backward, tile]. GROUPS: number of groups of partial results, 0 if none. GROUP_OF: each tile's group. GROUP_FIRST:
 each group's first tile. GROUP_BOXES: regions, [output, group]. GRIDS: pointers to the outputs' grids. GEOMETRIES: the geometries into which
 the operator alone would cut its parameters. LOOKUPS: weighed numbers of rows that are looked up, [parameter, tile]; -1 if none are.
-ROW_COSTS: as COSTS, for tiles that are sparse lookups; equal to COSTS if no rows are looked up."""
-COLUMNS = 12
+ROW_COSTS: as COSTS, for tiles that are sparse lookups; equal to COSTS if no rows are looked up. PARTS: number of micro-batches, whose tiles
+follow each other."""
+COLUMNS = 13
 
 
 class VariantTables(NamedTuple):
@@ -60,7 +62,8 @@ class VariantTables(NamedTuple):
 
 
 class Variants:
-    """The variants of one graph's operators, made when they are first asked for."""
+    """The variants of one graph's operators, made when they are first asked for. ``micro_batches``: how new ones are cut. ``cuts``: by
+    variant, how it is cut."""
 
     def __init__(
         self,
@@ -77,7 +80,9 @@ class Variants:
         self._parameters = {tensor.name: i for i, tensor in enumerate(graph.parameters)}
         self._class_of = [classes.setdefault(_likeness(graph, op, self._parameters), i) for i, op in enumerate(graph.operators)]
         self.geometries = Geometries(graph, topology, self._types, costs, training)
-        self._numbers: dict[tuple[int, tuple[int, ...]], int] = {}
+        self._numbers: dict[tuple[int, tuple[int, ...], int], int] = {}
+        self.micro_batches = MicroBatches(graph, 1)
+        self.cuts: list[MicroBatches] = []
         self._boxes: dict[Box, int] = {}
         self._known: list[Box] = []
         self._positions: list[int] = []
@@ -88,7 +93,7 @@ class Variants:
 
     def number(self, position: int, degrees: tuple[int, ...]) -> int:
         """The variant of the operator at ``position`` under these degrees."""
-        key = (self._class_of[position], degrees)
+        key = (self._class_of[position], degrees, self.micro_batches.count)
         found = self._numbers.get(key)
         if found is None:
             found = self._numbers[key] = len(self.degrees)
@@ -126,15 +131,16 @@ class Variants:
         activations = [o for o in op.inputs if self.graph.tensors[o.tensor].kind is TensorKind.ACTIVATION]
         self._positions.append(position)
         self.degrees.append(degrees)
+        self.cuts.append(self.micro_batches)
         row = [0] * COLUMNS
-        row[CELLS] = len(cells)
+        row[CELLS], row[PARTS] = len(cells), self.micro_batches.parts(position)
         numbers = {o: self._number_boxes(regions[o]) for o in {*activations, *op.outputs}}
         for column, operands in ((READS, activations), (OUTPUTS, op.outputs)):
             row[column] = self._data.add(np.array([numbers[o] for o in operands], np.int32))
         row[COSTS] = row[ROW_COSTS] = self._add_costs(position, cells, regions, sparse_lookup=False)
         if any(o.tensor in self.graph.sparse for o in op.parameters):
             row[ROW_COSTS] = self._add_costs(position, cells, regions, sparse_lookup=True)
-        groups = _groups(op, degrees, cells)
+        groups = _groups(op, degrees, row[PARTS], self.micro_batches.factors[position])
         holders = np.arange(len(cells))
         outputs = [numbers[o] for o in op.outputs]
         if groups is not None:
@@ -144,7 +150,7 @@ class Variants:
             row[GROUP_BOXES] = self._data.add(np.array(outputs, np.int32))
             holders = np.arange(len(firsts))
         row[GRIDS] = self._data.add([self._grid(own, holders) for own in outputs])
-        shards = [self.geometries.add(name, [position], self._needs(position, name, cells)) for name in self._trainable(op)]
+        shards = [self.geometries.add(name, [position], self._needs(position, name, cells)) for name in self._parameters_of(op)]
         row[GEOMETRIES] = self._data.add(shards)
         row[LOOKUPS] = self._lookups(position, cells, regions)
         return row
@@ -152,18 +158,22 @@ class Variants:
     def _lookups(self, position: int, cells: np.ndarray, regions: dict[Operand, np.ndarray]) -> int:
         """Store the numbers of rows that tiles look up; returns where they begin, -1 if no operand is sparse."""
         op, sparse = self.graph.operators[position], self.graph.sparse
-        names = self._trainable(op)
+        names = self._parameters_of(op)
         if not any(name in sparse for name in names):
             return -1
         tiles = [_tile(op, position, index, cells, regions) for index in range(len(cells))]
         count = lambda name, tile: tile_lookups(self.graph, name, tile, weighed=True) if name in sparse else 0  # noqa: E731
         return self._data.add([count(name, tile) for name in names for tile in tiles])
 
-    def cut(self, position: int, degrees: tuple[int, ...]) -> tuple[np.ndarray, dict[Operand, np.ndarray]]:
-        """(the tiles' intervals, [tile, factor, start or stop]; operand -> its regions, [tile, dimension, start or stop])."""
+    def cut(
+        self, position: int, degrees: tuple[int, ...], micro_batches: MicroBatches | None = None
+    ) -> tuple[np.ndarray, dict[Operand, np.ndarray]]:
+        """(the tiles' intervals, [tile, factor, start or stop]; operand -> its regions, [tile, dimension, start or stop]).
+        ``micro_batches``: the present ones if None."""
         op = self.graph.operators[position]
-        pieces = [balanced(factor.size, degree) for factor, degree in zip(op.factors, degrees, strict=True)]
-        cells = np.array(list(product(*pieces)), np.int64).reshape(prod(degrees), len(pieces), 2)
+        parts = pieces_of(self.graph, position, degrees, micro_batches or self.micro_batches)
+        found = [cell for pieces in parts for cell in product(*pieces)]
+        cells = np.array(found, np.int64).reshape(len(found), len(op.factors), 2)
         return cells, {o: self._regions(o, cells) for o in {*op.inputs, *op.parameters, *op.outputs}}
 
     def tie(self, key: tuple[int, ...]) -> None:
@@ -171,9 +181,9 @@ class Variants:
         name = self.graph.parameters[key[0]].name
         self.geometries.tie(key, name, sorted({position for position, _ in self.graph.parameter_users[name]}))
 
-    def _trainable(self, op: Operator) -> list[str]:
-        """Names of an operator's trainable parameters, each once, in the order of the graph's parameters."""
-        return sorted({o.tensor for o in op.parameters if self.graph.tensors[o.tensor].requires_grad}, key=self._parameters.__getitem__)
+    def _parameters_of(self, op: Operator) -> list[str]:
+        """Names of an operator's parameters, each once, in the order of the graph's parameters."""
+        return sorted({o.tensor for o in op.parameters}, key=self._parameters.__getitem__)
 
     def _needs(self, position: int, name: str, cells: np.ndarray) -> list[Need]:
         own = [o for o in self.graph.operators[position].parameters if o.tensor == name]
@@ -250,13 +260,16 @@ class Variants:
         return self._data.add([rank, int(disjoint), len(distinct), *header, *tail])
 
 
-def _groups(op: Operator, degrees: tuple[int, ...], cells: np.ndarray) -> Ints | None:
-    """[tile]: the group whose sum its partial results belong to, numbered in the order of first tiles; None if nothing is summed."""
-    if all(degrees[i] == 1 for i in op.summed):
+def _groups(op: Operator, degrees: tuple[int, ...], parts: int, cut: int | None) -> Ints | None:
+    """[tile]: the group whose sum its partial results belong to, numbered in the order of first tiles; None if nothing is summed.
+    ``parts``: number of micro-batches. ``cut``: the factor along which these are cut."""
+    summed = [1 + i for i in op.summed] + [0] * (cut in op.summed)
+    grid = (parts, *degrees)
+    if all(grid[i] == 1 for i in summed):
         return None
-    kept = [degree if i not in op.summed else 1 for i, degree in enumerate(degrees)]
-    places = np.array(np.unravel_index(np.arange(len(cells)), degrees))
-    places[list(op.summed)] = 0
+    kept = [degree if i not in summed else 1 for i, degree in enumerate(grid)]
+    places = np.array(np.unravel_index(np.arange(prod(grid)), grid))
+    places[summed] = 0
     numbers: Ints = np.ravel_multi_index(tuple(places), kept).astype(np.int32)
     return numbers
 

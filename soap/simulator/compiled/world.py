@@ -12,18 +12,21 @@ from soap.simulator.compiled.variants import VariantTables
 if TYPE_CHECKING:
     from soap.simulator.compiled.change import Undo
     from soap.simulator.compiled.history import History
+    from soap.simulator.compiled.pass_order import PassTables
 
 
 class World(NamedTuple):
-    """What is simulated (``graph`` on ``cluster``), tables that grow on demand (``variants``, ``groups``, ``shards``), the held strategy
-    (``state``), what its last change has overwritten (``undo``), snapshots of its simulation (``history``), and working memory
-    (``scratch``). Trials are not in it, because they change places when a proposal is accepted.
+    """What is simulated (``graph`` on ``cluster``), in which order devices run micro-batches' passes (``order``), tables that grow on
+    demand (``variants``, ``groups``, ``shards``), the held strategy (``state``), what its last change has overwritten (``undo``),
+    snapshots of its simulation (``history``), and working memory (``scratch``). Trials are not in it, because they change places when a
+    proposal is accepted.
 
     Compiled functions that need three of these or more take a world, and read from it what they use, each under one letter:
     ``G, V, K, R, D = W.graph, W.variants, W.cluster, W.groups, W.shards``; ``C, S, U, H = W.state, W.scratch, W.undo, W.history``.
     """
 
     graph: GraphTables
+    order: PassTables
     variants: VariantTables
     cluster: ClusterTables
     groups: Groups

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -15,12 +16,29 @@ from soap.simulator.compiled.graph_arrays import Ints, Longs
 from soap.simulator.compiled.growing import Growing
 from soap.simulator.compiled.handles import handle
 from soap.simulator.compiled.memory import bound_memory
-from soap.simulator.compiled.memory_tables import COLUMNS, PARTS, MemoryTables
+from soap.simulator.compiled.memory_estimate import estimate_memory
+from soap.simulator.compiled.memory_tables import (
+    ASKED_AT,
+    COLUMNS,
+    FIT_UP_TO,
+    FITS,
+    LACKED_FROM,
+    LACKING,
+    PARTS,
+    SLACK,
+    UNKNOWN,
+    WHOLE,
+    MemoryTables,
+)
 from soap.simulator.engine import Engine
 from soap.simulator.memory.certain import keepers, with_backward
 from soap.simulator.memory.footprint import kept_places, kept_share, passing_share, work_share
 from soap.simulator.memory.hosts import hosts_may_lack
 from soap.simulator.memory.peaks import PACKING_KINDS, padded_bytes
+
+NOTHING_LACKED = 1 << 62
+FIRST_SLACK = WHOLE // 50
+"""See ``memory_tables.SLACK``: 2%. Each answer that such a strategy does not fit halves it, each one that fits restores it."""
 
 
 def _empty() -> MemoryTables:
@@ -77,6 +95,11 @@ class MemoryBound:
             "total": np.zeros(devices, np.int64),
             "least": np.zeros(devices, np.int64),
             "certain": np.zeros(devices, np.int64),
+            "guess": np.array([0, NOTHING_LACKED, FIRST_SLACK, 0], np.int64),
+            "level": np.zeros(devices, np.int64),
+            "highest": np.zeros(devices, np.int64),
+            "dropped": np.zeros(devices, np.int64),
+            "leaves": np.zeros(len(graph.operators), np.int32),
         }
         self._handle: MemoryTables | None = None
 
@@ -106,6 +129,36 @@ class MemoryBound:
 
         return self._engine.consult(ask)
 
+    def likely(self, *, better: bool = True) -> int:
+        """``verdict``, but where that is UNKNOWN perhaps LIKELY or UNLIKELY, as ``memory_estimate`` has it. ``better``: see there."""
+        found = self.verdict()
+        if found != UNKNOWN or not self._fixed["fixed"][2]:
+            return found
+        trial = self._engine.last_trial()
+        return self._engine.consult(lambda: int(estimate_memory(self._engine.world, self.handle(), trial, better)))
+
+    def estimated_share(self) -> float:
+        """The estimated peak by the limit, of the device that is filled most; 0 if the bounds say that it fits, infinite if they say that
+        it does not."""
+        found = self.likely()
+        if found in (FITS, LACKING):
+            return 0.0 if found == FITS else inf
+        return float(self._fixed["guess"][ASKED_AT]) / WHOLE
+
+    def told(self, *, fits: bool) -> bool:
+        """Learn what the exact model says of the strategy that was estimated last. False if that contradicts what was known: strategies
+        that were likely to fit may not."""
+        guess = self._fixed["guess"]
+        asked, believed = guess[ASKED_AT], guess[ASKED_AT] <= guess[FIT_UP_TO]
+        if fits:
+            guess[FIT_UP_TO] = max(guess[FIT_UP_TO], asked)
+            guess[SLACK] = FIRST_SLACK
+            return True
+        guess[SLACK] //= 2 if asked >= guess[LACKED_FROM] else 1
+        guess[LACKED_FROM] = min(guess[LACKED_FROM], asked)
+        guess[FIT_UP_TO] = min(guess[FIT_UP_TO], asked - 1)
+        return not believed
+
     def bounds_bytes(self) -> list[tuple[int, int]]:
         """(lower limit, upper limit) of the bound for any order (``peaks.memory_use``) on each device, for that strategy."""
         self.verdict()
@@ -127,13 +180,17 @@ class MemoryBound:
         """Add a variant to the tables."""
         position, degrees = self._engine.variants.position(number), self._engine.variants.degrees[number]
         op, graph = self._engine.graph.operators[position], self._engine.graph
-        intervals, regions = self._engine.variants.cut(position, degrees)
+        cut = self._engine.variants.cuts[number]
+        intervals, regions = self._engine.variants.cut(position, degrees, cut)
         size = {o: _volumes(regions[o]) * graph.tensors[o.tensor].itemsize for o in {*op.inputs, *op.outputs, *op.parameters}}
-        if any(degree > 1 and factor.summed for degree, factor in zip(degrees, op.factors, strict=True)):
+        parted = cut.parts(position) > 1 and cut.factors[position] in op.summed
+        if parted or any(degree > 1 and factor.summed for degree, factor in zip(degrees, op.factors, strict=True)):
             size |= {o: _volumes(regions[o]) * graph.tensors[o.tensor].partial_itemsize for o in op.outputs}
         points = np.prod(intervals[:, :, 1] - intervals[:, :, 0], axis=1)
         kept, work = self._kept_and_work(op, intervals, regions)
         surely = kept + self._surely_kept(position, intervals, regions, size) if position in self._with_backward else np.zeros_like(kept)
+        if cut.count > 1:  # there is no moment in which all of them are kept
+            surely = np.zeros_like(kept)
         made = sum((size[o] for o in op.outputs), np.zeros_like(kept))
         kept = kept + made
         read = sum((self._part(o, regions[o], size[o]) for o in op.inputs), np.zeros(len(points), np.int64))

@@ -243,7 +243,7 @@ class TaskSpans:
     def _segments(self) -> list[int]:
         """Tile -> the first tile of its segment. As in the runtime, a segment begins where something received or summed is first read, or
         values of parameters that were gathered, and ends after a tile that gets a gradient from another device. Recomputed tiles of one run
-        share no segment with others."""
+        share no segment with others, and neither do micro-batches."""
         plan = self.plan
         first, current = [0] * len(plan.tiles), [-1] * plan.device_count
         reads: dict[int, list[int]] = {}
@@ -262,7 +262,7 @@ class TaskSpans:
         run = self.recomputation.run
         for tile in sorted(range(len(plan.tiles)), key=lambda tile: (self.forward[tile][0], tile)):
             device, new = plan.tiles[tile].device, set(reads.get(tile, ())) - started
-            if new or current[device] < 0 or run.get(current[device]) != run.get(tile):
+            if new or current[device] < 0 or run.get(current[device]) != run.get(tile) or plan.parted(current[device], tile):
                 current[device] = tile
             started |= new
             first[tile] = current[device]

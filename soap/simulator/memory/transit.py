@@ -10,6 +10,7 @@ from soap.model.regions import in_one_piece, lengths
 from soap.plan.flows import box_bytes, partial_bytes, reduced_tensor
 from soap.plan.plan import Exchange, Fetch, Message, Part, Pattern, Piece, Plan, local_pieces, remote_parts
 from soap.plan.syncs.bucketing import gradient_bytes
+from soap.plan.syncs.seam import method_for
 
 
 def fetched_bytes(plan: Plan) -> list[int]:
@@ -184,3 +185,6 @@ def _summed_buffers(plan: Plan) -> Iterable[tuple[int, int]]:
         if sync.contract.sums_in_place and len(sync.readers) > 1:
             size = gradient_bytes(plan, sync)
             yield from ((device, size) for device in sync.readers)
+        elif sync.contract.owned_in_parts and not sync.contract.has_servers:
+            steps = method_for(sync).steps(plan, sync)
+            yield from ((device, step.summed_bytes) for step in steps for device in step.among)

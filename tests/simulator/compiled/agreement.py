@@ -14,9 +14,9 @@ from soap.simulator.engine import Engine
 from soap.simulator.lowering import PlanBuilder, lower
 from soap.simulator.reference import simulate
 from soap.strategy.config import FLOATING, Strategy, SyncConfig
-from soap.strategy.sync import SHARDED, SHARDED_STATE, SPARSE_ALL_GATHER, compressed, parameter_server
+from soap.strategy.sync import SPARSE_ALL_GATHER, compressed, parameter_server
 from soap.strategy.sync_contracts import WITHIN
-from tests.strategies import LOSSY
+from tests.strategies import LOSSY, SHARED
 
 Played = tuple[int, int, frozenset[int], int, int]
 """(duration, start, resources, end, bytes)."""
@@ -46,8 +46,8 @@ def synchronized(strategy: Strategy, graph: OperatorGraph, draw: random.Random, 
             servers = parameter_server(draw.choice((1, 2, 7, 40)), within, rows=rows)
             lossy = compressed(draw.choice(LOSSY), within) if tensor.dtype in FLOATING else servers
             other = SPARSE_ALL_GATHER if rows else lossy
-            away = replace(draw.choice((SyncConfig(), SHARDED_STATE, SHARDED)), offload=True)
-            chosen[tensor.name] = draw.choice((other, servers, SHARDED_STATE, SHARDED, away))
+            away = replace(draw.choice((SyncConfig(), *SHARED)), offload=True)
+            chosen[tensor.name] = draw.choice((other, servers, *SHARED, away))
     return replace(strategy, parameters=chosen, prefetch=draw.randrange(3))
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
+from soap.model.micro_batches import MicroBatches
 from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.profiles.roofline import RooflineCosts
 from soap.simulator.compiled.events import NO_BOUND
@@ -48,16 +49,16 @@ Walk = tuple[OperatorGraph, Topology, Strategy, list[Edit]]
 def walks(draw: st.DrawFn, *, max_moves: int = 6, max_tiles: int = 8, max_edits: int = 6) -> Walk:
     """A strategy and a sequence of edits of it."""
     graph, topology, strategy = draw(cases(max_moves=max_moves, max_tiles=max_tiles, servers=True, ports=True))
-    edits = []
+    edits, cut = [], MicroBatches(graph, strategy.microbatches)
     for _ in range(draw(st.integers(1, max_edits))):
         operators, parameters = {}, {}
         for _ in range(draw(st.sampled_from((1, 1, 1, 2, 3, 5)))):
             if graph.parameters and draw(st.integers(0, 4)) == 0:
                 name = draw(st.sampled_from([*[tensor.name for tensor in graph.parameters], *graph.sparse]))
-                parameters[name] = draw(syncs(graph, name))
+                parameters[name] = draw(syncs(graph, name, cut.count))
             else:
                 op = draw(st.sampled_from(graph.operators))
-                operators[op.name] = draw(configs(op, topology.device_count, max_tiles=max_tiles, graph=graph))
+                operators[op.name] = draw(configs(op, topology.device_count, max_tiles=max_tiles, graph=graph, cut=cut))
         edits.append(Edit(operators, parameters, draw(st.booleans())))
     return graph, topology, strategy, edits
 

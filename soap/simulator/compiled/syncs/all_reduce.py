@@ -9,7 +9,7 @@ from soap.simulator.compiled.scratch import FULL, TASKS, USES
 from soap.simulator.compiled.state import SYNC_BUCKET
 from soap.simulator.compiled.syncs.codes import is_compressed, is_dealt_out, is_gathered, method_of, offloads, wire_bytes
 from soap.simulator.compiled.syncs.exchange import add_sync_edge
-from soap.simulator.compiled.syncs.sharded_state import begin_owned, deal_out
+from soap.simulator.compiled.syncs.sharded_state import begin_owned, deal_out, owned_by_readers
 from soap.simulator.compiled.task_keys import STATE_FULL, SYNC, task_key
 
 
@@ -25,17 +25,20 @@ def join_bucket(W, parameter, shard, opened, slot0):  # type: ignore[no-untyped-
 
 @compiled
 def put_into_bucket(W, parameter, shard, opened):  # type: ignore[no-untyped-def]
-    """Put a shard into the open bucket of its devices, method and dtype; returns the bucket. Call it after ``find_members``."""
+    """Put a shard into the open bucket of its devices, method, copies and dtype, frozen ones apart; returns the bucket. Call it after
+    ``find_members``."""
     G, R, D, C, S = W.graph, W.groups, W.shards, W.state, W.scratch
     group = find_list(R.sets, S.members[1 : 1 + S.members[0]])
-    code = C.sync[parameter]
-    method = 0 if is_compressed(code) else method_of(code)  # a compressed parameter's shard with a single peer is left to the default
-    method = 2 * method + offloads(code)
+    code, parts = C.sync[parameter], owned_by_readers(W, parameter, shard)
+    method = 2 * offloads(code) * G.trainable[parameter]
+    # what is compressed by a single peer, or dealt out to one reader of each host, is left to the default
+    if not is_compressed(code) and (parts or not is_dealt_out(code)):
+        method += 8 * method_of(code) + 4 * (parts and S.peers[0] > 1) + (1 - G.trainable[parameter])
     place = (group * G.bucket_kinds[1] + method) * G.bucket_kinds[0] + G.parameter_dtype[parameter]
     if place >= len(S.bucket_stamp):
         raise MemoryError(FULL)
     if S.bucket_stamp[place] != opened:  # the first bucket is closed early
-        first_limit = G.gather_limit[0] if is_gathered(code) else FIRST_BUCKET_BYTES
+        first_limit = G.gather_limit[0] if parts and is_gathered(code) else FIRST_BUCKET_BYTES
         S.bucket_stamp[place], S.bucket_of[place], S.bucket_limit[place] = opened, -1, first_limit
     bucket = S.bucket_of[place]
     if bucket < 0:
@@ -45,14 +48,14 @@ def put_into_bucket(W, parameter, shard, opened):  # type: ignore[no-untyped-def
         S.t_key[bucket], S.t_subkey[bucket] = task_key(SYNC, parameter, 0, shard - D.ptr[S.geometry[parameter]], 0, 0)
         S.t_bytes[bucket], S.t_res_n[bucket], S.t_res[bucket] = 0, group, parameter
         S.bucket_region[bucket] = shard - D.ptr[S.geometry[parameter]]
-        begin_owned(S, bucket, S.members[0] if is_dealt_out(C.sync[parameter]) else 0)
+        begin_owned(S, bucket, parts)
         S.count[TASKS] = bucket + 1
         S.bucket_of[place] = bucket
     S.t_bytes[bucket] += D.bytes[shard]
-    if is_dealt_out(C.sync[parameter]):
+    if parts:
         deal_out(W, parameter, shard, bucket)
     if S.t_bytes[bucket] >= S.bucket_limit[place]:
-        S.bucket_of[place], S.bucket_limit[place] = -1, G.gather_limit[0] if is_gathered(code) else BUCKET_BYTES
+        S.bucket_of[place], S.bucket_limit[place] = -1, G.gather_limit[0] if parts and is_gathered(code) else BUCKET_BYTES
     return bucket
 
 

@@ -46,13 +46,19 @@ def sync_code(sync: SyncConfig) -> int:
     """The code of a synchronization."""
     contract, number = sync.contract, sync.partitions - 1
     if sync.compression is not None:
-        number = _SETTINGS.setdefault(sync.compression, len(_SETTINGS))
-        if number >= MOST_SETTINGS:
-            raise StrategyError(f"more than {MOST_SETTINGS} settings of compression in one process; expected fewer densities and ranks")
+        number = settings_number(sync.compression)
     code = number << _PARTITIONS | METHODS.index(contract) << _METHOD | (contract.wire_bits or 0) << _WIRE
     code |= sync.offload << _OFFLOAD | contract.compresses << _COMPRESSED
     code |= (contract.owner == "parts") << _PARTS | contract.gathers_values << _GATHERED
     return code | (sync.within == "host") << _HOSTS | contract.has_servers << _SERVERS | contract.by_rows << _ROWS
+
+
+def settings_number(compression: Compression) -> int:
+    """The number of a compression in this process. StrategyError if there are too many."""
+    number = _SETTINGS.setdefault(compression, len(_SETTINGS))
+    if number >= MOST_SETTINGS:
+        raise StrategyError(f"more than {MOST_SETTINGS} settings of compression in one process; expected fewer densities and ranks")
+    return number
 
 
 def sync_of(code: int) -> SyncConfig:

@@ -1,6 +1,7 @@
 """Compressed gradients (compiled): what devices do, and what they exchange. The counterpart of ``plan.syncs.compressed``.
 
-What a shard takes by a method among so many peers is worked out in Python (``compiled.effort``), once.
+What a shard takes by a method among so many peers is worked out in Python (``compiled.effort``), once. Which shards travel together says
+``packing``.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from soap.simulator.compiled.arrays import fill
 from soap.simulator.compiled.communication import add_flow, allreduce, begin_flows, find_list, sum_overhead_ns
 from soap.simulator.compiled.effort import EXCHANGES, HELD, MESSAGES, OF_TYPES, SUMMED, TYPE_COLUMNS, WHOLE
 from soap.simulator.compiled.jit import compiled
-from soap.simulator.compiled.scratch import TASKS, USES
-from soap.simulator.compiled.state import OTHER, SYNC_BUCKET, SYNC_DEVICE, ShardTables
+from soap.simulator.compiled.scratch import PACKED, TASKS, USES
+from soap.simulator.compiled.state import OTHER, SYNC_BUCKET, SYNC_DEVICE
 from soap.simulator.compiled.syncs.codes import is_compressed
 from soap.simulator.compiled.syncs.exchange import (
     add_exchange,
@@ -22,7 +23,8 @@ from soap.simulator.compiled.syncs.exchange import (
     round_of_flows,
     wait_for_tiles,
 )
-from soap.simulator.compiled.syncs.members import compresses, find_members, is_trained
+from soap.simulator.compiled.syncs.members import find_members
+from soap.simulator.compiled.syncs.packing import effort_columns, find_effort, find_packed
 from soap.simulator.compiled.syncs.sharded_state import is_scattered
 from soap.simulator.compiled.task_keys import STATE_FULL, SYNC, UPDATE, set_key, task_key
 from soap.simulator.compiled.world import World
@@ -39,64 +41,32 @@ def any_compressed(W: World) -> bool:
 
 
 @compiled
-def find_effort(W: World, parameter: int, shard: int) -> int:
-    """Where the columns of a compressed shard begin in ``effort``. LookupError if they are not known yet. Call it after
-    ``compresses``."""
-    D, C, S = W.shards, W.state, W.scratch
-    key = D.compressed.missing[1:5]  # built in place: ``find_list`` leaves it there if it is missing
-    key[0], key[1], key[2], key[3] = C.sync[parameter], parameter, shard, S.peers[0]
-    return find_list(D.compressed, key) * effort_columns(D)
-
-
-@compiled
-def effort_columns(D: ShardTables) -> int:
-    """Number of columns of ``effort``."""
-    return OF_TYPES + TYPE_COLUMNS * D.update_ns.shape[0]
-
-
-@compiled
 def add_compressed(W: World, slot0: int, buckets: int) -> None:
-    """Add the tasks of all compressed shards, in the order of the parameters, after the ``count[TASKS]`` tasks from ``slot0`` on, of which
-    ``buckets`` sums are the first. Needs the parameters' geometries."""
-    D, C, S = W.shards, W.state, W.scratch
-    if not any_compressed(W):
-        return
-    _settle_devices(W, slot0, buckets)
-    for parameter in range(len(W.graph.parameter_dtype)):
-        if is_compressed(C.sync[parameter]) and is_trained(W.graph, parameter):
-            geometry = S.geometry[parameter]
-            for shard in range(D.ptr[geometry], D.ptr[geometry + 1]):
-                if D.lowest[shard] >= 0:
-                    find_members(W, parameter, shard)
-                    if compresses(W, C.sync[parameter]):
-                        _add_sum(W, parameter, shard, shard - D.ptr[geometry], slot0)
+    """Add the tasks of all compressed buckets after the ``count[TASKS]`` tasks from ``slot0`` on, of which ``buckets`` sums are the first.
+    Needs the parameters' geometries, and all compressed shards in their buckets (``pack``)."""
+    S = W.scratch
+    if S.count[PACKED] > 0:
+        _settle_devices(W, slot0, buckets)
+    for bucket in range(S.count[PACKED]):
+        _add_sum(W, bucket, slot0)
 
 
 @compiled
 def _settle_devices(W, slot0, buckets):  # type: ignore[no-untyped-def]
-    """Add, for each peer of a compressed shard, the task that waits for all of its backward passes, with a row for what waits for it: its
+    """Add, for each peer of a compressed bucket, the task that waits for all of its backward passes, with a row for what waits for it: its
     own works, and if ranks clip (``clips``) all sums, but not those of buckets that readers own in parts: such plans are refused then.
     ``settled``: by device, its slot, or -1; ``settling``: where the row's next slot goes. The ``count[TASKS]`` tasks from ``slot0`` on are
-    sums in buckets first, then others."""
+    sums of dense gradients in buckets first, then others."""
     G, R, D, C, S = W.graph, W.groups, W.shards, W.state, W.scratch
     fill(S.settled, 0, len(S.settled), -1)
     fill(S.settling, 0, len(S.settling), 0)
-    for parameter in range(len(G.parameter_dtype)):
-        if is_compressed(C.sync[parameter]) and is_trained(G, parameter):
-            geometry = S.geometry[parameter]
-            for shard in range(D.ptr[geometry], D.ptr[geometry + 1]):
-                if D.lowest[shard] >= 0:
-                    find_members(W, parameter, shard)
-                    if compresses(W, C.sync[parameter]):
-                        exchanges = D.effort[find_effort(W, parameter, shard) + EXCHANGES]
-                        for i in range(S.peers[0]):
-                            S.settling[S.peers[1 + i]] += exchanges
-                        if D.clips[0]:
-                            _count_clipped(C, S)
-    compressing = False
-    for device in range(len(S.settled)):
-        compressing |= S.settling[device] > 0
-    sums = buckets if compressing and D.clips[0] else 0
+    for packed in range(S.count[PACKED]):
+        exchanges = D.effort[find_packed(W, packed) + EXCHANGES]
+        for i in range(S.peers[0]):
+            S.settling[S.peers[1 + i]] += exchanges
+        if D.clips[0]:
+            _count_clipped(S)
+    sums = buckets if D.clips[0] else 0
     for bucket in range(sums):
         group = S.t_res_n[bucket]
         for i in range(0 if is_scattered(W, bucket) else R.sets.ptr[group + 1] - R.sets.ptr[group]):
@@ -122,15 +92,15 @@ def _settle_devices(W, slot0, buckets):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _count_clipped(C, S):  # type: ignore[no-untyped-def]
-    """Count in ``settling`` what of a compressed shard waits until devices have clipped, beside their own works."""
+def _count_clipped(S):  # type: ignore[no-untyped-def]
+    """Count in ``settling`` what of a compressed bucket waits until devices have clipped, beside their own works."""
     inside = S.peers[0] < S.members[0]
     for i in range(S.peers[0]):
         S.settling[S.peers[1 + i]] += 1  # the selection
     for i in range(S.members[0]):
         if inside:
             S.settling[S.members[1 + i]] += 1  # for what is collected
-        elif _own_uses(C, S, S.members[1 + i]) == 0:
+        elif S.packed_own[S.members[1 + i]] == 0:
             for j in range(S.members[0]):
                 S.settling[S.members[1 + j]] += 1 if j != i else 0
 
@@ -144,34 +114,27 @@ def _wait_until_settled(C, S, slot, device):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _own_uses(C, S, device):  # type: ignore[no-untyped-def]
-    """How many of the tiles that use the shard have a backward pass on this device."""
-    own = 0
-    for i in range(S.count[USES]):
-        own += 1 if S.use_device[i] == device and C.alive[S.use_slot[i]] else 0
-    return own
-
-
-@compiled
-def _add_sum(W, parameter, shard, number, slot0):  # type: ignore[no-untyped-def]
-    """Add the tasks of one shard: the peers' works, and the exchanges between them; with local aggregation a task before all of these, and
+def _add_sum(W, bucket, slot0):  # type: ignore[no-untyped-def]
+    """Add the tasks of one bucket: the peers' works, and the exchanges between them; with local aggregation a task before all of these, and
     one behind them, for what happens inside hosts."""
     D, C, S = W.shards, W.state, W.scratch
-    at, peers = find_effort(W, parameter, shard), S.peers[0]
+    at, total, peers = find_packed(W, bucket), bucket * effort_columns(D), S.peers[0]
+    parameter, shard = S.packed_parameter[S.packed_first[bucket]], S.packed_shard[S.packed_first[bucket]]
+    number = shard - D.ptr[S.geometry[parameter]]
     exchanges, inside = D.effort[at + EXCHANGES], 1 if peers < S.members[0] else 0
     first = slot0 + S.count[TASKS]
     if first + (exchanges + 1) * (peers + 1) + 2 > len(C.key):
         raise MemoryError(STATE_FULL)
     S.count[TASKS] += (exchanges + 1) * peers + exchanges + 2 * inside
     if inside:
-        _add_inside(W, parameter, shard, number, first, True)
+        _add_inside(W, bucket, task_key(SYNC, parameter, PUSH, number, 0, 0), first, True)
     stages = (SELECT, COMBINE if exchanges > 1 else RESTORE, RESTORE)
     for k in range(exchanges + 1):
         works = first + inside + k * (peers + 1)
         last, work = k == exchanges, 2 if k == exchanges else k
         for i in range(peers):
             slot, device = works + i, S.peers[1 + i]
-            duration = D.effort[at + OF_TYPES + TYPE_COLUMNS * W.cluster.device_type[device] + work]
+            duration = S.packed_effort[total + OF_TYPES + TYPE_COLUMNS * W.cluster.device_type[device] + work]
             row, followed = device, (not last) or inside > 0
             if followed:
                 row = new_row(C, 1)
@@ -181,20 +144,25 @@ def _add_sum(W, parameter, shard, number, slot0):  # type: ignore[no-untyped-def
             C.resource[slot], C.resource_n[slot] = device, 1
             if k > 0 or D.clips[0]:
                 _wait_until_settled(C, S, slot, device)
-            if k == 0 and not inside:
-                _wait_for_gradient(D, C, S, slot, device)
+            if k == 0 and not inside and D.clips[0] and S.packed_own[device] == 0:
+                for j in range(S.members[0]):
+                    if j != i:
+                        _wait_until_settled(C, S, slot, S.members[1 + j])
         if not last:
-            _add_exchange(W, parameter, number, at + MESSAGES + 2 * k, works + peers, SPREAD if k else SUM)
+            stage, column = SPREAD if k else SUM, MESSAGES + 2 * k
+            key, size = task_key(SYNC, parameter, stage, number, 0, 0), S.packed_effort[total + column + 1]
+            _add_exchange(W, key, D.effort[at + column], size, works + peers)
         elif inside:
-            _add_inside(W, parameter, shard, number, works + peers, False)
+            _add_inside(W, bucket, task_key(SYNC, parameter, PULL, number, 0, 0), works + peers, False)
+    _wait_for_gradients(W, bucket, first, inside > 0)
 
 
 @compiled
-def _add_inside(W, parameter, shard, number, slot, begins):  # type: ignore[no-untyped-def]
+def _add_inside(W, bucket, key, slot, begins):  # type: ignore[no-untyped-def]
     """Add a task inside hosts: gradients to peers, which the selections in the slots right behind it wait for, or (not ``begins``) sums
     from peers, which the readers' updates wait for."""
     K, R, D, C, S = W.cluster, W.groups, W.shards, W.state, W.scratch
-    peers, size, most = S.peers[0], D.bytes[shard], 0
+    peers, size, most = S.peers[0], S.packed_bytes[bucket], 0
     begin_exchange(S)
     begin_flows(S)
     for i in range(S.members[0]):
@@ -207,7 +175,7 @@ def _add_inside(W, parameter, shard, number, slot, begins):  # type: ignore[no-u
             S.received[place] += size
             most = max(most, S.received[place])
     duration, moved = round_of_flows(K, S, most if begins else 0)
-    add_exchange(W, slot, task_key(SYNC, parameter, PUSH if begins else PULL, number, 0, 0), duration, moved)
+    add_exchange(W, slot, key, duration, moved)
     C.owner[slot] = -1
     if not begins:
         C.kind[slot], C.index[slot], C.waits[slot] = SYNC_BUCKET, find_list(R.sets, S.members[1 : 1 + S.members[0]]), peers
@@ -216,33 +184,38 @@ def _add_inside(W, parameter, shard, number, slot, begins):  # type: ignore[no-u
     for i in range(peers):
         C.arena[row + 2 + i] = slot + 1 + i
     C.kind[slot], C.index[slot], C.waits[slot] = OTHER, row, 0
-    wait_for_tiles(C, S, slot, slot + 1)
     for i in range(S.members[0] if D.clips[0] else 0):
         _wait_until_settled(C, S, slot, S.members[1 + i])
 
 
 @compiled
-def _wait_for_gradient(D, C, S, slot, device):  # type: ignore[no-untyped-def]
-    """Let a selection wait for the backward passes of the device's own uses of the shard; if it has none, for all of them, and if ranks
-    clip until all readers have."""
-    own = _own_uses(C, S, device)
-    for i in range(S.members[0] if own == 0 and D.clips[0] else 0):
-        if S.members[1 + i] != device:
-            _wait_until_settled(C, S, slot, S.members[1 + i])
-    for i in range(S.count[USES]):
-        if C.alive[S.use_slot[i]] and (own == 0 or S.use_device[i] == device):
-            add_sync_edge(S, S.use_slot[i], slot)
+def _wait_for_gradients(W, bucket, first, inside):  # type: ignore[no-untyped-def]
+    """Let the selections in the slots from ``first`` on wait for the backward passes of their device's own uses of the bucket's shards; a
+    device that has none waits for all of them. ``inside``: what is collected, in slot ``first``, waits for all instead."""
+    C, S = W.state, W.scratch
+    entry = S.packed_first[bucket]
+    while entry >= 0:
+        find_members(W, S.packed_parameter[entry], S.packed_shard[entry])
+        if inside:
+            wait_for_tiles(C, S, first, first + 1)
+        else:
+            for i in range(S.members[0]):  # all of them are peers
+                for use in range(S.count[USES]):
+                    own = S.packed_own[S.members[1 + i]] == 0 or S.use_device[use] == S.members[1 + i]
+                    if own and C.alive[S.use_slot[use]]:
+                        add_sync_edge(S, S.use_slot[use], first + i)
+        entry = S.packed_next[entry]
 
 
 @compiled
-def _add_exchange(W, parameter, number, at, slot, stage):  # type: ignore[no-untyped-def]
-    """Add an exchange among all peers, which the slots right behind it wait for. ``at``: where its kind and bytes are in ``effort``."""
-    K, R, D, C, S = W.cluster, W.groups, W.shards, W.state, W.scratch
-    peers, key, size = S.peers[0], task_key(SYNC, parameter, stage, number, 0, 0), D.effort[at + 1]
+def _add_exchange(W, key, kind, size, slot):  # type: ignore[no-untyped-def]
+    """Add an exchange of this kind among all peers, which the slots right behind it wait for."""
+    K, R, C, S = W.cluster, W.groups, W.state, W.scratch
+    peers = S.peers[0]
     row = new_row(C, peers)
     for i in range(peers):
         C.arena[row + 2 + i] = slot + 1 + i
-    if D.effort[at] == SUMMED:
+    if kind == SUMMED:
         group = find_list(R.sets, S.peers[1 : 1 + peers])
         duration, way = allreduce(R, group, size)
         _write(C, slot, key, duration, OTHER, row, peers)

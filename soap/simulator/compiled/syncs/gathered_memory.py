@@ -7,6 +7,7 @@ from soap.simulator.compiled.arrays import fill
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.memory_tables import DOUBTFUL, HELD, HELD_DOUBTFUL, SENT, MemoryTables
 from soap.simulator.compiled.scratch import FULL
+from soap.simulator.compiled.syncs.even_parts import bucket_bytes, is_even_bucket, largest_part
 from soap.simulator.compiled.syncs.gathering import find_groups, find_next
 from soap.simulator.compiled.world import World
 
@@ -54,29 +55,35 @@ def _add_device(W, M, buckets, device):  # type: ignore[no-untyped-def]
         most = most_back = 0
         for k in range(row, count, ahead):
             item = S.g_list[first + k]
-            size = S.t_bytes[item % buckets]
+            size = bucket_bytes(W, item % buckets)
             most = max(most, size)
-            if item >= buckets:
+            if item >= buckets and W.graph.trainable[S.t_res[item % buckets]]:
                 most_back = max(most_back, size)
         values, gradients = values + most, gradients + most_back
-    total = largest = moved = most_moved = 0
-    same = True
+    total = largest = leaving = moved = most_moved = padding = 0
+    same, first_group = True, -1
     for k in range(count):
         bucket = S.g_list[first + k]
         if bucket >= buckets:
             continue
-        size, group = S.t_bytes[bucket], S.t_res_n[bucket]
-        same &= group == S.t_res_n[S.g_list[first] % buckets]
+        size, group, even = bucket_bytes(W, bucket), S.t_res_n[bucket], is_even_bucket(W, bucket)
         kept = size if S.g_kept[bucket * devices + device] else 0
-        values, gradients, total, largest = values + kept, gradients + kept, total + size, max(largest, size)
+        values, total, largest = values + kept, total + size, max(largest, size)
+        if not W.graph.trainable[S.t_res[bucket]]:
+            continue
+        first_group = group if first_group < 0 else first_group
+        same &= group == first_group
+        gradients, leaving = gradients + kept, leaving + size
         readers, own = R.sets.ptr[group + 1] - R.sets.ptr[group], 0
         for i in range(readers):
             if R.sets.item[R.sets.ptr[group] + i] == device:
                 own = S.owned[S.owned_ptr[bucket] + i]
-        moved += size + (readers - 1) * own
-        most_moved = max(most_moved, size + (readers - 1) * own)
-    held = min(values, total) + largest + (min(gradients, total) if same else total)
+        moving = size + (0 if even else (S.bucket_sharers[bucket] - 1) * own)
+        moved, most_moved = moved + moving, max(most_moved, moving)
+        padding += largest_part(W, bucket) - own if even else 0
+    held = min(values, total) + largest + (min(gradients, leaving) if same else leaving)
     M.part[HELD, device] += held
     M.part[HELD_DOUBTFUL, device] += held
-    M.part[SENT, device] += min((UNDER_WAY + 1) * most_moved, moved)
-    M.part[DOUBTFUL, device] += min((UNDER_WAY + 1) * most_moved, moved)
+    sent = min((UNDER_WAY + 1) * most_moved, moved) + padding
+    M.part[SENT, device] += sent
+    M.part[DOUBTFUL, device] += sent

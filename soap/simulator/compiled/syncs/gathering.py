@@ -10,13 +10,13 @@ from __future__ import annotations
 from soap.plan.syncs.seam import PULL, REGATHER
 from soap.simulator.compiled.arrays import fill
 from soap.simulator.compiled.jit import compiled
-from soap.simulator.compiled.scratch import EDGES, FULL, STAMP, TASKS, USES
+from soap.simulator.compiled.scratch import EDGES, FULL, STAMP, TASKS, USES, Scratch
 from soap.simulator.compiled.state import ARENA
 from soap.simulator.compiled.syncs.all_reduce import put_into_bucket
 from soap.simulator.compiled.syncs.codes import is_gathered
 from soap.simulator.compiled.syncs.exchange import add_before, add_sync_edge, new_row
-from soap.simulator.compiled.syncs.members import find_geometry, find_members, first_user_with_gradient, is_trained
-from soap.simulator.compiled.syncs.sharded_state import exchange_of
+from soap.simulator.compiled.syncs.members import find_geometry, find_members, first_user_with_gradient, is_used
+from soap.simulator.compiled.syncs.sharded_state import exchange_of, owned_by_readers
 from soap.simulator.compiled.task_keys import STATE_FULL, SYNC, task_key
 from soap.simulator.compiled.world import World
 
@@ -50,7 +50,7 @@ def find_groups(W: World) -> tuple[int, int]:
     G, C, S = W.graph, W.state, W.scratch
     some = False
     for parameter in range(len(G.parameter_dtype)):
-        if is_gathered(C.sync[parameter]) and is_trained(G, parameter):
+        if is_gathered(C.sync[parameter]) and is_used(G, parameter):
             find_geometry(W, parameter)
             some = True
     S.count[EDGES] = S.count[TASKS] = 0
@@ -72,23 +72,41 @@ def _fill_buckets(W):  # type: ignore[no-untyped-def]
             if not is_gathered(C.sync[parameter]):
                 continue
             geometry, first_user = S.geometry[parameter], G.user_ptr[parameter]
-            if first_user_with_gradient(D, geometry) < 0:
+            if G.trainable[parameter] and first_user_with_gradient(D, geometry) < 0:
                 continue
             for shard in range(D.ptr[geometry], D.ptr[geometry + 1]):
-                lowest = D.lowest[shard]
+                lowest = D.lowest[shard] if G.trainable[parameter] else _first_use(D, shard)
                 if lowest < 0 or G.user[first_user + lowest] != op:
                     continue
                 find_members(W, parameter, shard)
-                if S.members[0] > 1:
+                if owned_by_readers(W, parameter, shard):
                     bucket = put_into_bucket(W, parameter, shard, opened)
                     for i in range(S.count[USES]):
                         add_sync_edge(S, S.use_slot[i], bucket)
 
 
 @compiled
+def _first_use(D, shard):  # type: ignore[no-untyped-def]
+    """Which of its parameter's users is the first that reads a shard."""
+    first = D.use_user[D.use_ptr[shard]]
+    for i in range(D.use_ptr[shard], D.use_ptr[shard + 1]):
+        first = min(first, D.use_user[i])
+    return first
+
+
+@compiled
+def ordered(S: Scratch, buckets: int) -> int:
+    """The number of items in ``g_order``: frozen values that no backward pass reads are gathered once."""
+    items = buckets
+    for bucket in range(buckets):
+        items += S.g_last[bucket] >= 0
+    return items
+
+
+@compiled
 def _order(W, buckets, uses):  # type: ignore[no-untyped-def]
-    """Fill ``g_first`` and ``g_last``: by bucket, the first operator that uses it, and where the backward pass may first need it;
-    ``g_order``: all items in the order in which devices gather them."""
+    """Fill ``g_first`` and ``g_last``: by bucket, the first operator that uses it, and where the backward pass may first need it, -1 if it
+    never does; ``g_order``: all items in the order in which devices gather them."""
     G, C, S = W.graph, W.state, W.scratch
     if 2 * buckets > len(S.g_order):
         raise MemoryError(FULL)
@@ -101,10 +119,12 @@ def _order(W, buckets, uses):  # type: ignore[no-untyped-def]
         if G.backward[op]:
             S.g_last[bucket] = max(S.g_last[bucket], S.g_needed[op])
     for back in range(2):
-        first = back * buckets
+        first = end = back * buckets
         for bucket in range(buckets):  # an insertion sort: buckets are nearly in the order of the backward pass
             own = bucket if back else buckets - 1 - bucket
-            place = first + bucket
+            if back and S.g_last[own] < 0:
+                continue
+            place, end = end, end + 1
             while place > first and _is_before(S, own, S.g_order[place - 1] - first, back):
                 S.g_order[place] = S.g_order[place - 1]
                 place -= 1
@@ -145,7 +165,7 @@ def find_next(W: World, buckets: int) -> None:
         raise MemoryError(FULL)
     fill(S.g_next, 0, items * devices, -1)
     fill(S.settling, 0, devices, 0)
-    for i in range(items):
+    for i in range(ordered(S, buckets)):
         item = S.g_order[i]
         group = S.t_res_n[item % buckets]
         for k in range(R.sets.ptr[group], R.sets.ptr[group + 1]):
@@ -166,7 +186,7 @@ def _add_gathers(W, buckets, uses):  # type: ignore[no-untyped-def]
     for i in range(uses):
         S.g_count[S.e_dst[i]] += 1
         S.g_count[buckets + S.e_dst[i]] += C.alive[S.e_src[i]] * (2 if C.marked[C.owner[S.e_src[i]]] else 1)
-    for i in range(items):
+    for i in range(ordered(S, buckets)):
         item = S.g_order[i]
         bucket = item % buckets
         duration, moved = exchange_of(W, bucket, True)
@@ -199,7 +219,7 @@ def _followers(W, buckets, use):  # type: ignore[no-untyped-def]
         forward = -1
     if backward >= 0 and not (C.alive[slot] and op > S.g_last[backward - buckets]):
         backward = -1
-    return buckets + bucket, forward, backward
+    return buckets + bucket if S.g_last[bucket] >= 0 else -1, forward, backward
 
 
 @compiled
@@ -219,7 +239,7 @@ def _add_rows(W, buckets, uses):  # type: ignore[no-untyped-def]
         own, forward, backward = _followers(W, buckets, i)
         op = C.owner[S.e_src[i]]
         place = C.gather_row[op] + 1 + S.e_src[i] - C.tile_slot[op]  # of its backward pass; one later than its row
-        C.arena[place - C.tiles[op]] += 1 if forward < 0 or forward == own else 2
+        C.arena[place - C.tiles[op]] += (own >= 0) + (forward >= 0 and forward != own)
         C.arena[place] += 1 if backward >= 0 else 0
     for op in range(len(C.sync_row) - 1):
         row = C.gather_row[op]
@@ -233,7 +253,8 @@ def _add_rows(W, buckets, uses):  # type: ignore[no-untyped-def]
         own, forward, backward = _followers(W, buckets, i)
         op = C.owner[S.e_src[i]]
         place = C.gather_row[op] + 1 + S.e_src[i] - C.tile_slot[op]
-        _follow(C, S, place - C.tiles[op], own)
+        if own >= 0:
+            _follow(C, S, place - C.tiles[op], own)
         if forward >= 0 and forward != own:
             _follow(C, S, place - C.tiles[op], forward)
         if backward >= 0:

@@ -17,7 +17,7 @@ from soap.simulator.compiled.world import World
 
 @compiled
 def find_geometries(W: World) -> None:
-    """Fill ``geometry``: how each trained parameter is cut under the current strategy."""
+    """Fill ``geometry``: how each parameter is cut under the current strategy."""
     G, S = W.graph, W.scratch
     if len(G.parameter_dtype) > len(S.geometry):
         raise MemoryError(FULL)
@@ -30,8 +30,8 @@ def find_geometry(W: World, parameter: int) -> None:
     """``find_geometries`` for one parameter."""
     G, D, S = W.graph, W.shards, W.scratch
     first, last = G.user_ptr[parameter], G.user_ptr[parameter + 1]
-    if last == first or G.user_place[first] < 0:
-        return  # it has no users, or is frozen
+    if last == first:
+        return  # it has no users
     if last - first == 1:
         S.geometry[parameter] = _own_geometry(W, first)
         return
@@ -133,6 +133,34 @@ def find_leaders(W: World, code: int) -> None:
 
 
 @compiled
+def find_copies(W: World, code: int) -> int:
+    """Returns how many copies readers share of what they own in parts: one, or one on each host; 0 if nothing is shared, since each host
+    has a single reader. Fill ``leader``: for each reader, the place of the first reader of its copy; ``inside``: its place among the
+    readers of its copy; ``peers``. Call it after ``find_members``. The counterpart of ``plan.syncs.sharing``."""
+    S = W.scratch
+    readers, copies = S.members[0], 1
+    if is_local(code):
+        find_leaders(W, code)
+        copies = S.peers[0]
+        if copies == readers:
+            return 0
+        for i in range(readers):
+            S.received[i] = 0
+        for i in range(readers):
+            S.inside[i] = S.received[S.leader[i]]
+            S.received[S.leader[i]] += 1
+        alike = True
+        for i in range(readers):
+            alike &= S.received[S.leader[i]] * copies == readers
+        if alike:
+            return copies
+    for i in range(readers):
+        S.leader[i], S.inside[i] = 0, i
+    S.peers[0], S.peers[1] = 1, S.members[1]
+    return 1
+
+
+@compiled
 def compresses(W: World, code: int) -> bool:
     """Whether a shard's gradients are compressed: if the method does that, and several peers exchange them. Call it after
     ``find_members``; then ``find_leaders`` need not be called."""
@@ -145,5 +173,10 @@ def compresses(W: World, code: int) -> bool:
 @compiled
 def is_trained(G, parameter):  # type: ignore[no-untyped-def]
     """Whether some operator uses the parameter, and it is not frozen."""
-    first = G.user_ptr[parameter]
-    return first < G.user_ptr[parameter + 1] and G.user_place[first] >= 0
+    return G.trainable[parameter] and is_used(G, parameter)
+
+
+@compiled
+def is_used(G, parameter):  # type: ignore[no-untyped-def]
+    """Whether some operator uses the parameter."""
+    return G.user_ptr[parameter] < G.user_ptr[parameter + 1]

@@ -36,8 +36,9 @@ from soap.simulator.compiled.syncs.codes import (
     wire_bytes,
 )
 from soap.simulator.compiled.syncs.compressed import held_bytes
-from soap.simulator.compiled.syncs.members import compresses, find_geometry, find_members, is_trained
-from soap.simulator.compiled.syncs.sharded_state import owned_by_readers, owner_place, part_bytes, parts_of
+from soap.simulator.compiled.syncs.even_parts import is_even
+from soap.simulator.compiled.syncs.members import compresses, find_geometry, find_members, is_used
+from soap.simulator.compiled.syncs.sharded_state import owned_by_readers, part_bytes, part_of_place, sharers
 from soap.simulator.compiled.variants import CELLS
 from soap.simulator.compiled.world import World
 
@@ -96,12 +97,12 @@ def add_synchronized(W: World, M: MemoryTables, parameter: int, code: int, disjo
 def _add_by_shards(W, M, parameter):  # type: ignore[no-untyped-def]
     """Add what readers hold of compressed shards, and of shards that they own in parts."""
     D, S = W.shards, W.scratch
-    if not is_trained(W.graph, parameter):
+    if not is_used(W.graph, parameter):
         return
     find_geometry(W, parameter)
     geometry = S.geometry[parameter]
     for shard in range(D.ptr[geometry], D.ptr[geometry + 1]):
-        if D.lowest[shard] < 0:
+        if D.lowest[shard] < 0 and W.graph.trainable[parameter]:
             continue
         find_members(W, parameter, shard)
         if owned_by_readers(W, parameter, shard):
@@ -125,28 +126,25 @@ def _add_dealt_out(W, M, parameter, shard):  # type: ignore[no-untyped-def]
     """Add what readers hold that own parts: buffers in which gradients and values arrive, but no states of what others own. If values are
     gathered for their uses, neither are others' values nor their gradients there all the time (``gathered_memory`` adds what is)."""
     S, size, code = W.scratch, W.shards.bytes[shard], W.state.sync[parameter]
-    readers, gathered = S.members[0], is_gathered(code)
-    for i in range(readers):
-        device = S.members[1 + i]
-        M.part[HELD, device] -= away_bytes(W, M, code, device) * size
+    gathered, most = is_gathered(code), part_bytes(W, shard, 0) if is_even(W) else 0
+    for i in range(S.members[0]):
+        part, device = part_of_place(W, parameter, shard, i), S.members[1 + i]
+        own = part_bytes(W, shard, part) if part >= 0 else 0
+        if W.graph.trainable[parameter]:
+            M.part[HELD, device] += away_bytes(W, M, code, device) * (own - size)
         if gathered:
-            _add_part(M, device, -size)
+            _add_part(M, device, own - size, W.graph.trainable[parameter])
+        elif most > 0:  # of each region the largest part: at least what a bucket's owner of most has
+            _add_owned(M, device, own - size, (2 * sharers(S) + 1) * most - size)
         else:
-            _add_owned(M, device, -size, size)
-    for k in range(parts_of(W, shard)):
-        own, device = part_bytes(W, shard, k), S.members[1 + owner_place(W, parameter, shard, k)]
-        M.part[HELD, device] += away_bytes(W, M, code, device) * own
-        if gathered:
-            _add_part(M, device, own)
-        else:
-            _add_owned(M, device, own, readers * own)
+            _add_owned(M, device, own - size, size + sharers(S) * own)
 
 
 @compiled
-def _add_part(M, device, size):  # type: ignore[no-untyped-def]
-    """Add bytes of values that are there all the time, with their gradients and states."""
+def _add_part(M, device, size, trainable):  # type: ignore[no-untyped-def]
+    """Add bytes of values that are there all the time, with their gradients and states if there are some."""
     M.part[HELD, device] += size
-    M.part[TRAINABLE, device] += size
+    M.part[TRAINABLE, device] += size if trainable else 0
 
 
 @compiled

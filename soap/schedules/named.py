@@ -1,0 +1,67 @@
+"""Schedules by name: ``1f1b``, ``interleaved:2`` (two chunks on each stage), ``gpipe:2:v`` (and laid out like a V).
+
+``SCHEDULES`` is the only list of them.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from soap.errors import ScheduleError
+from soap.schedules import accumulation, gpipe, interleaved, one_f_one_b, zero_bubble
+from soap.schedules.contract import PLACEMENTS, Placement, Schedule, Shape
+from soap.schedules.table import Table, shown
+
+SCHEDULES: tuple[Schedule, ...] = tuple(module.SCHEDULE for module in (accumulation, gpipe, one_f_one_b, interleaved, zero_bubble))
+
+_CHUNKS = re.compile(r"[1-9]\d{0,5}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class NamedSchedule:
+    """A schedule with what stands behind its name. Prints as ``parse`` reads it."""
+
+    schedule: Schedule
+    chunks: int = 1
+    placement: Placement = "loop"
+
+    def table(self, stages: int, microbatches: int) -> Table:
+        """The table for so many stages and micro-batches. ScheduleError in one line if there is none."""
+        return self.schedule.table(Shape(stages, microbatches, self.chunks, self.placement))
+
+    def __str__(self) -> str:
+        placement = "" if self.placement == PLACEMENTS[0] else f":{self.placement}"
+        return f"{self.schedule.name}{f':{self.chunks}' if self.chunks > 1 or placement else ''}{placement}"
+
+
+def parse(text: str) -> NamedSchedule:
+    """``NAME``, ``NAME:CHUNKS`` or ``NAME:CHUNKS:PLACEMENT``. ScheduleError in one line if there is no such schedule."""
+    name, *rest = text.split(":")
+    schedule = next((schedule for schedule in SCHEDULES if schedule.name == name), None)
+    if schedule is None:
+        raise ScheduleError(f"no schedule is named {shown(text)}; expected one of {forms()}")
+    if len(rest) > 2 or (rest and not _CHUNKS.fullmatch(rest[0])):
+        raise ScheduleError(f"schedule {shown(text)}; expected {form(schedule)}")
+    placement = next((known for known in PLACEMENTS if known == rest[1]), None) if len(rest) > 1 else PLACEMENTS[0]
+    if placement not in schedule.placements:
+        raise ScheduleError(f"schedule {shown(text)}; expected {form(schedule)}")
+    chunks = int(rest[0]) if rest else 1
+    if not schedule.fewest_chunks <= chunks <= schedule.most_chunks:
+        raise ScheduleError(f"schedule {shown(text)} has {chunks} chunk{'s' * (chunks > 1)} on each stage; expected {form(schedule)}")
+    return NamedSchedule(schedule, chunks, placement)
+
+
+def form(schedule: Schedule) -> str:
+    """How a schedule is written, such as ``interleaved:N``."""
+    if schedule.most_chunks == 1:
+        return schedule.name
+    placements = "".join(f" or {schedule.name}:N:{other}" for other in schedule.placements[1:])
+    one = "" if schedule.fewest_chunks > 1 else f"{schedule.name} or "
+    return f"{one}{schedule.name}:N{placements} (N chunks on each stage, {schedule.fewest_chunks} or more)"
+
+
+def forms() -> str:
+    """All that ``parse`` accepts, in words."""
+    chunks = {True: ":N", False: "[:N]"}
+    return ", ".join(s.name + (chunks[s.fewest_chunks > 1] if s.most_chunks > 1 else "") for s in SCHEDULES)

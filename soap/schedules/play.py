@@ -1,0 +1,158 @@
+"""When each action of a table takes place, if actions and messages take given times: makespan, bubble, and micro-batches in flight.
+
+A small exact player, in integer nanoseconds. It knows no devices, links or memory: the simulator does. A stage does its actions in order,
+each as soon as what it needs is there. A message leaves when its action ends, and messages over one border in one direction go one after
+the other, beside all computation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from soap.errors import ScheduleError
+from soap.schedules.checking import check
+from soap.schedules.dependencies import Barrier, Dependencies
+from soap.schedules.table import Kind, Table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Durations:
+    """How long things take, in nanoseconds. ``actions_ns``: by kind and chunk; kinds that a table lacks may be missing. ``forward_ns`` and
+    ``backward_ns``: of a micro-batch's message over the border behind each chunk but the last, if both chunks are on different stages;
+    empty: nothing."""
+
+    actions_ns: Mapping[Kind, Sequence[int]]
+    forward_ns: Sequence[int] = ()
+    backward_ns: Sequence[int] = ()
+
+
+def equal(chunks: int, *, forward_ns: int, input_ns: int, weight_ns: int, message_ns: int = 0) -> Durations:
+    """The same for all chunks; a whole backward pass takes as long as its two parts."""
+    each = {"F": forward_ns, "B": input_ns + weight_ns, "I": input_ns, "W": weight_ns}
+    actions: dict[Kind, list[int]] = {"F": [], "B": [], "I": [], "W": []}
+    for kind, known in actions.items():
+        known += [each[kind]] * chunks
+    return Durations(actions_ns=actions, forward_ns=[message_ns] * (chunks - 1), backward_ns=[message_ns] * (chunks - 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """A table with the start and end of each action, by stage and position, in nanoseconds from the first start."""
+
+    table: Table
+    starts_ns: tuple[tuple[int, ...], ...]
+    ends_ns: tuple[tuple[int, ...], ...]
+
+    @property
+    def makespan_ns(self) -> int:
+        """From the first start to the last end."""
+        return max(ends[-1] for ends in self.ends_ns)
+
+    @property
+    def busy_ns(self) -> tuple[int, ...]:
+        """How long each stage computes."""
+        return tuple(sum(ends) - sum(starts) for starts, ends in zip(self.starts_ns, self.ends_ns, strict=True))
+
+    @property
+    def idle_ns(self) -> tuple[int, ...]:
+        """How long each stage does not, between the first start of any and the last end of any."""
+        makespan_ns = self.makespan_ns
+        return tuple(makespan_ns - busy_ns for busy_ns in self.busy_ns)
+
+    @property
+    def bubble(self) -> Fraction:
+        """Which share of the time of all stages they are idle; 0 if nothing takes time."""
+        whole_ns = self.makespan_ns * len(self.table.stages)
+        return Fraction(sum(self.idle_ns), whole_ns) if whole_ns else Fraction(0)
+
+    def in_flight(self, stage: int) -> list[tuple[int, int]]:
+        """(Time in ns, micro-batches from there on) of a stage, over all of its chunks: from the start of F to the end of B or I."""
+        changes: dict[int, int] = {}
+        for action, start_ns, end_ns in zip(self.table.stages[stage], self.starts_ns[stage], self.ends_ns[stage], strict=True):
+            if action.kind != "W":
+                when_ns, change = (start_ns, 1) if action.kind == "F" else (end_ns, -1)
+                changes[when_ns] = changes.get(when_ns, 0) + change
+        found, count = [], 0
+        for when_ns in sorted(changes):
+            count += changes[when_ns]
+            if changes[when_ns]:
+                found.append((when_ns, count))
+        return found
+
+
+def play(table: Table, durations: Durations, barriers: Sequence[Barrier] = ()) -> Played:
+    """When each action takes place. ScheduleError in one line if the table cannot be executed, or a time is missing or negative."""
+    known = check(table, barriers)
+    _require_durations(table, durations)
+    ends_ns = [0] * len(known.needs)
+    starts_ns = [0] * len(known.actions)
+    messages = _Messages(table, known, durations)
+    gated = {node for gate in range(len(known.actions), len(known.needs)) for node in known.needs[gate]}
+    for node in known.order():
+        if node >= len(known.actions):
+            ends_ns[node] = max(ends_ns[other] for other in known.needs[node])
+            for other in sorted(known.needs[node]):  # in the order of their stage
+                messages.send(other, ends_ns[node])
+            continue
+        kind, chunk, _ = known.actions[node]
+        ready_ns = [messages.arrives_ns[o] if messages.crosses(o, node) else ends_ns[o] for o in known.needs[node]]
+        starts_ns[node] = max(ready_ns, default=0)
+        ends_ns[node] = starts_ns[node] + durations.actions_ns[kind][chunk]
+        if node not in gated:
+            messages.send(node, ends_ns[node])
+    first_ns = min(starts_ns)
+    return Played(table, _by_stage(table, starts_ns, first_ns), _by_stage(table, ends_ns, first_ns))
+
+
+class _Messages:
+    """What stages send each other. ``arrives_ns``: by the node that sends."""
+
+    def __init__(self, table: Table, known: Dependencies, durations: Durations) -> None:
+        self.arrives_ns: dict[int, int] = {}
+        self._known = known
+        self._forward_ns = durations.forward_ns or [0] * table.chunk_count
+        self._backward_ns = durations.backward_ns or [0] * table.chunk_count
+        self._free_ns: dict[tuple[int, bool], int] = {}
+
+    def crosses(self, sender: int, receiver: int) -> bool:
+        """Whether the second waits for a message of the first."""
+        places = self._known.places
+        return sender < len(places) and places[sender].stage != places[receiver].stage
+
+    def send(self, node: int, ready_ns: int) -> None:
+        """Note when what an action made arrives at the stage that waits for it, if there is one."""
+        kind, chunk, _ = self._known.actions[node]
+        forward = kind == "F"
+        border = chunk if forward else chunk - 1
+        if kind == "W" or border < 0:
+            return
+        by_border_ns = self._forward_ns if forward else self._backward_ns
+        takes_ns = by_border_ns[border] if border < len(by_border_ns) else 0  # nobody waits for the last chunk
+        leaves_ns = max(ready_ns, self._free_ns.get((border, forward), 0))
+        self.arrives_ns[node] = self._free_ns[border, forward] = leaves_ns + takes_ns
+
+
+def _by_stage(table: Table, times_ns: Sequence[int], first_ns: int) -> tuple[tuple[int, ...], ...]:
+    found, start = [], 0
+    for actions in table.stages:
+        found.append(tuple(time_ns - first_ns for time_ns in times_ns[start : start + len(actions)]))
+        start += len(actions)
+    return tuple(found)
+
+
+def _require_durations(table: Table, durations: Durations) -> None:
+    for kind in sorted({action.kind for actions in table.stages for action in actions}):
+        _require_times(f"of {kind}", durations.actions_ns.get(kind, ()), table.chunk_count)
+    for name, times_ns in (("forward messages", durations.forward_ns), ("backward messages", durations.backward_ns)):
+        if times_ns:
+            _require_times(f"of {name}", times_ns, table.chunk_count - 1)
+
+
+def _require_times(what: str, times_ns: Sequence[int], count: int) -> None:
+    if len(times_ns) != count:
+        raise ScheduleError(f"{len(times_ns)} durations {what}; expected {count}, one for each")
+    wrong = next((time_ns for time_ns in times_ns if time_ns < 0), None)
+    if wrong is not None:
+        raise ScheduleError(f"duration {wrong} ns {what}; expected none below 0")

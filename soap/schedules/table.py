@@ -1,0 +1,156 @@
+"""A schedule as a table: for each stage, in order, what it computes of which chunk for which micro-batch.
+
+A *stage* is a group of devices, a *chunk* the operators between two cuts of the model, of which a stage may have several; a *micro-batch*
+is a part of the step's samples. ``2F0`` is the forward pass of chunk 2 for micro-batch 0. torch.distributed.pipelining writes the same;
+there a chunk is called stage, and a stage rank.
+
+A table may be wrong: ``checking`` says whether it can be executed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Self, get_args
+
+from soap.errors import ScheduleError
+
+Kind = Literal["F", "B", "I", "W"]
+"""Forward pass; whole backward pass; or this in two parts: gradients of the inputs, which stages before wait for, and of the weights."""
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+MOST_STAGES, MOST_CHUNKS, MOST_MICROBATCHES = 4096, 2**16, 2**16
+MOST_ACTIONS = 2**20
+"""Of all stages together: above any real schedule, and few enough for memory."""
+
+IDLE = "."
+_ACTION = re.compile(r"(\d{1,6})([FBIW])(\d{1,6})", re.ASCII)
+_ROW = re.compile(r"stage (\d{1,6}) (.*)", re.ASCII)
+_LONGEST_SHOWN = 40
+
+
+class Action(NamedTuple):
+    """What a stage computes at once: ``kind`` of a chunk for a micro-batch, both counted from 0. Prints as ``2F0``."""
+
+    kind: Kind
+    chunk: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.chunk}{self.kind}{self.microbatch}"
+
+
+def parse_action(text: str) -> Action:
+    """The action that prints as ``text``. ScheduleError in one line if there is none."""
+    match = _ACTION.fullmatch(text)
+    if match is None:
+        raise ScheduleError(f"{shown(text)} is no action; expected chunk, one of {', '.join(KINDS)}, and micro-batch, such as 2F0")
+    kind = next(kind for kind in KINDS if kind == match[2])
+    return Action(kind, int(match[1]), int(match[3]))
+
+
+def shown(text: str) -> str:
+    """Text of others in messages: quoted, and cut where it is long."""
+    return repr(text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…")
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """For each stage its actions in order. Prints as a grid, a row for each stage, that ``parse`` reads back.
+
+    ScheduleError if there is no stage, if a stage has no action, or if a number is out of range.
+    """
+
+    stages: tuple[tuple[Action, ...], ...]
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.stages) <= MOST_STAGES:
+            raise ScheduleError(f"a table with {len(self.stages)} stages; expected 1 to {MOST_STAGES}")
+        if (total := sum(map(len, self.stages))) > MOST_ACTIONS:
+            raise ScheduleError(f"a table with {total} actions; expected at most {MOST_ACTIONS}: use fewer micro-batches")
+        for stage, actions in enumerate(self.stages):
+            if not actions:
+                raise ScheduleError(f"stage {stage} has no action; expected a chunk for each stage: leave the stage out")
+            for action in actions:
+                _require_in_range(stage, action)
+
+    @classmethod
+    def of(cls, stages: Iterable[Iterable[Action]]) -> Self:
+        """A table of any nested sequences."""
+        return cls(tuple(tuple(actions) for actions in stages))
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The table that prints as ``text``. Dots (idle time) may stand anywhere between actions. ScheduleError in one line."""
+        stages: list[list[Action]] = []
+        for number, line in enumerate(text.splitlines(), 1):
+            if not line.strip():
+                continue
+            match = _ROW.fullmatch(line.strip())
+            if match is None or int(match[1]) != len(stages):
+                raise ScheduleError(f"line {number} is {shown(line)}; expected 'stage {len(stages)}' and its actions, such as 0F0 0B0")
+            try:
+                stages.append([parse_action(cell) for cell in match[2].split() if cell != IDLE])
+            except ScheduleError as error:
+                raise ScheduleError(f"line {number}: {error}") from None
+        return cls.of(stages)
+
+    @property
+    def chunk_count(self) -> int:
+        """How many chunks there are if none is left out."""
+        return 1 + max(action.chunk for actions in self.stages for action in actions)
+
+    @property
+    def microbatch_count(self) -> int:
+        """How many micro-batches there are if none is left out."""
+        return 1 + max(action.microbatch for actions in self.stages for action in actions)
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """The stage of each chunk; -1 for a chunk that is on none."""
+        found = [-1] * self.chunk_count
+        for stage, actions in enumerate(self.stages):
+            for action in actions:
+                found[action.chunk] = stage
+        return tuple(found)
+
+    def __str__(self) -> str:
+        return grid([[str(action) for action in actions] for actions in self.stages])
+
+
+def _require_in_range(stage: int, action: Action) -> None:
+    kind, chunk, microbatch = action
+    if kind not in KINDS:
+        raise ScheduleError(f"stage {stage} has an action of kind {kind!r}; expected one of {', '.join(KINDS)}")
+    if not (0 <= chunk < MOST_CHUNKS and 0 <= microbatch < MOST_MICROBATCHES):
+        limits = f"chunks from 0 to {MOST_CHUNKS - 1} and micro-batches from 0 to {MOST_MICROBATCHES - 1}"
+        raise ScheduleError(f"stage {stage} has the action {action}; expected {limits}")
+
+
+def grid(rows: Sequence[Sequence[str]], *, first: int = 0) -> str:
+    """Cells in columns of equal width, behind the stage of each row. ``first``: the stage of the first row."""
+    cell_width = max((len(cell) for row in rows for cell in row), default=1)
+    name_width = len(f"stage {first + len(rows) - 1}")
+    lines = []
+    for stage, row in enumerate(rows, first):
+        lines.append(" ".join([f"stage {stage}".ljust(name_width), *(cell.ljust(cell_width) for cell in row)]).rstrip())
+    return "\n".join(lines)
+
+
+ROWS_AROUND, CELLS_AROUND = 4, 6
+"""How much of a large table a message shows around a cell, in each direction."""
+
+
+def marked(table: Table, stage: int, position: int) -> str:
+    """The grid around a cell, which stands between ``>`` and ``<``; all of it if it is small."""
+    rows = range(max(0, stage - ROWS_AROUND), min(len(table.stages), stage + ROWS_AROUND + 1))
+    start, end = max(0, position - CELLS_AROUND), position + CELLS_AROUND + 1
+    cells = []
+    for row in rows:
+        actions = table.stages[row]
+        texts = [f">{action}<" if (row, i) == (stage, position) else f" {action} " for i, action in enumerate(actions)]
+        before = ["…"] if start else []
+        behind = ["…"] if len(texts) > end else []
+        cells.append([*before, *texts[start:end], *behind])
+    return grid(cells, first=rows.start)

@@ -1,0 +1,42 @@
+"""What searches ask of an evaluator that has a compiled simulator."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from soap.plan.compression.training import PlannedTraining
+from soap.simulator.costs import CostModel
+from soap.simulator.draws import Draws
+from soap.strategy.config import Strategy
+
+
+class Able(Protocol):
+    """An evaluator that also lets compiled chains simulate by themselves."""
+
+    @property
+    def engine_costs(self) -> CostModel:
+        """The cost model for their engines."""
+
+    @property
+    def optimizer_states(self) -> int:
+        """Tensors of a parameter's size that the optimizer keeps, as in ``simulator.memory.peaks``."""
+
+    @property
+    def training(self) -> PlannedTraining:
+        """What training adds to compressed parameters."""
+
+    @property
+    def draws(self) -> Draws | None:
+        """Draws of the costs, under which strategies are compared; None: only the most likely costs count."""
+
+    def always_fits(self) -> bool:
+        """True if every strategy of the space fits into memory."""
+
+    def least_overflow_bytes(self, strategy: Strategy) -> int:
+        """A lower bound of the memory that the devices lack, in bytes."""
+
+    def bounds_overflow_bytes(self, strategy: Strategy) -> int:
+        """An upper bound of it, without playing the strategy."""
+
+    def probably_lacks(self, strategy: Strategy) -> bool:
+        """Whether devices lack memory by an estimate that has learned from earlier answers."""

@@ -1,0 +1,136 @@
+"""The order of micro-batches' passes on each device (compiled): the counterpart of ``lowering._Lowering.keep_order``.
+
+Each pass waits for the one before it on its device, ``State.follow``. These edges belong to no block. A change takes all of them away, and
+puts them back for the changed strategy.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from soap.plan.pass_order import PassOrder
+from soap.simulator.compiled.arrays import fill
+from soap.simulator.compiled.graph_arrays import Ints
+from soap.simulator.compiled.jit import compiled
+from soap.simulator.compiled.state import SLOTS
+from soap.simulator.compiled.trial import Trial
+from soap.simulator.compiled.variants import CELLS, PARTS
+from soap.simulator.compiled.world import World
+from soap.strategy.config import OpConfig
+
+
+class PassTables(NamedTuple):
+    """The actions of an order: ``backward`` (or forward), ``part`` (micro-batch), ``chunk``. Chunk c has the operators
+    ``operator[ptr[c]:ptr[c + 1]]``, ascending. ``count``: micro-batches; 1 if there is no order."""
+
+    count: Ints  # type: ignore[assignment]  # not tuple's method
+    backward: Ints
+    part: Ints
+    chunk: Ints
+    ptr: Ints
+    operator: Ints
+
+
+def pass_tables(order: PassOrder | None) -> PassTables:
+    """An order as arrays; None for none."""
+    ints = lambda values: np.array(list(values), np.int32)  # noqa: E731
+    if order is None:
+        return PassTables(ints([1]), ints([]), ints([]), ints([]), ints([0]), ints([]))
+    chunks = sorted({*order.chunks})
+    members = [[position for position, chunk in enumerate(order.chunks) if chunk == own] for own in chunks]
+    numbers = {chunk: number for number, chunk in enumerate(chunks)}
+    return PassTables(
+        count=ints([order.cut.count]),
+        backward=ints(action.kind == "B" for action in order.actions),
+        part=ints(action.microbatch for action in order.actions),
+        chunk=ints(numbers[action.chunk] for action in order.actions),
+        ptr=ints(np.cumsum([0, *map(len, members)])),
+        operator=ints(position for own in members for position in own),
+    )
+
+
+def repeated(config: OpConfig, parts: int) -> tuple[int, ...]:
+    """The devices of an operator's tiles in ``parts`` micro-batches."""
+    own = len(config.devices) // config.replicas
+    return tuple(device for r in range(config.replicas) for device in config.devices[r * own : (r + 1) * own] * parts)
+
+
+@compiled
+def unlink_passes(W: World) -> None:
+    """Take the edges of the order away."""
+    C = W.state
+    if W.order.count[0] == 1:
+        return
+    for slot in range(C.used[SLOTS]):
+        if C.follow[slot] > 0:
+            C.waits[C.follow[slot]] -= 1
+            C.follow[slot] = 0
+
+
+@compiled
+def link_passes(W: World) -> None:
+    """Add the edges of the order, none of which is there."""
+    A, V, C, S = W.order, W.variants, W.state, W.scratch
+    if A.count[0] == 1:
+        return
+    devices = len(C.busy)
+    fill(C.head, 0, devices, 0)
+    fill(S.last_pass, 0, devices, 0)
+    for action in range(len(A.part)):
+        first, last, backward = A.ptr[A.chunk[action]], A.ptr[A.chunk[action] + 1], A.backward[action]
+        for i in range(last - first):
+            op = A.operator[last - 1 - i] if backward else A.operator[first + i]
+            cells, parts = V.rows[C.variant[op], CELLS], V.rows[C.variant[op], PARTS]
+            part = A.part[action]
+            if parts == 1:
+                if part != (A.count[0] - 1 if backward else 0):
+                    continue
+                part = 0
+            _link_tiles(C, S, op, cells, part * (cells // parts), (part + 1) * (cells // parts), backward)
+
+
+@compiled
+def _link_tiles(C, S, op, cells, start, stop, backward):  # type: ignore[no-untyped-def]
+    """Add the passes of the cells ``start`` to ``stop`` of all replicas behind those that are linked."""
+    for replica in range(C.replicas[op]):
+        for cell in range(start, stop):
+            slot = C.tile_slot[op] + backward * C.tiles[op] + replica * cells + cell
+            if backward and not C.alive[slot]:
+                continue
+            device = C.resource[slot]
+            before = S.last_pass[device]
+            if before > 0:
+                C.follow[before] = slot
+                C.waits[slot] += 1
+            else:
+                C.head[device] = slot
+            S.last_pass[device] = slot
+
+
+@compiled
+def note_order(W: World) -> None:
+    """Save the edges of the order before a change."""
+    C, U = W.state, W.undo
+    if W.order.count[0] > 1:
+        for slot in range(C.used[SLOTS]):
+            U.follow[slot] = C.follow[slot]
+        for device in range(len(C.busy)):
+            U.head[device] = C.head[device]
+
+
+@compiled
+def first_reordered(W: World, P: Trial, slots: int, place: int) -> int:
+    """The first place, in the order of an earlier simulation, of a pass that another one follows now than did before the change; ``place``
+    if that is earlier. 0 if a device begins with another pass. ``slots``: how many there were."""
+    C, U = W.state, W.undo
+    if W.order.count[0] == 1:
+        return place
+    for device in range(len(C.busy)):
+        if C.head[device] != U.head[device]:
+            return 0
+    for slot in range(slots):
+        if C.follow[slot] != U.follow[slot] and P.place[slot] >= 0:
+            place = min(place, P.place[slot])
+    return place

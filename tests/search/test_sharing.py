@@ -1,0 +1,44 @@
+"""Owners of several parameters at once: the sets, and the chain's move."""
+
+from __future__ import annotations
+
+from soap.profiles.roofline import RooflineCosts
+from soap.search.compiled.memory import MOVES
+from soap.search.compiled.runner import CompiledChain, CompiledSpace
+from soap.search.sharing import owner_sets
+from soap.search.space import build_space
+from soap.strategy.classical import data_parallel
+from soap.strategy.recomputation import runs_of
+from soap.strategy.sync import parameter_server, sync_choices
+from tests.graph_builder import transformer
+from tests.strategies import GPU, cluster
+
+GRAPH, TOPOLOGY = transformer(layers=2, batch=8), cluster([2], GPU)
+
+
+def test_sets_are_those_of_runs_and_of_all() -> None:
+    sets = owner_sets(GRAPH, sync_choices(GRAPH, TOPOLOGY, saving=True))
+    trained = {tensor.name for tensor in GRAPH.parameters if tensor.requires_grad}
+    assert trained in [set(own) for own in sets] and len(set(sets)) == len(sets) > 1
+    runs = [{o.tensor for name in run for o in GRAPH.operators[GRAPH.index[name]].parameters} for run in runs_of(GRAPH)]
+    assert all(any(set(own) <= run for run in runs) or set(own) == trained for own in sets)
+    assert owner_sets(GRAPH, {}) == () and owner_sets(GRAPH, sync_choices(GRAPH, TOPOLOGY, [parameter_server(2)])) == ()
+
+
+def test_a_chain_gives_sets_other_owners_at_once() -> None:
+    syncs = sync_choices(GRAPH, TOPOLOGY, saving=True)
+    sets = {frozenset(own) for own in owner_sets(GRAPH, syncs)}
+    strategy = data_parallel(GRAPH, TOPOLOGY)
+    space = CompiledSpace(build_space(GRAPH, 2, syncs=syncs), TOPOLOGY, RooflineCosts(TOPOLOGY))
+    chain = CompiledChain(space, strategy, seed=1, proposals=80)
+    chain.weights = {move: float(move == "sync") for move in MOVES}
+    changed = set()
+    for proposals in range(1, 81):
+        before = chain.strategy
+        chain.run(proposals, beta=1e-6, focus=0.0)
+        after = chain.strategy
+        moved = frozenset(name for name in syncs if before.sync(name) != after.sync(name))
+        if len(moved) > 1:
+            assert moved in sets and len({before.sync(name) for name in moved}) == len({after.sync(name) for name in moved}) == 1
+            changed.add(moved)
+    assert changed

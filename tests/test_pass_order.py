@@ -1,0 +1,103 @@
+"""Micro-batches of a graph, and the order in which devices run their passes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from soap.errors import StrategyError
+from soap.model.graph import WHOLE, OperatorGraph
+from soap.model.micro_batches import MicroBatches
+from soap.plan.pass_order import PassAction, PassOrder, all_forward_first, usual_order
+from soap.strategy.classical import data_parallel
+from soap.strategy.config import OpConfig, Strategy
+from soap.strategy.sync import SHARDED
+from tests.graph_builder import GraphBuilder
+from tests.strategies import cluster
+
+
+def chain(samples: int = 7, *, centered: bool = False, summed: bool = False) -> OperatorGraph:
+    """Three layers and a loss; with a mean over the batch between two of them; with a loss that is a sum of two."""
+    g = GraphBuilder()
+    x = g.linear(g.input("x", samples, 3, 4), 4, name="first")
+    if centered:
+        x = g.elementwise(x, g.batch_mean(x))
+    y = g.linear(x, 4, name="second")
+    z = g.linear(y, 4, name="third")
+    if not summed:
+        return g.build(g.mean(z))
+    return g.build(g.operator("sum", [], [(loss, []) for loss in (g.mean(z), g.mean(g.elementwise(y)))], [], [((), ())])[0])
+
+
+def test_all_operators_are_cut_at_the_same_samples() -> None:
+    cut = MicroBatches(chain(), 3)
+    assert cut.samples == 7
+    assert [cut.ranges(position) for position in range(4)] == [[(0, 3), (3, 5), (5, 7)]] * 4
+    assert cut.phases == (0, 0, 0, 0) and cut.barriers == ()
+
+
+def test_what_needs_the_whole_batch_is_a_barrier() -> None:
+    graph = chain(centered=True)
+    cut = MicroBatches(graph, 2)
+    mean = next(i for i, op in enumerate(graph.operators) if op.kind == "batch_mean")
+    assert cut.phases[: mean + 1] == (*[0] * (mean), 0) or cut.phases[mean] == 1
+    assert max(cut.phases) == 1 and cut.phases[graph.index["second"]] == 1
+    assert cut.barriers
+    assert MicroBatches(graph, 1).barriers == ()
+
+
+def test_usual_order_is_one_micro_batch_after_the_other() -> None:
+    assert [*map(str, usual_order(MicroBatches(chain(), 2)).actions)] == ["0F0", "0B0", "0F1", "0B1"]
+
+
+def test_with_a_barrier_all_micro_batches_pass_it_together() -> None:
+    order = usual_order(MicroBatches(chain(centered=True), 2))
+    assert [*map(str, order.actions)] == ["0F0", "0F1", "1F0", "1F1", "1B0", "1B1", "0B0", "0B1"]
+
+
+def staged(cut: MicroBatches, *actions: str) -> PassOrder:
+    """The first layers in chunk 0, the others in chunk 1."""
+    second = cut.graph.index["second"]
+    chunks = tuple(int(position >= second) for position in range(len(cut.graph.operators)))
+    return PassOrder(cut, chunks, tuple(PassAction("F" if "F" in text else "B", int(text[0]), int(text[2])) for text in actions))
+
+
+def test_orders_that_contradict_dependencies_are_refused() -> None:
+    cut = MicroBatches(chain(), 2)
+    staged(cut, "0F0", "0F1", "1F0", "1B0", "0B0", "1F1", "1B1", "0B1")
+    with pytest.raises(StrategyError, match="schedule runs 1F0 before 0F0; expected the reverse: chunk 1 reads chunk 0"):
+        staged(cut, "1F0", "0F0", "0F1", "1B0", "0B0", "1F1", "1B1", "0B1")
+    with pytest.raises(StrategyError, match="0B1 before 0F1"):
+        staged(cut, "0F0", "1F0", "1B0", "0B0", "1F1", "1B1", "0B1", "0F1")
+    with pytest.raises(StrategyError, match="schedule of 7 actions; expected each of 8 once: 0B1"):
+        staged(cut, "0F0", "0F1", "1F0", "1B0", "0B0", "1F1", "1B1")
+
+
+def test_an_order_that_contradicts_a_barrier_names_the_operator() -> None:
+    cut = MicroBatches(chain(centered=True), 2)
+    with pytest.raises(StrategyError, match=f"operator '{cut.barriers[0]}' needs all micro-batches at once, .*GPipe"):
+        PassOrder(cut, tuple(0 for _ in cut.phases), tuple(PassAction(kind, 0, m) for m in range(2) for kind in ("F", "B")))
+    assert all_forward_first(cut).actions[0] == PassAction("F", 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"microbatches": 0}, "microbatches 0: expected 1 to 4096"),
+        ({"microbatches": 8}, "microbatches 8: model .* has 7 samples per step; expected at most so many"),
+        ({"microbatches": 4}, "degree 2 of factor 'b' exceeds 1, its size in the smallest of 4 micro-batches"),
+        ({"microbatches": 2, "parameters": {"first.weight": SHARDED}}, "'first.weight' are gathered for each use .*or 1 micro-batch"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(change: dict[str, object], message: str) -> None:
+    graph, topology = chain(), cluster([2])
+    with pytest.raises(StrategyError, match=message):
+        replace(data_parallel(graph, topology), **change).validate(graph, 2)
+
+
+def test_a_model_without_samples_is_refused() -> None:
+    g = GraphBuilder()
+    graph = g.build(g.operator("loss", [], [(g.input("x", 2), [WHOLE])], [], [((), ())])[0])
+    with pytest.raises(StrategyError, match=r"microbatches 2: model .* has no dimension of samples; expected 1"):
+        Strategy({"loss": OpConfig((), (0,))}, microbatches=2).validate(graph, 1)
