@@ -180,11 +180,13 @@ def test_a_parameter_with_two_rules_is_refused(path: str) -> None:
     strategy = cut_strategy(model, 4).with_changes(parameters=dict.fromkeys(PARTLY, compressed(METHODS["exact"])))
     plan = build_plan(model.graph, strategy, FOUR)
     require_correctable(plan)
-    assert sum(sync.parameter == "head.weight" for sync in plan.syncs) == 2
-    syncs = tuple(
-        replace(sync, compression=None, method="all_reduce") if (sync.parameter, sync.index) == ("head.weight", 1) else sync
-        for sync in plan.syncs
-    )
+    pairs = [(sync, region) for sync in plan.syncs for region in sync.regions if region.parameter == "head.weight"]
+    assert len(pairs) == 2
+    sync, alone = pairs[1]
+    rest = tuple(region for region in sync.regions if region is not alone)
+    own = replace(sync, parameter=alone.parameter, regions=(alone,), compression=None, method="all_reduce")
+    others = [each for each in plan.syncs if each is not sync] + [replace(sync, regions=rest)] * bool(rest)
+    syncs = (*others, own)
     with pytest.raises(RuntimeFailure, match=r"^momentum correction of 'head.weight', of which one device alone keeps \["):
         require_correctable(replace(plan, syncs=syncs))
 
