@@ -11,6 +11,7 @@ from soap.model.micro_batches import MicroBatches
 from soap.plan.pass_order import OrderOf, PassAction, PassOrder
 from soap.strategy.classical import random_config
 from soap.strategy.config import OpConfig, Strategy
+from soap.strategy.recomputation import repeatable
 
 
 def in_micro_batches(graph: OperatorGraph, strategy: Strategy, count: int, rng: random.Random, device_count: int) -> Strategy:
@@ -25,8 +26,14 @@ def in_micro_batches(graph: OperatorGraph, strategy: Strategy, count: int, rng: 
             config = random_config(op, device_count, rng)
         if not _fits(cut, position, config):
             config = OpConfig((1,) * len(op.factors), (rng.randrange(device_count),))
-        operators[op.name] = config
+        operators[op.name] = replace(config, recompute=config.recompute and cut.may_repeat(position))
     return replace(strategy, operators=operators, microbatches=count)
+
+
+def repeatable_parts(graph: OperatorGraph, count: int) -> list[str]:
+    """Names of the operators that may be recomputed in ``count`` micro-batches."""
+    cut = MicroBatches(graph, count)
+    return [name for name in sorted(repeatable(graph)) if cut.may_repeat(graph.index[name])]
 
 
 def _fits(cut: MicroBatches, position: int, config: OpConfig) -> bool:

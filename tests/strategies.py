@@ -196,7 +196,8 @@ def configs(
     for degree in degrees:
         tiles *= degree
     devices = draw(st.lists(st.integers(0, device_count - 1), min_size=tiles, max_size=tiles))
-    recompute = graph is not None and refusal(graph, op) is None and draw(st.booleans())
+    repeats = graph is not None and refusal(graph, op) is None and (cut is None or cut.may_repeat(cut.graph.index[op.name]))
+    recompute = repeats and draw(st.booleans())
     return OpConfig(tuple(degrees), tuple(devices), replicas, recompute)
 
 

@@ -96,8 +96,19 @@ def test_what_cannot_be_cut_is_refused(change: dict[str, object], message: str) 
         replace(data_parallel(graph, topology), **change).validate(graph, 2)
 
 
+def test_barriers_are_not_recomputed() -> None:
+    graph = chain(centered=True)
+    cut = MicroBatches(graph, 2)
+    strategy = replace(data_parallel(graph, cluster([2])), microbatches=2)
+    free = strategy.operators["second"]
+    strategy.with_operator("second", replace(free, recompute=True)).validate(graph, 2)
+    name = cut.barriers[0]
+    with pytest.raises(StrategyError, match=rf"operator '{name}' needs all of 2 micro-batches at once"):
+        strategy.with_operator(name, replace(strategy.operators[name], recompute=True)).validate(graph, 2)
+
+
 def test_a_model_without_samples_is_refused() -> None:
     g = GraphBuilder()
     graph = g.build(g.operator("loss", [], [(g.input("x", 2), [WHOLE])], [], [((), ())])[0])
     with pytest.raises(StrategyError, match=r"microbatches 2: model .* has no dimension of samples; expected 1"):
-        Strategy({"loss": OpConfig((), (0,))}, microbatches=2).validate(graph, 1)
+        Strategy({graph.operators[0].name: OpConfig((), (0,))}, microbatches=2).validate(graph, 1)

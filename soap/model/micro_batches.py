@@ -83,6 +83,13 @@ class MicroBatches:
         found = (op.name for position, op in enumerate(self.graph.operators) if self._waits(position, op))
         return tuple(found)
 
+    def may_repeat(self, position: int) -> bool:
+        """Whether an operator may run forward a second time. Not if it runs once for all micro-batches or is a barrier: its second run for
+        one of them would wait for backward passes of others."""
+        if self.count == 1:
+            return True
+        return self.factors[position] is not None and not self._waits(position, self.graph.operators[position])
+
     def _waits(self, position: int, op: Operator) -> bool:
         made = ((*self.graph.producers[operand.tensor], operand) for operand in op.inputs if operand.tensor in self.graph.producers)
         return any(not self.keeps_apart(maker, output, position, operand) for maker, output, operand in made)

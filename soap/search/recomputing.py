@@ -15,11 +15,12 @@ from soap.model.graph import OperatorGraph
 from soap.plan.tiling import made_bytes, tiles_of
 from soap.search.metropolis import Evaluator
 from soap.search.space import Space
-from soap.search.starts import Start
+from soap.search.starts import Start, are_allowed
 from soap.simulator.costs import CostModel
 from soap.simulator.memory.footprint import kept_share
 from soap.strategy.classical import RECOMPUTED
 from soap.strategy.config import Strategy
+from soap.strategy.named import MOST_SAVING, named
 from soap.strategy.recomputation import recomputed, repeatable, runs_of
 
 MOST_BASES = 3
@@ -104,6 +105,9 @@ def recomputing_starts(
     graph, costs = space.graph, cast("CostModel | None", getattr(evaluator, "engine_costs", None))
     found = {name: make(graph, topology) for name, make in RECOMPUTED.items()}
     budgeted: dict[str, Budgeted] = {}
+    most_saving = named(MOST_SAVING, graph, topology)
+    if are_allowed(most_saving.parameters, space.syncs):  # the last resort of those that leave operators where they are
+        found[MOST_SAVING] = most_saving
 
     def overflow_bytes(strategy: Strategy) -> int:
         evaluator.makespan_ns(strategy)  # then bounds know the strategy, and mostly decide

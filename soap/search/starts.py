@@ -73,7 +73,7 @@ def starting_strategies(
             found[name] = named(name, graph, topology)
     for name in saving if names is None else ():
         strategy = named(name, graph, topology)
-        if name not in found and strategy not in found.values() and _allowed(strategy.parameters, syncs):
+        if name not in found and strategy not in found.values() and are_allowed(strategy.parameters, syncs):
             found[name] = strategy
     if initial is not None:
         if initial.microbatches > 1:
@@ -94,10 +94,11 @@ def check_start(name: str) -> None:
 
 def _synchronized(graph: OperatorGraph, topology: Topology, syncs: Mapping[str, Sequence[SyncConfig]]) -> list[str]:
     made = {name: make(graph, topology).parameters for name, make in SYNCHRONIZED.items()} if syncs else {}
-    return [name for name, own in made.items() if own and _allowed(own, syncs)]
+    return [name for name, own in made.items() if own and are_allowed(own, syncs)]
 
 
-def _allowed(parameters: Mapping[str, SyncConfig], syncs: Mapping[str, Sequence[SyncConfig]]) -> bool:
+def are_allowed(parameters: Mapping[str, SyncConfig], syncs: Mapping[str, Sequence[SyncConfig]]) -> bool:
+    """Whether each parameter may be synchronized so. ``syncs``: parameter -> its choices."""
     return all(sync in syncs.get(parameter, ()) for parameter, sync in parameters.items())
 
 

@@ -247,8 +247,13 @@ def check_config(op: Operator, config: OpConfig, device_count: int, *, empty_til
 
 
 def check_parts(cut: MicroBatches, position: int, config: OpConfig) -> None:
-    """Raise StrategyError if micro-batches have too few samples for the configuration of the operator at ``position``."""
+    """Raise StrategyError if micro-batches do not allow the configuration of the operator at ``position``."""
     factor, op = cut.factors[position], cut.graph.operators[position]
+    if config.recompute and not cut.may_repeat(position):
+        raise StrategyError(
+            f"operator {op.name!r} needs all of {cut.count} micro-batches at once, or runs once for all of them; expected it not to be "
+            "recomputed, or 1 micro-batch"
+        )
     if factor is not None and config.degrees[factor] > (least := cut.least_size(position, factor)):
         raise StrategyError(
             f"operator {op.name!r}: degree {config.degrees[factor]} of factor {op.factors[factor].name!r} exceeds {least}, its size in the "

@@ -23,6 +23,7 @@ from soap.runtime.updates.momentum import compressed_names, require_correctable
 from soap.simulator.lowering import build_plan
 from soap.simulator.simulate import Simulator
 from soap.simulator.tasks import TaskKind
+from soap.strategy.compression import Rgc
 from soap.strategy.sync import SPARSE_ALL_GATHER, compressed, parameter_server
 from soap.tracing.export import export_model
 from tests.runtime.compressed_training import RANKS, SAMPLES
@@ -136,9 +137,11 @@ def test_clipping_waits_for_the_last_micro_batch(four: Pool, path: str) -> None:
 
 
 def test_with_clipping_everything_is_sent_behind_the_backward_pass(path: str) -> None:
-    """In plans and simulations: selections, and all-reduces of what is not compressed. Without it they begin before."""
+    """In plans and simulations: selections, and all-reduces of what is not compressed. Without it they begin before. (Other densities
+    travel in other buckets.)"""
     graph = loaded(path).graph
-    strategy = by_samples(graph, range(RANKS), SAMPLES).with_changes(parameters=dict.fromkeys(PARTLY, compressed(METHODS["exact"])))
+    ways = {name: compressed(Rgc(density, "exact")) for name, density in zip(PARTLY, (0.3, 0.2), strict=True)}
+    strategy = by_samples(graph, range(RANKS), SAMPLES).with_changes(parameters=ways)
     for clip in (None, 1.0):
         found = Simulator(graph, FOUR, RooflineCosts(FOUR), 0, CompressedTraining(clip_norm=clip).planned).run(strategy)
         starts = found.schedule.start_ns
@@ -180,11 +183,13 @@ def test_a_parameter_with_two_rules_is_refused(path: str) -> None:
     strategy = cut_strategy(model, 4).with_changes(parameters=dict.fromkeys(PARTLY, compressed(METHODS["exact"])))
     plan = build_plan(model.graph, strategy, FOUR)
     require_correctable(plan)
-    assert sum(sync.parameter == "head.weight" for sync in plan.syncs) == 2
-    syncs = tuple(
-        replace(sync, compression=None, method="all_reduce") if (sync.parameter, sync.index) == ("head.weight", 1) else sync
-        for sync in plan.syncs
-    )
+    pairs = [(sync, region) for sync in plan.syncs for region in sync.regions if region.parameter == "head.weight"]
+    assert len(pairs) == 2
+    sync, alone = pairs[1]
+    rest = tuple(region for region in sync.regions if region is not alone)
+    own = replace(sync, parameter=alone.parameter, regions=(alone,), compression=None, method="all_reduce")
+    others = [each for each in plan.syncs if each is not sync] + [replace(sync, regions=rest)] * bool(rest)
+    syncs = (*others, own)
     with pytest.raises(RuntimeFailure, match=r"^momentum correction of 'head.weight', of which one device alone keeps \["):
         require_correctable(replace(plan, syncs=syncs))
 

@@ -131,8 +131,8 @@ def checked(path: str, method: str, topology: Topology, spoilt: bool) -> CheckRe
         own = trainer.sizes.gradients.compressed
         assert own is not None
         if spoilt and trainer.rank == 2:
-            whole = own._hosts_gradient
-            own._hosts_gradient = lambda number: whole(number).mul_(1.5)  # type: ignore[method-assign]
+            whole = own._sums_of_host
+            own._sums_of_host = lambda number: [each.mul_(1.5) for each in whole(number)]  # type: ignore[method-assign]
         return check(trainer, lambda step: batch_of(SAMPLES, step), SGD, steps=2)
 
 

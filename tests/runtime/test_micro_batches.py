@@ -24,7 +24,7 @@ from soap.strategy.recomputation import recomputed, repeatable
 from soap.strategy.sync import SHARDED_STATE
 from soap.tracing.export import export_model
 from tests.extent import often, so_many
-from tests.micro_batches import by_hand, in_micro_batches, one_f_one_b
+from tests.micro_batches import by_hand, in_micro_batches, one_f_one_b, repeatable_parts
 from tests.runtime.exact_modules import EXAMPLES, batches, converted, module_of, train_plainly, worst
 from tests.runtime.pool import Pool
 from tests.runtime.test_exactness import TOLERANCE, train
@@ -146,7 +146,7 @@ def test_pipelines_by_hand(four: Pool, count: int) -> None:
         config = split.operators[op.name]
         if len({*config.degrees}) > 1 and config.degrees[0] == 1:
             strategy = strategy.with_operator(op.name, config.placed(config.degrees, tuple(2 + d for d in config.devices), config.replicas))
-    for own in (strategy, recomputed(graph, strategy, sorted(repeatable(graph))[::2])):
+    for own in (strategy, recomputed(graph, strategy, repeatable_parts(graph, count)[::2])):
         own = replace(own, parameters={tensor.name: SHARDED_STATE for tensor in graph.parameters[::2]})
         for optimizer in (sgd, adam):
             results = four.run(pipelined, own, borders, optimizer)

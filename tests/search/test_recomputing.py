@@ -20,14 +20,16 @@ from soap.search.constraints import brought_inside, parse
 from soap.search.descent import recompute as recompute_in_descent
 from soap.search.options import SearchOptions
 from soap.search.proposals import recompute
-from soap.search.recomputing import memory_binds, recompute_to_fit, with_recomputation
+from soap.search.recomputing import memory_binds, recompute_to_fit, recomputing_starts, with_recomputation
 from soap.search.space import build_space
 from soap.search.starts import Start
 from soap.simulator.incremental import IncrementalSimulator
 from soap.simulator.simulate import Simulator
 from soap.strategy.classical import NAMED, data_parallel
 from soap.strategy.config import Strategy, SyncConfig
+from soap.strategy.named import MOST_SAVING, named
 from soap.strategy.recomputation import recomputed, repeatable, runs_of
+from soap.strategy.sync import sync_choices
 from tests.graph_builder import GraphBuilder, transformer
 from tests.strategies import CPU, cluster
 
@@ -120,6 +122,15 @@ def test_results_say_how_near_the_fewest_runs_are_to_the_best_choice() -> None:
     assert f"at most {made.gap:.1%} more than any choice of runs" in recomputing.budgeted_text(told)
     alone = recomputing.budgeted(name, replace(made, runs=1, least_ns=0))
     assert alone["gap"] is None and recomputing.budgeted_text(alone).endswith("one run is enough, so no fewer are")
+
+
+def test_what_saves_most_is_a_start_where_owners_may_be_shared() -> None:
+    evaluator = IncrementalSimulator(SIMULATOR)
+    lacking = [Start("data_parallel", data_parallel(GRAPH, AMPLE), 10, 5)]
+    for syncs, expected in (({}, False), (sync_choices(GRAPH, AMPLE, saving=True), True)):
+        more = recomputing_starts(build_space(GRAPH, 2, syncs=syncs), AMPLE, evaluator, lacking, wanted=None)
+        assert more is not None and (MOST_SAVING in more[0]) == expected
+        assert not expected or more[0][MOST_SAVING] == named(MOST_SAVING, GRAPH, AMPLE)
 
 
 @pytest.mark.parametrize("share", [0.3, 1.0])

@@ -8,6 +8,7 @@ before it sends anything (DGC); that takes no further sum between hosts, but few
 from __future__ import annotations
 
 from soap.plan.plan import Plan
+from soap.plan.syncs.compressed import compressed_shards
 
 NORM_NAME = "sum of squares"
 """Task name of the all-reduce by which all devices learn the norm."""
@@ -41,7 +42,7 @@ def refusal(plan: Plan) -> str:
                 f"({sync.contract.name}, {len(sync.readers)} of {plan.device_count}); expected data parallelism by all-reduces and "
                 "compressed sums: ranks clip their own gradients before they are compressed"
             )
-    ways = {sync.leaders: sync.parameter for sync in plan.syncs if sync.contract.compresses}
+    ways = {sync.leaders: plan.shards[number].parameter for number, sync in compressed_shards(plan).items()}
     if len(ways) > 1:
         return (
             f"where {' and '.join(map(repr, list(ways.values())[:2]))} are compressed by other devices; expected "

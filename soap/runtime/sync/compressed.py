@@ -223,7 +223,7 @@ class CompressedSum(BucketedSum):
     @property
     def states(self) -> Mapping[int, State]:
         """Shard -> what this rank keeps of it."""
-        return {shard: peer.state for shard, peer in self.peers.items()}
+        return {shard: self.peers[shard].state for shard in sorted(self.peers)}
 
 
 def peer_of(
