@@ -115,11 +115,10 @@ def search(
                 evaluate(name, strategy)
             for name, make in further_starts.items():
                 evaluate(name, inside(make()))
-            more = recomputing_starts(space, topology, evaluator, recorder.starts, wanted=options.recompute)
-            if more is not None:
+            if (more := recomputing_starts(space, topology, evaluator, recorder.starts, wanted=options.recompute)) is not None:
                 space, recorder.budgeted = with_recomputation(space), more[1]
-            for name, strategy in more[0].items() if more is not None else ():
-                evaluate(name, inside(strategy))
+                for name, strategy in more[0].items():
+                    evaluate(name, inside(strategy))
             for name, strategy in offloading_starts(graph, topology, recorder.starts, options).items():
                 space = with_offloading(space)
                 evaluate(name, inside(strategy))

@@ -118,8 +118,8 @@ class Synchronization:
         offloads = self._offload(updates)
         for number, sync in enumerate(plan.syncs):
             if not any(part.name for part in self._updates[number]):
-                last = offloads if sync.offload else updates
-                list(self._walk(number, Phase.AFTER_UPDATE, [last[device] for device in plan.owners(sync) if device in last]))
+                updated = offloads if sync.offload else updates
+                list(self._walk(number, Phase.AFTER_UPDATE, [updated[device] for device in plan.owners(sync) if device in updated]))
 
     def _offload(self, updates: Mapping[int, int]) -> dict[int, int]:
         """Add the updates that hosts make for devices, each behind the device's own: a copy to the host, its update, and a copy back.
