@@ -7,6 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from soap.simulator.compiled.change import REPLACED_OPERATORS, Edit
+from soap.simulator.compiled.graph_arrays import Ints
+from soap.simulator.compiled.pass_order import repeated
+from soap.simulator.compiled.variants import Variants
 from soap.strategy.config import OpConfig
 
 
@@ -28,3 +31,12 @@ def write_edit(
     edit.dev_ptr[1 : count + 1] = np.cumsum([len(config.devices) for config in configs])
     edit.dev[: len(devices)] = devices
     edit.parameter[: len(numbers)], edit.sync[: len(numbers)] = numbers, codes
+
+
+def held_arrays(variants: Variants, configs: Sequence[OpConfig]) -> tuple[Ints, Ints, Ints, Ints]:
+    """All operators' configurations as ``lower_all`` takes them: variants, replicas, devices of all tiles, and which are recomputed."""
+    numbers = [variants.number(i, config.degrees) for i, config in enumerate(configs)]
+    replicas, marked = [config.replicas for config in configs], [config.recompute for config in configs]
+    parts = variants.micro_batches.parts
+    devices = [device for i, config in enumerate(configs) for device in repeated(config, parts(i))]
+    return np.array(numbers, np.int32), np.array(replicas, np.int32), np.array(devices, np.int32), np.array(marked, np.int32)

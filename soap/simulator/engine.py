@@ -26,7 +26,7 @@ from soap.simulator.compiled.groups import DeviceGroups
 from soap.simulator.compiled.handles import handle
 from soap.simulator.compiled.history import complete, make_history, retrace
 from soap.simulator.compiled.lists import missing_entry
-from soap.simulator.compiled.pass_order import pass_tables, repeated
+from soap.simulator.compiled.pass_order import pass_tables
 from soap.simulator.compiled.played import PlayedTask, PlayedTasks, all_tasks, each_task
 from soap.simulator.compiled.rebuild import lower_all
 from soap.simulator.compiled.scratch import FULL, make_scratch
@@ -38,7 +38,7 @@ from soap.simulator.compiled.variants import Variants
 from soap.simulator.compiled.world import World
 from soap.simulator.costs import CostModel
 from soap.simulator.draws import Draws
-from soap.simulator.edits import write_edit
+from soap.simulator.edits import held_arrays, write_edit
 from soap.simulator.task_ids import UNNUMBERED, unnumbered
 from soap.strategy.config import NOTHING, OpConfig, Strategy, SyncConfig, check_config, check_kept, check_parts
 from soap.strategy.recomputation import require_repeatable
@@ -107,14 +107,10 @@ class Engine:
         self._configs = [strategy.operators[op.name] for op in self.graph.operators]
         self._syncs, self._codes = dict(strategy.parameters), sync_codes(self.graph, strategy)
         self._make_room(2 * strategy.microbatches * sum(len(config.devices) for config in self._configs))  # at least two slots a tile
-        variants = np.array([self.variants.number(i, config.degrees) for i, config in enumerate(self._configs)], np.int32)
-        replicas = np.array([config.replicas for config in self._configs], np.int32)
-        parts = self.variants.micro_batches.parts
-        devices = np.array([device for i, config in enumerate(self._configs) for device in repeated(config, parts(i))], np.int32)
-        marked = np.array([config.recompute for config in self._configs], np.int32)
+        held = held_arrays(self.variants, self._configs)
         if len(self.variants.degrees) > self._known_variants:
             self._renew_tables()
-        self._lower(variants, replicas, devices, marked)
+        self._lower(*held)
 
     def _set_order(self, microbatches: int) -> None:
         """Cut operators into so many micro-batches from now on."""

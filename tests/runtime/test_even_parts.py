@@ -58,7 +58,7 @@ def test_trains_like_one_process(four: Pool, files: dict[str, str], name: str, t
     """With Adam, clipping and micro-batches, of different sizes in one case; rows that do not divide, fewer rows than ranks, a number."""
     graph = loaded(files[name]).graph
     strategy = by(sync, graph, by_samples(graph, range(topology.device_count), 6))
-    require_collectives(build_plan(graph, strategy, topology), padded=name == "odd" and sync is SHARDED)
+    require_collectives(build_plan(graph, strategy, topology), padded=topology is UNEVEN)
     sizes = ((6, 4),) * 3 if name == "shared" else ((6, 6),) * 3
     trained(four, files, name, strategy, topology, sizes=sizes, clip_norm=0.05, device_kind="cpu")
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from soap import api
 from soap.cluster.topology import Topology
+from soap.errors import StrategyError
 from soap.model.graph import OperatorGraph
 from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.profiles.roofline import RooflineCosts
@@ -64,8 +65,12 @@ def test_never_below(case: tuple[OperatorGraph, Topology, Strategy], seed: int, 
         assert all(least <= own <= most for (least, most), own in zip(memory.bounds_bytes(), exact, strict=True))
         op = draw.choice(graph.operators)
         config = random_config(op, topology.device_count, draw)
-        engine.propose(op.name, config)
         proposed = strategy.with_operator(op.name, config)
+        try:
+            proposed.validate(graph, topology.device_count)
+        except StrategyError:  # micro-batches allow less
+            continue
+        engine.propose(op.name, config)
         exact = peak_bytes(builder.build(proposed))
         told = memory.bounds_bytes()  # of what is proposed
         assert all(least <= own <= most for (least, most), own in zip(told, exact, strict=True))
