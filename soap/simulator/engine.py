@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from soap.cluster.topology import Topology
+from soap.errors import ModelError
 from soap.model.graph import OperatorGraph
 from soap.model.micro_batches import MicroBatches
 from soap.plan.compression.training import PLAIN, PlannedTraining
@@ -20,7 +21,7 @@ from soap.simulator.compiled.communication import MISSING
 from soap.simulator.compiled.draws import NO_DRAWING, Drawing
 from soap.simulator.compiled.evaluate import confirm, evaluate, take_back
 from soap.simulator.compiled.events import NO_BOUND, STOPPED, keep_order, simulate_all
-from soap.simulator.compiled.fetches import UNCOVERED, uncovered
+from soap.simulator.compiled.fetches import UNCOVERED
 from soap.simulator.compiled.graph_arrays import Ints, cluster_tables, graph_tables
 from soap.simulator.compiled.groups import DeviceGroups
 from soap.simulator.compiled.handles import handle
@@ -172,7 +173,8 @@ class Engine:
         self.make_edit_room(sum(len(config.devices) for config in operators.values()))
         write_edit(self.edit, positions, variants, list(operators.values()), numbers, codes)
         found = int(self._try(lambda: self._whole(lambda: evaluate(*self.handles(), at_most_ns)), self._renew_state))
-        self._proposed = dict(zip(positions, operators.values(), strict=True)), dict(parameters), dict(zip(numbers, codes, strict=True))
+        configs = dict(zip(positions, operators.values(), strict=True))
+        self._proposed = configs, dict(parameters), dict(zip(numbers, codes, strict=True))
         self._proposed_ns = None if found == STOPPED else found
         return self._proposed_ns
 
@@ -351,7 +353,10 @@ class Engine:
                     raise unnumbered() from None
                 if str(error) != UNCOVERED:
                     raise
-                raise uncovered(self.graph.name) from None
+                raise ModelError(
+                    f"{UNCOVERED} of model {self.graph.name!r}; expected its producer's tiles to cover it: this is a defect of that "
+                    "operator's rule, please report it"
+                ) from None
 
     def _find_missing(self) -> None:
         sets, tied, price, compressed = self._groups.arrays.sets, self._shards.tied, self._shards.price, self._shards.compressed

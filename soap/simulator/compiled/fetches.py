@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from soap.errors import ModelError
 from soap.simulator.compiled.hashing import hash_join, hash_place
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.scratch import BOUNDS, CELL_BOXES, FETCHES, FULL, HOLDINGS, PIECES, STAMP, Scratch
@@ -10,14 +9,6 @@ from soap.simulator.compiled.variants import CELLS, GRIDS, GROUPS, VariantTables
 from soap.simulator.compiled.world import World
 
 UNCOVERED = "a region that is read is computed by no tile"
-
-
-def uncovered(model: str) -> ModelError:
-    """The error for it."""
-    return ModelError(
-        f"{UNCOVERED} of model {model!r}; expected its producer's tiles to cover it: this is a defect of that operator's rule, please "
-        "report it"
-    )
 
 
 @compiled
