@@ -173,8 +173,7 @@ class Engine:
         self.make_edit_room(sum(len(config.devices) for config in operators.values()))
         write_edit(self.edit, positions, variants, list(operators.values()), numbers, codes)
         found = int(self._try(lambda: self._whole(lambda: evaluate(*self.handles(), at_most_ns)), self._renew_state))
-        configs = dict(zip(positions, operators.values(), strict=True))
-        self._proposed = configs, dict(parameters), dict(zip(numbers, codes, strict=True))
+        self._proposed = dict(zip(positions, operators.values(), strict=True)), dict(parameters), dict(zip(numbers, codes, strict=True))
         self._proposed_ns = None if found == STOPPED else found
         return self._proposed_ns
 

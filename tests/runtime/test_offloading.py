@@ -18,19 +18,22 @@ from soap.runtime.trainer import Trainer
 from soap.simulator.lowering import build_plan, lower
 from soap.strategy.classical import data_parallel
 from soap.strategy.config import Strategy
-from soap.strategy.sync import SHARDED, SHARDED_STATE, offloaded
+from soap.strategy.sync import SHARDED, SHARDED_IN_HOSTS, SHARDED_STATE, offloaded
 from tests.extent import often
+from tests.micro_batches import in_micro_batches
 from tests.runtime.pool import Pool
 from tests.runtime.sparse_modules import OPTIMIZERS
 from tests.runtime.sparse_plans import by_samples, random_synchronized
 from tests.runtime.test_sharded_state import FOUR, MODELS, TWO, batch_of, files, gone_on, in_columns, loaded, trained
+from tests.runtime.test_within_hosts import FOUR as TWO_HOSTS
+from tests.runtime.test_within_hosts import STATE_IN_HOSTS
 
 __all__ = ["files"]  # a fixture
 
 
 def away(graph: OperatorGraph, strategy: Strategy, method: str = "allreduce") -> Strategy:
     """All trainable parameters by a method, with their states on hosts."""
-    sync = {"zero": SHARDED_STATE, "fsdp": SHARDED}.get(method)
+    sync = {"zero": SHARDED_STATE, "fsdp": SHARDED, "hsdp": SHARDED_IN_HOSTS, "zero+local": STATE_IN_HOSTS}.get(method)
     if sync is not None:
         strategy = strategy.with_changes(parameters={t.name: sync for t in graph.parameters if t.requires_grad})
     return offloaded(graph, strategy)
@@ -48,6 +51,25 @@ def test_trains_like_one_process(four: Pool, files: dict[str, str], name: str, m
 def test_tensor_parallel_shards(four: Pool, files: dict[str, str]) -> None:
     graph = loaded(files["odd"]).graph
     trained(four, files, "odd", away(graph, in_columns(graph, by_samples(graph, range(4), 6), (3, 0, 2, 1)), "zero"), FOUR, clip_norm=0.05)
+
+
+@pytest.mark.parametrize("method", often(["hsdp", "zero+local"], ["hsdp"]))
+def test_copies_of_hosts(four: Pool, files: dict[str, str], method: str) -> None:
+    """Each host has a copy in parts, whose owners sum gradients between hosts before they copy them down."""
+    graph = loaded(files["odd"]).graph
+    strategy = away(graph, by_samples(graph, range(4), 6), method)
+    syncs = [sync for sync in build_plan(graph, strategy, TWO_HOSTS).syncs if len(sync.readers) > 1]
+    assert all(sync.offload and sync.aggregated for sync in syncs) and syncs
+    trained(four, files, "odd", strategy, TWO_HOSTS, sizes=((6, 6),) * 3, clip_norm=0.05)
+
+
+@pytest.mark.parametrize("method", often(["allreduce", "zero"], ["zero"]))
+def test_micro_batches(four: Pool, files: dict[str, str], method: str) -> None:
+    """Hosts update once a step, when the last part's gradients are there."""
+    graph = loaded(files["shared"]).graph
+    strategy = in_micro_batches(graph, away(graph, by_samples(graph, range(2), 6), method), 2, random.Random(0), 2)
+    assert strategy.microbatches == 2 and build_plan(graph, strategy, TWO).offloaded
+    trained(four, files, "shared", strategy, TWO, clip_norm=0.05)
 
 
 @pytest.mark.parametrize("seed", often(range(8), (0, 1), pytest.mark.slow))
