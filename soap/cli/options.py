@@ -284,9 +284,9 @@ def _sync_forms() -> str:
     """What ``sync_method`` can parse, by what each method's contract allows."""
     found = []
     for word in words():
-        own = [contract for contract in METHODS if contract.word == word and not contract.host_word]
+        own = [contract for contract in METHODS if word in (contract.word, contract.host_word)]
         partitions = "[:PARTITIONS]" if any(contract.most_partitions > 1 for contract in own) else ""
-        local = "[+local]" if any("host" in contract.within for contract in own) else ""
+        local = "[+local]" if any("host" in contract.within and not contract.host_word for contract in own) else ""
         offload = "[+offload]" if any(contract.offloads for contract in own) else ""
         found.append(word + partitions + local + offload)
     return ", ".join(found)

@@ -180,7 +180,8 @@ def test_parameters_may_be_served(tmp_path: Path, capsys: pytest.CaptureFixture[
 METHODS = [
     ("gossip", "parameter_server"), ("parameter_server:0", "1 to"), ("allreduce:2", "PARTITIONS"), ("allgather+local", "PARTITIONS"),
     ("parameter_server:2+local:3", "+local"), ("allreduce:x", "parameter_server[:PARTITIONS]"),
-    ("parameter_server:" + "9" * 5000, "PARTITIONS"),
+    ("parameter_server:" + "9" * 5000, "PARTITIONS"), ("parameter_server+offload", "fsdp[+offload], hsdp[+offload]"),
+    ("zero+offload+offload", "zero[+local][+offload]"),
 ]  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from soap.search.options import SearchOptions
 from soap.search.space import build_space
 from soap.search.starts import Start
 from soap.simulator.incremental import IncrementalSimulator
+from soap.simulator.lowering import build_plan
 from soap.simulator.simulate import Simulator
 from soap.strategy.classical import data_parallel
 from soap.strategy.named import named, offloaded_names, saving_names
@@ -60,6 +61,17 @@ def test_choices_of_each_parameter() -> None:
     (found,) = space.syncs.values()
     assert found == (*choices, *(replace(sync, offload=True) for sync in (ALL_REDUCE, SHARDED_STATE, SHARDED)))
     assert with_offloading(space).syncs == space.syncs
+
+
+def test_frozen_parameters_are_gathered_but_have_nothing_to_offload() -> None:
+    name = GRAPH.parameters[0].name
+    tensors = [replace(tensor, requires_grad=False) if tensor.name == name else tensor for tensor in GRAPH.tensors.values()]
+    graph = replace(GRAPH, tensors={tensor.name: tensor for tensor in tensors})
+    choices = (ALL_REDUCE, SHARDED)
+    assert with_offloading(build_space(graph, 2, syncs={name: choices})).syncs == {name: choices}
+    topology = cluster([2, 2], GPU)
+    plan = build_plan(graph, data_parallel(graph, topology).with_parameter(name, replace(SHARDED, offload=True)), topology)
+    assert not plan.offloaded and [sync.offload for sync in plan.syncs if sync.parameter == name] == [False]
 
 
 @pytest.mark.slow
