@@ -74,13 +74,13 @@ def test_micro_batches(four: Pool, files: dict[str, str], method: str) -> None:
 
 @pytest.mark.parametrize("seed", often(range(8), (0, 1), pytest.mark.slow))
 def test_mixtures(four: Pool, files: dict[str, str], seed: int) -> None:
-    """Any plan, some of whose parameters are offloaded, with any optimizer."""
-    rng, graph = random.Random(seed), loaded(files["odd"]).graph
-    strategy = random_synchronized(graph, FOUR, rng)
+    """Any plan, some of whose parameters are offloaded, with any optimizer, on one host and on two."""
+    rng, graph, topology = random.Random(seed), loaded(files["odd"]).graph, (FOUR, TWO_HOSTS)[seed % 2]
+    strategy = random_synchronized(graph, topology, rng)
     names = [tensor.name for tensor in graph.parameters if strategy.sync(tensor.name).contract.offloads]
     strategy = strategy.with_changes(parameters={n: replace(strategy.sync(n), offload=True) for n in names if rng.random() < 0.7})
     assert any(sync.offload for sync in strategy.parameters.values())
-    trained(four, files, "odd", strategy, FOUR, rng.choice(list(OPTIMIZERS)), clip_norm=0.05)
+    trained(four, files, "odd", strategy, topology, rng.choice(list(OPTIMIZERS)), clip_norm=0.05)
 
 
 def kept(path: str, strategy: Strategy, topology: Topology) -> tuple[int, int, bool]:
