@@ -42,6 +42,7 @@ from soap.cluster.yaml_file import parse_cluster
 from soap.errors import SoapError
 from soap.files import write_text_atomically
 from soap.model.graph import OperatorGraph
+from soap.profiles.efficiency import ATTENTION
 from soap.strategy.classical import NAMED, data_parallel, hybrid, single_device
 from soap.strategy.config import Strategy
 from soap.strategy.grids import uniform_config
@@ -217,7 +218,7 @@ def selected(graph: OperatorGraph) -> list[str]:
         if layer is None or refusal(graph, op) is not None:
             continue
         products[layer.group()] += op.kind == "linear"
-        if not (op.kind == "attention" or (op.kind == "linear" and products[layer.group()] % 2)):
+        if not (op.kind == ATTENTION or (op.kind == "linear" and products[layer.group()] % 2)):
             found.append(op.name)
     return found
 

@@ -81,7 +81,7 @@ def compressing(graph: OperatorGraph, usual: Strategy, method: Compression) -> S
 @contextmanager
 def alone_too() -> Iterator[None]:
     """A device that is alone compresses as well, as in the paper; SOAP leaves what goes nowhere as it is."""
-    with patch.object(CompressedSum, "serves_region", lambda self, readers, peers: True):
+    with patch.object(CompressedSum, "serves_region", lambda self, readers, peers, sync: True):
         yield
 
 

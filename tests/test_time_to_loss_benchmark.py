@@ -36,7 +36,7 @@ def test_time_is_steps_times_a_steps_time() -> None:
     ]
     text = " ".join(time_to_loss_page.page([CELL, replace(CELL, rate="1Gbit/s", whole=[])]).split())
     assert text.index("| lstm | 50Mbit/s") < text.index("| lstm | 1Gbit/s")
-    assert "101 steps in 5.2 s by the wall clock; 100 steps times the step's time are 5.0 s. Its losses are within 1.0e-06" in text
+    assert "101 steps in 5.2 s by the wall clock; 100 steps times the step's time are 5.0 s. All its losses are within 1.0e-06" in text
     assert "Other programs" not in text
     busy = time_to_loss_page.page([replace(CELL, others_share=0.42)])
     assert "so steps are too long: lstm at 50Mbit/s: 42%." in busy

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from soap.errors import ModelError
+from soap.plan.syncs.sharded_state import sum_name
+from soap.plan.syncs.sharing import holders
 from soap.profiles.roofline import RooflineCosts
 from soap.runtime.comm import position
 from soap.runtime.comm.failures import MOST_CHARACTERS, Desk, Folder, Kind, kind_of, message_of, told_positions
@@ -261,4 +263,6 @@ def test_actions_have_the_names_of_simulated_tasks(number: int) -> None:
     names = [task_name(program, own.kind.name, own.subject) for own in actions if own.kind in ALONE or len(own.devices or ()) > 1]
     assert len(names) >= len(graph.operators)
     idle = {f"backward {name}" for name in _idle_tiles(program)}  # whose gradients nobody needs
-    assert set(names) - idle <= simulated
+    shared = [sync for sync in plan.syncs if sync.aggregated and sync.contract.owner == "parts"]
+    sums = {sum_name(sync, group).rpartition(" ")[0] for sync in shared for group in holders(sync)}  # one action, a task for each group
+    assert set(names) - idle - sums <= simulated
