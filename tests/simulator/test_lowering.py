@@ -14,6 +14,7 @@ from soap.model.regions import volume
 from soap.plan.plan import sync_name, update_name
 from soap.plan.syncs.bucketing import gradient_bytes, idle_shards
 from soap.simulator.communication.allreduce import allreduce_bytes
+from soap.simulator.communication.offloading import names_behind_links
 from soap.simulator.lowering import PlanBuilder, build_plan, lower
 from soap.simulator.reference import execution_order, simulate
 from soap.simulator.tasks import TaskGraph, TaskKind
@@ -253,14 +254,15 @@ def test_task_graphs_are_in_order_with_unique_ids(case: Case) -> None:
     graph, topology, chosen = case
     tasks = lowered(graph, chosen, topology)
     assert len({task.id for task in tasks.tasks}) == len(tasks.tasks)
-    resources = range(topology.device_count + len(topology.links) + sum(host.cpu_cores for host in topology.hosts))
+    resources = range(topology.device_count + len(topology.links) + len(names_behind_links(topology)))
     for position, task in enumerate(tasks.tasks):
         assert len(task.id) == 6 and task.duration_ns >= 1
         assert all(p < position for p in task.predecessors)
         assert set(task.resources) <= set(resources) and list(task.predecessors) == sorted(set(task.predecessors))
         computes = (TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD)
         assert (task.tile is not None) == (task.kind in computes and bool(task.resources))  # needs have neither
-        assert (task.bytes > 0) == (task.kind in (TaskKind.TRANSFER, TaskKind.EXCHANGE, TaskKind.REDUCE, TaskKind.SYNC))
+        between_devices = task.kind in (TaskKind.TRANSFER, TaskKind.EXCHANGE, TaskKind.REDUCE, TaskKind.SYNC) and " host @" not in task.name
+        assert (task.bytes > 0) == between_devices
         assert not task.flows or sum(size for *_, size in task.flows) == task.bytes
 
 
