@@ -71,7 +71,7 @@ def strategies(spec: str, graph: OperatorGraph, topology: Topology, randoms: int
 
 
 def mixture(graph: OperatorGraph, topology: Topology, base: Strategy, rng: random.Random) -> Strategy:
-    """A strategy whose parameters are each all-reduced, or owned in parts, with states or values alone; every other run is recomputed."""
+    """A strategy whose parameters are each all-reduced, or owned in parts, with states or values alone. Half of all runs are recomputed."""
     choices = sync_choices(graph, topology, saving=True)
     synchronized = base.with_changes(parameters={name: rng.choice(own) for name, own in choices.items()})
     return recomputed(graph, synchronized, [name for run in runs_of(graph) if rng.random() < 0.5 for name in run])

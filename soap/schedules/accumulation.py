@@ -12,7 +12,7 @@ from soap.schedules.table import MOST_CHUNKS, Action
 
 
 def _actions(shape: Shape, stage: int) -> Iterator[Action]:
-    chunks = [shape.chunk(stage, local) for local in range(shape.chunks)]
+    chunks = shape.chunks_of(stage)
     for microbatch in range(shape.microbatches):
         for chunk in chunks:
             yield Action("F", chunk, microbatch)

@@ -52,6 +52,10 @@ class Shape:
         back = self.placement == "v" and local % 2
         return local * self.stages + (self.stages - 1 - stage if back else stage)
 
+    def chunks_of(self, stage: int) -> list[int]:
+        """A stage's chunks in the order of the forward pass."""
+        return [self.chunk(stage, local) for local in range(self.chunks)]
+
 
 _WORDS = {"stages": "stages", "microbatches": "micro-batches", "chunks": "chunks on each stage"}
 

@@ -15,7 +15,7 @@ from soap.schedules.table import MOST_CHUNKS, Action
 
 
 def _actions(shape: Shape, stage: int) -> Iterator[Action]:
-    chunks = [shape.chunk(stage, local) for local in range(shape.chunks)]
+    chunks = shape.chunks_of(stage)
     for chunk in chunks:
         for microbatch in range(shape.microbatches):
             yield Action("F", chunk, microbatch)

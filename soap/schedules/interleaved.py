@@ -27,11 +27,11 @@ def _actions(shape: Shape, stage: int) -> Iterator[Action]:
     sizes = round_sizes(shape.stages, shape.microbatches)
     forward: list[tuple[int, int]] = []
     backward: list[tuple[int, int]] = []
-    start = 0
+    chunks, start = shape.chunks_of(stage), 0
     for size in sizes:
-        for local in range(shape.chunks):
-            forward += [(shape.chunk(stage, local), microbatch) for microbatch in range(start, start + size)]
-            backward += [(shape.chunk(stage, shape.chunks - 1 - local), microbatch) for microbatch in range(start, start + size)]
+        own = range(start, start + size)
+        forward += [(chunk, microbatch) for chunk in chunks for microbatch in own]
+        backward += [(chunk, microbatch) for chunk in reversed(chunks) for microbatch in own]
         start += size
     warm_up = min((shape.chunks - 1) * sizes[0] + 2 * (shape.stages - 1 - stage), len(forward))
     for chunk, microbatch in forward[:warm_up]:

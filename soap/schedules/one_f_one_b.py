@@ -13,7 +13,8 @@ from soap.schedules.contract import Schedule, Shape
 from soap.schedules.table import Action
 
 
-def _actions(shape: Shape, stage: int) -> Iterator[Action]:
+def alternating(shape: Shape, stage: int) -> Iterator[Action]:
+    """The actions of a stage; backward passes whole."""
     warm_up = min(shape.microbatches, shape.stages - 1 - stage)
     for microbatch in range(warm_up):
         yield Action("F", stage, microbatch)
@@ -23,4 +24,4 @@ def _actions(shape: Shape, stage: int) -> Iterator[Action]:
         yield Action("B", stage, microbatch)
 
 
-SCHEDULE = Schedule(name="1f1b", summary="one forward pass, one backward pass; GPipe's bubble with less memory", actions=_actions)
+SCHEDULE = Schedule(name="1f1b", summary="one forward pass, one backward pass; GPipe's bubble with less memory", actions=alternating)

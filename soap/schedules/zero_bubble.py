@@ -11,19 +11,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from soap.schedules.contract import Schedule, Shape
+from soap.schedules.one_f_one_b import alternating
 from soap.schedules.table import Action
 
 
 def _actions(shape: Shape, stage: int) -> Iterator[Action]:
-    warm_up = min(shape.microbatches, shape.stages - 1 - stage)
-    for microbatch in range(warm_up):
-        yield Action("F", stage, microbatch)
-    for microbatch in range(shape.microbatches):
-        if microbatch + warm_up < shape.microbatches:
-            yield Action("F", stage, microbatch + warm_up)
-        yield Action("I", stage, microbatch)
-        if microbatch >= stage:
-            yield Action("W", stage, microbatch - stage)
+    for action in alternating(shape, stage):
+        if action.kind == "F":
+            yield action
+            continue
+        yield Action("I", stage, action.microbatch)
+        if action.microbatch >= stage:
+            yield Action("W", stage, action.microbatch - stage)
     for microbatch in range(max(0, shape.microbatches - stage), shape.microbatches):
         yield Action("W", stage, microbatch)
 

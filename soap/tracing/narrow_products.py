@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from soap.tracing.rules.linear import added_to_bias, first_bias
 from soap.tracing.rules.notation import Local
 from soap.tracing.types import LOWER_TYPES
 
@@ -58,10 +59,9 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _linear(local: Local) -> torch.Tensor:
-    """As ``rules.linear``: the tile whose k begins at 0 adds the bias."""
-    x, weight = local.tensors[:2]
+    (x, weight), bias = local.tensors[:2], first_bias(local)
     found = product(x, weight.t())
-    return found + local.tensors[2] if len(local.tensors) > 2 and local.boxes[0][-1][0] == 0 else found
+    return found if bias is None else found + bias
 
 
 def _matmul(local: Local) -> torch.Tensor | None:
@@ -70,12 +70,8 @@ def _matmul(local: Local) -> torch.Tensor | None:
 
 
 def _addmm(local: Local) -> torch.Tensor:
-    bias, a, b = local.tensors
-    alpha, beta = local.get("alpha", 1), local.get("beta", 1)
-    found = product(a, b) if alpha == 1 else alpha * product(a, b)
-    if local.boxes[1][-1][0] != 0:
-        return found
-    return found + (bias if beta == 1 else beta * bias)
+    _, a, b = local.tensors
+    return added_to_bias(local, product(a, b))
 
 
 PRODUCTS: Mapping[str, Callable[[Local], torch.Tensor | None]] = MappingProxyType(

@@ -15,10 +15,14 @@ def _matmul_flops(view: View, inner: int) -> int:
     return 2 * prod(view.output_shapes[0]) * inner
 
 
+def first_bias(local: Local) -> torch.Tensor | None:
+    """The bias of ``linear``, if there is one and the tile adds it. Of the tiles that split k, only the one that begins at 0 does, so that
+    the partial results sum up to the whole."""
+    return local.tensors[2] if len(local.tensors) > 2 and local.boxes[0][-1][0] == 0 else None
+
+
 def _run_linear(local: Local) -> torch.Tensor:
-    # Of the tiles that split k, only the one that begins at 0 adds the bias, so that the partial results sum up to the whole.
-    x, weight = local.tensors[0], local.tensors[1]
-    bias = local.tensors[2] if len(local.tensors) > 2 and local.boxes[0][-1][0] == 0 else None
+    x, weight, bias = local.tensors[0], local.tensors[1], first_bias(local)
     if bias is not None and x.dim() == 3 and not x.is_contiguous():  # for which ATen adds the bias in a pass of its own
         return F.linear(x.reshape(-1, x.shape[2]), weight, bias).view(*x.shape[:2], -1)
     return F.linear(x, weight, bias)
@@ -32,9 +36,14 @@ def linear(view: View) -> Tiled:
 
 
 def _run_addmm(local: Local) -> torch.Tensor:
-    bias, a, b = local.tensors
-    alpha, beta = local.get("alpha", 1), local.get("beta", 1)
-    product = a @ b if alpha == 1 else alpha * (a @ b)
+    _, a, b = local.tensors
+    return added_to_bias(local, a @ b)
+
+
+def added_to_bias(local: Local, product: torch.Tensor) -> torch.Tensor:
+    """What ``addmm`` makes of the product of a tile's matrices: only the tile whose sum begins at 0 adds the bias."""
+    alpha, beta, bias = local.get("alpha", 1), local.get("beta", 1), local.tensors[0]
+    product = product if alpha == 1 else alpha * product
     if local.boxes[1][-1][0] != 0:
         return product
     return product + (bias if beta == 1 else beta * bias)
