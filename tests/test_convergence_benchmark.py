@@ -48,6 +48,7 @@ def test_a_training_counts_what_ranks_send(method: str) -> None:
         assert 0.02 <= found.density <= 0.1 and found.density < found.union <= RANKS * found.density
 
 
+@pytest.mark.long
 def test_trainings_of_one_seed_are_equal_and_learn() -> None:
     key = KEY._replace(method="rgc:0.05", warm_up="density", steps=30, batch=16)
     one, other = trained(key, text_like()), trained(key, text_like())

@@ -64,6 +64,7 @@ def unknown() -> list[Wanted]:
     return first_measuring._unknown(graph, topology, only_environment(topology), Store())
 
 
+@pytest.mark.long
 def test_what_decides_comes_first_and_then_what_decides_by_that(monkeypatch: pytest.MonkeyPatch) -> None:
     every = unknown()
     first, second = (every[-1], every[5]), (every[5], every[-2], every[0])

@@ -79,7 +79,7 @@ def test_the_fastest_cluster_s_strategy_is_written(tmp_path: Path, capsys: Capsy
     assert said.out.endswith(f"wrote {out}\n") and said.err == ""
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_json_has_all_clusters(tmp_path: Path, capsys: Capsys, priced: dict[str, str]) -> None:
     given = list(priced.values())
     assert search(*clusters(*given), "--objective", "cost", "-o", str(tmp_path / "s.json"), "--json") == 0

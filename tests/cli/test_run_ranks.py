@@ -172,7 +172,7 @@ def test_autocast_trains_and_is_checked(run: Run, folder: Path) -> None:
     assert json.loads(done.stdout)["check"]["tolerance"] == 5e-2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_goes_on_from_a_checkpoint_under_another_strategy(run: Run, folder: Path) -> None:
     """Six steps at once, and four and two with a restart in between: the same losses, on the user's data and with Adam."""
     model, cluster = soap.load(MODEL, plan_only=True), soap.load_cluster(folder / "cluster.yaml")

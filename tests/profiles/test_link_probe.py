@@ -33,7 +33,7 @@ def test_two_processes_measure_and_leave_nothing_behind(temporary_folder: Path) 
     assert dict(os.environ) == before
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_three_processes_measure_what_training_has(temporary_folder: Path) -> None:
     topology = local_topology(3)
     rates, timings = measure_link(3)

@@ -113,7 +113,7 @@ def strategies(graph: OperatorGraph, randoms: int) -> dict[str, Strategy]:
     return result | {f"random {i}": random_strategy(graph, local_topology(2 + 2 * (i % 2)), random.Random(i)) for i in range(randoms)}
 
 
-@pytest.mark.parametrize("name", often(list(EXAMPLES), ["plane"]))
+@pytest.mark.parametrize("name", often(list(EXAMPLES), []))
 def test_every_model_trains_as_a_plain_loop(four: Pool, files: dict[str, str], name: str) -> None:
     steps = batches(name, 3, DOUBLE)
     expected = train_plainly(module_of(name, DOUBLE), steps)

@@ -20,6 +20,7 @@ from soap.strategy.config import OpConfig, Strategy
 from soap.strategy.sync import compressed
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.export import export_model
+from tests.extent import every
 from tests.runtime.compressed_training import SAMPLES
 from tests.runtime.exact_modules import Trained
 from tests.runtime.pool import Pool
@@ -107,7 +108,7 @@ RESUMED = [
 ]
 
 
-@pytest.mark.parametrize(("method", "compressing", "cut"), RESUMED)
+@pytest.mark.parametrize(("method", "compressing", "cut"), every(3, RESUMED))
 def test_a_run_that_is_resumed_at_step_seven(
     four: Pool, path: str, tmp_path: Path, method: str, compressing: CompressedTraining, cut: bool | str
 ) -> None:

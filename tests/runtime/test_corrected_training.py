@@ -26,6 +26,7 @@ from soap.simulator.tasks import TaskKind
 from soap.strategy.compression import Rgc
 from soap.strategy.sync import SPARSE_ALL_GATHER, compressed, parameter_server
 from soap.tracing.export import export_model
+from tests.extent import often
 from tests.runtime.compressed_training import RANKS, SAMPLES
 from tests.runtime.pool import Pool
 from tests.runtime.sparse_modules import batch_of, module_of
@@ -78,7 +79,7 @@ def batches() -> list[list[torch.Tensor]]:
     return [list(batch_of(SAMPLES, step)) for step in range(STEPS)]
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.2])
+@pytest.mark.parametrize("decay", often([0.0, 0.2], [0.2]))
 @pytest.mark.parametrize("names", [PARTLY, (*PARTLY, "layer.bias", "head.bias"), ()])
 def test_momentum_of_the_command_is_that_of_the_emulation(four: Pool, path: str, names: tuple[str, ...], decay: float) -> None:
     """Of parameters that are compressed, and of biases and the table, which are not; and of their weight decay. A check agrees."""
@@ -93,7 +94,7 @@ def test_momentum_of_the_command_is_that_of_the_emulation(four: Pool, path: str,
 
 
 @pytest.mark.parametrize("clip", [0.05, 0.4, 1e6])
-@pytest.mark.parametrize("momentum", [None, 0.9])
+@pytest.mark.parametrize("momentum", often([None, 0.9], [0.9]))
 def test_ranks_clip_their_own_gradients_as_the_emulation_does(four: Pool, path: str, clip: float, momentum: float | None) -> None:
     """Those of all parameters together, in dense steps of a warm-up as well; at 0.4 some ranks clip in some steps."""
     outcome = four.run(train, job_of(path, PARTLY, momentum, clip=clip), ranks=RANKS)[0]

@@ -20,7 +20,7 @@ from tests.tracing.test_kinds import TRAINED, exported
 
 FOUR = local_topology(4)
 NAMED = ("data_parallel", "model_parallel", "megatron", "one_weird_trick")
-QUICK = ("in_batch_negatives", "moe_top_2", "masked_in_place", "weight_normed")
+QUICK = ("in_batch_negatives", "moe_top_2")
 
 
 def _trains(four: Pool, name: str, path: str, dtype: str | None, classical: tuple[str, ...], randoms: int) -> float:

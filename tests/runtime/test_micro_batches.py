@@ -44,7 +44,7 @@ def some(graph: OperatorGraph, count: int) -> dict[str, Strategy]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", often(EXAMPLES, ["conv norm"], pytest.mark.slow))
+@pytest.mark.parametrize("name", often(EXAMPLES, ["shared"], pytest.mark.slow))
 def test_examples_train_as_a_plain_loop(four: Pool, tmp_path: Path, name: str) -> None:
     """With a batch norm, weighted losses with ignored classes, and tied weights; also in smaller batches, down to one sample, and larger
     ones; accumulated and clipped."""
@@ -82,7 +82,7 @@ def test_a_contrastive_loss_is_a_barrier(four: Pool, tmp_path: Path) -> None:
     export_model(Contrastive().train(), (torch.randn(7, 5), torch.randn(7, 5), torch.arange(7)), path=path)
     graph = traced(path, "float64").graph
     assert MicroBatches(graph, 2).barriers
-    for count in (2, 4, 7):
+    for count in (2, 4, 7)[-so_many(1, 3) :]:
         for kind, strategy in some(graph, count).items():
             results = four.run(checked, path, "float64", strategy, FOUR)
             assert results[0].passed and results[0].tolerance == TOLERANCE, (count, kind, results[0].worst)
@@ -91,7 +91,7 @@ def test_a_contrastive_loss_is_a_barrier(four: Pool, tmp_path: Path) -> None:
 PAIRS = [(model, count) for model in ("alexnet", "rnnlm", "gpt", "dlrm", "lm1b", "nmt") for count in (2, 4, 7)]
 
 
-@pytest.mark.parametrize("pair", often(PAIRS, [("gpt", 7), ("nmt", 4), ("dlrm", 2)], pytest.mark.slow))
+@pytest.mark.parametrize("pair", often(PAIRS, [("gpt", 4)], pytest.mark.slow))
 def test_zoo_models(four: Pool, pair: tuple[str, int]) -> None:
     model, count = pair
     graph = traced(f"zoo:{model}:tiny", "float64").graph

@@ -24,6 +24,7 @@ from soap.strategy.sync import SPARSE_ALL_GATHER, parameter_server
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.export import export_model
 from soap.tracing.load import load_model
+from tests.extent import often
 from tests.runtime.exact_modules import Trained, worst
 from tests.runtime.pool import Pool
 from tests.runtime.sparse_modules import MODULES, OPTIMIZERS, ROWS, WHOLE, batch_of, module_of, train_alone
@@ -80,7 +81,9 @@ def go_on(way: Way, steps: Sequence[int], source: str | None, target: str | None
         return Trained(losses, trainer.state_dict())
 
 
-@pytest.mark.parametrize(("optimizer", "lazy"), [("adam", False), ("adam", True), ("adagrad", False), ("momentum", True)])
+@pytest.mark.parametrize(
+    ("optimizer", "lazy"), often([("adam", False), ("adam", True), ("adagrad", False), ("momentum", True)], [("adam", True)])
+)
 def test_eight_partitions_on_four_hosts_go_on_as_three_on_two(
     four: Pool, files: dict[str, str], tmp_path: Path, optimizer: str, lazy: bool
 ) -> None:
@@ -277,7 +280,7 @@ def zoo_checked(name: str, topology: Topology, sync: SyncConfig) -> CheckResult:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["dlrm", pytest.param("nmt", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", often(["dlrm", "nmt"], []))
 def test_tables_of_zoo_models(four: Pool, name: str) -> None:
     for sync in ("allgather", "local"):
         assert four.run(zoo_checked, name, hosts(1, 2, 1), SYNCS[sync])[0].passed

@@ -64,9 +64,9 @@ def assert_exact(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 4])
-@pytest.mark.parametrize("name", often(list(EXAMPLES), ["teacher"]))
+@pytest.mark.parametrize("name", often(list(EXAMPLES), ["gan"]))
 def test_every_plan_moves_buffers_as_eager_does(four: Pool, files: dict[str, str], name: str, ranks: int) -> None:
-    assert_exact(four, files[name], name, ranks, [[SAMPLES]] * 4, randoms=so_many(1, 6))
+    assert_exact(four, files[name], name, ranks, [[SAMPLES]] * 4, randoms=so_many(0, 6))
 
 
 @pytest.mark.parametrize("name", often(["queue", "hooked"], []))
@@ -75,7 +75,7 @@ def test_each_micro_batch_moves_buffers(four: Pool, files: dict[str, str], name:
     assert_exact(four, files[name], name, 4, [[6, 6], [6, 3], [2, 5], [6]], {"accumulate": 2}, randoms=0)
 
 
-@pytest.mark.parametrize("name", often(["observed", "balanced"], ["balanced"]))
+@pytest.mark.parametrize("name", often(["observed", "balanced"], []))
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.long), "float64"])
 def test_a_check_compares_moved_buffers(four: Pool, files: dict[str, str], name: str, dtype: str) -> None:
     for kind, strategy in strategies(load_model(files[name]).graph, 4, 2).items():

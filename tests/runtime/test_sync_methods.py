@@ -36,6 +36,7 @@ from soap.strategy.sync_contracts import METHODS, Contract, named
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.export import export_model
 from soap.tracing.load import load_model
+from tests.extent import often
 from tests.runtime.compressed_training import LOSSY, train_compressed
 from tests.runtime.exact_modules import Batch, Trained, worst
 from tests.runtime.pool import Pool
@@ -158,7 +159,7 @@ def test_the_case_is_of_the_method(files: dict[str, str], method: str) -> None:
     assert rank_sync(contract).__module__ and method_of(contract).contract is contract
 
 
-@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
+@pytest.mark.parametrize("optimizer", often(["momentum", "adam"], ["adam"]))
 @pytest.mark.parametrize("method", CASES)
 def test_ranks_train_like_one_process(four: Pool, files: dict[str, str], method: str, optimizer: str) -> None:
     """Three steps of two micro-batches; batches are uneven, six samples on four ranks."""

@@ -14,7 +14,7 @@ from tests.runtime.pool import Pool
 from tests.runtime.traced import checked, traced
 
 FOUR = local_topology(4)
-OFTEN = ("gpt", "dlrm")
+OFTEN = ("dlrm",)
 """Of the others, `make test` has one plan each in ``test_zoo_plans``."""
 """The others take longer, having more operators even when tiny."""
 

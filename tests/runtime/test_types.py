@@ -94,7 +94,7 @@ def assert_checked(four: Pool, path: Path, dtype: str | None, tolerance: float) 
         assert found.passed and found.worst.error < tolerance, (dtype, name, found.worst)
 
 
-@pytest.mark.parametrize("case", often(list(product((Counted, Masked), TOLERANCES)), [(Counted, "float64"), (Masked, "bfloat16")]))
+@pytest.mark.parametrize("case", often(list(product((Counted, Masked), TOLERANCES)), [(Masked, "bfloat16")]))
 def test_constants_follow_the_type(four: Pool, tmp_path: Path, case: tuple[Callable[[], nn.Module], str]) -> None:
     make, dtype = case
     torch.manual_seed(0)
@@ -134,7 +134,7 @@ def flat(found: Mapping[str, torch.Tensor], names: Iterable[str]) -> torch.Tenso
     return torch.cat([found[name].double().flatten() for name in sorted(names)])
 
 
-@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("degree", often([2, 4], [2]))
 def test_parts_of_sums_travel_in_float32_as_planned(four: Pool, tmp_path: Path, degree: int) -> None:
     torch.manual_seed(0)
     path = str(tmp_path / "m.pt2")

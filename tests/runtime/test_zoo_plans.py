@@ -35,7 +35,7 @@ LARGE = ("inception_v3", "nmt_gnmt", "resnet50", "resnet101", "resnet152", "vgg1
     "pair",
     [
         pytest.param(pair, id=f"{pair.model}-{pair.number}", marks=pytest.mark.long if pair.model in LARGE else ())
-        for pair in every(39, list(pairs()))
+        for pair in every(73, list(pairs()))
     ],
 )
 def test_pair(four: Pool, pair: Pair, record_property: Callable[[str, object], None]) -> None:

@@ -28,6 +28,7 @@ from soap.strategy.classical import data_parallel, random_config, random_strateg
 from soap.strategy.config import Strategy, SyncConfig
 from soap.strategy.json_file import dumps, loads, strategy_hash
 from soap.strategy.sync_contracts import METHODS, Contract, find_contract
+from tests.extent import so_many
 from tests.graph_builder import GraphBuilder
 from tests.simulator.compiled.walks import Edit, check
 from tests.simulator.sync_cases import CASES
@@ -177,7 +178,7 @@ def test_tasks_move_what_it_says(contract: Contract) -> None:
 
 
 @METHOD
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(so_many(1, 4)))
 def test_delta_full_and_reference_are_equal(contract: Contract, seed: int) -> None:
     for number, topology in enumerate(clusters()):
         rng = random.Random(f"{contract.name} {seed} {number}")

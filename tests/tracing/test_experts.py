@@ -323,7 +323,7 @@ torch.export.save(torch.export.export(module, (), inputs, strict=False), sys.arg
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_operators_of_transformers_are_read_without_it(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     path = tmp_path / "mixtral.pt2"

@@ -15,7 +15,7 @@ from tests.tracing import draws
 from tests.tracing.drawing import DRAWS, Draw, Drawn, in_the_plane
 from tests.tracing.tile_check import Problem, check, follows, kept_bytes, linear, problem, splits
 
-QUICK_SEEDS, SLOW_SEEDS = range(2), range(2, so_many(7, 14))
+QUICK_SEEDS, SLOW_SEEDS = range(2), range(2, so_many(5, 14))
 NEVER_SPLIT = {"aten.max.default", "aten.min.default", "soap.keep_state", "soap.next_state"}
 """Rules that say that all of a tensor is needed at once."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import chain
 
 from soap.cluster.topology import Topology
@@ -13,7 +14,8 @@ from soap.plan.placement import first_readers, first_servers, server_devices
 from soap.plan.plan import ReadRegion, Shard, ShardSync
 from soap.plan.syncs.seam import Places, SyncMethod, method_of
 from soap.plan.tiling import Tile
-from soap.strategy.config import Strategy, SyncConfig
+from soap.strategy.config import Strategy
+from soap.strategy.sync import ALL_REDUCE
 from soap.strategy.sync_contracts import METHODS
 
 Cell = tuple[Box, tuple[int, ...], tuple[tuple[int, int, int], ...]]
@@ -40,7 +42,7 @@ class Keeping:
         syncs: dict[str, list[ShardSync]] = {}
         for parameter, cells in regions:
             sync, first, trainable = strategy.sync(parameter), len(shards), self._graph.tensors[parameter].requires_grad
-            wanted, usual = method_of(sync.contract), SyncConfig(offload=sync.offload)
+            wanted, usual = method_of(sync.contract), replace(ALL_REDUCE, offload=sync.offload)
             for index, (box, readers, uses) in enumerate(cells):
                 places = tuple((first_tile[operator] + tile, place) for operator, tile, place in uses)
                 of_hosts = self._leaders(readers) if sync.within == "host" else readers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 from math import prod
 
 import pytest
@@ -13,6 +14,7 @@ from soap.plan.compression.seam import layout_of
 from soap.runtime.compression.seam import State, carried_over, compressor_of, sizes_of
 from soap.runtime.compression.together import Peers, exchanged
 from soap.strategy.compression import COMPRESSIONS, Compression
+from tests.extent import every
 from tests.runtime.compression.cases import METHODS, SETTINGS, SHAPES, TYPES, gradient, gradients, residuals
 
 KINDS = ("zeros", "ties", "equal")
@@ -25,8 +27,7 @@ def test_every_method_has_settings() -> None:
     assert all(type(own) is COMPRESSIONS[name] for name, group in METHODS.items() for own in group)
 
 
-@settings
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("compression", "shape"), every(3, list(product(SETTINGS, SHAPES))), ids=str)
 def test_all_ranks_get_the_same_bits_in_every_step(compression: Compression, shape: tuple[int, ...]) -> None:
     for dtype, kind in [*((dtype, "normal") for dtype in TYPES), *((torch.float32, kind) for kind in KINDS)]:
         peers = Peers(compression, shape, dtype, RANKS)

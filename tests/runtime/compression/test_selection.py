@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from soap.errors import SoapError
 from soap.runtime.compression import device_selection
 from soap.runtime.compression.kernels import BLOCK, CHUNK
 from soap.runtime.compression.selection import Surveyed, exact, reused, search, trimmed
+from tests.extent import every
 
 SIZES = (1, 2, BLOCK - 1, BLOCK + 1, 1000, CHUNK, CHUNK + 1, 3 * CHUNK + BLOCK + 5)
 KINDS: dict[str, Callable[[int, torch.Generator], torch.Tensor]] = {
@@ -28,6 +30,7 @@ KINDS: dict[str, Callable[[int, torch.Generator], torch.Tensor]] = {
 }
 TYPES = (torch.float32, torch.float64)
 SIGNS = (0, 1, -1)
+CASES = every(5, list(product(KINDS, SIGNS, TYPES)))  # with every kind, sign and type
 
 
 def drawn(kind: str, size: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -55,9 +58,7 @@ def real(found: device_selection.Found) -> list[int]:
     return positions[: int(count)].tolist()
 
 
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("sign", SIGNS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "sign", "dtype"), CASES)
 def test_exact_and_trimmed_select_the_largest_and_of_ties_the_first(kind: str, sign: int, dtype: torch.dtype) -> None:
     for size in SIZES:
         tensor = drawn(kind, size, dtype)
@@ -69,9 +70,7 @@ def test_exact_and_trimmed_select_the_largest_and_of_ties_the_first(kind: str, s
             assert real(device_selection.exact(tensor, min(count, size), sign)) == right, (size, count)
 
 
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("sign", SIGNS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "sign", "dtype"), CASES)
 def test_search_finds_k_to_2k_above_a_threshold_or_the_exact_ones(kind: str, sign: int, dtype: torch.dtype) -> None:
     for size in SIZES:
         tensor = drawn(kind, size, dtype)

@@ -134,7 +134,7 @@ def test_visits_follow_the_boltzmann_distribution(weights: dict[str, float], pro
         assert (chain.moves[move].accepted > 0) == (weight > 0 and move not in ("sync", "recompute"))  # of these the space has but one way
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_under_draws_visits_follow_the_cost_of_all_draws() -> None:
     """In two stages, the first of which knows nothing of draws."""
     case, draws = enumerated(), Draws(ExampleSpreads(1.5), 3, seed=4, risk=Risk.WORST)
@@ -156,8 +156,8 @@ def test_under_draws_visits_follow_the_cost_of_all_draws() -> None:
     assert chain.cost_ns == cost_ns[key_of(chain.strategy)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("weights", [pytest.param(DEFAULT_WEIGHTS, id="all", marks=pytest.mark.long), ONLY[MOVES.index("run")]])
+@pytest.mark.long
+@pytest.mark.parametrize("weights", [pytest.param(DEFAULT_WEIGHTS, id="all"), ONLY[MOVES.index("run")]])
 def test_runs_through_branches_follow_the_weighted_distribution(weights: dict[str, float]) -> None:
     """Two paths that meet again, and shuffled placements, which have less weight; distributions of each operator and of each pair."""
     g = GraphBuilder()

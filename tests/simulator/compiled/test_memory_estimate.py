@@ -21,6 +21,7 @@ from soap.strategy.config import Strategy
 from soap.strategy.named import named
 from soap.strategy.recomputation import recomputed, runs_of
 from soap.strategy.sync import sync_choices
+from tests.extent import often
 from tests.graph_builder import transformer
 from tests.strategies import CPU, GPU, cluster
 
@@ -104,7 +105,7 @@ def test_learns_from_answers() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("saving", [False, True])
+@pytest.mark.parametrize("saving", often([False, True], [True]))
 def test_an_estimating_chain_asks_less_and_its_best_fits(saving: bool) -> None:
     topology = limited(0.7)
     simulator = Simulator(GRAPH, topology, RooflineCosts(topology))
