@@ -49,6 +49,11 @@ def often(cases: Sequence[Case], which: Container[Case], *marks: pytest.MarkDeco
     return [pytest.param(case, marks=marks if case in which else pytest.mark.long) for case in cases]
 
 
+def rows_often(cases: Sequence[tuple[Any, ...]], which: Container[tuple[Any, ...]]) -> list[Any]:
+    """As ``often``, of cases that have several arguments each."""
+    return [pytest.param(*case, marks=() if case in which else pytest.mark.long) for case in cases]
+
+
 def every(step: int, cases: Sequence[Case]) -> Sequence[Case]:
     """The first of so many cases and so on, or all of them."""
     return cases if ALL else cases[::step]

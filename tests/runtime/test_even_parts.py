@@ -20,7 +20,7 @@ from soap.runtime.trainer import Trainer
 from soap.simulator.lowering import build_plan
 from soap.strategy.config import Strategy, SyncConfig
 from soap.strategy.sync import SHARDED, SHARDED_IN_HOSTS, SHARDED_STATE
-from tests.extent import often
+from tests.extent import often, rows_often
 from tests.runtime.pool import Pool
 from tests.runtime.sparse_modules import OPTIMIZERS
 from tests.runtime.sparse_plans import by_samples, random_synchronized
@@ -53,7 +53,7 @@ def require_collectives(plan: Plan, *, padded: bool) -> None:
 
 
 @WAY
-@pytest.mark.parametrize(("name", "topology"), often([("odd", FOUR), ("shared", FOUR), ("odd", UNEVEN)], [("odd", FOUR)]))
+@pytest.mark.parametrize(("name", "topology"), rows_often([("odd", FOUR), ("shared", FOUR), ("odd", UNEVEN)], [("odd", FOUR)]))
 def test_trains_like_one_process(four: Pool, files: dict[str, str], name: str, topology: Topology, sync: SyncConfig) -> None:
     """With Adam, clipping and micro-batches, of different sizes in one case; rows that do not divide, fewer rows than ranks, a number."""
     graph = loaded(files[name]).graph

@@ -33,7 +33,7 @@ from soap.simulator.tasks import ExecutionOrder
 from soap.strategy.config import Strategy
 from soap.strategy.recomputation import recomputed, repeatable
 from soap.zoo.gpt import GPT, GPTConfig
-from tests.extent import often
+from tests.extent import often, rows_often
 from tests.runtime.pool import Pool
 from tests.runtime.traced import sgd
 from tests.strategies import CPU, cluster
@@ -217,7 +217,7 @@ def test_any_marks_are_predicted(name: str, seed: int, pool: Pool, tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("plan", "frozen"), often([("hsdp", True), ("hsdp", False), ("fsdp", True)], [("hsdp", True)]))
+@pytest.mark.parametrize(("plan", "frozen"), rows_often([("hsdp", True), ("hsdp", False), ("fsdp", True)], [("hsdp", True)]))
 def test_copies_in_parts_are_predicted(plan: str, frozen: bool, four: Pool, tmp_path: Path) -> None:
     """A copy on each of two hosts, or one for all four ranks, and two thirds of the parameters frozen."""
     torch.manual_seed(0)

@@ -29,7 +29,7 @@ from soap.strategy.sync import SHARDED
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.export import export_model
 from soap.tracing.load import load_model
-from tests.extent import often
+from tests.extent import often, rows_often
 from tests.runtime.exact_modules import Batch, Trained, worst
 from tests.runtime.pool import Pool
 from tests.runtime.sparse_modules import OPTIMIZERS, train_alone
@@ -89,7 +89,7 @@ def all_sharded(graph: OperatorGraph, strategy: Strategy, prefetch: int = 1) -> 
 
 @pytest.mark.parametrize(
     ("name", "topology", "prefetch"),
-    often([("odd", TWO, 0), ("odd", FOUR, 1), ("shared", TWO, 2), ("weighted", FOUR, 1)], [("odd", TWO, 0), ("shared", TWO, 2)]),
+    rows_often([("odd", TWO, 0), ("odd", FOUR, 1), ("shared", TWO, 2), ("weighted", FOUR, 1)], [("odd", TWO, 0), ("shared", TWO, 2)]),
 )
 def test_trains_like_one_process(four: Pool, files: dict[str, str], name: str, topology: Topology, prefetch: int) -> None:
     """With Adam, clipping and micro-batches, of different sizes in one case."""

@@ -27,7 +27,7 @@ from soap.strategy.sync import SHARDED_STATE
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.export import export_model
 from soap.tracing.load import load_model
-from tests.extent import often
+from tests.extent import often, rows_often
 from tests.runtime.exact_modules import EXAMPLES, Batch, Trained, worst
 from tests.runtime.pool import Pool
 from tests.runtime.sparse_modules import OPTIMIZERS, WHOLE, train_alone
@@ -142,7 +142,7 @@ def trained(
 
 
 @pytest.mark.parametrize(
-    ("name", "topology"), often([("odd", TWO), ("odd", FOUR), ("shared", TWO), ("weighted", FOUR)], [("odd", FOUR), ("shared", TWO)])
+    ("name", "topology"), rows_often([("odd", TWO), ("odd", FOUR), ("shared", TWO), ("weighted", FOUR)], [("odd", FOUR), ("shared", TWO)])
 )
 def test_trains_like_one_process(four: Pool, files: dict[str, str], name: str, topology: Topology) -> None:
     """With Adam, clipping and micro-batches, of different sizes in one case."""

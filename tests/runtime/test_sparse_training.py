@@ -24,7 +24,7 @@ from soap.strategy.sync import SPARSE_ALL_GATHER, parameter_server
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.export import export_model
 from soap.tracing.load import load_model
-from tests.extent import often
+from tests.extent import often, rows_often
 from tests.runtime.exact_modules import Trained, worst
 from tests.runtime.pool import Pool
 from tests.runtime.sparse_modules import MODULES, OPTIMIZERS, ROWS, WHOLE, batch_of, module_of, train_alone
@@ -82,7 +82,7 @@ def go_on(way: Way, steps: Sequence[int], source: str | None, target: str | None
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "lazy"), often([("adam", False), ("adam", True), ("adagrad", False), ("momentum", True)], [("adam", True)])
+    ("optimizer", "lazy"), rows_often([("adam", False), ("adam", True), ("adagrad", False), ("momentum", True)], [("adam", True)])
 )
 def test_eight_partitions_on_four_hosts_go_on_as_three_on_two(
     four: Pool, files: dict[str, str], tmp_path: Path, optimizer: str, lazy: bool

@@ -16,7 +16,7 @@ from soap.runtime.trainer import Trainer
 from soap.simulator.lowering import build_plan
 from soap.strategy.config import Strategy, SyncConfig
 from soap.strategy.sync import SHARDED, SHARDED_IN_HOSTS, SHARDED_STATE
-from tests.extent import often
+from tests.extent import often, rows_often
 from tests.runtime.pool import Pool
 from tests.runtime.sparse_modules import OPTIMIZERS
 from tests.runtime.sparse_plans import by_samples, hosts, random_synchronized
@@ -37,7 +37,7 @@ def in_hosts(graph: OperatorGraph, strategy: Strategy, sync: SyncConfig = SHARDE
 
 @BOTH
 @pytest.mark.parametrize(
-    ("name", "topology"), often([("odd", FOUR), ("shared", FOUR), ("weighted", FOUR), ("odd", UNEVEN)], [("odd", UNEVEN)])
+    ("name", "topology"), rows_often([("odd", FOUR), ("shared", FOUR), ("weighted", FOUR), ("odd", UNEVEN)], [("odd", UNEVEN)])
 )
 def test_trains_like_one_process(four: Pool, files: dict[str, str], name: str, topology: Topology, sync: SyncConfig) -> None:
     """With Adam, clipping and micro-batches, of different sizes in one case; unlike hosts share one copy."""
