@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from soap.tracing.rules import notation, registered, registry
-from tests.extent import ALL, so_many
+from tests.extent import ALL, CHOSEN
 from tests.tracing import draws
 from tests.tracing.drawing import DRAWS, Draw, Drawn, in_the_plane
 from tests.tracing.tile_check import Problem, check, follows, kept_bytes, linear, problem, splits
 
-QUICK_SEEDS, SLOW_SEEDS = range(2), range(2, so_many(5, 14))
+SEEDS = range({"quick": 2, "test": 5, "all": 14}[CHOSEN])
 NEVER_SPLIT = {"aten.max.default", "aten.min.default", "soap.keep_state", "soap.next_state"}
 """Rules that say that all of a tensor is needed at once."""
 
@@ -43,14 +43,7 @@ def _checked(name: str, seed: int, record: Callable[[str, object], None]) -> Pro
 
 @pytest.mark.parametrize("name", registered())
 def test_drawn_calls_by_tiles(name: str, record_property: Callable[[str, object], None]) -> None:
-    for seed in QUICK_SEEDS:
-        _checked(name, seed, record_property)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", registered())
-def test_many_drawn_calls_by_tiles(name: str, record_property: Callable[[str, object], None]) -> None:
-    found = [_checked(name, seed, record_property) for seed in SLOW_SEEDS]
+    found = [_checked(name, seed, record_property) for seed in SEEDS]
     split = any(f.rule.factors for f in found)
     assert not (split and name in NEVER_SPLIT)
     assert split or name in NEVER_SPLIT or not ALL  # few calls may all be such that nothing can be split
@@ -100,7 +93,7 @@ POINTWISE = draws.elementwise.overloads()
 
 @pytest.mark.parametrize("target", POINTWISE, ids=lambda target: str(target).removeprefix("aten."))
 def test_pointwise_overloads_by_tiles(target: torch._ops.OpOverload, record_property: Callable[[str, object], None]) -> None:
-    for seed in QUICK_SEEDS:
+    for seed in SEEDS[:2]:
         d = Draw(f"{target} {seed}")
         drawn = draws.elementwise.any_call(d, target)
         if drawn is None:
