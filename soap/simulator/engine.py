@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -269,10 +270,10 @@ class Engine:
             self._syncs, self._codes = self.syncs(C.sync), C.sync[: len(self._codes)].copy()
 
     def config(self, position: int, variant: int, devices: Ints, replicas: int, marked: int = KEEP) -> OpConfig:
-        """An operator's configuration with this variant on these devices; fields that compiled code does not know stay as held. ``marked``:
-        whether it is recomputed, ``KEEP`` for as held."""
-        degrees, parts = self.variants.degrees[variant], self.variants.micro_batches.parts(position)
-        own = tuple(devices.reshape(int(replicas), parts, -1)[:, 0].ravel().tolist())
+        """An operator's configuration with this variant on these devices, of one micro-batch or of all; fields that compiled code does not
+        know stay as held. ``marked``: whether it is recomputed, ``KEEP`` for as held."""
+        degrees = self.variants.degrees[variant]
+        own = tuple(devices.reshape(int(replicas), -1, prod(degrees))[:, 0].ravel().tolist())
         held = self._configs[position].placed(degrees, own, int(replicas))
         return held if marked in (KEEP, held.recompute) else replace(held, recompute=bool(marked))
 

@@ -1,0 +1,162 @@
+"""Pipelines of a graph on a cluster, the most promising first: device groups, stages, micro-batches and schedules.
+
+For every division of the devices into groups, every width of tensor parallelism inside them, every schedule and number of micro-batches,
+``soap.search.stages`` cuts the operators into stages by rough costs, and ``soap.schedules.play`` says when their passes take place. That
+gives an order in which the simulator is asked (``soap.search.pipelining``). Nothing is simulated here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from soap.cluster.topology import Topology
+from soap.errors import ScheduleError
+from soap.model.graph import OperatorGraph
+from soap.model.micro_batches import MicroBatches
+from soap.schedules.in_flight import in_flight, peaks
+from soap.schedules.named import SCHEDULES, NamedSchedule
+from soap.schedules.play import Durations, play
+from soap.schedules.table import Table
+from soap.search.stage_costs import StageCosts, StagePrices
+from soap.search.stage_groups import StageGroups, stage_groups
+from soap.search.stages import Partition, partition
+from soap.simulator.costs import CostModel
+from soap.strategy.grids import tensor_parallel_width
+
+MOST_STAGES = 64
+PER_STAGE = 8
+"""Up to so many micro-batches for each stage: with S of them 1F1B idles less than (S - 1) / (8 S) of the time, so that more gain little."""
+CHUNKS = (1, 2, 4)
+"""On each stage, for schedules that allow several."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """``stages``: the devices of each. ``chunks``: by operator, its chunk. ``placement``: by chunk, its stage. ``tensor``: how many devices
+    split weight matrices together. ``expected_ns``: of a step, by rough costs. ``lacking_bytes``: on the device that lacks most memory, by
+    a rough bound; 0 if none does."""
+
+    stages: tuple[tuple[int, ...], ...]
+    chunks: tuple[int, ...]
+    placement: tuple[int, ...]
+    tensor: int
+    microbatches: int
+    schedule: NamedSchedule
+    expected_ns: int
+    lacking_bytes: int
+
+    @property
+    def blocks(self) -> list[int]:
+        """By operator, its stage."""
+        return [self.placement[chunk] for chunk in self.chunks]
+
+    @property
+    def score(self) -> tuple[int, int]:
+        """The order of preference: what fits, then what is fast."""
+        return (self.lacking_bytes, self.expected_ns)
+
+
+def pipelines(graph: OperatorGraph, topology: Topology, costs: CostModel, optimizer_states: int) -> list[Pipeline]:
+    """The best pipeline of every shape, the most promising first; none on one device, or without samples."""
+    samples = MicroBatches(graph, 1).samples
+    if topology.device_count == 1 or samples is None:
+        return []
+    prices = StagePrices(graph, topology, costs, optimizer_states)
+    found = []
+    for groups in stage_groups(topology, min(MOST_STAGES, len(graph.operators))):
+        widths = [len(group) for group in groups.devices]
+        for tensor in _tensor_widths(prices, topology, widths):
+            for count in _microbatches(samples, max(widths) // tensor, len(widths)):
+                shape = _Shape(groups, tensor, MicroBatches(graph, count))
+                found += _scheduled(shape, prices.costs(groups, tensor, shape.cut))
+    return sorted(found, key=lambda own: own.score)
+
+
+def _tensor_widths(prices: StagePrices, topology: Topology, widths: Sequence[int]) -> list[int]:
+    """Of groups for tensor parallelism inside stages: divisors of the devices of a host, if there are several, and of every stage."""
+    host = tensor_parallel_width(topology)
+    host = 1 if host == topology.device_count and len({device.host for device in topology.devices}) > 1 else host
+    usable = [n for n in range(2, host + 1) if host % n == 0 and all(width % n == 0 for width in widths) and prices.splits(n)]
+    return [1, *usable]
+
+
+def _microbatches(samples: int, width: int, stages: int) -> Iterator[int]:
+    """Powers of two of which every device gets a sample. ``width``: devices that divide the samples."""
+    count = 2
+    while count * width <= samples and count <= PER_STAGE * stages:
+        yield count
+        count *= 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    groups: StageGroups
+    tensor: int
+    cut: MicroBatches
+
+
+def _scheduled(shape: _Shape, costs: StageCosts) -> Iterator[Pipeline]:
+    """The shape by each schedule."""
+    groups = shape.groups
+    for schedule in SCHEDULES:
+        if schedule.splits_backward or (shape.cut.barriers and not schedule.meets_barriers):
+            continue
+        for chunks in (own for own in CHUNKS if schedule.fewest_chunks <= own <= schedule.most_chunks):
+            named = NamedSchedule(schedule, chunks)
+            try:
+                table = named.table(len(groups.devices), shape.cut.count)
+            except ScheduleError:  # too many actions
+                continue
+            cut = cut_into_stages(costs, groups, table, chunks)
+            if cut is not None:
+                yield _judged(shape, costs, named, table, cut)
+
+
+def cut_into_stages(costs: StageCosts, groups: StageGroups, table: Table, chunks: int) -> Partition | None:
+    """The layers as chunks of a table's stages, round by round; what fits into memory, if anything does. None if there are too few layers.
+
+    With several rounds the groups take the order that suits one round best."""
+    flights = in_flight(table)
+    for chain in (costs.chain, replace(costs.chain, limit_bytes=np.full_like(costs.chain.limit_bytes, 2**60))):
+        kinds, once = groups.kinds, None
+        if groups.any_order or chunks == 1:
+            once = partition(chain, kinds, [-(-own // chunks) * (chunks > 1) or own for own in flights], any_order=groups.any_order)
+            if chunks == 1 or once is None:
+                if once is not None:
+                    return once
+                continue
+            kinds = once.kinds
+        share = replace(chain, limit_bytes=chain.limit_bytes // chunks)
+        found = partition(share, kinds * chunks, [-(-own // chunks) for own in flights] * chunks)
+        if found is not None:
+            return found
+    return None
+
+
+def _judged(shape: _Shape, costs: StageCosts, named: NamedSchedule, table: Table, cut: Partition) -> Pipeline:
+    """A pipeline with what it is expected to take and to lack."""
+    count, stages, chain = shape.cut.count, len(table.stages), costs.chain
+    bounds = (*cut.firsts, chain.layer_count)
+    spans = list(zip(cut.kinds, bounds, bounds[1:], strict=False))
+
+    def by_chunk(values: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> list[int]:
+        return [int(values[kind, first:last].sum()) for kind, first, last in spans]
+
+    borders = [int(chain.message_ns[a, b, cut - 1]) // (2 * count) for a, b, cut in zip(cut.kinds, cut.kinds[1:], bounds[1:], strict=False)]
+    forward, backward = ([own // count for own in by_chunk(values)] for values in (costs.forward_ns, costs.backward_ns))
+    played = play(table, Durations(actions_ns={"F": forward, "B": backward}, forward_ns=borders, backward_ns=borders))
+    upkeep, kept = [0] * stages, [0] * stages
+    for chunk, (own_ns, own_bytes) in enumerate(zip(by_chunk(costs.upkeep_ns), by_chunk(chain.kept_bytes), strict=True)):
+        upkeep[table.placement[chunk]] += own_ns
+        kept[table.placement[chunk]] += own_bytes
+    expected_ns = max(ends[-1] + own for ends, own in zip(played.ends_ns, upkeep, strict=True))
+    most = peaks(table, by_chunk(chain.activation_bytes), [0] * len(spans))
+    limits = [int(chain.limit_bytes[kind]) for kind in cut.kinds[:stages]]
+    lacking = max(0, *(a + b - limit for a, b, limit in zip(kept, most, limits, strict=True)))
+    starts = [costs.firsts[first] for first in cut.firsts]
+    chunks = np.searchsorted(starts, np.arange(len(shape.cut.graph.operators)), side="right") - 1
+    devices = shape.groups.in_order(cut.kinds[:stages])
+    return Pipeline(devices, tuple(chunks.tolist()), table.placement, shape.tensor, count, named, expected_ns, lacking)
