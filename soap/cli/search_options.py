@@ -28,7 +28,7 @@ from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.search.deciding import DEFAULT_CONFIDENCE
 from soap.search.metropolis import DEFAULT_BETA
 from soap.search.options import DEFAULT_BUDGET, DEFAULT_DRAWS, DEFAULT_RISK, SearchOptions
-from soap.search.starts import DYNAMIC, RANDOM
+from soap.search.starts import DYNAMIC, PIPELINE, RANDOM
 from soap.simulator.draws import Risk
 from soap.strategy.classical import CLASSICAL
 from soap.strategy.named import forms
@@ -102,7 +102,7 @@ def add_choices(parser: Parser) -> None:
         metavar="NAME",
         action="append",
         type=start,
-        help=f"begin with this strategy: {forms()}; {RANDOM} or {DYNAMIC} (repeatable; default: {', '.join(CLASSICAL)}, and those that "
+        help=f"begin with this strategy: {forms()}; {RANDOM}, {DYNAMIC} or {PIPELINE} (repeatable; default: {', '.join(CLASSICAL)}, and those that "
         "other methods of synchronization allow, and dynamic if it takes seconds only, and mixtures that save memory if data_parallel does "
         "not fit); data_parallel is always among them",
     )
@@ -148,20 +148,27 @@ def add_choices(parser: Parser) -> None:
     add_compressed_training(parser, "as soap-run will be told: ", lossy="with --lossy, ")
     parser.add_argument(
         "--recompute",
-        choices=tuple(RECOMPUTE),
+        choices=tuple(MAYBE),
         default="auto",
         help="whether operators may be computed again for the backward pass instead of keeping what they make: auto: where memory binds "
         "(default); one by one: --pin 'GLOB=recompute', --forbid 'GLOB=recompute'",
     )
+    parser.add_argument(
+        "--pipelines",
+        choices=tuple(MAYBE),
+        default="auto",
+        help="whether plans may cut a step into micro-batches that go through stages, one device group after the other: auto: where rough "
+        "costs expect that to be faster than all starts (default)",
+    )
 
 
-RECOMPUTE = {"auto": None, "yes": True, "no": False}
-"""``--recompute`` -> ``SearchOptions.recompute``."""
+MAYBE = {"auto": None, "yes": True, "no": False}
+"""``--recompute``, ``--pipelines`` -> the options of ``SearchOptions``."""
 
 
 def start(text: str) -> str:
     """The name of a start."""
-    return text if text in (RANDOM, DYNAMIC) else builtin(text)
+    return text if text in (RANDOM, DYNAMIC, PIPELINE) else builtin(text)
 
 
 def _training(args: argparse.Namespace, updating: Updating) -> PlannedTraining:
@@ -190,7 +197,8 @@ def search_options(args: argparse.Namespace, updating: Updating, graph: Operator
         syncs=args.sync,
         lossy=args.lossy,
         training=_training(args, updating),
-        recompute=RECOMPUTE[args.recompute],
+        recompute=MAYBE[args.recompute],
+        pipelines=MAYBE[args.pipelines],
         costs=args.costs,
         risk=None if args.risk == NO_RISK else Risk(args.risk),
         confidence=args.confidence,

@@ -17,7 +17,7 @@ from soap.errors import ScheduleError
 from soap.model.graph import OperatorGraph
 from soap.model.micro_batches import MicroBatches
 from soap.schedules.in_flight import in_flight, peaks
-from soap.schedules.named import SCHEDULES, NamedSchedule
+from soap.schedules.named import NamedSchedule
 from soap.schedules.play import Durations, play
 from soap.schedules.table import Table
 from soap.search.stage_costs import StageCosts, StagePrices
@@ -25,6 +25,7 @@ from soap.search.stage_groups import StageGroups, stage_groups
 from soap.search.stages import Partition, partition
 from soap.simulator.costs import CostModel
 from soap.strategy.grids import tensor_parallel_width
+from soap.strategy.stages import WHOLE_PASSES
 
 MOST_STAGES = 64
 PER_STAGE = 8
@@ -101,8 +102,8 @@ class _Shape:
 def _scheduled(shape: _Shape, costs: StageCosts) -> Iterator[Pipeline]:
     """The shape by each schedule."""
     groups = shape.groups
-    for schedule in SCHEDULES:
-        if schedule.splits_backward or (shape.cut.barriers and not schedule.meets_barriers):
+    for schedule in WHOLE_PASSES:
+        if shape.cut.barriers and not schedule.meets_barriers:
             continue
         for chunks in (own for own in CHUNKS if schedule.fewest_chunks <= own <= schedule.most_chunks):
             named = NamedSchedule(schedule, chunks)

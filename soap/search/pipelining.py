@@ -7,12 +7,13 @@ operators inside the devices of their stage.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
+from typing import cast
 
 from soap.cluster.topology import Topology
-from soap.errors import StrategyError
+from soap.errors import SoapError, StrategyError
 from soap.model.graph import OperatorGraph
 from soap.model.micro_batches import MicroBatches
 from soap.plan.scheduling import Orders
@@ -23,9 +24,9 @@ from soap.search.pipelines import Pipeline, pipelines
 from soap.search.space import Space, build_space
 from soap.search.starts import PIPELINE, Start, evaluated
 from soap.simulator.costs import CostModel
-from soap.strategy.config import NOTHING, Strategy, settled_config
+from soap.strategy.config import Strategy, settled_config
 from soap.strategy.megatron import staged
-from soap.strategy.stages import chunks_of, stages_of
+from soap.strategy.stages import chunks_of, devices_of_stages, stages_of, stages_of_chunks
 
 MOST_SIMULATED = 12
 MOST_TILES = 4_000_000
@@ -41,34 +42,33 @@ def pipelined(graph: OperatorGraph, topology: Topology, pipeline: Pipeline) -> S
     return replace(strategy, microbatches=pipeline.microbatches, stages=stages, schedule=str(pipeline.schedule))
 
 
-def legal(graph: OperatorGraph, topology: Topology, strategy: Strategy) -> bool:
-    """Whether its stages, micro-batches and schedule suit the graph."""
+def is_legal(space: Space, topology: Topology, strategy: Strategy) -> bool:
+    """Whether a strategy's stages, micro-batches and schedule suit the graph, and the space allows it."""
     try:
-        strategy.validate(graph, topology.device_count)
-        Orders(graph).order(strategy)
-    except StrategyError:
+        strategy.validate(space.graph, topology.device_count)
+        Orders(space.graph).order(strategy)
+    except SoapError:
         return False
-    return True
+    return brought_inside(space, strategy) is strategy
 
 
 def best_pipeline(
-    graph: OperatorGraph,
+    space: Space,
     topology: Topology,
     evaluator: Evaluator,
     costs: CostModel,
     optimizer_states: int,
     *,
-    space: Space | None = None,
     at_most_ns: float | None = None,
 ) -> Start | None:
-    """The best of the pipelines that are simulated; None if there is none. ``space``: leaves those out that it does not allow.
-    ``at_most_ns``: None if rough costs expect the best one that fits to take longer."""
+    """The best of the pipelines that are simulated and that the space allows; None if there is none, or if rough costs expect the best one
+    that fits to take longer than ``at_most_ns``."""
+    graph = space.graph
     found = pipelines(graph, topology, costs, optimizer_states)
     if at_most_ns is not None and (not found or found[0].lacking_bytes or found[0].expected_ns > at_most_ns):
         return None
-    legals = (own for own in (pipelined(graph, topology, one) for one in found) if legal(graph, topology, own))
-    chosen = (own for own in legals if space is None or brought_inside(space, own) is own)
-    starts = [evaluated(evaluator, PIPELINE, own) for own in _first(chosen)]
+    legal = (own for own in (pipelined(graph, topology, one) for one in found) if is_legal(space, topology, own))
+    starts = [evaluated(evaluator, PIPELINE, own) for own in _first(legal)]
     return min(starts, key=lambda start: start.score, default=None)
 
 
@@ -83,18 +83,16 @@ def _first(strategies: Iterator[Strategy]) -> Iterator[Strategy]:
 
 
 def pipeline_start(
-    space: Space, topology: Topology, evaluator: Evaluator, starts: Sequence[Start], *, wanted: bool | None
+    space: Space, topology: Topology, evaluator: Evaluator, starts: Sequence[Start], *, wanted: bool | None, named: bool
 ) -> Strategy | None:
-    """The start ``pipeline``; None if there is none. ``wanted``: True: in any case; None: if rough costs say that it is faster than all of
-    ``starts`` that fit; False: never."""
-    if wanted is False or not hasattr(evaluator, "engine_costs") or any(start.strategy.microbatches > 1 for start in starts):
+    """The start ``pipeline``; None if there is none. ``wanted``: True: in any case; None: if the starts are not ``named`` by the user and
+    rough costs expect it to be faster than all of ``starts`` that fit; False: never."""
+    if wanted is False or (wanted is None and named) or not hasattr(evaluator, "engine_costs"):
         return None
-    able: Able = evaluator
+    able = cast(Able, evaluator)
     fitting = [start.cost_ns for start in starts if start.fits]
     at_most_ns = None if wanted or not fitting else PROMISING * min(fitting)
-    found = best_pipeline(
-        space.graph, topology, evaluator, able.engine_costs, able.optimizer_states, space=space, at_most_ns=at_most_ns
-    )
+    found = best_pipeline(space, topology, evaluator, able.engine_costs, able.optimizer_states, at_most_ns=at_most_ns)
     return None if found is None else found.strategy
 
 
@@ -103,30 +101,31 @@ def is_cut(strategy: Strategy) -> bool:
     return strategy.microbatches > 1
 
 
-def stage_devices(graph: OperatorGraph, strategy: Strategy) -> Mapping[int, tuple[int, ...]]:
-    """By chunk: the devices of its stage, ascending. Without stages: all that it uses."""
-    chunks = chunks_of(graph, strategy.stages)
-    found: dict[int, set[int]] = {}
-    for chunk, op in zip(chunks, graph.operators, strict=True):
-        if settled_config(op, 1) is None:
-            found.setdefault(chunk, set()).update(strategy.operators[op.name].devices)
-    groups = {chunk: {device for own in found.values() if own & devices for device in own} for chunk, devices in found.items()}
-    return {chunk: tuple(sorted(devices)) for chunk, devices in groups.items()}
+def require_inside(strategy: Strategy, inside: Strategy) -> Strategy:
+    """``inside``: the strategy as the user's constraints have it. StrategyError if that changes one with micro-batches."""
+    if is_cut(strategy) and inside is not strategy:
+        name = next((name for name, own in inside.operators.items() if own is not strategy.operators[name]), None)
+        what = "a parameter" if name is None else f"operator {name!r}"
+        raise StrategyError(f"strategy in micro-batches: {what} breaks --pin, --forbid or what the optimizer needs; drop one of them")
+    return inside
 
 
-def space_of(space: Space, strategy: Strategy) -> Space | None:
-    """The part of a space in which a strategy with micro-batches may move: every operator on its stage's devices, split no further than the
-    smallest micro-batch, and only what micro-batches allow. None if nothing is left to an operator."""
+def space_of(space: Space, start: Start | None) -> Space | None:
+    """The part of a space in which a start may move; all of it without micro-batches. With them: every operator on its stage's devices,
+    split no further than the smallest micro-batch, and only what micro-batches allow. None if nothing is left to an operator."""
+    if start is None or not is_cut(start.strategy):
+        return space
+    strategy = start.strategy
     graph, cut = space.graph, MicroBatches(space.graph, strategy.microbatches)
-    devices = stage_devices(graph, strategy)
     chunks = chunks_of(graph, strategy.stages)
+    stage_of, devices = stages_of_chunks(max(chunks) + 1, strategy.schedule), devices_of_stages(graph, strategy)
     allowed: dict[str, Allowed] = {}
     for position, op in enumerate(graph.operators):
         if settled_config(op, 1) is not None:
             continue
         own = space.allowed[position] if space.allowed else None
         own = own or Allowed(None, frozenset(), tuple(range(space.device_count)))
-        left = tuple(device for device in own.devices if device in devices[chunks[position]])
+        left = tuple(device for device in own.devices if device in devices[stage_of[chunks[position]]])
         sizes = [cut.least_size(position, i) for i in range(len(op.factors))]
         if not left or (own.grid is not None and any(a > b for a, b in zip(own.grid[1:], sizes, strict=True))):
             return None

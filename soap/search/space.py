@@ -249,7 +249,8 @@ class Space:
     """The space of a graph on so many devices, and the facts about the graph that the proposals need. ``references``: strategies known
     beforehand (the starts), from which informed proposals borrow. ``allowed``: by operator, what the user's constraints leave;
     operators of a group then have equal ones. ``syncs``: by parameter, the ways in which it may be synchronized, if there are several.
-    ``recompute``: sets of operators that may be recomputed together, or not (``soap.search.recomputing``)."""
+    ``recompute``: sets of operators that may be recomputed together, or not (``soap.search.recomputing``). ``sizes``: by operator, its
+    factors' sizes in the smallest micro-batch, if there are several."""
 
     graph: OperatorGraph
     device_count: int
@@ -260,12 +261,16 @@ class Space:
     allowed: tuple[Allowed | None, ...] = ()
     syncs: Mapping[str, tuple[SyncConfig, ...]] = field(default_factory=dict)
     recompute: tuple[tuple[int, ...], ...] = ()
+    sizes: tuple[tuple[int, ...], ...] = ()
 
     def allows(self, position: int, config: OpConfig) -> bool:
-        """Whether an operator may have this configuration: the user's constraints allow it, and if there is only one, this is it."""
+        """Whether an operator may have this configuration: micro-batches are large enough, the user's constraints allow it, and if there is
+        only one, this is it."""
         only = settled_config(self.graph.operators[position], self.device_count)
         if only is not None:
             return config.placed_like(only) is config
+        if self.sizes and any(degree > size for degree, size in zip(config.degrees, self.sizes[position], strict=True)):
+            return False
         allowed = self.allowed[position] if self.allowed else None
         return allowed is None or allowed.allows(config)
 
@@ -300,10 +305,11 @@ def build_space(
     left to some operators, by name (``soap.search.constraints``). ``cut``: the micro-batches of all of its strategies. StrategyError if
     nothing is left."""
     cache: dict[Hashable, OperatorSpace] = {}
+    parts = cut or MicroBatches(graph, 1)
+    every_size = [tuple(parts.least_size(i, f) for f in range(len(op.factors))) for i, op in enumerate(graph.operators)]
     limits = tuple((allowed or {}).get(op.name) for op in graph.operators)
     spaces = []
-    for position, (op, limit) in enumerate(zip(graph.operators, limits, strict=True)):
-        sizes = tuple(f.size if cut is None else cut.least_size(position, i) for i, f in enumerate(op.factors))
+    for op, limit, sizes in zip(graph.operators, limits, every_size, strict=True):
         key = (sizes, op.partitionable, limit, settled_config(op, device_count))
         if key not in cache:
             cache[key] = _operator_space(op, device_count, limit, sizes, every=every_degree, shuffled=shuffled)
@@ -312,7 +318,8 @@ def build_space(
     if allowed:
         groups = _groups_alike(groups, spaces)
     limits = limits if allowed else ()
-    return Space(graph, device_count, tuple(spaces), edges_of(graph), groups, tuple(references), limits, syncs)
+    by_part = () if cut is None else tuple(every_size)
+    return Space(graph, device_count, tuple(spaces), edges_of(graph), groups, tuple(references), limits, syncs, sizes=by_part)
 
 
 def _operator_space(

@@ -23,6 +23,8 @@ RANDOM = "random"
 """Name of a start drawn at random."""
 DYNAMIC = "dynamic"
 """Name of the start of ``soap.search.dynamic``. It needs the costs, so the caller makes it."""
+PIPELINE = "pipeline"
+"""Name of the best of ``soap.search.pipelines``, which needs the costs and the simulator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +78,6 @@ def starting_strategies(
         if name not in found and strategy not in found.values() and are_allowed(strategy.parameters, syncs):
             found[name] = strategy
     if initial is not None:
-        if initial.microbatches > 1:
-            raise StrategyError(f"initial strategy in {initial.microbatches} micro-batches; expected 1: a search does not cut steps yet")
         initial.validate(graph, topology.device_count)
         found[INITIAL] = initial
     return found
