@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from soap.api.deciding import known_spreads_of, range_record, timed
 from soap.api.models import Cluster, Model, graph_of, topology_of
-from soap.api.strategies import classical
+from soap.api.strategies import classical, simulated_name
 from soap.cluster.memory_budget import with_memory_budget
 from soap.cluster.topology import Topology
 from soap.errors import ProfileError, SoapWarning
@@ -51,7 +51,7 @@ def simulate(
     topology = with_memory_budget(topology_of(cluster), memory_budget)
     simulator = simulator_for(model, topology, optimizer_states=optimizer_states, costs=costs)
     if isinstance(strategy, str):
-        strategy = classical(strategy, simulator.graph, simulator.topology)
+        strategy = simulated_name(strategy, simulator)
     found = simulator.run(strategy)
     return Prediction(found.plan, found.tasks, found.schedule, found.optimizer_states, simulator, strategy)
 

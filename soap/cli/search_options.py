@@ -28,7 +28,7 @@ from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.search.deciding import DEFAULT_CONFIDENCE
 from soap.search.metropolis import DEFAULT_BETA
 from soap.search.options import DEFAULT_BUDGET, DEFAULT_DRAWS, DEFAULT_RISK, SearchOptions
-from soap.search.starts import DYNAMIC, PIPELINE, RANDOM
+from soap.search.starts import DYNAMIC, RANDOM
 from soap.simulator.draws import Risk
 from soap.strategy.classical import CLASSICAL
 from soap.strategy.named import forms
@@ -102,7 +102,7 @@ def add_choices(parser: Parser) -> None:
         metavar="NAME",
         action="append",
         type=start,
-        help=f"begin with this strategy: {forms()}; {RANDOM}, {DYNAMIC} or {PIPELINE} (repeatable; default: {', '.join(CLASSICAL)}, and those that "
+        help=f"begin with this strategy: {forms()}; {RANDOM} or {DYNAMIC} (repeatable; default: {', '.join(CLASSICAL)}, and those that "
         "other methods of synchronization allow, and dynamic if it takes seconds only, and mixtures that save memory if data_parallel does "
         "not fit); data_parallel is always among them",
     )
@@ -168,7 +168,7 @@ MAYBE = {"auto": None, "yes": True, "no": False}
 
 def start(text: str) -> str:
     """The name of a start."""
-    return text if text in (RANDOM, DYNAMIC, PIPELINE) else builtin(text)
+    return text if text in (RANDOM, DYNAMIC) else builtin(text)
 
 
 def _training(args: argparse.Namespace, updating: Updating) -> PlannedTraining:

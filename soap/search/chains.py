@@ -56,7 +56,6 @@ from soap.search.record import Recorder, SearchResult
 from soap.search.space import Space, build_space
 from soap.search.starts import (
     BASELINE,
-    PIPELINE,
     Start,
     best_starts,
     check_start,
@@ -68,7 +67,7 @@ from soap.search.starts import (
 from soap.search.uncut import with_uncut
 from soap.simulator.simulate import is_played
 from soap.strategy.config import Strategy, SyncConfig
-from soap.strategy.named import SAVING_STARTS, named
+from soap.strategy.named import PIPELINE, SAVING_STARTS, named
 from soap.strategy.sync import in_one_partition, sync_choices
 
 PROPOSALS_PER_CHAIN, MAX_CHAINS = 500, 3
@@ -140,7 +139,7 @@ def search(
             for name, strategy in offloading_starts(graph, topology, recorder.starts, options).items():
                 space = with_offloading(space)
                 evaluate(name, inside(strategy))
-            wanted = options.pipelines if options.starts is None or PIPELINE not in options.starts else True
+            wanted = True if options.starts is not None and PIPELINE in options.starts else options.pipelines
             pipeline = pipeline_start(space, topology, evaluator, recorder.starts, wanted=wanted, named=options.starts is not None)
             references = reference_strategies(graph, topology, (own for own in strategies.values() if not is_cut(own)))
             if pipeline is not None:

@@ -22,10 +22,11 @@ from soap.search.constraints import Allowed, brought_inside
 from soap.search.metropolis import Evaluator
 from soap.search.pipelines import Pipeline, pipelines
 from soap.search.space import Space, build_space
-from soap.search.starts import PIPELINE, Start, evaluated
+from soap.search.starts import Start, evaluated
 from soap.simulator.costs import CostModel
 from soap.strategy.config import Strategy, settled_config
 from soap.strategy.megatron import staged
+from soap.strategy.named import PIPELINE
 from soap.strategy.stages import chunks_of, devices_of_stages, stages_of, stages_of_chunks
 
 MOST_SIMULATED = 12

@@ -23,8 +23,6 @@ RANDOM = "random"
 """Name of a start drawn at random."""
 DYNAMIC = "dynamic"
 """Name of the start of ``soap.search.dynamic``. It needs the costs, so the caller makes it."""
-PIPELINE = "pipeline"
-"""Name of the best of ``soap.search.pipelines``, which needs the costs and the simulator."""
 
 
 @dataclass(frozen=True, slots=True)
