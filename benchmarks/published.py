@@ -22,7 +22,7 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from functools import partial
 from multiprocessing import get_context
@@ -32,6 +32,7 @@ from typing import Any
 import torch
 import yaml
 
+from benchmarks.layers import layer_chunks
 from benchmarks.pages import give
 from benchmarks.published_models import graph_of
 from benchmarks.published_table import Outcome, page
@@ -43,11 +44,14 @@ from soap.errors import SoapError
 from soap.files import write_text_atomically
 from soap.model.graph import OperatorGraph
 from soap.profiles.efficiency import ATTENTION
+from soap.schedules.named import parse as parse_schedule
 from soap.strategy.classical import NAMED, data_parallel, hybrid, single_device
 from soap.strategy.config import Strategy
-from soap.strategy.grids import uniform_config
+from soap.strategy.grids import device_order, uniform_config
+from soap.strategy.megatron import staged
 from soap.strategy.named import ADDED, JOIN, named
 from soap.strategy.recomputation import recomputed, refusal
+from soap.strategy.stages import stages_of
 
 DATA = Path(__file__).with_name("published.json")
 
@@ -65,7 +69,7 @@ convolutions and recurrent layers of float32 compute in TF32 where a device has 
 WAITING = ("float8",)
 """Precisions of rows that wait."""
 
-STRATEGIES = ("single", "data", "tensor", "table-wise", *NAMED)
+STRATEGIES = ("single", "data", "tensor", "pipeline", "table-wise", *NAMED)
 """Of rows that do not wait."""
 SELECTIVE = "selective"
 """Put on top of a strategy: recomputation as torchtitan's ``selective_ac_option = "op"`` has it."""
@@ -74,7 +78,10 @@ ON_TOP = (*ADDED, SELECTIVE)
 
 UNITS = ("samples/s", "tokens/s", "tokens/s/device", "ms")
 
-OPTIONAL: dict[str, Any] = {"accumulate": 1, "tensor": 1, "needs": [], "assumed": []}
+OPTIONAL: dict[str, Any] = {
+    "accumulate": 1, "tensor": 1, "pipeline": 1, "microbatches": 1, "schedule": "1f1b", "needs": [], "assumed": [],
+}  # fmt: skip
+COUNTS = ("accumulate", "tensor", "pipeline", "microbatches")
 REQUIRED = (
     "id", "family", "source", "quote", "model", "batch", "precision", "strategy", "cluster", "hosts", "devices", "optimizer",
     "optimizer_states", "figure", "unit",
@@ -85,7 +92,8 @@ REQUIRED = (
 class Row:
     """A published figure. ``batch``: samples of all devices in one iteration; ``accumulate``: iterations of a step. ``cluster``: of the
     data file, a preset, or a family of presets, such as ``h100``; ``devices``: of each host. ``tensor``: devices of a tensor-parallel
-    group. ``needs``: what keeps it waiting."""
+    group. ``pipeline``: stages, each of neighbouring devices; ``microbatches``, ``schedule``: of such a pipeline. ``needs``: what keeps it
+    waiting."""
 
     id: str
     family: str
@@ -104,6 +112,9 @@ class Row:
     unit: str
     accumulate: int
     tensor: int
+    pipeline: int
+    microbatches: int
+    schedule: str
     needs: Sequence[str]
     assumed: Sequence[str]
 
@@ -153,7 +164,7 @@ def _row_problems(row: Mapping[str, Any], data: Mapping[str, Any]) -> list[str]:
             api.load_cluster(_preset(row["cluster"], row["hosts"], row["devices"]))
         except SoapError as error:
             found.append(str(error))
-    for field in ("batch", "hosts", "devices", "figure", *(field for field in ("accumulate", "tensor") if field in row)):
+    for field in ("batch", "hosts", "devices", "figure", *(field for field in COUNTS if field in row)):
         found += [] if row[field] > 0 else [f"{field} {row[field]}; expected more than 0"]
     known = (*PRECISIONS, *WAITING) if row.get("needs") else tuple(PRECISIONS)
     found += [] if row["precision"] in known else [f"precision {row['precision']!r}; expected one of {', '.join(known)}"]
@@ -201,11 +212,25 @@ def strategy_of(row: Row, graph: OperatorGraph, topology: Topology) -> Strategy:
     base, *added = row.strategy.split(JOIN)
     if base == "tensor":
         strategy = hybrid(graph, topology, tensor=row.tensor)
+    elif base == "pipeline":
+        strategy = by_layers(row, graph, topology)
     else:
         strategy = BASES[base](graph, topology) if base in BASES else named(base, graph, topology)
     for name in added:
         strategy = recomputed(graph, strategy, selected(graph)) if name == SELECTIVE else ADDED[name](graph, topology, strategy)
     return strategy
+
+
+def by_layers(row: Row, graph: OperatorGraph, topology: Topology) -> Strategy:
+    """A pipeline as Megatron-LM has it: stages of as many layers, on neighbouring devices; in each, groups for tensor parallelism that
+    divide the samples."""
+    order, named = device_order(topology), parse_schedule(row.schedule)
+    width = topology.device_count // row.pipeline
+    chunks = layer_chunks(graph, row.pipeline * named.chunks)
+    placement = named.table(row.pipeline, row.microbatches).placement
+    stages = [order[stage * width : (stage + 1) * width] for stage in range(row.pipeline)]
+    strategy = staged(graph, topology, [placement[chunk] for chunk in chunks], stages, tensor=row.tensor)
+    return replace(strategy, microbatches=row.microbatches, stages=stages_of(graph, chunks), schedule=row.schedule)
 
 
 def selected(graph: OperatorGraph) -> list[str]:

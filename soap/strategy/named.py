@@ -1,7 +1,7 @@
 """Strategies by name, mixtures included: ``megatron+zero1`` is Megatron with its parameters synchronized as ``zero1`` does.
 
-``classical`` makes the single ones; ``soap.search.pipelining`` makes ``pipeline``, which has to be simulated. Here also stands which mixtures
-save memory, for searches and for ``soap.fits``.
+``classical`` makes the single ones; ``soap.search.pipelining`` makes ``pipeline``, which has to be simulated. Here also stands which
+mixtures save memory, for searches and for ``soap.fits``.
 """
 
 from __future__ import annotations
