@@ -76,8 +76,9 @@ def starting_strategies(
         if name not in found and strategy not in found.values() and are_allowed(strategy.parameters, syncs):
             found[name] = strategy
     if initial is not None:
-        if initial.microbatches > 1:
-            raise StrategyError(f"initial strategy in {initial.microbatches} micro-batches; expected 1: a search does not cut steps yet")
+        if initial.microbatches > 1 or initial.stages:
+            cut = f"{initial.microbatches} micro-batches" if initial.microbatches > 1 else "stages"
+            raise StrategyError(f"initial strategy in {cut}; expected 1 micro-batch, and no stages: a search does not choose them yet")
         initial.validate(graph, topology.device_count)
         found[INITIAL] = initial
     return found

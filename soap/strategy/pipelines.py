@@ -29,4 +29,4 @@ def in_stages(graph: OperatorGraph, strategy: Strategy, groups: Sequence[Sequenc
 
 def usual_in_stages(graph: OperatorGraph, strategy: Strategy, device_count: int) -> Strategy:
     """The strategy with data parallelism inside each stage, on the devices that it uses already."""
-    return in_stages(graph, strategy, [sorted(own) for own in devices_of_stages(graph, strategy)], device_count)
+    return in_stages(graph, strategy, [sorted(own) or [0] for own in devices_of_stages(graph, strategy)], device_count)
