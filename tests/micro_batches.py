@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from soap.model.graph import FactorKind, OperatorGraph
 from soap.model.micro_batches import MicroBatches
+from soap.schedules.named import parse
 from soap.strategy.classical import random_config
-from soap.strategy.config import OpConfig, Strategy
+from soap.strategy.config import OpConfig, Strategy, settled
 from soap.strategy.recomputation import repeatable
 from soap.strategy.stages import chunks_of, stages_of_chunks
 
@@ -54,3 +56,22 @@ def by_hand(graph: OperatorGraph, borders: Sequence[str], devices: Sequence[Sequ
         else:
             operators[op.name] = OpConfig(tuple(len(own) if i == sample else 1 for i in range(len(op.factors))), own)
     return Strategy(operators, stages=named, schedule=schedule)
+
+
+def drawn_pipeline(graph: OperatorGraph, schedule: str, count: int, rng: random.Random, device_count: int) -> Strategy:
+    """Two to four stages with borders, devices and splits inside stages at random, in ``count`` micro-batches by this schedule."""
+    each, cut = parse(schedule).chunks, MicroBatches(graph, count)
+    stages = rng.randint(2, device_count)
+    borders = sorted(rng.sample(range(1, len(graph.operators)), stages * each - 1))
+    named = {graph.operators[place].name: chunk for chunk, place in enumerate(borders, 1)}
+    order = rng.sample(range(device_count), device_count)
+    ends = [0, *sorted(rng.sample(range(1, device_count), stages - 1)), device_count]
+    groups = [order[start:stop] for start, stop in pairwise(ends)]
+    stage_of = stages_of_chunks(stages * each, schedule)
+    operators = {}
+    for position, (op, chunk) in enumerate(zip(graph.operators, chunks_of(graph, named), strict=True)):
+        own = groups[stage_of[chunk]]
+        drawn = (random_config(op, len(own), rng) for _ in range(20))
+        config = next((found for found in drawn if _fits(cut, position, found)), OpConfig((1,) * len(op.factors), (0,)))
+        operators[op.name] = config.placed(config.degrees, tuple(own[device] for device in config.devices), config.replicas)
+    return settled(graph, Strategy(operators, microbatches=count, stages=named, schedule=schedule), device_count)

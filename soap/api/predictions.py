@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,6 +26,7 @@ from soap.search.starts import BASELINE
 from soap.simulator.costs import CostModel, CostSource
 from soap.simulator.simulate import Simulation, Simulator
 from soap.strategy.config import Strategy
+from soap.strategy.pipelines import usual_in_stages
 
 if TYPE_CHECKING:
     from soap.profiles.corrections import Correction
@@ -80,7 +81,7 @@ def predicted_range(simulator: Simulator, strategy: Strategy, tasks: int) -> dic
 
 def explain(simulator: Simulator, strategy: Strategy, simulation: Simulation | None = None) -> list[Line]:
     """Explain a strategy, operator by operator: its cost compared with data parallelism, the effect of setting it back to that, and what
-    limits it.
+    limits it. With micro-batches or stages it is compared with data parallelism in these, inside each stage.
 
     ``simulation``: the strategy's own, if it exists already.
     """
@@ -89,6 +90,8 @@ def explain(simulator: Simulator, strategy: Strategy, simulation: Simulation | N
     if not IncrementalSimulator.begins_at_once():
         announce_compiling()
     baseline = classical(BASELINE, simulator.graph, simulator.topology)
+    if strategy.stages or strategy.microbatches > 1:
+        baseline = usual_in_stages(simulator.graph, replace(strategy, parameters={}), simulator.topology.device_count)
     runs = simulation or simulator.run(strategy), simulator.run(baseline)
     return explain_operators(simulator.graph, *runs, (strategy, baseline), IncrementalSimulator(simulator))
 

@@ -1,8 +1,11 @@
 """From stages and a schedule to one order of passes.
 
-A table lists what each stage does. Its lists become one as soon as each action comes behind those that it waits for; each device follows
-that list for its own tiles, so that every stage keeps its own order. In a chunk with barriers each action does what stands before the first
-of them, and the last micro-batch's the rest, for all micro-batches (``soap.schedules.dependencies``).
+A table lists what each stage does. Its lists become one in the order in which actions would end, if a backward pass took twice as long as a
+forward pass: each comes behind those that it waits for. Each device follows that list for its own tiles, so that every stage keeps its own
+order; and before it begins an action, it is ready for what others send it until the action's end.
+
+In a chunk with barriers each action does what stands before the first of them, and the last micro-batch's the rest, for all micro-batches
+(``soap.schedules.dependencies``).
 """
 
 from __future__ import annotations
@@ -14,9 +17,10 @@ from typing import Literal
 from soap.model.graph import OperatorGraph
 from soap.model.micro_batches import MicroBatches
 from soap.plan.pass_order import PassAction, PassOrder
-from soap.schedules.checking import OFFERED, check
+from soap.schedules.checking import OFFERED
 from soap.schedules.dependencies import Barrier
 from soap.schedules.named import NamedSchedule, parse
+from soap.schedules.play import equal, play
 from soap.schedules.table import Action, Table
 from soap.strategy.config import Strategy
 from soap.strategy.stages import chunks_of, stage_count
@@ -61,14 +65,15 @@ def scheduled(cut: MicroBatches, chunks: Sequence[int], schedule: NamedSchedule)
 def merged(cut: MicroBatches, chunks: Sequence[int], table: Table) -> PassOrder:
     """The lists of a table's stages as one. StrategyError if the table cannot be executed, or contradicts a barrier of the graph."""
     barriers = [Barrier(chunks[cut.graph.index[name]], name) for name in cut.barriers]
-    known = check(table, barriers)
+    played = play(table, equal(table.chunk_count, forward_ns=1, input_ns=1, weight_ns=1), barriers)
     parts = sorted({*zip(chunks, cut.phases_within(chunks), strict=True)})  # what the actions of a chunk do one after the other
     numbers = {part: number for number, part in enumerate(parts)}
     own = tuple(numbers[part] for part in zip(chunks, cut.phases_within(chunks), strict=True))
     of_chunk: dict[int, list[tuple[int, int]]] = {}
     for number, (chunk, phase) in enumerate(parts):
         of_chunk.setdefault(chunk, []).append((phase, number))
-    actions = (known.actions[node] for node in known.order() if node < len(known.actions))
+    ends = sorted((end, stage, place) for stage, own_ends in enumerate(played.ends_ns) for place, end in enumerate(own_ends))
+    actions = (table.stages[stage][place] for _, stage, place in ends)
     return PassOrder(cut, own, tuple(done for action in actions for done in _done(action, of_chunk.get(action.chunk, ()), cut.count)))
 
 

@@ -98,8 +98,8 @@ def pipeline_start(
 
 
 def is_cut(strategy: Strategy) -> bool:
-    """Whether a strategy has micro-batches."""
-    return strategy.microbatches > 1
+    """Whether a strategy has micro-batches or stages."""
+    return strategy.microbatches > 1 or bool(strategy.stages)
 
 
 def require_inside(strategy: Strategy, inside: Strategy) -> Strategy:

@@ -131,8 +131,7 @@ def pipelined(strategy: Strategy, optimizer: Callable[[list[torch.Tensor]], torc
         return check(trainer, lambda step: model.example_inputs, optimizer, 2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [2, 4, 7])
+@pytest.mark.parametrize("count", often([2, 4, 7], [4], pytest.mark.slow))
 def test_pipelines_by_hand(four: Pool, count: int) -> None:
     """Three stages, the second on two devices, with tensor splits, states in parts, and operators that run twice; 1F1B."""
     graph = traced("zoo:gpt:tiny", "float64").graph
