@@ -37,25 +37,28 @@ from typing import Any, cast
 from tqdm import tqdm
 
 from soap.cluster.topology import Topology
+from soap.errors import StrategyError
 from soap.model.graph import OperatorGraph
 from soap.search.able import Able
 from soap.search.allowance import Allowance, chain_budgets
-from soap.search.constraints import brought_inside, pairs_of, parse
+from soap.search.allowed_space import allowed_space, allowed_syncs
+from soap.search.constraints import brought_inside, out_of_stage
 from soap.search.descent import adopt, propose_descent
 from soap.search.infeasible import infeasible
-from soap.search.lossy import lossy_starts, lossy_ways, may_be_ragged, with_lossy
+from soap.search.lossy import lossy_starts, lossy_ways
 from soap.search.metropolis import ChainState, Evaluator, step
 from soap.search.offloading import offloading_starts, with_offloading
 from soap.search.options import SearchOptions
 from soap.search.pipeline_moves import pipeline_moves
-from soap.search.pipelining import is_cut, is_legal, pipeline_start, require_inside, space_of
+from soap.search.pipelining import is_cut, is_legal, keeps_stages, pipeline_start, require_inside, space_of
 from soap.search.polish import MAX_POLISHED, polish_best
 from soap.search.proposals import Kernel, Proposal
 from soap.search.recomputing import recomputing_starts, with_recomputation
 from soap.search.record import Recorder, SearchResult
-from soap.search.space import Space, build_space
+from soap.search.space import Space
 from soap.search.starts import (
     BASELINE,
+    INITIAL,
     Start,
     best_starts,
     check_start,
@@ -64,11 +67,10 @@ from soap.search.starts import (
     reference_strategies,
     starting_strategies,
 )
-from soap.search.uncut import with_uncut
 from soap.simulator.simulate import is_played
-from soap.strategy.config import Strategy, SyncConfig
+from soap.strategy.config import Strategy
 from soap.strategy.named import PIPELINE, SAVING_STARTS, named
-from soap.strategy.sync import in_one_partition, sync_choices
+from soap.strategy.sync import in_one_partition
 
 PROPOSALS_PER_CHAIN, MAX_CHAINS = 500, 3
 TEMPERED_PROPOSALS, MAX_TEMPERED = 4000, 4
@@ -113,9 +115,10 @@ def search(
     def inside(strategy: Strategy) -> Strategy:
         return require_inside(strategy, in_one_partition(brought_inside(space, strategy), options.uncut))
 
-    baseline, strategies = strategies[BASELINE], {name: inside(strategy) for name, strategy in strategies.items()}
-    lossy = lossy_starts(graph, strategies[BASELINE], options.compressions, lossy_ways(topology))
-    strategies |= {name: inside(own) for name, own in lossy.items()}
+    baseline = strategies[BASELINE]
+    strategies = {name: inside(own) for name, own in strategies.items() if name == INITIAL or keeps_stages(space, own)}
+    lossy = lossy_starts(graph, strategies.get(BASELINE, baseline), options.compressions, lossy_ways(topology))
+    strategies |= {name: inside(own) for name, own in lossy.items() if keeps_stages(space, own)}
     recorder, interrupted = Recorder(improved=improved), False
 
     def evaluate(name: str, strategy: Strategy) -> None:
@@ -126,16 +129,18 @@ def search(
     bar: tqdm[Any] = tqdm(total=options.budget, unit="proposal", disable=None if progress else True)
     with bar:
         try:
-            if strategies[BASELINE] is not baseline:
+            if strategies.get(BASELINE) is not baseline:
                 recorder.baseline_ns = evaluator.makespan_ns(baseline)
             for name, strategy in tuple(strategies.items()):
                 evaluate(name, strategy)
             for name, make in further_starts.items():
-                evaluate(name, inside(make()))
+                if keeps_stages(space, own := make()):
+                    evaluate(name, inside(own))
             if (more := recomputing_starts(space, topology, evaluator, recorder.starts, wanted=options.recompute)) is not None:
                 space, recorder.budgeted = with_recomputation(space), more[1]
                 for name, strategy in more[0].items():
-                    evaluate(name, inside(strategy))
+                    if keeps_stages(space, strategy):
+                        evaluate(name, inside(strategy))
             for name, strategy in offloading_starts(graph, topology, recorder.starts, options).items():
                 space = with_offloading(space)
                 evaluate(name, inside(strategy))
@@ -144,7 +149,9 @@ def search(
             references = reference_strategies(graph, topology, (own for own in strategies.values() if not is_cut(own)))
             if pipeline is not None:
                 evaluate(PIPELINE, pipeline)
-            space = replace(space, references=different(inside(reference) for reference in references))
+            if not recorder.starts:
+                raise StrategyError(out_of_stage(space, baseline) or "no start")
+            space = replace(space, references=different(inside(own) for own in references if keeps_stages(space, own)))
             _Run(space, topology, evaluator, recorder, options, bar, deadline, stopped).everything()
             if (around := space_of(space, recorder.best)) is not None:
                 polish_best(recorder, around, evaluator, polish_up_to)
@@ -172,9 +179,9 @@ def _space_and_usual(
     graph: OperatorGraph, topology: Topology, evaluator: Evaluator, options: SearchOptions, stopped: Callable[[], bool]
 ) -> tuple[Space, Start]:
     """The space of allowed strategies, and data parallelism, evaluated; if that does not fit, the space has what saves memory."""
-    space = _allowed_space(graph, topology, options)
+    space = allowed_space(graph, topology, options)
     usual = _usual(graph, topology, evaluator, stopped)
-    return space if usual.fits else replace(space, syncs=_allowed_syncs(graph, topology, options, saving=True)), usual
+    return space if usual.fits else replace(space, syncs=allowed_syncs(graph, topology, options, saving=True)), usual
 
 
 def _start_names(options: SearchOptions, further_starts: Collection[str]) -> list[str] | None:
@@ -193,22 +200,6 @@ def _usual(graph: OperatorGraph, topology: Topology, evaluator: Evaluator, stopp
         if not stopped():  # see ``search``
             raise
         raise KeyboardInterrupt from error
-
-
-def _allowed_space(graph: OperatorGraph, topology: Topology, options: SearchOptions) -> Space:
-    """The space of allowed configurations, without reference strategies."""
-    pins, forbidden = pairs_of(options.pins), pairs_of(options.forbidden)
-    allowed = parse(graph, topology.device_count, pins, forbidden)
-    allowed = with_uncut(graph, topology, allowed, options.uncut, options.together)
-    return build_space(graph, topology.device_count, allowed=allowed, syncs=_allowed_syncs(graph, topology, options))
-
-
-def _allowed_syncs(
-    graph: OperatorGraph, topology: Topology, options: SearchOptions, *, saving: bool = False
-) -> Mapping[str, tuple[SyncConfig, ...]]:
-    """By parameter, how it may be synchronized. ``saving``: see ``sync.sync_choices``."""
-    exact, withins = sync_choices(graph, topology, options.syncs, options.uncut, saving=saving), lossy_ways(topology)
-    return with_lossy(graph, exact, options.compressions, withins, ragged=may_be_ragged(topology))
 
 
 def _heed(stopped: Callable[[], bool]) -> None:
@@ -273,6 +264,8 @@ class _Run:
         most, each = (MAX_CHAINS, PROPOSALS_PER_CHAIN) if able is None else (MAX_TEMPERED, TEMPERED_PROPOSALS)
         wanted = min(most, max(1, budget // each))
         chosen = best_starts(starts, wanted if any(start.fits for start in starts) else 1)
+        if not chosen:
+            return
         evaluated = [start.strategy for start in self.recorder.starts]
         openings = [reference for reference in self.space.references if reference not in evaluated]
         lows: list[tuple[Start, int]] = []

@@ -20,9 +20,10 @@ from soap.schedules.in_flight import in_flight, peaks
 from soap.schedules.named import NamedSchedule
 from soap.schedules.play import Durations, play
 from soap.schedules.table import Table
+from soap.search.constraints import Allowed
 from soap.search.stage_costs import StageCosts, StagePrices
 from soap.search.stage_groups import StageGroups, stage_groups
-from soap.search.stages import Partition, partition
+from soap.search.stages import Integers, Partition, partition
 from soap.simulator.costs import CostModel
 from soap.strategy.grids import tensor_parallel_width
 from soap.strategy.stages import WHOLE_PASSES
@@ -60,8 +61,11 @@ class Pipeline:
         return (self.lacking_bytes, self.expected_ns)
 
 
-def pipelines(graph: OperatorGraph, topology: Topology, costs: CostModel, optimizer_states: int) -> list[Pipeline]:
-    """The best pipeline of every shape, the most promising first; none on one device, or without samples."""
+def pipelines(
+    graph: OperatorGraph, topology: Topology, costs: CostModel, optimizer_states: int, allowed: Sequence[Allowed | None] = ()
+) -> list[Pipeline]:
+    """The best pipeline of every shape, the most promising first; none on one device, or without samples. ``allowed``: by operator, what
+    the user leaves to it, of which only stages count here."""
     samples = MicroBatches(graph, 1).samples
     if topology.device_count == 1 or samples is None:
         return []
@@ -71,7 +75,7 @@ def pipelines(graph: OperatorGraph, topology: Topology, costs: CostModel, optimi
         widths = [len(group) for group in groups.devices]
         for tensor in _tensor_widths(prices, topology, widths):
             for count in _microbatches(samples, max(widths) // tensor, len(widths)):
-                shape = _Shape(groups, tensor, MicroBatches(graph, count))
+                shape = _Shape(groups, tensor, MicroBatches(graph, count), allowed)
                 found += _scheduled(shape, prices.costs(groups, tensor, shape.cut))
     return sorted(found, key=lambda own: own.score)
 
@@ -97,6 +101,14 @@ class _Shape:
     groups: StageGroups
     tensor: int
     cut: MicroBatches
+    allowed: Sequence[Allowed | None]
+
+    def banned(self, firsts: Sequence[int]) -> Integers | None:
+        """[stages, layers]: where a layer has an operator that may not be in a stage; None if all may be anywhere."""
+        if not any(own is not None and (own.stage is not None or own.other_stages) for own in self.allowed):
+            return None
+        own = [[one is not None and not one.allows_stage(stage) for one in self.allowed] for stage in range(len(self.groups.devices))]
+        return np.add.reduceat(np.array(own, np.int64), list(firsts), axis=1)
 
 
 def _scheduled(shape: _Shape, costs: StageCosts) -> Iterator[Pipeline]:
@@ -111,27 +123,29 @@ def _scheduled(shape: _Shape, costs: StageCosts) -> Iterator[Pipeline]:
                 table = named.table(len(groups.devices), shape.cut.count)
             except ScheduleError:  # too many actions
                 continue
-            cut = cut_into_stages(costs, groups, table, chunks)
+            cut = cut_into_stages(costs, groups, table, chunks, shape.banned(costs.firsts))
             if cut is not None:
                 yield _judged(shape, costs, named, table, cut)
 
 
-def cut_into_stages(costs: StageCosts, groups: StageGroups, table: Table, chunks: int) -> Partition | None:
-    """The layers as chunks of a table's stages, round by round; what fits into memory, if anything does. None if there are too few layers.
+def cut_into_stages(
+    costs: StageCosts, groups: StageGroups, table: Table, chunks: int, banned: Integers | None = None
+) -> Partition | None:
+    """The layers as chunks of a table's stages, round by round; what fits into memory, if anything does. None if there are too few layers,
+    or no stages that they may be in.
 
     With several rounds the groups take the order that suits one round best."""
     flights = in_flight(table)
     for chain in (costs.chain, replace(costs.chain, limit_bytes=np.full_like(costs.chain.limit_bytes, 2**60))):
-        kinds, once = groups.kinds, None
-        if groups.any_order or chunks == 1:
-            once = partition(chain, kinds, [-(-own // chunks) * (chunks > 1) or own for own in flights], any_order=groups.any_order)
-            if chunks == 1 or once is None:
-                if once is not None:
-                    return once
-                continue
-            kinds = once.kinds
-        share = replace(chain, limit_bytes=chain.limit_bytes // chunks)
-        found = partition(share, kinds * chunks, [-(-own // chunks) for own in flights] * chunks)
+        found, kinds = None, groups.kinds
+        if chunks == 1 or groups.any_order:
+            each = [-(-own // chunks) for own in flights]
+            found = partition(chain, kinds, each, any_order=groups.any_order, banned=banned if chunks == 1 else None)
+            kinds = kinds if found is None else found.kinds
+        if chunks > 1:
+            share = replace(chain, limit_bytes=chain.limit_bytes // chunks)
+            rounds = None if banned is None else np.tile(banned, (chunks, 1))
+            found = partition(share, kinds * chunks, [-(-own // chunks) for own in flights] * chunks, banned=rounds)
         if found is not None:
             return found
     return None

@@ -18,7 +18,7 @@ from soap.model.graph import OperatorGraph
 from soap.model.micro_batches import MicroBatches
 from soap.plan.scheduling import Orders
 from soap.search.able import Able
-from soap.search.constraints import Allowed, brought_inside
+from soap.search.constraints import Allowed, brought_inside, out_of_stage
 from soap.search.metropolis import Evaluator
 from soap.search.pipelines import Pipeline, pipelines
 from soap.search.space import Space, build_space
@@ -48,9 +48,9 @@ def is_legal(space: Space, topology: Topology, strategy: Strategy) -> bool:
     try:
         strategy.validate(space.graph, topology.device_count)
         Orders(space.graph).order(strategy)
+        return brought_inside(space, strategy) is strategy
     except SoapError:
         return False
-    return brought_inside(space, strategy) is strategy
 
 
 def best_pipeline(
@@ -65,7 +65,7 @@ def best_pipeline(
     """The best of the pipelines that are simulated and that the space allows; None if there is none, or if rough costs expect the best one
     that fits to take longer than ``at_most_ns``."""
     graph = space.graph
-    found = pipelines(graph, topology, costs, optimizer_states)
+    found = pipelines(graph, topology, costs, optimizer_states, space.allowed)
     if at_most_ns is not None and (not found or found[0].lacking_bytes or found[0].expected_ns > at_most_ns):
         return None
     legal = (own for own in (pipelined(graph, topology, one) for one in found) if is_legal(space, topology, own))
@@ -95,6 +95,11 @@ def pipeline_start(
     at_most_ns = None if wanted or not fitting else PROMISING * min(fitting)
     found = best_pipeline(space, topology, evaluator, able.engine_costs, able.optimizer_states, at_most_ns=at_most_ns)
     return None if found is None else found.strategy
+
+
+def keeps_stages(space: Space, strategy: Strategy) -> bool:
+    """Whether no operator is in a stage that the user's constraints rule out."""
+    return out_of_stage(space, strategy) is None
 
 
 def is_cut(strategy: Strategy) -> bool:
