@@ -3,11 +3,29 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
+from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
+from soap.schedules.named import parse
+from soap.strategy.config import Strategy
+from soap.strategy.grids import device_order
+from soap.strategy.megatron import staged
+from soap.strategy.stages import stages_of
 
 LAYER = re.compile(r"\b(?:blocks|layers|h|layer)\.(\d+)\b")
 """A layer's number in an operator's name."""
+
+
+def by_layers(graph: OperatorGraph, topology: Topology, *, stages: int, microbatches: int, schedule: str, tensor: int = 1) -> Strategy:
+    """A pipeline as Megatron-LM has it: stages of neighbouring devices, in each of which groups of ``tensor`` split matrices and divide the
+    samples."""
+    order, width, named = device_order(topology), topology.device_count // stages, parse(schedule)
+    chunks = layer_chunks(graph, stages * named.chunks)
+    placement = named.table(stages, microbatches).placement
+    groups = [order[stage * width : (stage + 1) * width] for stage in range(stages)]
+    strategy = staged(graph, topology, [placement[chunk] for chunk in chunks], groups, tensor=tensor)
+    return replace(strategy, microbatches=microbatches, stages=stages_of(graph, chunks), schedule=schedule)
 
 
 def layer_chunks(graph: OperatorGraph, count: int) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -14,15 +14,13 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from benchmarks.contenders import Contest, Step, batch_of, soap_step
-from benchmarks.layers import first_layers, layer_chunks
+from benchmarks.layers import by_layers, first_layers
 from benchmarks.models import Llama
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.runtime.comm.world import choose_device, close_world, open_world, world_size
 from soap.schedules.named import parse
 from soap.strategy.config import Strategy
-from soap.strategy.megatron import staged
-from soap.strategy.stages import stages_of
 from soap.zoo.blocks import token_loss
 from soap.zoo.gpt import GPT
 
@@ -50,11 +48,7 @@ class PipelineContest(Contest):
 
     def strategy(self, graph: OperatorGraph, topology: Topology) -> Strategy:
         """A stage on each device."""
-        stages, named = topology.device_count, parse(self.ours)
-        chunks = layer_chunks(graph, stages * named.chunks)
-        placement = named.table(stages, self.microbatches).placement
-        strategy = staged(graph, topology, [placement[chunk] for chunk in chunks], [(device,) for device in range(stages)])
-        return replace(strategy, microbatches=self.microbatches, stages=stages_of(graph, chunks), schedule=self.ours)
+        return by_layers(graph, topology, stages=topology.device_count, microbatches=self.microbatches, schedule=self.ours)
 
     def step(self, ours: bool) -> Step:
         """The training iteration of a side, made ready."""

@@ -22,7 +22,7 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import date
 from functools import partial
 from multiprocessing import get_context
@@ -32,7 +32,7 @@ from typing import Any
 import torch
 import yaml
 
-from benchmarks.layers import layer_chunks
+from benchmarks.layers import by_layers
 from benchmarks.pages import give
 from benchmarks.published_models import graph_of
 from benchmarks.published_table import Outcome, page
@@ -44,14 +44,11 @@ from soap.errors import SoapError
 from soap.files import write_text_atomically
 from soap.model.graph import OperatorGraph
 from soap.profiles.efficiency import ATTENTION
-from soap.schedules.named import parse as parse_schedule
 from soap.strategy.classical import NAMED, data_parallel, hybrid, single_device
 from soap.strategy.config import Strategy
-from soap.strategy.grids import device_order, uniform_config
-from soap.strategy.megatron import staged
+from soap.strategy.grids import uniform_config
 from soap.strategy.named import ADDED, JOIN, named
 from soap.strategy.recomputation import recomputed, refusal
-from soap.strategy.stages import stages_of
 
 DATA = Path(__file__).with_name("published.json")
 
@@ -213,24 +210,13 @@ def strategy_of(row: Row, graph: OperatorGraph, topology: Topology) -> Strategy:
     if base == "tensor":
         strategy = hybrid(graph, topology, tensor=row.tensor)
     elif base == "pipeline":
-        strategy = by_layers(row, graph, topology)
+        shape = {"stages": row.pipeline, "microbatches": row.microbatches, "tensor": row.tensor}
+        strategy = by_layers(graph, topology, schedule=row.schedule, **shape)
     else:
         strategy = BASES[base](graph, topology) if base in BASES else named(base, graph, topology)
     for name in added:
         strategy = recomputed(graph, strategy, selected(graph)) if name == SELECTIVE else ADDED[name](graph, topology, strategy)
     return strategy
-
-
-def by_layers(row: Row, graph: OperatorGraph, topology: Topology) -> Strategy:
-    """A pipeline as Megatron-LM has it: stages of as many layers, on neighbouring devices; in each, groups for tensor parallelism that
-    divide the samples."""
-    order, named = device_order(topology), parse_schedule(row.schedule)
-    width = topology.device_count // row.pipeline
-    chunks = layer_chunks(graph, row.pipeline * named.chunks)
-    placement = named.table(row.pipeline, row.microbatches).placement
-    stages = [order[stage * width : (stage + 1) * width] for stage in range(row.pipeline)]
-    strategy = staged(graph, topology, [placement[chunk] for chunk in chunks], stages, tensor=row.tensor)
-    return replace(strategy, microbatches=row.microbatches, stages=stages_of(graph, chunks), schedule=row.schedule)
 
 
 def selected(graph: OperatorGraph) -> list[str]:
