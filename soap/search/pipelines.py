@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 import numpy as np
 
@@ -62,10 +63,17 @@ class Pipeline:
 
 
 def pipelines(
-    graph: OperatorGraph, topology: Topology, costs: CostModel, optimizer_states: int, allowed: Sequence[Allowed | None] = ()
+    graph: OperatorGraph,
+    topology: Topology,
+    costs: CostModel,
+    optimizer_states: int,
+    *,
+    allowed: Sequence[Allowed | None] = (),
+    at_most_ns: float = inf,
 ) -> list[Pipeline]:
     """The best pipeline of every shape, the most promising first; none on one device, or without samples. ``allowed``: by operator, what
-    the user leaves to it, of which only stages count here."""
+    the user leaves to it, of which only stages count here. ``at_most_ns``: without shapes that would take longer if all devices had an
+    equal share of the work."""
     samples = MicroBatches(graph, 1).samples
     if topology.device_count == 1 or samples is None:
         return []
@@ -76,8 +84,17 @@ def pipelines(
         for tensor in _tensor_widths(prices, topology, widths):
             for count in _microbatches(samples, max(widths) // tensor, len(widths)):
                 shape = _Shape(groups, tensor, MicroBatches(graph, count), allowed)
-                found += _scheduled(shape, prices.costs(groups, tensor, shape.cut))
+                own = prices.costs(groups, tensor, shape.cut)
+                if _equal_shares_ns(own, groups, count) <= at_most_ns:
+                    found += _scheduled(shape, own)
     return sorted(found, key=lambda own: own.score)
+
+
+def _equal_shares_ns(costs: StageCosts, groups: StageGroups, count: int) -> float:
+    """A step in which all stages end together, and that the pipeline fills as quickly as its schedules can."""
+    whole_ns = (costs.forward_ns + costs.backward_ns).sum(axis=1)
+    shares_ns = 1 / sum(1 / max(1, int(whole_ns[kind])) for kind in groups.kinds)
+    return shares_ns * (1 + (len(groups.kinds) - 1) / (count * max(CHUNKS)))
 
 
 def _tensor_widths(prices: StagePrices, topology: Topology, widths: Sequence[int]) -> list[int]:

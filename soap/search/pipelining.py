@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
+from math import inf
 from typing import cast
 
 from soap.cluster.topology import Topology
 from soap.errors import SoapError, StrategyError
 from soap.model.graph import OperatorGraph
 from soap.model.micro_batches import MicroBatches
-from soap.plan.scheduling import Orders
 from soap.search.able import Able
 from soap.search.constraints import Allowed, brought_inside, out_of_stage
 from soap.search.metropolis import Evaluator
@@ -47,7 +47,7 @@ def is_legal(space: Space, topology: Topology, strategy: Strategy) -> bool:
     """Whether a strategy's stages, micro-batches and schedule suit the graph, and the space allows it."""
     try:
         strategy.validate(space.graph, topology.device_count)
-        Orders(space.graph).order(strategy)
+        space.orders.order(strategy)
         return brought_inside(space, strategy) is strategy
     except SoapError:
         return False
@@ -65,7 +65,7 @@ def best_pipeline(
     """The best of the pipelines that are simulated and that the space allows; None if there is none, or if rough costs expect the best one
     that fits to take longer than ``at_most_ns``."""
     graph = space.graph
-    found = pipelines(graph, topology, costs, optimizer_states, space.allowed)
+    found = pipelines(graph, topology, costs, optimizer_states, allowed=space.allowed, at_most_ns=inf if at_most_ns is None else at_most_ns)
     if at_most_ns is not None and (not found or found[0].lacking_bytes or found[0].expected_ns > at_most_ns):
         return None
     legal = (own for own in (pipelined(graph, topology, one) for one in found) if is_legal(space, topology, own))

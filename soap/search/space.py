@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 
 from soap.model.graph import Operator, OperatorGraph
 from soap.model.micro_batches import MicroBatches
+from soap.plan.scheduling import Orders
 from soap.search.alignment import Edge, edges_of
 from soap.search.groups import repeated_groups
 from soap.strategy.config import OpConfig, Strategy, SyncConfig, settled_config
@@ -273,6 +274,11 @@ class Space:
             return False
         allowed = self.allowed[position] if self.allowed else None
         return allowed is None or allowed.allows(config)
+
+    @cached_property
+    def orders(self) -> Orders:
+        """The orders of passes of its strategies."""
+        return Orders(self.graph)
 
     @cached_property
     def movable(self) -> tuple[int, ...]:

@@ -136,7 +136,8 @@ class _Problem:
 
     def _next(self, reached: Sequence[_Reached], stage: int, combine: Combine, at_most_ns: int) -> list[_Reached]:
         found: dict[tuple[tuple[int, ...], int], _Reached] = {}
-        parts = {kind: self._part_ns(kind, stage, at_most_ns) for kind in set(self.groups)}
+        kinds = set(self.groups) if self.any_order else {self.groups[stage]}
+        parts = {kind: self._part_ns(kind, stage, at_most_ns) for kind in kinds}
         for i, before in enumerate(reached):
             for kind in self._next_kinds(before.used):
                 so_far = combine(before.least_ns, self._message_ns(before.kind, kind, at_most_ns))
