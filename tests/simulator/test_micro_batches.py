@@ -13,6 +13,7 @@ from soap.errors import StrategyError
 from soap.model.graph import OperatorGraph
 from soap.plan.planning import build_plan
 from soap.plan.tiling import Tile
+from soap.schedules.named import parse
 from soap.simulator.engine import Engine
 from soap.simulator.lowering import lower
 from soap.simulator.memory.residency import memory_over_time
@@ -142,20 +143,20 @@ def test_gradients_are_summed_once_behind_the_last_micro_batch() -> None:
 
 @pytest.mark.parametrize("schedule", ["accumulation", "gpipe", "1f1b", "interleaved:2"])
 def test_the_compiled_simulator_follows_any_schedule(schedule: str) -> None:
-    strategy = pipeline(schedule, stages=2)
-    tasks = lower(build_plan(GRAPH, strategy, PIPELINE), PIPELINE, Even())
+    topology, stages = cluster([STAGES + 1], CPU, 1e15, 0.0), STAGES // parse(schedule).chunks
+    strategy = pipeline(schedule, stages=stages)
+    tasks = lower(build_plan(GRAPH, strategy, topology), topology, Even())
     expected = simulate(tasks)
-    engine = Engine(GRAPH, PIPELINE, Even())
+    engine = Engine(GRAPH, topology, Even())
     engine.load(pipeline("gpipe:2", 3, stages=2))  # of which nothing is left
     engine.load(strategy)
     assert engine.simulate() == expected.makespan_ns
     ends = sorted(zip((task.duration_ns for task in tasks.tasks), expected.start_ns.tolist(), expected.end_ns.tolist(), strict=True))
     played: Mapping[tuple[int, int], Played] = compiled_tasks(engine)
     assert sorted((own[0], own[1], own[3]) for own in played.values()) == ends
-    home = strategy.operators["layer.1"].devices[0]
-    moved = strategy.operators["layer.1"].placed((2, 1, 1, 1), (home, 2))
-    assert engine.propose("layer.1", moved) == simulated(strategy.with_operator("layer.1", moved)).makespan_ns
+    wider = strategy.operators["layer.1"].placed((2, 1, 1, 1), (1, STAGES))
+    assert engine.propose("layer.1", wider) == simulated(strategy.with_operator("layer.1", wider), topology).makespan_ns
     engine.reject()
     assert engine.simulate() == expected.makespan_ns
-    with pytest.raises(StrategyError, match=r"operator 'layer.1' of stage \d runs on device \d, as 'layer.0' of stage 0 does"):
-        engine.propose("layer.1", moved.placed((2, 1, 1, 1), (1 - home, 1 - home)))
+    with pytest.raises(StrategyError, match=r"operator 'layer.1' of stage 1 runs on device 0, as 'layer.0' of stage 0 does"):
+        engine.propose("layer.1", wider.placed((2, 1, 1, 1), (1, 0)))
