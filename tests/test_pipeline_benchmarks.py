@@ -13,6 +13,7 @@ from benchmarks.pipeline_contenders import SCHEDULES, PipelineContest, last_curv
 from benchmarks.published import strategy_of
 from benchmarks.published_models import graph_of
 from soap.measure.memory import peak_memory
+from soap.model.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
 from soap.runtime.comm.launch import launch
 from soap.simulator.simulate import Simulator
@@ -20,28 +21,33 @@ from soap.strategy.stages import chunks_of, devices_of_stages
 from tests.strategies import cluster
 from tests.test_published import TINY, made
 
-GRAPH = graph_of({**TINY, "layers": 4}, 8)
+
+@pytest.fixture(scope="module")
+def graph() -> OperatorGraph:
+    """A small GPT of four layers, for 8 samples."""
+    return graph_of({**TINY, "layers": 4}, 8)
 
 
-def test_chunks_begin_with_layers() -> None:
-    chunks = layer_chunks(GRAPH, 2)
-    first = next(op.name for op, chunk in zip(GRAPH.operators, chunks, strict=True) if chunk == 1)
+def test_chunks_begin_with_layers(graph: OperatorGraph) -> None:
+    chunks = layer_chunks(graph, 2)
+    first = next(op.name for op, chunk in zip(graph.operators, chunks, strict=True) if chunk == 1)
     assert first.startswith("blocks.2.") and chunks == sorted(chunks) and chunks[-1] == 1
-    assert {*layer_chunks(GRAPH, 4)} == {0, 1, 2, 3}
+    assert {*layer_chunks(graph, 4)} == {0, 1, 2, 3}
 
 
-def test_a_published_pipeline_has_neighbours_in_its_stages() -> None:
+def test_a_published_pipeline_has_neighbours_in_its_stages(graph: OperatorGraph) -> None:
     """Tensor parallelism by two, and two stages: all four devices of a stage's host."""
     row, topology = made(strategy="pipeline+recompute", tensor=2, pipeline=2, microbatches=2, batch=8), cluster([4, 4])
-    strategy = strategy_of(row, GRAPH, topology)
-    assert devices_of_stages(GRAPH, strategy) == (frozenset(range(4)), frozenset(range(4, 8)))
+    strategy = strategy_of(row, graph, topology)
+    assert devices_of_stages(graph, strategy) == (frozenset(range(4)), frozenset(range(4, 8)))
     assert (strategy.microbatches, strategy.schedule) == (2, "1f1b") and any(own.recompute for own in strategy.operators.values())
-    assert Simulator(GRAPH, topology, RooflineCosts(topology)).run(strategy).makespan_ns > 0
+    assert Simulator(graph, topology, RooflineCosts(topology)).run(strategy).makespan_ns > 0
 
 
-def test_interleaved_chunks_go_round() -> None:
-    strategy = by_layers(GRAPH, cluster([1, 1]), stages=2, microbatches=4, schedule="interleaved:2")
-    own = {chunk: {*strategy.operators[op.name].devices} for op, chunk in zip(GRAPH.operators, chunks_of(GRAPH, strategy.stages), strict=True)}
+def test_interleaved_chunks_go_round(graph: OperatorGraph) -> None:
+    strategy = by_layers(graph, cluster([1, 1]), stages=2, microbatches=4, schedule="interleaved:2")
+    chunks = chunks_of(graph, strategy.stages)
+    own = {chunk: {*strategy.operators[op.name].devices} for op, chunk in zip(graph.operators, chunks, strict=True)}
     assert own == {0: {0}, 1: {1}, 2: {0}, 3: {1}}
 
 
