@@ -24,7 +24,7 @@ def by_layers(graph: OperatorGraph, topology: Topology, *, stages: int, microbat
     chunks = layer_chunks(graph, stages * named.chunks)
     placement = named.table(stages, microbatches).placement
     groups = [order[stage * width : (stage + 1) * width] for stage in range(stages)]
-    strategy = staged(graph, topology, [placement[chunk] for chunk in chunks], groups, tensor=tensor)
+    strategy = staged(graph, topology, [placement[chunk] for chunk in chunks], groups, tensor=tensor, microbatches=microbatches)
     return replace(strategy, microbatches=microbatches, stages=stages_of(graph, chunks), schedule=schedule)
 
 

@@ -78,7 +78,7 @@ def pipelines(
     if topology.device_count == 1 or samples is None:
         return []
     prices = StagePrices(graph, topology, costs, optimizer_states)
-    found = []
+    found: list[Pipeline] = []
     for groups in stage_groups(topology, min(MOST_STAGES, len(graph.operators))):
         widths = [len(group) for group in groups.devices]
         for tensor in _tensor_widths(prices, topology, widths):

@@ -38,9 +38,10 @@ PROMISING = 0.95
 
 def pipelined(graph: OperatorGraph, topology: Topology, pipeline: Pipeline) -> Strategy:
     """The strategy of a pipeline."""
-    strategy = staged(graph, topology, pipeline.blocks, pipeline.stages, tensor=pipeline.tensor)
+    count = pipeline.microbatches
+    strategy = staged(graph, topology, pipeline.blocks, pipeline.stages, tensor=pipeline.tensor, microbatches=count)
     stages = stages_of(graph, pipeline.chunks)
-    return replace(strategy, microbatches=pipeline.microbatches, stages=stages, schedule=str(pipeline.schedule))
+    return replace(strategy, microbatches=count, stages=stages, schedule=str(pipeline.schedule))
 
 
 def is_legal(space: Space, topology: Topology, strategy: Strategy) -> bool:

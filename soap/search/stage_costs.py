@@ -109,7 +109,7 @@ class StagePrices:
             size = volume(tuple((0, n) for n in self._graph.tensors[tensor].shape)) * self._graph.tensors[tensor].itemsize
             changes[first] += size
             changes[last + 1] -= size
-        return np.cumsum(changes).tolist()
+        return [int(size) for size in np.cumsum(changes)]
 
     def _crossing(self) -> list[tuple[str, int, int]]:
         """(activation, first and last operator before which a border would cut it from a reader)."""

@@ -52,7 +52,7 @@ def stage_groups(topology: Topology, most: int) -> Iterator[StageGroups]:
         if count % stages == 0:
             width = count // stages
             yield _grouped(topology, [order[i * width : (i + 1) * width] for i in range(stages)])
-    hosts: dict[str, list[int]] = {}
+    hosts: dict[int, list[int]] = {}
     for device in order:
         hosts.setdefault(topology.devices[device].host, []).append(device)
     if len({len(own) for own in hosts.values()}) > 1 and len(hosts) <= most:

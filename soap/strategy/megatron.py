@@ -12,6 +12,7 @@ from math import prod
 from soap.cluster.topology import Topology
 from soap.errors import StrategyError
 from soap.model.graph import OperatorGraph
+from soap.model.micro_batches import MicroBatches
 from soap.strategy.config import OpConfig, Strategy, settled
 from soap.strategy.grids import device_order, fill, grouped, sample_factor, tensor_parallel_width
 from soap.strategy.sequences import SequenceSplits
@@ -69,11 +70,21 @@ def copied_stages(topology: Topology, *, tensor: int, pipeline: int) -> list[tup
 
 
 def staged(
-    graph: OperatorGraph, topology: Topology, blocks: Sequence[int], stages: Sequence[Sequence[int]], *, tensor: int = 1
+    graph: OperatorGraph,
+    topology: Topology,
+    blocks: Sequence[int],
+    stages: Sequence[Sequence[int]],
+    *,
+    tensor: int = 1,
+    microbatches: int = 1,
 ) -> Strategy:
     """``megatron`` in groups of ``tensor`` devices with each operator on the devices of its stage. ``blocks``: by operator, its stage; a
-    chain of tensor parallelism is in one of them. ``stages``: the devices of each, a multiple of ``tensor``."""
-    return _Placement(graph, [tuple(stages[block]) for block in blocks], topology.device_count).place(tensor)
+    chain of tensor parallelism is in one of them. ``stages``: the devices of each, a multiple of ``tensor``. ``microbatches``: what the
+    strategy will have; operators whose samples are too few for all devices of a stage are repeated on several."""
+    placement = _Placement(graph, [tuple(stages[block]) for block in blocks], topology.device_count)
+    if microbatches > 1:
+        placement.repeat_few(MicroBatches(graph, microbatches))
+    return placement.place(tensor)
 
 
 def _everywhere(graph: OperatorGraph, topology: Topology, *, scatters: bool = False) -> _Placement:
@@ -88,7 +99,17 @@ class _Placement:
         self._graph, self._orders, self._device_count, self._scatters = graph, orders, device_count, scatters
         self._chains = find_chains(graph)
         self._chosen: dict[int, OpConfig] = {}
+        self._few: dict[int, OpConfig] = {}
         self._gathered: set[int] = set()
+
+    def repeat_few(self, cut: MicroBatches) -> None:
+        """Where micro-batches have fewer samples than a stage has devices, divide them among groups of devices that do the same, unless
+        tensor parallelism finds something better."""
+        for i, op in enumerate(self._graph.operators):
+            factor, count = sample_factor(op), len(self._orders[i])
+            if factor is not None and (least := cut.least_size(i, factor)) < count:
+                width = next(own for own in range(1, count + 1) if count % own == 0 and count // own <= least)
+                self._few[i] = grouped(op, self._orders[i], width)
 
     def place(self, most: int) -> Strategy:
         """The strategy with groups of at most ``most`` devices."""
@@ -102,7 +123,7 @@ class _Placement:
                     self._chosen[i] = grouped(graph.operators[i], self._orders[i], own, factor, chain.periods.get(i, 1))
         self._split_vocabularies(width)
         self._repeat_between(width)
-        return settled(graph, fill(graph, self._orders, self._chosen), self._device_count)
+        return settled(graph, fill(graph, self._orders, self._few | self._chosen), self._device_count)
 
     def _split_vocabularies(self, width: int) -> None:
         """Split tables by entries and output layers by columns where the vocabulary is larger than the features."""
