@@ -27,11 +27,13 @@ from torch.nn.parallel import DistributedDataParallel
 import soap
 from benchmarks.models import Made, make_model
 from soap import api
-from soap.cluster.topology import DeviceKind
+from soap.cluster.topology import DeviceKind, Topology
 from soap.measure.memory import peak_memory
+from soap.model.graph import OperatorGraph
 from soap.runtime.comm.world import choose_device, close_world, open_world, world_size
 from soap.runtime.trainer import Trainer
 from soap.simulator.reference import execution_order
+from soap.strategy.config import Strategy
 from soap.zoo.gpt import GPT, Block
 
 LEARNING_RATE = 0.01
@@ -55,11 +57,21 @@ class Contest:
     options: Mapping[str, Any]
     """Of ``soap.api.load``."""
     device: DeviceKind = "cpu"
+    settled: bool = False
+    """Whether memory counts from when a side is ready to train: where each rank makes the whole model and keeps a part of it."""
 
     @property
     def optimizer(self) -> Callable[..., torch.optim.Optimizer]:
         """What makes the optimizer of parameters."""
         return partial(torch.optim.Adam, lr=LEARNING_RATE) if self.theirs in KEEPING_STATES else partial(torch.optim.SGD, lr=LEARNING_RATE)
+
+    def strategy(self, graph: OperatorGraph, topology: Topology) -> Strategy:
+        """Our plan."""
+        return api.classical(self.ours, graph, topology)
+
+    def step(self, ours: bool) -> Step:
+        """The training iteration of a side, made ready."""
+        return soap_step(self) if ours else PEERS[self.theirs](self)
 
     def place(self, tensor: Placed) -> Placed:
         """A tensor or module on this rank's device."""
@@ -77,7 +89,7 @@ def soap_step(contest: Contest) -> Step:
     """SOAP's runtime by a classical strategy; every rank is given the global batch."""
     model = api.load(str(contest.path), **contest.options)
     topology = soap.load_cluster(f"local:{dist.get_world_size()}")
-    strategy = api.classical(contest.ours, model.graph, topology)
+    strategy = contest.strategy(model.graph, topology)
     simulation = api.simulator_for(model.graph, topology).run(strategy)
     order = execution_order(simulation.tasks, simulation.schedule)
     trainer = Trainer(model, (strategy, topology), order, optimizer=contest.optimizer, device_kind=contest.device, take_over=True)
@@ -168,8 +180,7 @@ def race(contest: Contest, rounds: int, steps: int, theirs_first: bool) -> list[
     """
     world = open_world(world_size(os.environ), contest.device, "gloo")
     try:
-        makers = [soap_step, PEERS[contest.theirs]]
-        runners = [make(contest) for make in (makers[::-1] if theirs_first else makers)]
+        runners = [contest.step(ours) for ours in ((False, True) if theirs_first else (True, False))]
         for step in runners * 2:
             _seconds(step, steps)
         times = [tuple(_seconds(step, steps) for step in runners)[:: -1 if theirs_first else 1] for _ in range(rounds)]
@@ -197,7 +208,7 @@ def sent_bytes(contest: Contest, ours: bool, steps: int = 3) -> int:
     """Bytes that a rank sends in a step over its connections, as the kernel counts what was acknowledged; the mean of all ranks."""
     world = open_world(world_size(os.environ), contest.device, "gloo")
     try:
-        step = (soap_step if ours else PEERS[contest.theirs])(contest)
+        step = contest.step(ours)
         step()
         dist.barrier()
         before = _acknowledged()
@@ -229,19 +240,22 @@ def curves(contest: Contest, steps: int) -> tuple[list[float], list[float]]:
     """Losses of (ours, theirs) over some steps on the same batch."""
     world = open_world(world_size(os.environ), contest.device, "gloo")
     try:
-        ours, theirs = soap_step(contest), PEERS[contest.theirs](contest)
+        ours, theirs = contest.step(True), contest.step(False)
         return [ours() for _ in range(steps)], [theirs() for _ in range(steps)]
     finally:
         close_world(world)
 
 
 def peak_bytes(contest: Contest, ours: bool) -> int:
-    """Most tensor memory that a rank holds at once, from before it has the model to the end of the third step; the worst rank's."""
+    """Most tensor memory that a rank holds at once, from before it has the model (``settled``: from when it is ready to train) to the end
+    of the third step; the worst rank's."""
     world = open_world(world_size(os.environ), contest.device, "gloo")
     try:
         with peak_memory(world.device) as peak:
-            step = (soap_step if ours else PEERS[contest.theirs])(contest)
+            step = contest.step(ours)
             gc.collect()
+            if contest.settled:
+                peak.restart()
             for _ in range(3):
                 step()
         worst = torch.tensor(peak.bytes)

@@ -1,11 +1,12 @@
-"""Proposals per second of a chain where memory binds, and how often it has to ask Python whether a strategy fits.
+"""Proposals per second of a chain where memory binds, and how often it has to ask Python whether a strategy fits; and with micro-batches.
 
     python -m benchmarks.memory_rates
     python -m benchmarks.memory_rates --models gpt@64 --clusters v100-4 p100-4x4 --proposals 1000
 
 Each cell is a chain on one core. *no limit*: from data parallelism, and memory is not asked about. *recompute*: every device may use
 ``SHARE`` of what data parallelism takes, and the chain begins with data parallelism that recomputes as few runs as fit. *fsdp*: the same
-limit, from sharded parameters, all ways to save memory allowed. Seconds are processor time, and so are those spent in Python's answers.
+limit, from sharded parameters, all ways to save memory allowed. *8 micro-batches*: as *no limit*, in so many. *pipeline*: from the best
+pipeline of 8 micro-batches by rough costs, inside its stages. Seconds are processor time, and so are those spent in Python's answers.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from soap import api
 from soap.cluster.topology import Topology
 from soap.search.compiled.runner import CompiledChain, CompiledSpace
 from soap.search.metropolis import DEFAULT_BETA
+from soap.search.pipelines import pipelines
+from soap.search.pipelining import pipelined, space_of
 from soap.search.recomputing import recompute_to_fit, with_recomputation
 from soap.search.space import Space, build_space
-from soap.search.starts import reference_strategies
+from soap.search.starts import Start, reference_strategies
 from soap.search.tempering import FOCUS
 from soap.simulator.incremental import IncrementalSimulator
 from soap.simulator.simulate import Simulator
@@ -30,7 +33,9 @@ from soap.strategy.named import DATA_PARALLEL, named
 from soap.strategy.sync import sync_choices
 
 MODELS, CLUSTERS = ("gpt@64",), ("v100-4", "p100-4x4")
-CELLS = ("no limit", "recompute", "fsdp")
+MICROBATCHES = 8
+UNLIMITED = ("no limit", f"{MICROBATCHES} micro-batches", "pipeline")
+CELLS = (*UNLIMITED, "recompute", "fsdp")
 SHARE = 0.6
 
 
@@ -58,6 +63,13 @@ def prepared(simulator: Simulator, cell: str) -> tuple[Simulator, Space, Strateg
     if cell == "no limit":
         references = reference_strategies(graph, simulator.topology, [usual])
         return simulator, build_space(graph, simulator.topology.device_count, references=references), usual
+    if cell in UNLIMITED:
+        shapes = pipelines(graph, simulator.topology, simulator.costs, simulator.optimizer_states) if cell == "pipeline" else []
+        found = (pipelined(graph, simulator.topology, own) for own in shapes if own.microbatches == MICROBATCHES)
+        start = next(found, replace(usual, microbatches=MICROBATCHES))
+        around = space_of(build_space(graph, simulator.topology.device_count), Start(cell, start, 0, 0))
+        assert around is not None
+        return simulator, around, start
     own = Simulator(graph, limited(simulator, SHARE), simulator.costs, simulator.optimizer_states)
     topology = own.topology
     begin = named("fsdp", graph, topology) if cell == "fsdp" else usual
@@ -83,7 +95,7 @@ def rate(model: str, cluster: str, cell: str, proposals: int, seconds: float, ex
 
     compiled = CompiledSpace(space, simulator.topology, simulator.costs, simulator.optimizer_states)
     chain = CompiledChain(compiled, start, seed=1, proposals=2 * proposals, estimating=not exact)
-    ask = None if cell == "no limit" else fits
+    ask = None if cell in UNLIMITED else fits
     for most in (proposals, 2 * proposals):  # variants are made and tables filled in the first half
         first, begin, asked, spent = chain.proposals, time.process_time(), 0, 0.0
         while chain.proposals < most and time.process_time() - begin < seconds:

@@ -52,6 +52,27 @@ def _gpt(vocabulary: int, context: int, width: int, layers: int, batch: int, hea
     return GPT(config), _text(batch, context, vocabulary)
 
 
+class Llama(nn.Module):
+    """A Llama of ``transformers`` with its loss."""
+
+    def __init__(self, vocabulary: int, width: int, layers: int, heads: int) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        super().__init__()
+        sizes = {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": layers, "num_attention_heads": heads}
+        self.causal = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=heads // 2, vocab_size=vocabulary, use_cache=False))
+
+    def forward(self, words: Tensor, labels: Tensor) -> Tensor:
+        """Mean cross-entropy of the next words."""
+        loss: Tensor = self.causal(input_ids=words, labels=labels).loss
+        return loss
+
+
+def _llama(vocabulary: int, context: int, width: int, layers: int, batch: int, heads: int = 8) -> Made:
+    words = tokens(batch, context, vocabulary)
+    return Llama(vocabulary, width, layers, heads), (words, words.clone())
+
+
 def _nmt(vocabulary: int, width: int, steps: int, batch: int) -> Made:
     config = TranslatorConfig(vocabulary=vocabulary, width=width, source_steps=steps, target_steps=steps)
     source, (target, labels) = tokens(batch, steps, vocabulary), _text(batch, steps, vocabulary)
@@ -116,6 +137,9 @@ RUNTIME_MODELS: dict[str, Callable[[], Made]] = {
     "runtime-gpt": partial(_gpt, vocabulary=4000, context=128, width=256, layers=4, batch=8, heads=8, dropout=0.1),
     "runtime-gpt-dry": partial(_gpt, vocabulary=4000, context=128, width=256, layers=4, batch=8, heads=8),
     "runtime-gpt-large": partial(_gpt, vocabulary=50_257, context=1024, width=768, layers=12, batch=8, heads=12),
+    "runtime-gpt-tiny": partial(_gpt, vocabulary=64, context=8, width=16, layers=4, batch=8),
+    "runtime-gpt-deep": partial(_gpt, vocabulary=4000, context=128, width=256, layers=8, batch=16, heads=8),
+    "runtime-llama": partial(_llama, vocabulary=4000, context=128, width=256, layers=8, batch=16),
     "runtime-resnet50-large": partial(_resnet50, image=224, batch=64),
     "runtime-rnnlm": partial(_recurrent, vocabulary=2000, width=256, steps=40, chunk=8, batch=64),
     "runtime-rnnlm-short": partial(_recurrent, vocabulary=2000, width=256, steps=40, chunk=8, batch=32),

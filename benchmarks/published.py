@@ -32,6 +32,7 @@ from typing import Any
 import torch
 import yaml
 
+from benchmarks.layers import by_layers
 from benchmarks.pages import give
 from benchmarks.published_models import graph_of
 from benchmarks.published_table import Outcome, page
@@ -65,7 +66,7 @@ convolutions and recurrent layers of float32 compute in TF32 where a device has 
 WAITING = ("float8",)
 """Precisions of rows that wait."""
 
-STRATEGIES = ("single", "data", "tensor", "table-wise", *NAMED)
+STRATEGIES = ("single", "data", "tensor", "pipeline", "table-wise", *NAMED)
 """Of rows that do not wait."""
 SELECTIVE = "selective"
 """Put on top of a strategy: recomputation as torchtitan's ``selective_ac_option = "op"`` has it."""
@@ -74,7 +75,10 @@ ON_TOP = (*ADDED, SELECTIVE)
 
 UNITS = ("samples/s", "tokens/s", "tokens/s/device", "ms")
 
-OPTIONAL: dict[str, Any] = {"accumulate": 1, "tensor": 1, "needs": [], "assumed": []}
+OPTIONAL: dict[str, Any] = {
+    "accumulate": 1, "tensor": 1, "pipeline": 1, "microbatches": 1, "schedule": "1f1b", "needs": [], "assumed": [],
+}  # fmt: skip
+COUNTS = ("accumulate", "tensor", "pipeline", "microbatches")
 REQUIRED = (
     "id", "family", "source", "quote", "model", "batch", "precision", "strategy", "cluster", "hosts", "devices", "optimizer",
     "optimizer_states", "figure", "unit",
@@ -85,7 +89,8 @@ REQUIRED = (
 class Row:
     """A published figure. ``batch``: samples of all devices in one iteration; ``accumulate``: iterations of a step. ``cluster``: of the
     data file, a preset, or a family of presets, such as ``h100``; ``devices``: of each host. ``tensor``: devices of a tensor-parallel
-    group. ``needs``: what keeps it waiting."""
+    group. ``pipeline``: stages, each of neighbouring devices; ``microbatches``, ``schedule``: of such a pipeline. ``needs``: what keeps it
+    waiting."""
 
     id: str
     family: str
@@ -104,6 +109,9 @@ class Row:
     unit: str
     accumulate: int
     tensor: int
+    pipeline: int
+    microbatches: int
+    schedule: str
     needs: Sequence[str]
     assumed: Sequence[str]
 
@@ -153,7 +161,7 @@ def _row_problems(row: Mapping[str, Any], data: Mapping[str, Any]) -> list[str]:
             api.load_cluster(_preset(row["cluster"], row["hosts"], row["devices"]))
         except SoapError as error:
             found.append(str(error))
-    for field in ("batch", "hosts", "devices", "figure", *(field for field in ("accumulate", "tensor") if field in row)):
+    for field in ("batch", "hosts", "devices", "figure", *(field for field in COUNTS if field in row)):
         found += [] if row[field] > 0 else [f"{field} {row[field]}; expected more than 0"]
     known = (*PRECISIONS, *WAITING) if row.get("needs") else tuple(PRECISIONS)
     found += [] if row["precision"] in known else [f"precision {row['precision']!r}; expected one of {', '.join(known)}"]
@@ -201,6 +209,9 @@ def strategy_of(row: Row, graph: OperatorGraph, topology: Topology) -> Strategy:
     base, *added = row.strategy.split(JOIN)
     if base == "tensor":
         strategy = hybrid(graph, topology, tensor=row.tensor)
+    elif base == "pipeline":
+        shape = {"stages": row.pipeline, "microbatches": row.microbatches, "tensor": row.tensor}
+        strategy = by_layers(graph, topology, schedule=row.schedule, **shape)
     else:
         strategy = BASES[base](graph, topology) if base in BASES else named(base, graph, topology)
     for name in added:

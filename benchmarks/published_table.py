@@ -154,8 +154,9 @@ def _share(counted: tuple[int, int]) -> str:
 
 
 def strategy(row: Row) -> str:
-    """In words, with the width of tensor-parallel groups."""
-    return f"{row.strategy} ({row.tensor})" if row.tensor > 1 else row.strategy
+    """In words, with the width of tensor-parallel groups, and stages and micro-batches of pipelines."""
+    found = f"{row.strategy} ({row.tensor})" if row.tensor > 1 else row.strategy
+    return f"{found}, {row.pipeline} stages, {row.microbatches} micro-batches" if row.microbatches > 1 else found
 
 
 def _figure(row: Row) -> str:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from soap.model.graph import FactorKind, OperatorGraph
 from soap.model.micro_batches import MicroBatches
-from soap.plan.pass_order import OrderOf, PassAction, PassOrder
+from soap.schedules.named import parse
 from soap.strategy.classical import random_config
-from soap.strategy.config import OpConfig, Strategy
+from soap.strategy.config import OpConfig, Strategy, settled
 from soap.strategy.recomputation import repeatable
+from soap.strategy.stages import chunks_of, stages_of_chunks
 
 
 def in_micro_batches(graph: OperatorGraph, strategy: Strategy, count: int, rng: random.Random, device_count: int) -> Strategy:
@@ -41,49 +43,35 @@ def _fits(cut: MicroBatches, position: int, config: OpConfig) -> bool:
     return factor is None or config.degrees[factor] <= cut.least_size(position, factor)
 
 
-def one_f_one_b(borders: Sequence[str]) -> OrderOf:
-    """1F1B (Narayanan et al., 2006.09503) over stages that begin with these operators, beside the first one."""
-
-    def make(cut: MicroBatches) -> PassOrder:
-        starts = sorted(cut.graph.index[name] for name in borders)
-        chunks = tuple(sum(position >= start for start in starts) for position in range(len(cut.graph.operators)))
-        own = [_stage(stage, len(starts) + 1, cut.count) for stage in range(len(starts) + 1)]
-        done: dict[PassAction, None] = {}
-        while any(own):
-            for actions in own:
-                while actions and _wanted(actions[0], len(starts)) <= done.keys():
-                    done[actions.pop(0)] = None
-        return PassOrder(cut, chunks, tuple(done))
-
-    return make
-
-
-def _stage(stage: int, stages: int, count: int) -> list[PassAction]:
-    ahead = min(count, stages - stage)
-    actions = [PassAction("F", stage, m) for m in range(ahead)]
-    for m in range(count):
-        actions.append(PassAction("B", stage, m))
-        if ahead + m < count:
-            actions.append(PassAction("F", stage, ahead + m))
-    return actions
-
-
-def _wanted(action: PassAction, last: int) -> set[PassAction]:
-    kind, chunk, m = action
-    if kind == "F":
-        return {PassAction("F", chunk - 1, m)} if chunk else set()
-    return {PassAction("B", chunk + 1, m)} if chunk < last else {PassAction("F", chunk, m)}
-
-
-def by_hand(graph: OperatorGraph, borders: Sequence[str], devices: Sequence[Sequence[int]]) -> Strategy:
-    """Stages that begin with these operators, beside the first one, on these devices; inside a stage data parallelism."""
-    starts = sorted(graph.index[name] for name in borders)
+def by_hand(graph: OperatorGraph, borders: Sequence[str], devices: Sequence[Sequence[int]], schedule: str | None = None) -> Strategy:
+    """Chunks that begin with these operators, beside the first one, on these devices, stage by stage; inside a stage data parallelism."""
+    named = {name: chunk for chunk, name in enumerate(borders, 1)}
+    stage_of = stages_of_chunks(len(borders) + 1, schedule)
     operators = {}
-    for position, op in enumerate(graph.operators):
-        own = tuple(devices[sum(position >= start for start in starts)])
+    for op, chunk in zip(graph.operators, chunks_of(graph, named), strict=True):
+        own = tuple(devices[stage_of[chunk]])
         sample = next((i for i, factor in enumerate(op.factors) if factor.kind is FactorKind.SAMPLE), None)
         if sample is None:
             operators[op.name] = OpConfig((1,) * len(op.factors), own[:1])
         else:
             operators[op.name] = OpConfig(tuple(len(own) if i == sample else 1 for i in range(len(op.factors))), own)
-    return Strategy(operators)
+    return Strategy(operators, stages=named, schedule=schedule)
+
+
+def drawn_pipeline(graph: OperatorGraph, schedule: str, count: int, rng: random.Random, device_count: int) -> Strategy:
+    """Two to four stages with borders, devices and splits inside stages at random, in ``count`` micro-batches by this schedule."""
+    each, cut = parse(schedule).chunks, MicroBatches(graph, count)
+    stages = rng.randint(2, device_count)
+    borders = sorted(rng.sample(range(1, len(graph.operators)), stages * each - 1))
+    named = {graph.operators[place].name: chunk for chunk, place in enumerate(borders, 1)}
+    order = rng.sample(range(device_count), device_count)
+    ends = [0, *sorted(rng.sample(range(1, device_count), stages - 1)), device_count]
+    groups = [order[start:stop] for start, stop in pairwise(ends)]
+    stage_of = stages_of_chunks(stages * each, schedule)
+    operators = {}
+    for position, (op, chunk) in enumerate(zip(graph.operators, chunks_of(graph, named), strict=True)):
+        own = groups[stage_of[chunk]]
+        drawn = (random_config(op, len(own), rng) for _ in range(20))
+        config = next((found for found in drawn if _fits(cut, position, found)), OpConfig((1,) * len(op.factors), (0,)))
+        operators[op.name] = config.placed(config.degrees, tuple(own[device] for device in config.devices), config.replicas)
+    return settled(graph, Strategy(operators, microbatches=count, stages=named, schedule=schedule), device_count)

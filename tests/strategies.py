@@ -13,9 +13,11 @@ from soap.model.batch import samples_of
 from soap.model.graph import DimMap, Factor, Operator, OperatorGraph, TensorKind
 from soap.model.micro_batches import MicroBatches
 from soap.model.regions import Box
+from soap.schedules.named import parse
 from soap.strategy.compression import Int8, PowerSgd, Rgc, RgcAsq
 from soap.strategy.config import FLOATING, OpConfig, Strategy, SyncConfig, settled_config
 from soap.strategy.recomputation import refusal
+from soap.strategy.stages import chunks_of, stages_of_chunks
 from soap.strategy.sync import SHARDED, SHARDED_IN_HOSTS, SHARDED_STATE, SPARSE_ALL_GATHER, compressed, parameter_server
 from soap.strategy.sync_contracts import WITHIN
 from tests.graph_builder import ATTRIBUTE, GraphBuilder
@@ -180,9 +182,10 @@ def configs(
     max_tiles: int = 8,
     graph: OperatorGraph | None = None,
     cut: MicroBatches | None = None,
+    among: Sequence[int] = (),
 ) -> OpConfig:
     """Any legal configuration of an operator with at most ``max_tiles`` tiles, devices in any order and more than once; recomputed only if
-    its graph is known. ``cut``: micro-batches, each of which has so many tiles."""
+    its graph is known. ``cut``: micro-batches, each of which has so many tiles. ``among``: the devices, if not all."""
     only = settled_config(op, device_count)
     if only is not None:
         return only
@@ -195,7 +198,8 @@ def configs(
     tiles = replicas
     for degree in degrees:
         tiles *= degree
-    devices = draw(st.lists(st.integers(0, device_count - 1), min_size=tiles, max_size=tiles))
+    each = st.sampled_from(among) if among else st.integers(0, device_count - 1)
+    devices = draw(st.lists(each, min_size=tiles, max_size=tiles))
     repeats = graph is not None and refusal(graph, op) is None and (cut is None or cut.may_repeat(cut.graph.index[op.name]))
     recompute = repeats and draw(st.booleans())
     return OpConfig(tuple(degrees), tuple(devices), replicas, recompute)
@@ -205,14 +209,35 @@ def configs(
 def strategies_for(
     draw: st.DrawFn, graph: OperatorGraph, device_count: int, *, max_tiles: int = 8, servers: bool = False
 ) -> Strategy:
-    """Any legal strategy for this graph; with ``servers`` any synchronization of its parameters and any number of micro-batches, too."""
+    """Any legal strategy for this graph; with ``servers`` any synchronization of its parameters, any number of micro-batches, and any
+    stages with any schedule of them, too."""
     most = samples_of(graph) or 1
     count = draw(st.sampled_from([1, 1, *range(2, min(4, most) + 1)])) if servers else 1
     cut = MicroBatches(graph, count)
-    operators = {op.name: draw(configs(op, device_count, max_tiles=max_tiles, graph=graph, cut=cut)) for op in graph.operators}
+    stages, schedule = draw(pipelines(cut, device_count)) if servers and draw(st.booleans()) else ({}, None)
+    stage_of = stages_of_chunks(len(stages) + 1, schedule)
+    order = draw(st.permutations(range(device_count)))
+    operators = {}
+    for op, chunk in zip(graph.operators, chunks_of(graph, stages), strict=True):
+        own = order[stage_of[chunk] :: max(stage_of) + 1] if stages else ()
+        operators[op.name] = draw(configs(op, device_count, max_tiles=max_tiles, graph=graph, cut=cut, among=own))
     chosen = {parameter.name: draw(syncs(graph, parameter.name, count)) for parameter in graph.parameters} if servers else {}
     prefetch = draw(st.sampled_from((0, 1, 2, 4096))) if servers else 1
-    return Strategy(operators, {name: sync for name, sync in chosen.items() if sync != SyncConfig()}, prefetch, count)
+    return Strategy(operators, {name: sync for name, sync in chosen.items() if sync != SyncConfig()}, prefetch, count, stages, schedule)
+
+
+@st.composite
+def pipelines(draw: st.DrawFn, cut: MicroBatches, device_count: int) -> tuple[dict[str, int], str | None]:
+    """``Strategy.stages`` and a schedule that serves them."""
+    names = [op.name for op in cut.graph.operators][1:]
+    chunks = 1 + draw(st.integers(0, min(5, len(names))))
+    legal = (None, "gpipe", "gpipe:2", "gpipe:2:v") + (() if cut.barriers else ("accumulation", "1f1b", "interleaved:2", "interleaved:3"))
+    each = {name: 1 if name is None else parse(name).chunks for name in legal}
+    served = [name for name, own in each.items() if chunks % own == 0 and chunks // own <= device_count]
+    if not served:
+        return {}, None
+    borders = sorted(draw(st.sets(st.integers(0, len(names) - 1), min_size=chunks - 1, max_size=chunks - 1))) if names else []
+    return {names[place]: chunk for chunk, place in enumerate(borders, 1)}, draw(st.sampled_from(served))
 
 
 LOSSY = (Rgc(density=0.2), Rgc(density=0.2, ragged=True), RgcAsq(selection="exact"), PowerSgd(), Int8())

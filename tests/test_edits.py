@@ -78,7 +78,7 @@ def new_sync(sync: SyncConfig, mark: str) -> NewSyncConfig:
 def marked(graph: OperatorGraph, strategy: Strategy) -> NewStrategy:
     operators = {name: new_config(config, name) for name, config in strategy.operators.items()}
     syncs = {tensor.name: new_sync(strategy.sync(tensor.name), tensor.name) for tensor in graph.parameters}
-    return NewStrategy(operators, syncs, strategy.prefetch, strategy.microbatches, WHOLE)
+    return NewStrategy(operators, syncs, strategy.prefetch, strategy.microbatches, strategy.stages, strategy.schedule, WHOLE)
 
 
 def is_marked(strategy: Strategy) -> bool:

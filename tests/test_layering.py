@@ -14,15 +14,15 @@ PACKAGE = ROOT / "soap"
 
 GROUND_FLOOR = tuple(sorted(f"soap.{path.stem}" for path in PACKAGE.glob("*.py") if path.stem != "__init__"))
 """Errors, units, files and logs."""
-PLANNING = ("soap.model", "soap.cluster", "soap.strategy", "soap.plan", *GROUND_FLOOR)
+PLANNING = ("soap.model", "soap.cluster", "soap.schedules", "soap.strategy", "soap.plan", *GROUND_FLOOR)
 RUNTIME = ("soap.runtime", "soap.tracing", "soap.simulator", *PLANNING)
 EVERYTHING = ("soap",)
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(GROUND_FLOOR, GROUND_FLOOR),
     "soap.model": ("soap.model", *GROUND_FLOOR),
     "soap.cluster": ("soap.cluster", *GROUND_FLOOR),
-    "soap.strategy": ("soap.strategy", "soap.cluster", "soap.model", *GROUND_FLOOR),
     "soap.schedules": ("soap.schedules", *GROUND_FLOOR),
+    "soap.strategy": ("soap.strategy", "soap.schedules", "soap.cluster", "soap.model", *GROUND_FLOOR),
     "soap.plan": PLANNING,
     "soap.simulator": ("soap.simulator", *PLANNING),
     "soap.simulator.throughput": ("soap.profiles.work", *PLANNING),  # work is counted from the graph alone
@@ -49,7 +49,7 @@ COMMANDS = tuple(
     f"soap.cli.{name}" for name in ("search", "run", "simulate", "diff", "compare", "profile", "tune", "preprocess", "schedule")
 )
 WITHOUT_TORCH = (
-    *PLANNING, "soap.schedules", "soap.simulator", "soap.search", "soap.emulation", "soap.runtime.system.clock", "soap.preprocessing",
+    *PLANNING, "soap.simulator", "soap.search", "soap.emulation", "soap.runtime.system.clock", "soap.preprocessing",
 )  # fmt: skip
 
 

@@ -9,7 +9,9 @@ import pytest
 from soap.errors import StrategyError
 from soap.model.graph import WHOLE, OperatorGraph
 from soap.model.micro_batches import MicroBatches
-from soap.plan.pass_order import PassAction, PassOrder, all_forward_first, usual_order
+from soap.plan.pass_order import PassAction, PassOrder
+from soap.plan.scheduling import Orders, scheduled
+from soap.schedules.named import SCHEDULES, parse
 from soap.strategy.classical import data_parallel
 from soap.strategy.config import OpConfig, Strategy
 from soap.strategy.sync import SHARDED
@@ -47,13 +49,48 @@ def test_what_needs_the_whole_batch_is_a_barrier() -> None:
     assert MicroBatches(graph, 1).barriers == ()
 
 
+def order_of(graph: OperatorGraph, count: int, schedule: str | None = None, **stages: int) -> str:
+    """The actions of a strategy's order."""
+    order = Orders(graph).order(Strategy({}, microbatches=count, stages=stages, schedule=schedule))
+    assert order is not None
+    return " ".join(map(str, order.actions))
+
+
 def test_usual_order_is_one_micro_batch_after_the_other() -> None:
-    assert [*map(str, usual_order(MicroBatches(chain(), 2)).actions)] == ["0F0", "0B0", "0F1", "0B1"]
+    assert order_of(chain(), 2) == "0F0 0B0 0F1 0B1"
+    assert order_of(chain(), 2, second=1) == "0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1"
 
 
 def test_with_a_barrier_all_micro_batches_pass_it_together() -> None:
-    order = usual_order(MicroBatches(chain(centered=True), 2))
-    assert [*map(str, order.actions)] == ["0F0", "0F1", "1F0", "1F1", "1B0", "1B1", "0B0", "0B1"]
+    assert order_of(chain(centered=True), 2) == order_of(chain(centered=True), 2, "gpipe") == "0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1"
+
+
+@pytest.mark.parametrize("name", [schedule.name for schedule in SCHEDULES if not schedule.splits_backward])
+def test_each_stage_keeps_its_order_in_the_merged_list(name: str) -> None:
+    schedule = parse(f"{name}:2" if name == "interleaved" else name)
+    stages = 4 // schedule.chunks
+    cut = MicroBatches(chain(), 5)
+    chunks = (0, 1, 2, 3)
+    order, table = scheduled(cut, chunks, schedule), schedule.table(stages, 5)
+    for stage, actions in enumerate(table.stages):
+        assert [str(action) for action in order.actions if table.placement[action.chunk] == stage] == [*map(str, actions)]
+
+
+def test_what_is_behind_a_barrier_waits_in_its_own_chunk_alone() -> None:
+    """Chunk 1 begins with the barrier's operators; chunk 2, behind it, takes one micro-batch after the other again."""
+    graph = chain(centered=True)
+    barrier = MicroBatches(graph, 2).barriers[0]
+    found = order_of(graph, 2, "gpipe", **{barrier: 1, "third": 2})
+    assert found == "0F0 0F1 1F0 1F1 2F0 2F1 2B0 1B0 2B1 1B1 0B0 0B1"
+
+
+def test_a_schedule_that_contradicts_a_barrier_names_the_operator_and_offers_gpipe() -> None:
+    graph = chain(centered=True)
+    barrier = MicroBatches(graph, 2).barriers[0]
+    with pytest.raises(StrategyError, match=f"operator '{barrier}' couples the samples of a step, .* use schedule 'gpipe'"):
+        order_of(graph, 3, "1f1b", second=1)
+    with pytest.raises(StrategyError, match=r"use schedule 'gpipe'"):
+        order_of(graph, 2, "accumulation")
 
 
 def staged(cut: MicroBatches, *actions: str) -> PassOrder:
@@ -78,7 +115,6 @@ def test_an_order_that_contradicts_a_barrier_names_the_operator() -> None:
     cut = MicroBatches(chain(centered=True), 2)
     with pytest.raises(StrategyError, match=f"operator '{cut.barriers[0]}' needs all micro-batches at once, .*GPipe"):
         PassOrder(cut, tuple(0 for _ in cut.phases), tuple(PassAction(kind, 0, m) for m in range(2) for kind in ("F", "B")))
-    assert all_forward_first(cut).actions[0] == PassAction("F", 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +123,13 @@ def test_an_order_that_contradicts_a_barrier_names_the_operator() -> None:
         ({"microbatches": 0}, "microbatches 0: expected 1 to 4096"),
         ({"microbatches": 8}, "microbatches 8: model .* has 7 samples per step; expected at most so many"),
         ({"microbatches": 4}, "degree 2 of factor 'b' exceeds 1, its size in the smallest of 4 micro-batches"),
+        ({"stages": {"nowhere": 1}}, "stages: model .* has no operator 'nowhere'; expected the first operator of each chunk"),
+        ({"stages": {"third": 2}}, "stages: chunk 1 of 3 has no operator; expected one at least in each"),
+        ({"stages": {"first": 1, "second": 0}}, "operator 'second' of chunk 0 reads what 'first' of chunk 1 makes; expected it in"),
+        ({"stages": {"third": 1}}, "operator 'third' of stage 1 runs on device 0, as 'first' of stage 0 does; expected each stage to have"),
+        ({"stages": {"third": 1}, "schedule": "interleaved:3"}, "schedule 'interleaved:3' with 2 chunks; expected a multiple of 3"),
+        ({"schedule": "nothing"}, r"no schedule is named 'nothing'; expected one of .*interleaved:N$"),
+        ({"schedule": "zb-h1"}, "schedule 'zb-h1' has the gradients of inputs and of weights apart, .*; expected one of accumu"),
         ({"microbatches": 2, "parameters": {"first.weight": SHARDED}}, "'first.weight' are gathered for each use .*or 1 micro-batch"),
     ],
 )

@@ -29,6 +29,7 @@ from soap.api.strategies import (
     load_strategy_contents,
     load_strategy_header,
     save_strategy,
+    simulated_name,
     with_recorded_rows,
 )
 from soap.api.what_if import sensitivity
@@ -64,6 +65,7 @@ __all__ = [
     "save_strategy",
     "sensitivity",
     "simulate",
+    "simulated_name",
     "simulator_for",
     "timed",
     "what_decides",

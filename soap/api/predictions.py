@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from soap.api.deciding import known_spreads_of, range_record, timed
 from soap.api.models import Cluster, Model, graph_of, topology_of
-from soap.api.strategies import classical
+from soap.api.strategies import classical, simulated_name
 from soap.cluster.memory_budget import with_memory_budget
 from soap.cluster.topology import Topology
 from soap.errors import ProfileError, SoapWarning
@@ -26,6 +26,7 @@ from soap.search.starts import BASELINE
 from soap.simulator.costs import CostModel, CostSource
 from soap.simulator.simulate import Simulation, Simulator
 from soap.strategy.config import Strategy
+from soap.strategy.pipelines import usual_in_stages
 
 if TYPE_CHECKING:
     from soap.profiles.corrections import Correction
@@ -51,7 +52,7 @@ def simulate(
     topology = with_memory_budget(topology_of(cluster), memory_budget)
     simulator = simulator_for(model, topology, optimizer_states=optimizer_states, costs=costs)
     if isinstance(strategy, str):
-        strategy = classical(strategy, simulator.graph, simulator.topology)
+        strategy = simulated_name(strategy, simulator)
     found = simulator.run(strategy)
     return Prediction(found.plan, found.tasks, found.schedule, found.optimizer_states, simulator, strategy)
 
@@ -80,7 +81,7 @@ def predicted_range(simulator: Simulator, strategy: Strategy, tasks: int) -> dic
 
 def explain(simulator: Simulator, strategy: Strategy, simulation: Simulation | None = None) -> list[Line]:
     """Explain a strategy, operator by operator: its cost compared with data parallelism, the effect of setting it back to that, and what
-    limits it.
+    limits it. With micro-batches or stages it is compared with data parallelism in these, inside each stage.
 
     ``simulation``: the strategy's own, if it exists already.
     """
@@ -89,6 +90,8 @@ def explain(simulator: Simulator, strategy: Strategy, simulation: Simulation | N
     if not IncrementalSimulator.begins_at_once():
         announce_compiling()
     baseline = classical(BASELINE, simulator.graph, simulator.topology)
+    if strategy.stages or strategy.microbatches > 1:
+        baseline = usual_in_stages(simulator.graph, replace(strategy, parameters={}), simulator.topology.device_count)
     runs = simulation or simulator.run(strategy), simulator.run(baseline)
     return explain_operators(simulator.graph, *runs, (strategy, baseline), IncrementalSimulator(simulator))
 

@@ -11,10 +11,13 @@ from soap.errors import StrategyError
 from soap.files import read_text, write_text_atomically
 from soap.model import sparse_shares
 from soap.model.graph import OperatorGraph
+from soap.search.pipelining import best_pipeline
+from soap.search.space import build_space
+from soap.simulator.simulate import Simulator
 from soap.strategy import json_file
 from soap.strategy.config import Strategy
 from soap.strategy.json_file import StrategyContents, StrategyHeader
-from soap.strategy.named import named
+from soap.strategy.named import JOIN, PIPELINE, check_name, named
 
 T = TypeVar("T")
 
@@ -22,6 +25,25 @@ T = TypeVar("T")
 def classical(name: str, model: Model, cluster: Cluster) -> Strategy:
     """The strategy of this name, such as ``data_parallel``, ``megatron`` or ``megatron+zero1``; StrategyError if there is none."""
     return named(name, graph_of(model), topology_of(cluster))
+
+
+def simulated_name(name: str, simulator: Simulator) -> Strategy:
+    """``classical`` that also knows ``pipeline``: the best of those pipelines that rough costs find promising, by simulation. StrategyError
+    if there is none."""
+    graph, topology = simulator.graph, simulator.topology
+    if name.split(JOIN)[0] != PIPELINE:
+        return named(name, graph, topology)
+    from soap.simulator.incremental import IncrementalSimulator  # importing numba takes a second
+
+    check_name(name)
+    space, evaluator = build_space(graph, topology.device_count), IncrementalSimulator(simulator)
+    found = best_pipeline(space, topology, evaluator, simulator.costs, simulator.optimizer_states)
+    if found is None:
+        raise StrategyError(
+            f"strategy {name!r}: model {graph.name!r} has no pipeline on {topology.device_count} devices; expected several devices and "
+            "samples"
+        )
+    return named(name, graph, topology, found.strategy)
 
 
 def load_strategy(path: str | Path, model: Model, cluster: Cluster, *, any_cluster: bool = False) -> Strategy:

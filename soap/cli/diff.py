@@ -15,7 +15,7 @@ from soap.cli.plain_text import aligned, devices, layers, listed, milliseconds, 
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.simulate import Simulation
 from soap.strategy.diff import Comparison, compare, grouped
-from soap.strategy.fields import OPERATOR_FIELDS, texts
+from soap.strategy.fields import OPERATOR_FIELDS, STRATEGY_FIELDS, texts
 from soap.strategy.json_file import OperatorEntry, StrategyContents
 from soap.strategy.mismatch import one_line, short
 from soap.units import format_bytes
@@ -185,7 +185,8 @@ def _listings(comparison: Comparison, operators: int) -> list[str]:
         sections.append("synchronized differently:\n" + listed(rows[: MOST_ROWS + 1]) + more)
     if comparison.options:
         rows = [("of the whole strategy", "A", "B")]
-        rows += [(name, *("default" if value is None else str(value) for value in values)) for name, *values in comparison.options]
+        say = {field.name: field.say for field in STRATEGY_FIELDS}
+        rows += [(name, *("default" if own is None else str(say[name](own)) for own in values)) for name, *values in comparison.options]
         sections.append("set differently:\n" + listed(rows))
     for letter, names in (("A", comparison.only_first), ("B", comparison.only_second)):
         if names:

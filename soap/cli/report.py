@@ -18,6 +18,7 @@ from soap.simulator.folded import FoldedSimulation
 from soap.simulator.simulate import Simulation, Simulator, is_large, tile_count
 from soap.strategy.classical import CLASSICAL, SYNCHRONIZED
 from soap.strategy.config import Strategy, SyncConfig
+from soap.strategy.fields import STRATEGY_FIELDS, texts, written
 from soap.units import format_bytes
 
 BASELINE = "data_parallel"
@@ -64,6 +65,7 @@ def document(simulator: Simulator, strategy: Strategy, simulation: Simulation | 
         "unlike_data_parallel": _differences(graph, strategy, baseline),
         "sparse": sparse_shares.document(graph),
         "synchronized": {name: sync_document(sync) for name, sync in strategy.parameters.items() if sync != SyncConfig()},
+        **({"whole_strategy": whole} if (whole := written(strategy, STRATEGY_FIELDS, ("operators", "parameters"))) else {}),
         **({"compressed": compressed} if (compressed := compressing.document(simulator, strategy, simulation)) else {}),
         **({"recomputed": again} if (again := recomputing.document(simulator, strategy, simulation)) else {}),
     }
@@ -86,6 +88,7 @@ def text(report: Mapping[str, Any], name: str) -> str:
         *([] if alike and report["same_as"] == SINGLE else [_unlike(report["unlike_data_parallel"], model["operators"])]),
         *([rows.text(report["sparse"])] if report["sparse"] else []),
         *([_synchronized(report["synchronized"])] if report["synchronized"] else []),
+        *([f"the whole strategy: {'; '.join(texts(whole, STRATEGY_FIELDS))}"] if (whole := report.get("whole_strategy")) else []),
         *([compressing.text(report["compressed"])] if "compressed" in report else []),
         *([f"warm-up: {warm_up.text(report['warm_up'], report['predicted_ns'])}"] if report.get("warm_up") else []),
         *([recomputing.text(report["recomputed"], report["predicted_ns"])] if "recomputed" in report else []),

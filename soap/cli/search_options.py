@@ -148,15 +148,22 @@ def add_choices(parser: Parser) -> None:
     add_compressed_training(parser, "as soap-run will be told: ", lossy="with --lossy, ")
     parser.add_argument(
         "--recompute",
-        choices=tuple(RECOMPUTE),
+        choices=tuple(MAYBE),
         default="auto",
         help="whether operators may be computed again for the backward pass instead of keeping what they make: auto: where memory binds "
         "(default); one by one: --pin 'GLOB=recompute', --forbid 'GLOB=recompute'",
     )
+    parser.add_argument(
+        "--pipelines",
+        choices=tuple(MAYBE),
+        default="auto",
+        help="whether plans may cut a step into micro-batches that go through stages, one device group after the other: auto: where rough "
+        "costs expect that to be faster than all starts (default)",
+    )
 
 
-RECOMPUTE = {"auto": None, "yes": True, "no": False}
-"""``--recompute`` -> ``SearchOptions.recompute``."""
+MAYBE = {"auto": None, "yes": True, "no": False}
+"""``--recompute``, ``--pipelines`` -> the options of ``SearchOptions``."""
 
 
 def start(text: str) -> str:
@@ -190,7 +197,8 @@ def search_options(args: argparse.Namespace, updating: Updating, graph: Operator
         syncs=args.sync,
         lossy=args.lossy,
         training=_training(args, updating),
-        recompute=RECOMPUTE[args.recompute],
+        recompute=MAYBE[args.recompute],
+        pipelines=MAYBE[args.pipelines],
         costs=args.costs,
         risk=None if args.risk == NO_RISK else Risk(args.risk),
         confidence=args.confidence,

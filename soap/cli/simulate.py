@@ -95,14 +95,15 @@ def execute(args: argparse.Namespace) -> int:
     graph = rows.load_graph(args, topology)
     if args.fits and not args.strategy:
         return _report_fit(args, api.fits(graph, topology, args.builtin or BASELINE, costs=args.costs), graph, topology)
-    strategy = api.classical(args.builtin, graph, topology) if args.builtin else _read(args, graph, topology)
+    strategy = None if args.builtin else _read(args, graph, topology)
     if args.strategy and not (args.data or args.alpha or args.alpha_from):
         graph = api.with_recorded_rows(graph, args.strategy)
-    if args.fits:
+    if args.fits and strategy is not None:
         found = api.fits(graph, topology, strategy, costs=args.costs)
         return _report_fit(args, replace(found, asked=replace(found.asked, name=Path(args.strategy).name)), graph, topology)
     made_for = _made_for(args, topology) if args.what_if else None
     simulator = api.simulator_for(graph, topology, costs=args.costs)
+    strategy = api.simulated_name(args.builtin, simulator) if strategy is None else strategy
     simulation = simulator.predict(strategy)
     explained = _whole(simulation) if args.explain else None
     if args.timeline:

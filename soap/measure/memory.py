@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._C._profiler import _EventType
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 QUIET = "99"
 """A level of the profiler's own messages above all that it has, so that it prints none."""
+RESTART = "soap: restart"
+"""Name of an event in the profile."""
 
 
 @dataclass
@@ -24,6 +26,13 @@ class PeakMemory:
 
     bytes: int = 0
     with_workspaces_bytes: int = 0
+
+    def restart(self) -> None:
+        """From now on count the most that is held at once; what is held now still counts, what was held at most before does not."""
+        with record_function(RESTART):
+            pass
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
 
 
 class Change(NamedTuple):
@@ -52,9 +61,10 @@ def peak_memory(device: torch.device) -> Iterator[PeakMemory]:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         yield found
     assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
-    changes = sorted(_changes(profiler.profiler.kineto_results.experimental_event_tree()))
-    found.with_workspaces_bytes = _most(changes)
-    found.bytes = _most(without_workspaces(changes))
+    tree = profiler.profiler.kineto_results.experimental_event_tree()
+    changes, begin_ns = sorted(_changes(tree)), max((event.start_time_ns for event in tree if event.name == RESTART), default=0)
+    found.with_workspaces_bytes = _most(changes, begin_ns)
+    found.bytes = _most(without_workspaces(changes), begin_ns)
 
 
 def without_workspaces(changes: Sequence[Change]) -> list[Change]:
@@ -81,9 +91,10 @@ def _changes(events: Iterable[Any]) -> Iterator[Change]:
         waiting += [(child, own) for child in event.children]
 
 
-def _most(changes: Iterable[Change]) -> int:
+def _most(changes: Iterable[Change], begin_ns: int) -> int:
+    """The most that is held at once from a moment on."""
     held = most = 0
     for change in changes:
         held += change.size_bytes
-        most = max(most, held)
+        most = max(most, held) if change.time_ns >= begin_ns else held
     return most

@@ -66,6 +66,10 @@ class MicroBatches:
     @cached_property
     def phases(self) -> tuple[int, ...]:
         """By operator: how many barriers are before it."""
+        return self.phases_within([0] * len(self.graph.operators))
+
+    def phases_within(self, chunks: Sequence[int]) -> tuple[int, ...]:
+        """By operator: how many barriers of its own chunk are before it, itself included. ``chunks``: by operator."""
         graph = self.graph
         found: list[int] = []
         for position, op in enumerate(graph.operators):
@@ -73,7 +77,8 @@ class MicroBatches:
             for operand in op.inputs:
                 if graph.tensors[operand.tensor].kind is TensorKind.ACTIVATION:
                     maker, output = graph.producers[operand.tensor]
-                    phase = max(phase, found[maker] + (not self.keeps_apart(maker, output, position, operand)))
+                    before = found[maker] if chunks[maker] == chunks[position] else 0
+                    phase = max(phase, before + (not self.keeps_apart(maker, output, position, operand)))
             found.append(phase)
         return tuple(found)
 

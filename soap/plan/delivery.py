@@ -52,7 +52,7 @@ class Carriers:
         self._tensors, self._fetches, self._holdings, self._reductions = tensors, fetches, holdings, reductions
         self.exchanges: list[Exchange] = []
         self.messages: list[Message] = []
-        remote: dict[tuple[str, int], list[Part]] = {}  # by tensor and micro-batch: others are ready at other times
+        remote: dict[tuple[str, int | None], list[Part]] = {}  # by tensor and micro-batch: others are ready at other times
         for number, fetch in enumerate(fetches):
             for place, (_, holding) in enumerate(fetch.pieces):
                 if holdings[holding].device != fetch.device:

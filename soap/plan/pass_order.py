@@ -2,14 +2,15 @@
 
 A *chunk* is a set of operators. An *action* is the forward (``F``) or backward (``B``) pass of one chunk for one micro-batch. All devices
 follow one list of actions, each for its own tiles; inside an action tiles run in the order of the model, backward in the reverse. The lists
-of several device groups, each with chunks of its own, are one list as soon as actions come behind those that they wait for.
+of several device groups, each with chunks of its own, are one list as soon as actions come behind those that they wait for
+(``soap.plan.scheduling``).
 
 An operator that is not cut runs forward with the first micro-batch, and backward with the last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -90,23 +91,3 @@ class PassOrder:
                     found[pair] = found.get(pair, "") or barrier
         return found
 
-
-OrderOf = Callable[[MicroBatches], PassOrder]
-"""Makes the order of a graph's micro-batches."""
-
-
-def usual_order(cut: MicroBatches) -> PassOrder:
-    """One micro-batch after the other, each forward and then backward: as little as possible is kept. With barriers all micro-batches pass
-    each barrier together: all forward passes, then all backward passes."""
-    if max(cut.phases, default=0) == 0:
-        actions = [PassAction(kind, 0, m) for m in range(cut.count) for kind in _BOTH]
-        return PassOrder(cut, cut.phases, tuple(actions))
-    return all_forward_first(cut)
-
-
-def all_forward_first(cut: MicroBatches) -> PassOrder:
-    """GPipe (Huang et al., 1811.06965, section 2.3): the forward passes of all micro-batches, then their backward passes."""
-    phases = sorted({*cut.phases})
-    forward = [PassAction("F", phase, m) for phase in phases for m in range(cut.count)]
-    backward = [PassAction("B", phase, m) for phase in reversed(phases) for m in range(cut.count)]
-    return PassOrder(cut, cut.phases, (*forward, *backward))

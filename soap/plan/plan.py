@@ -276,7 +276,7 @@ class Plan:
 
     def rank(self, tile: Tile, *, backward: bool) -> int:
         """The place of the action, in ``order``, to which a tile's pass belongs; 0 without an order."""
-        return 0 if self.order is None else self.order.rank("B" if backward else "F", tile.operator, tile.part)
+        return 0 if self.order is None else self.order.rank("B" if backward else "F", tile.operator, tile.part or 0)
 
     def parted(self, one: int, other: int) -> bool:
         """Whether passes of two tiles (positions in ``tiles``) belong to different actions of ``order``."""
@@ -290,37 +290,48 @@ class Plan:
 
 def forward_name(op: Operator, tile: Tile) -> str:
     """Task name of a tile's forward pass."""
-    return f"forward {op.name}[{tile.index}]"
+    return f"forward {op.name}[{tile.index}]{_of(tile)}"
 
 
 def backward_name(op: Operator, tile: Tile) -> str:
     """Task name of a tile's backward pass."""
-    return f"backward {op.name}[{tile.index}]"
+    return f"backward {op.name}[{tile.index}]{_of(tile)}"
 
 
 def need_name(op: Operator, tile: Tile) -> str:
     """Task name of the moment in which the backward pass first needs what a tile must compute again."""
-    return f"need {op.name}[{tile.index}]"
+    return f"need {op.name}[{tile.index}]{_of(tile)}"
 
 
 def recompute_name(op: Operator, tile: Tile) -> str:
     """Task name of a tile's second run, before its backward pass."""
-    return f"recompute {op.name}[{tile.index}]"
+    return f"recompute {op.name}[{tile.index}]{_of(tile)}"
+
+
+def _of(tile: Tile) -> str:
+    return "" if tile.part is None else f" of micro-batch {tile.part}"
 
 
 def message_name(plan: Plan, message: Message, *, gradient: bool = False) -> str:
     """Task name of a message, or of its gradients on their way back."""
     ends = f"{message.target}->{message.source}" if gradient else f"{message.source}->{message.target}"
-    return f"transfer {_parts_name(plan, message.parts, gradient)} {ends}"
+    return f"transfer {_parts_name(plan, message.parts, gradient)} {ends}{_part_of(plan, message.parts)}"
 
 
 def exchange_name(plan: Plan, exchange: Exchange, *, gradient: bool = False) -> str:
     """Task name of an exchange, or of its transpose."""
     members = ",".join(map(str, exchange.devices))
     if exchange.pattern is Pattern.BROADCAST:
-        return f"{exchange.pattern} {_parts_name(plan, exchange.parts[:1], gradient)} {members}"
+        return f"{exchange.pattern} {_parts_name(plan, exchange.parts[:1], gradient)} {members}{_part_of(plan, exchange.parts)}"
     region = _region(plan.fetches[exchange.parts[0][0]].box)
-    return f"{exchange.pattern} {'gradient of ' if gradient else ''}{exchange.tensor}{region} {members}"
+    moved = f"{'gradient of ' if gradient else ''}{exchange.tensor}{region}"
+    return f"{exchange.pattern} {moved} {members}{_part_of(plan, exchange.parts)}"
+
+
+def _part_of(plan: Plan, parts: Sequence[Part]) -> str:
+    fetch, piece = parts[0]
+    holding = plan.holdings[plan.fetches[fetch].pieces[piece].holding]
+    return _of(plan.tiles[holding.tile]) if holding.reduction is None else ""
 
 
 def _parts_name(plan: Plan, parts: Sequence[Part], gradient: bool) -> str:

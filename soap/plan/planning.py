@@ -20,10 +20,10 @@ from soap.model.regions import Box, cells, contains, subtract, volume, whole
 from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.plan.coverage import HolderIndex
 from soap.plan.delivery import Carriers, LocalFetch, Reader
-from soap.plan.pass_order import OrderOf, usual_order
 from soap.plan.plan import Exchange, Fetch, Holding, Message, Part, Piece, Plan, Reduction
 from soap.plan.row_counts import sparse_lookup_operators
 from soap.plan.scattering import choose_cells
+from soap.plan.scheduling import Orders
 from soap.plan.syncs.keeping import Cell, Keeping
 from soap.plan.tiling import Tile, tiles_of
 from soap.strategy.config import OpConfig, Strategy
@@ -71,17 +71,14 @@ class PlanBuilder:
         topology: Topology,
         training: PlannedTraining = PLAIN,
         microbatches: int = 1,
-        order_of: OrderOf = usual_order,
     ) -> None:
-        """``microbatches``: of the strategies that are built most often; for others it makes builders of their own. ``order_of``: makes the
-        order of their passes."""
+        """``microbatches``: of the strategies that are built most often; for others it makes builders of their own."""
         self.graph = graph
         self.topology = topology
         self.training = training
         self.microbatches = microbatches
-        self._cut = MicroBatches(graph, microbatches)
-        self._order_of = order_of
-        self._order = order_of(self._cut) if microbatches > 1 else None
+        self._orders = Orders(graph)
+        self._cut = self._orders.cut(microbatches)
         self._others: dict[int, PlanBuilder] = {}
         size = max(1024, 8 * len(graph.operators))
         self._part = lru_cache(size)(self._make_part)
@@ -94,7 +91,7 @@ class PlanBuilder:
 
     def __reduce__(self) -> tuple[object, ...]:
         # another process starts with empty caches
-        return (PlanBuilder, (self.graph, self.topology, self.training, self.microbatches, self._order_of))
+        return (PlanBuilder, (self.graph, self.topology, self.training, self.microbatches))
 
     def build(self, strategy: Strategy, *, empty_tiles: bool = False) -> Plan:
         """The plan of a strategy. StrategyError if it does not fit the graph or the cluster. ``empty_tiles``: see ``Strategy.validate``."""
@@ -146,13 +143,13 @@ class PlanBuilder:
             syncs=syncs,
             sparse_lookups=sparse_lookup_operators(self.graph, strategy.parameters),
             training=self.training,
-            order=self._order,
+            order=self._orders.order(strategy),
         )
 
     def _other(self, microbatches: int) -> PlanBuilder:
         """A builder of plans with another number of micro-batches."""
         if microbatches not in self._others:
-            self._others[microbatches] = PlanBuilder(self.graph, self.topology, self.training, microbatches, self._order_of)
+            self._others[microbatches] = PlanBuilder(self.graph, self.topology, self.training, microbatches)
         return self._others[microbatches]
 
     def _make_part(self, position: int, config: OpConfig) -> OperatorPart:

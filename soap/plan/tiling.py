@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -21,7 +21,7 @@ class Tile:
     """One piece of one operator on one device.
 
     ``index``: its position in ``OpConfig.devices`` (row-major over replica and factors); with micro-batches a replica's tiles come once
-    for each of them, and ``part`` is the micro-batch. ``intervals``: one per factor. ``inputs``,
+    for each of them, and ``part`` is the micro-batch; None if the operator is not cut. ``intervals``: one per factor. ``inputs``,
     ``parameters``, ``outputs``: the region of each operand that it reads or writes, in the operator's operand order; some may be empty.
     ``sparse_lookup``: whether it has, of its sparse parameters, only the rows that it looks up. Always False in ``Plan.tiles``;
     ``Plan.as_run`` fills it in.
@@ -36,7 +36,7 @@ class Tile:
     parameters: tuple[Box, ...]
     outputs: tuple[Box, ...]
     sparse_lookup: bool = False
-    part: int = 0
+    part: int | None = None
 
     @property
     def size(self) -> int:
@@ -79,8 +79,9 @@ def tiles_of(graph: OperatorGraph, position: int, config: OpConfig, cut: MicroBa
         inputs, parameters, outputs = (_boxes(group, shapes, pieces, places) for group in (op.inputs, op.parameters, op.outputs))
         boxes += zip(inputs, parameters, outputs, strict=True)
     own = prod(config.degrees)
+    part: Callable[[int], int | None] = (lambda i: i // own) if len(cells) > own else lambda i: None
     return [
-        Tile(position, replica * len(cells) + i, replica, config.devices[replica * own + i % own], cell, *boxes[i], False, i // own)
+        Tile(position, replica * len(cells) + i, replica, config.devices[replica * own + i % own], cell, *boxes[i], False, part(i))
         for replica in range(config.replicas)
         for i, cell in enumerate(cells)
     ]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from soap.errors import ScheduleError
@@ -35,12 +36,12 @@ class NamedSchedule:
         return f"{self.schedule.name}{f':{self.chunks}' if self.chunks > 1 or placement else ''}{placement}"
 
 
-def parse(text: str) -> NamedSchedule:
-    """``NAME``, ``NAME:CHUNKS`` or ``NAME:CHUNKS:PLACEMENT``. ScheduleError in one line if there is no such schedule."""
+def parse(text: str, known: Sequence[Schedule] = SCHEDULES) -> NamedSchedule:
+    """``NAME``, ``NAME:CHUNKS`` or ``NAME:CHUNKS:PLACEMENT``. ScheduleError in one line if there is no such schedule among ``known``."""
     name, *rest = text.split(":")
-    schedule = next((schedule for schedule in SCHEDULES if schedule.name == name), None)
+    schedule = next((schedule for schedule in known if schedule.name == name), None)
     if schedule is None:
-        raise ScheduleError(f"no schedule is named {shown(text)}; expected one of {forms()}")
+        raise ScheduleError(f"no schedule is named {shown(text)}; expected one of {forms(known)}")
     if len(rest) > 2 or (rest and not _CHUNKS.fullmatch(rest[0])):
         raise ScheduleError(f"schedule {shown(text)}; expected {form(schedule)}")
     placement = next((known for known in PLACEMENTS if known == rest[1]), None) if len(rest) > 1 else PLACEMENTS[0]
@@ -61,7 +62,7 @@ def form(schedule: Schedule) -> str:
     return f"{one}{schedule.name}:N{placements} (N chunks on each stage, {schedule.fewest_chunks} or more)"
 
 
-def forms() -> str:
+def forms(known: Sequence[Schedule] = SCHEDULES) -> str:
     """All that ``parse`` accepts, in words."""
     chunks = {True: ":N", False: "[:N]"}
-    return ", ".join(s.name + (chunks[s.fewest_chunks > 1] if s.most_chunks > 1 else "") for s in SCHEDULES)
+    return ", ".join(s.name + (chunks[s.fewest_chunks > 1] if s.most_chunks > 1 else "") for s in known)

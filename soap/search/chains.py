@@ -15,6 +15,9 @@ How the budget of proposals is spent (evaluations of starts do not count):
 - If still no start fits, the best one descends until something fits, for the whole budget if need be.
 - Where memory binds, that is if a start that does not fit is faster than those that do, operators may be recomputed
   (``soap.search.recomputing``), and starts that do so are evaluated as well.
+- Where rough costs expect a pipeline to be faster than all starts, the best one is a start as well (``soap.search.pipelining``). If it is
+  the best of all, half of the budget goes to it: a descent by moves that pipelines alone have (``soap.search.pipeline_moves``), a chain
+  that moves operators inside their stages, and such a descent again.
 - In the end ``soap.search.polish`` makes the result locally optimal if the space is small enough. This is beyond the budget.
 
 A move that changes nothing is not evaluated and not counted. All randomness comes from generators seeded by (seed, chain), so equal seeds
@@ -34,30 +37,46 @@ from typing import Any, cast
 from tqdm import tqdm
 
 from soap.cluster.topology import Topology
+from soap.errors import StrategyError
 from soap.model.graph import OperatorGraph
 from soap.search.able import Able
-from soap.search.constraints import brought_inside, pairs_of, parse
+from soap.search.allowance import Allowance, chain_budgets
+from soap.search.allowed_space import allowed_space, allowed_syncs
+from soap.search.constraints import brought_inside, out_of_stage
 from soap.search.descent import adopt, propose_descent
 from soap.search.infeasible import infeasible
-from soap.search.lossy import lossy_starts, lossy_ways, may_be_ragged, with_lossy
+from soap.search.lossy import lossy_starts, lossy_ways
 from soap.search.metropolis import ChainState, Evaluator, step
 from soap.search.offloading import offloading_starts, with_offloading
 from soap.search.options import SearchOptions
+from soap.search.pipeline_moves import pipeline_moves
+from soap.search.pipelining import is_cut, is_legal, keeps_stages, pipeline_start, require_inside, space_of
 from soap.search.polish import MAX_POLISHED, polish_best
-from soap.search.proposals import Kernel
+from soap.search.proposals import Kernel, Proposal
 from soap.search.recomputing import recomputing_starts, with_recomputation
 from soap.search.record import Recorder, SearchResult
-from soap.search.space import Space, build_space
-from soap.search.starts import BASELINE, Start, best_starts, check_start, different, evaluated, reference_strategies, starting_strategies
-from soap.search.uncut import with_uncut
+from soap.search.space import Space
+from soap.search.starts import (
+    BASELINE,
+    INITIAL,
+    Start,
+    best_starts,
+    check_start,
+    different,
+    evaluated,
+    reference_strategies,
+    starting_strategies,
+)
 from soap.simulator.simulate import is_played
-from soap.strategy.config import Strategy, SyncConfig
-from soap.strategy.named import SAVING_STARTS, named
-from soap.strategy.sync import in_one_partition, sync_choices
+from soap.strategy.config import Strategy
+from soap.strategy.named import PIPELINE, SAVING_STARTS, named
+from soap.strategy.sync import in_one_partition
 
 PROPOSALS_PER_CHAIN, MAX_CHAINS = 500, 3
 TEMPERED_PROPOSALS, MAX_TEMPERED = 4000, 4
 DESCENT_SHARE, DESCENT_PROPOSALS = 0.5, 300
+CLIMB_SHARE = 0.2
+"""Of a pipeline's part of the budget, for each of the two descents by its moves."""
 NO_STARTS: Mapping[str, Callable[[], Strategy]] = MappingProxyType({})
 MAX_IDLE_MOVES = 1000
 """After so many moves without effect in a row a phase ends: nothing is left to propose."""
@@ -94,11 +113,12 @@ def search(
     strategies[BASELINE] = usual.strategy
 
     def inside(strategy: Strategy) -> Strategy:
-        return in_one_partition(brought_inside(space, strategy), options.uncut)
+        return require_inside(strategy, in_one_partition(brought_inside(space, strategy), options.uncut))
 
-    baseline, strategies = strategies[BASELINE], {name: inside(strategy) for name, strategy in strategies.items()}
-    lossy = lossy_starts(graph, strategies[BASELINE], options.compressions, lossy_ways(topology))
-    strategies |= {name: inside(own) for name, own in lossy.items()}
+    baseline = strategies[BASELINE]
+    strategies = {name: inside(own) for name, own in strategies.items() if name == INITIAL or keeps_stages(space, own)}
+    lossy = lossy_starts(graph, strategies.get(BASELINE, baseline), options.compressions, lossy_ways(topology))
+    strategies |= {name: inside(own) for name, own in lossy.items() if keeps_stages(space, own)}
     recorder, interrupted = Recorder(improved=improved), False
 
     def evaluate(name: str, strategy: Strategy) -> None:
@@ -109,23 +129,32 @@ def search(
     bar: tqdm[Any] = tqdm(total=options.budget, unit="proposal", disable=None if progress else True)
     with bar:
         try:
-            if strategies[BASELINE] is not baseline:
+            if strategies.get(BASELINE) is not baseline:
                 recorder.baseline_ns = evaluator.makespan_ns(baseline)
             for name, strategy in tuple(strategies.items()):
                 evaluate(name, strategy)
             for name, make in further_starts.items():
-                evaluate(name, inside(make()))
+                if keeps_stages(space, own := make()):
+                    evaluate(name, inside(own))
             if (more := recomputing_starts(space, topology, evaluator, recorder.starts, wanted=options.recompute)) is not None:
                 space, recorder.budgeted = with_recomputation(space), more[1]
                 for name, strategy in more[0].items():
-                    evaluate(name, inside(strategy))
+                    if keeps_stages(space, strategy):
+                        evaluate(name, inside(strategy))
             for name, strategy in offloading_starts(graph, topology, recorder.starts, options).items():
                 space = with_offloading(space)
                 evaluate(name, inside(strategy))
-            references = reference_strategies(graph, topology, strategies.values())
-            space = replace(space, references=different(inside(reference) for reference in references))
-            _Run(space, topology, evaluator, recorder, options, bar, deadline, stopped).all_chains()
-            polish_best(recorder, space, evaluator, polish_up_to)
+            wanted = True if options.starts is not None and PIPELINE in options.starts else options.pipelines
+            pipeline = pipeline_start(space, topology, evaluator, recorder.starts, wanted=wanted, named=options.starts is not None)
+            references = reference_strategies(graph, topology, (own for own in strategies.values() if not is_cut(own)))
+            if pipeline is not None:
+                evaluate(PIPELINE, pipeline)
+            if not recorder.starts:
+                raise StrategyError(out_of_stage(space, baseline) or "no start")
+            space = replace(space, references=different(inside(own) for own in references if keeps_stages(space, own)))
+            _Run(space, topology, evaluator, recorder, options, bar, deadline, stopped).everything()
+            if (around := space_of(space, recorder.best)) is not None:
+                polish_best(recorder, around, evaluator, polish_up_to)
         except (KeyboardInterrupt, Exception) as error:
             if not (isinstance(error, KeyboardInterrupt) or stopped()):  # libraries may turn an interrupt into an error of their own
                 raise
@@ -150,14 +179,14 @@ def _space_and_usual(
     graph: OperatorGraph, topology: Topology, evaluator: Evaluator, options: SearchOptions, stopped: Callable[[], bool]
 ) -> tuple[Space, Start]:
     """The space of allowed strategies, and data parallelism, evaluated; if that does not fit, the space has what saves memory."""
-    space = _allowed_space(graph, topology, options)
+    space = allowed_space(graph, topology, options)
     usual = _usual(graph, topology, evaluator, stopped)
-    return space if usual.fits else replace(space, syncs=_allowed_syncs(graph, topology, options, saving=True)), usual
+    return space if usual.fits else replace(space, syncs=allowed_syncs(graph, topology, options, saving=True)), usual
 
 
 def _start_names(options: SearchOptions, further_starts: Collection[str]) -> list[str] | None:
     """The starts that the options name, without those made elsewhere; None if they name none. StrategyError if there is no such start."""
-    names = None if options.starts is None else [name for name in options.starts if name not in further_starts]
+    names = None if options.starts is None else [name for name in options.starts if name not in (*further_starts, PIPELINE)]
     for name in names or ():
         check_start(name)
     return names
@@ -173,34 +202,9 @@ def _usual(graph: OperatorGraph, topology: Topology, evaluator: Evaluator, stopp
         raise KeyboardInterrupt from error
 
 
-def _allowed_space(graph: OperatorGraph, topology: Topology, options: SearchOptions) -> Space:
-    """The space of allowed configurations, without reference strategies."""
-    pins, forbidden = pairs_of(options.pins), pairs_of(options.forbidden)
-    allowed = parse(graph, topology.device_count, pins, forbidden)
-    allowed = with_uncut(graph, topology, allowed, options.uncut, options.together)
-    return build_space(graph, topology.device_count, allowed=allowed, syncs=_allowed_syncs(graph, topology, options))
-
-
-def _allowed_syncs(
-    graph: OperatorGraph, topology: Topology, options: SearchOptions, *, saving: bool = False
-) -> Mapping[str, tuple[SyncConfig, ...]]:
-    """By parameter, how it may be synchronized. ``saving``: see ``sync.sync_choices``."""
-    exact, withins = sync_choices(graph, topology, options.syncs, options.uncut, saving=saving), lossy_ways(topology)
-    return with_lossy(graph, exact, options.compressions, withins, ragged=may_be_ragged(topology))
-
-
 def _heed(stopped: Callable[[], bool]) -> None:
     if stopped():
         raise KeyboardInterrupt
-
-
-def chain_budgets(budget: int, chains: int) -> list[int]:
-    """Number of proposals of each chain: the first gets half of the budget, the others share the rest."""
-    if chains == 1:
-        return [budget]
-    rest = budget // 2
-    others = [rest // (chains - 1) + (i < rest % (chains - 1)) for i in range(chains - 1)]
-    return [budget - rest, *others]
 
 
 @dataclass
@@ -220,28 +224,61 @@ class _Run:
     def _able(self) -> Able | None:
         return cast(Able, self.evaluator) if hasattr(self.evaluator, "engine_costs") else None
 
-    def all_chains(self) -> None:
+    def everything(self) -> None:
         """Run all descents and chains, until the budget is spent."""
+        self._show()
+        first, budget = self.recorder.best, self.options.budget
+        assert first is not None
+        if is_cut(first.strategy):
+            self._pipelines(first, budget // 2)
+            budget -= budget // 2
+        self._chains([start for start in self.recorder.starts if not is_cut(start.strategy)], budget)
+
+    def _pipelines(self, current: Start, budget: int) -> None:
+        """Improve a strategy with micro-batches: as a pipeline, operator by operator inside its stages, and as a pipeline again."""
+        climbs = max(1, int(budget * CLIMB_SHARE))
+        current = self._climb(current, climbs)
+        around = space_of(self.space, current)
+        if around is not None:
+            replace(self, space=around)._chains([current], max(1, budget - 2 * climbs))
+        best = self.recorder.best
+        assert best is not None
+        if best.strategy != current.strategy and is_cut(best.strategy):
+            self._climb(best, climbs)
+
+    def _climb(self, current: Start, budget: int) -> Start:
+        """Take moves of pipelines that are better until none is."""
+        allowance = Allowance(budget, None, self.deadline)
+        pending = pipeline_moves(self.space.graph, current.strategy)
+        while not allowance.spent and (proposal := next(pending, None)) is not None:
+            if not is_legal(self.space, self.topology, proposal.strategy):
+                continue
+            better = self._tried(PIPELINE, current, proposal, allowance)
+            if better is not current:
+                current, pending = better, pipeline_moves(self.space.graph, better.strategy)
+        return current
+
+    def _chains(self, starts: Sequence[Start], budget: int) -> None:
+        """Descents and chains from the best of these starts."""
         able = self._able
         most, each = (MAX_CHAINS, PROPOSALS_PER_CHAIN) if able is None else (MAX_TEMPERED, TEMPERED_PROPOSALS)
-        wanted = min(most, max(1, self.options.budget // each))
-        self._show()
-        first = self.recorder.best
-        assert first is not None
-        chosen = best_starts(self.recorder.starts, wanted if first.fits else 1)
+        wanted = min(most, max(1, budget // each))
+        chosen = best_starts(starts, wanted if any(start.fits for start in starts) else 1)
+        if not chosen:
+            return
         evaluated = [start.strategy for start in self.recorder.starts]
         openings = [reference for reference in self.space.references if reference not in evaluated]
         lows: list[tuple[Start, int]] = []
-        for start, budget in zip(chosen, chain_budgets(self.options.budget, len(chosen)), strict=True):
+        for start, part in zip(chosen, chain_budgets(budget, len(chosen)), strict=True):
             rng = random.Random(f"{self.options.seed} {start.name}")
-            allowance = _Allowance(budget, self.options.patience, self.deadline)
-            share = int(budget * DESCENT_SHARE)
+            allowance = Allowance(part, self.options.patience, self.deadline)
+            share = int(part * DESCENT_SHARE)
             low = self._descend(rng, start, openings, share if able is None else min(share, DESCENT_PROPOSALS), allowance)
             openings = []
             if low.fits and able is None:
                 self._metropolis(rng, low, allowance)
             elif low.fits:
-                lows.append((low, budget - allowance.used))
+                lows.append((low, part - allowance.used))
         if lows and able is not None:
             self._temper(sorted(lows, key=lambda found: found[0].cost_ns), able)
 
@@ -257,7 +294,7 @@ class _Run:
             [low.strategy for low, _ in lows],
             seed=self.options.seed, budgets=budgets, beta=self.options.beta, fits=fits, cores=self.options.cores,
         )  # fmt: skip
-        allowance = _Allowance(sum(budgets), self.options.patience, self.deadline)
+        allowance = Allowance(sum(budgets), self.options.patience, self.deadline)
         for rounds in chains.rounds():
             for own in rounds:
                 before = self.recorder.best
@@ -292,7 +329,7 @@ class _Run:
         return self._lacks(strategy)
 
     def _descend(
-        self, rng: random.Random, current: Start, openings: Sequence[Strategy], share: int, allowance: _Allowance
+        self, rng: random.Random, current: Start, openings: Sequence[Strategy], share: int, allowance: Allowance
     ) -> Start:
         """Accept only improvements. Ends after ``share`` proposals once something fits, or when the allowance is spent."""
         idle, pending = 0, list(openings)
@@ -305,19 +342,24 @@ class _Run:
             if proposal is None:
                 continue
             idle = 0
-            cost_ns, overflow_bytes = self.evaluator.makespan_ns(proposal.strategy), None
-            better = False
-            if cost_ns < current.cost_ns or not current.fits:  # computing the memory takes longer, so do it only if needed
-                overflow_bytes = self._overflow_bytes(proposal.strategy, current.overflow_bytes)
-                better = overflow_bytes is not None and (overflow_bytes, cost_ns) < current.score
-            self.recorder.proposal("descent", current.name, proposal, cost_ns, overflow_bytes, better)
-            allowance.use(improved=better)
-            self._show(1)
-            if better and overflow_bytes is not None:
-                current = Start(current.name, proposal.strategy, cost_ns, overflow_bytes)
+            current = self._tried("descent", current, proposal, allowance)
         return current
 
-    def _metropolis(self, rng: random.Random, start: Start, allowance: _Allowance) -> None:
+    def _tried(self, phase: str, current: Start, proposal: Proposal, allowance: Allowance) -> Start:
+        """The proposal if it is better, else the current strategy itself."""
+        cost_ns, overflow_bytes = self.evaluator.makespan_ns(proposal.strategy), None
+        better = False
+        if cost_ns < current.cost_ns or not current.fits:  # computing the memory takes longer, so do it only if needed
+            overflow_bytes = self._overflow_bytes(proposal.strategy, current.overflow_bytes)
+            better = overflow_bytes is not None and (overflow_bytes, cost_ns) < current.score
+        self.recorder.proposal(phase, current.name, proposal, cost_ns, overflow_bytes, better)
+        allowance.use(improved=better)
+        self._show(1)
+        if better and overflow_bytes is not None:
+            return Start(current.name, proposal.strategy, cost_ns, overflow_bytes)
+        return current
+
+    def _metropolis(self, rng: random.Random, start: Start, allowance: Allowance) -> None:
         """Run a chain until the allowance is spent."""
         kernel = Kernel(self.space)
         state = ChainState(start.strategy, start.cost_ns, max(1, start.cost_ns))
@@ -344,27 +386,3 @@ class _Run:
             costs_ms = best.cost_ns / 1e6, self.recorder.data_parallel_ns / 1e6
             self.bar.set_postfix_str("best cost {:.3f} ms, data parallel {:.3f} ms".format(*costs_ms), refresh=False)
         self.bar.update(done)
-
-
-@dataclass
-class _Allowance:
-    """The proposals that chains may still spend."""
-
-    budget: int
-    patience: float | None
-    deadline: float
-    used: int = 0
-    last_improvement: int = 0
-
-    def use(self, *, improved: bool, count: int = 1) -> None:
-        """Count proposals."""
-        self.used += count
-        if improved:
-            self.last_improvement = self.used
-
-    @property
-    def spent(self) -> bool:
-        """Whether budget, time or patience is exhausted."""
-        idle = self.used - self.last_improvement
-        impatient = self.patience is not None and idle >= self.patience * self.budget
-        return self.used >= self.budget or impatient or time.monotonic() >= self.deadline

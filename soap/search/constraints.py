@@ -1,12 +1,13 @@
 """The user's constraints: ``--pin`` fixes how operators are split or where they run, ``--forbid`` rules something out.
 
-A constraint is a pattern of operator names (``fnmatch``) and a specification for these operators:
+A constraint is a pattern of operator names (``fnmatch``; ``layers.0-3.*`` stands for each number) and a specification for these operators:
 
 - pin: ``sample:4``, ``sample:4,channel:2`` or ``replicas:2`` (factors by name or kind; factors that are not named are not split). With
   ``@0-3`` or ``@0,2`` behind it the devices are fixed as well; ``@0-3`` alone fixes only the devices. The search decides which tile runs on
   which of them.
 - forbid: factors by name or kind that are never split, ``replicas``, and ``@3``: devices that are never used.
 - ``recompute`` among the names: operators are recomputed (pin), or never are (forbid).
+- ``stage:0`` among the names: operators belong to this stage of a pipeline (pin), or never do (forbid).
 
 All constraints of an operator hold together. They leave an ``Allowed``, from which its ``OperatorSpace`` is made, so the proposals stay
 inside. ``brought_inside`` changes strategies from elsewhere (starts, references) as little as it can.
@@ -26,31 +27,45 @@ from soap.search.space import Grid, OperatorSpace, Space, grid_of
 from soap.strategy.config import OpConfig, Strategy, settled_config
 from soap.strategy.mismatch import short
 from soap.strategy.recomputation import refusal
+from soap.strategy.stages import chunks_of, stages_of_chunks
 
 RECOMPUTE = "recompute"
 """Stands for recomputation where a factor could be named."""
+STAGE = "stage"
+"""Stands for a stage of a pipeline where a factor could be named."""
 REPLICAS = "replicas"
 """Name of the axis of replicas, which is no factor."""
 Pairs = Sequence[tuple[str, str]]
 """(pattern of operator names, what it says of these operators)."""
 
 _SPEC = (
-    "expected FACTOR:DEGREE such as sample:4 or sample:4,replicas:2, with @0-3 behind it for the devices, or @0-3 alone; 'recompute' by "
-    "itself or among the factors"
+    "expected FACTOR:DEGREE such as sample:4 or sample:4,replicas:2, with @0-3 behind it for the devices, or @0-3 alone; 'recompute' or "
+    "stage:0 by itself or among the factors"
 )
-_FORBIDDEN = "expected names or kinds of factors, 'replicas', 'recompute', or devices as @3, such as reduction or attribute,@3"
+_FORBIDDEN = "expected names or kinds of factors, 'replicas', 'recompute', stage:0, or devices as @3, such as reduction or attribute,@3"
+_NUMBERS = re.compile(r"(?<![0-9\[])([0-9]{1,9})-([0-9]{1,9})(?![0-9\]])", re.ASCII)
+MOST_PATTERNS = 4096
+"""For so many patterns a pattern with ranges of numbers may stand."""
+_STAGE = re.compile(rf"{STAGE}:([0-9]{{1,9}})", re.ASCII)
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", re.ASCII)
 
 
 @dataclass(frozen=True)
 class Allowed:
     """What an operator may be. ``grid``: if not None, exactly this one. ``whole``: axes (0 replicas, 1 + factor) that are not split.
-    ``devices``: where tiles may be, ascending. ``recompute``: whether it is recomputed; None: it may be or not."""
+    ``devices``: where tiles may be, ascending. ``recompute``: whether it is recomputed; None: it may be or not. ``stage``: the stage that
+    it belongs to; None for any but ``other_stages``."""
 
     grid: Grid | None
     whole: frozenset[int]
     devices: tuple[int, ...]
     recompute: bool | None = None
+    stage: int | None = None
+    other_stages: frozenset[int] = frozenset()
+
+    def allows_stage(self, stage: int) -> bool:
+        """Whether it may belong to a stage."""
+        return self.stage in (None, stage) and stage not in self.other_stages
 
     def allows(self, config: OpConfig) -> bool:
         """Whether a configuration obeys."""
@@ -96,7 +111,11 @@ def nearest(space: OperatorSpace, config: OpConfig) -> OpConfig:
 
 
 def brought_inside(space: Space, strategy: Strategy) -> Strategy:
-    """The strategy with the nearest allowed configuration for each operator that does not obey. The same object if all obey."""
+    """The strategy with the nearest allowed configuration for each operator that does not obey. The same object if all obey. StrategyError
+    if an operator is in a stage that it may not be in."""
+    wrong = out_of_stage(space, strategy)
+    if wrong is not None:
+        raise StrategyError(wrong)
     changed = {}
     for i, (op, own) in enumerate(zip(space.graph.operators, space.operators, strict=True)):
         config, allowed = strategy.operators[op.name], space.allowed[i] if space.allowed else None
@@ -109,13 +128,30 @@ def brought_inside(space: Space, strategy: Strategy) -> Strategy:
     return strategy.with_changes(changed) if changed else strategy
 
 
+def out_of_stage(space: Space, strategy: Strategy) -> str | None:
+    """The first operator that is in a stage which its constraints rule out, in one line; None if all obey."""
+    if not any(own is not None and (own.stage is not None or own.other_stages) for own in space.allowed):
+        return None
+    chunks = chunks_of(space.graph, strategy.stages)
+    stage_of = stages_of_chunks(max(chunks) + 1, strategy.schedule)
+    for op, chunk, own in zip(space.graph.operators, chunks, space.allowed, strict=True):
+        if own is not None and not own.allows_stage(stage_of[chunk]):
+            wanted = f"another one than {stage_of[chunk]}" if own.stage is None else str(own.stage)
+            found = f"operator {op.name!r} is in stage {stage_of[chunk]} of {max(stage_of) + 1}"
+            return f"{found}; --pin or --forbid wants {wanted}: start from a strategy with such stages"
+    return None
+
+
 def pairs_of(given: Mapping[str, str] | Iterable[tuple[str, str]]) -> Pairs:
     """A mapping, or pairs, as pairs."""
     return tuple(given.items()) if isinstance(given, Mapping) else tuple(given)
 
 
 def _matching(graph: OperatorGraph, pattern: str, where: str) -> list[Operator]:
-    found = [op for op in graph.operators if fnmatchcase(op.name, pattern)]
+    names = {op.name for op in graph.operators if fnmatchcase(op.name, pattern)}
+    if not names:
+        names = {op.name for op in graph.operators if any(fnmatchcase(op.name, own) for own in _numbered(pattern, where))}
+    found = [op for op in graph.operators if op.name in names]
     choosing = [op for op in found if settled_config(op, 1) is None]
     if found and not choosing:
         raise StrategyError(f"{where}: operator {found[0].name!r} has one configuration alone; expected one that has a choice")
@@ -126,6 +162,18 @@ def _matching(graph: OperatorGraph, pattern: str, where: str) -> list[Operator]:
             f"{some} or '*' (soap-search --explain-graph lists all)"
         )
     return choosing
+
+
+def _numbered(pattern: str, where: str) -> list[str]:
+    """The pattern with each number of its ranges: ``layers.0-1.*`` is ``layers.0.*`` and ``layers.1.*``."""
+    texts = _NUMBERS.split(pattern)  # text, first, last, text, …
+    ranges = [range(int(first), int(last) + 1) for first, last in zip(texts[1::3], texts[2::3], strict=True)]
+    if prod(map(len, ranges)) > MOST_PATTERNS:
+        raise StrategyError(f"{where}: {short(pattern)} stands for more than {MOST_PATTERNS} patterns; expected shorter ranges")
+    found = [texts[0]]
+    for own, text in zip(ranges, texts[3::3], strict=True):
+        found = [f"{before}{number}{text}" for before in found for number in own]
+    return found
 
 
 def _divided(spec: str, where: str, device_count: int) -> tuple[list[str], tuple[int, ...] | None]:
@@ -161,19 +209,23 @@ def _said(
     """What one constraint leaves to each of its operators."""
     everything = tuple(range(device_count))
     recompute = (option == "--pin") if RECOMPUTE in split else None
-    split = [name for name in split if name != RECOMPUTE]
+    stages = [int(match[1]) for name in split if (match := _STAGE.fullmatch(name))]
+    if option == "--pin" and len({*stages}) > 1:
+        raise StrategyError(f"{where}: stages {stages[0]} and {stages[1]}; expected one stage")
+    split = [name for name in split if name != RECOMPUTE and not _STAGE.fullmatch(name)]
     for op in operators if recompute else ():
         why = refusal(graph, op)
         if why is not None:
             raise StrategyError(f"{where}: operator {op.name!r} must not be recomputed: {why}; name others")
     if option == "--pin":
         grids = [_pinned(op, split, where) if split else None for op in operators]
-        return [Allowed(grid, frozenset(), devices or everything, recompute) for grid in grids]
+        return [Allowed(grid, frozenset(), devices or everything, recompute, next(iter(stages), None)) for grid in grids]
     left = tuple(d for d in everything if devices is None or d not in devices)
     for name in split:
         if name != REPLICAS and not any(_axes(op, name) for op in operators):
             raise StrategyError(f"{where}: no factor {short(name)}; expected 'replicas' or one of {_factors(operators)}")
-    return [Allowed(None, frozenset(axis for name in split for axis in _axes(op, name)), left, recompute) for op in operators]
+    axes = [frozenset(axis for name in split for axis in _axes(op, name)) for op in operators]
+    return [Allowed(None, own, left, recompute, None, frozenset(stages)) for own in axes]
 
 
 def _pinned(op: Operator, parts: Sequence[str], where: str) -> Grid:
@@ -229,7 +281,10 @@ def _both(one: Allowed, other: Allowed, op: Operator, where: str) -> Allowed:
     if None not in (one.recompute, other.recompute) and one.recompute != other.recompute:
         raise StrategyError(f"{where}: operator {op.name!r} is to be recomputed by --pin and not by --forbid, so nothing is left; drop one")
     recompute = other.recompute if one.recompute is None else one.recompute
-    return Allowed(one.grid if one.grid is not None else other.grid, one.whole | other.whole, devices, recompute)
+    stage, others = other.stage if one.stage is None else one.stage, one.other_stages | other.other_stages
+    if stage in others or (other.stage is not None and other.stage != stage):
+        raise StrategyError(f"{where}: operator {op.name!r} has another stage by another --pin or --forbid, so nothing is left; drop one")
+    return Allowed(one.grid if one.grid is not None else other.grid, one.whole | other.whole, devices, recompute, stage, others)
 
 
 def _check_possible(op: Operator, allowed: Allowed, device_count: int) -> None:

@@ -51,6 +51,9 @@ class SearchOptions:
     ``recompute``: whether operators may be recomputed instead of keeping what they make (``soap.search.recomputing``); by default where
     memory binds.
 
+    ``pipelines``: whether plans may cut a step into micro-batches that go through stages (``soap.search.pipelining``); by default where
+    rough costs expect that to be faster than all starts.
+
     ``uncut``: names of parameters that every device owns whole or not at all; optimizers need this if their update is not elementwise.
     ``together``: names of parameters that a device owns either all of, or none.
 
@@ -77,6 +80,7 @@ class SearchOptions:
     lossy: Sequence[Compression | str] = ()
     training: PlannedTraining = PLAIN
     recompute: bool | None = None
+    pipelines: bool | None = None
     uncut: Collection[str] = ()
     together: Collection[str] = ()
     optimizer_states: int = OPTIMIZER_STATES

@@ -28,6 +28,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from soap.model.graph import Operator, OperatorGraph
+from soap.model.micro_batches import MicroBatches
+from soap.plan.scheduling import Orders
 from soap.search.alignment import Edge, edges_of
 from soap.search.groups import repeated_groups
 from soap.strategy.config import OpConfig, Strategy, SyncConfig, settled_config
@@ -101,11 +103,14 @@ def degree_choices(size: int, device_count: int, *, every: bool = False) -> list
     return [d for d in range(1, limit + 1) if device_count % d == 0 or d & (d - 1) == 0 or d == size]
 
 
-def grids_of(op: Operator, device_count: int, *, every: bool = False, whole: Collection[int] = ()) -> tuple[Grid, ...]:
+def grids_of(
+    op: Operator, device_count: int, *, every: bool = False, whole: Collection[int] = (), sizes: Sequence[int] | None = None
+) -> tuple[Grid, ...]:
     """Grids of an operator with at most ``device_count`` tiles, best guesses first, at most ``MAX_GRIDS``. Axes in ``whole`` are not
-    split."""
+    split. ``sizes``: of its factors, in the smallest micro-batch."""
     choices = [degree_choices(device_count, device_count, every=every)]
-    choices += [degree_choices(f.size, device_count, every=every) if op.partitionable else [1] for f in op.factors]
+    sizes = [f.size for f in op.factors] if sizes is None else sizes
+    choices += [degree_choices(size, device_count, every=every) if op.partitionable else [1] for size in sizes]
     choices = [[1] if axis in whole else options for axis, options in enumerate(choices)]
     partial: list[tuple[Grid, int, int]] = [((), 1, 0)]
     for options in choices:
@@ -245,7 +250,8 @@ class Space:
     """The space of a graph on so many devices, and the facts about the graph that the proposals need. ``references``: strategies known
     beforehand (the starts), from which informed proposals borrow. ``allowed``: by operator, what the user's constraints leave;
     operators of a group then have equal ones. ``syncs``: by parameter, the ways in which it may be synchronized, if there are several.
-    ``recompute``: sets of operators that may be recomputed together, or not (``soap.search.recomputing``)."""
+    ``recompute``: sets of operators that may be recomputed together, or not (``soap.search.recomputing``). ``sizes``: by operator, its
+    factors' sizes in the smallest micro-batch, if there are several."""
 
     graph: OperatorGraph
     device_count: int
@@ -256,14 +262,23 @@ class Space:
     allowed: tuple[Allowed | None, ...] = ()
     syncs: Mapping[str, tuple[SyncConfig, ...]] = field(default_factory=dict)
     recompute: tuple[tuple[int, ...], ...] = ()
+    sizes: tuple[tuple[int, ...], ...] = ()
 
     def allows(self, position: int, config: OpConfig) -> bool:
-        """Whether an operator may have this configuration: the user's constraints allow it, and if there is only one, this is it."""
+        """Whether an operator may have this configuration: micro-batches are large enough, the user's constraints allow it, and if there is
+        only one, this is it."""
         only = settled_config(self.graph.operators[position], self.device_count)
         if only is not None:
             return config.placed_like(only) is config
+        if self.sizes and any(degree > size for degree, size in zip(config.degrees, self.sizes[position], strict=True)):
+            return False
         allowed = self.allowed[position] if self.allowed else None
         return allowed is None or allowed.allows(config)
+
+    @cached_property
+    def orders(self) -> Orders:
+        """The orders of passes of its strategies."""
+        return Orders(self.graph)
 
     @cached_property
     def movable(self) -> tuple[int, ...]:
@@ -290,34 +305,41 @@ def build_space(
     shuffled: float = SHUFFLED,
     allowed: Mapping[str, Allowed] | None = None,
     syncs: Mapping[str, tuple[SyncConfig, ...]] = MappingProxyType({}),
+    cut: MicroBatches | None = None,
 ) -> Space:
     """The space of a graph on ``device_count`` devices. ``every_degree`` also takes degrees that divide nothing. ``allowed``: what is
-    left to some operators, by name (``soap.search.constraints``). StrategyError if nothing is left."""
+    left to some operators, by name (``soap.search.constraints``). ``cut``: the micro-batches of all of its strategies. StrategyError if
+    nothing is left."""
     cache: dict[Hashable, OperatorSpace] = {}
+    parts = cut or MicroBatches(graph, 1)
+    every_size = [tuple(parts.least_size(i, f) for f in range(len(op.factors))) for i, op in enumerate(graph.operators)]
     limits = tuple((allowed or {}).get(op.name) for op in graph.operators)
     spaces = []
-    for op, limit in zip(graph.operators, limits, strict=True):
-        key = (tuple(f.size for f in op.factors), op.partitionable, limit, settled_config(op, device_count))
+    for op, limit, sizes in zip(graph.operators, limits, every_size, strict=True):
+        key = (sizes, op.partitionable, limit, settled_config(op, device_count))
         if key not in cache:
-            cache[key] = _operator_space(op, device_count, limit, every=every_degree, shuffled=shuffled)
+            cache[key] = _operator_space(op, device_count, limit, sizes, every=every_degree, shuffled=shuffled)
         spaces.append(cache[key])
     groups = repeated_groups(graph)
     if allowed:
         groups = _groups_alike(groups, spaces)
     limits = limits if allowed else ()
-    return Space(graph, device_count, tuple(spaces), edges_of(graph), groups, tuple(references), limits, syncs)
+    by_part = () if cut is None else tuple(every_size)
+    return Space(graph, device_count, tuple(spaces), edges_of(graph), groups, tuple(references), limits, syncs, sizes=by_part)
 
 
-def _operator_space(op: Operator, device_count: int, limit: Allowed | None, *, every: bool, shuffled: float) -> OperatorSpace:
+def _operator_space(
+    op: Operator, device_count: int, limit: Allowed | None, sizes: Sequence[int], *, every: bool, shuffled: float
+) -> OperatorSpace:
     only = settled_config(op, device_count)
     if only is not None:
         return OperatorSpace([grid_of(only)], device_count, shuffled=0.0, devices=only.devices)
     if limit is None:
-        return OperatorSpace(grids_of(op, device_count, every=every), device_count, shuffled=shuffled)
+        return OperatorSpace(grids_of(op, device_count, every=every, sizes=sizes), device_count, shuffled=shuffled)
     if limit.grid is not None:
         return OperatorSpace([limit.grid], device_count, shuffled=shuffled, devices=limit.devices)
     counts = dict.fromkeys((device_count, len(limit.devices)))  # degrees that divide the number of remaining devices are worth trying too
-    grids = dict.fromkeys(grid for count in counts for grid in grids_of(op, count, every=every, whole=limit.whole))
+    grids = dict.fromkeys(grid for count in counts for grid in grids_of(op, count, every=every, whole=limit.whole, sizes=sizes))
     return OperatorSpace(list(grids), device_count, shuffled=shuffled, devices=limit.devices)
 
 

@@ -73,17 +73,19 @@ class Partition:
     sum_ns: int
 
 
-def partition(chain: Chain, groups: Sequence[int], in_flight: Sequence[int], *, any_order: bool = False) -> Partition | None:
+def partition(
+    chain: Chain, groups: Sequence[int], in_flight: Sequence[int], *, any_order: bool = False, banned: Integers | None = None
+) -> Partition | None:
     """The partition whose slowest part or message is fastest, all groups with a layer at least; None if none fits into memory.
 
     ``groups``: the kind of each group, in the order of the stages unless ``any_order``. ``in_flight``: micro-batches of each stage, as
-    ``soap.schedules.in_flight`` tells of a table.
+    ``soap.schedules.in_flight`` tells of a table. ``banned`` [stages, layers]: not 0 where a layer may not be in a stage.
     """
     if len(in_flight) != len(groups):
         raise ValueError(f"{len(in_flight)} numbers of micro-batches in flight; expected {len(groups)}, one for each stage")
     if not groups or len(groups) > chain.layer_count:
         return None
-    problem = _Problem(chain, tuple(groups), tuple(in_flight), any_order)
+    problem = _Problem(chain, tuple(groups), tuple(in_flight), any_order, banned)
     slowest_ns, _, _ = problem.solve(np.maximum, NEVER)
     if slowest_ns >= NEVER:
         return None
@@ -110,10 +112,13 @@ class _Problem:
     """A chain, the groups, and what every part takes and keeps. Arrays are [kinds, layers + 1, layers + 1]: of the layers from the first
     index up to, but not including, the second."""
 
-    def __init__(self, chain: Chain, groups: tuple[int, ...], in_flight: tuple[int, ...], any_order: bool) -> None:
+    def __init__(
+        self, chain: Chain, groups: tuple[int, ...], in_flight: tuple[int, ...], any_order: bool, banned: Integers | None
+    ) -> None:
         self.chain, self.groups, self.in_flight, self.any_order = chain, groups, in_flight, any_order
         self.totals = tuple(groups.count(kind) for kind in range(chain.kind_count))
         self.part_ns, self.kept_bytes, self.activation_bytes = map(_parts, (chain.layer_ns, chain.kept_bytes, chain.activation_bytes))
+        self.banned = None if banned is None else _parts(banned)
         self.part_ns[:, np.tri(chain.layer_count + 1, dtype=np.bool_)] = NEVER  # no stage without a layer
 
     def solve(self, combine: Combine, at_most_ns: int) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
@@ -131,7 +136,8 @@ class _Problem:
 
     def _next(self, reached: Sequence[_Reached], stage: int, combine: Combine, at_most_ns: int) -> list[_Reached]:
         found: dict[tuple[tuple[int, ...], int], _Reached] = {}
-        parts = {kind: self._part_ns(kind, stage, at_most_ns) for kind in set(self.groups)}
+        kinds = set(self.groups) if self.any_order else {self.groups[stage]}
+        parts = {kind: self._part_ns(kind, stage, at_most_ns) for kind in kinds}
         for i, before in enumerate(reached):
             for kind in self._next_kinds(before.used):
                 so_far = combine(before.least_ns, self._message_ns(before.kind, kind, at_most_ns))
@@ -152,7 +158,8 @@ class _Problem:
         """What parts take as this stage; for ever if they do not fit, or take too long."""
         needed_bytes = self.kept_bytes[kind] + self.in_flight[stage] * self.activation_bytes[kind]
         part_ns = self.part_ns[kind]
-        return np.where((needed_bytes <= self.chain.limit_bytes[kind]) & (part_ns <= at_most_ns), part_ns, NEVER)
+        fits = (needed_bytes <= self.chain.limit_bytes[kind]) & (part_ns <= at_most_ns)
+        return np.where(fits if self.banned is None else fits & (self.banned[stage] <= 0), part_ns, NEVER)
 
     def _message_ns(self, sender: int, receiver: int, at_most_ns: int) -> Integers:
         """What messages take, by the first layer behind them; nothing before the first stage."""

@@ -76,8 +76,6 @@ def starting_strategies(
         if name not in found and strategy not in found.values() and are_allowed(strategy.parameters, syncs):
             found[name] = strategy
     if initial is not None:
-        if initial.microbatches > 1:
-            raise StrategyError(f"initial strategy in {initial.microbatches} micro-batches; expected 1: a search does not cut steps yet")
         initial.validate(graph, topology.device_count)
         found[INITIAL] = initial
     return found

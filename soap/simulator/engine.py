@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -11,9 +12,8 @@ import numpy as np
 from soap.cluster.topology import Topology
 from soap.errors import ModelError
 from soap.model.graph import OperatorGraph
-from soap.model.micro_batches import MicroBatches
 from soap.plan.compression.training import PLAIN, PlannedTraining
-from soap.plan.pass_order import OrderOf, usual_order
+from soap.plan.scheduling import Orders
 from soap.simulator.communication.offloading import names_behind_links
 from soap.simulator.communication.prices import Communication
 from soap.simulator.compiled.change import KEEP, Edit, make_edit, make_undo
@@ -43,6 +43,7 @@ from soap.simulator.edits import held_arrays, write_edit
 from soap.simulator.task_ids import UNNUMBERED, unnumbered
 from soap.strategy.config import NOTHING, OpConfig, Strategy, SyncConfig, check_config, check_kept, check_parts
 from soap.strategy.recomputation import require_repeatable
+from soap.strategy.stages import require_stages
 
 Result = TypeVar("Result")
 Handles = tuple[World, Trial, Trial, Edit]
@@ -74,11 +75,11 @@ class Engine:
         communication: Communication | None = None,
         draws: Draws | None = None,
         training: PlannedTraining = PLAIN,
-        order_of: OrderOf = usual_order,
     ) -> None:
-        """``communication``: prices of this topology, if they are not the usual ones (``folding``). ``draws``: for ``DrawnEngine``.
-        ``training``: what training adds to compressed parameters. ``order_of``: makes the order of micro-batches' passes."""
-        self.graph, self.topology, self._order_of = graph, topology, order_of
+        """``communication``: prices of this topology, if not the usual ones (``folding``). ``draws``: for ``DrawnEngine``. ``training``:
+        what training adds to compressed parameters."""
+        self.graph, self.topology = graph, topology
+        self._orders = Orders(graph)
         self.choices: Mapping[str, Sequence[SyncConfig]] = {}
         """Parameter -> the synchronizations that compiled code chooses from."""
         communication = communication or Communication(topology)
@@ -104,7 +105,7 @@ class Engine:
         """Hold a strategy, and lower it. StrategyError if it does not fit the graph or the cluster."""
         strategy.validate(self.graph, self.topology.device_count)
         self._loaded = strategy
-        self._set_order(strategy.microbatches)
+        self._set_order(strategy)
         self._configs = [strategy.operators[op.name] for op in self.graph.operators]
         self._syncs, self._codes = dict(strategy.parameters), sync_codes(self.graph, strategy)
         self._make_room(2 * strategy.microbatches * sum(len(config.devices) for config in self._configs))  # at least two slots a tile
@@ -113,11 +114,10 @@ class Engine:
             self._renew_tables()
         self._lower(*held)
 
-    def _set_order(self, microbatches: int) -> None:
-        """Cut operators into so many micro-batches from now on."""
-        if microbatches != self.variants.micro_batches.count:
-            self.variants.micro_batches = cut = MicroBatches(self.graph, microbatches)
-            self._renew(order=pass_tables(self._order_of(cut) if microbatches > 1 else None))
+    def _set_order(self, strategy: Strategy) -> None:
+        """From now on cut operators into the strategy's micro-batches, and let their passes follow its order."""
+        self._renew(order=pass_tables(self._orders.order(strategy)))
+        self.variants.micro_batches = self._orders.cut(strategy.microbatches)
 
     def _make_room(self, slots: int) -> None:
         """Grow the arrays to the least that a strategy needs at once, rather than trying every smaller size."""
@@ -167,6 +167,8 @@ class Engine:
             check_parts(self.variants.micro_batches, position, config)
         for name, sync in parameters.items():
             check_kept(self.variants.micro_batches.count, name, sync)
+        if self._loaded.stages:
+            require_stages(self.graph, self._loaded.stages, self._loaded.schedule, {**self.strategy.operators, **operators})
         numbers = [self._parameters[name] for name in parameters]
         codes = [sync_code(sync) for sync in parameters.values()]
         variants = [self.variant(position, config.degrees) for position, config in zip(positions, operators.values(), strict=True)]
@@ -269,10 +271,10 @@ class Engine:
             self._syncs, self._codes = self.syncs(C.sync), C.sync[: len(self._codes)].copy()
 
     def config(self, position: int, variant: int, devices: Ints, replicas: int, marked: int = KEEP) -> OpConfig:
-        """An operator's configuration with this variant on these devices; fields that compiled code does not know stay as held. ``marked``:
-        whether it is recomputed, ``KEEP`` for as held."""
-        degrees, parts = self.variants.degrees[variant], self.variants.micro_batches.parts(position)
-        own = tuple(devices.reshape(int(replicas), parts, -1)[:, 0].ravel().tolist())
+        """An operator's configuration with this variant on these devices, of one micro-batch or of all; fields that compiled code does not
+        know stay as held. ``marked``: whether it is recomputed, ``KEEP`` for as held."""
+        degrees = self.variants.degrees[variant]
+        own = tuple(devices.reshape(int(replicas), -1, prod(degrees))[:, 0].ravel().tolist())
         held = self._configs[position].placed(degrees, own, int(replicas))
         return held if marked in (KEEP, held.recompute) else replace(held, recompute=bool(marked))
 

@@ -20,6 +20,7 @@ from soap.simulator.memory.hosts import hosts_may_lack
 from soap.simulator.simulate import CACHED_STRATEGIES, REFUSED_BYTES, Simulation, Simulator, is_large
 from soap.strategy.classical import CLASSICAL
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
+from soap.strategy.fields import STRATEGY_FIELDS
 
 MOST_CHANGES = 16
 """A strategy that differs from the one an engine holds in more operators and parameters than this is lowered from scratch."""
@@ -163,7 +164,7 @@ class IncrementalSimulator:
 
 def _unlike(one: Strategy, other: Strategy) -> bool:
     """Whether two strategies differ in what no proposal changes."""
-    return (one.prefetch, one.microbatches) != (other.prefetch, other.microbatches)
+    return any(getattr(one, field.name) != getattr(other, field.name) for field in STRATEGY_FIELDS)
 
 
 class _Holder:

@@ -275,7 +275,8 @@ class Simulator:
         configs = tuple(strategy.operators.get(op.name) for op in self.graph.operators)
         syncs = tuple(strategy.sync(name) for name in self._parameters)
         unknown = tuple(sorted(strategy.parameters.keys() - self._parameters.keys()))
-        return configs, len(strategy.operators), syncs, unknown, strategy.prefetch, strategy.microbatches
+        pipeline = strategy.microbatches, tuple(sorted(strategy.stages.items())), strategy.schedule
+        return configs, len(strategy.operators), syncs, unknown, strategy.prefetch, *pipeline
 
 
 def _is_refused(plan: Plan) -> bool:

@@ -16,6 +16,7 @@ from soap.model.graph import KEEP_STATE, LOCAL_BATCH_NORM, NEXT_STATE, Operator,
 from soap.model.micro_batches import MAX_MICROBATCHES, MicroBatches
 from soap.strategy.compression import COMPRESSIONS, Compression
 from soap.strategy.recomputation import require_repeatable
+from soap.strategy.stages import require_numbers, require_schedule, require_stages
 from soap.strategy.sync_contracts import COMPRESSED, MAX_PREFETCH, METHODS, Contract, Owner, Residence, Within, find_contract
 
 
@@ -129,22 +130,30 @@ class Strategy:
     """{operator name: OpConfig} and {parameter name: SyncConfig}; parameters without an entry use the default SyncConfig.
 
     ``prefetch``: of values that readers have only for their uses, how many groups may be gathered while an earlier one is used.
-    ``microbatches``: in how many parts along the samples each device runs a step (``soap.model.micro_batches``). StrategyError unless they
-    are 0 to ``MAX_PREFETCH`` and 1 to ``MAX_MICROBATCHES``.
+    ``microbatches``: in how many parts along the samples each device runs a step (``soap.model.micro_batches``). ``stages``: by the name of
+    the operator that it begins with, a chunk of a pipeline (``soap.strategy.stages``). ``schedule``: the order in which devices run the
+    passes of micro-batches, such as ``1f1b`` or ``interleaved:2`` (``soap.schedules.named``); None: one micro-batch after the other, or all
+    together through operators that need several of them. StrategyError unless prefetch is 0 to ``MAX_PREFETCH``, microbatches 1 to
+    ``MAX_MICROBATCHES``, and the schedule one that plans can follow.
     """
 
     operators: Mapping[str, OpConfig]
     parameters: Mapping[str, SyncConfig] = field(default_factory=dict)
     prefetch: int = 1
     microbatches: int = 1
+    stages: Mapping[str, int] = field(default_factory=dict)
+    schedule: str | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.microbatches <= MAX_MICROBATCHES:
             raise StrategyError(f"microbatches {self.microbatches}: expected 1 to {MAX_MICROBATCHES}, parts of a step's samples")
         if not 0 <= self.prefetch <= MAX_PREFETCH:
             raise StrategyError(f"prefetch {self.prefetch}: expected 0 to {MAX_PREFETCH}, the groups of values to gather ahead")
-        object.__setattr__(self, "operators", MappingProxyType(dict(self.operators)))
-        object.__setattr__(self, "parameters", MappingProxyType(dict(self.parameters)))
+        require_numbers(self.stages)
+        if self.schedule is not None:
+            require_schedule(self.schedule)
+        for name in ("operators", "parameters", "stages"):
+            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
     def __reduce__(self) -> tuple[object, ...]:
         values = {own.name: getattr(self, own.name) for own in fields(self)}
@@ -190,6 +199,8 @@ class Strategy:
             if name not in known:
                 raise StrategyError(f"strategy names parameter {name!r}, which model {graph.name!r} does not have")
             sync.require_serves(name, graph)
+        if self.stages or self.schedule is not None:
+            require_stages(graph, self.stages, self.schedule, self.operators)
         if self.microbatches > 1:
             self._require_parts(graph, empty_tiles=empty_tiles)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from soap.errors import StrategyError
 from soap.model.micro_batches import MAX_MICROBATCHES
+from soap.schedules.table import MOST_CHUNKS
 from soap.strategy.compression import read_settings, said_settings, settings_schema, written_settings
 from soap.strategy.sync_contracts import MAX_PARTITIONS, MAX_PREFETCH, METHODS, OWNERS, RESIDENCES, WITHIN
 
@@ -41,6 +42,19 @@ def _count(most: int, least: int = 1) -> Callable[[], Mapping[str, Any]]:
     return lambda: {"type": "integer", "minimum": least, "maximum": most}
 
 
+def _stages() -> Mapping[str, Any]:
+    named = {"type": "string", "minLength": 1, "maxLength": 1000}
+    return {"type": "object", "propertyNames": named, "additionalProperties": {"type": "integer", "minimum": 0, "maximum": MOST_CHUNKS - 1}}
+
+
+def _read_stages(entry: Mapping[str, Any]) -> dict[str, int]:
+    return {name: int(chunk) for name, chunk in entry.items()}
+
+
+def _say_stages(entry: Mapping[str, int]) -> str:
+    return ", ".join(f"{chunk} from {name}" for name, chunk in entry.items())
+
+
 PARAMETER_FIELDS = (
     OptionalField("owner", _one_of(lambda: OWNERS), str),
     OptionalField("payload", _one_of(lambda: list(dict.fromkeys(contract.payload for contract in METHODS))), str),
@@ -64,6 +78,8 @@ OPERATOR_FIELDS = (
 STRATEGY_FIELDS: tuple[OptionalField, ...] = (
     OptionalField("prefetch", _count(MAX_PREFETCH, 0), int),
     OptionalField("microbatches", _count(MAX_MICROBATCHES), int),
+    OptionalField("stages", _stages, _read_stages, write=dict, say=_say_stages),
+    OptionalField("schedule", lambda: {"type": "string", "minLength": 1, "maxLength": 40}, str),
 )
 """Of ``Strategy``, beside its operators and parameters."""
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 from math import prod
 from typing import Any
@@ -24,6 +24,7 @@ from soap.strategy.fields import OPERATOR_FIELDS, PARAMETER_FIELDS, STRATEGY_FIE
 from soap.strategy.json_text import parse_json
 from soap.strategy.mismatch import cluster_differences, model_differences, one_line, short
 from soap.strategy.schema import FORMAT, VERSION, WORDS_1, schema
+from soap.strategy.stages import chunks_of, stages_of
 from soap.strategy.sync import worded
 from soap.strategy.sync_contracts import Within
 
@@ -80,7 +81,7 @@ def dumps(strategy: Strategy, graph: OperatorGraph, topology: Topology, record: 
     strategy.validate(graph, topology.device_count)
     operators = {op.name: _operator_entry(op, strategy.operators[op.name]) for op in graph.operators}
     parameters = {name: _sync_entry(sync) for name, sync in _synchronized(strategy, graph)}
-    whole = written(strategy, STRATEGY_FIELDS, ("operators", "parameters"))
+    whole = _whole(strategy, graph)
     lines = [
         f'"format": {_text(FORMAT)}',
         f'"version": {VERSION}',
@@ -98,7 +99,7 @@ def strategy_hash(strategy: Strategy, graph: OperatorGraph) -> str:
     """16 hex digits: equal for strategies that configure this graph's operators and parameters alike, on whatever cluster."""
     operators = {op.name: _operator_entry(op, strategy.operators[op.name]) for op in graph.operators}
     parameters = {name: _hashed_entry(sync) for name, sync in _synchronized(strategy, graph)}
-    whole = written(strategy, STRATEGY_FIELDS, ("operators", "parameters"))
+    whole = _whole(strategy, graph)
     return hashlib.sha256(_text([operators, parameters, *([whole] if whole else [])]).encode()).hexdigest()[:16]
 
 
@@ -222,6 +223,12 @@ def _expand_item(item: int | str, numbers: Mapping[str, int]) -> tuple[int, Iter
         return int(copies[2]), repeat(int(copies[1]), int(copies[2]))
     some = ", ".join(list(numbers)[:3]) + (", …" if len(numbers) > 3 else "")
     raise StrategyError(f"unknown device {short(item)}; expected a number, a run such as '0-3', or one of {some}")
+
+
+def _whole(strategy: Strategy, graph: OperatorGraph) -> dict[str, Any]:
+    """The optional fields of a strategy as a whole. Stages that mean the same are written alike."""
+    plain = replace(strategy, stages=stages_of(graph, chunks_of(graph, strategy.stages))) if strategy.stages else strategy
+    return written(plain, STRATEGY_FIELDS, ("operators", "parameters"))
 
 
 def _synchronized(strategy: Strategy, graph: OperatorGraph) -> Iterator[tuple[str, SyncConfig]]:

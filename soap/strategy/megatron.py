@@ -12,6 +12,7 @@ from math import prod
 from soap.cluster.topology import Topology
 from soap.errors import StrategyError
 from soap.model.graph import OperatorGraph
+from soap.model.micro_batches import MicroBatches
 from soap.strategy.config import OpConfig, Strategy, settled
 from soap.strategy.grids import device_order, fill, grouped, sample_factor, tensor_parallel_width
 from soap.strategy.sequences import SequenceSplits
@@ -29,14 +30,14 @@ def megatron(graph: OperatorGraph, topology: Topology) -> Strategy:
 
     Each split operator is cut into as many pieces as possible, at most one per device of a host.
     """
-    return _Placement(graph, topology, 1).place(tensor_parallel_width(topology))
+    return _everywhere(graph, topology).place(tensor_parallel_width(topology))
 
 
 def sequence_parallel(graph: OperatorGraph, topology: Topology) -> Strategy:
     """``megatron`` whose cheap operators between split parts share the positions of sequences, instead of repeating all of them: sums are
     scattered to them, and their results gathered (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
     2022). As many bytes move; activations between parts take a share of the memory."""
-    return _Placement(graph, topology, 1, scatters=True).place(tensor_parallel_width(topology))
+    return _everywhere(graph, topology, scatters=True).place(tensor_parallel_width(topology))
 
 
 def hybrid(graph: OperatorGraph, topology: Topology, *, tensor: int, pipeline: int = 1) -> Strategy:
@@ -51,30 +52,64 @@ def hybrid(graph: OperatorGraph, topology: Topology, *, tensor: int, pipeline: i
         )
     if pipeline > len(graph.operators):
         raise StrategyError(f"{pipeline} stages for {len(graph.operators)} operators; expected no more stages than operators")
-    return _Placement(graph, topology, pipeline, tensor).place(tensor)
+    blocks = balanced_blocks(operator_work(graph), pipeline)
+    for chain in find_chains(graph):
+        first = blocks[min(chain.factors)]
+        for i in chain.factors:
+            blocks[i] = first
+    return staged(graph, topology, blocks, copied_stages(topology, tensor=tensor, pipeline=pipeline), tensor=tensor)
+
+
+def copied_stages(topology: Topology, *, tensor: int, pipeline: int) -> list[tuple[int, ...]]:
+    """The devices of each stage where a copy of the model takes ``tensor * pipeline`` neighbouring devices, copy by copy."""
+    order, each = device_order(topology), tensor * pipeline
+    return [
+        tuple([order[copy * each + stage * tensor + rank] for copy in range(len(order) // each) for rank in range(tensor)])
+        for stage in range(pipeline)
+    ]
+
+
+def staged(
+    graph: OperatorGraph,
+    topology: Topology,
+    blocks: Sequence[int],
+    stages: Sequence[Sequence[int]],
+    *,
+    tensor: int = 1,
+    microbatches: int = 1,
+) -> Strategy:
+    """``megatron`` in groups of ``tensor`` devices with each operator on the devices of its stage. ``blocks``: by operator, its stage; a
+    chain of tensor parallelism is in one of them. ``stages``: the devices of each, a multiple of ``tensor``. ``microbatches``: what the
+    strategy will have; operators whose samples are too few for all devices of a stage are repeated on several."""
+    placement = _Placement(graph, [tuple(stages[block]) for block in blocks], topology.device_count)
+    if microbatches > 1:
+        placement.repeat_few(MicroBatches(graph, microbatches))
+    return placement.place(tensor)
+
+
+def _everywhere(graph: OperatorGraph, topology: Topology, *, scatters: bool = False) -> _Placement:
+    return _Placement(graph, [device_order(topology)] * len(graph.operators), topology.device_count, scatters=scatters)
 
 
 class _Placement:
-    """One strategy being made. ``_orders``: for each operator, the devices of its stage; a chain stays in its first operator's stage.
-    ``scatters``: cheap operators between split parts are split along sequences where they can be."""
+    """One strategy being made. ``orders``: for each operator, the devices of its stage. ``scatters``: cheap operators between split parts
+    are split along sequences where they can be."""
 
-    def __init__(self, graph: OperatorGraph, topology: Topology, pipeline: int, tensor: int = 1, *, scatters: bool = False) -> None:
-        self._graph, self._scatters = graph, scatters
+    def __init__(self, graph: OperatorGraph, orders: Sequence[tuple[int, ...]], device_count: int, *, scatters: bool = False) -> None:
+        self._graph, self._orders, self._device_count, self._scatters = graph, orders, device_count, scatters
         self._chains = find_chains(graph)
-        self._device_count = topology.device_count
-        order, each = device_order(topology), tensor * pipeline
-        stages = [
-            tuple([order[copy * each + stage * tensor + rank] for copy in range(len(order) // each) for rank in range(tensor)])
-            for stage in range(pipeline)
-        ]
-        blocks = balanced_blocks(operator_work(graph), pipeline)
-        for chain in self._chains:
-            first = blocks[min(chain.factors)]
-            for i in chain.factors:
-                blocks[i] = first
-        self._orders = [stages[block] for block in blocks]
         self._chosen: dict[int, OpConfig] = {}
+        self._few: dict[int, OpConfig] = {}
         self._gathered: set[int] = set()
+
+    def repeat_few(self, cut: MicroBatches) -> None:
+        """Where micro-batches have fewer samples than a stage has devices, divide them among groups of devices that do the same, unless
+        tensor parallelism finds something better."""
+        for i, op in enumerate(self._graph.operators):
+            factor, count = sample_factor(op), len(self._orders[i])
+            if factor is not None and (least := cut.least_size(i, factor)) < count:
+                width = next(own for own in range(1, count + 1) if count % own == 0 and count // own <= least)
+                self._few[i] = grouped(op, self._orders[i], width)
 
     def place(self, most: int) -> Strategy:
         """The strategy with groups of at most ``most`` devices."""
@@ -88,7 +123,7 @@ class _Placement:
                     self._chosen[i] = grouped(graph.operators[i], self._orders[i], own, factor, chain.periods.get(i, 1))
         self._split_vocabularies(width)
         self._repeat_between(width)
-        return settled(graph, fill(graph, self._orders, self._chosen), self._device_count)
+        return settled(graph, fill(graph, self._orders, self._few | self._chosen), self._device_count)
 
     def _split_vocabularies(self, width: int) -> None:
         """Split tables by entries and output layers by columns where the vocabulary is larger than the features."""

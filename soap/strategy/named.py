@@ -1,6 +1,7 @@
 """Strategies by name, mixtures included: ``megatron+zero1`` is Megatron with its parameters synchronized as ``zero1`` does.
 
-``classical`` makes the single ones. Here also stands which mixtures save memory, for searches and for ``soap.fits``.
+``classical`` makes the single ones; ``soap.search.pipelining`` makes ``pipeline``, which has to be simulated. Here also stands which
+mixtures save memory, for searches and for ``soap.fits``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from soap.strategy.sync import offloaded, shares_in_hosts
 
 JOIN, WIDTH = "+", ":"
 DATA_PARALLEL, MEGATRON, RECOMPUTE, OFFLOAD = "data_parallel", "megatron", "recompute", "offload"
+PIPELINE = "pipeline"
+"""The best of the pipelines that rough costs find promising."""
 
 Added = Callable[[OperatorGraph, Topology, Strategy], Strategy]
 """Puts something on top of a strategy."""
@@ -71,7 +74,7 @@ def check_name(name: str) -> None:
     base, found, width = first.partition(WIDTH)
     if found and (base != MEGATRON or not _is_count(width)):
         raise StrategyError(f"strategy {name[:80]!r}: {first[:80]!r}; expected {MEGATRON}{WIDTH}N, in groups of N devices")
-    if base not in NAMED:
+    if base not in (*NAMED, PIPELINE):
         raise StrategyError(f"no strategy is named {name[:80]!r}; expected one of {forms()}")
     for added in rest:
         if added not in ADDED:
@@ -81,15 +84,21 @@ def check_name(name: str) -> None:
 
 def forms() -> str:
     """All that ``check_name`` accepts, in words."""
-    return f"{', '.join(NAMED)}; {MEGATRON}{WIDTH}N (in groups of N devices); with {JOIN}{f' or {JOIN}'.join(ADDED)} behind it"
+    return f"{', '.join((*NAMED, PIPELINE))}; {MEGATRON}{WIDTH}N (in groups of N devices); with {JOIN}{f' or {JOIN}'.join(ADDED)} behind it"
 
 
-def named(name: str, graph: OperatorGraph, topology: Topology) -> Strategy:
-    """The strategy of this name. StrategyError in one line if there is none, or the cluster has no such groups."""
+def named(name: str, graph: OperatorGraph, topology: Topology, pipeline: Strategy | None = None) -> Strategy:
+    """The strategy of this name. StrategyError in one line if there is none, or the cluster has no such groups. ``pipeline``: what stands
+    behind ``PIPELINE``, if it is known."""
     check_name(name)
     first, *rest = name.split(JOIN)
     base, found, width = first.partition(WIDTH)
-    strategy = hybrid(graph, topology, tensor=int(width)) if found else NAMED[base](graph, topology)
+    if base == PIPELINE:
+        if pipeline is None:
+            raise StrategyError(f"strategy {name!r} is found by simulating; expected soap-simulate --builtin {name}, or --start {PIPELINE}")
+        strategy = pipeline
+    else:
+        strategy = hybrid(graph, topology, tensor=int(width)) if found else NAMED[base](graph, topology)
     for added in rest:
         strategy = ADDED[added](graph, topology, strategy)
     return strategy

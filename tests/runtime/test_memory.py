@@ -34,6 +34,7 @@ from soap.strategy.config import Strategy
 from soap.strategy.recomputation import recomputed, repeatable
 from soap.zoo.gpt import GPT, GPTConfig
 from tests.extent import often, rows_often
+from tests.micro_batches import by_hand
 from tests.runtime.pool import Pool
 from tests.runtime.traced import sgd
 from tests.strategies import CPU, cluster
@@ -201,6 +202,17 @@ def test_of_micro_batches_one_is_held(name: str, pool: Pool, tmp_path: Path) -> 
     if name != "convolutions":
         assert max(parted) < 0.8 * min(whole)
         assert all(peak <= 1.15 * most for most, peak in zip(parted, predicted, strict=True)), (parted, predicted)
+
+
+@pytest.mark.parametrize("schedule", often(["1f1b", "gpipe", "interleaved:2", "accumulation"], ["1f1b"], pytest.mark.slow))
+def test_what_pipelines_hold_is_predicted(schedule: str, pool: Pool, tmp_path: Path) -> None:
+    path, topology = exported("attention", tmp_path), local_topology(2)
+    graph = api.load(path, plan_only=True).graph
+    count = 4 if schedule == "interleaved:2" else 2
+    borders = [graph.operators[len(graph.operators) * part // count].name for part in range(1, count)]
+    strategy = replace(by_hand(graph, borders, [(0,), (1,)], schedule), microbatches=4)
+    found, predicted = shown(path, strategy, topology, pool)
+    assert all(most <= peak <= 1.3 * most for most, peak in zip(found, predicted, strict=True)), (found, predicted)
 
 
 @pytest.mark.long

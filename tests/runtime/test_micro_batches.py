@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from torch import nn
 from soap.cluster.presets import local_topology
 from soap.model.graph import OperatorGraph
 from soap.model.micro_batches import MicroBatches
-from soap.plan.planning import PlanBuilder
+from soap.plan.planning import build_plan
 from soap.runtime.check import CheckResult, check
 from soap.runtime.trainer import Trainer
 from soap.strategy.classical import CLASSICAL, random_strategy
@@ -24,7 +24,7 @@ from soap.strategy.recomputation import recomputed, repeatable
 from soap.strategy.sync import SHARDED_STATE
 from soap.tracing.export import export_model
 from tests.extent import often, so_many
-from tests.micro_batches import by_hand, in_micro_batches, one_f_one_b, repeatable_parts
+from tests.micro_batches import by_hand, in_micro_batches, repeatable_parts
 from tests.runtime.exact_modules import EXAMPLES, batches, converted, module_of, train_plainly, worst
 from tests.runtime.pool import Pool
 from tests.runtime.test_exactness import TOLERANCE, train
@@ -124,22 +124,20 @@ def test_transformers(four: Pool, tmp_path: Path, name: str) -> None:
 
 
 
-def pipelined(strategy: Strategy, borders: Sequence[str], optimizer: Callable[[list[torch.Tensor]], torch.optim.Optimizer]) -> CheckResult:
+def pipelined(strategy: Strategy, optimizer: Callable[[list[torch.Tensor]], torch.optim.Optimizer]) -> CheckResult:
     """On each rank: two steps of gpt whose stages run by 1F1B."""
     model = traced("zoo:gpt:tiny", "float64")
-    builder = PlanBuilder(model.graph, FOUR, order_of=one_f_one_b(borders))
-    with Trainer(model, builder.build(strategy), optimizer=optimizer, seed=5) as trainer:
+    with Trainer(model, build_plan(model.graph, strategy, FOUR), optimizer=optimizer, seed=5) as trainer:
         return check(trainer, lambda step: model.example_inputs, optimizer, 2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [2, 4, 7])
+@pytest.mark.parametrize("count", often([2, 4, 7], [4], pytest.mark.slow))
 def test_pipelines_by_hand(four: Pool, count: int) -> None:
     """Three stages, the second on two devices, with tensor splits, states in parts, and operators that run twice; 1F1B."""
     graph = traced("zoo:gpt:tiny", "float64").graph
     borders = [graph.operators[len(graph.operators) * part // 3].name for part in (1, 2)]
     rng = random.Random(count)
-    strategy = by_hand(graph, borders, [(0,), (1, 2) if count < 7 else (1,), (3,)])
+    strategy = by_hand(graph, borders, [(0,), (1, 2) if count < 7 else (1,), (3,)], "1f1b")
     strategy = in_micro_batches(graph, strategy, count, rng, 4)
     split = CLASSICAL["megatron"](graph, local_topology(2))
     for op in graph.operators[len(graph.operators) * 2 // 3 :]:
@@ -149,5 +147,5 @@ def test_pipelines_by_hand(four: Pool, count: int) -> None:
     for own in (strategy, recomputed(graph, strategy, repeatable_parts(graph, count)[::2])):
         own = replace(own, parameters={tensor.name: SHARDED_STATE for tensor in graph.parameters[::2]})
         for optimizer in (sgd, adam):
-            results = four.run(pipelined, own, borders, optimizer)
+            results = four.run(pipelined, own, optimizer)
             assert results[0].passed and results[0].tolerance == TOLERANCE, results[0].worst

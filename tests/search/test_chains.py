@@ -11,7 +11,7 @@ import pytest
 from soap.errors import InfeasibleError, StrategyError
 from soap.model.graph import OperatorGraph
 from soap.search import exhaustive_search, search
-from soap.search.chains import chain_budgets
+from soap.search.allowance import chain_budgets
 from soap.search.options import SearchOptions
 from soap.simulator.simulate import Simulator
 from soap.strategy.classical import CLASSICAL

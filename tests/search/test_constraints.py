@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from soap.errors import StrategyError
 from soap.model.graph import OperatorGraph
 from soap.search.chains import search
-from soap.search.constraints import Pairs, brought_inside, nearest, pairs_of, parse
+from soap.search.constraints import Pairs, brought_inside, nearest, out_of_stage, pairs_of, parse
 from soap.search.descent import CHANGES, propose_descent
 from soap.search.options import SearchOptions
 from soap.search.proposals import MOVES
@@ -230,6 +230,32 @@ def test_what_cannot_be_is_said_in_one_line(pins: Pairs, forbidden: Pairs, words
     assert "\n" not in message
     for word in words:
         assert word in message, message
+
+
+def test_stages_of_a_pipeline() -> None:
+    graph = layers(3)
+    names = [op.name for op in graph.operators]
+    strategy = replace(CLASSICAL["single_device"](graph, FOUR), stages={names[1]: 1})
+
+    def space(pins: Pairs, forbidden: Pairs = ()) -> Space:
+        return build_space(graph, 4, allowed=parse(graph, 4, pins, forbidden))
+
+    for pins, forbidden in (([(names[0], "stage:0"), (names[1], "stage:1")], []), ([], [(names[1], "stage:0,@3")])):
+        assert out_of_stage(space(pins, forbidden), strategy) is None
+        wrong = out_of_stage(space(pins, forbidden), replace(strategy, stages={}))
+        assert wrong is not None and wrong.startswith(f"operator {names[1]!r} is in stage 0 of 1; --pin or --forbid wants ")
+    inside = brought_inside(space([(names[2], "sample:2,stage:1@2-3")]), strategy)
+    assert inside.stages == strategy.stages and {*inside.operators[names[2]].devices} == {2, 3}
+    with pytest.raises(StrategyError, match="wants 2: start from a strategy with such stages"):
+        brought_inside(space([(names[2], "stage:2")]), strategy)
+    with pytest.raises(StrategyError, match="has another stage by another --pin or --forbid"):
+        space([(names[2], "stage:2")], [("*", "stage:2")])
+
+
+def test_a_range_of_numbers_in_a_pattern_stands_for_each() -> None:
+    assert [*parse(GRAPH, 4, [("0-1.fc1", "@0")], [])] == ["0.fc1", "1.fc1"]
+    with pytest.raises(StrategyError, match="stands for more than 4096 patterns"):
+        parse(GRAPH, 4, [("x.0-5000.y", "@0")], [])
 
 
 def test_a_kind_of_two_factors_must_be_named() -> None:

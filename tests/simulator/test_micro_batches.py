@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 
 from soap.cluster.topology import DeviceType, Topology
+from soap.errors import StrategyError
 from soap.model.graph import OperatorGraph
-from soap.plan.pass_order import OrderOf, all_forward_first, usual_order
-from soap.plan.planning import PlanBuilder
+from soap.plan.planning import build_plan
 from soap.plan.tiling import Tile
+from soap.schedules.named import parse
 from soap.simulator.engine import Engine
 from soap.simulator.lowering import lower
 from soap.simulator.memory.residency import memory_over_time
@@ -21,7 +23,7 @@ from soap.simulator.tasks import TaskKind
 from soap.strategy.classical import CLASSICAL
 from soap.strategy.config import Strategy
 from tests.graph_builder import GraphBuilder
-from tests.micro_batches import by_hand, one_f_one_b
+from tests.micro_batches import by_hand
 from tests.simulator.compiled.agreement import Played, compiled_tasks
 from tests.strategies import CPU, cluster
 
@@ -56,16 +58,19 @@ class Even:
 
 GRAPH, PIPELINE = layers(), cluster([STAGES], CPU, 1e15, 0.0)
 BORDERS = [f"layer.{stage}" for stage in range(1, STAGES)]
-ORDERS: Mapping[str, OrderOf] = {"usual": usual_order, "gpipe": all_forward_first, "1f1b": one_f_one_b(BORDERS)}
 
 
-def pipeline(count: int = COUNT) -> Strategy:
-    return replace(by_hand(GRAPH, BORDERS, [(stage,) for stage in range(STAGES)]), microbatches=count)
+def pipeline(schedule: str, count: int = COUNT, stages: int = STAGES) -> Strategy:
+    return replace(by_hand(GRAPH, BORDERS, [(stage,) for stage in range(stages)], schedule), microbatches=count)
 
 
-def simulated(strategy: Strategy, order_of: OrderOf, topology: Topology = PIPELINE) -> Simulation:
-    plan = PlanBuilder(GRAPH, topology, order_of=order_of).build(strategy)
+def simulated(strategy: Strategy, topology: Topology = PIPELINE, *, free: bool = False) -> Simulation:
+    """``free``: all but the layers takes no time at all, which no cost model can say."""
+    plan = build_plan(GRAPH, strategy, topology)
     tasks = lower(plan, topology, Even())
+    if free:
+        timed = (replace(task, duration_ns=0) if task.tile is None or "layer" not in task.name else task for task in tasks.tasks)
+        tasks = replace(tasks, tasks=tuple(timed))
     return Simulation(plan, tasks, simulate(tasks), 2)
 
 
@@ -79,46 +84,55 @@ def passes(simulation: Simulation, device: int) -> list[str]:
 
 
 def test_devices_run_the_passes_in_their_order() -> None:
-    def ends(order: OrderOf) -> list[str]:
-        return [" ".join(passes(simulated(pipeline(3), order), device)) for device in (0, STAGES - 1)]
+    def ends(schedule: str) -> list[str]:
+        return [" ".join(passes(simulated(pipeline(schedule, 3)), device)) for device in (0, STAGES - 1)]
 
-    found = {name: ends(order) for name, order in ORDERS.items()}
-    assert found["usual"] == ["F0 B0 F1 B1 F2 B2"] * 2
-    assert found["gpipe"] == ["F0 F1 F2 B0 B1 B2"] * 2
-    assert found["1f1b"] == ["F0 F1 F2 B0 B1 B2", "F0 B0 F1 B1 F2 B2"]
-
-
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-def test_a_pipeline_has_the_bubble_of_the_formula(name: str) -> None:
-    """(S-1)/(M+S-1), but for the tasks of 1 ns each that are no layers."""
-    makespan = simulated(pipeline(), ORDERS[name]).makespan_ns
-    part = 2 * 1000 * 12 // COUNT
-    assert 0 <= makespan - (COUNT + STAGES - 1) * part < 100
+    assert ends("accumulation") == ["F0 B0 F1 B1 F2 B2"] * 2
+    assert ends("gpipe") == ["F0 F1 F2 B0 B1 B2"] * 2
+    assert ends("1f1b") == ["F0 F1 F2 B0 B1 B2", "F0 B0 F1 B1 F2 B2"]
 
 
-def test_one_micro_batch_after_the_other_overlaps_nothing_in_a_pipeline() -> None:
-    part = 2 * 1000 * 12 // COUNT
-    assert 0 <= simulated(pipeline(), usual_order).makespan_ns - COUNT * STAGES * part < 100 + 20 * COUNT
+@pytest.mark.parametrize(
+    ("schedule", "stages", "parts"),
+    [
+        ("gpipe", 4, COUNT + 3),
+        ("1f1b", 4, COUNT + 3),
+        ("interleaved:2", 2, 2 * COUNT + 1),
+        ("gpipe:2", 2, 2 * COUNT + 1),
+        ("accumulation", 4, 4 * COUNT),
+    ],
+)
+def test_a_pipeline_has_the_bubble_of_the_formula(schedule: str, stages: int, parts: int) -> None:
+    """(S-1)/(M+S-1), and with v chunks on each stage (S-1)/(vM+S-1), exactly; nothing overlaps in accumulation."""
+    found = simulated(pipeline(schedule, stages=stages), free=True)
+    part_ns = 2 * 1000 * 12 // COUNT
+    assert found.makespan_ns == parts * part_ns
+    for device in range(stages):
+        idle_ns = found.makespan_ns - found.busy_ns[PIPELINE.devices[device].name]
+        assert Fraction(idle_ns, found.makespan_ns) == Fraction(parts - COUNT * STAGES // stages, parts)
 
 
 def test_what_is_kept_lives_until_its_own_backward_pass() -> None:
-    """All micro-batches' with GPipe, at most those in flight under 1F1B, and one in the usual order."""
+    """All micro-batches' with GPipe, min(M, S - s) under 1F1B, and one in the usual order: what the memory of stage s has in excess of a
+    stage's with one micro-batch in flight is that of the others."""
 
-    def kept(order: OrderOf, device: int) -> int:
-        found = simulated(pipeline(), order)
-        return memory_over_time(found.tasks, found.schedule, 0)[device].peak_bytes
+    def kept(schedule: str, count: int = COUNT) -> list[int]:
+        found = simulated(pipeline(schedule, count), free=True)
+        return [curve.peak_bytes for curve in memory_over_time(found.tasks, found.schedule, 0)[:STAGES]]
 
-    first = {name: kept(order, 0) for name, order in ORDERS.items()}
-    assert first["usual"] < first["1f1b"] < first["gpipe"]
-    assert kept(ORDERS["1f1b"], STAGES - 1) < kept(ORDERS["gpipe"], STAGES - 1)
+    one, gpipe, usual = kept("1f1b"), kept("gpipe"), kept("accumulation")
+    each = [(most - least) // (COUNT - 1) for most, least in zip(gpipe, usual, strict=True)]
+    assert all(each)
+    for stage in range(STAGES):
+        assert (one[stage] - usual[stage]) == each[stage] * (min(COUNT, STAGES - stage) - 1), stage
 
 
 def test_gradients_are_summed_once_behind_the_last_micro_batch() -> None:
     topology = cluster([2], CPU)
-    found = simulated(replace(CLASSICAL["data_parallel"](GRAPH, topology), microbatches=3), usual_order, topology)
+    found = simulated(replace(CLASSICAL["data_parallel"](GRAPH, topology), microbatches=3), topology)
     tasks = found.tasks.tasks
     sums = [task for task in tasks if task.kind is TaskKind.SYNC]
-    alone = simulated(CLASSICAL["data_parallel"](GRAPH, topology), usual_order, topology)
+    alone = simulated(CLASSICAL["data_parallel"](GRAPH, topology), topology)
     assert [task.bytes for task in sums] == [task.bytes for task in alone.tasks.tasks if task.kind is TaskKind.SYNC]
     for task in sums:
         parts = {found.plan.tiles[tile].part for own in task.predecessors if (tile := tasks[own].tile) is not None}
@@ -127,19 +141,22 @@ def test_gradients_are_summed_once_behind_the_last_micro_batch() -> None:
     assert len(order.forward) == len(order.backward) == 3 * 2 * (STAGES + 1)
 
 
-@pytest.mark.parametrize("name", ORDERS)
-def test_the_compiled_simulator_follows_any_order(name: str) -> None:
-    strategy = pipeline()
-    plan = PlanBuilder(GRAPH, PIPELINE, order_of=ORDERS[name]).build(strategy)
-    tasks = lower(plan, PIPELINE, Even())
-    schedule = simulate(tasks)
-    engine = Engine(GRAPH, PIPELINE, Even(), order_of=ORDERS[name])
+@pytest.mark.parametrize("schedule", ["accumulation", "gpipe", "1f1b", "interleaved:2"])
+def test_the_compiled_simulator_follows_any_schedule(schedule: str) -> None:
+    topology, stages = cluster([STAGES + 1], CPU, 1e15, 0.0), STAGES // parse(schedule).chunks
+    strategy = pipeline(schedule, stages=stages)
+    tasks = lower(build_plan(GRAPH, strategy, topology), topology, Even())
+    expected = simulate(tasks)
+    engine = Engine(GRAPH, topology, Even())
+    engine.load(pipeline("gpipe:2", 3, stages=2))  # of which nothing is left
     engine.load(strategy)
-    assert engine.simulate() == schedule.makespan_ns
-    ends = sorted(zip((task.duration_ns for task in tasks.tasks), schedule.start_ns.tolist(), schedule.end_ns.tolist(), strict=True))
+    assert engine.simulate() == expected.makespan_ns
+    ends = sorted(zip((task.duration_ns for task in tasks.tasks), expected.start_ns.tolist(), expected.end_ns.tolist(), strict=True))
     played: Mapping[tuple[int, int], Played] = compiled_tasks(engine)
     assert sorted((own[0], own[1], own[3]) for own in played.values()) == ends
-    moved = strategy.operators["layer.1"].placed((2, 1, 1, 1), (1, 0))
-    assert engine.propose("layer.1", moved) == simulated(strategy.with_operator("layer.1", moved), ORDERS[name]).makespan_ns
+    wider = strategy.operators["layer.1"].placed((2, 1, 1, 1), (1, STAGES))
+    assert engine.propose("layer.1", wider) == simulated(strategy.with_operator("layer.1", wider), topology).makespan_ns
     engine.reject()
-    assert engine.simulate() == schedule.makespan_ns
+    assert engine.simulate() == expected.makespan_ns
+    with pytest.raises(StrategyError, match=r"operator 'layer.1' of stage 1 runs on device 0, as 'layer.0' of stage 0 does"):
+        engine.propose("layer.1", wider.placed((2, 1, 1, 1), (1, 0)))

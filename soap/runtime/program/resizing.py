@@ -12,13 +12,14 @@ from dataclasses import replace
 from itertools import product
 
 from soap.cluster.topology import Topology
-from soap.errors import RuntimeFailure
+from soap.errors import RuntimeFailure, StrategyError
 from soap.model.graph import Factor, FactorKind, Operator, OperatorGraph
 from soap.model.regions import contains, intersect, volume
 from soap.plan.plan import Plan, Shard, ShardSync
 from soap.plan.planning import PlanBuilder
 from soap.runtime.program.program import Program, compile_program
-from soap.strategy.config import OpConfig
+from soap.strategy.config import OpConfig, Strategy
+from soap.strategy.stages import chunks_of, require_stages, stages_of
 
 
 def resized_program(program: Program, graph: OperatorGraph, topology: Topology) -> Program:
@@ -43,7 +44,7 @@ def resized_plan(plan: Plan, graph: OperatorGraph, topology: Topology) -> Plan:
     for op, place in zip(graph.operators, places, strict=True):
         old = plan.graph.operators[place]
         configs[op.name] = _carried_over(old, plan.strategy.operators[old.name], op)
-    strategy = replace(plan.strategy, operators=configs)
+    strategy = _in_stages(plan, graph, places, replace(plan.strategy, operators=configs))
     built = PlanBuilder(graph, topology).build(strategy, empty_tiles=True)
     shards = _with_uses(plan, built)
     return replace(
@@ -62,6 +63,20 @@ def resized_plan(plan: Plan, graph: OperatorGraph, topology: Topology) -> Plan:
         syncs=tuple(_with_new_uses(sync, shards) for sync in plan.syncs),
         sparse_lookups=frozenset(position for position, place in enumerate(places) if place in plan.sparse_lookups),
     )
+
+
+def _in_stages(plan: Plan, graph: OperatorGraph, places: Sequence[int], strategy: Strategy) -> Strategy:
+    """The strategy with operators in the chunks of their namesakes. Without stages if calls are fused across their borders: results do not
+    depend on them. ``places``: by operator, its namesake."""
+    if not strategy.stages:
+        return strategy
+    chunks = chunks_of(plan.graph, strategy.stages)
+    stages = stages_of(graph, [chunks[place] for place in places])
+    try:
+        require_stages(graph, stages, strategy.schedule, strategy.operators)
+    except StrategyError:
+        return replace(strategy, stages={}, schedule=None)
+    return replace(strategy, stages=stages)
 
 
 def _namesake(op: Operator, others: Sequence[Operator]) -> str:

@@ -79,8 +79,9 @@ class BackwardPass:
             return
         room = [self._room(part) for part in parts]
         pending = self.state.receive([place for _, _, place in room], message.target, tag, name)
+        sent = self.state.sent.pop(number)
+        pending.then(lambda: self.state.comm.release(sent))  # this answer proves that the message has arrived
         self._expect(room, pending)
-        self.state.comm.release(self.state.sent.pop(number))  # this answer proves that the message has arrived
 
     def return_exchange(self, number: int) -> None:
         """Take part in the transpose of an exchange."""

@@ -8,7 +8,6 @@ from soap.search.compiled.memory import CANDIDATES, RANDOM, ChainTables
 from soap.search.compiled.space_arrays import NO_WEIGHT, GridTables, SearchTables
 from soap.simulator.compiled.hashing import draw
 from soap.simulator.compiled.jit import compiled
-from soap.simulator.compiled.state import State
 
 FIRST_LISTED = 1 + CANDIDATES
 
@@ -52,13 +51,13 @@ def log_weight(Q: GridTables, X: ChainTables, op: int, grid: int, first: int) ->
 
 
 @compiled
-def take_current(Z: SearchTables, C: State, op: int) -> None:
+def take_current(Z: SearchTables, op: int) -> None:
     """Make the current configuration candidate 0. Its ``c_log`` is ``NO_WEIGHT`` if it lies outside of the space."""
     Q, X = Z.grids, Z.chain
     X.c_grid[0], X.c_log[0] = X.grid[op], NO_WEIGHT
     if X.grid[op] >= 0:
-        for tile in range(C.tiles[op]):
-            X.c_dev[tile] = C.dev[C.dev_ptr[op] + tile]
+        for tile in range(Q.tiles[X.grid[op]]):
+            X.c_dev[tile] = X.held[op * len(X.order) + tile]
         X.c_log[0] = 0.0 if X.structured[op] else Q.shuffled_log[X.grid[op]]
 
 

@@ -52,6 +52,7 @@ from soap.simulator.compiled.jit import compiled, entry
 from soap.simulator.compiled.memory import bound_memory
 from soap.simulator.compiled.memory_estimate import judge_by_estimate
 from soap.simulator.compiled.memory_tables import FITS, LIKELY, UNKNOWN, MemoryTables
+from soap.simulator.compiled.pass_order import own_devices
 from soap.simulator.compiled.syncs.clipping import can_clip
 from soap.simulator.compiled.trial import HEAPED, SKIPPED, TAKEN, Trial
 from soap.simulator.compiled.world import World
@@ -179,6 +180,7 @@ def _note(Q, X, E):  # type: ignore[no-untyped-def]
         op = E.operator[i]
         if X.edited[i] < 0:  # it stays outside of the space
             continue
+        copy(X.held, op * len(X.order), E.dev, E.dev_ptr[i], E.dev_ptr[i + 1])
         copy(X.c_dev, 0, E.dev, E.dev_ptr[i], E.dev_ptr[i + 1])
         X.grid[op] = X.edited[i]
         X.structured[op] = log_weight(Q, X, op, X.edited[i], 0) == 0.0
@@ -205,7 +207,8 @@ def begin_chain(W: World, Z: SearchTables, cost: int, usual: int) -> None:
     for op in range(len(X.grid) - 1):
         X.structured[op] = 0
         if X.grid[op] >= 0:
-            copy(X.c_dev, 0, C.dev, C.dev_ptr[op], C.dev_ptr[op] + C.tiles[op])
+            first = op * len(X.order)
+            copy(X.c_dev, 0, X.held, first, first + own_devices(W, op, X.held, first))
             weight = log_weight(Q, X, op, X.grid[op], 0)
             X.structured[op] = weight == 0.0
             if weight == NO_WEIGHT:

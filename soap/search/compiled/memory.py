@@ -46,8 +46,9 @@ class ChainTables(NamedTuple):
 
     Candidates: slot k has the grid ``c_grid[k]``, the devices ``c_dev[k * devices:]`` and ``c_log[k]``, the logarithm of its weight. Slot 0
     is the current configuration. Slots 1 to ``CANDIDATES`` are drawn by the move. Further slots are suggestions of neighbours and reference
-    strategies. ``edited``: grids of the edit's operators. ``where``, ``stamp``: by device, scratch memory of estimates. ``order``: devices,
-    scratch memory for drawing distinct ones.
+    strategies. ``held``: the current devices of each operator inside of the space, those of one micro-batch, from
+    ``held[operator * devices]`` on. ``edited``: grids of the edit's operators. ``where``, ``stamp``: by device, scratch memory of
+    estimates. ``order``: devices, scratch memory for drawing distinct ones.
 
     A run (``compiled.runs``): its operators ``r_op``. The operator at place i was reached from the one at place ``r_from[i]``, and
     ``r_edge[i]`` is its own edge back to that. ``r_place``: by operator, its place in the run (-1: not in it). Candidate k gives the
@@ -78,6 +79,7 @@ class ChainTables(NamedTuple):
     c_dev: Ints
     c_log: Floats
     c_weight: Floats
+    held: Ints
     edited: Ints
     where: Ints
     stamp: Longs
@@ -95,7 +97,7 @@ def make_chain(operators: int, parameters: int, devices: int, configurations: in
     ``log``: the most proposals."""
     slots = 1 + CANDIDATES + MOST_LISTED
     sizes = {"at": 16, "variant": configurations, "best_dev_ptr": operators + 1, "best_dev": tiles, "best_sync": parameters}
-    sizes |= {"c_dev": slots * devices}
+    sizes |= {"c_dev": slots * devices, "held": operators * devices}
     sizes |= dict.fromkeys(("weight", "proposed", "accepted", "idle", "gained"), len(MOVES))
     sizes |= dict.fromkeys(("c_grid", "c_log", "c_weight"), slots)
     sizes |= dict.fromkeys(("where", "stamp"), devices)

@@ -63,17 +63,17 @@ def propose(W: World, Z: SearchTables, E: Edit, move: int, focus: float) -> floa
     if move == RUN:
         return propose_run(W, Z, E, focus)
     if move == SEGMENT:
-        return _segment(Z, C, E)
+        return _segment(Z, E)
     if move == SYNC:
         return propose_sync(Z, C, E)
     if move == RECOMPUTE:
-        return propose_recompute(Z, C, E)
+        return propose_recompute(W, Z, E)
     op = Q.movable[below(X, len(Q.movable))]
-    take_current(Z, C, op)
+    take_current(Z, op)
     if move == INFORMED:
         return _informed(W, Z, E, op, focus)
     if move == GROUP:
-        return _group(Z, C, E, op, focus)
+        return _group(Z, E, op, focus)
     if move == REDRAW:
         draw_any(Q, X, op, 1)
         return _single(Q, X, E, op, 0.0)
@@ -116,10 +116,9 @@ def _swap(Q, X, E, op):  # type: ignore[no-untyped-def]
 
 @compiled
 def _informed(W, Z, E, op, focus):  # type: ignore[no-untyped-def]
-    C = W.state
     Q, X = Z.grids, Z.chain
     inside = X.c_log[0] != NO_WEIGHT
-    listed = list_candidates(Z, C, op)
+    listed = list_candidates(Z, op)
     for slot in range(1, CANDIDATES + 1):
         draw_candidate(Q, X, op, listed, slot, LISTED_SHARE)
         X.c_weight[slot] = -focus * rough_cost_ns(W, Z, op, slot)
@@ -136,14 +135,14 @@ def _informed(W, Z, E, op, focus):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _group(Z, C, E, op, focus):  # type: ignore[no-untyped-def]
+def _group(Z, E, op, focus):  # type: ignore[no-untyped-def]
     Q, M, X = Z.grids, Z.groups, Z.chain
     group = M.group[op]
     if group < 0 or X.c_log[0] == NO_WEIGHT or not X.structured[op]:
         return NO_EFFECT
     members = 0
     for i in range(M.member_ptr[group], M.member_ptr[group + 1]):
-        members += _has(Z, C, M.member[i], 0)
+        members += _has(Z, M.member[i], 0)
     X.c_weight[0] = -focus * members * own_ns(Q, op, X.c_grid[0])
     for slot in range(1, CANDIDATES + 1):
         draw_structured(Q, X, op, slot)
@@ -152,28 +151,28 @@ def _group(Z, C, E, op, focus):  # type: ignore[no-untyped-def]
     if same(Q, X, 0, chosen):
         return NO_EFFECT
     for i in range(M.member_ptr[group], M.member_ptr[group + 1]):
-        if _has(Z, C, M.member[i], chosen):
+        if _has(Z, M.member[i], chosen):
             return NO_EFFECT
     for i in range(M.member_ptr[group], M.member_ptr[group + 1]):
-        if _has(Z, C, M.member[i], 0):
+        if _has(Z, M.member[i], 0):
             add(Q, X, E, M.member[i], X.c_grid[chosen], X.c_dev, chosen * len(X.order))
     return X.c_weight[0] - X.c_weight[chosen]
 
 
 @compiled
-def _has(Z, C, op, slot):  # type: ignore[no-untyped-def]
+def _has(Z, op, slot):  # type: ignore[no-untyped-def]
     """Whether an operator has the configuration of a candidate."""
     Q, X = Z.grids, Z.chain
     grid = X.c_grid[slot]
     equal = X.grid[op] == grid
     if equal:
         for tile in range(Q.tiles[grid]):
-            equal &= C.dev[C.dev_ptr[op] + tile] == X.c_dev[slot * len(X.order) + tile]
+            equal &= X.held[op * len(X.order) + tile] == X.c_dev[slot * len(X.order) + tile]
     return equal
 
 
 @compiled
-def _segment(Z, C, E):  # type: ignore[no-untyped-def]
+def _segment(Z, E):  # type: ignore[no-untyped-def]
     Q, N, M, X = Z.grids, Z.neighbours, Z.groups, Z.chain
     if len(M.segment_ptr) < 2:
         return NO_EFFECT
@@ -182,7 +181,7 @@ def _segment(Z, C, E):  # type: ignore[no-untyped-def]
     count = (M.choice_ptr[segment + 1] - M.choice_ptr[segment]) // length
     current = -1
     for number in range(count):
-        if _is_alternative(Z, C, first, length, M.choice_ptr[segment] + number * length):
+        if _is_alternative(Z, first, length, M.choice_ptr[segment] + number * length):
             current = number
     chosen = below(X, count)
     if current < 0 or chosen == current:
@@ -198,7 +197,7 @@ def _segment(Z, C, E):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _is_alternative(Z, C, first, length, choice):  # type: ignore[no-untyped-def]
+def _is_alternative(Z, first, length, choice):  # type: ignore[no-untyped-def]
     Q, N, M, X = Z.grids, Z.neighbours, Z.groups, Z.chain
     equal, i = True, 0
     while equal and i < length:
@@ -206,6 +205,6 @@ def _is_alternative(Z, C, first, length, choice):  # type: ignore[no-untyped-def
         equal = X.grid[op] == N.grid[reference]
         if equal:
             for tile in range(Q.tiles[N.grid[reference]]):
-                equal &= C.dev[C.dev_ptr[op] + tile] == N.dev[N.dev_ptr[reference] + tile]
+                equal &= X.held[op * len(X.order) + tile] == N.dev[N.dev_ptr[reference] + tile]
         i += 1
     return equal

@@ -5,16 +5,16 @@ from __future__ import annotations
 from soap.search.compiled.candidates import below
 from soap.search.compiled.edits import NO_EFFECT
 from soap.search.compiled.space_arrays import SearchTables
-from soap.simulator.compiled.arrays import copy
 from soap.simulator.compiled.change import OPERATORS, Edit
 from soap.simulator.compiled.jit import compiled
-from soap.simulator.compiled.state import State
+from soap.simulator.compiled.pass_order import own_devices
+from soap.simulator.compiled.world import World
 
 
 @compiled
-def propose_recompute(Z: SearchTables, C: State, E: Edit) -> float:
+def propose_recompute(W: World, Z: SearchTables, E: Edit) -> float:
     """Mark all operators of a set of which none is marked, or the reverse. Its own inverse: symmetric."""
-    Q, X = Z.grids, Z.chain
+    Q, X, C = Z.grids, Z.chain, W.state
     if len(Q.again_ptr) < 2:
         return NO_EFFECT
     own = below(X, len(Q.again_ptr) - 1)
@@ -28,8 +28,7 @@ def propose_recompute(Z: SearchTables, C: State, E: Edit) -> float:
         op, n = Q.again[i], i - first
         at = E.dev_ptr[n]
         E.operator[n], E.variant[n], E.replicas[n], E.marked[n] = op, C.variant[op], C.replicas[op], mark
-        copy(E.dev, at, C.dev, C.dev_ptr[op], C.dev_ptr[op] + C.tiles[op])
-        E.dev_ptr[n + 1] = at + C.tiles[op]
+        E.dev_ptr[n + 1] = at + own_devices(W, op, E.dev, at)
         X.edited[n] = X.grid[op]
     E.count[OPERATORS] = last - first
     return 0.0

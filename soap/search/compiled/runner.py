@@ -128,7 +128,8 @@ class CompiledChain:
         devices = space.topology.device_count
         tiles = sum(max(devices, len(config.devices)) for config in strategy.operators.values())
         self.engine.make_edit_room(tiles)
-        self.arrays = make_chain(len(graph.operators), len(graph.parameters), devices, len(space.grids.estimate), tiles, proposals)
+        most = strategy.microbatches * tiles
+        self.arrays = make_chain(len(graph.operators), len(graph.parameters), devices, len(space.grids.estimate), most, proposals)
         Q, N, M = space.handles
         self.handle = handle(SearchTables(grids=Q, neighbours=N, groups=M, chain=self.arrays))
         self._memory = MemoryBound(self.engine, space.topology.memory_limits, space.optimizer_states, played=is_played(strategy))

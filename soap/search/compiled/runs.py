@@ -36,11 +36,10 @@ MOST_DRAWS = LONGEST_RUN * LONGEST_RUN
 @compiled
 def propose_run(W: World, Z: SearchTables, E: Edit, focus: float) -> float:
     """See ``moves.propose``."""
-    C = W.state
     Q, X = Z.grids, Z.chain
     length = _grow(Z)
     source = below(X, 2)
-    inside = _take_run(Z, C, length)
+    inside = _take_run(Z, length)
     if inside:
         for candidate in range(1, CANDIDATES + 1):
             _draw_run(Z, length, candidate, source)
@@ -87,15 +86,16 @@ def _grow(Z):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _take_run(Z, C, length):  # type: ignore[no-untyped-def]
+def _take_run(Z, length):  # type: ignore[no-untyped-def]
     """Make the current configurations candidate 0. Returns whether all of them are inside of the space."""
-    X = Z.chain
+    Q, X = Z.grids, Z.chain
     for i in range(length):
         op = X.r_op[i]
         if X.grid[op] < 0:
             return False
         X.r_grid[i] = X.grid[op]
-        copy(X.r_dev, i * len(X.order), C.dev, C.dev_ptr[op], C.dev_ptr[op] + C.tiles[op])
+        first = op * len(X.order)
+        copy(X.r_dev, i * len(X.order), X.held, first, first + Q.tiles[X.grid[op]])
     return True
 
 
@@ -160,7 +160,7 @@ def _log_run(Z, length, candidate, source):  # type: ignore[no-untyped-def]
 
 @compiled
 def _rough_run_ns(W, Z, length, candidate):  # type: ignore[no-untyped-def]
-    K, C = W.cluster, W.state
+    K = W.cluster
     Q, N, X = Z.grids, Z.neighbours, Z.chain
     found = 0.0
     for i in range(length):
@@ -170,8 +170,8 @@ def _rough_run_ns(W, Z, length, candidate):  # type: ignore[no-untyped-def]
             neighbour = N.neighbour[edge]
             other = X.r_place[neighbour]
             if other < 0 and X.grid[neighbour] >= 0:
-                at = C.dev_ptr[neighbour]
-                found += edge_ns(Z, K, op, edge, X.r_grid[row], X.r_dev, row * len(X.order), X.grid[neighbour], C.dev, at)
+                at = neighbour * len(X.order)
+                found += edge_ns(Z, K, op, edge, X.r_grid[row], X.r_dev, row * len(X.order), X.grid[neighbour], X.held, at)
             elif other >= 0 and N.reads[edge]:  # count an edge inside the run once, at its reader
                 theirs = candidate * LONGEST_RUN + other
                 at = theirs * len(X.order)

@@ -7,11 +7,10 @@ from soap.search.compiled.candidates import FIRST_LISTED, log_weight
 from soap.search.compiled.memory import MOST_LISTED
 from soap.search.compiled.space_arrays import NO_WEIGHT, SearchTables
 from soap.simulator.compiled.jit import compiled
-from soap.simulator.compiled.state import State
 
 
 @compiled
-def list_candidates(Z: SearchTables, C: State, op: int) -> int:
+def list_candidates(Z: SearchTables, op: int) -> int:
     """List what references give an operator, and what its neighbours suggest. Returns how many. The list must not depend on the operator's
     own configuration: the move's detailed balance rests on that."""
     N, X = Z.neighbours, Z.chain
@@ -19,7 +18,7 @@ def list_candidates(Z: SearchTables, C: State, op: int) -> int:
     for edge in range(N.edge_ptr[op], N.edge_ptr[op + 1]):
         neighbour = N.neighbour[edge]
         if X.grid[neighbour] >= 0:
-            n = list_aligned(Z, op, edge, X.grid[neighbour], C.dev, C.dev_ptr[neighbour], n)
+            n = list_aligned(Z, op, edge, X.grid[neighbour], X.held, neighbour * len(X.order), n)
     return n
 
 

@@ -17,14 +17,14 @@ def own_ns(Q: GridTables, op: int, grid: int) -> float:
 @compiled
 def rough_cost_ns(W: World, Z: SearchTables, op: int, slot: int) -> float:
     """Rough cost of a candidate, given the neighbours' configurations, ns."""
-    K, C = W.cluster, W.state
+    K = W.cluster
     Q, N, X = Z.grids, Z.neighbours, Z.chain
     found = own_ns(Q, op, X.c_grid[slot])
     for edge in range(N.edge_ptr[op], N.edge_ptr[op + 1]):
         neighbour = N.neighbour[edge]
         if X.grid[neighbour] >= 0:
-            first = slot * len(X.order)
-            found += edge_ns(Z, K, op, edge, X.c_grid[slot], X.c_dev, first, X.grid[neighbour], C.dev, C.dev_ptr[neighbour])
+            first, at = slot * len(X.order), neighbour * len(X.order)
+            found += edge_ns(Z, K, op, edge, X.c_grid[slot], X.c_dev, first, X.grid[neighbour], X.held, at)
     return found
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from soap.plan.pass_order import PassOrder
-from soap.simulator.compiled.arrays import fill
+from soap.simulator.compiled.arrays import copy, fill
 from soap.simulator.compiled.graph_arrays import Ints
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.state import SLOTS
@@ -55,6 +55,18 @@ def repeated(config: OpConfig, parts: int) -> tuple[int, ...]:
     """The devices of an operator's tiles in ``parts`` micro-batches."""
     own = len(config.devices) // config.replicas
     return tuple(device for r in range(config.replicas) for device in config.devices[r * own : (r + 1) * own] * parts)
+
+
+@compiled
+def own_devices(W: World, op: int, target: Ints, at: int) -> int:
+    """Copy the devices of an operator's tiles in one micro-batch to ``target[at:]``: the reverse of ``repeated``. Returns how many."""
+    V, C = W.variants, W.state
+    cells = V.rows[C.variant[op], CELLS]
+    own = cells // V.rows[C.variant[op], PARTS]
+    for replica in range(C.replicas[op]):
+        first = C.dev_ptr[op] + replica * cells
+        copy(target, at + replica * own, C.dev, first, first + own)
+    return int(C.replicas[op] * own)
 
 
 @compiled

@@ -268,9 +268,11 @@ class _Values:
         plan = self.plan
         for message in plan.messages:
             part = message.parts[0]
-            back = self.spans.returned.get(part)
-            start, told = self.spans.brought[part][0], self.spans.end_ns if back is None else back[0]
-            size = sum(box_bytes(plan, plan.holdings[holding].tensor, box) for _, _, box, holding in remote_parts(plan, message.parts))
+            sent = remote_parts(plan, message.parts)
+            start, told = self.spans.brought[part][0], self.spans.end_ns
+            if part in self.spans.returned:  # known when the first of its gradients is added up
+                told = max(self.spans.returned[part][1], min(self.spans.wanted(holding)[0] for *_, holding in sent))
+            size = sum(box_bytes(plan, plan.holdings[holding].tensor, box) for _, _, box, holding in sent)
             self.ledger.send(message.source, start, told, size, sum(held for _, held in copied_to_send(plan, message.parts)))
         for exchange in plan.exchanges:
             span = self.spans.brought[exchange.parts[0]]

@@ -22,7 +22,7 @@ from soap.strategy.config import OpConfig, Strategy
 
 @entry
 def _listed(W, Z, op):  # type: ignore[no-untyped-def]
-    return list_candidates(Z, W.state, op)
+    return list_candidates(Z, op)
 
 
 @entry

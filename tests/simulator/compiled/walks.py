@@ -19,6 +19,7 @@ from soap.simulator.draws import cost_ns as draws_cost_ns
 from soap.simulator.engine import Engine
 from soap.simulator.simulate import Simulator
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
+from soap.strategy.stages import chunks_of, devices_of_stages, stages_of_chunks
 from tests.simulator.compiled.agreement import Played, compiled_tasks, reference_tasks
 from tests.simulator.examples import LaunchedCosts
 from tests.strategies import cases, configs, syncs
@@ -50,6 +51,8 @@ def walks(draw: st.DrawFn, *, max_moves: int = 6, max_tiles: int = 8, max_edits:
     """A strategy and a sequence of edits of it."""
     graph, topology, strategy = draw(cases(max_moves=max_moves, max_tiles=max_tiles, servers=True, ports=True))
     edits, cut = [], MicroBatches(graph, strategy.microbatches)
+    chunks, devices = chunks_of(graph, strategy.stages), devices_of_stages(graph, strategy)
+    stage_of = stages_of_chunks(max(chunks) + 1, strategy.schedule)
     for _ in range(draw(st.integers(1, max_edits))):
         operators, parameters = {}, {}
         for _ in range(draw(st.sampled_from((1, 1, 1, 2, 3, 5)))):
@@ -58,7 +61,8 @@ def walks(draw: st.DrawFn, *, max_moves: int = 6, max_tiles: int = 8, max_edits:
                 parameters[name] = draw(syncs(graph, name, cut.count))
             else:
                 op = draw(st.sampled_from(graph.operators))
-                operators[op.name] = draw(configs(op, topology.device_count, max_tiles=max_tiles, graph=graph, cut=cut))
+                own = sorted(devices[stage_of[chunks[graph.index[op.name]]]]) if strategy.stages else ()
+                operators[op.name] = draw(configs(op, topology.device_count, max_tiles=max_tiles, graph=graph, cut=cut, among=own))
         edits.append(Edit(operators, parameters, draw(st.booleans())))
     return graph, topology, strategy, edits
 

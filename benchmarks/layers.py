@@ -1,0 +1,43 @@
+"""Pipelines by layers, as people write them: every chunk has as many layers of a transformer as the others."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from soap.cluster.topology import Topology
+from soap.model.graph import OperatorGraph
+from soap.schedules.named import parse
+from soap.strategy.config import Strategy
+from soap.strategy.grids import device_order
+from soap.strategy.megatron import staged
+from soap.strategy.stages import stages_of
+
+LAYER = re.compile(r"\b(?:blocks|layers|h|layer)\.(\d+)\b")
+"""A layer's number in an operator's name."""
+
+
+def by_layers(graph: OperatorGraph, topology: Topology, *, stages: int, microbatches: int, schedule: str, tensor: int = 1) -> Strategy:
+    """A pipeline as Megatron-LM has it: stages of neighbouring devices, in each of which groups of ``tensor`` split matrices and divide the
+    samples."""
+    order, width, named = device_order(topology), topology.device_count // stages, parse(schedule)
+    chunks = layer_chunks(graph, stages * named.chunks)
+    placement = named.table(stages, microbatches).placement
+    groups = [order[stage * width : (stage + 1) * width] for stage in range(stages)]
+    strategy = staged(graph, topology, [placement[chunk] for chunk in chunks], groups, tensor=tensor, microbatches=microbatches)
+    return replace(strategy, microbatches=microbatches, stages=stages_of(graph, chunks), schedule=schedule)
+
+
+def layer_chunks(graph: OperatorGraph, count: int) -> list[int]:
+    """By operator: its chunk. Chunks begin with layers; what is before the first layer belongs to the first one, the rest to the last."""
+    first: dict[int, int] = {}
+    for position, op in enumerate(graph.operators):
+        if (found := LAYER.search(op.name)) is not None:
+            first.setdefault(int(found[1]), position)
+    borders = [first[layer] for layer in first_layers(len(first), count)[1:]]
+    return [sum(position >= border for border in borders) for position in range(len(graph.operators))]
+
+
+def first_layers(layers: int, chunks: int) -> list[int]:
+    """The first layer of each chunk."""
+    return [chunk * layers // chunks for chunk in range(chunks)]

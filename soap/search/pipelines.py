@@ -1,0 +1,194 @@
+"""Pipelines of a graph on a cluster, the most promising first: device groups, stages, micro-batches and schedules.
+
+For every division of the devices into groups, every width of tensor parallelism inside them, every schedule and number of micro-batches,
+``soap.search.stages`` cuts the operators into stages by rough costs, and ``soap.schedules.play`` says when their passes take place. That
+gives an order in which the simulator is asked (``soap.search.pipelining``). Nothing is simulated here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+import numpy as np
+
+from soap.cluster.topology import Topology
+from soap.errors import ScheduleError
+from soap.model.graph import OperatorGraph
+from soap.model.micro_batches import MicroBatches
+from soap.schedules.in_flight import in_flight, peaks
+from soap.schedules.named import NamedSchedule
+from soap.schedules.play import Durations, play
+from soap.schedules.table import Table
+from soap.search.constraints import Allowed
+from soap.search.stage_costs import StageCosts, StagePrices
+from soap.search.stage_groups import StageGroups, stage_groups
+from soap.search.stages import Integers, Partition, partition
+from soap.simulator.costs import CostModel
+from soap.strategy.grids import tensor_parallel_width
+from soap.strategy.stages import WHOLE_PASSES
+
+MOST_STAGES = 64
+PER_STAGE = 8
+"""Up to so many micro-batches for each stage: with S of them 1F1B idles less than (S - 1) / (8 S) of the time, so that more gain little."""
+CHUNKS = (1, 2, 4)
+"""On each stage, for schedules that allow several."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """``stages``: the devices of each. ``chunks``: by operator, its chunk. ``placement``: by chunk, its stage. ``tensor``: how many devices
+    split weight matrices together. ``expected_ns``: of a step, by rough costs. ``lacking_bytes``: on the device that lacks most memory, by
+    a rough bound; 0 if none does."""
+
+    stages: tuple[tuple[int, ...], ...]
+    chunks: tuple[int, ...]
+    placement: tuple[int, ...]
+    tensor: int
+    microbatches: int
+    schedule: NamedSchedule
+    expected_ns: int
+    lacking_bytes: int
+
+    @property
+    def blocks(self) -> list[int]:
+        """By operator, its stage."""
+        return [self.placement[chunk] for chunk in self.chunks]
+
+    @property
+    def score(self) -> tuple[int, int]:
+        """The order of preference: what fits, then what is fast."""
+        return (self.lacking_bytes, self.expected_ns)
+
+
+def pipelines(
+    graph: OperatorGraph,
+    topology: Topology,
+    costs: CostModel,
+    optimizer_states: int,
+    *,
+    allowed: Sequence[Allowed | None] = (),
+    at_most_ns: float = inf,
+) -> list[Pipeline]:
+    """The best pipeline of every shape, the most promising first; none on one device, or without samples. ``allowed``: by operator, what
+    the user leaves to it, of which only stages count here. ``at_most_ns``: without shapes that would take longer if all devices had an
+    equal share of the work."""
+    samples = MicroBatches(graph, 1).samples
+    if topology.device_count == 1 or samples is None:
+        return []
+    prices = StagePrices(graph, topology, costs, optimizer_states)
+    found: list[Pipeline] = []
+    for groups in stage_groups(topology, min(MOST_STAGES, len(graph.operators))):
+        widths = [len(group) for group in groups.devices]
+        for tensor in _tensor_widths(prices, topology, widths):
+            for count in _microbatches(samples, max(widths) // tensor, len(widths)):
+                shape = _Shape(groups, tensor, MicroBatches(graph, count), allowed)
+                own = prices.costs(groups, tensor, shape.cut)
+                if _equal_shares_ns(own, groups, count) <= at_most_ns:
+                    found += _scheduled(shape, own)
+    return sorted(found, key=lambda own: own.score)
+
+
+def _equal_shares_ns(costs: StageCosts, groups: StageGroups, count: int) -> float:
+    """A step in which all stages end together, and that the pipeline fills as quickly as its schedules can."""
+    whole_ns = (costs.forward_ns + costs.backward_ns).sum(axis=1)
+    shares_ns = 1 / sum(1 / max(1, int(whole_ns[kind])) for kind in groups.kinds)
+    return shares_ns * (1 + (len(groups.kinds) - 1) / (count * max(CHUNKS)))
+
+
+def _tensor_widths(prices: StagePrices, topology: Topology, widths: Sequence[int]) -> list[int]:
+    """Of groups for tensor parallelism inside stages: divisors of the devices of a host, if there are several, and of every stage."""
+    host = tensor_parallel_width(topology)
+    host = 1 if host == topology.device_count and len({device.host for device in topology.devices}) > 1 else host
+    usable = [n for n in range(2, host + 1) if host % n == 0 and all(width % n == 0 for width in widths) and prices.splits(n)]
+    return [1, *usable]
+
+
+def _microbatches(samples: int, width: int, stages: int) -> Iterator[int]:
+    """Powers of two of which every device gets a sample. ``width``: devices that divide the samples."""
+    count = 2
+    while count * width <= samples and count <= PER_STAGE * stages:
+        yield count
+        count *= 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    groups: StageGroups
+    tensor: int
+    cut: MicroBatches
+    allowed: Sequence[Allowed | None]
+
+    def banned(self, firsts: Sequence[int]) -> Integers | None:
+        """[stages, layers]: where a layer has an operator that may not be in a stage; None if all may be anywhere."""
+        if not any(own is not None and (own.stage is not None or own.other_stages) for own in self.allowed):
+            return None
+        own = [[one is not None and not one.allows_stage(stage) for one in self.allowed] for stage in range(len(self.groups.devices))]
+        return np.add.reduceat(np.array(own, np.int64), list(firsts), axis=1)
+
+
+def _scheduled(shape: _Shape, costs: StageCosts) -> Iterator[Pipeline]:
+    """The shape by each schedule."""
+    groups = shape.groups
+    for schedule in WHOLE_PASSES:
+        if shape.cut.barriers and not schedule.meets_barriers:
+            continue
+        for chunks in (own for own in CHUNKS if schedule.fewest_chunks <= own <= schedule.most_chunks):
+            named = NamedSchedule(schedule, chunks)
+            try:
+                table = named.table(len(groups.devices), shape.cut.count)
+            except ScheduleError:  # too many actions
+                continue
+            cut = cut_into_stages(costs, groups, table, chunks, shape.banned(costs.firsts))
+            if cut is not None:
+                yield _judged(shape, costs, named, table, cut)
+
+
+def cut_into_stages(
+    costs: StageCosts, groups: StageGroups, table: Table, chunks: int, banned: Integers | None = None
+) -> Partition | None:
+    """The layers as chunks of a table's stages, round by round; what fits into memory, if anything does. None if there are too few layers,
+    or no stages that they may be in.
+
+    With several rounds the groups take the order that suits one round best."""
+    flights = in_flight(table)
+    for chain in (costs.chain, replace(costs.chain, limit_bytes=np.full_like(costs.chain.limit_bytes, 2**60))):
+        found, kinds = None, groups.kinds
+        if chunks == 1 or groups.any_order:
+            each = [-(-own // chunks) for own in flights]
+            found = partition(chain, kinds, each, any_order=groups.any_order, banned=banned if chunks == 1 else None)
+            kinds = kinds if found is None else found.kinds
+        if chunks > 1:
+            share = replace(chain, limit_bytes=chain.limit_bytes // chunks)
+            rounds = None if banned is None else np.tile(banned, (chunks, 1))
+            found = partition(share, kinds * chunks, [-(-own // chunks) for own in flights] * chunks, banned=rounds)
+        if found is not None:
+            return found
+    return None
+
+
+def _judged(shape: _Shape, costs: StageCosts, named: NamedSchedule, table: Table, cut: Partition) -> Pipeline:
+    """A pipeline with what it is expected to take and to lack."""
+    count, stages, chain = shape.cut.count, len(table.stages), costs.chain
+    bounds = (*cut.firsts, chain.layer_count)
+    spans = list(zip(cut.kinds, bounds, bounds[1:], strict=False))
+
+    def by_chunk(values: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> list[int]:
+        return [int(values[kind, first:last].sum()) for kind, first, last in spans]
+
+    borders = [int(chain.message_ns[a, b, cut - 1]) // (2 * count) for a, b, cut in zip(cut.kinds, cut.kinds[1:], bounds[1:], strict=False)]
+    forward, backward = ([own // count for own in by_chunk(values)] for values in (costs.forward_ns, costs.backward_ns))
+    played = play(table, Durations(actions_ns={"F": forward, "B": backward}, forward_ns=borders, backward_ns=borders))
+    upkeep, kept = [0] * stages, [0] * stages
+    for chunk, (own_ns, own_bytes) in enumerate(zip(by_chunk(costs.upkeep_ns), by_chunk(chain.kept_bytes), strict=True)):
+        upkeep[table.placement[chunk]] += own_ns
+        kept[table.placement[chunk]] += own_bytes
+    expected_ns = max(ends[-1] + own for ends, own in zip(played.ends_ns, upkeep, strict=True))
+    most = peaks(table, by_chunk(chain.activation_bytes), [0] * len(spans))
+    limits = [int(chain.limit_bytes[kind]) for kind in cut.kinds[:stages]]
+    lacking = max(0, *(a + b - limit for a, b, limit in zip(kept, most, limits, strict=True)))
+    starts = [costs.firsts[first] for first in cut.firsts]
+    chunks = np.searchsorted(starts, np.arange(len(shape.cut.graph.operators)), side="right") - 1
+    devices = shape.groups.in_order(cut.kinds[:stages])
+    return Pipeline(devices, tuple(chunks.tolist()), table.placement, shape.tensor, count, named, expected_ns, lacking)

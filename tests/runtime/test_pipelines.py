@@ -1,0 +1,108 @@
+"""Pipelines train like one process in float64: every schedule, with splits inside stages, skip connections, tied weights, barriers."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from soap.cluster.presets import local_topology
+from soap.errors import StrategyError
+from soap.model.graph import OperatorGraph
+from soap.model.micro_batches import MicroBatches
+from soap.plan.planning import build_plan
+from soap.strategy.config import Strategy
+from soap.strategy.recomputation import recomputed
+from soap.strategy.sync import SHARDED_STATE
+from soap.tracing.export import export_model
+from tests.extent import often, so_many
+from tests.micro_batches import drawn_pipeline, repeatable_parts
+from tests.runtime.exact_modules import batches, converted, module_of, train_plainly, worst
+from tests.runtime.pool import Pool
+from tests.runtime.test_exactness import TOLERANCE, train
+from tests.runtime.test_micro_batches import Contrastive
+from tests.runtime.traced import checked, traced
+from tests.transformers_models import MODELS
+
+FOUR = local_topology(4)
+SCHEDULES = ("gpipe", "1f1b", "interleaved:2")
+COUNTS = (2, 4, 7)
+
+
+def pipeline(graph: OperatorGraph, schedule: str, count: int, name: str) -> Strategy:
+    """A drawn pipeline. Some of its operators run twice, and some states are in parts. With barriers the schedule is GPipe: any other is
+    refused, or its order happens to meet them."""
+    rng = random.Random(f"{name}/{schedule}/{count}")
+    strategy = drawn_pipeline(graph, schedule, count, rng, 4)
+    if MicroBatches(graph, count).barriers:
+        try:
+            build_plan(graph, strategy, FOUR)
+        except StrategyError as error:
+            assert "use schedule 'gpipe'" in str(error)
+            strategy = drawn_pipeline(graph, "gpipe", count, rng, 4)
+    again = [own for own in repeatable_parts(graph, count) if rng.random() < 0.2]
+    states = {tensor.name: SHARDED_STATE for tensor in graph.parameters if rng.random() < 0.3}
+    return replace(recomputed(graph, strategy, again), parameters=states)
+
+
+def require_exact(pool: Pool, spec: str, schedule: str, count: int, name: str) -> None:
+    graph = traced(spec, "float64").graph
+    samples = MicroBatches(graph, 1).samples
+    assert samples is not None
+    result = pool.run(checked, spec, "float64", pipeline(graph, schedule, min(count, samples), name), FOUR)[0]
+    assert result.passed and result.tolerance == TOLERANCE, (name, schedule, count, result.worst)
+
+
+ZOO = [(model, schedule) for model in ("gpt", "nmt", "rnnlm", "alexnet", "dlrm", "lm1b") for schedule in SCHEDULES]
+
+
+@pytest.mark.parametrize("case", often(ZOO, [("gpt", "1f1b"), ("gpt", "interleaved:2")], pytest.mark.slow))
+def test_zoo_models(four: Pool, case: tuple[str, str]) -> None:
+    model, schedule = case
+    for count in COUNTS[-so_many(1, 3) :]:
+        require_exact(four, f"zoo:{model}:tiny", schedule, count, model)
+
+
+FAMILIES = [(name, schedule) for name in MODELS for schedule in SCHEDULES]
+
+
+@pytest.mark.parametrize("case", often(FAMILIES, [("gpt2", "gpipe"), ("llama", "1f1b")], pytest.mark.slow))
+def test_transformers(four: Pool, tmp_path: Path, case: tuple[str, str]) -> None:
+    pytest.importorskip("transformers")
+    name, schedule = case
+    torch.manual_seed(0)
+    module, inputs = MODELS[name]()
+    path = str(tmp_path / f"{name}.pt2")
+    export_model(module, (), inputs, path=path)
+    for count in COUNTS[: so_many(1, 3)]:
+        require_exact(four, path, schedule, count, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", often(["shared", "conv norm"], ["shared"]))
+def test_uneven_batches_train_as_a_plain_loop(four: Pool, tmp_path: Path, name: str) -> None:
+    """Tied weights, and batch norm; in smaller batches, down to one sample, and larger ones; accumulated and clipped."""
+    path = str(tmp_path / f"{name}.pt2")
+    export_model(module_of(name), batches(name, [6])[0], path=path, dynamic_batch=True)
+    sizes = [[6, 6], [5, 1], [9]] if name == "shared" else [[6], [5], [1], [9]]
+    options = {"accumulate": 2, "clip_norm": 0.2} if name == "shared" else {}
+    given = iter([tuple(converted(batch, torch.float64)) for batch in batches(name, [size for step in sizes for size in step])])
+    steps = [[next(given) for _ in step] for step in sizes]
+    expected = train_plainly(module_of(name).double(), steps, clip_norm=options.get("clip_norm"))
+    graph = traced(path, "float64").graph
+    for schedule in SCHEDULES if name == "shared" else ("gpipe",):
+        results = four.run(train, path, pipeline(graph, schedule, 3, name), steps, options)
+        assert all(result.losses == results[0].losses for result in results)
+        assert worst(results[0], expected) < TOLERANCE, (schedule, worst(results[0], expected))
+
+
+@pytest.mark.slow
+def test_a_contrastive_loss(four: Pool, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    path = str(tmp_path / "contrastive.pt2")
+    export_model(Contrastive().train(), (torch.randn(7, 5), torch.randn(7, 5), torch.arange(7)), path=path)
+    for schedule, count in (("gpipe", 4), ("1f1b", 7)):
+        require_exact(four, path, schedule, count, "contrastive")

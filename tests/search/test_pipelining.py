@@ -1,0 +1,186 @@
+"""Searches that find pipelines: the start, its moves, and chains inside stages."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from soap.cluster.topology import DeviceType, Topology
+from soap.errors import StrategyError
+from soap.model.graph import OperatorGraph
+from soap.profiles.roofline import RooflineCosts
+from soap.search.chains import search
+from soap.search.compiled.runner import CompiledChain, CompiledSpace
+from soap.search.options import SearchOptions
+from soap.search.pipeline_moves import BORDER, DEVICES, MICROBATCHES, PIPELINE_MOVES, SCHEDULE, pipeline_moves
+from soap.search.pipelining import best_pipeline, is_cut, is_legal, space_of
+from soap.search.record import SearchResult
+from soap.search.space import build_space
+from soap.search.starts import Start
+from soap.simulator.incremental import IncrementalSimulator
+from soap.simulator.simulate import Simulator
+from soap.strategy.config import Strategy
+from soap.strategy.named import PIPELINE
+from soap.strategy.recomputation import runs_of
+from soap.strategy.stages import chunks_of, devices_of_stages
+from tests.graph_builder import GraphBuilder, mlp, transformer
+from tests.strategies import cluster
+
+BUSY = DeviceType("test-busy", "cpu", {"float32": 1e8}, 1e9, 2**30, 1e-7, "made up for tests")
+"""Slow beside the network, so that stages have something to do."""
+TOPOLOGY = cluster([1, 1, 1, 1], BUSY, bandwidth_bytes_per_second=3e6, latency_seconds=1e-6)
+"""Four hosts with a network on which sums of gradients take longer than everything else."""
+
+
+def heavy() -> OperatorGraph:
+    """Equal layers with far larger weights than activations."""
+    g = GraphBuilder("heavy")
+    x = g.input("x", 16, 64)
+    for i in range(8):
+        x = g.elementwise(g.linear(x, 64, name=f"layers.{i}.fc"), name=f"layers.{i}.act")
+    return g.build(g.mean(x, name="mean"))
+
+
+GRAPH = heavy()
+SPACE = build_space(GRAPH, 4)
+
+
+def simulator(topology: Topology = TOPOLOGY, graph: OperatorGraph = GRAPH) -> Simulator:
+    return Simulator(graph, topology, RooflineCosts(topology))
+
+
+def found(**options: object) -> SearchResult:
+    return search(GRAPH, TOPOLOGY, IncrementalSimulator(simulator()), SearchOptions(budget=400, confidence=0, **options))  # type: ignore[arg-type]
+
+
+def start() -> Start:
+    evaluator = IncrementalSimulator(simulator())
+    best = best_pipeline(SPACE, TOPOLOGY, evaluator, evaluator.engine_costs, 2)
+    assert best is not None
+    return best
+
+
+def test_a_pipeline_is_found_where_sums_of_gradients_are_dear() -> None:
+    """Without anyone asking. The best strategy without micro-batches is slower, as only one stage would be at work at a time."""
+    usual, plain = found(), found(pipelines=False)
+    assert is_cut(usual.strategy) and len(devices_of_stages(GRAPH, usual.strategy)) > 1
+    assert usual.start_costs[PIPELINE][1] and PIPELINE not in plain.start_costs and not is_cut(plain.strategy)
+    assert usual.cost_ns <= usual.start_costs[PIPELINE][0] < plain.cost_ns
+    assert simulator().run(usual.strategy).makespan_ns == usual.cost_ns
+    assert {row.move for row in usual.rows if row.phase == PIPELINE} <= {*PIPELINE_MOVES}
+    again = found()
+    assert again.strategy == usual.strategy and again.rows == usual.rows
+
+
+def test_searches_that_expect_nothing_of_pipelines_are_as_without() -> None:
+    """On a fast network data parallelism is near the best that there is."""
+    topology = cluster([4], BUSY, bandwidth_bytes_per_second=1e12, latency_seconds=1e-9)
+    results = []
+    for wanted in (None, False):
+        evaluator = IncrementalSimulator(simulator(topology))
+        results.append(search(GRAPH, topology, evaluator, SearchOptions(budget=60, confidence=0, pipelines=wanted)))
+    assert results[0] == results[1]
+
+
+def test_a_search_may_begin_at_it_by_name_and_by_a_strategy() -> None:
+    named = found(starts=[PIPELINE])
+    assert {*named.start_costs} == {"data_parallel", PIPELINE}
+    given = found(starts=["data_parallel"], initial=named.strategy)
+    assert given.cost_ns <= named.cost_ns and is_cut(given.strategy)
+    with pytest.raises(StrategyError, match=r"in micro-batches: operator 'layers\.0\.fc' breaks --pin"):
+        found(initial=named.strategy, pins={"layers.0.fc": "b:4"})
+
+
+def test_moves_change_one_thing_and_know_when_they_are_legal() -> None:
+    own = start().strategy
+    legal = {move: 0 for move in PIPELINE_MOVES}
+    for proposal in pipeline_moves(GRAPH, own):
+        if not is_legal(SPACE, TOPOLOGY, proposal.strategy):
+            continue
+        legal[proposal.move] += 1
+        other = proposal.strategy
+        differ = {
+            BORDER: chunks_of(GRAPH, own.stages) != chunks_of(GRAPH, other.stages),
+            MICROBATCHES: own.microbatches != other.microbatches,
+            SCHEDULE: own.schedule != other.schedule,
+            DEVICES: devices_of_stages(GRAPH, own) != devices_of_stages(GRAPH, other),
+        }
+        assert [move for move, changed in differ.items() if changed] == [proposal.move]
+        assert simulator().run(other).makespan_ns > 0
+    assert all(legal.values()) or (legal.pop(MICROBATCHES) == 0 and all(legal.values()))
+
+
+def test_stages_exchange_devices_and_give_one_away() -> None:
+    topology = cluster([2, 2], BUSY)
+    evaluator = IncrementalSimulator(simulator(topology))
+    space = build_space(GRAPH, 4)
+    own = best_pipeline(space, topology, evaluator, evaluator.engine_costs, 2)
+    assert own is not None
+    two = next(move.strategy for move in _all_moves(space, topology, own.strategy) if len(devices_of_stages(GRAPH, move.strategy)) == 2)
+    groups = {devices_of_stages(GRAPH, move.strategy) for move in pipeline_moves(GRAPH, two) if move.move == DEVICES}
+    assert (frozenset({2, 3}), frozenset({0, 1})) in groups and (frozenset({0}), frozenset({1, 2, 3})) in groups
+
+
+def _all_moves(space, topology, strategy):  # type: ignore[no-untyped-def]
+    from soap.search.pipelines import pipelines
+    from soap.search.pipelining import pipelined
+    from soap.search.proposals import Proposal
+
+    for own in pipelines(GRAPH, topology, RooflineCosts(topology), 2):
+        yield Proposal(pipelined(GRAPH, topology, own), "start", ())
+
+
+def test_the_space_of_a_pipeline_stays_in_its_stages() -> None:
+    own = start()
+    space = space_of(SPACE, own)
+    assert space is not None
+    for position, (op, config) in enumerate(own.strategy.operators.items()):
+        assert space.allows(position, config)
+        assert {*space.operators[position].devices} == {*config.devices}, op
+    assert space_of(SPACE, replace(own, strategy=replace(own.strategy, microbatches=1, stages={}, schedule=None))) is SPACE
+
+
+@pytest.mark.slow
+def test_compiled_chains_run_inside_stages() -> None:
+    """Of two devices each, with copies inside them, and with recomputation: what they hold is legal, and costs what the reference says."""
+    graph, topology = transformer(layers=2), cluster([2, 2], BUSY)
+    own = simulator(topology, graph)
+    evaluator = IncrementalSimulator(own)
+    whole = build_space(graph, 4)
+    best = best_pipeline(whole, topology, evaluator, evaluator.engine_costs, 2)
+    two = next(own for own in _two_stages(graph, topology))
+    assert best is not None
+    space = space_of(whole, Start("two", two, 0, 0))
+    assert space is not None
+    space = replace(space, recompute=tuple(tuple(graph.index[name] for name in run) for run in runs_of(graph)))
+    chain = CompiledChain(CompiledSpace(space, topology, own.costs), two, seed=3, proposals=1500)
+    rng = random.Random(0)
+    for last in range(150, 1500, 150):
+        chain.run(last, beta=rng.choice((3.0, 300.0)), focus=100.0)
+        for strategy in (chain.strategy, chain.best):
+            strategy.validate(graph, 4)
+            assert (strategy.microbatches, strategy.stages, strategy.schedule) == (two.microbatches, two.stages, two.schedule)
+        assert own.run(chain.strategy).makespan_ns == chain.cost_ns
+    moves = chain.moves
+    assert all(moves[name].accepted for name in ("redraw", "informed", "run", "recompute"))
+    assert own.run(chain.best).makespan_ns == chain.best_ns < chain.start_ns
+
+
+def _two_stages(graph: OperatorGraph, topology: Topology) -> list[Strategy]:
+    from soap.search.pipelines import pipelines
+    from soap.search.pipelining import pipelined
+
+    found = pipelines(graph, topology, RooflineCosts(topology), 2)
+    return [pipelined(graph, topology, own) for own in found if len(own.stages) == 2 and own.microbatches == 4]
+
+
+def test_what_has_no_pipeline_is_said() -> None:
+    from soap import api
+
+    one = cluster([1], BUSY)
+    with pytest.raises(StrategyError, match="strategy 'pipeline': model 'mlp' has no pipeline on 1 devices; expected several devices"):
+        api.simulated_name(PIPELINE, Simulator(mlp(), one, RooflineCosts(one)))
+    with pytest.raises(StrategyError, match="strategy 'pipeline' is found by simulating"):
+        api.classical(PIPELINE, mlp(), one)
