@@ -6,7 +6,7 @@ A constraint is a pattern of operator names (``fnmatch``) and a specification fo
   ``@0-3`` or ``@0,2`` behind it the devices are fixed as well; ``@0-3`` alone fixes only the devices. The search decides which tile runs on
   which of them.
 - forbid: factors by name or kind that are never split, ``replicas``, and ``@3``: devices that are never used.
-- ``recompute`` among the names: operators are recomputed (pin), or never are (forbid).
+- ``recompute`` among the names: operators are recomputed (pin), or never are (forbid). ``offload``: they offload what they keep, or not.
 
 All constraints of an operator hold together. They leave an ``Allowed``, from which its ``OperatorSpace`` is made, so the proposals stay
 inside. ``brought_inside`` changes strategies from elsewhere (starts, references) as little as it can.
@@ -23,39 +23,51 @@ from math import log2, prod
 from soap.errors import StrategyError
 from soap.model.graph import Operator, OperatorGraph
 from soap.search.space import Grid, OperatorSpace, Space, grid_of
+from soap.strategy import kept
 from soap.strategy.config import OpConfig, Strategy, settled_config
 from soap.strategy.mismatch import short
 from soap.strategy.recomputation import refusal
 
-RECOMPUTE = "recompute"
-"""Stands for recomputation where a factor could be named."""
+RECOMPUTE, OFFLOAD = "recompute", "offload"
+"""Stand for recomputation, and for offloading what operators keep, where a factor could be named."""
 REPLICAS = "replicas"
 """Name of the axis of replicas, which is no factor."""
 Pairs = Sequence[tuple[str, str]]
 """(pattern of operator names, what it says of these operators)."""
 
 _SPEC = (
-    "expected FACTOR:DEGREE such as sample:4 or sample:4,replicas:2, with @0-3 behind it for the devices, or @0-3 alone; 'recompute' by "
-    "itself or among the factors"
+    "expected FACTOR:DEGREE such as sample:4 or sample:4,replicas:2, with @0-3 behind it for the devices, or @0-3 alone; 'recompute' or "
+    "'offload' by itself or among the factors"
 )
-_FORBIDDEN = "expected names or kinds of factors, 'replicas', 'recompute', or devices as @3, such as reduction or attribute,@3"
+_FORBIDDEN = "expected names or kinds of factors, 'replicas', 'recompute', 'offload', or devices as @3, such as reduction or attribute,@3"
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", re.ASCII)
 
 
 @dataclass(frozen=True)
 class Allowed:
     """What an operator may be. ``grid``: if not None, exactly this one. ``whole``: axes (0 replicas, 1 + factor) that are not split.
-    ``devices``: where tiles may be, ascending. ``recompute``: whether it is recomputed; None: it may be or not."""
+    ``devices``: where tiles may be, ascending. ``recompute``: whether it is recomputed; None: it may be or not. ``offload``: the
+    same of offloading what it keeps."""
 
     grid: Grid | None
     whole: frozenset[int]
     devices: tuple[int, ...]
     recompute: bool | None = None
+    offload: bool | None = None
+
+    def kept(self, config: OpConfig) -> OpConfig:
+        """The configuration with what becomes of what it keeps as it has to be; itself if that is so."""
+        recompute = config.recompute if self.recompute is None else self.recompute
+        offload = config.offload if self.offload is None else self.offload
+        if recompute and offload:  # one of them is told
+            recompute, offload = bool(self.recompute), not self.recompute
+        same = (recompute, offload) == (config.recompute, config.offload)
+        return config if same else replace(config, recompute=recompute, offload=offload)
 
     def allows(self, config: OpConfig) -> bool:
         """Whether a configuration obeys."""
         grid = grid_of(config)
-        if self.recompute not in (None, config.recompute):
+        if self.recompute not in (None, config.recompute) or self.offload not in (None, config.offload):
             return False
         if self.grid is not None and grid != self.grid:
             return False
@@ -100,8 +112,7 @@ def brought_inside(space: Space, strategy: Strategy) -> Strategy:
     changed = {}
     for i, (op, own) in enumerate(zip(space.graph.operators, space.operators, strict=True)):
         config, allowed = strategy.operators[op.name], space.allowed[i] if space.allowed else None
-        if allowed is not None and allowed.recompute not in (None, config.recompute):
-            config = replace(config, recompute=allowed.recompute)
+        config = config if allowed is None else allowed.kept(config)
         if not space.allows(i, config):
             config = nearest(own, config)
         if config is not strategy.operators[op.name]:
@@ -160,20 +171,24 @@ def _said(
 ) -> list[Allowed]:
     """What one constraint leaves to each of its operators."""
     everything = tuple(range(device_count))
-    recompute = (option == "--pin") if RECOMPUTE in split else None
-    split = [name for name in split if name != RECOMPUTE]
-    for op in operators if recompute else ():
-        why = refusal(graph, op)
-        if why is not None:
-            raise StrategyError(f"{where}: operator {op.name!r} must not be recomputed: {why}; name others")
+    pins = option == "--pin"
+    recompute, offload = (pins if name in split else None for name in (RECOMPUTE, OFFLOAD))
+    split = [name for name in split if name not in (RECOMPUTE, OFFLOAD)]
+    if recompute and offload:
+        raise StrategyError(f"{where}: what is made again is not kept, so nothing is left to offload; expected 'recompute' or 'offload'")
+    for wanted, refused, what in ((recompute, refusal, "be recomputed"), (offload, kept.refusal, "offload what it keeps")):
+        for op in operators if wanted else ():
+            why = refused(graph, op)
+            if why is not None:
+                raise StrategyError(f"{where}: operator {op.name!r} must not {what}: {why}; name others")
     if option == "--pin":
         grids = [_pinned(op, split, where) if split else None for op in operators]
-        return [Allowed(grid, frozenset(), devices or everything, recompute) for grid in grids]
+        return [Allowed(grid, frozenset(), devices or everything, recompute, offload) for grid in grids]
     left = tuple(d for d in everything if devices is None or d not in devices)
     for name in split:
         if name != REPLICAS and not any(_axes(op, name) for op in operators):
             raise StrategyError(f"{where}: no factor {short(name)}; expected 'replicas' or one of {_factors(operators)}")
-    return [Allowed(None, frozenset(axis for name in split for axis in _axes(op, name)), left, recompute) for op in operators]
+    return [Allowed(None, frozenset(axis for name in split for axis in _axes(op, name)), left, recompute, offload) for op in operators]
 
 
 def _pinned(op: Operator, parts: Sequence[str], where: str) -> Grid:
@@ -226,10 +241,14 @@ def _both(one: Allowed, other: Allowed, op: Operator, where: str) -> Allowed:
     devices = tuple(d for d in one.devices if d in other.devices)
     if not devices:
         raise StrategyError(f"{where}: nothing is left for operator {op.name!r}: no device that it may use; allow more devices")
-    if None not in (one.recompute, other.recompute) and one.recompute != other.recompute:
-        raise StrategyError(f"{where}: operator {op.name!r} is to be recomputed by --pin and not by --forbid, so nothing is left; drop one")
+    for mine, others, what in ((one.recompute, other.recompute, "be recomputed"), (one.offload, other.offload, "offload")):
+        if None not in (mine, others) and mine != others:
+            raise StrategyError(f"{where}: operator {op.name!r} is to {what} by --pin and not by --forbid, so nothing is left; drop one")
     recompute = other.recompute if one.recompute is None else one.recompute
-    return Allowed(one.grid if one.grid is not None else other.grid, one.whole | other.whole, devices, recompute)
+    offload = other.offload if one.offload is None else one.offload
+    if recompute and offload:
+        raise StrategyError(f"{where}: operator {op.name!r} is to be recomputed and to offload what it keeps; drop one --pin")
+    return Allowed(one.grid if one.grid is not None else other.grid, one.whole | other.whole, devices, recompute, offload)
 
 
 def _check_possible(op: Operator, allowed: Allowed, device_count: int) -> None:

@@ -245,7 +245,8 @@ class Space:
     """The space of a graph on so many devices, and the facts about the graph that the proposals need. ``references``: strategies known
     beforehand (the starts), from which informed proposals borrow. ``allowed``: by operator, what the user's constraints leave;
     operators of a group then have equal ones. ``syncs``: by parameter, the ways in which it may be synchronized, if there are several.
-    ``recompute``: sets of operators that may be recomputed together, or not (``soap.search.recomputing``)."""
+    ``recompute``, ``offload``: sets of operators that may be recomputed together, or may offload together what they keep, or not
+    (``soap.search.recomputing``, ``soap.search.offloading``)."""
 
     graph: OperatorGraph
     device_count: int
@@ -256,6 +257,7 @@ class Space:
     allowed: tuple[Allowed | None, ...] = ()
     syncs: Mapping[str, tuple[SyncConfig, ...]] = field(default_factory=dict)
     recompute: tuple[tuple[int, ...], ...] = ()
+    offload: tuple[tuple[int, ...], ...] = ()
 
     def allows(self, position: int, config: OpConfig) -> bool:
         """Whether an operator may have this configuration: the user's constraints allow it, and if there is only one, this is it."""

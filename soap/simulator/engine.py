@@ -39,10 +39,10 @@ from soap.simulator.compiled.variants import Variants
 from soap.simulator.compiled.world import World
 from soap.simulator.costs import CostModel
 from soap.simulator.draws import Draws
-from soap.simulator.edits import held_arrays, write_edit
+from soap.simulator.edits import held_arrays, with_mark, write_edit
 from soap.simulator.task_ids import UNNUMBERED, unnumbered
 from soap.strategy.config import NOTHING, OpConfig, Strategy, SyncConfig, check_config, check_kept, check_parts
-from soap.strategy.recomputation import require_repeatable
+from soap.strategy.kept import require_kept
 
 Result = TypeVar("Result")
 Handles = tuple[World, Trial, Trial, Edit]
@@ -163,7 +163,7 @@ class Engine:
         positions = [self.graph.index[name] for name in operators]
         for position, config in zip(positions, operators.values(), strict=True):
             check_config(self.graph.operators[position], config, self.topology.device_count)
-            require_repeatable(self.graph, self.graph.operators[position], config.recompute)
+            require_kept(self.graph, self.graph.operators[position], config)
             check_parts(self.variants.micro_batches, position, config)
         for name, sync in parameters.items():
             check_kept(self.variants.micro_batches.count, name, sync)
@@ -270,11 +270,11 @@ class Engine:
 
     def config(self, position: int, variant: int, devices: Ints, replicas: int, marked: int = KEEP) -> OpConfig:
         """An operator's configuration with this variant on these devices; fields that compiled code does not know stay as held. ``marked``:
-        whether it is recomputed, ``KEEP`` for as held."""
+        as in ``State``, ``KEEP`` for as held."""
         degrees, parts = self.variants.degrees[variant], self.variants.micro_batches.parts(position)
         own = tuple(devices.reshape(int(replicas), parts, -1)[:, 0].ravel().tolist())
         held = self._configs[position].placed(degrees, own, int(replicas))
-        return held if marked in (KEEP, held.recompute) else replace(held, recompute=bool(marked))
+        return held if marked == KEEP else with_mark(held, int(marked))
 
     def sync(self, parameter: str, code: int) -> SyncConfig:
         """A parameter's synchronization from its number (see ``sync_codes``)."""
