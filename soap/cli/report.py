@@ -65,7 +65,7 @@ def document(simulator: Simulator, strategy: Strategy, simulation: Simulation | 
         "sparse": sparse_shares.document(graph),
         "synchronized": {name: sync_document(sync) for name, sync in strategy.parameters.items() if sync != SyncConfig()},
         **({"compressed": compressed} if (compressed := compressing.document(simulator, strategy, simulation)) else {}),
-        **({"recomputed": again} if (again := recomputing.document(simulator, strategy, simulation)) else {}),
+        **recomputing.documents(simulator, strategy, simulation),
     }
 
 
@@ -88,7 +88,7 @@ def text(report: Mapping[str, Any], name: str) -> str:
         *([_synchronized(report["synchronized"])] if report["synchronized"] else []),
         *([compressing.text(report["compressed"])] if "compressed" in report else []),
         *([f"warm-up: {warm_up.text(report['warm_up'], report['predicted_ns'])}"] if report.get("warm_up") else []),
-        *([recomputing.text(report["recomputed"], report["predicted_ns"])] if "recomputed" in report else []),
+        *recomputing.texts(report),
     ]
     return "\n\n".join(sections)
 

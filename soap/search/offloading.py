@@ -29,7 +29,8 @@ def with_offloading(space: Space) -> Space:
         away = (replace(sync, offload=True) for sync in choices if trained and sync.contract.offloads)
         found[name] = tuple(dict.fromkeys((*choices, *away)))
     graph = space.graph
-    able, pinned = offloadable(graph), {i for i, own in enumerate(space.allowed) if own is not None and own.offload is not None}
+    able, allowed = offloadable(graph), enumerate(space.allowed)
+    pinned = {i for i, own in allowed if own is not None and (own.offload is not None or own.recompute)}
     single = [(graph.index[name],) for name in sorted(able, key=graph.index.__getitem__)]
     runs = [tuple(graph.index[name] for name in run if name in able) for run in runs_of(graph)]
     chosen = (tuple(i for i in own if i not in pinned) for own in (*single, *runs))

@@ -1,4 +1,4 @@
-"""Plans whose operators offload what they keep train like one process in float64: copies are really made, also where the device is a CPU."""
+"""Plans whose operators offload what they keep train like one process in float64: copies are really made, also on a CPU."""
 
 from __future__ import annotations
 

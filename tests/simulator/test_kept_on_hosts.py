@@ -116,7 +116,7 @@ def test_memory_of_devices_and_hosts() -> None:
 
 
 def test_what_must_not_offload_is_refused() -> None:
-    with pytest.raises(StrategyError, match="recompute with offload: .*; expected one") as error:
+    with pytest.raises(StrategyError, match=r"recompute with offload: .*; expected one") as error:
         OpConfig((), (0,), recompute=True, offload=True)
     assert "\n" not in str(error.value)
     g = GraphBuilder()
