@@ -51,7 +51,7 @@ def offloading(plan: Plan, seed: int, recomputed: float = 0.3) -> Plan:
     return build_plan(plan.graph, strategy, cluster([plan.device_count], CPU))
 
 
-@pytest.mark.parametrize("name", often(NAMED, ["grids on any devices", "tied weight split in two ways"]))
+@pytest.mark.parametrize("name", often([*NAMED], ["grids on any devices", "tied weight split in two ways"]))
 def test_named_strategies_train_like_one_process(pool: Pool, name: str) -> None:
     assert_equal_to_one_process(pool.run(train, offloading(NAMED[name], len(name))))
 

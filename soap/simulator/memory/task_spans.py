@@ -7,7 +7,7 @@ from functools import cached_property
 
 from soap.model.graph import TensorKind
 from soap.plan.offloading import kept_from_host_name, kept_to_host_name
-from soap.plan.plan import Exchange, Fetch, Message, Part, Plan, Reduction, exchange_name, message_name, reduce_name
+from soap.plan.plan import Exchange, Fetch, Message, Part, Plan, Reduction, exchange_name, message_name, need_name, reduce_name
 from soap.plan.recomputation import dropped_holdings, find_recomputation, remade
 from soap.plan.tiling import Tile
 from soap.simulator.memory.footprint import kept_places
@@ -40,10 +40,10 @@ class TaskSpans:
 
     ``forward``, ``backward``: by tile. ``second``: of second runs, by tile; ``second_work``: while they compute; a segment's tiles all
     begin when the first of them does, because the runtime runs them together. ``unread``: tiles that make nothing, as nobody reads it; they
-    have no backward task here. ``away``, ``back``: by tile, of the copies of what it keeps to its host and back. ``named``: by task name.
-    ``ready``: by name of a synchronization, when all that it waits for is over. ``brought``, ``returned``: by part, of the transfer of the
-    part and of its gradient. ``segment``: tile -> the first tile of its segment. ``begun``: first tile of a segment -> start of its
-    backward pass.
+    have no backward task here. ``away``, ``back``: by tile, of the copies of what it keeps to its host, and back (from its need on, when
+    ranks allot the memory). ``named``: by task name. ``ready``: by name of a synchronization, when all that it waits for is over.
+    ``brought``, ``returned``: by part, of the transfer of the part and of its gradient. ``segment``: tile -> the first tile of its segment.
+    ``begun``: first tile of a segment -> start of its backward pass.
     """
 
     def __init__(self, tasks: TaskGraph, schedule: Schedule) -> None:
@@ -103,7 +103,8 @@ class TaskSpans:
             tile = self.plan.tiles[number]
             op = self.plan.operator(tile)
             if tile.operator in self.plan.offloading_operators:
-                away[number], back[number] = self.named[kept_to_host_name(op, tile)], self.named[kept_from_host_name(op, tile)]
+                away[number] = self.named[kept_to_host_name(op, tile)]
+                back[number] = self.named[need_name(op, tile)][0], self.named[kept_from_host_name(op, tile)][1]
         return away, back
 
     def carriers(self) -> list[Message | Exchange]:
