@@ -16,6 +16,7 @@ from soap.model.regions import Box
 from soap.schedules.named import parse
 from soap.strategy.compression import Int8, PowerSgd, Rgc, RgcAsq
 from soap.strategy.config import FLOATING, OpConfig, Strategy, SyncConfig, settled_config
+from soap.strategy.kept import refusal as may_not_offload
 from soap.strategy.recomputation import refusal
 from soap.strategy.stages import chunks_of, stages_of_chunks
 from soap.strategy.sync import SHARDED, SHARDED_IN_HOSTS, SHARDED_STATE, SPARSE_ALL_GATHER, compressed, parameter_server
@@ -184,8 +185,9 @@ def configs(
     cut: MicroBatches | None = None,
     among: Sequence[int] = (),
 ) -> OpConfig:
-    """Any legal configuration of an operator with at most ``max_tiles`` tiles, devices in any order and more than once; recomputed only if
-    its graph is known. ``cut``: micro-batches, each of which has so many tiles. ``among``: the devices, if not all."""
+    """Any legal configuration of an operator with at most ``max_tiles`` tiles, devices in any order and more than once; recomputed, or
+    offloading what it keeps, only if its graph is known. ``cut``: micro-batches, each of which has so many
+    tiles. ``among``: the devices, if not all."""
     only = settled_config(op, device_count)
     if only is not None:
         return only
@@ -202,7 +204,8 @@ def configs(
     devices = draw(st.lists(each, min_size=tiles, max_size=tiles))
     repeats = graph is not None and refusal(graph, op) is None and (cut is None or cut.may_repeat(cut.graph.index[op.name]))
     recompute = repeats and draw(st.booleans())
-    return OpConfig(tuple(degrees), tuple(devices), replicas, recompute)
+    offload = graph is not None and not recompute and may_not_offload(graph, op) is None and draw(st.booleans())
+    return OpConfig(tuple(degrees), tuple(devices), replicas, recompute, offload)
 
 
 @st.composite

@@ -28,7 +28,7 @@ MODULES: tuple[ModuleType, ...] = (diff, fields, json_file, plain_text, schema, 
 
 @dataclass(frozen=True, slots=True)
 class NewOpConfig(OpConfig):
-    offload: bool = False
+    padded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class NewStrategy(Strategy):
 
 
 NEW = {
-    "OPERATOR_FIELDS": OptionalField("offload", lambda: {"type": "boolean"}, bool, mark=":"),
+    "OPERATOR_FIELDS": OptionalField("padded", lambda: {"type": "boolean"}, bool, mark=":"),
     "PARAMETER_FIELDS": OptionalField("density", lambda: {"type": "number", "exclusiveMinimum": 0, "maximum": 1}, float),
     "STRATEGY_FIELDS": OptionalField("rounds", lambda: {"type": "integer", "minimum": 1}, int),
 }
@@ -65,12 +65,12 @@ def new(**values: Any) -> NewStrategy:
     """Data parallelism; ``values``: of the new fields."""
     usual = data_parallel(GRAPH, CLUSTER)
     operators = {name: NewOpConfig(own.degrees, own.devices, own.replicas) for name, own in usual.operators.items()}
-    operators[OPERATOR] = replace(operators[OPERATOR], offload=values.get("offload", False))
+    operators[OPERATOR] = replace(operators[OPERATOR], padded=values.get("padded", False))
     parameters = {PARAMETER: NewSyncConfig(density=values["density"])} if "density" in values else {}
     return NewStrategy(operators, parameters, rounds=values.get("rounds", 1))
 
 
-CHANGES: list[dict[str, Any]] = [{"offload": True}, {"density": 0.01}, {"rounds": 4}]
+CHANGES: list[dict[str, Any]] = [{"padded": True}, {"density": 0.01}, {"rounds": 4}]
 EACH = pytest.mark.parametrize("change", CHANGES, ids=lambda change: next(iter(change)))
 
 
@@ -89,7 +89,7 @@ def test_where_it_is_not_known_it_is_refused(change: dict[str, Any]) -> None:
         json_file.dumps(new(**change), GRAPH, CLUSTER)
     (name,) = change
     entries: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-        "offload": lambda document: document["operators"][OPERATOR],
+        "padded": lambda document: document["operators"][OPERATOR],
         "density": lambda document: document["parameters"].setdefault(PARAMETER, {}),
         "rounds": lambda document: document,
     }
@@ -99,7 +99,7 @@ def test_where_it_is_not_known_it_is_refused(change: dict[str, Any]) -> None:
         json_file.loads(json.dumps(document), GRAPH, CLUSTER)
 
 
-TOLD = {"offload": "offload:True", "density": "allreduce, density 0.01", "rounds": "rounds  default  4"}
+TOLD = {"padded": "padded:True", "density": "allreduce, density 0.01", "rounds": "rounds  default  4"}
 
 
 @pytest.mark.usefixtures("_added")
@@ -120,7 +120,7 @@ def test_soap_diff_tells_it(change: dict[str, Any], tmp_path: Path, capsys: pyte
 
 @pytest.mark.usefixtures("_added")
 def test_reports_tell_it() -> None:
-    strategy = new(offload=True, density=0.01)
-    assert plain_text.split(GRAPH.operators[0], strategy.operators[OPERATOR]).endswith("offload:True")
+    strategy = new(padded=True, density=0.01)
+    assert plain_text.split(GRAPH.operators[0], strategy.operators[OPERATOR]).endswith("padded:True")
     document = plain_text.sync_document(strategy.parameters[PARAMETER])
     assert (document["density"], plain_text.sync_text(document)) == (0.01, "allreduce, density 0.01")

@@ -51,9 +51,10 @@ def _ranks(name: str, setup: Setup) -> Any:
 
 
 def _offloading(setup: Setup) -> Any:
-    from benchmarks.gpu.offloading import beside_usual
+    from benchmarks.gpu.offloading import beside_usual, kept_beside_usual
 
-    return beside_usual(setup.device, setup.tiny)  # type: ignore[arg-type]
+    found = {name: own(setup.device, setup.tiny) for name, own in (("states", beside_usual), ("kept", kept_beside_usual))}  # type: ignore[operator]
+    return {**found, "ok": all(own["ok"] for own in found.values())}
 
 
 def _collectives(name: str, setup: Setup) -> Any:
@@ -90,7 +91,7 @@ CHECKS: dict[str, Check] = dict(
         _steps("llama", "bfloat16"),
         ("suites", Check("kinds of models, random programs and complex numbers on four ranks on the GPU", partial(_ranks, "suites"), 240)),
         ("plans", Check("plans of ranks that share the GPU, and of one over NCCL", partial(_ranks, "checked_plans"), 300)),
-        ("offloading", Check("optimizer states in the host's pinned memory: same training, less on the GPU", _offloading)),
+        ("offloading", Check("states and what operators keep in the host's pinned memory: same training, less on the GPU", _offloading)),
         ("collectives", Check("all-gathers and reduce-scatters of equal parts in a world of one", partial(_collectives, "alone"))),
         ("plans-collectives", Check("plans of two ranks with sharded states and parameters", partial(_collectives, "plans"), 300)),
         ("failures", Check("what cannot run says so in one line", partial(_ranks, "failures"))),

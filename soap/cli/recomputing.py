@@ -1,4 +1,4 @@
-"""What reports say of a strategy that recomputes: which operators, what that saves, and what it costs."""
+"""What reports say of a strategy that recomputes, or offloads what operators keep: which operators, what that saves, and what it costs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from soap.search.recomputing import Budgeted
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.simulate import Simulation, Simulator
 from soap.strategy.config import Strategy
+from soap.strategy.kept import with_offload
 from soap.strategy.recomputation import with_marks
 from soap.units import format_bytes
 
@@ -18,13 +19,25 @@ MOST_NAMED = 4
 """So many operators are named; the document has all."""
 
 
-def document(simulator: Simulator, strategy: Strategy, simulation: Simulation | FoldedSimulation) -> dict[str, Any] | None:
-    """Plain JSON values; None if nothing is recomputed. ``kept_``: of the same strategy if it kept all. ``peak_bytes``: of the device that
-    holds most."""
-    names = [name for name, config in strategy.operators.items() if config.recompute]
+RECOMPUTED, OFFLOADED = "recomputed", "offloaded"
+"""Keys of a report: operators that run again, and those whose hosts keep what they keep."""
+_MARKS = {RECOMPUTED: ("recompute", with_marks), OFFLOADED: ("offload", with_offload)}
+_DO = {RECOMPUTED: "are recomputed", OFFLOADED: "offload what they keep"}
+
+
+def documents(simulator: Simulator, strategy: Strategy, simulation: Simulation | FoldedSimulation) -> dict[str, Any]:
+    """Plain JSON values by key, of what there is of both."""
+    found = {key: _document(simulator, strategy, simulation, key) for key in _MARKS}
+    return {key: own for key, own in found.items() if own is not None}
+
+
+def _document(simulator: Simulator, strategy: Strategy, simulation: Simulation | FoldedSimulation, key: str) -> dict[str, Any] | None:
+    """None if no operator does. ``kept_``: of the same strategy if it kept all. ``peak_bytes``: of the device that holds most."""
+    field, marked = _MARKS[key]
+    names = [name for name, config in strategy.operators.items() if getattr(config, field)]
     if not names:
         return None
-    kept = simulator.predict(with_marks(strategy, names, False))
+    kept = simulator.predict(marked(strategy, names, False))
     return {
         "operators": names,
         "of_operators": len(strategy.operators),
@@ -35,17 +48,22 @@ def document(simulator: Simulator, strategy: Strategy, simulation: Simulation | 
     }
 
 
-def text(found: Mapping[str, Any], predicted_ns: int) -> str:
-    """The document in two lines."""
+def texts(report: Mapping[str, Any]) -> list[str]:
+    """What ``documents`` has put into a report, in two lines each."""
+    return [_text(report[key], report["predicted_ns"], _DO[key]) for key in _MARKS if key in report]
+
+
+def _text(found: Mapping[str, Any], predicted_ns: int, do: str) -> str:
     names: Sequence[str] = found["operators"]
     shown = ", ".join(names[:MOST_NAMED]) + (f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else "")
     lacks = found["kept_overflow_bytes"]
-    saved = f"{format_bytes(found['kept_peak_bytes'])} to {format_bytes(found['peak_bytes'])}"
+    lowers = "lowers" if found["peak_bytes"] <= found["kept_peak_bytes"] else "raises"
+    saved = f"{lowers} the peak from {format_bytes(found['kept_peak_bytes'])} to {format_bytes(found['peak_bytes'])}"
     fits = f" (all kept, {format_bytes(lacks)} would be missing)" if lacks else ""
     added = predicted_ns - found["kept_predicted_ns"]
     return (
-        f"{len(names)} of {found['of_operators']} operators are recomputed: {shown}\n"
-        f"  that takes {milliseconds(added)} more, and lowers the peak from {saved}{fits}"
+        f"{len(names)} of {found['of_operators']} operators {do}: {shown}\n"
+        f"  that takes {milliseconds(added)} more, and {saved}{fits}"
     )
 
 

@@ -67,7 +67,7 @@ def document(simulator: Simulator, strategy: Strategy, simulation: Simulation | 
         "synchronized": {name: sync_document(sync) for name, sync in strategy.parameters.items() if sync != SyncConfig()},
         **({"whole_strategy": whole} if (whole := written(strategy, STRATEGY_FIELDS, ("operators", "parameters"))) else {}),
         **({"compressed": compressed} if (compressed := compressing.document(simulator, strategy, simulation)) else {}),
-        **({"recomputed": again} if (again := recomputing.document(simulator, strategy, simulation)) else {}),
+        **recomputing.documents(simulator, strategy, simulation),
     }
 
 
@@ -91,7 +91,7 @@ def text(report: Mapping[str, Any], name: str) -> str:
         *([f"the whole strategy: {'; '.join(texts(whole, STRATEGY_FIELDS))}"] if (whole := report.get("whole_strategy")) else []),
         *([compressing.text(report["compressed"])] if "compressed" in report else []),
         *([f"warm-up: {warm_up.text(report['warm_up'], report['predicted_ns'])}"] if report.get("warm_up") else []),
-        *([recomputing.text(report["recomputed"], report["predicted_ns"])] if "recomputed" in report else []),
+        *recomputing.texts(report),
     ]
     return "\n\n".join(sections)
 

@@ -236,6 +236,12 @@ class Plan:
         return frozenset(position for position, op in enumerate(self.graph.operators) if configs[op.name].recompute)
 
     @cached_property
+    def offloading_operators(self) -> frozenset[int]:
+        """Positions of the operators whose hosts keep what they keep for their backward passes."""
+        configs = self.strategy.operators
+        return frozenset(position for position, op in enumerate(self.graph.operators) if configs[op.name].offload)
+
+    @cached_property
     def on_servers(self) -> frozenset[int]:
         """Shards that servers own."""
         return frozenset(number for sync in self.syncs if sync.contract.has_servers for number in sync.shards)
@@ -299,7 +305,7 @@ def backward_name(op: Operator, tile: Tile) -> str:
 
 
 def need_name(op: Operator, tile: Tile) -> str:
-    """Task name of the moment in which the backward pass first needs what a tile must compute again."""
+    """Task name of the moment in which the backward pass first needs what a tile must compute again, or have back from its host."""
     return f"need {op.name}[{tile.index}]{_of(tile)}"
 
 

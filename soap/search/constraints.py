@@ -6,7 +6,7 @@ A constraint is a pattern of operator names (``fnmatch``; ``layers.0-3.*`` stand
   ``@0-3`` or ``@0,2`` behind it the devices are fixed as well; ``@0-3`` alone fixes only the devices. The search decides which tile runs on
   which of them.
 - forbid: factors by name or kind that are never split, ``replicas``, and ``@3``: devices that are never used.
-- ``recompute`` among the names: operators are recomputed (pin), or never are (forbid).
+- ``recompute`` among the names: operators are recomputed (pin), or never are (forbid). ``offload``: they offload what they keep, or not.
 - ``stage:0`` among the names: operators belong to this stage of a pipeline (pin), or never do (forbid).
 
 All constraints of an operator hold together. They leave an ``Allowed``, from which its ``OperatorSpace`` is made, so the proposals stay
@@ -24,13 +24,14 @@ from math import log2, prod
 from soap.errors import StrategyError
 from soap.model.graph import Operator, OperatorGraph
 from soap.search.space import Grid, OperatorSpace, Space, grid_of
+from soap.strategy import kept
 from soap.strategy.config import OpConfig, Strategy, settled_config
 from soap.strategy.mismatch import short
 from soap.strategy.recomputation import refusal
 from soap.strategy.stages import chunks_of, stages_of_chunks
 
-RECOMPUTE = "recompute"
-"""Stands for recomputation where a factor could be named."""
+RECOMPUTE, OFFLOAD = "recompute", "offload"
+"""Stand for recomputation, and for offloading what operators keep, where a factor could be named."""
 STAGE = "stage"
 """Stands for a stage of a pipeline where a factor could be named."""
 REPLICAS = "replicas"
@@ -40,9 +41,11 @@ Pairs = Sequence[tuple[str, str]]
 
 _SPEC = (
     "expected FACTOR:DEGREE such as sample:4 or sample:4,replicas:2, with @0-3 behind it for the devices, or @0-3 alone; 'recompute' or "
-    "stage:0 by itself or among the factors"
+    "'offload' or stage:0 by itself or among the factors"
 )
-_FORBIDDEN = "expected names or kinds of factors, 'replicas', 'recompute', stage:0, or devices as @3, such as reduction or attribute,@3"
+_FORBIDDEN = (
+    "expected names or kinds of factors, 'replicas', 'recompute', 'offload', stage:0, or devices as @3, such as reduction or attribute,@3"
+)
 _NUMBERS = re.compile(r"(?<![0-9\[])([0-9]{1,9})-([0-9]{1,9})(?![0-9\]])", re.ASCII)
 MOST_PATTERNS = 4096
 """For so many patterns a pattern with ranges of numbers may stand."""
@@ -53,13 +56,14 @@ _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", re.ASCII)
 @dataclass(frozen=True)
 class Allowed:
     """What an operator may be. ``grid``: if not None, exactly this one. ``whole``: axes (0 replicas, 1 + factor) that are not split.
-    ``devices``: where tiles may be, ascending. ``recompute``: whether it is recomputed; None: it may be or not. ``stage``: the stage that
-    it belongs to; None for any but ``other_stages``."""
+    ``devices``: where tiles may be, ascending. ``recompute``: whether it is recomputed; None: it may be or not. ``offload``: the
+    same of offloading what it keeps. ``stage``: the stage that it belongs to; None for any but ``other_stages``."""
 
     grid: Grid | None
     whole: frozenset[int]
     devices: tuple[int, ...]
     recompute: bool | None = None
+    offload: bool | None = None
     stage: int | None = None
     other_stages: frozenset[int] = frozenset()
 
@@ -67,10 +71,19 @@ class Allowed:
         """Whether it may belong to a stage."""
         return self.stage in (None, stage) and stage not in self.other_stages
 
+    def kept(self, config: OpConfig) -> OpConfig:
+        """The configuration with what becomes of what it keeps as it has to be; itself if that is so."""
+        recompute = config.recompute if self.recompute is None else self.recompute
+        offload = config.offload if self.offload is None else self.offload
+        if recompute and offload:  # one of them is told
+            recompute, offload = bool(self.recompute), not self.recompute
+        same = (recompute, offload) == (config.recompute, config.offload)
+        return config if same else replace(config, recompute=recompute, offload=offload)
+
     def allows(self, config: OpConfig) -> bool:
         """Whether a configuration obeys."""
         grid = grid_of(config)
-        if self.recompute not in (None, config.recompute):
+        if self.recompute not in (None, config.recompute) or self.offload not in (None, config.offload):
             return False
         if self.grid is not None and grid != self.grid:
             return False
@@ -119,8 +132,7 @@ def brought_inside(space: Space, strategy: Strategy) -> Strategy:
     changed = {}
     for i, (op, own) in enumerate(zip(space.graph.operators, space.operators, strict=True)):
         config, allowed = strategy.operators[op.name], space.allowed[i] if space.allowed else None
-        if allowed is not None and allowed.recompute not in (None, config.recompute):
-            config = replace(config, recompute=allowed.recompute)
+        config = config if allowed is None else allowed.kept(config)
         if not space.allows(i, config):
             config = nearest(own, config)
         if config is not strategy.operators[op.name]:
@@ -208,24 +220,28 @@ def _said(
 ) -> list[Allowed]:
     """What one constraint leaves to each of its operators."""
     everything = tuple(range(device_count))
-    recompute = (option == "--pin") if RECOMPUTE in split else None
+    pins = option == "--pin"
+    recompute, offload = (pins if name in split else None for name in (RECOMPUTE, OFFLOAD))
     stages = [int(match[1]) for name in split if (match := _STAGE.fullmatch(name))]
-    if option == "--pin" and len({*stages}) > 1:
+    if pins and len({*stages}) > 1:
         raise StrategyError(f"{where}: stages {stages[0]} and {stages[1]}; expected one stage")
-    split = [name for name in split if name != RECOMPUTE and not _STAGE.fullmatch(name)]
-    for op in operators if recompute else ():
-        why = refusal(graph, op)
-        if why is not None:
-            raise StrategyError(f"{where}: operator {op.name!r} must not be recomputed: {why}; name others")
-    if option == "--pin":
+    split = [name for name in split if name not in (RECOMPUTE, OFFLOAD) and not _STAGE.fullmatch(name)]
+    if recompute and offload:
+        raise StrategyError(f"{where}: what is made again is not kept, so nothing is left to offload; expected 'recompute' or 'offload'")
+    for wanted, refused, what in ((recompute, refusal, "be recomputed"), (offload, kept.refusal, "offload what it keeps")):
+        for op in operators if wanted else ():
+            why = refused(graph, op)
+            if why is not None:
+                raise StrategyError(f"{where}: operator {op.name!r} must not {what}: {why}; name others")
+    if pins:
         grids = [_pinned(op, split, where) if split else None for op in operators]
-        return [Allowed(grid, frozenset(), devices or everything, recompute, next(iter(stages), None)) for grid in grids]
+        return [Allowed(grid, frozenset(), devices or everything, recompute, offload, next(iter(stages), None)) for grid in grids]
     left = tuple(d for d in everything if devices is None or d not in devices)
     for name in split:
         if name != REPLICAS and not any(_axes(op, name) for op in operators):
             raise StrategyError(f"{where}: no factor {short(name)}; expected 'replicas' or one of {_factors(operators)}")
     axes = [frozenset(axis for name in split for axis in _axes(op, name)) for op in operators]
-    return [Allowed(None, own, left, recompute, None, frozenset(stages)) for own in axes]
+    return [Allowed(None, own, left, recompute, offload, None, frozenset(stages)) for own in axes]
 
 
 def _pinned(op: Operator, parts: Sequence[str], where: str) -> Grid:
@@ -278,13 +294,18 @@ def _both(one: Allowed, other: Allowed, op: Operator, where: str) -> Allowed:
     devices = tuple(d for d in one.devices if d in other.devices)
     if not devices:
         raise StrategyError(f"{where}: nothing is left for operator {op.name!r}: no device that it may use; allow more devices")
-    if None not in (one.recompute, other.recompute) and one.recompute != other.recompute:
-        raise StrategyError(f"{where}: operator {op.name!r} is to be recomputed by --pin and not by --forbid, so nothing is left; drop one")
+    for mine, others, what in ((one.recompute, other.recompute, "be recomputed"), (one.offload, other.offload, "offload")):
+        if None not in (mine, others) and mine != others:
+            raise StrategyError(f"{where}: operator {op.name!r} is to {what} by --pin and not by --forbid, so nothing is left; drop one")
     recompute = other.recompute if one.recompute is None else one.recompute
-    stage, others = other.stage if one.stage is None else one.stage, one.other_stages | other.other_stages
-    if stage in others or (other.stage is not None and other.stage != stage):
+    offload = other.offload if one.offload is None else one.offload
+    if recompute and offload:
+        raise StrategyError(f"{where}: operator {op.name!r} is to be recomputed and to offload what it keeps; drop one --pin")
+    stage, forbidden = other.stage if one.stage is None else one.stage, one.other_stages | other.other_stages
+    if stage in forbidden or (other.stage is not None and other.stage != stage):
         raise StrategyError(f"{where}: operator {op.name!r} has another stage by another --pin or --forbid, so nothing is left; drop one")
-    return Allowed(one.grid if one.grid is not None else other.grid, one.whole | other.whole, devices, recompute, stage, others)
+    grid, whole = one.grid if one.grid is not None else other.grid, one.whole | other.whole
+    return Allowed(grid, whole, devices, recompute, offload, stage, forbidden)
 
 
 def _check_possible(op: Operator, allowed: Allowed, device_count: int) -> None:

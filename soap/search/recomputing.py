@@ -30,7 +30,7 @@ MOST_BASES = 3
 def with_recomputation(space: Space) -> Space:
     """The space in which operators may be recomputed: each that the user has not pinned by itself, and each of ``runs_of`` as a whole."""
     graph = space.graph
-    pinned = {i for i, own in enumerate(space.allowed) if own is not None and own.recompute is not None}
+    pinned = {i for i, own in enumerate(space.allowed) if own is not None and (own.recompute is not None or own.offload)}
     single = [(graph.index[name],) for name in sorted(repeatable(graph), key=graph.index.__getitem__)]
     runs = [tuple(graph.index[name] for name in run) for run in runs_of(graph)]
     chosen = (tuple(i for i in own if i not in pinned) for own in (*single, *runs))

@@ -250,8 +250,9 @@ class Space:
     """The space of a graph on so many devices, and the facts about the graph that the proposals need. ``references``: strategies known
     beforehand (the starts), from which informed proposals borrow. ``allowed``: by operator, what the user's constraints leave;
     operators of a group then have equal ones. ``syncs``: by parameter, the ways in which it may be synchronized, if there are several.
-    ``recompute``: sets of operators that may be recomputed together, or not (``soap.search.recomputing``). ``sizes``: by operator, its
-    factors' sizes in the smallest micro-batch, if there are several."""
+    ``recompute``, ``offload``: sets of operators that may be recomputed together, or may offload together what they keep, or not
+    (``soap.search.recomputing``, ``soap.search.offloading``). ``sizes``: by operator, its factors' sizes in the smallest micro-batch, if
+    there are several."""
 
     graph: OperatorGraph
     device_count: int
@@ -263,6 +264,7 @@ class Space:
     syncs: Mapping[str, tuple[SyncConfig, ...]] = field(default_factory=dict)
     recompute: tuple[tuple[int, ...], ...] = ()
     sizes: tuple[tuple[int, ...], ...] = ()
+    offload: tuple[tuple[int, ...], ...] = ()
 
     def allows(self, position: int, config: OpConfig) -> bool:
         """Whether an operator may have this configuration: micro-batches are large enough, the user's constraints allow it, and if there is

@@ -3,14 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
 
 import numpy as np
 
-from soap.simulator.compiled.change import REPLACED_OPERATORS, Edit
+from soap.simulator.compiled.change import KEEP, REPLACED_OPERATORS, Edit
 from soap.simulator.compiled.graph_arrays import Ints
 from soap.simulator.compiled.pass_order import repeated
+from soap.simulator.compiled.state import OFFLOADED, RECOMPUTED, STAYS
 from soap.simulator.compiled.variants import Variants
 from soap.strategy.config import OpConfig
+
+
+def mark_of(config: OpConfig) -> int:
+    """What becomes of what an operator keeps: its mark in ``State``."""
+    return OFFLOADED if config.offload else RECOMPUTED if config.recompute else STAYS
+
+
+def with_mark(config: OpConfig, mark: int) -> OpConfig:
+    """The configuration with this mark; itself if it has it already."""
+    return config if mark_of(config) == mark else replace(config, recompute=mark == RECOMPUTED, offload=mark == OFFLOADED)
+
+
+def read_config(held: OpConfig, degrees: tuple[int, ...], devices: Ints, replicas: int, mark: int) -> OpConfig:
+    """The configuration that arrays hold: ``held``, but for degrees, replicas, mark (unless ``KEEP``) and ``devices``, of one micro-batch
+    or of all."""
+    own = devices.reshape(replicas, -1, prod(degrees))[:, 0].ravel().tolist()
+    placed = held.placed(degrees, tuple(own), replicas)
+    return placed if mark == KEEP else with_mark(placed, mark)
 
 
 def write_edit(
@@ -27,16 +48,16 @@ def write_edit(
     edit.count[:REPLACED_OPERATORS] = count, len(devices), len(numbers)
     edit.operator[:count], edit.variant[:count] = positions, variants
     edit.replicas[:count] = [config.replicas for config in configs]
-    edit.marked[:count] = [config.recompute for config in configs]
+    edit.marked[:count] = [mark_of(config) for config in configs]
     edit.dev_ptr[1 : count + 1] = np.cumsum([len(config.devices) for config in configs])
     edit.dev[: len(devices)] = devices
     edit.parameter[: len(numbers)], edit.sync[: len(numbers)] = numbers, codes
 
 
 def held_arrays(variants: Variants, configs: Sequence[OpConfig]) -> tuple[Ints, Ints, Ints, Ints]:
-    """All operators' configurations as ``lower_all`` takes them: variants, replicas, devices of all tiles, and which are recomputed."""
+    """All operators' configurations as ``lower_all`` takes them: variants, replicas, devices of all tiles, and marks."""
     numbers = [variants.number(i, config.degrees) for i, config in enumerate(configs)]
-    replicas, marked = [config.replicas for config in configs], [config.recompute for config in configs]
+    replicas, marked = [config.replicas for config in configs], [mark_of(config) for config in configs]
     parts = variants.micro_batches.parts
     devices = [device for i, config in enumerate(configs) for device in repeated(config, parts(i))]
     return np.array(numbers, np.int32), np.array(replicas, np.int32), np.array(devices, np.int32), np.array(marked, np.int32)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import prod
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -39,10 +38,10 @@ from soap.simulator.compiled.variants import Variants
 from soap.simulator.compiled.world import World
 from soap.simulator.costs import CostModel
 from soap.simulator.draws import Draws
-from soap.simulator.edits import held_arrays, write_edit
+from soap.simulator.edits import held_arrays, read_config, write_edit
 from soap.simulator.task_ids import UNNUMBERED, unnumbered
 from soap.strategy.config import NOTHING, OpConfig, Strategy, SyncConfig, check_config, check_kept, check_parts
-from soap.strategy.recomputation import require_repeatable
+from soap.strategy.kept import require_kept
 from soap.strategy.stages import require_stages
 
 Result = TypeVar("Result")
@@ -163,7 +162,7 @@ class Engine:
         positions = [self.graph.index[name] for name in operators]
         for position, config in zip(positions, operators.values(), strict=True):
             check_config(self.graph.operators[position], config, self.topology.device_count)
-            require_repeatable(self.graph, self.graph.operators[position], config.recompute)
+            require_kept(self.graph, self.graph.operators[position], config)
             check_parts(self.variants.micro_batches, position, config)
         for name, sync in parameters.items():
             check_kept(self.variants.micro_batches.count, name, sync)
@@ -272,11 +271,8 @@ class Engine:
 
     def config(self, position: int, variant: int, devices: Ints, replicas: int, marked: int = KEEP) -> OpConfig:
         """An operator's configuration with this variant on these devices, of one micro-batch or of all; fields that compiled code does not
-        know stay as held. ``marked``: whether it is recomputed, ``KEEP`` for as held."""
-        degrees = self.variants.degrees[variant]
-        own = tuple(devices.reshape(int(replicas), -1, prod(degrees))[:, 0].ravel().tolist())
-        held = self._configs[position].placed(degrees, own, int(replicas))
-        return held if marked in (KEEP, held.recompute) else replace(held, recompute=bool(marked))
+        know stay as held. ``marked``: as in ``State``, ``KEEP`` for as held."""
+        return read_config(self._configs[position], self.variants.degrees[variant], devices, int(replicas), int(marked))
 
     def sync(self, parameter: str, code: int) -> SyncConfig:
         """A parameter's synchronization from its number (see ``sync_codes``)."""

@@ -153,6 +153,8 @@ def fold(graph: OperatorGraph, topology: Topology, strategy: Strategy, training:
     for sync in strategy.parameters.values():
         if sync.contract.folding or sync.offload:
             return sync.contract.folding or "optimizer states are offloaded"
+    if any(config.offload for config in strategy.operators.values()):
+        return "what operators keep is offloaded"
     if strategy.microbatches > 1:
         return "micro-batches are not folded"
     if topology.ports:

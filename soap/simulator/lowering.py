@@ -10,7 +10,7 @@ its own tiles (except that tiles that wait for no other run right before their f
 
 - Forward: a tile waits for its fetches. After the last tile of a group comes the group's reduction. A message leaves as soon as its pieces
   are ready; an exchange takes place as soon as all its pieces are.
-- A second run (``second_runs``) comes when the backward pass first needs what it makes.
+- A second run (``second_runs``) comes when the backward pass first needs what it makes, and so does what was offloaded.
 - Backward: the reduction of a group's gradient comes before the group's first tile in that order. Once the last consumer of a message or
   exchange has run, the gradients travel back. Once the last use of its shards has run, a bucket is summed. The optimizer runs once, at the
   end.

@@ -1,9 +1,12 @@
-"""The tasks of recomputation: when the backward pass needs what a tile must compute again, and the second run itself.
+"""The tasks of recomputation: when the backward pass needs what a tile must compute again, and the second run itself. And those of what
+operators offload: the copies to the host and back.
 
 A second run waits for its *need*, a task without work, so that nothing is made again before the backward pass comes there. That is the
 first of the tile's readers, from the end of the model, that has a gradient for it: the reader with the highest position. A reader that is
 itself recomputed from the tile's second output needs it as soon as it is needed itself. So the need has a *position*, which is above the
 tile's own, and it waits for nothing below this position: tasks cannot wait for each other in a circle.
+
+What a tile has offloaded comes back at its need, too. There a reader's own need counts if it offloads as well (``plan.offloading``).
 """
 
 from __future__ import annotations
@@ -11,14 +14,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
+from soap.cluster.host_links import host_link
+from soap.plan.offloading import kept_from_host_name, kept_to_host_name
 from soap.plan.plan import Plan, need_name
 from soap.plan.recomputation import find_recomputation
 from soap.plan.tiling import Tile
-from soap.simulator.task_list import BACKWARD, TaskList
+from soap.simulator.communication.offloading import DOWN, UP, copy_ns, offload_resource
+from soap.simulator.memory.peaks import away_bytes
+from soap.simulator.task_list import BACKWARD, FORWARD, TaskList
 from soap.simulator.tasks import TaskKind
 
 NEED, AGAIN = 3, 4
-"""Stages of a need and of a second run, the third part of a task's id."""
+"""Stages of a need and of a second run, or a copy back, the third part of a task's id."""
+AWAY = 3
+"""Stage, among forward tasks, of a copy to the host."""
 NEED_NS = 1
 """What a need takes: nothing that counts, but a task takes time."""
 
@@ -38,14 +47,14 @@ class SecondRuns:
         self, plan: Plan, tasks: TaskList, backward: Mapping[int, int], compute: Callable[[Tile, Iterable[int]], int]
     ) -> None:
         self._plan, self._list, self._backward, self._compute = plan, tasks, backward, compute
-        self._marked = plan.recomputed_operators
+        self._marked, self._away = plan.recomputed_operators, plan.offloading_operators
         self._claims: dict[int, list[Need]] = {}
         self._needs: dict[int, Need] = {}
         self._again: dict[int, int] = {}
 
     def note_fetch(self, number: int) -> None:
         """Note what the readers of a region claim of the holdings on their own device. All its readers have been lowered."""
-        if not self._marked:
+        if not self._marked and not self._away:
             return
         fetch = self._plan.fetches[number]
         local = [piece.holding for piece in fetch.pieces if self._plan.holdings[piece.holding].device == fetch.device]
@@ -53,15 +62,16 @@ class SecondRuns:
         carries = self._plan.graph.tensors[fetch.tensor].requires_grad
         for holding in local:
             held = self._plan.holdings[holding]
+            alike = next((own for own in (self._marked, self._away) if self._plan.tiles[held.tile].operator in own), frozenset[int]())
             for tile, _ in fetch.consumers:
-                if links and held.reduction is None and tile in self._needs:
+                if links and held.reduction is None and tile in self._needs and self._plan.tiles[tile].operator in alike:
                     self._claim(holding, self._needs[tile])
                 elif carries and tile in self._backward:
                     self._claim(holding, Need(self._plan.tiles[tile].operator, self._backward[tile]))
 
     def note_return(self, fetches: Iterable[int], holdings: Iterable[int], task: int) -> None:
         """Note a task that brings gradients of these fetches back to these holdings."""
-        if not self._marked:
+        if not self._marked and not self._away:
             return
         readers = (tile for number in fetches for tile, _ in self._plan.fetches[number].consumers if tile in self._backward)
         claim = Need(min(self._plan.tiles[tile].operator for tile in readers), task)
@@ -82,9 +92,10 @@ class SecondRuns:
         return Need(len(self._plan.graph.operators), task)
 
     def run(self, tile: Tile, number: int, ready: Iterable[int], claims: Iterable[Need]) -> list[int]:
-        """Add the need and the second run of a tile with these claims; returns the task of the second run. Nothing, if the tile is not
-        recomputed."""
-        if tile.operator not in self._marked:
+        """Add the need of a tile with these claims, and its second run, or its copies to the host and back. Returns the task that its
+        backward pass waits for; nothing, if the tile is neither recomputed nor offloads. ``ready``: what its forward pass has waited for,
+        beginning with this pass."""
+        if tile.operator not in self._marked | self._away:
             return []
         claims = list(claims)
         position = max(claim.position for claim in claims)
@@ -92,8 +103,23 @@ class SecondRuns:
         place = (BACKWARD, len(self._plan.graph.operators) - 1 - tile.operator, NEED, tile.index, 0, 0)
         need = self._list.add(place, need_name(self._plan.operator(tile), tile), TaskKind.RECOMPUTE, (), NEED_NS, after)
         self._needs[number] = Need(position, need)
+        if tile.operator in self._away:
+            return [self._copies(tile, next(iter(ready)), need)]
         self._again[number] = self._compute(tile, (*ready, need))
         return [self._again[number]]
+
+    def _copies(self, tile: Tile, forward: int, need: int) -> int:
+        """Add the copies of what a tile keeps, to its host behind its forward pass and back at its need; returns the latter."""
+        plan, topology, op = self._plan, self._list.topology, self._plan.operator(tile)
+        link, after, back = host_link(topology, tile.device), [forward], len(plan.graph.operators) - 1 - tile.operator
+        duration = copy_ns(away_bytes(plan.graph, tile), link)
+        for place, name, held, own in (
+            (DOWN, kept_to_host_name(op, tile), link.down, (FORWARD, tile.operator, AWAY, tile.index, 0, 0)),
+            (UP, kept_from_host_name(op, tile), link.up, (BACKWARD, back, AGAIN, tile.index, 0, 0)),
+        ):
+            resources = (offload_resource(topology, tile.device, place), *(topology.device_count + number for number in held))
+            after = [self._list.add(own, name, TaskKind.COPY, resources, duration, after), need]
+        return after[0]
 
     def link(self) -> None:
         """Let second runs wait for those whose outputs they read. Call it when all are there."""

@@ -25,6 +25,7 @@ class TaskKind(StrEnum):
     REDUCE = "reduce"
     SYNC = "sync"
     COMPRESS = "compress"
+    COPY = "copy"
     UPDATE = "update"
 
 

@@ -15,7 +15,7 @@ from soap.errors import StrategyError
 from soap.model.graph import KEEP_STATE, LOCAL_BATCH_NORM, NEXT_STATE, Operator, OperatorGraph
 from soap.model.micro_batches import MAX_MICROBATCHES, MicroBatches
 from soap.strategy.compression import COMPRESSIONS, Compression
-from soap.strategy.recomputation import require_repeatable
+from soap.strategy.kept import require_kept
 from soap.strategy.stages import require_numbers, require_schedule, require_stages
 from soap.strategy.sync_contracts import COMPRESSED, MAX_PREFETCH, METHODS, Contract, Owner, Residence, Within, find_contract
 
@@ -26,14 +26,16 @@ class OpConfig:
 
     ``degrees``: parts per factor, in the operator's factor order. ``replicas``: how many times the whole grid of tiles is computed.
     ``devices``: one device per tile, row-major over (replica, factor 0, factor 1, …); a device may occur more than once. ``recompute``:
-    what the operator makes is not kept for the backward pass, but made again then (``soap.strategy.recomputation``). StrategyError if
-    degrees, devices and replicas do not agree.
+    what the operator makes is not kept for the backward pass, but made again then (``soap.strategy.recomputation``). ``offload``: what it
+    keeps for its backward pass is in its host's memory until then (``soap.plan.offloading``). StrategyError if degrees, devices and
+    replicas do not agree, or both are asked for.
     """
 
     degrees: tuple[int, ...]
     devices: tuple[int, ...]
     replicas: int = 1
     recompute: bool = False
+    offload: bool = False
 
     def __post_init__(self) -> None:
         if any(d < 1 for d in self.degrees) or self.replicas < 1:
@@ -45,6 +47,8 @@ class OpConfig:
             )
         if min(self.devices) < 0:
             raise StrategyError(f"devices {self.devices}: expected non-negative device numbers")
+        if self.recompute and self.offload:
+            raise StrategyError("recompute with offload: what is made again is not kept, so nothing is left to offload; expected one")
 
     def placed(self, degrees: tuple[int, ...], devices: tuple[int, ...], replicas: int = 1) -> Self:
         """A copy with these degrees, devices and replicas; other fields stay. Returns itself if nothing changes."""
@@ -193,7 +197,7 @@ class Strategy:
             )
         for op in graph.operators:
             check_config(op, self.operators[op.name], device_count, empty_tiles=empty_tiles)
-            require_repeatable(graph, op, self.operators[op.name].recompute)
+            require_kept(graph, op, self.operators[op.name])
         known = {t.name for t in graph.parameters}
         for name, sync in self.parameters.items():
             if name not in known:

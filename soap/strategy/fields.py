@@ -72,6 +72,7 @@ WORDED = ("owner", "payload", "residence", "within", "partitions")
 OPERATOR_FIELDS = (
     OptionalField("replicas", _count(MAX_NUMBER), int, mark=":"),
     OptionalField("recompute", lambda: {"type": "boolean"}, bool, mark=":", say=lambda value: "yes" if value else "no"),
+    OptionalField("offload", lambda: {"type": "boolean"}, bool, mark=":", say=lambda value: "yes" if value else "no"),
 )
 """Of ``OpConfig``, beside its degrees and devices."""
 

@@ -16,11 +16,12 @@ from soap.model.graph import OperatorGraph
 from soap.strategy.classical import NAMED, SYNCHRONIZED, hybrid
 from soap.strategy.config import Strategy
 from soap.strategy.grids import tensor_parallel_width
+from soap.strategy.kept import away
 from soap.strategy.recomputation import recomputed
 from soap.strategy.sync import offloaded, shares_in_hosts
 
 JOIN, WIDTH = "+", ":"
-DATA_PARALLEL, MEGATRON, RECOMPUTE, OFFLOAD = "data_parallel", "megatron", "recompute", "offload"
+DATA_PARALLEL, MEGATRON, RECOMPUTE, OFFLOAD, OFFLOAD_KEPT = "data_parallel", "megatron", "recompute", "offload", "offload_kept"
 PIPELINE = "pipeline"
 """The best of the pipelines that rough costs find promising."""
 
@@ -43,8 +44,17 @@ def _offloaded(graph: OperatorGraph, topology: Topology, strategy: Strategy) -> 
     return offloaded(graph, strategy)
 
 
+def _keeping_away(graph: OperatorGraph, topology: Topology, strategy: Strategy) -> Strategy:
+    return away(graph, strategy)
+
+
 ADDED: Mapping[str, Added] = MappingProxyType(
-    {**{name: _synchronized_as(name) for name in SYNCHRONIZED}, RECOMPUTE: _recomputed, OFFLOAD: _offloaded}
+    {
+        **{name: _synchronized_as(name) for name in SYNCHRONIZED},
+        RECOMPUTE: _recomputed,
+        OFFLOAD: _offloaded,
+        OFFLOAD_KEPT: _keeping_away,
+    }
 )
 """What may be put on top of another strategy, by name."""
 
@@ -61,7 +71,7 @@ MOST_SAVING = f"fsdp{JOIN}{RECOMPUTE}"
 SPLITTING = (DATA_PARALLEL, MEGATRON, "one_weird_trick")
 """Strategies on which any of these may be put, those that keep all devices busy. Megatron also in narrower groups."""
 
-OFFLOADED = ((OFFLOAD,), ("zero1", OFFLOAD), ("fsdp", OFFLOAD), ("fsdp", RECOMPUTE, OFFLOAD))
+OFFLOADED = ((OFFLOAD,), ("zero1", OFFLOAD), ("fsdp", OFFLOAD), ("fsdp", RECOMPUTE, OFFLOAD), ("fsdp", OFFLOAD_KEPT, OFFLOAD))
 """What may be put on data parallelism last, where all others may lack memory: hosts update slowly."""
 
 APART = ("hybrid", "parameter_server", "model_parallel")
@@ -117,7 +127,7 @@ def saving_names(topology: Topology) -> Iterator[str]:
 
 
 def offloaded_names() -> Iterator[str]:
-    """Names of the strategies whose optimizer states are on hosts, those first that change least."""
+    """Names of the strategies whose optimizer states, or what operators keep, are on hosts, those first that change least."""
     yield from (_joined(DATA_PARALLEL, added) for added in OFFLOADED)
 
 

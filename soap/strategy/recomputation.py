@@ -89,5 +89,6 @@ def recomputed(graph: OperatorGraph, strategy: Strategy, names: Iterable[str] | 
 
 
 def with_marks(strategy: Strategy, names: Iterable[str], recompute: bool) -> Strategy:
-    """The strategy in which these operators are recomputed, or not."""
-    return strategy.with_changes({name: replace(strategy.operators[name], recompute=recompute) for name in names})
+    """The strategy in which these operators are recomputed, or not. Those that are do not offload what they keep."""
+    own = ((name, strategy.operators[name]) for name in names)
+    return strategy.with_changes({name: replace(c, recompute=recompute, offload=c.offload and not recompute) for name, c in own})

@@ -31,6 +31,7 @@ from soap.runtime.trainer import Trainer
 from soap.simulator.reference import execution_order
 from soap.simulator.tasks import ExecutionOrder
 from soap.strategy.config import Strategy
+from soap.strategy.kept import away, offloadable, with_offload
 from soap.strategy.recomputation import recomputed, repeatable
 from soap.zoo.gpt import GPT, GPTConfig
 from tests.extent import often, rows_often
@@ -219,13 +220,25 @@ def test_what_pipelines_hold_is_predicted(schedule: str, pool: Pool, tmp_path: P
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("name", MODELS)
 def test_any_marks_are_predicted(name: str, seed: int, pool: Pool, tmp_path: Path) -> None:
-    """Never less is predicted than is counted, whichever operators are marked."""
+    """Never less is predicted than is counted, whichever operators are recomputed or offload."""
     path, topology, draw = exported(name, tmp_path), local_topology(1 + seed % 2), random.Random(seed)
     graph = api.load(path, plan_only=True).graph
     usual = api.classical("data_parallel" if seed % 2 else "single_device", graph, topology)
     names = [own for own in sorted(repeatable(graph)) if draw.random() < draw.choice((0.3, 0.6, 0.9))]
-    found, predicted = shown(path, recomputed(graph, usual, names), topology, pool)
+    there = [own for own in sorted(offloadable(graph) & {*names}) if draw.random() < draw.choice((0.0, 0.5, 1.0))]
+    found, predicted = shown(path, with_offload(recomputed(graph, usual, names), there, True), topology, pool)
     assert all(most <= peak for most, peak in zip(found, predicted, strict=True)), [b / a for a, b in zip(found, predicted, strict=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", often(MODELS, ["attention"]))
+def test_what_is_offloaded_is_predicted(name: str, pool: Pool, tmp_path: Path) -> None:
+    """A CPU has it twice for a while."""
+    path, topology = exported(name, tmp_path), local_topology(1)
+    graph = api.load(path, plan_only=True).graph
+    for strategy in (away(graph, usual := api.classical("single_device", graph, topology)), with_offload(usual, offloadable(graph), True)):
+        found, predicted = shown(path, strategy, topology, pool)
+        assert all(most <= peak for most, peak in zip(found, predicted, strict=True)), (found, predicted)
 
 
 @pytest.mark.slow

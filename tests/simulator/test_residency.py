@@ -129,7 +129,8 @@ def test_between_what_tasks_need_and_the_bound(case: tuple[OperatorGraph, Topolo
 
 
 def lives_of(tasks: TaskGraph, schedule: Schedule) -> dict[int, list[tuple[int, int]]]:
-    """Tile -> from the start of its forward task to the end of its last; if it is recomputed, its first run, and from its second one on."""
+    """Tile -> from the start of its forward task to the end of its last; if it is recomputed, its first run, and from its second one on; if
+    it offloads, its first run."""
     runs: dict[int, dict[TaskKind, tuple[int, int]]] = {}
     for task, start, end in zip(tasks.tasks, schedule.start_ns.tolist(), schedule.end_ns.tolist(), strict=True):
         if task.tile is not None:
@@ -138,6 +139,8 @@ def lives_of(tasks: TaskGraph, schedule: Schedule) -> dict[int, list[tuple[int, 
     for tile, own in runs.items():
         first, again, end = own[TaskKind.FORWARD], own.get(TaskKind.RECOMPUTE), max(stop for _, stop in own.values())
         lives[tile] = [(first[0], end)] if again is None else [first, (again[0], end)]
+        if tasks.plan.tiles[tile].operator in tasks.plan.offloading_operators and TaskKind.BACKWARD in own:
+            lives[tile] = [first]
     return lives
 
 

@@ -43,6 +43,8 @@ class Traffic:
     Sent and received together: ``pulled``: values or rows from owners; ``pushed``: gradients to owners; ``handed``: both between a leader
     and the other members of its host; ``gathered``: row gradients that readers give each other; ``index``: row numbers and counts of these;
     ``compressed``: messages of compressed gradients.
+
+    To no other rank: ``offloaded``: what operators keep, copied to the host; ``restored``: copied back.
     """
 
     sent_bytes: int = 0
@@ -57,6 +59,8 @@ class Traffic:
     gathered_bytes: int = 0
     index_bytes: int = 0
     compressed_bytes: int = 0
+    offloaded_bytes: int = 0
+    restored_bytes: int = 0
 
 
 class Pending:

@@ -104,11 +104,11 @@ def _runs(program: Program, model: TracedModel, rank: int) -> Iterator[list[int]
 
 
 def _is_pure(program: Program, model: TracedModel, tile: int) -> bool:
-    """Whether a tile depends on its operands alone, has the same shapes in every step, and runs once in it."""
+    """Whether a tile depends on its operands alone, has the same shapes in every step, runs once in it, and keeps what it keeps."""
     own = program.plan.tiles[tile]
     is_there = own.size > 0 and all(volume(box) > 0 for box in (*own.inputs, *own.parameters, *own.outputs))
-    runs_once = tile not in program.looking_up and tile not in program.recomputed
-    return is_there and runs_once and model.is_pure(own.operator)
+    apart = tile in program.looking_up or tile in program.recomputed or tile in program.come_back_with
+    return is_there and not apart and model.is_pure(own.operator)
 
 
 def _belongs(program: Program, tiles: Sequence[int], tile: int) -> bool:

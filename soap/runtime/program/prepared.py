@@ -122,10 +122,10 @@ class Summand:
 
 @dataclass(slots=True)
 class PreparedTile:
-    """One tile of this rank. ``again``: it is recomputed. ``empty``: it has no samples to compute. ``made``: expected shape and dtype of
-    each output. ``rows``: parameters that it reads by sparse lookups. ``leaves``: the fetches that it reads. ``gathered``: pieces that it
-    reads of values which are gathered for their uses. ``needs``, ``frees``: synchronizations of which it is the rank's first, or last, to
-    read such values.
+    """One tile of this rank. ``again``: it is recomputed. ``offloads``: its host keeps what it keeps. ``empty``: it has no samples to
+    compute. ``made``: expected shape and dtype of each output. ``rows``: parameters that it reads by sparse lookups. ``leaves``: the
+    fetches that it reads. ``gathered``: pieces that it reads of values which are gathered for their uses. ``needs``, ``frees``:
+    synchronizations of which it is the rank's first, or last, to read such values.
 
     ``checked``: shapes and dtypes of its outputs have been checked once.
     """
@@ -137,6 +137,7 @@ class PreparedTile:
     segment: int
     active: bool
     again: bool
+    offloads: bool
     empty: bool
     inputs: tuple[Source, ...]
     parameters: tuple[Parameter, ...]
@@ -188,6 +189,7 @@ class PreparedTiles:
             program.segment_of[number],
             number in program.activity.tiles,
             number in program.recomputed,
+            number in program.come_back_with,
             not tile.size,
             tuple(self._source(number, k) for k in range(len(op.inputs))),
             tuple(self._parameter(number, k) for k in range(len(op.parameters))),

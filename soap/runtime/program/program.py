@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from soap.plan.offloading import come_back_with
 from soap.plan.plan import Plan
 from soap.plan.recomputation import dropped_holdings, find_recomputation
 from soap.plan.syncs.bucketing import idle_shards
@@ -65,6 +66,8 @@ class Program:
     """Tiles that run forward a second time."""
     dropped: frozenset[int]
     """Holdings of recomputed tiles that are not kept till then (``recomputation.dropped_holdings``)."""
+    come_back_with: Mapping[int, int]
+    """Tiles of offloading operators -> the tile with which what they keep comes back (``offloading.come_back_with``)."""
     idle_shards: tuple[int, ...]
     """Shards whose gradient is zero."""
     losses: dict[int, int]
@@ -166,6 +169,7 @@ def compile_program(
         frozenset(answered_elsewhere(plan, segment_of, activity)),
         again.tiles,
         dropped_holdings(plan, again, activity.tiles),
+        come_back_with(plan, activity.tiles),
         idle_shards(plan),
         losses,
         epilogue.seeds,

@@ -25,6 +25,7 @@ from soap.runtime.comm.redistribute import Pending, cut
 from soap.runtime.program.actions import ActionKind
 from soap.runtime.program.prepared import PreparedTiles
 from soap.runtime.step.gradients import Gradients
+from soap.runtime.step.kept_on_host import KeptOnHost
 from soap.runtime.step.state import Output, StepState
 from soap.simulator.tasks import TaskKind
 from soap.tracing.given import given
@@ -36,9 +37,9 @@ Room = tuple[int, Box, torch.Tensor]
 class BackwardPass:
     """The backward pass of one micro-batch; one method per action."""
 
-    def __init__(self, state: StepState, gradients: Gradients, prepared: PreparedTiles) -> None:
+    def __init__(self, state: StepState, gradients: Gradients, prepared: PreparedTiles, on_host: KeptOnHost) -> None:
         self.state, self.program, self.plan = state, state.program, state.plan
-        self._early, self._values = gradients.early, gradients
+        self._early, self._values, self._on_host = gradients.early, gradients, on_host
         self._needs, self._frees = prepared.needed_back, prepared.freed_back
         self._returning: dict[int, list[tuple[Box, torch.Tensor, Pending]]] = {}
         self._reduced: dict[int, Pending] = {}
@@ -65,6 +66,8 @@ class BackwardPass:
         first = self.plan.tiles[self.program.segments[number].tiles[0]]
         root = given(gradients, outputs)
         outputs.clear()
+        for tile in self.program.segments[number].tiles if self.state.is_traced else ():  # else it comes back when autograd asks for it
+            self._on_host.need(tile, self.state.task)
         with self.state.task(backward_name(self.plan.operator(first), first), TaskKind.BACKWARD), self._early.segment(number):
             torch.autograd.backward(root)
 

@@ -5,11 +5,13 @@ detached leaf. A value is dropped after its last reader on this rank; autograd k
 
 A recomputed segment runs twice: first without autograd, so that it keeps nothing, and again (``recompute``) right before its backward pass
 needs it, from the same leaves, with the same random numbers. It notes statistics only the first time.
+
+What autograd keeps for an offloading tile goes to the host (``kept_on_host``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -26,6 +28,7 @@ from soap.runtime.program.activity import ValueKey
 from soap.runtime.program.fused_tiles import Outputs, Unit
 from soap.runtime.program.prepared import Fetched, Parameter, Part, Piece, PreparedTile, PreparedTiles, Source
 from soap.runtime.step.gradients import Gradients
+from soap.runtime.step.kept_on_host import KeptOnHost
 from soap.runtime.step.state import Output, StepState
 from soap.runtime.sync.look_ups import Asked, LookUps, rows_for
 from soap.runtime.sync.shards import ShardStore
@@ -34,8 +37,8 @@ from soap.tracing.model import TileContext, TracedModel
 
 
 class ForwardPass:
-    """The forward pass of one micro-batch; one method per action. ``tensors``: full inputs and constants by name. ``units``: first tile ->
-    fused tiles."""
+    """The forward pass of one micro-batch; one method per action. ``tensors``: full inputs and constants by name. ``on_host``: what tiles
+    offload. ``units``: first tile -> fused tiles."""
 
     def __init__(
         self,
@@ -47,12 +50,13 @@ class ForwardPass:
         context: TileContext,
         look_ups: LookUps,
         gradients: Gradients,
+        on_host: KeptOnHost,
         units: Mapping[int, Unit] | None = None,
     ) -> None:
         self.state, self.program, self.plan = state, state.program, state.plan
         self.model, self.shards, self.tensors = model, shards, tensors
         self.context = context
-        self._prepared = prepared
+        self._prepared, self._on_host = prepared, on_host
         self._units = units or {}
         self._look_ups, self._by_rows = look_ups, gradients.by_rows
         self._sync_context, self._values = gradients.context, gradients
@@ -126,12 +130,21 @@ class ForwardPass:
             return self._look_up(tile)
         inputs = [self._input(source) for source in tile.inputs]
         parameters = [self._parameter(parameter) for parameter in tile.parameters]
+        if tile.offloads:
+            return self._run_offloading(tile, inputs, parameters)
         records = tile.active and tile.again is self._second
         if not self.state.is_traced and torch.is_grad_enabled() is records:
             return self.model.run_tile(tile.tile, inputs, parameters, self.context)
         kind = TaskKind.RECOMPUTE if self._second else TaskKind.FORWARD
         name = recompute_name(tile.operator, tile.tile) if self._second else tile.name
         with self.state.task(name, kind), torch.set_grad_enabled(records):
+            return self.model.run_tile(tile.tile, inputs, parameters, self.context)
+
+    def _run_offloading(self, tile: PreparedTile, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> Outputs:
+        """Compute a tile, and copy what autograd keeps for it to the host. Parameters and parts of the batch stay here."""
+        stays = [*parameters, *(own for own, source in zip(inputs, tile.inputs, strict=True) if source.fetch is None)]
+        task = self.state.task
+        with self._on_host.keeping(tile.number, stays, task), task(tile.name, TaskKind.FORWARD), torch.set_grad_enabled(True):
             return self.model.run_tile(tile.tile, inputs, parameters, self.context)
 
     def _look_up(self, tile: PreparedTile) -> Outputs:

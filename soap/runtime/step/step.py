@@ -19,6 +19,7 @@ from soap.runtime.program.task_names import task_name
 from soap.runtime.step.backward import BackwardPass
 from soap.runtime.step.forward import ForwardPass
 from soap.runtime.step.gradients import Gradients
+from soap.runtime.step.kept_on_host import KeptOnHost
 from soap.runtime.step.micro_batch import WHOLE_STEP, MicroBatch
 from soap.runtime.step.state import StepState
 from soap.runtime.step.value_store import ValueStore
@@ -56,6 +57,7 @@ class StepRunner:
         self._forward, self._backward = _calls(program.forward, comm.rank), _calls(program.backward, comm.rank)
         if program.interleaved:  # there is no moment between both passes
             self._forward, self._backward = [], _calls(program.interleaved, comm.rank)
+        self._on_host = KeptOnHost(program, comm)
         self._look_ups = LookUps(self._prepared, program.plan, comm.rank)
         self._task_name = partial(task_name, program)
         last_only = {kind.name for kind in LAST_ONLY}
@@ -73,8 +75,9 @@ class StepRunner:
         values = ValueStore(prepared.readers, prepared.takers, prepared.second_readers, self.program.dropped)
         state = StepState(self.program, values, self.comm, self.dtype_of, self.recorder, 1.0 / part.count)
         gradients = self.gradients
-        forward = ForwardPass(state, self.model, prepared, self.shards, tensors, context, self._look_ups, gradients, self._units)
-        backward = BackwardPass(state, gradients, prepared)
+        on_host, asked = self._on_host, self._look_ups
+        forward = ForwardPass(state, self.model, prepared, self.shards, tensors, context, asked, gradients, on_host, self._units)
+        backward = BackwardPass(state, gradients, prepared, on_host)
         handlers = _handlers(forward, backward, gradients)
         HERE.name = self._task_name
         with gradients.step(self._schedule, part, state.watch):

@@ -1,4 +1,4 @@
-"""The move that recomputes a set of operators, or no longer does (compiled)."""
+"""The move that recomputes a set of operators, or offloads what they keep, or no longer does (compiled)."""
 
 from __future__ import annotations
 
@@ -8,20 +8,24 @@ from soap.search.compiled.space_arrays import SearchTables
 from soap.simulator.compiled.change import OPERATORS, Edit
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.pass_order import own_devices
+from soap.simulator.compiled.state import STAYS
 from soap.simulator.compiled.world import World
 
 
 @compiled
 def propose_recompute(W: World, Z: SearchTables, E: Edit) -> float:
-    """Mark all operators of a set of which none is marked, or the reverse. Its own inverse: symmetric."""
+    """Give all operators of a set their mark, if none of them has one, or the reverse. Its own inverse: symmetric."""
     Q, X, C = Z.grids, Z.chain, W.state
     if len(Q.again_ptr) < 2:
         return NO_EFFECT
     own = below(X, len(Q.again_ptr) - 1)
     first, last = Q.again_ptr[own], Q.again_ptr[own + 1]
-    mark = 1 - C.marked[Q.again[first]]
+    held = C.marked[Q.again[first]]
+    mark = Q.again_mark[own] if held == STAYS else STAYS
+    if held != STAYS and held != Q.again_mark[own]:
+        return NO_EFFECT
     for i in range(first, last):
-        if C.marked[Q.again[i]] == mark:
+        if C.marked[Q.again[i]] != held:
             return NO_EFFECT
     E.dev_ptr[0] = 0
     for i in range(first, last):

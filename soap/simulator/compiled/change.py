@@ -18,7 +18,8 @@ from soap.simulator.compiled.operator_lowering import count_edges, lower_operato
 from soap.simulator.compiled.pass_order import link_passes, note_order, unlink_passes
 from soap.simulator.compiled.rows import is_sparse
 from soap.simulator.compiled.scratch import STAMP
-from soap.simulator.compiled.state import ARENA, DEVICES, NEVER, PULLS, SLOTS, SYNCS, State
+from soap.simulator.compiled.second_runs import slots_of_a_tile
+from soap.simulator.compiled.state import ARENA, DEVICES, NEVER, OFFLOADED, PULLS, SLOTS, SYNCS, State
 from soap.simulator.compiled.synchronization import count_backward, count_sums, synchronize
 from soap.simulator.compiled.syncs.asking import count_pulls, make_pulls
 from soap.simulator.compiled.syncs.codes import is_gathered, travels_by_rows
@@ -41,12 +42,12 @@ another configuration, ``evaluate`` adds those whose tiles take another time bec
 
 
 KEEP = -1
-"""In place of whether an operator is marked: as it is."""
+"""In place of an operator's mark: as it is."""
 
 
 class Edit(NamedTuple):
     """A change: operators (``operator``, each once; ``variant``, ``replicas``, devices ``dev[dev_ptr[i]:dev_ptr[i + 1]]``) and parameters
-    (``parameter``, each once; ``sync``: as in ``State``). ``marked``: whether the operator is recomputed; ``KEEP``: as it was."""
+    (``parameter``, each once; ``sync``: as in ``State``). ``marked``: as in ``State``; ``KEEP``: as it was."""
 
     count: Longs  # type: ignore[assignment]  # not tuple's method
     operator: Ints
@@ -78,8 +79,8 @@ def make_edit(operators: int, parameters: int, devices: int) -> Edit:
 FIELDS = 14
 
 DONE, MARKED = 12, 13
-"""Places in ``Undo.fields``: whether the new block is complete (it is not if an exception has stopped its lowering); whether the operator
-was marked."""
+"""Places in ``Undo.fields``: whether the new block is complete (it is not if an exception has stopped its lowering); how the operator was
+marked."""
 
 
 class Undo(NamedTuple):
@@ -141,7 +142,7 @@ def make_undo(operators: int, readers: int, parameters: int, devices: int, slots
 @compiled
 def old_tile_slots(U: Undo, at: int) -> int:
     """The number of slots that the tiles of a changed operator had. ``at``: where its old values begin in ``fields``."""
-    return (4 if U.fields[at + MARKED] else 2) * U.fields[at + 7]
+    return slots_of_a_tile(U.fields[at + MARKED]) * U.fields[at + 7]
 
 
 @compiled
@@ -200,7 +201,7 @@ def change(W: World, E: Edit) -> None:
 @compiled
 def _gathers_change(W):  # type: ignore[no-untyped-def]
     """Whether gathers have to be made anew: operators that use gathered values have new tiles, or other backward passes, or operators are
-    recomputed that were not, or the other way round."""
+    marked that were not, or the other way round."""
     G, C, U = W.graph, W.state, W.undo
     found = remarked = False
     for n in range(U.what[REPLACED]):
@@ -367,6 +368,8 @@ def undo(W: World) -> None:
                 need, again = first + C.tiles[op] + tile, first + 2 * C.tiles[op] + tile
                 C.alive[need] = C.alive[again] = U.alive[U.alive_ptr[n] + tile]
                 C.claim[need] = U.claim[U.alive_ptr[n] + tile]
+                if C.marked[op] == OFFLOADED:
+                    C.alive[again + C.tiles[op]] = C.alive[need]
         count_edges(C, op, 1)
         count_backward(G, C, op, 1)
     C.used[SLOTS], C.used[ARENA], C.used[DEVICES] = U.what[OLD_SLOTS], U.what[OLD_ARENA], U.what[OLD_DEVICES]

@@ -18,7 +18,7 @@ from soap.simulator.compiled.graph_arrays import Floats, Ints, Longs, device_typ
 from soap.simulator.compiled.handles import handle
 from soap.simulator.compiled.jit import compiled, entry, inlined
 from soap.simulator.compiled.rows import is_sparse_lookup
-from soap.simulator.compiled.state import BACKWARD_TILE, FORWARD_TILE, SLOTS, UPDATE_DEVICE, State, make_state
+from soap.simulator.compiled.state import BACKWARD_TILE, FORWARD_TILE, RECOMPUTED, SLOTS, UPDATE_DEVICE, State, make_state
 from soap.simulator.compiled.task_keys import SYNC, phase_of, stage_of
 from soap.simulator.compiled.trial import Trial, make_trial
 from soap.simulator.compiled.variants import CELLS, COSTS, ROW_COSTS
@@ -167,7 +167,7 @@ def _draw_tiles(W, B, D, draw):  # type: ignore[no-untyped-def]
                 D.duration[slot] = V.drawn[(costs + (kind * 2 + backward) * cells + tile % cells) * draws + draw]
                 D.launch[slot] = _times(C.launch[slot], B.launch[kind * draws + draw])
                 slot += 1
-        if C.marked[op]:  # second runs take what the first ones take
+        if C.marked[op] == RECOMPUTED:  # second runs take what the first ones take
             copy(D.duration, slot + count, D.duration, slot - 2 * count, slot - count)
             copy(D.launch, slot + count, D.launch, slot - 2 * count, slot - count)
 

@@ -38,6 +38,7 @@ from soap.simulator.compiled.matching import forget_matches, match_slots, match_
 from soap.simulator.compiled.pass_order import first_reordered
 from soap.simulator.compiled.rows import is_sparse_lookup
 from soap.simulator.compiled.scratch import EXPECTED
+from soap.simulator.compiled.state import RECOMPUTED
 from soap.simulator.compiled.synchronization import expect_updates, is_certain
 from soap.simulator.compiled.trial import TAKEN, Trial
 from soap.simulator.compiled.variants import CELLS, COSTS, PARTS, ROW_COSTS
@@ -120,7 +121,7 @@ def overworked(W: World, E: Edit, at_most: int) -> bool:
             device, slot = C.dev[C.dev_ptr[op] + tile], C.tile_slot[op] + tile
             S.update[device] -= C.duration[slot]
             if C.alive[slot + count] and sure:
-                S.update[device] -= C.duration[slot + count] + (C.duration[slot + 3 * count] if C.marked[op] else 0)
+                S.update[device] -= C.duration[slot + count] + (C.duration[slot + 3 * count] if C.marked[op] == RECOMPUTED else 0)
         if i < E.count[OPERATORS]:
             _add_tiles(W, E, op, E.variant[i], E.replicas[i], E.dev, E.dev_ptr[i], V.rows[E.variant[i], PARTS])
         else:

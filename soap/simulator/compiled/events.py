@@ -19,10 +19,14 @@ from soap.simulator.compiled.readiness import first_ready, make_ready, queue_of,
 from soap.simulator.compiled.state import (
     AGAIN_TILE,
     BACKWARD_TILE,
+    COPY_AWAY,
+    COPY_BACK,
     FORWARD_TILE,
     NEED,
+    OFFLOADED,
     OTHER,
     PULLS,
+    RECOMPUTED,
     SLOTS,
     SYNC_BUCKET,
     SYNC_DEVICE,
@@ -161,8 +165,10 @@ def _settle_successors(G, C, R, Q, slot, end):  # type: ignore[no-untyped-def]
         own = slot + C.tiles[op]  # its own backward pass
         if C.alive[own]:
             settle(Q, own, end)
-            if C.marked[op]:
+            if C.marked[op] == RECOMPUTED:
                 settle(Q, own + 2 * C.tiles[op], end)  # its second run
+            elif C.marked[op] == OFFLOADED:
+                settle(Q, own + 3 * C.tiles[op], end)  # its copy to the host
     elif kind == AGAIN_TILE:
         _settle_row(C, Q, C.row[op] + C.tiles[op] + C.index[slot], end)
         settle(Q, slot - 2 * C.tiles[op], end)  # its own backward pass
@@ -170,7 +176,11 @@ def _settle_successors(G, C, R, Q, slot, end):  # type: ignore[no-untyped-def]
         for i in range(G.source_ptr[op], G.source_ptr[op + 1]):
             if C.need_row[G.source[i]] >= 0:
                 _settle_row(C, Q, C.need_row[G.source[i]] + C.index[slot], end)
-        settle(Q, slot + C.tiles[op], end)  # its own second run
+        settle(Q, slot + C.tiles[op], end)  # its own second run, or copy back
+    elif kind == COPY_AWAY:
+        settle(Q, slot - C.tiles[op], end)  # the copy back
+    elif kind == COPY_BACK:
+        settle(Q, slot - 2 * C.tiles[op], end)  # its own backward pass
     elif kind == BACKWARD_TILE:
         for i in range(G.source_ptr[op], G.source_ptr[op + 1]):
             _settle_row(C, Q, C.back_row[G.source[i]] + C.index[slot], end)

@@ -23,6 +23,7 @@ class DeviceGroups:
         self._static = Growing(np.int32)
         self._static.add(np.arange(communication.topology.device_count))
         self._static.add(cluster.route)
+        self._static.add(cluster.lift)
         self._way_ptr, self._latency, self._per_byte = Growing(np.int64), Growing(np.float64), Growing(np.float64)
         self._resource, self._resource_n = Growing(np.int64), Growing(np.int32)
         self._way_ptr.add([0])

@@ -49,11 +49,12 @@ from soap.simulator.compiled.memory_tables import (
     MemoryTables,
 )
 from soap.simulator.compiled.rows import is_sparse
+from soap.simulator.compiled.state import OFFLOADED, RECOMPUTED, STAYS
 from soap.simulator.compiled.syncs.codes import has_server, is_as_it_travels, is_gathered, offloads, sums_in_place
 from soap.simulator.compiled.syncs.gathered_memory import add_gathered
 from soap.simulator.compiled.syncs.memory import add_synchronized, away_bytes, cut_of
 from soap.simulator.compiled.transit import add_fetches, add_holdings, add_sent, add_sums
-from soap.simulator.compiled.variants import CELLS
+from soap.simulator.compiled.variants import AWAY, CELLS
 from soap.simulator.compiled.world import World
 from soap.simulator.memory.residency import ALLOWANCE
 
@@ -89,6 +90,8 @@ def _any_offloads(C):  # type: ignore[no-untyped-def]
     found = False
     for code in C.sync:
         found |= offloads(code)
+    for mark in C.marked:
+        found |= mark == OFFLOADED
     return found
 
 
@@ -179,17 +182,19 @@ def _parameter(W, M, parameter):  # type: ignore[no-untyped-def]
 
 @compiled
 def _tiles(W, M, op):  # type: ignore[no-untyped-def]
-    V, C = W.variants, W.state
+    V, K, C = W.variants, W.cluster, W.state
     row = C.variant[op]
     cells, part = V.rows[row, CELLS], M.part
     kept, read, gradients, own = M.rows[row, KEPT], M.rows[row, READ], M.rows[row, GRADIENTS], M.rows[row, PARAMETER_GRADIENTS]
     has_rows, sure = M.rows[row, COMPACT] >= 0, M.rows[row, SURELY_KEPT]
-    alone = C.tiles[op] == cells and not C.marked[op]  # of replicas, some may have no backward pass
-    made = M.rows[row, MADE]
+    alone = C.tiles[op] == cells and C.marked[op] == STAYS  # of replicas, some may have no backward pass
+    made, away = M.rows[row, MADE], V.rows[row, AWAY]
     for tile in range(C.tiles[op]):
         device, cell = C.dev[C.dev_ptr[op] + tile], tile % cells
         part[ACTIVATIONS, device] += M.data[kept + cell] + M.data[read + cell]
-        part[ACTIVATIONS, device] += M.data[made + cell] if C.marked[op] else 0
+        part[ACTIVATIONS, device] += M.data[made + cell] if C.marked[op] == RECOMPUTED else 0
+        if C.marked[op] == OFFLOADED:  # a CPU has both copies
+            part[ACTIVATIONS, device] += V.away[away + cell] * (1 + K.serves_itself[device])
         part[DOUBTFUL, device] += M.data[read + cell]
         part[SURE, device] += M.data[sure + cell] if alone else 0
         part[LARGEST_TILE, device] = max(part[LARGEST_TILE, device], M.data[gradients + cell])

@@ -2,8 +2,8 @@
 
 The exact answer (``memory.residency``) takes Python a second for a model on 16 devices. This one follows the same order tile by tile: what
 a tile keeps is there from its forward to its backward pass; of a recomputed one only what others read, and the rest again from its second
-run on; the gradients that a backward pass makes are there while it runs. What is brought from other devices and summed stays. So it is
-near the exact peak, but may be above or below it.
+run on; of one that offloads only what it makes, and the rest again from its copy back on; the gradients that a backward pass makes are
+there while it runs. What is brought from other devices and summed stays. So it is near the exact peak, but may be above or below it.
 
 So nobody takes it for an answer. It is compared with what the exact model has said of strategies that were asked about: up to the highest
 share of the limit at which one fits, others are likely to fit; from the lowest at which one does not, they are unlikely to.
@@ -34,9 +34,18 @@ from soap.simulator.compiled.memory_tables import (
     WHOLE,
     MemoryTables,
 )
-from soap.simulator.compiled.state import AGAIN_TILE, BACKWARD_TILE, FORWARD_TILE
+from soap.simulator.compiled.state import (
+    AGAIN_TILE,
+    BACKWARD_TILE,
+    COPY_AWAY,
+    COPY_BACK,
+    FORWARD_TILE,
+    OFFLOADED,
+    RECOMPUTED,
+    STAYS,
+)
 from soap.simulator.compiled.trial import TAKEN, Trial
-from soap.simulator.compiled.variants import CELLS
+from soap.simulator.compiled.variants import AWAY, CELLS
 from soap.simulator.compiled.world import World
 
 
@@ -93,49 +102,57 @@ def _play_memory(W, M, T):  # type: ignore[no-untyped-def]
     for place in range(T.size[TAKEN]):
         slot = T.order[place]
         kind = C.kind[slot]
-        if FORWARD_TILE <= kind <= BACKWARD_TILE:
+        if FORWARD_TILE <= kind <= BACKWARD_TILE or kind in (COPY_AWAY, COPY_BACK):
             _pass(W, M, slot, kind)
 
 
 @compiled
 def _leave_out(W, M, op):  # type: ignore[no-untyped-def]
-    """Take what an operator's tiles make out of the level, which then has what is brought and summed. Note whether others read what a
-    recomputed operator makes."""
-    G, V, C = W.graph, W.variants, W.state
+    """Take what an operator's tiles make out of the level, which then has what is brought and summed. Note whether operators with another
+    mark read what it makes."""
+    G, V, K, C = W.graph, W.variants, W.cluster, W.state
     row = C.variant[op]
     cells = V.rows[row, CELLS]
     kept, read, made = M.rows[row, KEPT], M.rows[row, READ], M.rows[row, MADE]
     for tile in range(C.tiles[op]):
         cell = tile % cells
-        size = M.data[kept + cell] + M.data[read + cell] + (M.data[made + cell] if C.marked[op] else 0)
-        M.level[C.dev[C.dev_ptr[op] + tile]] -= size
+        device = C.dev[C.dev_ptr[op] + tile]
+        size = M.data[kept + cell] + M.data[read + cell] + (M.data[made + cell] if C.marked[op] == RECOMPUTED else 0)
+        size += V.away[V.rows[row, AWAY] + cell] * (1 + K.serves_itself[device]) if C.marked[op] == OFFLOADED else 0
+        M.level[device] -= size
     M.leaves[op] = 0
     for place in range(G.reader_ptr[op], G.reader_ptr[op + 1]):
-        if not C.marked[G.reader[place]]:
+        if C.marked[G.reader[place]] != C.marked[op]:
             M.leaves[op] = 1
 
 
 @compiled
 def _pass(W, M, slot, kind):  # type: ignore[no-untyped-def]
-    """Follow one pass of a tile."""
-    V, C = W.variants, W.state
+    """Follow one pass of a tile, or copy of what it keeps."""
+    V, K, C = W.variants, W.cluster, W.state
     op, tile = C.owner[slot], C.index[slot]
     row = C.variant[op]
     cell, device = tile % V.rows[row, CELLS], C.dev[C.dev_ptr[op] + tile]
     kept = M.data[M.rows[row, KEPT] + cell]
     made = M.data[M.rows[row, MADE] + cell]
-    leaves = made if C.marked[op] and M.leaves[op] else 0
+    leaves = made if C.marked[op] != STAYS and M.leaves[op] else 0
+    away = V.away[V.rows[row, AWAY] + cell] if C.marked[op] == OFFLOADED else 0
+    on_host = away if K.serves_itself[device] else 0
     if kind == FORWARD_TILE:
         M.level[device] += kept
         M.highest[device] = max(M.highest[device], M.level[device] + M.dropped[device])
         M.dropped[device] = 0
-        if C.marked[op] and C.alive[slot + C.tiles[op]]:
+        if C.marked[op] == RECOMPUTED and C.alive[slot + C.tiles[op]]:
             M.level[device] -= kept - leaves
             M.dropped[device] = made - leaves  # the next tile reads it
-    elif kind == AGAIN_TILE:
-        M.level[device] += kept
+    elif kind == COPY_AWAY:
+        M.highest[device] = max(M.highest[device], M.level[device] + on_host)
+        M.level[device] += on_host - kept + leaves
+    elif kind in (AGAIN_TILE, COPY_BACK):
+        M.level[device] += kept if kind == AGAIN_TILE else away
         M.highest[device] = max(M.highest[device], M.level[device])
+        M.level[device] -= on_host
     else:
         gradients = M.data[M.rows[row, GRADIENTS] + cell] + M.data[M.rows[row, PARAMETER_GRADIENTS] + cell]
         M.highest[device] = max(M.highest[device], M.level[device] + gradients)
-        M.level[device] -= kept + leaves
+        M.level[device] -= (away if C.marked[op] == OFFLOADED else kept) + leaves

@@ -21,10 +21,11 @@ from soap.simulator.compiled.second_runs import (
     link_second_runs,
     lowest_reader,
     need_tiles,
+    place_copies,
     place_second_runs,
     tile_slots,
 )
-from soap.simulator.compiled.state import ARENA, BACKWARD_TILE, FORWARD_TILE, OTHER, SLOTS, State
+from soap.simulator.compiled.state import ARENA, BACKWARD_TILE, FORWARD_TILE, OFFLOADED, OTHER, RECOMPUTED, SLOTS, STAYS, State
 from soap.simulator.compiled.task_keys import BACKWARD, FORWARD, STATE_FULL, set_key, task_key
 from soap.simulator.compiled.variants import CELLS, COSTS, ROW_COSTS
 from soap.simulator.compiled.world import World
@@ -54,11 +55,13 @@ def place_tiles(W: World, op: int) -> None:
             C.duration[slot], C.launch[slot], C.latency[slot] = V.costs[cost], V.launches[cost], 0
             C.resource[slot], C.resource_n[slot] = device, 1
             C.waits[slot], C.alive[slot], C.kind[slot] = backward, 1 - backward, BACKWARD_TILE if backward else FORWARD_TILE
-            C.waits[slot] += backward * C.marked[op]  # of a second run
+            C.waits[slot] += backward * (C.marked[op] != STAYS)  # of a second run, or a copy back
             C.owner[slot], C.index[slot], C.moved[slot], C.follow[slot] = op, tile, 0, 0
             slot += 1
-    if C.marked[op]:
+    if C.marked[op] == RECOMPUTED:
         place_second_runs(C, op, operators, count, slot)
+    elif C.marked[op] == OFFLOADED:
+        place_copies(W, op, operators, slot)
     C.used[SLOTS] = C.tile_slot[op] + tile_slots(C, op)
 
 
@@ -70,12 +73,12 @@ def lower_operator(W: World, op: int) -> bool:
     count = tile_count(V, C, op)
     S.count[TASKS] = S.count[EDGES] = S.count[RESOURCES] = S.count[GRADIENTS] = 0
     deliver(W, op)
-    own = count * (1 + C.marked[op])
+    own = count * (1 + (C.marked[op] == RECOMPUTED))
     for slot in range(G.reader_ptr[op + 1] - G.reader_ptr[op]):
         reader = G.reader[G.reader_ptr[op] + slot]
         S.slot_base[slot], S.need_base[slot] = own, -1
         own += tile_count(V, C, reader)
-        if C.marked[op] and C.marked[reader]:
+        if C.marked[op] and C.marked[op] == C.marked[reader]:
             S.need_base[slot] = own
             own += tile_count(V, C, reader)
         if slot + 2 > len(S.slot_base):
@@ -198,7 +201,7 @@ def _backward(W, op, own, own_slot):  # type: ignore[no-untyped-def]
                 node = S.gradient_next[node]
     if op == G.loss[0]:
         _start_from_loss(W, cells, own, target, got)
-        if C.marked[op]:  # it needs what it makes again when the loss is ready
+        if C.marked[op]:  # it needs what it makes again, or has offloaded, when the loss is ready
             _start_from_loss(W, cells, own, target + count, got)
     changed = False
     for tile in range(count):
@@ -207,7 +210,8 @@ def _backward(W, op, own, own_slot):  # type: ignore[no-untyped-def]
         C.alive[target + tile] = alive
     if C.marked[op]:
         changed |= need_tiles(W, op, cells, own, op == G.loss[0])
-        link_second_runs(W, op)
+        if C.marked[op] == RECOMPUTED:
+            link_second_runs(W, op)
     return changed
 
 

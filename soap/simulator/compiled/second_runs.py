@@ -1,19 +1,25 @@
-"""The tasks of recomputation in an operator's block (compiled). The counterpart of ``simulator.second_runs``.
+"""The tasks of recomputation, and of what operators offload, in an operator's block (compiled). The counterpart of
+``simulator.second_runs``.
 
-An operator that is marked has two more slots for each tile, behind those of the backward passes: its need, and its second run.
+An operator that is recomputed has two more slots for each tile, behind those of the backward passes: its need, and its second run. One that
+offloads has three: its need, the copy back and the copy to the host.
 """
 
 from __future__ import annotations
 
+from soap.simulator.communication.offloading import DOWN, UP
 from soap.simulator.compiled.arrays import fill
 from soap.simulator.compiled.fetches import is_remote
 from soap.simulator.compiled.holdings import tile_count
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.scratch import CLAIMS, EDGES, FETCHES, FULL, HOLDINGS, REDUCTIONS
-from soap.simulator.compiled.state import AGAIN_TILE, NEED, State
-from soap.simulator.compiled.task_keys import BACKWARD, set_key, task_key
+from soap.simulator.compiled.state import AGAIN_TILE, COPY_AWAY, COPY_BACK, NEED, OFFLOADED, RECOMPUTED, State
+from soap.simulator.compiled.syncs.offloading import copied_ns, lift
+from soap.simulator.compiled.task_keys import BACKWARD, FORWARD, set_key, task_key
+from soap.simulator.compiled.variants import AWAY, CELLS
 from soap.simulator.compiled.world import World
 from soap.simulator.second_runs import AGAIN as AGAIN_STAGE
+from soap.simulator.second_runs import AWAY as AWAY_STAGE
 from soap.simulator.second_runs import NEED as NEED_STAGE
 from soap.simulator.second_runs import NEED_NS
 
@@ -23,8 +29,14 @@ NONE = -1
 
 @compiled
 def tile_slots(C: State, op: int) -> int:
-    """The number of slots of an operator's tiles: forward, backward, and if it is marked needs and second runs."""
-    return (4 if C.marked[op] else 2) * C.tiles[op]
+    """The number of slots of an operator's tiles: forward, backward, and if it is marked those behind them."""
+    return slots_of_a_tile(C.marked[op]) * C.tiles[op]
+
+
+@compiled
+def slots_of_a_tile(mark: int) -> int:
+    """The number of slots of one tile."""
+    return 5 if mark == OFFLOADED else 4 if mark == RECOMPUTED else 2
 
 
 @compiled
@@ -42,6 +54,29 @@ def place_second_runs(C: State, op: int, operators: int, count: int, slot: int) 
         C.waits[need], C.alive[need], C.kind[need] = 0, 0, NEED
         C.waits[again], C.alive[again], C.kind[again] = 2, 0, AGAIN_TILE
         for own in (need, again):
+            C.owner[own], C.index[own], C.moved[own], C.claim[own] = op, tile, 0, NONE
+
+
+@compiled
+def place_copies(W: World, op: int, operators: int, slot: int) -> None:
+    """Give the tiles of an offloading operator slots for their needs, copies back and copies to the host, from ``slot`` on. A copy to the
+    host waits for the forward pass, a copy back for this copy and the need."""
+    V, K, C = W.variants, W.cluster, W.state
+    row, count = V.rows[C.variant[op]], C.tiles[op]
+    for tile in range(count):
+        need, back, away = slot + tile, slot + count + tile, slot + 2 * count + tile
+        device, size = C.resource[C.tile_slot[op] + tile], V.away[row[AWAY] + tile % row[CELLS]]
+        set_key(C, need, task_key(BACKWARD, operators - 1 - op, NEED_STAGE, tile, 0, 0))
+        set_key(C, back, task_key(BACKWARD, operators - 1 - op, AGAIN_STAGE, tile, 0, 0))
+        set_key(C, away, task_key(FORWARD, op, AWAY_STAGE, tile, 0, 0))
+        C.duration[need], C.resource[need], C.resource_n[need] = NEED_NS, device, 0
+        C.resource[back], C.resource_n[back] = lift(K, device, UP)
+        C.resource[away], C.resource_n[away] = lift(K, device, DOWN)
+        C.duration[back] = C.duration[away] = copied_ns(K, device, size)
+        C.waits[need], C.waits[back], C.waits[away] = 0, 2, 1
+        C.kind[need], C.kind[back], C.kind[away] = NEED, COPY_BACK, COPY_AWAY
+        for own in (need, back, away):
+            C.launch[own], C.latency[own], C.overhead[own], C.alive[own] = 0, 0, 0, 0
             C.owner[own], C.index[own], C.moved[own], C.claim[own] = op, tile, 0, NONE
 
 
@@ -89,7 +124,7 @@ def claim_by_readers(W: World, op: int) -> None:
                     hold = S.p_hold[piece]
                     if is_remote(S, piece):
                         continue
-                    if whole and S.h_red[hold] < 0 and C.marked[reader]:
+                    if whole and S.h_red[hold] < 0 and C.marked[reader] == C.marked[op]:
                         add_claim(S, hold, S.need_base[slot] + tile, C.claim[C.tile_slot[reader] + 2 * count + tile])
                     elif carries:
                         add_claim(S, hold, S.slot_base[slot] + tile, reader)
@@ -114,7 +149,7 @@ def lowest_reader(W: World, op: int, carrier: int) -> int:
 
 @compiled
 def need_tiles(W: World, op: int, cells: int, own: int, start: bool) -> bool:
-    """Let each second run of a marked operator wait for the highest claim. ``start``: whether the loss's own claim, which is the highest,
+    """Let each need of a marked operator wait for the highest claim. ``start``: whether the loss's own claim, which is the highest,
     has edges already. True if a claim has changed. ``alive`` of its backward passes is known."""
     C, S = W.state, W.scratch
     count = C.tiles[op]
@@ -137,6 +172,8 @@ def need_tiles(W: World, op: int, cells: int, own: int, start: bool) -> bool:
         position = S.best[tile] if alive else NONE
         changed |= C.claim[need + tile] != position
         C.claim[need + tile], C.alive[need + tile], C.alive[need + count + tile] = position, alive, alive
+        if C.marked[op] == OFFLOADED:
+            C.alive[need + 2 * count + tile] = alive
     return changed
 
 
@@ -179,7 +216,7 @@ def _offer_sum(C, S, red, cells, own, need, offer):  # type: ignore[no-untyped-d
 
 @compiled
 def link_second_runs(W: World, op: int) -> None:
-    """Add edges from a marked operator's second runs to those that read what they make."""
+    """Add edges from a recomputed operator's second runs to those that read what they make."""
     G, V, C, S = W.graph, W.variants, W.state, W.scratch
     count = C.tiles[op]
     for fetch in range(S.count[FETCHES]):
@@ -189,7 +226,7 @@ def link_second_runs(W: World, op: int) -> None:
         while consumer >= 0:
             reader, tile = G.reader[G.reader_ptr[op] + S.c_slot[consumer]], S.c_tile[consumer]
             others = tile_count(V, C, reader)
-            if C.marked[reader] and C.alive[C.tile_slot[reader] + others + tile]:
+            if C.marked[reader] == RECOMPUTED and C.alive[C.tile_slot[reader] + others + tile]:
                 for piece in range(S.f_piece[fetch], S.f_piece[fetch + 1]):
                     hold = S.p_hold[piece]
                     if S.h_red[hold] < 0 and C.alive[C.tile_slot[op] + count + S.h_tile[hold]]:

@@ -1,9 +1,10 @@
 """A strategy and its task graph in compiled form: what a simulation plays, and what a change of the strategy patches.
 
 A *slot* is a task's place in the arrays. Each operator has a block of slots for the forward passes of its tiles, followed by as many for
-their backward passes (``alive`` says whether one takes place; if it is marked to be recomputed, needs and second runs follow), and a block
-for the tasks that move its outputs and sum its partial results. ``arena`` has the edges, operator by operator: for each source a row with
-the slots of its successors. Blocks are never changed, only replaced, so the old ones are still there when a change is undone.
+their backward passes (``alive`` says whether one takes place; if it is recomputed, needs and second runs follow, if it offloads, needs,
+copies back and copies to the host), and a block for the tasks that move its outputs and sum its partial results. ``arena`` has the edges,
+operator by operator: for each source a row with the slots of its successors. Blocks are never changed, only replaced, so the old ones are
+still there when a change is undone.
 """
 
 from __future__ import annotations
@@ -19,9 +20,13 @@ SLOTS, ARENA, DEVICES, SYNCS, PULLS = range(5)
 of gradients, and tasks of parameter servers); number of pulls before the forward pass."""
 
 NONE, FORWARD_TILE, AGAIN_TILE, BACKWARD_TILE, OTHER, SYNC_BUCKET, UPDATE_DEVICE, SYNC_DEVICE, SYNC_NORM, NEED = range(10)
+COPY_AWAY, COPY_BACK = 10, 11
 """Kinds of slots (``State.kind``); those up to BACKWARD_TILE are a tile's passes. AGAIN_TILE: its second run. NEED: the moment from which
-on that is needed. Slot d is the update of device d. For a SYNC_BUCKET the updates of a set of devices wait, for a SYNC_DEVICE that of one
-device, for a SYNC_NORM those of all devices, beside what is in its row."""
+on that is needed. COPY_AWAY, COPY_BACK: of what a tile offloads. Slot d is the update of device d. For a SYNC_BUCKET the updates of a set
+of devices wait, for a SYNC_DEVICE that of one device, for a SYNC_NORM those of all devices, beside what is in its row."""
+
+STAYS, RECOMPUTED, OFFLOADED = range(3)
+"""What becomes of what an operator keeps between its passes (``State.marked``)."""
 
 NEVER = 1 << 29
 """Added to ``waits`` of a device's update if there is nothing to update."""
@@ -38,8 +43,8 @@ class State(NamedTuple):
     other tasks, begin in ``arena``), ``block`` and ``block_end`` (its part of ``arena``), ``sync_row`` (where the rows begin of what waits
     for its backward tiles' parameter gradients; -1 if nothing does), ``gather_row`` (the same of gathers that wait for its tiles' forward,
     then backward passes: ``syncs.gathering``), ``loose`` (whether it may have tiles without predecessors).
-    ``marked``: whether it is recomputed; then the rows of its second runs come behind those of its forward tiles. ``back_row``: by
-    ``GraphTables.reader``, where the rows of that reader's backward tiles begin; ``need_row``: of its needs, -1 if it is not marked.
+    ``marked``: STAYS, RECOMPUTED (then the rows of its second runs come behind those of its forward tiles) or OFFLOADED. ``back_row``: by
+    ``GraphTables.reader``, where the rows of that reader's backward tiles begin; ``need_row``: of its needs, -1 if they do not count.
 
     ``sync``: by parameter, its code (``sync_codes``). ``sync_slot``: first slot of the synchronization tasks after the backward pass.
     ``pull_slot``: first slot of the pulls before the forward pass, and of gathers. ``prefetch``: ``Strategy.prefetch``. ``update_row``: by
@@ -116,8 +121,8 @@ class Groups(NamedTuple):
     """Sets of devices that sum together (``sets``, each ascending), or behind a mark, the number of all devices, gather and scatter equal
     parts. Group g has the ways ``way_ptr[g]:way_ptr[g + 1]`` to sum; each takes
     ``latency_seconds`` + ``seconds_per_byte`` * bytes and holds ``static[resource:resource + resource_n]``. ``static`` begins with the
-    devices one by one and the routes of messages. ``port_device``: by resource, the device of its port, or -1.
-    ``shortest_chunk_ns``: see ``soap.simulator.chunks``. ``cold_penalty``: the points of ``Topology.cold_penalty``, from (0, 0) on.
+    devices one by one, the routes of messages and what copies to hosts and back hold. ``port_device``: by resource, the device of its port,
+    or -1. ``shortest_chunk_ns``: see ``soap.simulator.chunks``. ``cold_penalty``: the points of ``Topology.cold_penalty``, from (0, 0) on.
     """
 
     sets: Lists

@@ -27,9 +27,10 @@ from soap.simulator.compiled.shards import Geometries, Need
 from soap.simulator.compiled.tile_times import TileTimes
 from soap.simulator.costs import CostModel
 from soap.simulator.draws import Draws
+from soap.simulator.memory.peaks import away_bytes
 
 CELLS, READS, OUTPUTS, COSTS, GROUPS, GROUP_OF, GROUP_FIRST, GROUP_BOXES, GRIDS, GEOMETRIES, LOOKUPS = range(11)
-ROW_COSTS, PARTS = 11, 12
+ROW_COSTS, PARTS, AWAY = 11, 12, 13
 """Columns of ``VariantTables.rows``. Except for CELLS and GROUPS they say where values begin, in ``data`` unless stated otherwise.
 
 CELLS: number of tiles of one replica. READS: regions, [activation input, tile]. OUTPUTS: regions, [output, tile]. COSTS: in ``costs``,
@@ -37,14 +38,14 @@ CELLS: number of tiles of one replica. READS: regions, [activation input, tile].
 each group's first tile. GROUP_BOXES: regions, [output, group]. GRIDS: pointers to the outputs' grids. GEOMETRIES: the geometries into which
 the operator alone would cut its parameters. LOOKUPS: weighed numbers of rows that are looked up, [parameter, tile]; -1 if none are.
 ROW_COSTS: as COSTS, for tiles that are sparse lookups; equal to COSTS if no rows are looked up. PARTS: number of micro-batches, whose tiles
-follow each other."""
-COLUMNS = 13
+follow each other. AWAY: in ``away``, by tile."""
+COLUMNS = 14
 
 
 class VariantTables(NamedTuple):
     """``rows``: one per variant. ``costs``: ns of tiles. ``launches``: ns of launching them, in the same places. ``drawn``: ns of tiles
-    under each draw, [place in ``costs``, draw]; empty without draws. ``box_ptr``: where a region's (start, stop) per dimension begin in
-    ``bounds``. ``box_volume``: a region's elements.
+    under each draw, [place in ``costs``, draw]; empty without draws. ``away``: bytes of tiles that offload (``peaks.away_bytes``).
+    ``box_ptr``: where a region's (start, stop) per dimension begin in ``bounds``. ``box_volume``: a region's elements.
 
     A *grid* describes the distinct regions of one output (of tiles, or of sums): rank; whether they are disjoint; their number; for each
     dimension the number of intervals and where these begin; then where the following begin: the map (position per dimension -> region, -1
@@ -56,6 +57,7 @@ class VariantTables(NamedTuple):
     costs: Longs
     launches: Longs
     drawn: Longs
+    away: Longs
     box_ptr: Longs
     box_volume: Longs
     bounds: Ints
@@ -88,7 +90,7 @@ class Variants:
         self._positions: list[int] = []
         self.degrees: list[tuple[int, ...]] = []
         self._rows, self._data, self._costs = Growing(np.int64), Growing(np.int32), Growing(np.int64)
-        self._launches, self._drawn = Growing(np.int64), Growing(np.int64)
+        self._launches, self._drawn, self._away = Growing(np.int64), Growing(np.int64), Growing(np.int64)
         self._box_ptr, self._box_volume, self._bounds = Growing(np.int64), Growing(np.int64), Growing(np.int32)
 
     def number(self, position: int, degrees: tuple[int, ...]) -> int:
@@ -120,6 +122,7 @@ class Variants:
             costs=self._costs.array(),
             launches=self._launches.array(),
             drawn=self._drawn.array(),
+            away=self._away.array(),
             box_ptr=self._box_ptr.array(),
             box_volume=self._box_volume.array(),
             bounds=self._bounds.array(),
@@ -153,6 +156,8 @@ class Variants:
         shards = [self.geometries.add(name, [position], self._needs(position, name, cells)) for name in self._parameters_of(op)]
         row[GEOMETRIES] = self._data.add(shards)
         row[LOOKUPS] = self._lookups(position, cells, regions)
+        own = (_tile(op, position, index, cells, regions) for index in range(len(cells)))
+        row[AWAY] = self._away.add([away_bytes(self.graph, tile) for tile in own])
         return row
 
     def _lookups(self, position: int, cells: np.ndarray, regions: dict[Operand, np.ndarray]) -> int:
@@ -298,5 +303,6 @@ def _likeness(graph: OperatorGraph, op: Operator, numbers: Mapping[str, int]) ->
     lookups = (own for o in op.parameters if o.tensor in graph.sparse for own in graph.sparse[o.tensor].lookups)
     rows = [(own.parameter, own.indices, own.weighed) for own in lookups if own.operator == position]
     touched = [(graph.sparse[o.tensor].weighed, graph.sparse[o.tensor].touched) for o in op.parameters if o.tensor in graph.sparse]
-    figures = (op.flops, op.saved_bytes, len(op.calls), op.partitionable, op.arithmetic, op.skipped_share, op.fused_bytes, op.drawn)
+    kept = graph.footprints.get(op.name)
+    figures = (kept, op.flops, op.saved_bytes, len(op.calls), op.partitionable, op.arithmetic, op.skipped_share, op.fused_bytes, op.drawn)
     return repr((backward, rows, touched, order, alone, op.kind, op.factors, operands, same, figures))

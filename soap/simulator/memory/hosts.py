@@ -1,8 +1,9 @@
 """Memory of hosts: what parameter servers beside accelerators keep there, and what these offload. Beside CPUs it is in a device's own
-memory (``parameters``).
+memory (``parameters``, ``peaks``).
 
 It is a bound for any order of the tasks: values, sums of gradients and optimizer states of all partitions and of all offloaded shards, and
-what is received for partitions. Offloaded shards have pinned copies of their values and gradients there.
+what is received for partitions. Offloaded shards have pinned copies of their values and gradients there, offloading operators one of all
+that their tiles keep.
 Not counted: what each rank's process takes for itself, the batches that it reads, and what a library makes while it updates.
 """
 
@@ -11,11 +12,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from soap.cluster.topology import Topology
-from soap.model.graph import OperatorGraph
+from soap.model.graph import Operator, OperatorGraph
 from soap.plan.flows import box_bytes
 from soap.plan.plan import Plan
 from soap.plan.syncs.amounts import COPIES, COUNT_BYTES, INDEX_BYTES
 from soap.plan.syncs.seam import method_for
+from soap.simulator.memory.footprint import Use
+from soap.simulator.memory.peaks import away_bytes
 
 
 def host_use(plan: Plan, topology: Topology, optimizer_states: int = 2) -> tuple[int, ...]:
@@ -26,6 +29,9 @@ def host_use(plan: Plan, topology: Topology, optimizer_states: int = 2) -> tuple
         for device in plan.accelerators.intersection(shard.devices):
             kept = (2 + optimizer_states) * box_bytes(plan, shard.parameter, shard.box)
             result[topology.devices[device].host] += kept + (COUNT_BYTES if optimizer_states > 1 else 0)
+    for tile in plan.tiles if plan.offloading_operators else ():
+        if tile.operator in plan.offloading_operators and tile.device in plan.accelerators:
+            result[topology.devices[tile.device].host] += away_bytes(plan.graph, tile)
     for sync in plan.syncs:
         for device, size in method_for(sync).host_buffers(plan, sync):
             result[topology.devices[device].host] += size
@@ -41,7 +47,7 @@ def lacking_on_hosts(uses: Sequence[int], topology: Topology) -> int:
 def hosts_may_lack(graph: OperatorGraph, topology: Topology, optimizer_states: int = 2, *, offloading: bool = False) -> bool:
     """False if no strategy can need more memory on a host than it has: not even if all parameters were on one host's servers, and all
     devices read all of each. Found without a plan, so that searches need not make plans to know it. ``offloading``: also if each device
-    offloads all parameters."""
+    offloads all parameters, and what one device would keep for its backward pass."""
     known = [host.memory_bytes for host in topology.hosts if host.memory_bytes is not None]
     devices = topology.device_count
     if not known or all(device.type.kind == "cpu" for device in topology.devices):
@@ -50,4 +56,13 @@ def hosts_may_lack(graph: OperatorGraph, topology: Topology, optimizer_states: i
     rows = sum(tensor.shape[0] for tensor in trained if tensor.name in graph.sparse)
     away = devices * (2 + optimizer_states) if offloading else 0
     most = (2 + optimizer_states + away + (1 + COPIES) * devices) * sum(tensor.bytes for tensor in trained)
-    return most + 2 * INDEX_BYTES * devices * devices * rows > min(known)
+    kept = devices * sum(_kept_bytes(graph, op) for op in graph.operators) if offloading else 0
+    return most + kept + 2 * INDEX_BYTES * devices * devices * rows > min(known)
+
+
+def _kept_bytes(graph: OperatorGraph, op: Operator) -> int:
+    """Bytes of what a whole operator reads of others, makes, and keeps beside: at least what it offloads."""
+    beside = graph.footprints[op.name][0].sizes_bytes[Use.KEPT] if op.name in graph.footprints else op.saved_bytes
+    made = (graph.tensors[o.tensor] for o in op.outputs)
+    read = sum(graph.tensors[o.tensor].bytes for o in op.inputs)
+    return read + sum(tensor.bytes // tensor.itemsize * tensor.partial_itemsize for tensor in made) + beside

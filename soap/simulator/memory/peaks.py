@@ -2,10 +2,10 @@
 
 It follows the runtime. These count as held through the whole step: parameter shards, their gradients and optimizer states; the whole batch
 and the constants (every rank gets them); everything that the forward pass makes (although the backward pass frees activations as it goes);
-and what is sent (kept until the step ends). What a recomputed operator makes counts twice, since both may be there for a while. Added to
-these are the largest set of gradients that wait between operators, the gradients that one tile makes, those of shared parameters, and the
-largest sum over devices. Not counted: fragmentation of the allocator, workspaces
-of libraries, and a model's buffers (running statistics), which are no tensors of the graph.
+and what is sent (kept until the step ends). What a recomputed operator makes counts twice, since both may be there for a while, and so does
+what an offloading operator keeps; on a CPU, which is its own host, three times. Added to these are the largest set of gradients that wait
+between operators, the gradients that one tile makes, those of shared parameters, and the largest sum over devices. Not counted:
+fragmentation of the allocator, workspaces of libraries, and a model's buffers (running statistics), which are no tensors of the graph.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from soap.model.regions import Box, Interval, in_one_piece, volume, whole
 from soap.plan.flows import partial_bytes, reduced_tensor
 from soap.plan.plan import Plan
 from soap.plan.tiling import Tile, is_window, made_bytes, windows
-from soap.simulator.memory.footprint import kept_share, passing_share, work_share
+from soap.simulator.memory.footprint import kept_places, kept_share, passing_share, work_share
 from soap.simulator.memory.parameters import assembled_bytes, exchanged_bytes, gradient_bytes, kept_parameters, updating_bytes
 from soap.simulator.memory.transit import fetched_bytes, is_remote, largest_sum_bytes, sent_bytes
 
@@ -100,13 +100,15 @@ def _box_bytes(graph: OperatorGraph, tensor: str, box: Box) -> int:
 
 
 def _tile_bytes(plan: Plan) -> list[int]:
-    """For each device, bytes that all its tiles keep, and of a second output of those that are recomputed."""
+    """For each device, bytes that all its tiles keep, of second outputs of recomputed ones, and of copies of what others offload."""
     result = [0] * plan.device_count
     for tile, size in zip(plan.tiles, kept_bytes(plan), strict=True):
         result[tile.device] += size
         if tile.operator in plan.recomputed_operators:
             op = plan.operator(tile)
             result[tile.device] += sum(made_bytes(plan.graph, op, tile, k) for k in range(len(op.outputs)))
+        if tile.operator in plan.offloading_operators:
+            result[tile.device] += (1 if tile.device in plan.accelerators else 2) * away_bytes(plan.graph, tile)
     return result
 
 
@@ -123,6 +125,21 @@ def kept_bytes(plan: Plan) -> list[int]:
         made = sum(made_bytes(graph, op, tile, k) for k in range(len(op.outputs)))
         result.append(made + sum(_box_bytes(graph, o.tensor, box) for o, box in kept) + own + tile_padded_bytes(plan, tile))
     return result
+
+
+def away_bytes(graph: OperatorGraph, tile: Tile) -> int:
+    """Bytes that a tile copies to its host, and back, if its operator offloads what it keeps: what autograd keeps of its activations, and
+    what it keeps inside. Parameters and parts of the batch stay on the device."""
+    op = graph.operators[tile.operator]
+    places = kept_places(graph, op, tile.intervals)
+    read: set[tuple[str, Box]] = set()
+    for k, (operand, box) in enumerate(zip(op.inputs, tile.inputs, strict=True)):
+        if graph.tensors[operand.tensor].kind is TensorKind.ACTIVATION and (places is None or k in places):
+            read.add((operand.tensor, box))
+    first = len(op.inputs) + len(op.parameters)
+    made = (made_bytes(graph, op, tile, k) for k in range(len(op.outputs)) if places is None or first + k in places)
+    padded = sum(padded_bytes(graph, op, k, tile.inputs[k], tile.intervals) for k in windows(op))
+    return sum(_box_bytes(graph, *own) for own in read) + sum(made) + kept_share(graph, op, tile.intervals) + padded
 
 
 def passing_bytes(plan: Plan, tile: Tile) -> tuple[int, int]:

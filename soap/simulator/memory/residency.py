@@ -4,7 +4,7 @@ Held all the time: parameter shards, optimizer states, the buffers of gradients 
 Held for a part of the step:
 
 - a tile's outputs, what it saves, and copies of its inputs: from its forward task to its backward task and the last task (or transfer)
-  that reads them;
+  that reads them; of an offloading one, to the copy to its host, and again from the copy back on;
 - of a recomputed tile, for its readers in the forward pass alone, and again from its second run on;
 - a fetched region: from its first arrival to the last backward task of its consumers;
 - a gradient between operators: from the first task that makes a part of it to the backward task that takes it;
@@ -163,8 +163,10 @@ class _Values:
                 size = made_bytes(graph, op, tile, k)
                 self._hold_made(number, out.tensor, size, waits.get((number, out.tensor), (0, 0)))
                 kept -= size
-            for start, end in spans.lives(number, spans.last(number)):
-                self.hold(tile.device, start, end, kept, MemoryKind.KEPT)
+            for start, end in spans.lives(number, spans.left(number)):
+                self.hold(tile.device, start, end, kept, MemoryKind.KEPT, late=number in spans.away)
+            if number in spans.away:
+                self._offloaded(number)
             if number not in spans.unread:
                 for start, end in (spans.forward[number], spans.second_work.get(number, (0, 0))):
                     self.hold(tile.device, start, end, peaks.passing_bytes(plan, tile)[0], MemoryKind.WORKSPACE)
@@ -176,6 +178,14 @@ class _Values:
         for (device, tensor, box, _), (start, end) in copies.items():
             if not in_one_piece(box, graph.tensors[tensor].shape):
                 self.hold(device, start, end, box_bytes(plan, tensor, box), MemoryKind.BATCH)
+
+    def _offloaded(self, number: int) -> None:
+        """What a tile has back from its host, and on a CPU, until then, the copy there."""
+        tile, (begun, _), (start, end) = self.plan.tiles[number], self.spans.away[number], self.spans.back[number]
+        size = peaks.away_bytes(self.plan.graph, tile)
+        self.hold(tile.device, start, self.spans.last(number), size, MemoryKind.KEPT, early=True)
+        if tile.device not in self.plan.accelerators:
+            self.hold(tile.device, begun, end, size, MemoryKind.KEPT, early=True, late=True)
 
     def _waits(self) -> dict[tuple[int, str], tuple[int, int]]:
         """(tile, tensor that it makes) -> until when its first run's output waits for others, and, of a recomputed tile, its second's."""

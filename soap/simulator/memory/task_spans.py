@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 
-from soap.plan.plan import Exchange, Fetch, Message, Part, Plan, Reduction, exchange_name, message_name, reduce_name
+from soap.model.graph import TensorKind
+from soap.plan.offloading import kept_from_host_name, kept_to_host_name
+from soap.plan.plan import Exchange, Fetch, Message, Part, Plan, Reduction, exchange_name, message_name, need_name, reduce_name
 from soap.plan.recomputation import dropped_holdings, find_recomputation, remade
 from soap.plan.tiling import Tile
 from soap.simulator.memory.footprint import kept_places
@@ -38,7 +40,8 @@ class TaskSpans:
 
     ``forward``, ``backward``: by tile. ``second``: of second runs, by tile; ``second_work``: while they compute; a segment's tiles all
     begin when the first of them does, because the runtime runs them together. ``unread``: tiles that make nothing, as nobody reads it; they
-    have no backward task here. ``named``: by task name. ``ready``: by name of a synchronization, when all that it waits for is over.
+    have no backward task here. ``away``, ``back``: by tile, of the copies of what it keeps to its host, and back (from its need on, when
+    ranks allot the memory). ``named``: by task name. ``ready``: by name of a synchronization, when all that it waits for is over.
     ``brought``, ``returned``: by part, of the transfer of the part and of its gradient. ``segment``: tile -> the first tile of its segment.
     ``begun``: first tile of a segment -> start of its backward pass.
     """
@@ -62,6 +65,7 @@ class TaskSpans:
         self.recomputation = find_recomputation(self.plan, self.backward)
         self.dropped = dropped_holdings(self.plan, self.recomputation, self.backward)
         self.unread = frozenset(_unread(self.plan))
+        self.away, self.back = self._copies()
         self.segment = self._segments()
         self.begun: dict[int, int] = {}
         for tile, (start, _) in self.backward.items():
@@ -91,6 +95,17 @@ class TaskSpans:
                 start, end = again[tile]
                 at, begun = min(at, start) + end - start, min(at, start)
                 yield tile, begun, at, end
+
+    def _copies(self) -> tuple[dict[int, Span], dict[int, Span]]:
+        away: dict[int, Span] = {}
+        back: dict[int, Span] = {}
+        for number in self.backward if self.plan.offloading_operators else ():
+            tile = self.plan.tiles[number]
+            op = self.plan.operator(tile)
+            if tile.operator in self.plan.offloading_operators:
+                away[number] = self.named[kept_to_host_name(op, tile)]
+                back[number] = self.named[need_name(op, tile)][0], self.named[kept_from_host_name(op, tile)][1]
+        return away, back
 
     def carriers(self) -> list[Message | Exchange]:
         """All messages and exchanges."""
@@ -154,13 +169,18 @@ class TaskSpans:
         return [(start, end), (self.second[number][0], until)] if number in self.second else [(start, until)]
 
     def needed(self, number: int, tensor: str) -> int:
-        """Until when a tile needs its region of an operand: the end of its backward task if autograd keeps it, else of its last run
-        forward."""
-        return self.last(number) if self._keeps(number, tensor) else self.second.get(number, self.forward[number])[1]
+        """Until when a tile needs its region of an operand: the end of its backward task if autograd keeps it, or of the copy to its host,
+        else of its last run forward."""
+        return self.left(number, tensor) if self._keeps(number, tensor) else self.second.get(number, self.forward[number])[1]
 
     def used(self, number: int, tensor: str) -> int:
         """``needed`` of what a tile's segment makes by itself. It is gone when its tiles have computed, one after the other."""
-        return self.last(number) if self._keeps(number, tensor) else self.second_work.get(number, self.forward[number])[1]
+        return self.left(number, tensor) if self._keeps(number, tensor) else self.second_work.get(number, self.forward[number])[1]
+
+    def left(self, number: int, tensor: str = "") -> int:
+        """Until when a tile holds what it keeps, beside what comes back from its host; of a ``tensor``, unless that is never offloaded."""
+        offloads = not tensor or self.plan.graph.tensors[tensor].kind is TensorKind.ACTIVATION
+        return self.away[number][1] if offloads and number in self.away else self.last(number)
 
     def _keeps(self, number: int, tensor: str) -> bool:
         """Whether autograd keeps a tile's region of an operand."""

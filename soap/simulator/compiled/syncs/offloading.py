@@ -8,15 +8,30 @@ from __future__ import annotations
 
 from soap.simulator.communication.offloading import DOWN, OFFLOADING_NS, ON_HOST, STAGES, UP
 from soap.simulator.compiled.communication import nanoseconds
+from soap.simulator.compiled.graph_arrays import ClusterTables
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.scratch import TASKS
-from soap.simulator.compiled.state import ARENA, OTHER
+from soap.simulator.compiled.state import OTHER
 from soap.simulator.compiled.syncs.exchange import new_row
 from soap.simulator.compiled.syncs.pricing import price_ns
 from soap.simulator.compiled.task_keys import STATE_FULL, UPDATE, set_key, task_key
 from soap.simulator.compiled.world import World
 
 _DOWN_STAGE, _HOST_STAGE, _UP_STAGE = STAGES
+
+
+@compiled
+def lift(K: ClusterTables, device: int, place: int) -> tuple[int, int]:
+    """(place in ``Groups.static``, number) of the resources that a device's copies down, its part of the host's cores, or its copies up
+    hold."""
+    first, last = K.lift_ptr[3 * device + place], K.lift_ptr[3 * device + place + 1]
+    return len(K.device_type) + len(K.route) + first, last - first
+
+
+@compiled
+def copied_ns(K: ClusterTables, device: int, size: int) -> int:
+    """What a device takes to copy so many bytes to its host, or back."""
+    return nanoseconds(K.lift_latency[device] + size / K.lift_bandwidth[device])
 
 
 @compiled
@@ -38,7 +53,7 @@ def add_offload(W: World, device: int, slot0: int, followers: int) -> int:
     if slot + 3 > len(C.key):
         raise MemoryError(STATE_FULL)
     S.count[TASKS] += 3
-    copied = nanoseconds(K.lift_latency[device] + S.offloaded[device] / K.lift_bandwidth[device])
+    copied = copied_ns(K, device, S.offloaded[device])
     _add(W, slot, device, DOWN, _DOWN_STAGE, copied)
     _add(W, slot + 1, device, ON_HOST, _HOST_STAGE, S.on_host[device])
     _add(W, slot + 2, device, UP, _UP_STAGE, copied)
@@ -51,15 +66,8 @@ def add_offload(W: World, device: int, slot0: int, followers: int) -> int:
 
 @compiled
 def _add(W, slot, device, place, stage, duration):  # type: ignore[no-untyped-def]
-    K, C = W.cluster, W.state
-    first, last = K.lift_ptr[3 * device + place], K.lift_ptr[3 * device + place + 1]
-    at = C.used[ARENA]
-    if at + last - first > len(C.arena):
-        raise MemoryError(STATE_FULL)
-    for i in range(first, last):
-        C.arena[at + i - first] = K.lift[i]
-    C.used[ARENA] = at + last - first
+    C = W.state
     set_key(C, slot, task_key(UPDATE, device, stage, 0, 0, 0))
     C.duration[slot], C.latency[slot], C.overhead[slot], C.moved[slot], C.alive[slot] = duration, 0, 0, 0, 1
-    C.resource[slot], C.resource_n[slot] = -1 - at, last - first
+    C.resource[slot], C.resource_n[slot] = lift(W.cluster, device, place)
     C.kind[slot], C.owner[slot], C.waits[slot] = OTHER, -1, 1
