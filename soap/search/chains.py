@@ -53,7 +53,7 @@ from soap.search.uncut import with_uncut
 from soap.simulator.simulate import is_played
 from soap.strategy.config import Strategy, SyncConfig
 from soap.strategy.named import SAVING_STARTS, named
-from soap.strategy.sync import in_one_partition, sync_choices
+from soap.strategy.sync import in_one_partition, require_sharers, sync_choices
 
 PROPOSALS_PER_CHAIN, MAX_CHAINS = 500, 3
 TEMPERED_PROPOSALS, MAX_TEMPERED = 4000, 4
@@ -178,6 +178,7 @@ def _allowed_space(graph: OperatorGraph, topology: Topology, options: SearchOpti
     pins, forbidden = pairs_of(options.pins), pairs_of(options.forbidden)
     allowed = parse(graph, topology.device_count, pins, forbidden)
     allowed = with_uncut(graph, topology, allowed, options.uncut, options.together)
+    require_sharers(topology, options.syncs)
     return build_space(graph, topology.device_count, allowed=allowed, syncs=_allowed_syncs(graph, topology, options))
 
 
