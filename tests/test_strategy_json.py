@@ -230,6 +230,18 @@ def test_impossible_degrees_and_devices() -> None:
         assert fc0(devices=[item]) == unknown.format(repr(item))
 
 
+def test_operators_that_must_not_repeat() -> None:
+    g = GraphBuilder()
+    x = g.embedding(g.input("ids", 4, 1, dtype="int64"), 8, 4, weight=g.parameter("table", 8, 4), name="rows")
+    graph = g.build(g.mean(g.linear(x, 4)))
+    data = json.loads(dumps(data_parallel(graph, CLUSTER), graph, CLUSTER))
+    data["operators"]["rows"]["recompute"] = True
+    assert refused(json.dumps(data), graph) == (
+        "operator 'rows' is marked to be recomputed, but it looks rows up in the sparse parameter 'table', which are brought for one use; "
+        "expected recompute false"
+    )
+
+
 def test_parameter_servers_are_written_and_read() -> None:
     syncs = {"fc0.weight": parameter_server(4), "fc1.weight": parameter_server(1, "host")}
     data = json.loads(dumps(replace(data_parallel(GRAPH, CLUSTER), parameters=syncs), GRAPH, CLUSTER))

@@ -12,7 +12,7 @@ from soap.search.options import SearchOptions
 from soap.search.space import Space, build_space
 from soap.search.uncut import with_uncut
 from soap.strategy.config import SyncConfig
-from soap.strategy.sync import sync_choices
+from soap.strategy.sync import require_sharers, sync_choices
 
 
 def allowed_space(graph: OperatorGraph, topology: Topology, options: SearchOptions) -> Space:
@@ -20,6 +20,7 @@ def allowed_space(graph: OperatorGraph, topology: Topology, options: SearchOptio
     pins, forbidden = pairs_of(options.pins), pairs_of(options.forbidden)
     allowed = parse(graph, topology.device_count, pins, forbidden)
     allowed = with_uncut(graph, topology, allowed, options.uncut, options.together)
+    require_sharers(topology, options.syncs)
     return build_space(graph, topology.device_count, allowed=allowed, syncs=allowed_syncs(graph, topology, options))
 
 

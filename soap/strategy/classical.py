@@ -13,7 +13,8 @@ from typing import Protocol
 from soap.cluster.topology import Topology
 from soap.model.graph import Operator, OperatorGraph
 from soap.strategy.config import OpConfig, Strategy, settled, settled_config
-from soap.strategy.grids import device_order, fill, grouped, sample_factor, uniform_config
+from soap.strategy.experts import expert_parallel
+from soap.strategy.grids import device_order, fill, grouped, largest_divisor, sample_factor, uniform_config
 from soap.strategy.megatron import balanced_blocks, hybrid, megatron, operator_work, sequence_parallel
 from soap.strategy.recomputation import recomputed
 from soap.strategy.sequences import context_parallel
@@ -22,12 +23,14 @@ from soap.strategy.tensor_parallel_chains import dense
 
 __all__ = [
     "CLASSICAL",
+    "EXPERTS",
     "LONG_CONTEXT",
     "NAMED",
     "RECOMPUTED",
     "SYNCHRONIZED",
     "context_parallel",
     "data_parallel",
+    "expert_parallel",
     "fsdp",
     "hsdp",
     "hybrid",
@@ -86,7 +89,7 @@ def one_weird_trick(graph: OperatorGraph, topology: Topology) -> Strategy:
     for i, op in enumerate(graph.operators):
         matrix = dense(graph, op)
         if matrix is not None:
-            width = _largest_divisor(len(order), op.factors[matrix.column].size)
+            width = largest_divisor(len(order), op.factors[matrix.column].size)
             chosen[i] = grouped(op, order, width, matrix.column)
     return settled(graph, fill(graph, [order] * len(graph.operators), chosen), len(order))
 
@@ -152,6 +155,9 @@ LONG_CONTEXT: Mapping[str, Callable[[OperatorGraph, Topology], Strategy]] = Mapp
 )
 """Strategies that split sequences, by name."""
 
+EXPERTS: Mapping[str, Callable[[OperatorGraph, Topology], Strategy]] = MappingProxyType({"expert_parallel": expert_parallel})
+"""Strategies that divide experts, by name."""
+
 
 def recompute(graph: OperatorGraph, topology: Topology) -> Strategy:
     """Data parallelism that keeps only what goes on from run to run, and computes each run again (``recomputation.runs_of``)."""
@@ -162,7 +168,7 @@ RECOMPUTED: Mapping[str, Callable[[OperatorGraph, Topology], Strategy]] = Mappin
 """Strategies that recompute, by name: searches try them only if memory binds."""
 
 NAMED: Mapping[str, Callable[[OperatorGraph, Topology], Strategy]] = MappingProxyType(
-    {**CLASSICAL, **SYNCHRONIZED, **LONG_CONTEXT, **RECOMPUTED}
+    {**CLASSICAL, **SYNCHRONIZED, **LONG_CONTEXT, **EXPERTS, **RECOMPUTED}
 )
 """All strategies that have a name."""
 
@@ -194,7 +200,3 @@ def random_strategy(graph: OperatorGraph, topology: Topology, rng: Randomness) -
 
 def _below(limit: int, rng: Randomness) -> int:
     return int(rng.random() * max(limit, 1))
-
-
-def _largest_divisor(number: int, limit: int) -> int:
-    return max(d for d in range(1, min(number, limit) + 1) if number % d == 0)

@@ -56,6 +56,11 @@ def tensor_parallel_width(topology: Topology) -> int:
     return topology.device_count if max(counts.values()) == 1 else gcd(*counts.values())
 
 
+def largest_divisor(number: int, limit: int) -> int:
+    """The largest divisor of a number that is at most ``limit``."""
+    return max(d for d in range(1, min(number, limit) + 1) if number % d == 0)
+
+
 def grouped(
     op: Operator, order: Sequence[int], width: int, factor: int | None = None, periods: int = 1
 ) -> OpConfig:

@@ -150,6 +150,14 @@ def sync_choices(
     return found
 
 
+def require_sharers(topology: Topology, asked: Sequence[SyncConfig]) -> None:
+    """StrategyError in one line if one of these lets devices own parts, and there is one device alone, which owns everything anyway."""
+    for sync in asked if topology.device_count == 1 else ():
+        if sync.owner == "parts":
+            found = f"synchronization by {sync.word}, on cluster {topology.name!r} of one device, which has nobody to share with"
+            raise StrategyError(f"{found}: expected two devices or more; leave {sync.word} out, or take a larger cluster")
+
+
 def in_one_partition(strategy: Strategy, names: Collection[str]) -> Strategy:
     """The strategy with each of these parameters in one partition, if servers own it, and all-reduced, if readers own parts of it."""
     for name, sync in strategy.parameters.items():

@@ -77,8 +77,8 @@ class Wanted:
     pull_together: bool = True
 
 
-ALWAYS, LATER = ("parameter_server",), ("hsdp",)
-"""Strategies of which there are figures whatever the graph, and those that are younger than the figures."""
+ALWAYS = ("parameter_server",)
+"""Strategies of which there are figures whatever the graph, of those with other synchronizations."""
 
 
 def strategies_of(graph: OperatorGraph, topology: Topology, seed: str) -> dict[str, Wanted]:
@@ -86,7 +86,7 @@ def strategies_of(graph: OperatorGraph, topology: Topology, seed: str) -> dict[s
     count = topology.device_count
     found = {name: make(graph, topology) for name, make in CLASSICAL.items()}
     found["pipeline"] = hybrid(graph, topology, tensor=2, pipeline=2)
-    chosen = {name: make for name, make in SYNCHRONIZED.items() if name in ALWAYS or (graph.sparse and name not in LATER)}
+    chosen = {name: make for name, make in SYNCHRONIZED.items() if name in ALWAYS or graph.sparse}
     found |= {name: make(graph, topology) for name, make in chosen.items()}
     found |= {f"drawn-{k}": drawn(graph, count, f"{seed} {k}", synchronized=k > 0) for k in range(3)}
     wanted = {name: Wanted(strategy) for name, strategy in found.items()}
@@ -262,7 +262,8 @@ def _parameter_lines(plan: Plan) -> Iterator[str]:
     for sync in plan.syncs:
         words = f"payload {sync.contract.payload}, residence {sync.contract.residence}"
         if not sync.contract.has_servers:
-            yield f"sync owner {sync.contract.owner}, {words}: on {sync.readers} {'; '.join(map(region, sync.shards))}"
+            copies = f" in copies led by {sync.leaders}" * (sync.contract.owned_in_parts and sync.aggregated)
+            yield f"sync owner {sync.contract.owner}, {words}: on {sync.readers}{copies} {'; '.join(map(region, sync.shards))}"
             continue
         servers = "; ".join(f"{region(number)} on {plan.shards[number].devices}" for number in sync.shards)
         yield (

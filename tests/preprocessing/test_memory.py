@@ -6,57 +6,23 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from uuid import uuid4
 
 import pytest
 
 from soap.cli.preprocess import main
+from tests.control_groups import FIRST, VERSIONS, Group, limited
 
 LIMIT_BYTES = 500_000_000
-FIRST, SECOND = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
 COMMAND = [sys.executable, "-m", "soap.cli.preprocess", "criteo-kaggle"]
 
 
-@dataclass(frozen=True)
-class Group:
-    """A control group with little memory. ``peak``: the file that says the most it has held."""
-
-    path: Path
-    peak: Path
-
-
-@pytest.fixture(params=[1, 2])
+@pytest.fixture(params=VERSIONS)
 def group(request: pytest.FixtureRequest) -> Iterator[Group]:
-    """One of each version that this system has; both limit memory on none."""
-    if os.geteuid() != 0:
-        pytest.skip("needs root, for control groups")
-    if request.param == 1 and not (FIRST / "memory.limit_in_bytes").exists():
-        pytest.skip("control groups of version 1 do not limit memory here")
-    controllers = SECOND / "cgroup.controllers"
-    if request.param == 2 and not (controllers.exists() and "memory" in controllers.read_text().split()):
-        pytest.skip("control groups of version 2 do not limit memory here")
-    name = f"soap-tests-{uuid4().hex[:8]}"
-    if request.param == 1:
-        own = Group(FIRST / name, FIRST / name / "memory.max_usage_in_bytes")
-        limit = "memory.limit_in_bytes"
-    else:
-        (SECOND / "cgroup.subtree_control").write_text("+memory")
-        own, limit = Group(SECOND / name, SECOND / name / "memory.peak"), "memory.max"
-    own.path.mkdir()
-    (own.path / limit).write_text(str(LIMIT_BYTES))
-    if request.param == 2:
-        (own.path / "memory.swap.max").write_text("0")
-    yield own
-    for _ in range(100):
-        try:
-            own.path.rmdir()
-            return
-        except OSError:
-            time.sleep(0.1)
+    """One of each version that this system has."""
+    with limited(LIMIT_BYTES, request.param) as own:
+        yield own
 
 
 def _inside(group: Group, *argv: str) -> subprocess.CompletedProcess[str]:

@@ -9,7 +9,7 @@ from math import prod
 
 from soap.cluster.topology import Topology
 from soap.model.graph import FactorKind, OperatorGraph
-from soap.strategy.classical import random_config
+from soap.strategy.classical import random_strategy
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
 from soap.strategy.sync import SHARDED, SHARDED_IN_HOSTS, SHARDED_STATE, SPARSE_ALL_GATHER, fitted, parameter_server
 from soap.strategy.sync_contracts import WITHIN
@@ -62,9 +62,13 @@ def random_sync(rng: random.Random, sparse: bool) -> SyncConfig:
     return SPARSE_ALL_GATHER if method == "allgather" and sparse else SyncConfig()
 
 
-def random_synchronized(graph: OperatorGraph, topology: Topology, rng: random.Random) -> Strategy:
-    """Any configurations and any methods."""
-    configs = {op.name: random_config(op, topology.device_count, rng) for op in graph.operators}
+def with_random_syncs(graph: OperatorGraph, strategy: Strategy, rng: random.Random) -> Strategy:
+    """The strategy with any method for each parameter, some of them with states on hosts, and any prefetch."""
     syncs = {tensor.name: random_sync(rng, tensor.name in graph.sparse) for tensor in graph.parameters}
     syncs = {name: replace(sync, offload=sync.contract.offloads and rng.random() < 0.3) for name, sync in syncs.items()}
-    return Strategy(configs, syncs, prefetch=rng.randrange(3))
+    return replace(strategy.with_changes(parameters=syncs), prefetch=rng.randrange(3))
+
+
+def random_synchronized(graph: OperatorGraph, topology: Topology, rng: random.Random) -> Strategy:
+    """Any configurations and any methods."""
+    return with_random_syncs(graph, random_strategy(graph, topology, rng), rng)

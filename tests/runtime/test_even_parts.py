@@ -21,10 +21,10 @@ from soap.simulator.lowering import build_plan
 from soap.strategy.config import Strategy, SyncConfig
 from soap.strategy.sync import SHARDED, SHARDED_IN_HOSTS, SHARDED_STATE
 from tests.extent import often, rows_often
+from tests.runtime.mixtures import marked
 from tests.runtime.pool import Pool
 from tests.runtime.sparse_modules import OPTIMIZERS
 from tests.runtime.sparse_plans import by_samples, random_synchronized
-from tests.runtime.test_recomputation import marked
 from tests.runtime.test_sharded_state import MODELS, batch_of, in_columns, loaded, trained
 from tests.runtime.test_sharded_state import files as files  # a fixture
 from tests.strategies import CPU, GPU, cluster

@@ -26,6 +26,7 @@ from soap.zoo import names
 from tests.extent import FEW, often, so_many
 from tests.graph_builder import convnet, mlp, transformer
 from tests.runtime.cases import train
+from tests.runtime.mixtures import marked
 from tests.runtime.plans import plan_of, random_order, split
 from tests.runtime.pool import Pool
 from tests.runtime.test_training import NAMED, assert_equal_to_one_process
@@ -34,12 +35,6 @@ from tests.strategies import CPU, cases, cluster
 from tests.transformers_models import MODELS as TRANSFORMERS
 
 THREE, FOUR = cluster([3], CPU), local_topology(4)
-
-
-def marked(graph: OperatorGraph, strategy: Strategy, draw: random.Random, share: float = 0.7) -> Strategy:
-    """The strategy with such a share of what may be recomputed marked."""
-    names = [name for name in sorted(repeatable(graph)) if draw.random() < share]
-    return with_marks(strategy, names, True)
 
 
 def recomputed(plan: Plan, seed: int = 0, share: float = 0.7) -> Plan:

@@ -18,8 +18,8 @@ from soap.strategy.recomputation import recomputed
 from soap.strategy.sync import SHARDED
 from soap.zoo import names
 from tests.extent import often
+from tests.runtime.mixtures import marked
 from tests.runtime.pool import Pool
-from tests.runtime.test_recomputation import marked
 from tests.runtime.traced import checked, traced
 from tests.simulator.test_sharded import FOUR as HOSTS
 from tests.simulator.test_sharded import layers

@@ -5,15 +5,19 @@ from __future__ import annotations
 import functools
 import os
 import warnings
+from collections.abc import Callable, Sequence
 
 import torch
 
 from soap.cluster.topology import DeviceKind, Topology
 from soap.runtime.check import CheckResult, check
 from soap.runtime.trainer import Trainer
+from soap.runtime.training_options import TrainingOptions
 from soap.strategy.config import Strategy
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.load import load_model
+
+Optimizer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 
 DEVICE: DeviceKind = "cuda" if os.environ.get("SOAP_TESTS_DEVICE") == "cuda" else "cpu"
 """Where ranks that are checked compute. On a machine with one GPU they share it."""
@@ -35,8 +39,24 @@ def sgd(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
-def checked(spec: str, dtype: str | None, strategy: Strategy, topology: Topology, steps: int = 2) -> CheckResult:
-    """Train some steps on the example inputs, comparing loss, gradients, parameters and buffers with one process."""
+def checked(
+    spec: str,
+    dtype: str | None,
+    strategy: Strategy,
+    topology: Topology,
+    steps: int = 2,
+    optimizer: Optimizer = sgd,
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+) -> CheckResult:
+    """Train some steps on the example inputs (``batch_of``), comparing loss, gradients, parameters and buffers with one process."""
     model = traced(spec, dtype)
-    with Trainer(model, (strategy, topology), optimizer=sgd, seed=7, device_kind=DEVICE) as trainer:
-        return check(trainer, lambda step: model.example_inputs, sgd, steps)
+    options = TrainingOptions(optimizer=optimizer, seed=7, device_kind=DEVICE, accumulate=accumulate, clip_norm=clip_norm)
+    with Trainer(model, (strategy, topology), options=options) as trainer:
+        return check(trainer, lambda step: batch_of(model.example_inputs, step, accumulate), optimizer, steps)
+
+
+def batch_of(inputs: Sequence[torch.Tensor], step: int, accumulate: int) -> list[torch.Tensor]:
+    """The example inputs. Of several micro-batches, each pairs one input's samples with other samples of the next input."""
+    numbers = range(step * accumulate, (step + 1) * accumulate) if accumulate > 1 else (0,)
+    return [tensor.roll(number * place, 0) for number in numbers for place, tensor in enumerate(inputs)]

@@ -11,11 +11,12 @@ from soap.api import SearchOutcome
 from soap.cli import search_report
 from soap.cluster.memory_budget import with_memory_budget
 from soap.cluster.topology import Topology
-from soap.errors import InfeasibleError
+from soap.errors import InfeasibleError, StrategyError
 from soap.model.graph import OperatorGraph
 from soap.search.chains import _allowed_syncs
 from soap.search.options import SearchOptions
-from soap.strategy.sync import ALL_REDUCE, SAVING_MEMORY, parameter_server, sync_choices
+from soap.strategy.config import SyncConfig
+from soap.strategy.sync import ALL_REDUCE, SAVING_MEMORY, SHARDED, SHARDED_IN_HOSTS, SHARDED_STATE, parameter_server, sync_choices
 from tests.graph_builder import mlp
 from tests.search.test_syncs import lookups
 from tests.strategies import GPU, cluster
@@ -86,3 +87,10 @@ def test_below_what_anything_reaches_it_says_the_least_and_what_would_help() -> 
     assert "available 97.7 KiB by --memory-budget, in the closest of 30 proposals and all starts" in text
     assert "; most of that, " in text and "\n" not in text and text.endswith("(5) a larger --memory-budget")
     assert found(TOPOLOGY, memory_budget="50%", budget=10).simulator.topology.limits == (GPU.memory_bytes // 2,) * 4
+
+
+@pytest.mark.parametrize(("sync", "word"), [(SHARDED_STATE, "zero"), (replace(SHARDED, offload=True), "fsdp"), (SHARDED_IN_HOSTS, "hsdp")])
+def test_one_device_has_nobody_to_share_with(sync: SyncConfig, word: str) -> None:
+    said = f"^synchronization by {word}, on cluster 'test' of one device, which has nobody to share with: expected two devices or more; l"
+    with pytest.raises(StrategyError, match=said):
+        found(cluster([1]), syncs=[sync], budget=1)

@@ -1,0 +1,59 @@
+"""Plans that divide experts among devices train like one process, however unevenly rows choose them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from soap.strategy.named import named
+from soap.tracing.export import export_model
+from tests.runtime.pool import Pool
+from tests.runtime.sparse_plans import hosts
+from tests.runtime.traced import adam, checked, traced
+from tests.test_strategies import split
+from tests.tracing.test_experts import CHOSEN, EXPERTS, TOKENS, WIDTH, Experts, sorted_and_back
+from tests.transformers_models import MODELS
+
+CASES = [(hosts(2), ""), (hosts(4), ""), (hosts(2, 2), "+hsdp"), (hosts(4), "+fsdp+recompute")]
+CLIP_NORM, ACCUMULATE = 0.05, 2
+
+
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Two products of experts, of which one gets a row of each token, and another none at all. (torch exports them in bfloat16 alone.)"""
+    torch.manual_seed(0)
+    module, x = Experts(sorted_and_back).bfloat16(), torch.randn(TOKENS, WIDTH, dtype=torch.bfloat16)
+    with torch.no_grad():
+        module.gate.bias.copy_(torch.tensor([50.0, 0.0, 0.0, -50.0]))
+    rows = torch.bincount(module.gate(x).topk(CHOSEN).indices.flatten(), minlength=EXPERTS).tolist()
+    assert rows[0] == TOKENS and rows[3] == 0 and sum(rows) == CHOSEN * TOKENS
+    path = tmp_path_factory.mktemp("experts") / "uneven.pt2"
+    export_model(module, (x,), path=path)
+    return str(path)
+
+
+def trains(four: Pool, path: str, products: int) -> None:
+    graph = traced(path, "float64").graph
+    for topology, added in CASES:
+        strategy = named(f"expert_parallel{added}", graph, topology)
+        divided = [degrees for degrees, _ in split(graph, strategy).values() if "e" in degrees]
+        assert [degrees["e"] for degrees in divided] == [min(EXPERTS, topology.device_count // len(topology.hosts))] * products
+        given = (path, "float64", strategy, topology, 2, adam, ACCUMULATE, CLIP_NORM)
+        result = four.run(checked, *given, ranks=topology.device_count)[0]
+        assert result.passed and result.tolerance == 1e-9, (added, topology.device_count, result.worst)
+
+
+def test_uneven_loads(four: Pool, uneven: str) -> None:
+    trains(four, uneven, 2)
+
+
+@pytest.mark.long
+def test_mixtral(four: Pool, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    module, inputs = MODELS["mixtral"]()
+    path = str(tmp_path / "mixtral.pt2")
+    export_model(module, (), inputs, path=path)
+    trains(four, path, 4)
