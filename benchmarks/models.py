@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -50,6 +50,25 @@ def _recurrent(vocabulary: int, width: int, steps: int, chunk: int, batch: int) 
 def _gpt(vocabulary: int, context: int, width: int, layers: int, batch: int, heads: int = 4, dropout: float = 0.0) -> Made:
     config = GPTConfig(vocabulary=vocabulary, context=context, width=width, heads=heads, layers=layers, dropout=dropout)
     return GPT(config), _text(batch, context, vocabulary)
+
+
+class _LlamaWithLoss(nn.Module):
+    """A Llama of the ``transformers`` library with random weights, whose output is the loss. The last position has no label."""
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        super().__init__()
+        self.llama = LlamaForCausalLM(LlamaConfig(**sizes, use_cache=False)).train()
+
+    def forward(self, words: Tensor) -> Tensor:
+        loss: Tensor = self.llama(input_ids=words, labels=words).loss
+        return loss
+
+
+def _llama(vocabulary: int, context: int, width: int, layers: int, batch: int) -> Made:
+    sizes = {"hidden_size": width, "intermediate_size": 11 * width // 4, "num_hidden_layers": layers, "num_attention_heads": 8}
+    return _LlamaWithLoss({**sizes, "num_key_value_heads": 4, "vocab_size": vocabulary}), (tokens(batch, context, vocabulary),)
 
 
 def _nmt(vocabulary: int, width: int, steps: int, batch: int) -> Made:
@@ -117,6 +136,7 @@ RUNTIME_MODELS: dict[str, Callable[[], Made]] = {
     "runtime-gpt-dry": partial(_gpt, vocabulary=4000, context=128, width=256, layers=4, batch=8, heads=8),
     "runtime-gpt-large": partial(_gpt, vocabulary=50_257, context=1024, width=768, layers=12, batch=8, heads=12),
     "runtime-resnet50-large": partial(_resnet50, image=224, batch=64),
+    "runtime-llama": partial(_llama, vocabulary=4000, context=128, width=256, layers=4, batch=8),
     "runtime-rnnlm": partial(_recurrent, vocabulary=2000, width=256, steps=40, chunk=8, batch=64),
     "runtime-rnnlm-short": partial(_recurrent, vocabulary=2000, width=256, steps=40, chunk=8, batch=32),
 }
