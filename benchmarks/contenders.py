@@ -17,6 +17,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -37,7 +38,7 @@ from soap.strategy.config import Strategy
 from soap.zoo.gpt import GPT, Block
 
 LEARNING_RATE = 0.01
-KEEPING_STATES = ("ZeroRedundancyOptimizer", "fully_shard")
+KEEPING_STATES = ("ZeroRedundancyOptimizer", "fully_shard", "fully_shard + checkpoint_wrapper")
 """Peers that are about the optimizer's states, or more."""
 Placed = TypeVar("Placed", Tensor, nn.Module)
 Step = Callable[[], float]
@@ -111,22 +112,36 @@ def sharded_step(contest: Contest) -> Step:
     return _plain_step(module, inputs, optimizer)
 
 
-def fully_sharded_step(contest: Contest) -> Step:
-    """``fully_shard`` of each block of the zoo's GPT, and of the rest, with its defaults; every rank has its share of the batch."""
+def fully_sharded_step(contest: Contest, recompute: bool = False) -> Step:
+    """``fully_shard`` of each block of a transformer, and of the rest, with its defaults; every rank has its share of the batch.
+
+    ``recompute``: each block in a ``checkpoint_wrapper``, with its defaults: it keeps the block's input alone.
+    """
     module, inputs = batch_of(contest)
-    mesh = init_device_mesh(contest.device, (dist.get_world_size(),))
-    for block in cast(GPT, module).blocks:
-        fully_shard(block, mesh=mesh)
+    mesh, blocks = init_device_mesh(contest.device, (dist.get_world_size(),)), _blocks(module)
+    for place, block in enumerate(blocks):
+        if recompute:
+            blocks[place] = checkpoint_wrapper(block)  # type: ignore[no-untyped-call]
+        fully_shard(blocks[place], mesh=mesh)
     fully_shard(module, mesh=mesh)
-    share = tuple(tensor.tensor_split(dist.get_world_size())[dist.get_rank()].contiguous() for tensor in inputs)
-    return _plain_step(module, share, contest.optimizer(module.parameters()))
+    return _plain_step(module, _share(inputs), contest.optimizer(module.parameters()))
+
+
+def _blocks(module: nn.Module) -> nn.ModuleList:
+    """The blocks of a transformer: its only list of modules."""
+    (blocks,) = (own for own in module.modules() if isinstance(own, nn.ModuleList))
+    return blocks
 
 
 def _replicated(contest: Contest) -> tuple[nn.Module, tuple[Tensor, ...]]:
     """The module on all ranks, and this rank's share of the batch."""
     module, inputs = batch_of(contest)
-    rank, size = dist.get_rank(), dist.get_world_size()
-    return DistributedDataParallel(module), tuple(tensor.tensor_split(size)[rank].contiguous() for tensor in inputs)
+    return DistributedDataParallel(module), _share(inputs)
+
+
+def _share(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """This rank's share of the batch."""
+    return tuple(tensor.tensor_split(dist.get_world_size())[dist.get_rank()].contiguous() for tensor in inputs)
 
 
 def plain_step(contest: Contest) -> Step:
@@ -169,6 +184,7 @@ PEERS: dict[str, Callable[[Contest], Step]] = {
     "parallelize_module": tensor_parallel_step,
     "ZeroRedundancyOptimizer": sharded_step,
     "fully_shard": fully_sharded_step,
+    "fully_shard + checkpoint_wrapper": partial(fully_sharded_step, recompute=True),
 }
 """PyTorch's own ways, by name."""
 

@@ -139,8 +139,9 @@ RUNTIME_MODELS: dict[str, Callable[[], Made]] = {
     "runtime-gpt-large": partial(_gpt, vocabulary=50_257, context=1024, width=768, layers=12, batch=8, heads=12),
     "runtime-gpt-tiny": partial(_gpt, vocabulary=64, context=8, width=16, layers=4, batch=8),
     "runtime-gpt-deep": partial(_gpt, vocabulary=4000, context=128, width=256, layers=8, batch=16, heads=8),
-    "runtime-llama": partial(_llama, vocabulary=4000, context=128, width=256, layers=8, batch=16),
+    "runtime-llama-deep": partial(_llama, vocabulary=4000, context=128, width=256, layers=8, batch=16),
     "runtime-resnet50-large": partial(_resnet50, image=224, batch=64),
+    "runtime-llama": partial(_llama, vocabulary=4000, context=128, width=256, layers=4, batch=8),
     "runtime-rnnlm": partial(_recurrent, vocabulary=2000, width=256, steps=40, chunk=8, batch=64),
     "runtime-rnnlm-short": partial(_recurrent, vocabulary=2000, width=256, steps=40, chunk=8, batch=32),
 }

@@ -29,7 +29,7 @@ from benchmarks.pipeline_contenders import SCHEDULES, PipelineContest, last_curv
 from soap.cli.options import not_negative, positive
 from soap.runtime.comm.launch import launch
 
-MODELS = {"gpt": "runtime-gpt-deep", "llama": "runtime-llama"}
+MODELS = {"gpt": "runtime-gpt-deep", "llama": "runtime-llama-deep"}
 CONTESTS = {f"{model}-{own.word}": (MODELS[model], schedule) for model in MODELS for schedule, own in SCHEDULES.items()}
 """Name -> (model, torch's schedule)."""
 CURVE_STEPS = 5

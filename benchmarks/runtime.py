@@ -1,11 +1,13 @@
 """Does a plan cost more than the same by PyTorch's own tools? Data parallelism against DistributedDataParallel, sharded optimizer states
-against ZeroRedundancyOptimizer, sharded parameters against ``fully_shard``, Megatron's plan against ``parallelize_module``, one device
-against the plain module: time of a step and peak memory, as ratios measured in one run. Behind the table stands what a rank sends.
+against ZeroRedundancyOptimizer, sharded parameters against ``fully_shard``, with recomputation against ``checkpoint_wrapper`` as well,
+Megatron's plan against ``parallelize_module``, one device against the plain module: time of a step and peak memory, as ratios measured in
+one run, and what a rank sends in a step.
 
     python -m benchmarks.runtime
+    python -m benchmarks.runtime --ranks 2 4 --models gpt-zero gpt-fsdp gpt-fsdp-recompute llama-zero llama-fsdp llama-fsdp-recompute
     python -m benchmarks.runtime --device cuda --models single-gpt-large single-resnet50-large
 
-Two ranks with one thread each, over gloo. Both sides train in the same processes, in turn, round after round, half of them with the one
+Ranks have one thread each, over gloo. Both sides train in the same processes, in turn, round after round, half of them with the one
 side made first and half with the other; a ratio is the median of the rounds' ratios. ``single-*`` also compares the losses of 50 steps.
 ``--wait`` says for how long it may wait for an idle machine.
 """
@@ -39,6 +41,10 @@ CONTESTS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "gpt-zero": ("gpt", "zero1", "ZeroRedundancyOptimizer", {}),
     "rnnlm-zero": ("rnnlm", "zero1", "ZeroRedundancyOptimizer", {}),
     "gpt-fsdp": ("gpt", "fsdp", "fully_shard", {}),
+    "gpt-fsdp-recompute": ("gpt", "fsdp+recompute", "fully_shard + checkpoint_wrapper", {}),
+    "llama-zero": ("llama", "zero1", "ZeroRedundancyOptimizer", {}),
+    "llama-fsdp": ("llama", "fsdp", "fully_shard", {}),
+    "llama-fsdp-recompute": ("llama", "fsdp+recompute", "fully_shard + checkpoint_wrapper", {}),
     "gpt-megatron": ("gpt", "megatron", "parallelize_module", {}),
     "single-gpt": ("gpt-dry", "single_device", "plain", {}),
     "single-resnet50": ("resnet50", "single_device", "plain", {}),
@@ -50,24 +56,28 @@ USUAL = ("resnet50", "gpt", "rnnlm", "rnnlm-short", "gpt-megatron")
 CURVE_STEPS = 50
 
 
-def benchmark(name: str, args: argparse.Namespace, folder: Path) -> str:
+def benchmark(name: str, ranks: int, args: argparse.Namespace, folder: Path) -> str:
     """One line of the table."""
     model, ours, theirs, options = CONTESTS[name]
     contest = Contest(f"runtime-{model}", export_model(f"runtime-{model}", folder), ours, theirs, options, args.device)
-    ranks = 1 if theirs == "plain" else args.ranks
     halves = [quietly(partial(_race, ranks, contest, args, first), args.wait) for first in (False, True)]
     times, others = halves[0][0] + halves[1][0], max(share for _, share in halves)
     memory = [launch(ranks, peak_bytes, (contest, side))[0] for side in (True, False)]
+    sent = [launch(ranks, sent_bytes, (contest, side))[0] for side in (True, False)] if ranks > 1 else (0, 0)
     speed = sorted(b / a for a, b in times)
     quarter = len(speed) // 4
     own, peer = (median(side) * 1e3 for side in zip(*times, strict=True))
     half = f"{speed[quarter]:.3f} to {speed[-1 - quarter]:.3f}"
-    held = " | ".join(f"{size / 2**20:.0f} MiB" for size in memory)
     line = (
-        f"| {name} | {ours} | {theirs} | {own:.1f} ms | {peer:.1f} ms | **{median(speed):.3f}** | {half} | {held} "
-        f"| {memory[0] / memory[1]:.2f} | {others:.0%} |"
+        f"| {name} | {ranks} | {ours} | {theirs} | {own:.1f} ms | {peer:.1f} ms | **{median(speed):.3f}** | {half} | {_mib(memory)} "
+        f"| {memory[0] / memory[1]:.3f} | {_mib(sent)} | {others:.0%} |"
     )
     return line if theirs != "plain" else f"{line} {_apart(contest):.1e} |"
+
+
+def _mib(sizes: Sequence[int]) -> str:
+    """Sizes in MiB, a column each."""
+    return " | ".join(f"{size / 2**20:.1f} MiB" for size in sizes)
 
 
 def _race(ranks: int, contest: Contest, args: argparse.Namespace, theirs_first: bool) -> list[tuple[float, float]]:
@@ -80,24 +90,18 @@ def _apart(contest: Contest) -> float:
     return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
 
 
-def sending(name: str, args: argparse.Namespace, folder: Path) -> str:
-    """What each rank sends in a step, on both sides; empty where there is one rank alone."""
-    model, ours, theirs, options = CONTESTS[name]
-    if theirs == "plain":
-        return ""
-    contest = Contest(f"runtime-{model}", export_model(f"runtime-{model}", folder), ours, theirs, options, args.device)
-    own, peer = (launch(args.ranks, sent_bytes, (contest, side))[0] / 2**20 for side in (True, False))
-    return f"- {name}: a rank sends {own:.2f} MiB in a step by {ours}, {peer:.2f} MiB by {theirs}."
-
-
-HEAD = """| model | plan | peer | SOAP | peer | speed ratio | middle half | SOAP's peak | peer's peak | memory ratio | others |
-|---|---|---|---:|---:|---:|---|---:|---:|---:|---:|"""
+COLUMNS = (
+    *("model", "ranks", "plan", "peer", "SOAP", "peer", "speed ratio", "middle half"),
+    *("SOAP's peak", "peer's peak", "memory ratio", "SOAP sends", "peer sends", "others"),
+)
+WORDS = ("model", "plan", "peer", "middle half")
+HEAD = f"| {' | '.join(COLUMNS)} |\n|{'|'.join('---' if own in WORDS else '---:' for own in COLUMNS)}|"
 
 
 def options() -> argparse.ArgumentParser:
     """The benchmark's options."""
     parser = argparse.ArgumentParser(prog="runtime", description="Speed and memory of plans beside PyTorch's own tools.")
-    parser.add_argument("--ranks", type=positive, default=2, help="processes (default %(default)s)")
+    parser.add_argument("--ranks", nargs="+", type=positive, default=[2], help="processes, one number after the other (default 2)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="default %(default)s")
     parser.add_argument("--models", nargs="+", choices=list(CONTESTS), default=list(USUAL), help=f"default: {' '.join(USUAL)}")
     parser.add_argument("--rounds", type=positive, default=8, help="in which both sides train in turn, twice over (default %(default)s)")
@@ -106,18 +110,21 @@ def options() -> argparse.ArgumentParser:
     return parser
 
 
+def contests(names: Sequence[str], ranks: Sequence[int]) -> list[tuple[str, int]]:
+    """Each contest with each number of ranks; those beside the plain module with one."""
+    return [(name, count) for name in names for count in ((1,) if CONTESTS[name][2] == "plain" else ranks)]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point."""
     args = options().parse_args(argv)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     print(f"{machine()}\n\n{HEAD}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        for name in args.models:
+        for name, ranks in contests(args.models, args.ranks):
             start = time.monotonic()
-            print(benchmark(name, args, Path(folder)), flush=True)
+            print(benchmark(name, ranks, args, Path(folder)), flush=True)
             print(f"{name}: {time.monotonic() - start:.0f} s", file=sys.stderr)
-        sent = [line for name in args.models if (line := sending(name, args, Path(folder)))]
-    print("\n".join(["", *sent]), flush=True)
     return 0
 
 

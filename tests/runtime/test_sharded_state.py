@@ -19,11 +19,14 @@ from soap.cluster.topology import Topology
 from soap.errors import RuntimeFailure
 from soap.model.graph import OperatorGraph
 from soap.plan.syncs import bucketing
-from soap.runtime.sync import sharded_state
+from soap.runtime.comm.packing import pack
+from soap.runtime.comm.pieces import Pieces, exchange_pieces
+from soap.runtime.comm.redistribute import Communicator, Pending
+from soap.runtime.sync import layout, sharded_state
 from soap.runtime.trainer import Trainer
 from soap.simulator.lowering import build_plan
-from soap.strategy.config import OpConfig, Strategy
-from soap.strategy.sync import SHARDED_STATE
+from soap.strategy.config import OpConfig, Strategy, SyncConfig
+from soap.strategy.sync import SHARDED, SHARDED_IN_HOSTS, SHARDED_STATE
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.export import export_model
 from soap.tracing.load import load_model
@@ -109,11 +112,12 @@ def train(
     most_bytes: int | None,
     options: Mapping[str, Any],
 ) -> Trained:
-    """What a rank does. ``most_bytes``: how much may wait to be added up, and how large a bucket is."""
+    """What a rank does. ``most_bytes``: how much may wait to be added up, how large a bucket is, and from what size on parts travel as they
+    lie."""
     with ExitStack() as patches:
-        if most_bytes is not None:
-            for module, name in ((sharded_state, "SENT_BYTES"), (bucketing, "FIRST_BUCKET_BYTES"), (bucketing, "BUCKET_BYTES")):
-                patches.enter_context(patch.object(module, name, most_bytes))
+        limits = ((sharded_state, "SENT_BYTES"), (bucketing, "FIRST_BUCKET_BYTES"), (bucketing, "BUCKET_BYTES"), (layout, "LARGE_BYTES"))
+        for module, name in limits if most_bytes is not None else ():
+            patches.enter_context(patch.object(module, name, most_bytes))
         trainer = patches.enter_context(Trainer(loaded(path), (strategy, topology), optimizer=OPTIMIZERS[optimizer], **options))
         losses = [trainer.step(*(t for part in parts for t in part)) for parts in steps]
         return Trained(losses, trainer.state_dict())
@@ -172,14 +176,52 @@ def test_mixtures_of_methods(four: Pool, files: dict[str, str], seed: int) -> No
 
 
 def test_what_waits_to_be_added_up_changes_nothing(four: Pool, files: dict[str, str]) -> None:
-    """If buckets are single parameters, and one exchange alone may be under way, each waits for the one before; equal runs give equal
-    bits."""
+    """If buckets are single parameters that travel as they lie, and one exchange alone may be under way, each waits for the one before;
+    equal runs give equal bits."""
     graph = loaded(files["odd"]).graph
     strategy = sharded(graph, by_samples(graph, range(4), 6))
     one, same, other = (trained(four, files, "odd", strategy, FOUR, most_bytes=most) for most in (None, None, 1))
     for found in (same, other):
         assert found.losses == one.losses
         assert all(torch.equal(tensor, found.state[name]) for name, tensor in one.state.items())
+
+
+def moved(path: str, strategy: Strategy, topology: Topology, large_bytes: int) -> tuple[int, int, int, Trained]:
+    """(messages, bytes of them, bytes that were copied to be sent) of two steps with two micro-batches each, and what comes of it.
+    ``large_bytes``: from what size on parts travel as they lie."""
+    messages = size = 0
+    copied = set[int]()
+
+    def noted(comm: Communicator, leaving: Pieces, *others: Any) -> tuple[Pending, Pending]:
+        nonlocal messages, size
+        messages += sum(len(own) for own in leaving)
+        size += sum(piece.nbytes for own in leaving for piece in own)
+        return exchange_pieces(comm, leaving, *others)
+
+    def packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        copied.add(sum(tensor.nbytes for tensor in tensors))
+        return pack(tensors)
+
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(layout, "LARGE_BYTES", large_bytes))
+        trainer = patches.enter_context(Trainer(loaded(path), (strategy, topology), optimizer=OPTIMIZERS["adam"], accumulate=2))
+        patches.enter_context(patch.object(sharded_state, "exchange_pieces", noted))
+        patches.enter_context(patch.object(sharded_state, "pack", packed))
+        losses = [trainer.step(*batch_of("odd", 6, step), *batch_of("odd", 6, step + 2)) for step in range(2)]
+        return messages, size, sum(copied), Trained(losses, trainer.state_dict())
+
+
+@pytest.mark.parametrize("owners", [SHARDED_STATE, SHARDED, SHARDED_IN_HOSTS], ids=["zero", "fsdp", "hsdp"])
+def test_large_parts_travel_as_they_lie(four: Pool, files: dict[str, str], owners: SyncConfig) -> None:
+    """The same bytes, in a message for each part, without copies; and the same bits come of it."""
+    graph = loaded(files["odd"]).graph
+    strategy = by_samples(graph, range(4), 6).with_changes(parameters={tensor.name: owners for tensor in graph.parameters})
+    large, small = (four.run(moved, files["odd"], strategy, FOUR, size) for size in (1, 2**40))
+    assert large[0][3].losses == small[0][3].losses
+    assert all(torch.equal(tensor, small[0][3].state[name]) for name, tensor in large[0][3].state.items())
+    for (messages, size, copied, _), (fewer, same, packed, _) in zip(large, small, strict=True):
+        assert messages > fewer and size == same > 0
+        assert copied == 0 and (packed > 0) is (owners is SHARDED_STATE)  # sharded values lie together anyway
 
 
 def kept(path: str, strategy: Strategy, topology: Topology) -> tuple[int, int]:

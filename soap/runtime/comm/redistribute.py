@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, cast
@@ -24,6 +23,7 @@ from soap.model.regions import Box, lengths, relative
 from soap.runtime.comm.failures import tell_before_leaving
 from soap.runtime.comm.packing import pack, plain
 from soap.runtime.comm.position import HERE
+from soap.runtime.comm.traffic import Traffic
 from soap.runtime.system import clock
 from soap.runtime.system.gloo_threads import calm_gloo
 from soap.simulator.memory.transit import SENT_BYTES, SENT_TENSORS
@@ -32,42 +32,18 @@ EXCHANGE_TAG = 2**30
 """Tag of all-to-alls, above the tags of messages and gradients."""
 
 
-@dataclass
-class Traffic:
-    """Payload bytes that this rank has moved in training steps.
-
-    ``sent``, ``received``: pieces of activations and of their gradients; ``exchanged``: the part that exchanges received. ``reduced``: sums
-    over groups, by size of the buffer, counted on every member; ``scattered``: the part in which each member has a cell.
-    ``synchronized``: all-reduced gradients.
-
-    Sent and received together: ``pulled``: values or rows from owners; ``pushed``: gradients to owners; ``handed``: both between a leader
-    and the other members of its host; ``gathered``: row gradients that readers give each other; ``index``: row numbers and counts of these;
-    ``compressed``: messages of compressed gradients.
-
-    To no other rank: ``offloaded``: what operators keep, copied to the host; ``restored``: copied back.
-    """
-
-    sent_bytes: int = 0
-    received_bytes: int = 0
-    exchanged_bytes: int = 0
-    reduced_bytes: int = 0
-    scattered_bytes: int = 0
-    synchronized_bytes: int = 0
-    pulled_bytes: int = 0
-    pushed_bytes: int = 0
-    handed_bytes: int = 0
-    gathered_bytes: int = 0
-    index_bytes: int = 0
-    compressed_bytes: int = 0
-    offloaded_bytes: int = 0
-    restored_bytes: int = 0
-
-
 class Pending:
-    """A communication under way. ``wait`` blocks until its tensor may be used; it may be called again. ``name``: of its task, if known."""
+    """A communication under way. ``wait`` blocks until its tensor may be used; it may be called again. ``name``: of its task, if known.
+    ``further``: tensors that travel beside it."""
 
-    def __init__(self, works: Sequence[dist.Work], tensor: torch.Tensor, finish: Callable[[], object] | None = None) -> None:
-        self.tensor = tensor
+    def __init__(
+        self,
+        works: Sequence[dist.Work],
+        tensor: torch.Tensor,
+        finish: Callable[[], object] | None = None,
+        further: Sequence[torch.Tensor] = (),
+    ) -> None:
+        self.tensor, self.further = tensor, further
         self.name = ""
         self._works = works
         self._steps: list[Callable[[], object]] = [] if finish is None else [finish]
@@ -99,8 +75,13 @@ class Pending:
         return self.tensor
 
     def let_go(self) -> None:
-        """Wait, then drop the tensor."""
-        self.tensor = self.wait().new_empty(0)
+        """Wait, then drop the tensors."""
+        self.tensor, self.further = self.wait().new_empty(0), ()
+
+    @property
+    def held_bytes(self) -> int:
+        """The size of all tensors."""
+        return self.tensor.nbytes + sum(tensor.nbytes for tensor in self.further)
 
     @property
     def is_over(self) -> bool:
@@ -199,19 +180,36 @@ class Communicator:
     def _each_to_each(
         self, coming: Sequence[torch.Tensor], leaving: Sequence[torch.Tensor], devices: tuple[int, ...]
     ) -> tuple[list[dist.Work], list[dist.Work]]:
-        """An all-to-all of messages that posts all receives before any send.
+        """An all-to-all of messages."""
+        place = devices.index(self.rank)
+        coming[place].copy_(leaving[place])
+        return self.post([[tensor] for tensor in coming], [[tensor] for tensor in leaving], devices)
 
-        gloo requests a message on the same connection on which it sends, so the request queues behind data. Its own all-to-all sends first:
-        a late rank then receives nothing until it has sent everything, which took twice as long on a 200 Mbit/s link. We call the group's
-        own methods, because on a CPU the overhead of ``dist.isend`` doubles the time of the call.
+    def post(
+        self, coming: Sequence[Sequence[torch.Tensor]], leaving: Sequence[Sequence[torch.Tensor]], devices: tuple[int, ...]
+    ) -> tuple[list[dist.Work], list[dist.Work]]:
+        """Start receiving ``coming[i]`` from device i, and sending it ``leaving[i]``: contiguous tensors, a message for each that is not
+        empty. What is given to this rank itself is left out. Returns what waits for receives, and what waits for sends.
+
+        All receives are posted before any send. gloo requests a message on the same connection on which it sends, so the request queues
+        behind data. Its own all-to-all sends first: a late rank then receives nothing until it has sent everything, which took twice as
+        long on a 200 Mbit/s link. We call the group's own methods, because on a CPU the overhead of ``dist.isend`` doubles the time of the
+        call.
         """
         place, group = devices.index(self.rank), self.groups[devices] or dist.group.WORLD
         assert group is not None
-        coming[place].copy_(leaving[place])
         turns = [(place + turn) % len(devices) for turn in range(1, len(devices))]
-        received = [group.recv([coming[i]], i, EXCHANGE_TAG) for i in reversed(turns) if coming[i].numel()]
-        sent = [group.send([leaving[i]], i, EXCHANGE_TAG) for i in turns if leaving[i].numel()]
-        return received, sent
+        received = [(i, tensor) for i in reversed(turns) for tensor in coming[i] if tensor.numel()]
+        sent = [(i, tensor) for i in turns for tensor in leaving[i] if tensor.numel()]
+        if self._nccl:
+            moves = [dist.P2POp(dist.irecv, tensor, devices[i], group) for i, tensor in received]
+            moves += [dist.P2POp(dist.isend, tensor, devices[i], group) for i, tensor in sent]
+            works = dist.batch_isend_irecv(moves) if moves else []
+            return works, works
+        return (
+            [group.recv([tensor], i, EXCHANGE_TAG) for i, tensor in received],
+            [group.send([tensor], i, EXCHANGE_TAG) for i, tensor in sent],
+        )
 
     def reduce_scatter(self, parts: Sequence[torch.Tensor], devices: tuple[int, ...]) -> Pending:
         """Start a reduce-scatter: device i gets the sum of ``parts[i]``, in the order of the devices."""
@@ -270,27 +268,10 @@ class Communicator:
         self.keep(Pending(left, sent))
         return Pending(coming, buffer, finish)
 
-    def slices_to_all(
-        self, sent: torch.Tensor, given: Sequence[slice], buffer: torch.Tensor, taken: Sequence[slice], devices: tuple[int, ...]
-    ) -> Pending:
-        """Start an all-to-all without copies: device i gets ``sent[given[i]]``, and ``buffer[taken[i]]`` receives what it sends.
-
-        Both tensors are contiguous, of one dtype, and cut along dimension 0. This rank's own slices have to be empty.
-        """
-        wire = self.to_wire(plain(sent))
-        landing, finish = self.from_wire(plain(buffer))
-        leaving, places = [wire[own] for own in given], [landing[own] for own in taken]
-        return self._all_to_each(wire, leaving, places, buffer, finish, devices)
-
     def release(self, pending: Pending) -> None:
         """Forget a sent message that is known to have arrived."""
         pending.wait()
         self._sends = deque(other for other in self._sends if other is not pending)
-
-    def finish_sending(self, tensor: torch.Tensor) -> None:
-        """Wait until a tensor has left, and forget it."""
-        for pending in [own for own in self._sends if own.tensor.data_ptr() == tensor.data_ptr()]:  # none if staged in host memory
-            self.release(pending)
 
     def keep(self, pending: Pending) -> None:
         """Keep a sent tensor alive until it has left. If too many or too large ones are kept, wait for the oldest: its receivers do not
@@ -298,7 +279,7 @@ class Communicator:
         self._sends = deque(other for other in self._sends if not other.is_over)
         self._left = [other for other in self._left if not other.is_over]
         self._sends.append(pending)
-        while len(self._sends) > SENT_TENSORS or (len(self._sends) > 1 and sum(other.tensor.nbytes for other in self._sends) > SENT_BYTES):
+        while len(self._sends) > SENT_TENSORS or (len(self._sends) > 1 and sum(other.held_bytes for other in self._sends) > SENT_BYTES):
             self._sends.popleft().let_go()
 
     def leave(self, pending: Pending) -> None:

@@ -8,31 +8,30 @@ the same as before.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
 
-from soap.model.regions import volume
 from soap.plan.plan import ShardSync
 from soap.plan.syncs.gathering import UNDER_WAY
-from soap.runtime.comm.redistribute import cut
 from soap.runtime.program.actions import ActionKind
 from soap.runtime.step.micro_batch import MicroBatch
 from soap.runtime.sync.seam import SyncContext
-from soap.runtime.sync.sharded_state import Exchanged, ShardedState
+from soap.runtime.sync.sharded_state import Gathering, Scattering, ShardedState
 from soap.runtime.sync.shards import keep_memory
 from soap.simulator.memory.transit import SENT_BYTES
 
 
 class Sharded(ShardedState):
-    """A rank's part as reader and as owner. The parts that it owns are tensors of their own, no views of a leaf."""
+    """A rank's part as reader and as owner. The parts that it owns have memory of their own (``ShardStore.together``), apart from leaves.
+    Large parts of others are received in the leaves, which therefore have memory from the beginning of the gather on."""
 
     brings_back: ClassVar[str] = "regather"
 
     def __init__(self, context: SyncContext, syncs: Mapping[int, ShardSync]) -> None:
         super().__init__(context, syncs)
-        self._coming: dict[int, Exchanged] = {}
+        self._coming: dict[int, Gathering] = {}
 
     @classmethod
     def after_update(cls, sync: ShardSync) -> tuple[ActionKind, ...]:
@@ -48,22 +47,27 @@ class Sharded(ShardedState):
         self._begin_gather(number, ActionKind.BRING_BACK)
 
     def need(self, number: int) -> None:
-        """Wait for the values, and put them into the leaves."""
+        """Wait for the values, and put into the leaves what is not there yet."""
         coming = self._coming.pop(number)
-        self._arrive(coming)
-        layout, sync, store = self._layouts[number], self.syncs[number], self.store
-        values = {shard: store.tensors[shard].data for shard in layout.owned[self.rank]}
-        shards = layout.of_others(self.rank)
+        coming.pending.wait()
+        places, layout, tensors = self._with_memory(number, large=False), self._layouts[number], self.store.tensors
+        others, own = [places[shard] for shard in layout.small_of_others()], layout.owned[self.rank]
         if layout.room:
-            values.update({shard: coming.buffer[layout.places[shard]] for shard in shards})
+            come = [coming.buffer[layout.places[shard]] for shard in layout.small_of_others()]
         else:
-            sizes = [volume(self.plan.shards[shard].box) for shard in shards]
-            values.update(zip(shards, torch.split(coming.buffer, sizes), strict=True))
-        for region, leaf in zip(sync.regions, self._leaves[number], strict=True):
-            keep_memory(leaf, kept=True)
-            for shard in region.shards:
-                place = cut(leaf.data, region.box, self.plan.shards[shard].box)
-                place.copy_(values[shard].view(place.shape))
+            come = list(coming.buffer.split([place.numel() for place in others]))
+        values = [value.view(place.shape) for value, place in zip(come, others, strict=True)]
+        torch._foreach_copy_([*others, *(places[shard] for shard in own)], [*values, *(tensors[shard].data for shard in own)])
+
+    def _with_memory(self, number: int, *, large: bool) -> Mapping[int, torch.Tensor]:
+        """Give the leaves memory, if ``large`` those alone of which all parts are large. Returns the places of these parts, and more."""
+        views, layout = self._views.setdefault(number, {}), self._layouts[number]
+        for region, leaf in zip(self.syncs[number].regions, self._leaves[number], strict=True):
+            if not large or region.shards[0] in layout.large:
+                keep_memory(leaf, kept=True)
+                if region.shards[0] not in views:  # a view can be made only while there is memory
+                    views.update(self._views_of(region, leaf))
+        return views
 
     def free(self, number: int) -> None:
         """Free the memory of the leaves."""
@@ -74,30 +78,34 @@ class Sharded(ShardedState):
         """Wait for all gradients, and for values that no pass of this rank has needed."""
         super().end(part)
         while self._coming:
-            self._arrive(self._coming.popitem()[1])
-
-    def _arrive(self, coming: Exchanged) -> None:
-        """Wait for what others send. They have begun to receive then, and what this rank sends leaves soon: wait for that, too, so that its
-        memory is free."""
-        coming.pending.wait()
-        self.comm.finish_sending(coming.sent)
+            number, coming = self._coming.popitem()
+            coming.pending.wait()
+            self.free(number)
 
     def _too_much(self) -> bool:
-        size = sum(one.buffer.nbytes + one.sent.nbytes for one in self._scattering)
+        size = sum(one.sent_bytes + one.received_bytes for one in self._scattering)
         return len(self._scattering) > UNDER_WAY or (len(self._scattering) > 1 and size > SENT_BYTES)
 
-    def _add_up(self, scattered: Exchanged) -> None:
+    def _add_up(self, scattered: Scattering) -> None:
+        """Others have begun to receive when theirs has come, so what this rank sends leaves soon: wait for that, too, so that its memory is
+        free."""
         super()._add_up(scattered)
-        self.comm.finish_sending(scattered.sent)
+        self.comm.release(scattered.left)
+
+    def _values_sent(self, number: int) -> Sequence[torch.Tensor]:
+        """This rank's values, piece by piece, as they lie in its memory. All have left before the update."""
+        layout, together, span = self._layouts[number], self.store.together[number], self._layouts[number].spans[self.rank]
+        large = {shard: together[own] for shard, own in layout.mine.items()}
+        return layout.pieces(self.rank, large, together[layout.owned_elements - (span.stop - span.start) :])
 
     def _begin_gather(self, number: int, kind: ActionKind) -> None:
-        layout, own = self._layouts[number], self._layouts[number].spans[self.rank]
         assert number not in self._coming, "values are gathered twice for one pass"
+        layout = self._layouts[number]
         if layout.room:
             self._coming[number] = self._gather_values(number, kind)
             return
-        buffer = self._leaves[number][0].detach().new_empty(layout.size - (own.stop - own.start))
-        self._coming[number] = self._send_values(number, kind, buffer)
+        small = sum(span.stop - span.start for reader, span in layout.spans.items() if reader != self.rank)
+        self._coming[number] = self._send_values(number, kind, self._blank(number, small), self._with_memory(number, large=True))
 
 
 METHOD = Sharded

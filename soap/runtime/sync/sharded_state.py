@@ -1,10 +1,10 @@
 """Sharded optimizer states: gradients are reduce-scattered to the readers that own parts, updated values are all-gathered from them.
 
-A rank collects its gradients of a synchronization in one buffer, ordered by owner, so that each owner's part is sent as it lies there. The
-buffer exists from the first gradient of a step until it has left. Owners add up what they get in the order of the readers, so that equal
-runs give equal bits. Both exchanges are messages between all pairs: gloo's own reduce-scatter moves twice the bytes. Between accelerators
-both are collectives of equal parts (``plan.syncs.even_parts``), which add up on the way: the buffer then has room for as much of each
-owner as of the one that owns most.
+Large parts travel from where they lie to where they belong: gradients from the tensors that autograd has made, values from copy to copy.
+Small ones are collected in a buffer, ordered by owner, and travel together (``layout``). Owners add up what they get in the order of the
+readers, so that equal runs give equal bits. Both exchanges are messages between all pairs: gloo's own reduce-scatter moves twice the bytes.
+Between accelerators both are collectives of equal parts (``plan.syncs.even_parts``), which add up on the way: the buffer then has room for
+as much of each owner as of the one that owns most.
 
 If each host has a copy in parts, both stay inside hosts, and the holders of the same parts all-reduce their sums in between: ``collect``
 scatters, ``synchronize`` sums.
@@ -16,21 +16,23 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import chain
 from typing import ClassVar
 
 import torch
 
-from soap.model.regions import lengths, volume
-from soap.plan.plan import Plan, ReadRegion, ShardSync, sync_name
-from soap.plan.syncs.even_parts import is_even
+from soap.model.regions import lengths
+from soap.plan.plan import ReadRegion, ShardSync, sync_name
 from soap.plan.syncs.sharded_state import sum_name
 from soap.plan.syncs.sharing import copies_of, holders
 from soap.runtime.comm.even_parts import all_gather_parts, reduce_scatter_parts
 from soap.runtime.comm.packing import land, pack
+from soap.runtime.comm.pieces import exchange_pieces
 from soap.runtime.comm.redistribute import Pending, cut
 from soap.runtime.program.actions import ActionKind
 from soap.runtime.step.micro_batch import MicroBatch
+from soap.runtime.sync.gradient_parts import GradientParts
+from soap.runtime.sync.layout import Layout
 from soap.runtime.sync.roles import pieces_read
 from soap.runtime.sync.seam import Gradient, RankSync, SyncContext
 from soap.runtime.trace import Watch
@@ -39,57 +41,38 @@ from soap.simulator.tasks import TaskKind
 
 
 @dataclass(slots=True)
-class Exchanged:
-    """An exchange of synchronization ``number`` that is under way. ``buffer``: what is received. ``taken``: by reader, its part of the
-    buffer. ``own``: this rank's own part, which is not in the buffer. ``sent``: what is sent.
-
-    Of a collective, ``buffer`` is what it reads or fills, ``own`` what a reduce-scatter leaves; nothing is ``taken`` or ``sent`` apart."""
+class Gathering:
+    """Values of synchronization ``number`` that are on their way. ``buffer``: receives those that do not land in their places."""
 
     number: int
     pending: Pending
     buffer: torch.Tensor
-    taken: Sequence[slice]
-    own: torch.Tensor
-    sent: torch.Tensor
+
+    @property
+    def size_bytes(self) -> int:
+        """What is held for it."""
+        return self.buffer.nbytes
 
 
-class Layout:
-    """Where the parts of a synchronization lie in a rank's buffer: one owner after the other, each owner's in the order of the shards.
+@dataclass(slots=True)
+class Scattering:
+    """Gradients of synchronization ``number`` that are on their way. ``left``: waits until what this rank sends has left. ``parts``: by
+    reader, its gradients of what this rank owns, piece by piece. ``total``: where their sum may be, flat; None if it needs memory of its
+    own. ``sent_bytes``: what is sent, and this rank's own parts, which lie there, too. A collective leaves the sum in ``total`` itself, and
+    has no ``parts``."""
 
-    ``readers``: those of this rank's copy. ``holders``: the devices that own the same parts as this rank, itself included; this rank alone
-    if there is one copy. ``owned``: reader -> its shards. ``places``: shard -> its elements in the buffer. ``spans``: reader -> the
-    elements that it owns. ``room``: elements of each reader's place in the buffer, if all have as many; else 0.
-    """
+    number: int
+    pending: Pending
+    left: Pending
+    parts: Sequence[Sequence[torch.Tensor]]
+    total: torch.Tensor | None
+    sent_bytes: int
+    received_bytes: int
 
-    def __init__(self, plan: Plan, sync: ShardSync, rank: int) -> None:
-        self.readers = next(group for group in copies_of(sync) if rank in group)
-        self.holders = next((group for group in holders(sync) if rank in group), (rank,))
-        self.owned: dict[int, list[int]] = {reader: [] for reader in self.readers}
-        for shard in sync.shards:
-            (owner,) = {*plan.shards[shard].devices} & self.owned.keys()
-            self.owned[owner].append(shard)
-        sizes = {reader: [volume(plan.shards[shard].box) for shard in own] for reader, own in self.owned.items()}
-        most = max(map(sum, sizes.values()))
-        self.room = most if is_even(plan, sync) else 0
-        self.spans, self.places, self.size = dict[int, slice](), dict[int, slice](), 0
-        for reader, own in self.owned.items():
-            for shard, part in zip(own, in_a_row(sizes[reader], self.size), strict=True):
-                self.places[shard] = part
-            self.spans[reader] = slice(self.size, self.size + sum(sizes[reader]))
-            self.size += self.room or sum(sizes[reader])
-
-    def sent_to(self, rank: int) -> list[slice]:
-        """What ``rank`` sends of its buffer, by reader."""
-        return [slice(0, 0) if reader == rank else span for reader, span in self.spans.items()]
-
-    def of_others(self, rank: int) -> list[int]:
-        """The shards that others own, one owner after the other."""
-        return [shard for reader, own in self.owned.items() if reader != rank for shard in own]
-
-
-def in_a_row(sizes: Sequence[int], first: int = 0) -> list[slice]:
-    """Slices of these sizes, one after the other."""
-    return [slice(a, b) for a, b in pairwise(accumulate(sizes, initial=first))]
+    @property
+    def size_bytes(self) -> int:
+        """The larger one of what is sent and what is received."""
+        return max(self.sent_bytes, self.received_bytes)
 
 
 class ShardedState(RankSync):
@@ -104,15 +87,18 @@ class ShardedState(RankSync):
         read = pieces_read(self.plan)
         self._layouts = {number: Layout(self.plan, sync, self.rank) for number, sync in syncs.items()}
         self._leaves = {number: [self.store.leaves[piece] for piece in read[number]] for number in syncs}
-        trained = {number for number, sync in syncs.items() if not self.plan.is_frozen(sync)}
-        self._owned = {shard: number for number in trained for shard in self._layouts[number].owned[self.rank]}
-        self._buffers: dict[int, torch.Tensor] = {}
-        self._filled: dict[int, set[int]] = {number: set() for number in syncs}
-        self._scattering: deque[Exchanged] = deque()
-        self._gathering: deque[Exchanged] = deque()
+        self._gradients = {
+            number: GradientParts(self.plan, sync, self._layouts[number], self._leaves[number][0].detach())
+            for number, sync in syncs.items()
+            if not self.plan.is_frozen(sync)
+        }
+        self._owned = {shard: number for number in self._gradients for shard in self._layouts[number].owned[self.rank]}
+        self._scattering: deque[Scattering] = deque()
+        self._gathering: deque[Gathering] = deque()
         self._summing: list[Pending] = []
         self._totals: dict[int, torch.Tensor] = {}
-        for number in trained:
+        self._views: dict[int, dict[int, torch.Tensor]] = {}
+        for number in self._gradients:
             for place, leaf in enumerate(self._leaves[number]):
                 self.take_gradients(leaf, number, ShardedState._collect, number, place)
 
@@ -143,11 +129,12 @@ class ShardedState(RankSync):
         super().begin(part, watch)
         if part.first:
             self._totals.clear()
-            self._buffers.clear()
-            for filled in self._filled.values():
-                filled.clear()
-            for tensor in (*(self.store.tensors[shard] for shard in self._owned), *(leaf for own in self._leaves.values() for leaf in own)):
-                tensor.grad = None
+            for own in self._gradients.values():
+                own.forget()
+            for shard in self._owned:
+                self.store.tensors[shard].grad = None
+            for leaf in chain.from_iterable(self._leaves.values()):
+                leaf.grad = None
 
     def synchronize(self, number: int) -> None:
         """Send each owner its part of this rank's gradients; or, if there are several copies, begin to sum what has come for this rank's
@@ -170,27 +157,32 @@ class ShardedState(RankSync):
         self._scatter(number, ActionKind.COLLECT)
 
     def _scatter(self, number: int, kind: ActionKind) -> None:
-        """Send the owners their parts, and begin to receive the others' gradients of this rank's own part."""
-        layout, sync = self._layouts[number], self.syncs[number]
-        for place in range(len(sync.regions)):
-            self._fill(number, place)
-        buffer = self._buffers.pop(number)
+        """Send the owners their parts, and begin to receive the others' gradients of this rank's own parts."""
+        layout, (buffer, large) = self._layouts[number], self._gradients[number].take()
         if layout.room:
-            own, moved = buffer.new_empty(layout.room), 2 * (buffer.nbytes - buffer.nbytes // len(layout.readers))
-            pending = reduce_scatter_parts(self.comm, buffer, own, layout.readers)
-            self._under_way(number, kind, Exchanged(number, pending, buffer, (), own, buffer[:0]), moved)
+            total, moved = buffer.new_empty(layout.room), 2 * (buffer.nbytes - buffer.nbytes // len(layout.readers))
+            pending = reduce_scatter_parts(self.comm, buffer, total, layout.readers)
+            pending.further = (buffer,)
+            self._under_way(kind, Scattering(number, pending, pending, (), total, buffer.nbytes, 0), moved)
             return
-        own = buffer[layout.spans[self.rank]].clone()
-        taken = in_a_row([0 if reader == self.rank else own.numel() for reader in layout.readers])
-        received = buffer.new_empty((len(layout.readers) - 1) * own.numel())
-        pending = self.comm.slices_to_all(buffer, layout.sent_to(self.rank), received, taken, layout.readers)
-        moved = buffer.nbytes - own.nbytes + received.nbytes
-        self._under_way(number, kind, Exchanged(number, pending, received, taken, own, buffer), moved)
+        given = [layout.pieces(reader, large, buffer[layout.spans[reader]]) for reader in layout.readers]
+        own = given[layout.readers.index(self.rank)]
+        size, others = sum(piece.numel() for piece in own), len(layout.readers) - 1
+        received = buffer.new_empty(others * size)
+        rows, sizes = iter(received.view(others, size)), [piece.numel() for piece in own]
+        coming = [() if reader == self.rank else next(rows).split(sizes) for reader in layout.readers]
+        leaving = [() if reader == self.rank else pieces for reader, pieces in zip(layout.readers, given, strict=True)]
+        pending, left = exchange_pieces(self.comm, leaving, coming, layout.readers, buffer.new_empty(0))
+        parts = [own if reader == self.rank else row for reader, row in zip(layout.readers, coming, strict=True)]
+        sent = sum(piece.nbytes for piece in chain.from_iterable(given))
+        # what two readers add up may take the place of what has come: either order of two gives the same bits
+        scattered = Scattering(number, pending, left, parts, received if others == 1 else None, sent, received.nbytes)
+        self._under_way(kind, scattered, sent - size * received.itemsize + received.nbytes)
 
-    def _under_way(self, number: int, kind: ActionKind, scattered: Exchanged, moved_bytes: int) -> None:
+    def _under_way(self, kind: ActionKind, scattered: Scattering, moved_bytes: int) -> None:
         """Note a scatter that has begun; add up the oldest where too much is under way."""
         self.comm.traffic.pushed_bytes += moved_bytes
-        self.named(kind, number, scattered.pending)
+        self.named(kind, scattered.number, scattered.pending)
         self._scattering.append(scattered)
         while self._too_much():
             self._add_up(self._scattering.popleft())
@@ -205,9 +197,7 @@ class ShardedState(RankSync):
     def gradient(self, shard: int) -> Gradient:
         """The sum over all readers, which is complete already."""
         number = self._owned[shard]
-        layout = self._layouts[number]
-        place, first = layout.places[shard], layout.spans[self.rank].start
-        return self._totals[number][place.start - first : place.stop - first].view(lengths(self.plan.shards[shard].box))
+        return self._totals[number][self._layouts[number].mine[shard]].view(lengths(self.plan.shards[shard].box))
 
     def gradients(self, shards: Sequence[int]) -> Mapping[int, Gradient]:
         """The sums, which are complete already: no threads are needed."""
@@ -215,44 +205,55 @@ class ShardedState(RankSync):
 
     def bring(self, number: int) -> None:
         """Send this rank's values to all other readers, and begin to receive theirs."""
-        shards = self._layouts[number].of_others(self.rank)
-        if self._layouts[number].room:
+        layout, places = self._layouts[number], self._places(number)
+        small = [places[shard] for shard in layout.small_of_others()]
+        if layout.room:
             coming = self._gather_values(number, ActionKind.BRING)
-            finish: Callable[[], None] | None = partial(self._put, number, coming.buffer, shards)
+            finish: Callable[[], None] | None = partial(self._put, number, coming.buffer)
         else:
-            received, finish = self._landing(number, shards)
-            coming = self._send_values(number, ActionKind.BRING, received)
+            received, finish = land(small) if small else (self._blank(number), None)
+            coming = self._send_values(number, ActionKind.BRING, received, places)
         if finish is not None:
             coming.pending.then(finish)
         self._gathering.append(coming)
         while _too_much(self._gathering):
             self._gathering.popleft().pending.wait()
 
-    def _send_values(self, number: int, kind: ActionKind, received: torch.Tensor) -> Exchanged:
-        """Send this rank's values to all other readers of its copy, and begin to receive theirs, one owner after the other."""
-        layout, readers = self._layouts[number], self._layouts[number].readers
-        values = [self.store.tensors[shard] for shard in layout.owned[self.rank]]
-        own = pack(values) if values else received.new_empty(0)
-        given = [slice(0, 0 if reader == self.rank else own.numel()) for reader in readers]
-        taken = in_a_row([0 if reader == self.rank else span.stop - span.start for reader, span in layout.spans.items()])
-        pending = self.named(kind, number, self.comm.slices_to_all(own, given, received, taken, readers))
-        self.comm.traffic.pulled_bytes += (len(readers) - 1) * own.nbytes + received.nbytes
-        return Exchanged(number, pending, received, taken, own, own)
+    def _send_values(self, number: int, kind: ActionKind, received: torch.Tensor, places: Mapping[int, torch.Tensor]) -> Gathering:
+        """Send this rank's values to all other readers of its copy, and begin to receive theirs: large parts in their ``places``, the small
+        ones in ``received``, one owner after the other."""
+        layout, own = self._layouts[number], self._values_sent(number)
+        coming = [() if r == self.rank else layout.pieces(r, places, small) for r, small in layout.of_others(received).items()]
+        leaving = [() if reader == self.rank else own for reader in layout.readers]
+        pending, _ = exchange_pieces(self.comm, leaving, coming, layout.readers, received.new_empty(0))
+        self.comm.traffic.pulled_bytes += sum(piece.nbytes for side in (leaving, coming) for piece in chain.from_iterable(side))
+        return Gathering(number, self.named(kind, number, pending), received)
 
-    def _gather_values(self, number: int, kind: ActionKind) -> Exchanged:
+    def _values_sent(self, number: int) -> Sequence[torch.Tensor]:
+        """This rank's values, piece by piece: large parts as they lie in its copies, the others packed."""
+        layout, tensors = self._layouts[number], self.store.tensors
+        small = [tensors[shard] for shard in layout.small_of(self.rank)]
+        packed = pack(small) if small else self._blank(number)
+        return layout.pieces(self.rank, {shard: tensors[shard].detach() for shard in layout.owned[self.rank]}, packed)
+
+    def _blank(self, number: int, size: int = 0) -> torch.Tensor:
+        """Memory for values of a synchronization."""
+        return self._leaves[number][0].detach().new_empty(size)
+
+    def _gather_values(self, number: int, kind: ActionKind) -> Gathering:
         """Begin to gather all values of this rank's copy, in a buffer with equal places for all owners."""
         layout = self._layouts[number]
-        buffer = self._leaves[number][0].detach().new_empty(layout.size)
+        buffer = self._blank(number, layout.size)
         for shard in layout.owned[self.rank]:
             buffer[layout.places[shard]].copy_(self.store.tensors[shard].detach().reshape(-1))
         pending = self.named(kind, number, all_gather_parts(self.comm, buffer, layout.readers))
         self.comm.traffic.pulled_bytes += 2 * (buffer.nbytes - buffer.nbytes // len(layout.readers))
-        return Exchanged(number, pending, buffer, (), buffer, buffer[:0])
+        return Gathering(number, pending, buffer)
 
-    def _put(self, number: int, buffer: torch.Tensor, shards: Sequence[int]) -> None:
-        """Copy the values of these shards out of a buffer to their places in this rank's copies."""
+    def _put(self, number: int, buffer: torch.Tensor) -> None:
+        """Copy others' values out of a buffer with equal places to their places in this rank's copies."""
         layout, places = self._layouts[number], self._places(number)
-        for shard in shards:
+        for shard in layout.small_of_others():
             places[shard].copy_(buffer[layout.places[shard]].view(places[shard].shape))
 
     def arrived(self) -> None:
@@ -260,66 +261,45 @@ class ShardedState(RankSync):
         while self._gathering:
             self._gathering.popleft().pending.wait()
 
-    def _landing(self, number: int, shards: Sequence[int]) -> tuple[torch.Tensor, Callable[[], None] | None]:
-        """Where the values of these shards are received, and what then copies them to their places in this rank's copies."""
-        if not shards:
-            return self._leaves[number][0].detach().new_empty(0), None
-        places = self._places(number)
-        return land([places[shard] for shard in shards])
-
     def _places(self, number: int) -> Mapping[int, torch.Tensor]:
-        """Shard -> its place in this rank's copies."""
-        places = {}
-        for region, leaf in zip(self.syncs[number].regions, self._leaves[number], strict=True):
-            places.update({shard: cut(leaf.detach(), region.box, self.plan.shards[shard].box) for shard in region.shards})
-        return places
+        """Shard -> its place in this rank's copies. Views share whatever memory the copies have."""
+        if number not in self._views:
+            regions = zip(self.syncs[number].regions, self._leaves[number], strict=True)
+            self._views[number] = dict(chain.from_iterable(self._views_of(region, leaf).items() for region, leaf in regions))
+        return self._views[number]
+
+    def _views_of(self, region: ReadRegion, leaf: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Shard -> its place in a copy, which has memory now. Autograd is told nothing of what is written there."""
+        return {shard: cut(leaf.data, region.box, self.plan.shards[shard].box) for shard in region.shards}
 
     def _too_much(self) -> bool:
         """Whether more gradients are under way than may be at a time."""
         return _too_much(self._scattering)
 
-    def _add_up(self, scattered: Exchanged) -> None:
+    def _add_up(self, scattered: Scattering) -> None:
         """Wait for the others' gradients of this rank's parts, and add up all of them in the order of the readers, unless that is done."""
         scattered.pending.wait()
-        if not scattered.taken:
-            span = self._layouts[scattered.number].spans[self.rank]
-            self._totals[scattered.number] = scattered.own[: span.stop - span.start]
-            return
-        readers, total = self._layouts[scattered.number].readers, scattered.own
-        parts = [total if r == self.rank else scattered.buffer[own] for r, own in zip(readers, scattered.taken, strict=True)]
-        for part in parts[1:]:
-            parts[0].add_(part)
-        if parts[0] is not total:
-            total.copy_(parts[0])
-        self._totals[scattered.number] = total
+        layout, total = self._layouts[scattered.number], scattered.total
+        if scattered.parts:
+            first, second, *others = scattered.parts
+            total = scattered.pending.tensor.new_empty(layout.owned_elements) if total is None else total
+            sums = total.split([piece.numel() for piece in first])
+            for own, a, b in zip(sums, first, second, strict=True):
+                torch.add(a, b, out=own)
+            for other in others if sums else ():
+                torch._foreach_add_(sums, other)
+        assert total is not None, "a collective leaves a sum"
+        self._totals[scattered.number] = total[: layout.owned_elements]
 
     def _collect(self, number: int, place: int, gradient: torch.Tensor) -> None:
-        """Add a segment's gradient of a region to the buffer, part by part."""
-        region, filled = self.syncs[number].regions[place], self._filled[number]
-        given = [cut(gradient, region.box, self.plan.shards[shard].box) for shard in region.shards]
-        if place in filled:
-            torch._foreach_add_(self._parts(number, region), given)
-        else:
-            torch._foreach_copy_(self._parts(number, region), given)
-        filled.add(place)
-
-    def _fill(self, number: int, place: int) -> None:
-        """Zero a region's parts of the buffer if it got no gradient on this rank."""
-        if place not in self._filled[number]:
-            torch._foreach_zero_(self._parts(number, self.syncs[number].regions[place]))
-            self._filled[number].add(place)
-
-    def _parts(self, number: int, region: ReadRegion) -> list[torch.Tensor]:
-        """A region's parts of the buffer, which is made if there is none yet."""
-        layout, buffer = self._layouts[number], self._buffers.get(number)
-        if buffer is None:
-            buffer = self._buffers[number] = self._leaves[number][0].detach().new_empty(layout.size)
-        return [buffer[layout.places[shard]].view(lengths(self.plan.shards[shard].box)) for shard in region.shards]
+        """Note a segment's gradient of a region."""
+        self._gradients[number].add(place, gradient)
 
 
-def _too_much(under_way: Sequence[Exchanged]) -> bool:
-    """Whether more is received than may be at a time: then the oldest is waited for, by the rule for what is sent (``transit``)."""
-    return len(under_way) > SENT_TENSORS or (len(under_way) > 1 and sum(one.buffer.nbytes for one in under_way) > SENT_BYTES)
+def _too_much(under_way: Sequence[Gathering] | Sequence[Scattering]) -> bool:
+    """Whether more is on its way than may be at a time: then the oldest is waited for, by the rule for what is sent (``transit``). What is
+    sent, and is added up from there, stays as long as what is received."""
+    return len(under_way) > SENT_TENSORS or (len(under_way) > 1 and sum(one.size_bytes for one in under_way) > SENT_BYTES)
 
 
 METHOD = ShardedState

@@ -1,7 +1,8 @@
 """This rank's parameter shards: one leaf tensor each, and the regions of them that tiles need.
 
 Readers of a dense region that is owned in parts have a copy of it, which is a leaf too. An owner that is also a reader has its parts as
-views of its copy; or, if values are gathered for their uses, as tensors of their own, and its copy has memory only while it is used.
+views of its copy; or, if values are gathered for their uses, in memory of their own, and its copy has memory only while it is used. What
+an owner sends together is then one piece of memory.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import torch
 from soap.errors import RuntimeFailure
 from soap.model.dtypes import replaced
 from soap.model.regions import Box, lengths, relative, whole
-from soap.plan.plan import Plan
+from soap.plan.plan import Plan, ShardSync
 from soap.runtime.comm.redistribute import Communicator, assemble, cut
+from soap.runtime.sync.layout import Layout
 from soap.runtime.sync.roles import pieces, pieces_read, uses_of_pieces
 
 
@@ -30,13 +32,15 @@ class ShardStore:
     """The shards that a rank owns. ``tensors``: shard -> leaf tensor, in plan order; trainable ones require a gradient.
 
     ``leaves``: piece (see ``roles.pieces``) -> leaf tensor that tiles read: the rank's shards, and its copies of dense regions in parts.
-    ``boxes``: piece -> box. ``joined``: parameter in ``whole`` -> one tensor of the whole parameter; its shards are views of it.
+    ``boxes``: piece -> box. ``together``: synchronization whose values are gathered -> the rank's shards of it, flat, in the order of its
+    ``Layout``: they are views of it. ``joined``: parameter in ``whole`` -> one tensor of the whole parameter; its shards are views of it.
     """
 
     def __init__(self, plan: Plan, rank: int, whole: Sequence[str] = ()) -> None:
         self.plan = plan
         self.rank = rank
         self.joined: dict[str, torch.Tensor] = {}
+        self.together: dict[int, torch.Tensor] = {}
         self._whole = frozenset(whole)
         self.tensors: dict[int, torch.Tensor] = {}
         self.leaves: dict[int, torch.Tensor] = {}
@@ -81,14 +85,15 @@ class ShardStore:
 
     def share_with(self, other: ShardStore) -> None:
         """Use the tensors of another store, whose plan has the same shards."""
-        self.tensors, self.leaves, self.joined = other.tensors, other.leaves, other.joined
+        self.tensors, self.leaves, self.joined, self.together = other.tensors, other.leaves, other.joined, other.together
 
     def _make_copies(
         self, parameters: Mapping[str, torch.Tensor], device: torch.device, dtype: torch.dtype | None, share: bool
     ) -> dict[int, torch.Tensor]:
-        """Allocate this rank's copies of dense regions in parts. Returns shard -> view, for the parts that this rank owns itself."""
+        """Allocate this rank's copies of dense regions in parts. Returns shard -> view, for the parts that this rank owns itself: of its
+        copy, or of what it sends together."""
         mine: dict[int, torch.Tensor] = {}
-        for own, read in zip(self.plan.syncs, pieces_read(self.plan), strict=True):
+        for number, (own, read) in enumerate(zip(self.plan.syncs, pieces_read(self.plan), strict=True)):
             if not own.contract.owned_in_parts or own.contract.by_rows or self.rank not in own.readers:
                 continue
             for region, piece in zip(own.regions, read, strict=True):
@@ -106,7 +111,15 @@ class ShardStore:
                     if self.rank in self.plan.shards[shard].devices:
                         mine[shard] = cut(copy, region.box, self.plan.shards[shard].box)
                 self.leaves[piece] = copy.detach().requires_grad_()
+            if own.contract.gathers_values:
+                mine.update(self._put_together(number, own, self.leaves[read[0]]))
         return mine
+
+    def _put_together(self, number: int, sync: ShardSync, like: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Allocate what this rank sends of a synchronization's values. Returns shard -> view of it."""
+        layout, boxes = Layout(self.plan, sync, self.rank), [shard.box for shard in self.plan.shards]
+        flat = self.together[number] = torch.empty(layout.owned_elements, dtype=like.dtype, device=like.device)
+        return {shard: flat[own].view(lengths(boxes[shard])) for shard, own in layout.mine.items()}
 
     def _join(self, parameters: Mapping[str, torch.Tensor], device: torch.device, dtype: torch.dtype | None) -> dict[int, torch.Tensor]:
         """Allocate one tensor for each parameter that is kept whole in several shards. Returns shard -> view of it."""
