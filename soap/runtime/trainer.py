@@ -20,7 +20,8 @@ from soap.model.regions import whole
 from soap.plan.plan import Plan
 from soap.plan.syncs.compressed import compressed_names
 from soap.runtime.comm.position import HERE
-from soap.runtime.comm.redistribute import Communicator, Traffic
+from soap.runtime.comm.redistribute import Communicator
+from soap.runtime.comm.traffic import Traffic
 from soap.runtime.comm.world import close_world, open_world
 from soap.runtime.inputs import compare_ranks, micro_batches
 from soap.runtime.program.fused_tiles import missing_compiler

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import chain
 
 from soap.cluster.topology import Topology
@@ -40,7 +41,7 @@ class Keeping:
         syncs: dict[str, list[ShardSync]] = {}
         for parameter, cells in regions:
             sync, first, trainable = strategy.sync(parameter), len(shards), self._graph.tensors[parameter].requires_grad
-            wanted, usual = method_of(sync.contract), SyncConfig(offload=sync.offload)
+            wanted, usual = method_of(sync.contract), replace(SyncConfig(), offload=sync.offload)
             for index, (box, readers, uses) in enumerate(cells):
                 places = tuple((first_tile[operator] + tile, place) for operator, tile, place in uses)
                 of_hosts = self._leaders(readers) if sync.within == "host" else readers
