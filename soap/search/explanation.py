@@ -111,8 +111,9 @@ def _lines(graph: OperatorGraph, strategy: Strategy, compared: Strategy) -> list
 def _with(strategy: Strategy, compared: Strategy, names: Sequence[str]) -> Strategy:
     usual = {name: compared.operators[name] for name in names}
     placed = {name: strategy.operators[name].placed_like(own) for name, own in usual.items()}
-    kept = {name: {"recompute": own.recompute, "offload": own.offload} for name, own in usual.items()}
-    return strategy.with_changes({name: replace(own, **kept[name]) for name, own in placed.items()})
+    return strategy.with_changes(
+        {name: replace(own, recompute=usual[name].recompute, offload=usual[name].offload) for name, own in placed.items()}
+    )
 
 
 def _set_back(strategy: Strategy, compared: Strategy, names: Sequence[str], evaluator: Evaluator, simulation: Simulation) -> int:

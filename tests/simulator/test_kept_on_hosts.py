@@ -67,13 +67,13 @@ def test_copies_run_beside_the_device() -> None:
 
 
 def test_what_another_reader_needs_first_comes_back_for_it() -> None:
-    """v -> u -> t and v -> x -> t; x, which stays, has its gradient before u has: v does not wait for u's need."""
+    """v -> u -> w -> t and v -> x -> t; the backward pass comes to x, which stays, before w, behind which it needs u."""
     g = GraphBuilder()
     v = g.linear(g.input("given", 4, 2), 2, bias=False, name="v")
-    u, x = g.elementwise(v, name="u"), g.elementwise(v, name="x")
-    graph = finish(g, g.elementwise(u, x, name="t"))
+    w = g.elementwise(g.elementwise(v, name="u"), name="w")
+    graph = finish(g, g.elementwise(w, g.elementwise(v, name="x"), name="t"))
     tasks = lowered(graph, with_offload(batch_split(graph, [0]), ["v", "u"], True))
-    assert predecessors(tasks, "need v[0]") == {"backward x[0]"} and predecessors(tasks, "need u[0]") == {"backward t[0]"}
+    assert predecessors(tasks, "need v[0]") == {"backward x[0]"} and predecessors(tasks, "need u[0]") == {"backward w[0]"}
     number = {name: tasks.plan.first_tile[graph.index[name]] for name in ("v", "u")}
     assert come_back_with(tasks.plan, range(len(tasks.plan.tiles))) == {number[name]: number[name] for name in ("v", "u")}
 

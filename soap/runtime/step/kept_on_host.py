@@ -164,9 +164,11 @@ class KeptOnHost:
         return _tensor(copy.here, view.dtype, place, view.shape, view.stride)
 
     def _room(self, tile: int, number: int, size: int) -> torch.Tensor:
-        """Memory of the host; pinned memory is kept for the next step."""
+        """Memory of the host; pinned memory is kept for the next step, unless somebody still waits for what is in it."""
         if not self._streams:
             return torch.empty(size, dtype=torch.uint8)
+        if any(ref() is not None for ref in self._copies.get(tile, ())):
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
         own = self._pinned.get((tile, number))
         if own is None or own.numel() != size:
             own = self._pinned[tile, number] = torch.empty(size, dtype=torch.uint8, pin_memory=True)
@@ -192,7 +194,7 @@ def _copies_of(handles: Sequence[_Handle]) -> list[_Copy]:
     else:
         for view, tensor in views.items():
             alone = tensor.contiguous()
-            here = _tensor(alone, torch.uint8, alone.storage_offset() * alone.dtype.itemsize, (alone.nbytes,), (1,))
+            here = _tensor(alone, torch.uint8, _offset_bytes(alone), (alone.nbytes,), (1,))
             found[view] = _Copy(here), _View(0, view.dtype, view.shape, alone.stride())
     for handle in handles:
         handle.copy, handle.view = found[_view_of(handle.tensor)]
@@ -202,8 +204,11 @@ def _copies_of(handles: Sequence[_Handle]) -> list[_Copy]:
 
 
 def _view_of(tensor: torch.Tensor) -> _View:
-    offset = tensor.storage_offset() * tensor.dtype.itemsize
-    return _View(offset, tensor.dtype, tuple(tensor.shape), tensor.stride())
+    return _View(_offset_bytes(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+
+def _offset_bytes(tensor: torch.Tensor) -> int:
+    return int(tensor.storage_offset()) * tensor.dtype.itemsize
 
 
 def _span_bytes(view: _View) -> int:
@@ -216,4 +221,4 @@ def _tensor(
     memory: torch.Tensor, dtype: torch.dtype, place: int, shape: tuple[int, ...], stride: tuple[int, ...]
 ) -> torch.Tensor:
     """A tensor in the memory of another one. ``place``: in elements of its own type."""
-    return torch.empty(0, dtype=dtype, device=memory.device).set_(memory.untyped_storage(), place, shape, stride)  # type: ignore[no-any-return]
+    return torch.empty(0, dtype=dtype, device=memory.device).set_(memory.untyped_storage(), place, shape, stride)
