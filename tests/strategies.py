@@ -15,7 +15,7 @@ from soap.model.micro_batches import MicroBatches
 from soap.model.regions import Box
 from soap.strategy.compression import Int8, PowerSgd, Rgc, RgcAsq
 from soap.strategy.config import FLOATING, OpConfig, Strategy, SyncConfig, settled_config
-from soap.strategy.recomputation import refusal
+from soap.strategy.recomputation import ALL, KEPT, LIGHT, level_at, refusal
 from soap.strategy.sync import SHARDED, SHARDED_IN_HOSTS, SHARDED_STATE, SPARSE_ALL_GATHER, compressed, parameter_server
 from soap.strategy.sync_contracts import WITHIN
 from tests.graph_builder import ATTRIBUTE, GraphBuilder
@@ -197,8 +197,8 @@ def configs(
         tiles *= degree
     devices = draw(st.lists(st.integers(0, device_count - 1), min_size=tiles, max_size=tiles))
     repeats = graph is not None and refusal(graph, op) is None and (cut is None or cut.may_repeat(cut.graph.index[op.name]))
-    recompute = repeats and draw(st.booleans())
-    return OpConfig(tuple(degrees), tuple(devices), replicas, recompute)
+    levels = (KEPT, ALL, level_at(op, LIGHT)) if repeats else (KEPT,)
+    return OpConfig(tuple(degrees), tuple(devices), replicas, draw(st.sampled_from(levels)))
 
 
 @st.composite

@@ -55,7 +55,7 @@ class Allowed:
     def allows(self, config: OpConfig) -> bool:
         """Whether a configuration obeys."""
         grid = grid_of(config)
-        if self.recompute not in (None, config.recompute):
+        if self.recompute not in (None, bool(config.recompute)):
             return False
         if self.grid is not None and grid != self.grid:
             return False
@@ -100,8 +100,8 @@ def brought_inside(space: Space, strategy: Strategy) -> Strategy:
     changed = {}
     for i, (op, own) in enumerate(zip(space.graph.operators, space.operators, strict=True)):
         config, allowed = strategy.operators[op.name], space.allowed[i] if space.allowed else None
-        if allowed is not None and allowed.recompute not in (None, config.recompute):
-            config = replace(config, recompute=allowed.recompute)
+        if allowed is not None and allowed.recompute not in (None, bool(config.recompute)):
+            config = replace(config, recompute=int(bool(allowed.recompute)))
         if not space.allows(i, config):
             config = nearest(own, config)
         if config is not strategy.operators[op.name]:

@@ -11,7 +11,7 @@ its proposals apart from the chain's (column ``phase``).
 - ``align``: an operator, with all its repeated layers, follows a neighbour.
 - ``spread``: an operator, with its repeated layers, gets a new configuration, and the operators around it follow outwards for some steps.
 - ``synchronize``: a parameter, or all parameters that have a choice, get another way of synchronizing.
-- ``recompute``: a set of operators, or the equal sets of all repeated layers, is recomputed or no longer is.
+- ``recompute``: a set of operators, or the equal sets of all repeated layers, is recomputed, or but for its products, or no longer is.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from soap.search.alignment import aligned_with
 from soap.search.proposals import Proposal, changed
 from soap.search.space import Space
 from soap.strategy.config import OpConfig, Strategy
-from soap.strategy.recomputation import with_marks
+from soap.strategy.recomputation import LEVELS, with_levels
 
 SPREADS = (0, 1, 2, 3, 4, 6, 8)
 """Distances, in operators, to which a new configuration spreads."""
@@ -123,14 +123,16 @@ RECOMPUTE_SHARE = 0.25
 
 
 def recompute(rng: random.Random, space: Space, strategy: Strategy) -> Proposal | None:
-    """Recompute a set of operators, and half of the time the sets of their repeated layers with it; or no longer, if all of it is."""
+    """Recompute a set of operators, and half of the time the sets of their repeated layers with it, all of them to one extent."""
     chosen = rng.choice(space.recompute)
-    others = [set(space.group_of[i]) for i in chosen] if rng.random() < 0.5 else [{i} for i in chosen]
-    known = {i for own in space.recompute for i in own}
-    names = [space.graph.operators[i].name for i in sorted(known.intersection(set().union(*others)))]
-    mark = not all(strategy.operators[name].recompute for name in names)
-    moved = tuple(name for name in names if strategy.operators[name].recompute != mark)
-    return Proposal(with_marks(strategy, moved, mark), "recompute", moved) if moved else None
+    known = {own.position for each in space.recompute for own in each}
+    alike = {own.position: set(space.group_of[own.position]) if rng.random() < 0.5 else {own.position} for own in chosen}
+    members = {i: own for own in chosen for i in alike[own.position] & known}
+    every = [{space.graph.operators[i].name: members[i].at(extent) for i in sorted(members)} for extent in LEVELS]
+    held = {name: strategy.operators[name].recompute for name in every[0]}
+    levels = rng.choice([own for own in every if own != held])
+    moved = tuple(name for name in held if levels[name] != held[name])
+    return Proposal(with_levels(strategy, {name: levels[name] for name in moved}), "recompute", moved)
 
 
 def propose_descent(rng: random.Random, space: Space, strategy: Strategy) -> Proposal | None:

@@ -19,7 +19,8 @@ operator is drawn uniformly from ``Space.movable``, which does not depend on the
   another structured configuration, uniformly. No effect if a member outside of M has that configuration already, as the way
   back would then move it too. Otherwise any member of M, in either direction, draws exactly this move: symmetric.
 - ``sync``: one parameter gets another of its ways of synchronizing, both drawn uniformly: symmetric.
-- ``recompute``: a set of operators that are all recomputed no longer is, or one of which none is: its own inverse, so symmetric.
+- ``recompute``: a set of operators that are kept alike, recomputed, or recomputed but for their products, becomes another of these three:
+  symmetric, as there are as many others wherever that leads.
 
 A current state outside of the space (weight 0) is never proposed, so it is transient and the target does not constrain the way
 out: from there ``log_ratio`` is 0.
@@ -35,7 +36,7 @@ from math import exp, inf, log
 from soap.search.alignment import aligned_configs
 from soap.search.space import Space, grid_of
 from soap.strategy.config import OpConfig, Strategy
-from soap.strategy.recomputation import with_marks
+from soap.strategy.recomputation import LEVELS, with_levels
 
 INFORMED_SHARE = 0.5
 """Share of the informed move's draws that come from the candidates."""
@@ -147,14 +148,17 @@ def sync(rng: random.Random, space: Space, strategy: Strategy) -> Proposal | Non
 
 
 def recompute(rng: random.Random, space: Space, strategy: Strategy) -> Proposal | None:
-    """Recompute a set of operators, or no longer."""
+    """Recompute a set of operators that are alike to another extent."""
     if not space.recompute:
         return None
-    names = tuple(space.graph.operators[i].name for i in rng.choice(space.recompute))
-    marked = [strategy.operators[name].recompute for name in names]
-    if any(marked) != all(marked):
+    operators, chosen = space.graph.operators, rng.choice(space.recompute)
+    every = [{operators[own.position].name: own.at(extent) for own in chosen} for extent in LEVELS]
+    distinct = [levels for k, levels in enumerate(every) if levels not in every[:k]]
+    held = {name: strategy.operators[name].recompute for name in every[0]}
+    if held not in distinct:
         return None
-    return Proposal(with_marks(strategy, names, not marked[0]), "recompute", names)
+    levels = rng.choice([levels for levels in distinct if levels != held])
+    return Proposal(with_levels(strategy, levels), "recompute", tuple(held))
 
 
 MOVES: Mapping[str, Move] = {

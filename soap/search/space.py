@@ -25,12 +25,13 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, permutations, product
 from math import inf, log, perm, prod
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from soap.model.graph import Operator, OperatorGraph
 from soap.search.alignment import Edge, edges_of
 from soap.search.groups import repeated_groups
 from soap.strategy.config import OpConfig, Strategy, SyncConfig, settled_config
+from soap.strategy.recomputation import KEPT
 
 if TYPE_CHECKING:
     from soap.search.constraints import Allowed
@@ -240,6 +241,18 @@ class OperatorSpace:
         return make_config(grid, self.placements(grid)[x - self._cumulative[position]])
 
 
+class Repeated(NamedTuple):
+    """An operator of a set that may be recomputed: how, if all of the set is, and if all but its products is (``OpConfig.recompute``)."""
+
+    position: int
+    whole: int
+    light: int
+
+    def at(self, extent: int) -> int:
+        """How it is recomputed if the set is to this extent: one of ``recomputation.LEVELS``."""
+        return (KEPT, self.whole, self.light)[extent]
+
+
 @dataclass(frozen=True, eq=False)
 class Space:
     """The space of a graph on so many devices, and the facts about the graph that the proposals need. ``references``: strategies known
@@ -255,7 +268,7 @@ class Space:
     references: tuple[Strategy, ...] = ()
     allowed: tuple[Allowed | None, ...] = ()
     syncs: Mapping[str, tuple[SyncConfig, ...]] = field(default_factory=dict)
-    recompute: tuple[tuple[int, ...], ...] = ()
+    recompute: tuple[tuple[Repeated, ...], ...] = ()
 
     def allows(self, position: int, config: OpConfig) -> bool:
         """Whether an operator may have this configuration: the user's constraints allow it, and if there is only one, this is it."""

@@ -274,7 +274,7 @@ class Engine:
         degrees, parts = self.variants.degrees[variant], self.variants.micro_batches.parts(position)
         own = tuple(devices.reshape(int(replicas), parts, -1)[:, 0].ravel().tolist())
         held = self._configs[position].placed(degrees, own, int(replicas))
-        return held if marked in (KEEP, held.recompute) else replace(held, recompute=bool(marked))
+        return held if marked in (KEEP, held.recompute) else replace(held, recompute=int(marked))
 
     def sync(self, parameter: str, code: int) -> SyncConfig:
         """A parameter's synchronization from its number (see ``sync_codes``)."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from soap.plan.plan import Plan, need_name
-from soap.plan.recomputation import find_recomputation
+from soap.plan.recomputation import find_recomputation, keeps_outputs
 from soap.plan.tiling import Tile
 from soap.simulator.task_list import BACKWARD, TaskList
 from soap.simulator.tasks import TaskKind
@@ -54,7 +54,7 @@ class SecondRuns:
         for holding in local:
             held = self._plan.holdings[holding]
             for tile, _ in fetch.consumers:
-                if links and held.reduction is None and tile in self._needs:
+                if links and held.reduction is None and tile in self._needs and not keeps_outputs(self._plan, held.tile):
                     self._claim(holding, self._needs[tile])
                 elif carries and tile in self._backward:
                     self._claim(holding, Need(self._plan.tiles[tile].operator, self._backward[tile]))

@@ -15,7 +15,7 @@ from soap.errors import StrategyError
 from soap.model.graph import KEEP_STATE, LOCAL_BATCH_NORM, NEXT_STATE, Operator, OperatorGraph
 from soap.model.micro_batches import MAX_MICROBATCHES, MicroBatches
 from soap.strategy.compression import COMPRESSIONS, Compression
-from soap.strategy.recomputation import require_repeatable
+from soap.strategy.recomputation import KEPT, LEVELS, require_repeatable
 from soap.strategy.sync_contracts import COMPRESSED, MAX_PREFETCH, METHODS, Contract, Owner, Residence, Within, find_contract
 
 
@@ -25,14 +25,14 @@ class OpConfig:
 
     ``degrees``: parts per factor, in the operator's factor order. ``replicas``: how many times the whole grid of tiles is computed.
     ``devices``: one device per tile, row-major over (replica, factor 0, factor 1, …); a device may occur more than once. ``recompute``:
-    what the operator makes is not kept for the backward pass, but made again then (``soap.strategy.recomputation``). StrategyError if
-    degrees, devices and replicas do not agree.
+    what the operator makes is not kept for the backward pass, but made again then: ``ALL`` of it, or all but its products (``LIGHT``,
+    ``soap.strategy.recomputation``). StrategyError if degrees, devices and replicas do not agree.
     """
 
     degrees: tuple[int, ...]
     devices: tuple[int, ...]
     replicas: int = 1
-    recompute: bool = False
+    recompute: int = KEPT
 
     def __post_init__(self) -> None:
         if any(d < 1 for d in self.degrees) or self.replicas < 1:
@@ -44,6 +44,8 @@ class OpConfig:
             )
         if min(self.devices) < 0:
             raise StrategyError(f"devices {self.devices}: expected non-negative device numbers")
+        if self.recompute not in LEVELS:
+            raise StrategyError(f"recompute {self.recompute!r}: expected one of {', '.join(map(str, LEVELS))}")
 
     def placed(self, degrees: tuple[int, ...], devices: tuple[int, ...], replicas: int = 1) -> Self:
         """A copy with these degrees, devices and replicas; other fields stay. Returns itself if nothing changes."""

@@ -15,11 +15,11 @@ from soap.model.graph import OperatorGraph
 from soap.strategy.classical import NAMED, SYNCHRONIZED, hybrid
 from soap.strategy.config import Strategy
 from soap.strategy.grids import tensor_parallel_width
-from soap.strategy.recomputation import recomputed
+from soap.strategy.recomputation import recomputed, selectively_recomputed
 from soap.strategy.sync import offloaded, shares_in_hosts
 
 JOIN, WIDTH = "+", ":"
-DATA_PARALLEL, MEGATRON, RECOMPUTE, OFFLOAD = "data_parallel", "megatron", "recompute", "offload"
+DATA_PARALLEL, MEGATRON, RECOMPUTE, SELECTIVE, OFFLOAD = "data_parallel", "megatron", "recompute", "selective", "offload"
 
 Added = Callable[[OperatorGraph, Topology, Strategy], Strategy]
 """Puts something on top of a strategy."""
@@ -36,17 +36,21 @@ def _recomputed(graph: OperatorGraph, topology: Topology, strategy: Strategy) ->
     return recomputed(graph, strategy)
 
 
+def _selective(graph: OperatorGraph, topology: Topology, strategy: Strategy) -> Strategy:
+    return selectively_recomputed(graph, strategy)
+
+
 def _offloaded(graph: OperatorGraph, topology: Topology, strategy: Strategy) -> Strategy:
     return offloaded(graph, strategy)
 
 
 ADDED: Mapping[str, Added] = MappingProxyType(
-    {**{name: _synchronized_as(name) for name in SYNCHRONIZED}, RECOMPUTE: _recomputed, OFFLOAD: _offloaded}
+    {**{name: _synchronized_as(name) for name in SYNCHRONIZED}, RECOMPUTE: _recomputed, SELECTIVE: _selective, OFFLOAD: _offloaded}
 )
 """What may be put on top of another strategy, by name."""
 
 HSDP = "hsdp"
-SAVING: tuple[tuple[str, ...], ...] = (("zero1", "fsdp", HSDP), (RECOMPUTE,))
+SAVING: tuple[tuple[str, ...], ...] = (("zero1", "fsdp", HSDP), (SELECTIVE, RECOMPUTE))
 """What may be put on top of a strategy to save memory: of each group at most one."""
 
 SAVING_STARTS = ("megatron+zero1", "megatron+fsdp")
@@ -54,6 +58,9 @@ SAVING_STARTS = ("megatron+zero1", "megatron+fsdp")
 
 MOST_SAVING = f"fsdp{JOIN}{RECOMPUTE}"
 """The mixture that needs least memory of those that leave operators where they are: with time for only one, try this."""
+
+SAVING_MOST_FOR_LITTLE = f"fsdp{JOIN}{SELECTIVE}"
+"""The mixture that saves most of those that compute nearly nothing twice."""
 
 SPLITTING = (DATA_PARALLEL, MEGATRON, "one_weird_trick")
 """Strategies on which any of these may be put, those that keep all devices busy. Megatron also in narrower groups."""

@@ -20,7 +20,7 @@ from soap.simulator.lowering import build_plan
 from soap.strategy.classical import CLASSICAL, random_strategy
 from soap.strategy.config import Strategy
 from soap.strategy.recomputation import recomputed as recompute_runs
-from soap.strategy.recomputation import repeatable, with_marks
+from soap.strategy.recomputation import ALL, LIGHT, level_at, repeatable, with_levels, with_marks
 from soap.tracing.export import export_model
 from soap.zoo import names
 from tests.extent import FEW, often, so_many
@@ -37,9 +37,9 @@ THREE, FOUR = cluster([3], CPU), local_topology(4)
 
 
 def marked(graph: OperatorGraph, strategy: Strategy, draw: random.Random, share: float = 0.7) -> Strategy:
-    """The strategy with such a share of what may be recomputed marked."""
+    """The strategy with such a share of what may be recomputed marked; half of what has a product keeps what it makes."""
     names = [name for name in sorted(repeatable(graph)) if draw.random() < share]
-    return with_marks(strategy, names, True)
+    return with_levels(strategy, {name: level_at(graph.operators[graph.index[name]], draw.choice((ALL, LIGHT))) for name in names})
 
 
 def recomputed(plan: Plan, seed: int = 0, share: float = 0.7) -> Plan:

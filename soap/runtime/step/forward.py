@@ -4,12 +4,13 @@ Inside a segment, autograd links the tiles. What comes from outside (an earlier 
 detached leaf. A value is dropped after its last reader on this rank; autograd keeps what the backward pass needs.
 
 A recomputed segment runs twice: first without autograd, so that it keeps nothing, and again (``recompute``) right before its backward pass
-needs it, from the same leaves, with the same random numbers. It notes statistics only the first time.
+needs it, from the same leaves, with the same random numbers. It notes statistics only the first time. ``light`` tiles keep their
+outputs, and do not compute their products again (``tracing.products``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -31,6 +32,7 @@ from soap.runtime.sync.look_ups import Asked, LookUps, rows_for
 from soap.runtime.sync.shards import ShardStore
 from soap.simulator.tasks import TaskKind
 from soap.tracing.model import TileContext, TracedModel
+from soap.tracing.products import Made, first_run, second_run
 
 
 class ForwardPass:
@@ -66,6 +68,7 @@ class ForwardPass:
         self._fetched: dict[int, torch.Tensor] = {}
         self._regions: dict[int, torch.Tensor] = {}
         self._partials: dict[tuple[int, int], torch.Tensor] = {}
+        self._products: dict[int, Made] = {}
         self._arrivals = Arrivals(state)
         self._reducing: dict[int, Pending] = {}
 
@@ -126,6 +129,8 @@ class ForwardPass:
             return self._look_up(tile)
         inputs = [self._input(source) for source in tile.inputs]
         parameters = [self._parameter(parameter) for parameter in tile.parameters]
+        if tile.light:
+            return self._run_but_products(tile, inputs, parameters)
         records = tile.active and tile.again is self._second
         if not self.state.is_traced and torch.is_grad_enabled() is records:
             return self.model.run_tile(tile.tile, inputs, parameters, self.context)
@@ -133,6 +138,19 @@ class ForwardPass:
         name = recompute_name(tile.operator, tile.tile) if self._second else tile.name
         with self.state.task(name, kind), torch.set_grad_enabled(records):
             return self.model.run_tile(tile.tile, inputs, parameters, self.context)
+
+    def _run_but_products(self, tile: PreparedTile, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> Outputs:
+        """A run of a tile whose second run is one without its products."""
+        if self._second:
+            with self.state.task(recompute_name(tile.operator, tile.tile), TaskKind.RECOMPUTE):
+                made = self._products.pop(tile.number)
+                return second_run(lambda: self.model.run_tile(tile.tile, inputs, parameters, self.context), made)
+        needed = [self.state.graph.tensors[own.tensor].requires_grad for own in tile.inputs]
+        leaves = [_leaf(own, takes) for own, takes in zip(inputs, needed, strict=True)]
+        with self.state.task(tile.name, TaskKind.FORWARD):
+            outputs, made = first_run(lambda: self.model.run_tile(tile.tile, leaves, parameters, self.context))
+        self._products[tile.number] = made
+        return outputs
 
     def _look_up(self, tile: PreparedTile) -> Outputs:
         """Compute a tile with a sparse lookup."""

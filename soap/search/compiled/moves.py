@@ -19,7 +19,7 @@ S is the current state, S* the proposed one. The target and the reference measur
   uses the rough cost of the whole run; log_ratio has the same form. d(S) > 0 everywhere in the space.
 - ``segment``: a segment that is configured as one of its alternatives takes another one, drawn uniformly: symmetric but for the weights.
 - ``sync`` (``compiled.syncs``): one parameter gets another method of synchronization, drawn uniformly: symmetric.
-- ``recompute`` (``compiled.recomputing``): a set of operators that are all recomputed no longer is, or one of which none is: symmetric.
+- ``recompute`` (``compiled.recomputing``): a set of operators that are alike is recomputed to another extent: symmetric.
 
 A state outside of the space (weight 0) is never proposed. A move out of it counts as symmetric (log_ratio = 0).
 """

@@ -22,6 +22,7 @@ from soap.simulator.compiled.graph_arrays import Floats, Ints, Longs
 from soap.simulator.compiled.syncs.codes import sync_code
 from soap.simulator.costs import CostModel
 from soap.strategy.config import OpConfig
+from soap.strategy.recomputation import LEVELS
 
 Tables = TypeVar("Tables", bound=NamedTuple)
 
@@ -47,7 +48,8 @@ class GridTables(NamedTuple):
     ``estimate[estimate_ptr[op] + grid - grid_ptr[space]]``: rough time, ns (``estimates.rough_ns``). ``size``: list of an operator's factor
     sizes (1 if it cannot be split). ``sync_parameter``: parameters with a choice of methods; ``sync_choice``: list of their codes
     (``syncs.codes``). ``together``: list of the places in ``sync_parameter`` of each set of ``sharing.owner_sets``.
-    ``again``: list of the operators of each set that may be recomputed (``Space.recompute``).
+    ``again``: list of the operators of each set that may be recomputed (``Space.recompute``); ``level``: of each, how it
+    is recomputed to which extent (``Repeated.at``).
     """
 
     movable: Ints
@@ -83,6 +85,7 @@ class GridTables(NamedTuple):
     together: Ints
     again_ptr: Ints
     again: Ints
+    level: Ints
 
 
 class NeighbourTables(NamedTuple):
@@ -182,7 +185,8 @@ def grid_tables(space: Space, topology: Topology, costs: CostModel) -> GridTable
         together_ptr=_pointers(together),
         together=[place[name] for own in together for name in own],
         again_ptr=_pointers(space.recompute),
-        again=[position for own in space.recompute for position in own],
+        again=[each.position for own in space.recompute for each in own],
+        level=[each.at(extent) for own in space.recompute for each in own for extent in LEVELS],
     )
 
 

@@ -39,6 +39,7 @@ from soap.simulator.compiled.pass_order import first_reordered
 from soap.simulator.compiled.rows import is_sparse_lookup
 from soap.simulator.compiled.scratch import EXPECTED
 from soap.simulator.compiled.synchronization import expect_updates, is_certain
+from soap.simulator.compiled.tile_times import PASSES
 from soap.simulator.compiled.trial import TAKEN, Trial
 from soap.simulator.compiled.variants import CELLS, COSTS, PARTS, ROW_COSTS
 from soap.simulator.compiled.world import World
@@ -146,7 +147,7 @@ def _add_tiles(W, E, op, variant, replicas, devices, first, parts):  # type: ign
     own = cells // parts
     for tile in range(cells * replicas):
         device = devices[first + tile // cells * own + tile % own]
-        forward = 2 * K.device_type[device] * cells + tile % cells
+        forward = PASSES * K.device_type[device] * cells + tile % cells
         S.update[device] += min(V.costs[costs + forward], V.costs[others + forward])
         if certain:
             S.update[device] += min(V.costs[costs + forward + cells], V.costs[others + forward + cells])

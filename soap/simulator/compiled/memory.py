@@ -38,6 +38,7 @@ from soap.simulator.compiled.memory_tables import (
     MADE,
     PARAMETER_GRADIENTS,
     PARTS,
+    PRODUCTS,
     READ,
     REGIONS,
     SENT,
@@ -56,6 +57,7 @@ from soap.simulator.compiled.transit import add_fetches, add_holdings, add_sent,
 from soap.simulator.compiled.variants import CELLS
 from soap.simulator.compiled.world import World
 from soap.simulator.memory.residency import ALLOWANCE
+from soap.strategy.recomputation import LIGHT
 
 
 @entry
@@ -190,6 +192,7 @@ def _tiles(W, M, op):  # type: ignore[no-untyped-def]
         device, cell = C.dev[C.dev_ptr[op] + tile], tile % cells
         part[ACTIVATIONS, device] += M.data[kept + cell] + M.data[read + cell]
         part[ACTIVATIONS, device] += M.data[made + cell] if C.marked[op] else 0
+        part[ACTIVATIONS, device] += M.data[M.rows[row, PRODUCTS] + cell] if C.marked[op] == LIGHT else 0
         part[DOUBTFUL, device] += M.data[read + cell]
         part[SURE, device] += M.data[sure + cell] if alone else 0
         part[LARGEST_TILE, device] = max(part[LARGEST_TILE, device], M.data[gradients + cell])

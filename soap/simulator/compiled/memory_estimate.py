@@ -26,6 +26,7 @@ from soap.simulator.compiled.memory_tables import (
     LIKELY,
     MADE,
     PARAMETER_GRADIENTS,
+    PRODUCTS,
     READ,
     SLACK,
     TRAINABLE,
@@ -38,6 +39,7 @@ from soap.simulator.compiled.state import AGAIN_TILE, BACKWARD_TILE, FORWARD_TIL
 from soap.simulator.compiled.trial import TAKEN, Trial
 from soap.simulator.compiled.variants import CELLS
 from soap.simulator.compiled.world import World
+from soap.strategy.recomputation import LIGHT
 
 
 @entry
@@ -108,6 +110,7 @@ def _leave_out(W, M, op):  # type: ignore[no-untyped-def]
     for tile in range(C.tiles[op]):
         cell = tile % cells
         size = M.data[kept + cell] + M.data[read + cell] + (M.data[made + cell] if C.marked[op] else 0)
+        size += M.data[M.rows[row, PRODUCTS] + cell] if C.marked[op] == LIGHT else 0
         M.level[C.dev[C.dev_ptr[op] + tile]] -= size
     M.leaves[op] = 0
     for place in range(G.reader_ptr[op], G.reader_ptr[op + 1]):
@@ -125,13 +128,15 @@ def _pass(W, M, slot, kind):  # type: ignore[no-untyped-def]
     kept = M.data[M.rows[row, KEPT] + cell]
     made = M.data[M.rows[row, MADE] + cell]
     leaves = made if C.marked[op] and M.leaves[op] else 0
+    if C.marked[op] == LIGHT:
+        leaves = made + M.data[M.rows[row, PRODUCTS] + cell]
     if kind == FORWARD_TILE:
         M.level[device] += kept
         M.highest[device] = max(M.highest[device], M.level[device] + M.dropped[device])
         M.dropped[device] = 0
         if C.marked[op] and C.alive[slot + C.tiles[op]]:
             M.level[device] -= kept - leaves
-            M.dropped[device] = made - leaves  # the next tile reads it
+            M.dropped[device] = max(0, made - leaves)  # the next tile reads it
     elif kind == AGAIN_TILE:
         M.level[device] += kept
         M.highest[device] = max(M.highest[device], M.level[device])

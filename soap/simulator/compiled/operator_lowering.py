@@ -26,8 +26,10 @@ from soap.simulator.compiled.second_runs import (
 )
 from soap.simulator.compiled.state import ARENA, BACKWARD_TILE, FORWARD_TILE, OTHER, SLOTS, State
 from soap.simulator.compiled.task_keys import BACKWARD, FORWARD, STATE_FULL, set_key, task_key
+from soap.simulator.compiled.tile_times import AGAIN, PASSES
 from soap.simulator.compiled.variants import CELLS, COSTS, ROW_COSTS
 from soap.simulator.compiled.world import World
+from soap.strategy.recomputation import ALL, LIGHT
 
 
 @compiled
@@ -50,15 +52,18 @@ def place_tiles(W: World, op: int) -> None:
                 set_key(C, slot, task_key(BACKWARD, operators - 1 - op, 1, tile, 0, 0))
             else:
                 set_key(C, slot, task_key(FORWARD, op, 1, tile, 0, 0))
-            cost = costs + (K.device_type[device] * 2 + backward) * cells + tile % cells
+            cost = costs + (K.device_type[device] * PASSES + backward) * cells + tile % cells
             C.duration[slot], C.launch[slot], C.latency[slot] = V.costs[cost], V.launches[cost], 0
             C.resource[slot], C.resource_n[slot] = device, 1
             C.waits[slot], C.alive[slot], C.kind[slot] = backward, 1 - backward, BACKWARD_TILE if backward else FORWARD_TILE
-            C.waits[slot] += backward * C.marked[op]  # of a second run
+            C.waits[slot] += backward * (C.marked[op] > 0)  # of a second run
             C.owner[slot], C.index[slot], C.moved[slot], C.follow[slot] = op, tile, 0, 0
             slot += 1
     if C.marked[op]:
         place_second_runs(C, op, operators, count, slot)
+        for tile in range(count if C.marked[op] == LIGHT else 0):
+            own = C.tile_slot[op] + tile
+            C.duration[own + 3 * count] = V.costs[costs + (K.device_type[C.resource[own]] * PASSES + AGAIN) * cells + tile % cells]
     C.used[SLOTS] = C.tile_slot[op] + tile_slots(C, op)
 
 
@@ -70,12 +75,12 @@ def lower_operator(W: World, op: int) -> bool:
     count = tile_count(V, C, op)
     S.count[TASKS] = S.count[EDGES] = S.count[RESOURCES] = S.count[GRADIENTS] = 0
     deliver(W, op)
-    own = count * (1 + C.marked[op])
+    own = count * (2 if C.marked[op] else 1)
     for slot in range(G.reader_ptr[op + 1] - G.reader_ptr[op]):
         reader = G.reader[G.reader_ptr[op] + slot]
         S.slot_base[slot], S.need_base[slot] = own, -1
         own += tile_count(V, C, reader)
-        if C.marked[op] and C.marked[reader]:
+        if C.marked[op] == ALL and C.marked[reader]:
             S.need_base[slot] = own
             own += tile_count(V, C, reader)
         if slot + 2 > len(S.slot_base):
@@ -207,7 +212,8 @@ def _backward(W, op, own, own_slot):  # type: ignore[no-untyped-def]
         C.alive[target + tile] = alive
     if C.marked[op]:
         changed |= need_tiles(W, op, cells, own, op == G.loss[0])
-        link_second_runs(W, op)
+        if C.marked[op] == ALL:
+            link_second_runs(W, op)
     return changed
 
 

@@ -16,6 +16,7 @@ from soap.simulator.compiled.world import World
 from soap.simulator.second_runs import AGAIN as AGAIN_STAGE
 from soap.simulator.second_runs import NEED as NEED_STAGE
 from soap.simulator.second_runs import NEED_NS
+from soap.strategy.recomputation import ALL
 
 NONE = -1
 """Position of a tile that nobody needs."""
@@ -89,7 +90,7 @@ def claim_by_readers(W: World, op: int) -> None:
                     hold = S.p_hold[piece]
                     if is_remote(S, piece):
                         continue
-                    if whole and S.h_red[hold] < 0 and C.marked[reader]:
+                    if whole and S.h_red[hold] < 0 and C.marked[op] == ALL and C.marked[reader]:
                         add_claim(S, hold, S.need_base[slot] + tile, C.claim[C.tile_slot[reader] + 2 * count + tile])
                     elif carries:
                         add_claim(S, hold, S.slot_base[slot] + tile, reader)
@@ -179,7 +180,7 @@ def _offer_sum(C, S, red, cells, own, need, offer):  # type: ignore[no-untyped-d
 
 @compiled
 def link_second_runs(W: World, op: int) -> None:
-    """Add edges from a marked operator's second runs to those that read what they make."""
+    """Add edges from the second runs of an operator, all of which is recomputed, to those that read what they make."""
     G, V, C, S = W.graph, W.variants, W.state, W.scratch
     count = C.tiles[op]
     for fetch in range(S.count[FETCHES]):

@@ -19,6 +19,7 @@ from soap.simulator.compiled.syncs.members import find_geometry, find_members, f
 from soap.simulator.compiled.syncs.sharded_state import exchange_of, owned_by_readers
 from soap.simulator.compiled.task_keys import STATE_FULL, SYNC, task_key
 from soap.simulator.compiled.world import World
+from soap.strategy.recomputation import LIGHT
 
 
 @compiled
@@ -140,7 +141,7 @@ def _find_needed(W):  # type: ignore[no-untyped-def]
     for op in range(len(G.backward) - 1, -1, -1):
         S.g_needed[op] = op
         for i in range(G.reader_ptr[op], G.reader_ptr[op + 1] if C.marked[op] else G.reader_ptr[op]):
-            S.g_needed[op] = max(S.g_needed[op], S.g_needed[G.reader[i]])
+            S.g_needed[op] = max(S.g_needed[op], G.reader[i] if C.marked[op] == LIGHT else S.g_needed[G.reader[i]])
 
 
 @compiled
