@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from soap.api.models import Cluster, Model, load, topology_of
 from soap.api.predictions import simulator_for
@@ -19,13 +20,17 @@ from soap.plan.memory_kinds import MemoryKind
 from soap.plan.plan import Plan
 from soap.plan.syncs.bucketing import sums_of_one
 from soap.search.options import OPTIMIZER_STATES
+from soap.search.recomputing import Budgeted, recompute_to_fit
 from soap.simulator.costs import CostSource
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.memory.hosts import lacking_on_hosts
 from soap.simulator.memory.peaks import overflow_bytes
 from soap.simulator.simulate import Simulator, is_large
 from soap.strategy.config import Strategy
-from soap.strategy.named import DATA_PARALLEL, MOST_SAVING, named, saving_names
+from soap.strategy.named import DATA_PARALLEL, MOST_SAVING, RECOMPUTE, named, on_top, saving_names
+
+if TYPE_CHECKING:
+    from soap.simulator.incremental import IncrementalSimulator
 
 MOST_WAYS = 3
 SECONDS = 8.0
@@ -34,6 +39,10 @@ MICRO_BATCHES = (2, 4, 8)
 """In how many batches data parallelism is tried to take its samples."""
 LEAST_OF_ESTIMATE = 0.7
 """Exact peaks were 0.75 to 1.1 of estimates (``compiled.memory_estimate``): ways whose estimate is further above the limit come last."""
+MOST_OF_ESTIMATE = 0.9
+"""Ways whose estimate is further below the limit do not have to save more."""
+TO_FIT = 0.6
+"""When more than this share of the time is over, it is not found out how little has to be recomputed for a way to fit."""
 READING_SECONDS = 0.08
 """For each operator, what it takes to make a model of the zoo for another batch: 0.05 to 0.1 s of a core for gpt, inception_v3, nmt_gnmt
 and resnet101 (Intel Xeon, 2026-11-27). It is not begun if that would take too long."""
@@ -51,7 +60,8 @@ class Way:
 
     ``model``: name of the model that it is for. ``micro_batches``: in how many batches the samples go through, one after the other, before
     the update (``soap-run --accumulate``); the model then is that of a smaller batch. ``lacking_bytes``: what devices and hosts lack, added
-    up. ``by_kind``: what ``peak_bytes`` is made of (``Simulation.peak_by_kind``); they add up to it.
+    up. ``by_kind``: what ``peak_bytes`` is made of (``Simulation.peak_by_kind``); they add up to it. ``budgeted``: of a way that recomputes
+    as little as fits, how near that is to the best choice; ``base``: the strategy on top of which it does so.
     """
 
     name: str
@@ -64,6 +74,8 @@ class Way:
     by_kind: dict[str, int]
     lacking_bytes: int
     micro_batches: int = 1
+    budgeted: Budgeted | None = None
+    base: str = ""
 
     @property
     def fits(self) -> bool:
@@ -114,6 +126,32 @@ def fits(
     return Fit(asked) if asked.fits else _Ways(simulator, asked, seconds, smaller or _smaller_zoo(graph)).found()
 
 
+class _Candidate(NamedTuple):
+    """A way that may be played in full. ``cost_ns``: its time, and ``share``: an estimate of its peak by the limit, where they are known.
+    ``least_bytes``: what it lacks at least."""
+
+    name: str
+    strategy: Strategy
+    cost_ns: int
+    least_bytes: int = 0
+    share: float | None = None
+
+    @property
+    def unlikely(self) -> bool:
+        """Whether it hardly fits."""
+        return self.share is not None and self.share * LEAST_OF_ESTIMATE > 1
+
+    @property
+    def may_fit(self) -> bool:
+        """Whether it may fit."""
+        return not self.least_bytes and not self.unlikely
+
+    @property
+    def may_lack(self) -> bool:
+        """Whether it may lack memory."""
+        return self.least_bytes > 0 or (self.share or 0) > MOST_OF_ESTIMATE
+
+
 class _Ways:
     """Looks for ways that fit. Where the compiled simulator is there, it says how long each way takes, which can't fit, and which may by
     an estimate; what saves most, then the fastest that may fit, then the others are played in full, until enough of them fit. Else all are
@@ -124,19 +162,21 @@ class _Ways:
         self._begin_s, self._seconds = time.process_time(), seconds
         self._tried: list[str] = []
         self._untried: list[str] = []
+        self._evaluator: IncrementalSimulator | None = None
 
     def found(self) -> Fit:
         """What was asked about, and the ways."""
-        candidates, in_order = self._candidates()
+        candidates = self._candidates()
         played: list[Way] = []
-        for name, strategy, least_bytes in candidates:
-            enough = in_order and sum(way.fits for way in played if way.name != MOST_SAVING) == MOST_WAYS
-            if enough or least_bytes:
+        for own in candidates:
+            enough = self._evaluator is not None and sum(way.fits for way in played if way.name != MOST_SAVING) == MOST_WAYS
+            if enough or own.least_bytes:
                 continue
             if self._spent(1):
-                self._untried.append(name)
+                self._untried.append(own.name)
                 continue
-            played.append(_way(self._simulator, name, strategy))
+            played.append(_way(self._simulator, own.name, own.strategy))
+        played += self._to_fit(candidates)
         played += self._in_parts()
         ways = sorted((way for way in played if way.fits), key=lambda way: way.time_ns)[:MOST_WAYS]
         tried = tuple(name for name in self._tried if name not in self._untried)
@@ -146,13 +186,13 @@ class _Ways:
         """Whether this share of the time is over, or will be ``more_s`` from now."""
         return time.process_time() - self._begin_s + more_s > share * self._seconds
 
-    def _candidates(self) -> tuple[list[tuple[str, Strategy, int]], bool]:
-        """(ways with the bytes that each lacks at least, whether the fastest come first)."""
+    def _candidates(self) -> list[_Candidate]:
+        """The ways; with an evaluator what saves most, then the fastest first."""
         from soap.simulator.incremental import IncrementalSimulator  # imports numba, which takes a second
 
         graph, topology = self._simulator.graph, self._simulator.topology
-        evaluator = IncrementalSimulator(self._simulator) if IncrementalSimulator.begins_at_once() else None
-        known, found = [self._asked.strategy], []
+        evaluator = self._evaluator = IncrementalSimulator(self._simulator) if IncrementalSimulator.begins_at_once() else None
+        known, found = [self._asked.strategy], list[_Candidate]()
         for name in saving_names(topology):
             if self._spent(0.5):
                 self._untried.append(name)
@@ -166,10 +206,33 @@ class _Ways:
             if evaluator is not None:
                 cost_ns = evaluator.makespan_ns(strategy)
                 least_bytes, share = evaluator.least_overflow_bytes(strategy), evaluator.estimated_share(strategy)
-            last = share is not None and share * LEAST_OF_ESTIMATE > 1
-            found.append((name != MOST_SAVING, last, cost_ns, name, strategy, least_bytes))
-        found.sort(key=lambda own: own[:4])  # what saves most comes first, as time may be over before anything else fits
-        return [own[3:] for own in found], evaluator is not None
+            found.append(_Candidate(name, strategy, cost_ns, least_bytes, share))
+        # what saves most comes first, as time may be over before anything else fits
+        return sorted(found, key=lambda own: (own.name != MOST_SAVING, own.unlikely, own.cost_ns, own.name))
+
+    def _to_fit(self, candidates: Sequence[_Candidate]) -> list[Way]:
+        """The fastest strategy that lacks memory, and does not if all its runs are recomputed, with as little recomputed as fits."""
+        asked, evaluator = self._asked, self._evaluator
+        known = (_Candidate(asked.name, asked.strategy, asked.time_ns, asked.lacking_bytes), *candidates)
+        by_name = {own.name: own for own in known}
+        pairs = [(own, by_name.get(on_top(own.name, RECOMPUTE))) for own in known]
+        bases = [base for base, whole in pairs if whole is not None and base.may_lack and whole.may_fit]
+        if not bases or evaluator is None:
+            return []
+        base = min(bases, key=lambda own: own.cost_ns)
+        name = f"{base.name}, recomputed to fit"
+        if self._spent(TO_FIT):
+            self._untried.append(name)
+            return []
+        self._tried.append(name)
+
+        def overflow_bytes(strategy: Strategy) -> int:
+            evaluator.makespan_ns(strategy)
+            return evaluator.overflow_bytes(strategy)
+
+        own = self._simulator
+        made = recompute_to_fit(own.graph, own.topology, base.strategy, own.costs, overflow_bytes)
+        return [replace(_way(own, name, made.strategy), budgeted=made, base=base.name)]
 
     def _in_parts(self) -> list[Way]:
         """Data parallelism whose samples go through in several batches, in as few as fit; with less of them, what lacked memory."""
@@ -189,10 +252,10 @@ class _Ways:
                 break
         return found
 
-    def _closest(self, candidates: Sequence[tuple[str, Strategy, int]], played: Sequence[Way]) -> Way:
+    def _closest(self, candidates: Sequence[_Candidate], played: Sequence[Way]) -> Way:
         """What lacks least, if nothing fits: among what was played, and the way that lacks least at least."""
-        least = min((own for own in candidates if own[2]), key=lambda own: own[2], default=None)
-        further = [] if least is None or self._spent(1) else [_way(self._simulator, *least[:2])]
+        least = min((own for own in candidates if own.least_bytes), key=lambda own: own.least_bytes, default=None)
+        further = [] if least is None or self._spent(1) else [_way(self._simulator, least.name, least.strategy)]
         return min([self._asked, *played, *further], key=lambda way: way.lacking_bytes)
 
 

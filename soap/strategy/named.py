@@ -119,6 +119,12 @@ def offloaded_names() -> Iterator[str]:
     yield from (_joined(DATA_PARALLEL, added) for added in OFFLOADED)
 
 
+def on_top(name: str, added: str) -> str:
+    """The name of a strategy with something put on top of it."""
+    first, *rest = name.split(JOIN)
+    return _joined(first, (*rest, added))
+
+
 def _joined(base: str, added: tuple[str, ...]) -> str:
     if base == DATA_PARALLEL and added[0] in NAMED:  # such as zero1, which is data parallelism by itself
         return JOIN.join(added)

@@ -19,8 +19,8 @@ from soap.runtime.program.program import compile_program
 from soap.simulator.lowering import build_plan
 from soap.strategy.classical import CLASSICAL, random_strategy
 from soap.strategy.config import Strategy
-from soap.strategy.recomputation import recomputed as recompute_runs
 from soap.strategy.recomputation import ALL, LIGHT, level_at, repeatable, with_levels, with_marks
+from soap.strategy.recomputation import recomputed as recompute_runs
 from soap.tracing.export import export_model
 from soap.zoo import names
 from tests.extent import FEW, often, so_many

@@ -147,13 +147,12 @@ def test_what_a_light_run_reads_is_not_there_between() -> None:
     usual = batch_split(graph, [0])
     wide = 8 * 64 * 4
     alone, both = marked(usual, "l1"), light(marked(usual, "l1"), "l2")
-    narrow_inside = 8 * 2 * 4  # a layer keeps as much inside as it makes
-    assert held_before_the_loss(graph, alone) - held_before_the_loss(graph, both) == wide + narrow_inside - narrow_inside
+    assert held_before_the_loss(graph, alone) - held_before_the_loss(graph, both) == wide  # how much of l2 a second run needs is not known
 
 
 def test_only_products_are_light() -> None:
     graph = chain(4, 2, 3)
-    with pytest.raises(StrategyError, match=r"operator 'loss' \(mean\) has no product to keep; expected recompute true or false"):
+    with pytest.raises(StrategyError, match=r"operator 'loss' \(loss\) has no product to keep; expected recompute true or false"):
         light(batch_split(graph, [0]), "loss").validate(graph, 2)
     with pytest.raises(StrategyError, match="recompute 3: expected one of 0, 1, 2"):
         light(batch_split(graph, [0]), "l1").with_operator("l1", OpConfig((1, 1, 1), (0,), 1, 3))

@@ -34,10 +34,10 @@ ROW_COSTS, PARTS = 11, 12
 
 CELLS: number of tiles of one replica. READS: regions, [activation input, tile]. OUTPUTS: regions, [output, tile]. COSTS: in ``costs``,
 [device type, pass (``tile_times``), tile]. GROUPS: number of groups of partial results, 0 if none. GROUP_OF: each tile's group.
-GROUP_FIRST: each group's first tile. GROUP_BOXES: regions, [output, group]. GRIDS: pointers to the outputs' grids. GEOMETRIES: the geometries into which
-the operator alone would cut its parameters. LOOKUPS: weighed numbers of rows that are looked up, [parameter, tile]; -1 if none are.
-ROW_COSTS: as COSTS, for tiles that are sparse lookups; equal to COSTS if no rows are looked up. PARTS: number of micro-batches, whose tiles
-follow each other."""
+GROUP_FIRST: each group's first tile. GROUP_BOXES: regions, [output, group]. GRIDS: pointers to the outputs' grids. GEOMETRIES: the
+geometries into which the operator alone would cut its parameters. LOOKUPS: weighed numbers of rows that are looked up, [parameter, tile];
+-1 if none are. ROW_COSTS: as COSTS, for tiles that are sparse lookups; equal to COSTS if no rows are looked up. PARTS: number of micro-
+batches, whose tiles follow each other."""
 COLUMNS = 13
 
 
