@@ -6,7 +6,7 @@ and leaves is kept. Kept are, whatever is marked: what other tiles of the device
 sums of partial results. No communication is repeated, and each device runs its own tiles alone.
 
 A tile that runs again but for its product (``LIGHT``) keeps its outputs. So it may read what is made again, and nothing reads of it again:
-it is the last of a run.
+it is a run of its own.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from soap.plan.plan import Plan
 @dataclass(frozen=True)
 class Recomputation:
     """``tiles``: those that run twice. ``links``: tile -> the tiles whose second outputs it reads in its own second run; tiles that read
-    none are missing. ``run``: tile -> the first tile of its run: linked tiles are of one run. ``last``: those that keep their outputs."""
+    none are missing. ``run``: tile -> the first tile of its run: linked tiles are of one run, but for those that
+    keep their outputs (``light``), each of which is one."""
 
     tiles: frozenset[int] = frozenset()
     links: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     run: Mapping[int, int] = field(default_factory=dict)
-    last: frozenset[int] = frozenset()
+    light: frozenset[int] = frozenset()
 
 
 NONE = Recomputation()
@@ -45,7 +46,8 @@ def find_recomputation(plan: Plan, active: Collection[int]) -> Recomputation:
             if tile in tiles:
                 links.setdefault(tile, set()).update(makers)
     found = {tile: tuple(sorted(own)) for tile, own in sorted(links.items())}
-    return Recomputation(tiles, found, _runs(tiles, found), frozenset(tile for tile in tiles if keeps_outputs(plan, tile)))
+    light = frozenset(tile for tile in tiles if keeps_outputs(plan, tile))
+    return Recomputation(tiles, found, _runs(tiles, found, light), light)
 
 
 def remade(plan: Plan, number: int, tiles: Collection[int]) -> list[int]:
@@ -89,7 +91,7 @@ def needed_from(plan: Plan) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _runs(tiles: Collection[int], links: Mapping[int, tuple[int, ...]]) -> dict[int, int]:
+def _runs(tiles: Collection[int], links: Mapping[int, tuple[int, ...]], light: Collection[int]) -> dict[int, int]:
     """Tile -> the lowest tile of its run."""
     first = {tile: tile for tile in tiles}
 
@@ -100,7 +102,7 @@ def _runs(tiles: Collection[int], links: Mapping[int, tuple[int, ...]]) -> dict[
         return tile
 
     for tile, makers in links.items():
-        for maker in makers:
+        for maker in makers if tile not in light else ():
             one, other = sorted((find(tile), find(maker)))
             first[other] = one
     return {tile: find(tile) for tile in sorted(tiles)}

@@ -138,7 +138,7 @@ def test_a_light_run_reads_what_is_made_again_and_gives_what_it_has_kept() -> No
     assert predecessors(tasks, "recompute l3[0]") == {"forward l3[0]", "need l3[0]"}
     assert units(by_name(tasks)["recompute l2[0]"].duration_ns) == 1 < units(by_name(tasks)["forward l2[0]"].duration_ns)
     found = find_recomputation(tasks.plan, range(len(tasks.plan.tiles)))
-    assert found.last == {1} and found.links == {1: (0,)} and len(set(found.run.values())) == 2
+    assert found.light == {1} and found.links == {1: (0,)} and found.run == {0: 0, 1: 1, 2: 2}
 
 
 def test_what_a_light_run_reads_is_not_there_between() -> None:
@@ -194,9 +194,9 @@ def test_every_tile_with_a_backward_pass_runs_again_before_it(case: tuple[Operat
         start, end = times[names[TaskKind.RECOMPUTE, tile]]
         assert times[names[TaskKind.FORWARD, tile]][1] <= start and end <= times[names[TaskKind.BACKWARD, tile]][0]
     recomputation = find_recomputation(plan, active)
-    assert recomputation.last == {tile for tile in again if chosen.operators[plan.operator(plan.tiles[tile]).name].recompute == LIGHT}
+    assert recomputation.light == {tile for tile in again if chosen.operators[plan.operator(plan.tiles[tile]).name].recompute == LIGHT}
     for tile, makers in recomputation.links.items():
-        assert not recomputation.last & set(makers)
+        assert not recomputation.light & set(makers)
         assert all(times[names[TaskKind.RECOMPUTE, maker]][1] <= times[names[TaskKind.RECOMPUTE, tile]][0] for maker in makers)
     order = execution_order(tasks, schedule)
     assert sorted(order.forward) == list(range(len(plan.tiles))) and set(order.backward) == active

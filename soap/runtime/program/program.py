@@ -130,7 +130,7 @@ def compile_program(
     answered = answered_from_afar(plan, activity.fetches, activity.reductions)
     again = find_recomputation(plan, activity.tiles)
     segments = cut_segments(
-        plan, index, order.forward, again, single_tiles=single_tiles, epilogue=epilogue.operators, answered=answered
+        plan, index, order.forward, single_tiles=single_tiles, epilogue=epilogue.operators, answered=answered, run=again.run
     )
     segment_of = {tile: i for i, segment in enumerate(segments) for tile in segment.tiles}
     turns = backward_turns(plan, index, activity, segment_of, [segment.start for segment in segments], order.backward)

@@ -3,8 +3,7 @@
 *Invariants*: everything that a segment receives, or that is summed or gathered for it, is complete before its first tile, because it comes
 from segments that start earlier. A tile whose gradient comes from elsewhere (*answered*) is the last of its segment, so that no other tile
 waits for that gradient. Tiles of the loss epilogue share no segment with others, nor do the recomputed tiles of a run
-(``plan.recomputation``), nor passes of different actions of ``Plan.order`` (micro-batches). What keeps its outputs while it runs twice is
-the last of its segment, so that others read what is kept.
+(``plan.recomputation``), nor passes of different actions of ``Plan.order`` (micro-batches).
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from soap.plan.plan import Fetch, Plan
-from soap.plan.recomputation import Recomputation
 from soap.runtime.program.activity import Activity, PlanIndex
 
 
@@ -30,14 +28,14 @@ def cut_segments(
     plan: Plan,
     index: PlanIndex,
     order: Sequence[int],
-    again: Recomputation,
     *,
     single_tiles: bool,
     epilogue: Set[int],
     answered: Set[int],
+    run: Mapping[int, int],
 ) -> tuple[Segment, ...]:
     """Cut each device's tiles into segments. ``epilogue``: positions of its operators. ``answered``: tiles whose gradient comes from
-    elsewhere. ``again``: what runs twice. ``single_tiles``: each tile is a segment."""
+    elsewhere. ``run``: ``Recomputation.run``. ``single_tiles``: each tile is a segment."""
     started: set[int] = set()
     gathered: dict[int, set[int]] = {}
     for number, sync in enumerate(plan.syncs):
@@ -51,13 +49,13 @@ def cut_segments(
         comes = not gathered.get(tile, there[device]) <= there[device]
         there[device] |= gathered.get(tile, set())
         enters = plan.tiles[tile].operator in epilogue and device in current and plan.tiles[current[device][-1]].operator not in epilogue
-        enters |= device in current and again.run.get(current[device][-1]) != again.run.get(tile)
+        enters |= device in current and run.get(current[device][-1]) != run.get(tile)
         enters |= device in current and plan.parted(current[device][-1], tile)
         if _begins(plan, index, tile, started) or comes or single_tiles or enters or device not in current:
             current[device] = []
             segments.append((device, place, current[device]))
         current[device].append(tile)
-        if tile in answered or tile in again.last:
+        if tile in answered:
             del current[device]
     return tuple(Segment(device, place, tuple(tiles)) for device, place, tiles in segments)
 

@@ -166,7 +166,7 @@ class _Values:
                 kept -= size
             for start, end in spans.lives(number, spans.last(number)):
                 self.hold(tile.device, start, end, kept, MemoryKind.KEPT)
-            if number in spans.recomputation.last:
+            if number in spans.recomputation.light:
                 self.hold(tile.device, spans.forward[number][0], spans.last(number), peaks.products_bytes(plan, tile), MemoryKind.KEPT)
             if number not in spans.unread:
                 for start, end in (spans.forward[number], spans.second_work.get(number, (0, 0))):
@@ -200,7 +200,7 @@ class _Values:
         run are there as long as of any other."""
         device, used = self.plan.tiles[number].device, self.spans.used(number, tensor)
         for (start, end), until in zip(self.spans.lives(number, used), waits, strict=False):
-            own = used if number in self.spans.recomputation.last else end
+            own = used if number in self.spans.recomputation.light else end
             self.hold(device, start, max(own, until), size, MemoryKind.KEPT, late=True)
 
     def assembled(self) -> None:

@@ -243,7 +243,7 @@ class TaskSpans:
     def _segments(self) -> list[int]:
         """Tile -> the first tile of its segment. As in the runtime, a segment begins where something received or summed is first read, or
         values of parameters that were gathered, and ends after a tile that gets a gradient from another device. Recomputed tiles of one run
-        share no segment with others, and neither do micro-batches. A tile that keeps its outputs is its segment's last."""
+        share no segment with others, and neither do micro-batches."""
         plan = self.plan
         first, current = [0] * len(plan.tiles), [-1] * plan.device_count
         reads: dict[int, list[int]] = {}
@@ -266,7 +266,7 @@ class TaskSpans:
                 current[device] = tile
             started |= new
             first[tile] = current[device]
-            if tile in answered or tile in self.recomputation.last:
+            if tile in answered:
                 current[device] = -1
         return first
 
