@@ -210,12 +210,15 @@ def strategy_of(row: Row, graph: OperatorGraph, topology: Topology) -> Strategy:
 
 def selected(graph: OperatorGraph) -> dict[str, int]:
     """How torchtitan's selective checkpointing by operators runs them a second time: of each layer everything, but attention and the first,
-    third, ... matrix product keep what they make (its ``parallelize_llama.py``, ``_save_list``)."""
+    third, ... matrix product keep what they make (its ``parallelize_llama.py``, ``_save_list``), and what goes on to the next layer stays,
+    as each layer is a checkpoint of its own."""
     products: Counter[str] = Counter()
+    layers = [re.search(r"\blayers\.\d+\b", op.name) for op in graph.operators]
+    names = [layer and layer.group() for layer in layers]
     found = {}
-    for op in graph.operators:
-        layer = re.search(r"\blayers\.\d+", op.name)
-        if layer is None or refusal(graph, op) is not None:
+    for position, (op, layer) in enumerate(zip(graph.operators, layers, strict=True)):
+        readers = {names[reader] for out in op.outputs for reader, _ in graph.consumers.get(out.tensor, ())}
+        if layer is None or refusal(graph, op) is not None or readers != {names[position]}:
             continue
         products[layer.group()] += op.kind == "linear"
         kept = op.kind == ATTENTION or (op.kind == "linear" and products[layer.group()] % 2)

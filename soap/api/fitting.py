@@ -8,6 +8,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
+from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 from soap.api.models import Cluster, Model, load, topology_of
@@ -41,6 +43,8 @@ LEAST_OF_ESTIMATE = 0.7
 """Exact peaks were 0.75 to 1.1 of estimates (``compiled.memory_estimate``): ways whose estimate is further above the limit come last."""
 MOST_OF_ESTIMATE = 0.9
 """Ways whose estimate is further below the limit do not have to save more."""
+UNCLEAR = 0.1
+"""An estimate that is corrected by earlier answers is believed if it is further from the limit than this share of it."""
 TO_FIT = 0.6
 """When more than this share of the time is over, it is not found out how little has to be recomputed for a way to fit."""
 READING_SECONDS = 0.08
@@ -163,31 +167,52 @@ class _Ways:
         self._tried: list[str] = []
         self._untried: list[str] = []
         self._evaluator: IncrementalSimulator | None = None
+        self._ratios: list[float] = []
 
     def found(self) -> Fit:
         """What was asked about, and the ways."""
         candidates = self._candidates()
         played: list[Way] = []
-        for own in candidates:
-            enough = self._evaluator is not None and sum(way.fits for way in played if way.name != MOST_SAVING) == MOST_WAYS
-            if enough or own.least_bytes:
-                continue
+        left = [own for own in candidates if not own.least_bytes]
+        while left and not self._enough(played, left):
+            own = min(left, key=self._rank)
+            left.remove(own)
             if self._spent(1):
                 self._untried.append(own.name)
                 continue
-            played.append(_way(self._simulator, own.name, own.strategy))
+            played.append(self._played(own.name, own.strategy, own.share))
         played += self._to_fit(candidates)
         played += self._in_parts()
         ways = sorted((way for way in played if way.fits), key=lambda way: way.time_ns)[:MOST_WAYS]
         tried = tuple(name for name in self._tried if name not in self._untried)
         return Fit(self._asked, tuple(ways), tried, tuple(self._untried), None if ways else self._closest(candidates, played))
 
+    def _played(self, name: str, strategy: Strategy, share: float | None) -> Way:
+        """A way, played in full. ``share``: the estimate of its peak by the limit, to learn from."""
+        way = _way(self._simulator, name, strategy)
+        if share and share < inf:
+            self._ratios.append(way.peak_bytes / way.available_bytes / share)
+        return way
+
+    def _enough(self, played: Sequence[Way], left: Sequence[_Candidate]) -> bool:
+        """Whether the fastest ways that fit are known: none of those left is faster, unless it hardly fits."""
+        times = sorted(way.time_ns for way in played if way.fits)
+        if self._evaluator is None or len(times) < MOST_WAYS:
+            return False
+        return not any(own.cost_ns < times[MOST_WAYS - 1] and not own.unlikely for own in left)
+
+    def _rank(self, own: _Candidate) -> tuple[bool, bool, int, str]:
+        """In which order ways are played: what saves most comes first, as time may be over before anything else fits; then what fits by an
+        estimate, corrected by how exact peaks were to estimates so far, the fastest first."""
+        ratio = median(self._ratios) if self._ratios else LEAST_OF_ESTIMATE
+        return own.name != MOST_SAVING, own.share is not None and own.share * ratio > 1, own.cost_ns, own.name
+
     def _spent(self, share: float, more_s: float = 0.0) -> bool:
         """Whether this share of the time is over, or will be ``more_s`` from now."""
         return time.process_time() - self._begin_s + more_s > share * self._seconds
 
     def _candidates(self) -> list[_Candidate]:
-        """The ways; with an evaluator what saves most, then the fastest first."""
+        """The ways."""
         from soap.simulator.incremental import IncrementalSimulator  # imports numba, which takes a second
 
         graph, topology = self._simulator.graph, self._simulator.topology
@@ -207,8 +232,7 @@ class _Ways:
                 cost_ns = evaluator.makespan_ns(strategy)
                 least_bytes, share = evaluator.least_overflow_bytes(strategy), evaluator.estimated_share(strategy)
             found.append(_Candidate(name, strategy, cost_ns, least_bytes, share))
-        # what saves most comes first, as time may be over before anything else fits
-        return sorted(found, key=lambda own: (own.name != MOST_SAVING, own.unlikely, own.cost_ns, own.name))
+        return found
 
     def _to_fit(self, candidates: Sequence[_Candidate]) -> list[Way]:
         """The fastest strategy that lacks memory, and does not if all its runs are recomputed, with as little recomputed as fits."""
@@ -227,8 +251,11 @@ class _Ways:
         self._tried.append(name)
 
         def overflow_bytes(strategy: Strategy) -> int:
+            """By an estimate where that is clear, as an exact answer takes a second for a large cluster."""
             evaluator.makespan_ns(strategy)
-            return evaluator.overflow_bytes(strategy)
+            share = evaluator.estimated_share(strategy)
+            expected = share * median(self._ratios) if share is not None and self._ratios else 1.0
+            return int(expected > 1) if abs(expected - 1) > UNCLEAR else self._played(name, strategy, share).lacking_bytes
 
         own = self._simulator
         made = recompute_to_fit(own.graph, own.topology, base.strategy, own.costs, overflow_bytes)
