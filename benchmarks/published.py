@@ -48,7 +48,7 @@ from soap.strategy.classical import NAMED, data_parallel, hybrid, single_device
 from soap.strategy.config import Strategy
 from soap.strategy.grids import uniform_config
 from soap.strategy.named import ADDED, JOIN, named
-from soap.strategy.recomputation import recomputed, refusal
+from soap.strategy.recomputation import ALL, LIGHT, refusal, with_levels
 
 DATA = Path(__file__).with_name("published.json")
 
@@ -68,9 +68,9 @@ WAITING = ("float8",)
 
 STRATEGIES = ("single", "data", "tensor", "pipeline", "table-wise", *NAMED)
 """Of rows that do not wait."""
-SELECTIVE = "selective"
+SELECTIVE_OP = "selective_op"
 """Put on top of a strategy: recomputation as torchtitan's ``selective_ac_option = "op"`` has it."""
-ON_TOP = (*ADDED, SELECTIVE)
+ON_TOP = (*ADDED, SELECTIVE_OP)
 """What may follow a row's strategy, as in ``fsdp+recompute``."""
 
 UNITS = ("samples/s", "tokens/s", "tokens/s/device", "ms")
@@ -215,22 +215,25 @@ def strategy_of(row: Row, graph: OperatorGraph, topology: Topology) -> Strategy:
     else:
         strategy = BASES[base](graph, topology) if base in BASES else named(base, graph, topology)
     for name in added:
-        strategy = recomputed(graph, strategy, selected(graph)) if name == SELECTIVE else ADDED[name](graph, topology, strategy)
+        strategy = with_levels(strategy, selected(graph)) if name == SELECTIVE_OP else ADDED[name](graph, topology, strategy)
     return strategy
 
 
-def selected(graph: OperatorGraph) -> list[str]:
-    """What torchtitan's selective checkpointing by operators runs a second time: of each layer everything but attention and the first,
-    third, ... matrix product (its ``parallelize_llama.py``, ``_save_list``)."""
+def selected(graph: OperatorGraph) -> dict[str, int]:
+    """How torchtitan's selective checkpointing by operators runs them a second time: of each layer everything, but attention and the first,
+    third, ... matrix product keep what they make (its ``parallelize_llama.py``, ``_save_list``), and what goes on to the next layer stays,
+    as each layer is a checkpoint of its own."""
     products: Counter[str] = Counter()
-    found = []
-    for op in graph.operators:
-        layer = re.search(r"\blayers\.\d+", op.name)
-        if layer is None or refusal(graph, op) is not None:
+    layers = [re.search(r"\blayers\.\d+\b", op.name) for op in graph.operators]
+    names = [layer and layer.group() for layer in layers]
+    found = {}
+    for position, (op, layer) in enumerate(zip(graph.operators, layers, strict=True)):
+        readers = {names[reader] for out in op.outputs for reader, _ in graph.consumers.get(out.tensor, ())}
+        if layer is None or refusal(graph, op) is not None or readers != {names[position]}:
             continue
         products[layer.group()] += op.kind == "linear"
-        if not (op.kind == ATTENTION or (op.kind == "linear" and products[layer.group()] % 2)):
-            found.append(op.name)
+        kept = op.kind == ATTENTION or (op.kind == "linear" and products[layer.group()] % 2)
+        found[op.name] = LIGHT if kept else ALL
     return found
 
 

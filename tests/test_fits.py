@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from dataclasses import replace
 from math import inf
 
@@ -10,15 +11,23 @@ import pytest
 import soap
 from soap.api import fitting
 from soap.api.fitting import Fit, fits
+from soap.cli.fits import document
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
+from soap.search.recomputing import recompute_to_fit
 from soap.simulator.incremental import IncrementalSimulator
 from soap.strategy.named import named
 from tests.graph_builder import mlp
+from tests.search.test_recomputing import wide
 from tests.strategies import GPU, cluster
 
 WIDE = (64, 256, 256, 64)
 """Layers whose weights are most of what devices hold."""
+
+
+ARGUMENTS = Namespace(
+    model="model.pt2", cluster="c", memory_budget=None, batch_dim=(), batch_norm="global", autocast=None, matmul_precision=None, imports=()
+)
 
 
 def tight(graph: OperatorGraph, share: float, name: str = "data_parallel", topology: Topology | None = None) -> Topology:
@@ -84,6 +93,21 @@ def test_without_time_nothing_is_tried_and_all_of_that_is_said() -> None:
     graph = mlp(widths=WIDE)
     found = asked(graph, tight(graph, 0.7), seconds=0)
     assert (found.ways, found.tried) == ((), ()) and "zero1" in found.untried and found.closest == found.asked
+
+
+@pytest.mark.slow
+def test_as_little_as_fits_is_recomputed_and_how_near_that_is_to_the_best() -> None:
+    graph = wide()
+    topology = tight(graph, 0.8)
+    found = asked(graph, topology)
+    (way,) = [own for own in found.ways if own.budgeted is not None]
+    simulator = soap.api.simulator_for(graph, topology, costs="estimate")
+    made = recompute_to_fit(graph, topology, named(way.base, graph, topology), simulator.costs, simulator.overflow_bytes)
+    assert way.budgeted == made and way.strategy == made.strategy and way.name == f"{way.base}, recomputed to fit"
+    assert way.fits and 0 < made.runs <= made.of_runs
+    (told,) = [own for own in document(found, ARGUMENTS, graph, topology)["ways"] if own["budgeted"]]
+    assert told["budgeted"]["gap"] is None or told["budgeted"]["gap"] == made.gap >= 0
+    assert told["commands"] == [f"soap-search model.pt2 --cluster c --start {way.base} --recompute yes --budget 1 -o strategy.json"]
 
 
 @pytest.mark.slow

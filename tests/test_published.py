@@ -18,6 +18,7 @@ from benchmarks.published_table import Outcome, Pair, order, page
 from soap.cluster.presets import device_types
 from soap.model.graph import OperatorGraph
 from soap.profiles.efficiency import ATTENTION
+from soap.strategy.recomputation import ALL, LIGHT
 
 PAGE = Path(__file__).parent.parent / "docs" / "results" / "published.md"
 
@@ -245,12 +246,14 @@ def test_selective_recomputation_keeps_attention_and_every_other_product() -> No
         "config": {**sizes, "num_hidden_layers": 2}, "attention": "sdpa",
     }  # fmt: skip
     graph = graph_of(model, 4)
-    names = set(selected(graph))
+    levels = selected(graph)
+    names = {name for name, level in levels.items() if level == ALL}
     layers = [op for op in graph.operators if "layers." in op.name]
     products = [op.name for op in layers if op.kind == "linear"]
     assert [name.rsplit(".", 1)[-1] for name in products if name in names] == ["k_proj", "o_proj", "up_proj"] * 2
-    assert {op.kind for op in layers if op.name not in names} == {"linear", ATTENTION}
-    row = made(strategy="fsdp+selective", hosts=1, devices=4)
+    assert {op.kind for op in layers if levels.get(op.name) == LIGHT} == {"linear", ATTENTION}
+    assert [op.kind for op in layers if op.name not in levels] == ["add"] * 2  # what the next layer reads
+    row = made(strategy="fsdp+selective_op", hosts=1, devices=4)
     strategy = strategy_of(row, graph, topology_of(row, read()))
-    assert {name for name, config in strategy.operators.items() if config.recompute} == names
+    assert {name: config.recompute for name, config in strategy.operators.items() if config.recompute} == levels
     assert {sync.residence for sync in strategy.parameters.values()} == {"gathered"}

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
+from statistics import median
+from typing import TYPE_CHECKING, NamedTuple
 
 from soap.api.models import Cluster, Model, load, topology_of
 from soap.api.predictions import simulator_for
@@ -19,13 +22,17 @@ from soap.plan.memory_kinds import MemoryKind
 from soap.plan.plan import Plan
 from soap.plan.syncs.bucketing import sums_of_one
 from soap.search.options import OPTIMIZER_STATES
+from soap.search.recomputing import Budgeted, recompute_to_fit
 from soap.simulator.costs import CostSource
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.memory.hosts import lacking_on_hosts
 from soap.simulator.memory.peaks import overflow_bytes
 from soap.simulator.simulate import Simulator, is_large
 from soap.strategy.config import Strategy
-from soap.strategy.named import DATA_PARALLEL, MOST_SAVING, named, saving_names
+from soap.strategy.named import DATA_PARALLEL, MOST_SAVING, RECOMPUTE, named, on_top, saving_names
+
+if TYPE_CHECKING:
+    from soap.simulator.incremental import IncrementalSimulator
 
 MOST_WAYS = 3
 SECONDS = 8.0
@@ -34,6 +41,12 @@ MICRO_BATCHES = (2, 4, 8)
 """In how many batches data parallelism is tried to take its samples."""
 LEAST_OF_ESTIMATE = 0.7
 """Exact peaks were 0.75 to 1.1 of estimates (``compiled.memory_estimate``): ways whose estimate is further above the limit come last."""
+MOST_OF_ESTIMATE = 0.9
+"""Ways whose estimate is further below the limit do not have to save more."""
+UNCLEAR = 0.1
+"""An estimate that is corrected by earlier answers is believed if it is further from the limit than this share of it."""
+TO_FIT = 0.6
+"""When more than this share of the time is over, it is not found out how little has to be recomputed for a way to fit."""
 READING_SECONDS = 0.08
 """For each operator, what it takes to make a model of the zoo for another batch: 0.05 to 0.1 s of a core for gpt, inception_v3, nmt_gnmt
 and resnet101 (Intel Xeon, 2026-11-27). It is not begun if that would take too long."""
@@ -51,7 +64,8 @@ class Way:
 
     ``model``: name of the model that it is for. ``micro_batches``: in how many batches the samples go through, one after the other, before
     the update (``soap-run --accumulate``); the model then is that of a smaller batch. ``lacking_bytes``: what devices and hosts lack, added
-    up. ``by_kind``: what ``peak_bytes`` is made of (``Simulation.peak_by_kind``); they add up to it.
+    up. ``by_kind``: what ``peak_bytes`` is made of (``Simulation.peak_by_kind``); they add up to it. ``budgeted``: of a way that recomputes
+    as little as fits, how near that is to the best choice; ``base``: the strategy on top of which it does so.
     """
 
     name: str
@@ -64,6 +78,8 @@ class Way:
     by_kind: dict[str, int]
     lacking_bytes: int
     micro_batches: int = 1
+    budgeted: Budgeted | None = None
+    base: str = ""
 
     @property
     def fits(self) -> bool:
@@ -114,6 +130,32 @@ def fits(
     return Fit(asked) if asked.fits else _Ways(simulator, asked, seconds, smaller or _smaller_zoo(graph)).found()
 
 
+class _Candidate(NamedTuple):
+    """A way that may be played in full. ``cost_ns``: its time, and ``share``: an estimate of its peak by the limit, where they are known.
+    ``least_bytes``: what it lacks at least."""
+
+    name: str
+    strategy: Strategy
+    cost_ns: int
+    least_bytes: int = 0
+    share: float | None = None
+
+    @property
+    def unlikely(self) -> bool:
+        """Whether it hardly fits."""
+        return self.share is not None and self.share * LEAST_OF_ESTIMATE > 1
+
+    @property
+    def may_fit(self) -> bool:
+        """Whether it may fit."""
+        return not self.least_bytes and not self.unlikely
+
+    @property
+    def may_lack(self) -> bool:
+        """Whether it may lack memory."""
+        return self.least_bytes > 0 or (self.share or 0) > MOST_OF_ESTIMATE
+
+
 class _Ways:
     """Looks for ways that fit. Where the compiled simulator is there, it says how long each way takes, which can't fit, and which may by
     an estimate; what saves most, then the fastest that may fit, then the others are played in full, until enough of them fit. Else all are
@@ -124,35 +166,58 @@ class _Ways:
         self._begin_s, self._seconds = time.process_time(), seconds
         self._tried: list[str] = []
         self._untried: list[str] = []
+        self._evaluator: IncrementalSimulator | None = None
+        self._ratios: list[float] = []
 
     def found(self) -> Fit:
         """What was asked about, and the ways."""
-        candidates, in_order = self._candidates()
+        candidates = self._candidates()
         played: list[Way] = []
-        for name, strategy, least_bytes in candidates:
-            enough = in_order and sum(way.fits for way in played if way.name != MOST_SAVING) == MOST_WAYS
-            if enough or least_bytes:
-                continue
+        left = [own for own in candidates if not own.least_bytes]
+        while left and not self._enough(played, left):
+            own = min(left, key=self._rank)
+            left.remove(own)
             if self._spent(1):
-                self._untried.append(name)
+                self._untried.append(own.name)
                 continue
-            played.append(_way(self._simulator, name, strategy))
+            played.append(self._played(own.name, own.strategy, own.share))
+        played += self._to_fit(candidates)
         played += self._in_parts()
         ways = sorted((way for way in played if way.fits), key=lambda way: way.time_ns)[:MOST_WAYS]
         tried = tuple(name for name in self._tried if name not in self._untried)
         return Fit(self._asked, tuple(ways), tried, tuple(self._untried), None if ways else self._closest(candidates, played))
 
+    def _played(self, name: str, strategy: Strategy, share: float | None) -> Way:
+        """A way, played in full. ``share``: the estimate of its peak by the limit, to learn from."""
+        way = _way(self._simulator, name, strategy)
+        if share and share < inf:
+            self._ratios.append(way.peak_bytes / way.available_bytes / share)
+        return way
+
+    def _enough(self, played: Sequence[Way], left: Sequence[_Candidate]) -> bool:
+        """Whether the fastest ways that fit are known: none of those left is faster, unless it hardly fits."""
+        times = sorted(way.time_ns for way in played if way.fits)
+        if self._evaluator is None or len(times) < MOST_WAYS:
+            return False
+        return not any(own.cost_ns < times[MOST_WAYS - 1] and not own.unlikely for own in left)
+
+    def _rank(self, own: _Candidate) -> tuple[bool, bool, int, str]:
+        """In which order ways are played: what saves most comes first, as time may be over before anything else fits; then what fits by an
+        estimate, corrected by how exact peaks were to estimates so far, the fastest first."""
+        ratio = median(self._ratios) if self._ratios else LEAST_OF_ESTIMATE
+        return own.name != MOST_SAVING, own.share is not None and own.share * ratio > 1, own.cost_ns, own.name
+
     def _spent(self, share: float, more_s: float = 0.0) -> bool:
         """Whether this share of the time is over, or will be ``more_s`` from now."""
         return time.process_time() - self._begin_s + more_s > share * self._seconds
 
-    def _candidates(self) -> tuple[list[tuple[str, Strategy, int]], bool]:
-        """(ways with the bytes that each lacks at least, whether the fastest come first)."""
+    def _candidates(self) -> list[_Candidate]:
+        """The ways."""
         from soap.simulator.incremental import IncrementalSimulator  # imports numba, which takes a second
 
         graph, topology = self._simulator.graph, self._simulator.topology
-        evaluator = IncrementalSimulator(self._simulator) if IncrementalSimulator.begins_at_once() else None
-        known, found = [self._asked.strategy], []
+        evaluator = self._evaluator = IncrementalSimulator(self._simulator) if IncrementalSimulator.begins_at_once() else None
+        known, found = [self._asked.strategy], list[_Candidate]()
         for name in saving_names(topology):
             if self._spent(0.5):
                 self._untried.append(name)
@@ -166,10 +231,35 @@ class _Ways:
             if evaluator is not None:
                 cost_ns = evaluator.makespan_ns(strategy)
                 least_bytes, share = evaluator.least_overflow_bytes(strategy), evaluator.estimated_share(strategy)
-            last = share is not None and share * LEAST_OF_ESTIMATE > 1
-            found.append((name != MOST_SAVING, last, cost_ns, name, strategy, least_bytes))
-        found.sort(key=lambda own: own[:4])  # what saves most comes first, as time may be over before anything else fits
-        return [own[3:] for own in found], evaluator is not None
+            found.append(_Candidate(name, strategy, cost_ns, least_bytes, share))
+        return found
+
+    def _to_fit(self, candidates: Sequence[_Candidate]) -> list[Way]:
+        """The fastest strategy that lacks memory, and does not if all its runs are recomputed, with as little recomputed as fits."""
+        asked, evaluator = self._asked, self._evaluator
+        known = (_Candidate(asked.name, asked.strategy, asked.time_ns, asked.lacking_bytes), *candidates)
+        by_name = {own.name: own for own in known}
+        pairs = [(own, by_name.get(on_top(own.name, RECOMPUTE))) for own in known]
+        bases = [base for base, whole in pairs if whole is not None and base.may_lack and whole.may_fit]
+        if not bases or evaluator is None:
+            return []
+        base = min(bases, key=lambda own: own.cost_ns)
+        name = f"{base.name}, recomputed to fit"
+        if self._spent(TO_FIT):
+            self._untried.append(name)
+            return []
+        self._tried.append(name)
+
+        def overflow_bytes(strategy: Strategy) -> int:
+            """By an estimate where that is clear, as an exact answer takes a second for a large cluster."""
+            evaluator.makespan_ns(strategy)
+            share = evaluator.estimated_share(strategy)
+            expected = share * median(self._ratios) if share is not None and self._ratios else 1.0
+            return int(expected > 1) if abs(expected - 1) > UNCLEAR else self._played(name, strategy, share).lacking_bytes
+
+        own = self._simulator
+        made = recompute_to_fit(own.graph, own.topology, base.strategy, own.costs, overflow_bytes)
+        return [replace(_way(own, name, made.strategy), budgeted=made, base=base.name)]
 
     def _in_parts(self) -> list[Way]:
         """Data parallelism whose samples go through in several batches, in as few as fit; with less of them, what lacked memory."""
@@ -189,10 +279,10 @@ class _Ways:
                 break
         return found
 
-    def _closest(self, candidates: Sequence[tuple[str, Strategy, int]], played: Sequence[Way]) -> Way:
+    def _closest(self, candidates: Sequence[_Candidate], played: Sequence[Way]) -> Way:
         """What lacks least, if nothing fits: among what was played, and the way that lacks least at least."""
-        least = min((own for own in candidates if own[2]), key=lambda own: own[2], default=None)
-        further = [] if least is None or self._spent(1) else [_way(self._simulator, *least[:2])]
+        least = min((own for own in candidates if own.least_bytes), key=lambda own: own.least_bytes, default=None)
+        further = [] if least is None or self._spent(1) else [_way(self._simulator, least.name, least.strategy)]
         return min([self._asked, *played, *further], key=lambda way: way.lacking_bytes)
 
 

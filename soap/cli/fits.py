@@ -11,6 +11,7 @@ from soap.api.fitting import Fit, Way
 from soap.cli.command import UsageError
 from soap.cli.options import reading_options
 from soap.cli.plain_text import aligned, milliseconds
+from soap.cli.recomputing import budgeted, budgeted_text
 from soap.cli.report import kinds_text
 from soap.cluster.memory_budget import OPTION
 from soap.cluster.topology import Topology
@@ -50,6 +51,9 @@ def commands(way: Way, args: argparse.Namespace) -> list[str]:
     """The command that makes a strategy file of a way; of one with several batches also the one that trains by it."""
     model = args.model if way.micro_batches == 1 else way.model
     options = [*reading_options(args), *((OPTION, args.memory_budget) if args.memory_budget else ())]
+    if way.budgeted is not None:  # a search begins with it
+        start = ["--start", way.base, "--recompute", "yes", "--budget", "1"]
+        return [shlex.join(["soap-search", model, "--cluster", args.cluster, *options, *start, "-o", STRATEGY_FILE])]
     made = shlex.join(["soap-simulate", model, "--cluster", args.cluster, *options, "--builtin", way.name, "-o", STRATEGY_FILE])
     accumulate = ["--accumulate", str(way.micro_batches)]
     trained = shlex.join(["soap-run", STRATEGY_FILE, "--model", model, "--cluster", args.cluster, *reading_options(args), *accumulate])
@@ -68,6 +72,7 @@ def _way(way: Way) -> dict[str, Any]:
         "peak_bytes": way.peak_bytes,
         "available_bytes": way.available_bytes,
         "peak_memory_bytes": dict(way.by_kind),
+        "budgeted": None if way.budgeted is None else budgeted(way.base, way.budgeted),
     }
 
 
@@ -84,6 +89,7 @@ def text(found: Mapping[str, Any]) -> str:
     if found["ways"]:
         rows = [(_name(way), milliseconds(way["predicted_ns"]), _memory(way)) for way in found["ways"]]
         sections.append("these fit, the fastest first:\n" + aligned(rows))
+        sections += [budgeted_text(way["budgeted"]) for way in found["ways"] if way["budgeted"] is not None]
         sections.append("\n".join(["a strategy file of each:", *(f"  {one}" for way in found["ways"] for one in way["commands"])]))
     else:
         closest = found["closest"]

@@ -232,21 +232,22 @@ class Footprint:
     """Memory that an operator takes beside its inputs, parameters and outputs and the gradients of all these, in bytes.
 
     ``kept``: what autograd keeps for the backward pass. ``forward``, ``backward``: the most that its calls pass to each other at once
-    beyond that; ``backward`` is negative if not all of the tensors above exist at the same time. ``fixed``: the part of these three, in
-    this order, that does not shrink when a factor is cut. ``keeps``: which of its operands autograd keeps, by position among inputs,
-    parameters and outputs.
+    beyond that; ``backward`` is negative if not all of the tensors above exist at the same time. ``product``: what its products make
+    beside outputs, if a second run needs it. ``fixed``: the part of these four, in this order, that does not shrink when a factor is cut.
+    ``keeps``: which of its operands autograd keeps, by position among inputs, parameters and outputs.
     """
 
     kept_bytes: int
     forward_bytes: int
     backward_bytes: int
     keeps: frozenset[int]
-    fixed_bytes: tuple[int, int, int] = (0, 0, 0)
+    fixed_bytes: tuple[int, int, int, int] = (0, 0, 0, 0)
+    product_bytes: int = 0
 
     @property
-    def sizes_bytes(self) -> tuple[int, int, int]:
-        """The three sizes: kept, forward, backward."""
-        return self.kept_bytes, self.forward_bytes, self.backward_bytes
+    def sizes_bytes(self) -> tuple[int, int, int, int]:
+        """The four sizes: kept, forward, backward, product."""
+        return self.kept_bytes, self.forward_bytes, self.backward_bytes, self.product_bytes
 
 
 @dataclass(frozen=True)

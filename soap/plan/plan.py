@@ -18,6 +18,7 @@ from soap.plan.pass_order import PassOrder
 from soap.plan.tiling import Tile
 from soap.strategy.compression import Compression
 from soap.strategy.config import Strategy
+from soap.strategy.recomputation import LIGHT
 from soap.strategy.sync_contracts import Contract, named
 
 
@@ -240,6 +241,12 @@ class Plan:
         """Positions of the operators whose hosts keep what they keep for their backward passes."""
         configs = self.strategy.operators
         return frozenset(position for position, op in enumerate(self.graph.operators) if configs[op.name].offload)
+
+    @cached_property
+    def light_operators(self) -> frozenset[int]:
+        """Positions of those that run again but for their products."""
+        configs = self.strategy.operators
+        return frozenset(position for position, op in enumerate(self.graph.operators) if configs[op.name].recompute == LIGHT)
 
     @cached_property
     def on_servers(self) -> frozenset[int]:

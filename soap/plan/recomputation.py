@@ -4,6 +4,9 @@ Between forward and backward pass a tile of a marked operator (``OpConfig.recomp
 that only such tiles of its own device read. So marked operators that follow each other on a device form *runs*, of which only what enters
 and leaves is kept. Kept are, whatever is marked: what other tiles of the device read, what came from other devices or was sent to them, and
 sums of partial results. No communication is repeated, and each device runs its own tiles alone.
+
+A tile that runs again but for its product (``LIGHT``) keeps its outputs. So it may read what is made again, and nothing reads of it again:
+it is a run of its own.
 """
 
 from __future__ import annotations
@@ -17,11 +20,13 @@ from soap.plan.plan import Plan
 @dataclass(frozen=True)
 class Recomputation:
     """``tiles``: those that run twice. ``links``: tile -> the tiles whose second outputs it reads in its own second run; tiles that read
-    none are missing. ``run``: tile -> the first tile of its run: linked tiles are of one run."""
+    none are missing. ``run``: tile -> the first tile of its run: linked tiles are of one run, but for those that
+    keep their outputs (``light``), each of which is one."""
 
     tiles: frozenset[int] = frozenset()
     links: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     run: Mapping[int, int] = field(default_factory=dict)
+    light: frozenset[int] = frozenset()
 
 
 NONE = Recomputation()
@@ -41,17 +46,23 @@ def find_recomputation(plan: Plan, active: Collection[int]) -> Recomputation:
             if tile in tiles:
                 links.setdefault(tile, set()).update(makers)
     found = {tile: tuple(sorted(own)) for tile, own in sorted(links.items())}
-    return Recomputation(tiles, found, _runs(tiles, found))
+    light = frozenset(tile for tile in tiles if keeps_outputs(plan, tile))
+    return Recomputation(tiles, found, _runs(tiles, found, light), light)
 
 
 def remade(plan: Plan, number: int, tiles: Collection[int]) -> list[int]:
     """The tiles among ``tiles`` whose second outputs are in a fetched region, if one of ``tiles`` reads it again. None if parts of it come
-    from other devices: then the whole region is kept. Sums are kept, too."""
+    from other devices: then the whole region is kept. Sums are kept, too, and what is ``LIGHT``."""
     fetch = plan.fetches[number]
     held = [plan.holdings[piece.holding] for piece in fetch.pieces]
     if any(own.device != fetch.device for own in held):
         return []
-    return [own.tile for own in held if own.reduction is None and own.tile in tiles]
+    return [own.tile for own in held if own.reduction is None and own.tile in tiles and not keeps_outputs(plan, own.tile)]
+
+
+def keeps_outputs(plan: Plan, tile: int) -> bool:
+    """Whether a tile that runs twice keeps what it has made the first time."""
+    return plan.tiles[tile].operator in plan.light_operators
 
 
 def dropped_holdings(plan: Plan, recomputation: Recomputation, active: Collection[int]) -> frozenset[int]:
@@ -65,7 +76,7 @@ def dropped_holdings(plan: Plan, recomputation: Recomputation, active: Collectio
         if whole and any(tile in active and tile not in tiles for tile, _ in fetch.consumers):
             kept.update(piece.holding for piece in fetch.pieces)
     made = (place for place, held in enumerate(plan.holdings) if held.reduction is None and held.tile in tiles) if tiles else ()
-    return frozenset(place for place in made if place not in kept)
+    return frozenset(place for place in made if place not in kept and not keeps_outputs(plan, plan.holdings[place].tile))
 
 
 def needed_from(plan: Plan) -> tuple[int, ...]:
@@ -75,12 +86,12 @@ def needed_from(plan: Plan) -> tuple[int, ...]:
     found = list(range(len(graph.operators)))
     for position in reversed(found) if marked else ():
         outputs = graph.operators[position].outputs if position in marked else ()
-        readers = (found[reader] for output in outputs for reader, _ in graph.consumers.get(output.tensor, ()))
-        found[position] = max(readers, default=position)
+        readers = [reader for output in outputs for reader, _ in graph.consumers.get(output.tensor, ())]
+        found[position] = max(readers if position in plan.light_operators else map(found.__getitem__, readers), default=position)
     return tuple(found)
 
 
-def _runs(tiles: Collection[int], links: Mapping[int, tuple[int, ...]]) -> dict[int, int]:
+def _runs(tiles: Collection[int], links: Mapping[int, tuple[int, ...]], light: Collection[int]) -> dict[int, int]:
     """Tile -> the lowest tile of its run."""
     first = {tile: tile for tile in tiles}
 
@@ -91,7 +102,7 @@ def _runs(tiles: Collection[int], links: Mapping[int, tuple[int, ...]]) -> dict[
         return tile
 
     for tile, makers in links.items():
-        for maker in makers:
+        for maker in makers if tile not in light else ():
             one, other = sorted((find(tile), find(maker)))
             first[other] = one
     return {tile: find(tile) for tile in sorted(tiles)}

@@ -230,6 +230,11 @@ class ProfiledCosts:
         """Backward pass of a tile."""
         return self.answer(graph, tile, device, backward=True).ns
 
+    def light_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType) -> int:
+        """Forward pass of a tile without its product: the roofline's share of the whole pass, as this part of it is measured by nobody."""
+        whole_ns, light_ns = (ask(graph, tile, device) for ask in (self.estimate.forward_ns, self.estimate.light_ns))
+        return min(self.forward_ns(graph, tile, device), max(1, -(-self.forward_ns(graph, tile, device) * light_ns // whole_ns)))
+
     @property
     def updates_rows_alone(self) -> bool:
         """As the roofline says."""

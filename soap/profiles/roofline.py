@@ -21,7 +21,7 @@ from soap.plan.row_counts import parameters_held
 from soap.plan.tiling import Tile
 from soap.profiles import efficiency
 from soap.profiles.efficiency import PEAK_SHARE
-from soap.profiles.work import Kernel, backward_work, constants, forward_work
+from soap.profiles.work import Kernel, backward_work, constants, forward_work, light_work
 from soap.simulator.costs import nanoseconds
 from soap.strategy.compression import Compression
 
@@ -83,6 +83,11 @@ class RooflineCosts:
     def backward_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType) -> int:
         """Backward pass of a tile."""
         return self._cached(graph, tile, device, backward=True)
+
+    def light_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType) -> int:
+        """Forward pass of a tile without its product."""
+        work = light_work(graph, tile)
+        return nanoseconds(work_seconds(work, device, graph.operators[tile.operator].kind, backward=False) + runtime_seconds(device))
 
     def update_ns(self, parameter_bytes: int, device: DeviceType) -> int:
         """Optimizer update: parameter, gradient and states are read, parameter and states written; on a CPU by several calls for each

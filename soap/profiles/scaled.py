@@ -9,7 +9,7 @@ from soap.model.graph import OperatorGraph
 from soap.plan.compression.seam import Layout, Work
 from soap.plan.tiling import Tile
 from soap.profiles.roofline import RooflineCosts
-from soap.simulator.costs import CostModel, compression_ns, launch_ns, updates_rows_alone
+from soap.simulator.costs import CostModel, compression_ns, launch_ns, light_ns, updates_rows_alone
 from soap.strategy.compression import Compression
 
 
@@ -54,6 +54,12 @@ class ScaledCosts:
         old = self._original.get(device, device)
         estimated = self._before.backward_ns(graph, tile, old), self._now.backward_ns(graph, tile, device)
         return _in_proportion(self._costs.backward_ns(graph, tile, old), *estimated)
+
+    def light_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType) -> int:
+        """Forward pass of a tile without its product."""
+        old = self._original.get(device, device)
+        estimated = self._before.light_ns(graph, tile, old), self._now.light_ns(graph, tile, device)
+        return _in_proportion(light_ns(self._costs, graph, tile, old), *estimated)
 
     def update_ns(self, parameter_bytes: int, device: DeviceType) -> int:
         """Optimizer update of a shard."""

@@ -90,6 +90,16 @@ def forward_work(graph: OperatorGraph, tile: Tile) -> tuple[Kernel, ...]:
     return (_finding_rows(graph, op, tile), kernel) if tile.sparse_lookup else (kernel,)
 
 
+def light_work(graph: OperatorGraph, tile: Tile) -> tuple[Kernel, ...]:
+    """The forward pass without its product: light calls read inputs and what they pass to each other. Nothing, if all other calls are
+    views."""
+    op = graph.operators[tile.operator]
+    if len(op.calls) - op.views < 2:
+        return ()
+    kernel = _kernel(graph, tile, 0.0, _bytes(graph, op.inputs, tile.inputs), saves=True)
+    return (replace(kernel, calls=kernel.calls - 1, apart_bytes=kernel.traffic_bytes - kernel.fused_bytes),)
+
+
 def backward_work(graph: OperatorGraph, tile: Tile) -> tuple[Kernel, ...]:
     """Gradients of the inputs, then of the parameters; each reads the outputs' gradients and what the forward pass read."""
     op = graph.operators[tile.operator]

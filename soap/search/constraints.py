@@ -27,7 +27,7 @@ from soap.search.space import Grid, OperatorSpace, Space, grid_of
 from soap.strategy import kept
 from soap.strategy.config import OpConfig, Strategy, settled_config
 from soap.strategy.mismatch import short
-from soap.strategy.recomputation import refusal
+from soap.strategy.recomputation import KEPT, refusal
 from soap.strategy.stages import chunks_of, stages_of_chunks
 
 RECOMPUTE, OFFLOAD = "recompute", "offload"
@@ -73,17 +73,17 @@ class Allowed:
 
     def kept(self, config: OpConfig) -> OpConfig:
         """The configuration with what becomes of what it keeps as it has to be; itself if that is so."""
-        recompute = config.recompute if self.recompute is None else self.recompute
+        recompute = config.recompute if self.recompute in (None, bool(config.recompute)) else int(bool(self.recompute))
         offload = config.offload if self.offload is None else self.offload
         if recompute and offload:  # one of them is told
-            recompute, offload = bool(self.recompute), not self.recompute
+            recompute, offload = (recompute, False) if self.recompute else (KEPT, True)
         same = (recompute, offload) == (config.recompute, config.offload)
         return config if same else replace(config, recompute=recompute, offload=offload)
 
     def allows(self, config: OpConfig) -> bool:
         """Whether a configuration obeys."""
         grid = grid_of(config)
-        if self.recompute not in (None, config.recompute) or self.offload not in (None, config.offload):
+        if self.recompute not in (None, bool(config.recompute)) or self.offload not in (None, config.offload):
             return False
         if self.grid is not None and grid != self.grid:
             return False

@@ -11,7 +11,8 @@ its proposals apart from the chain's (column ``phase``).
 - ``align``: an operator, with all its repeated layers, follows a neighbour.
 - ``spread``: an operator, with its repeated layers, gets a new configuration, and the operators around it follow outwards for some steps.
 - ``synchronize``: a parameter, or all parameters that have a choice, get another way of synchronizing.
-- ``recompute``: a set of operators, or the equal sets of all repeated layers, is recomputed, or offloads what it keeps, or no longer does.
+- ``recompute``: a set of operators, or the equal sets of all repeated layers, is recomputed, or but for its products, or offloads what it
+  keeps, or no longer does.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from soap.search.alignment import aligned_with
 from soap.search.proposals import Proposal, changed
 from soap.search.space import Space
 from soap.strategy.config import OpConfig, Strategy
-from soap.strategy.kept import with_offload
-from soap.strategy.recomputation import with_marks
+from soap.strategy.kept import mark_of, with_each_mark
+from soap.strategy.recomputation import LEVELS
 
 SPREADS = (0, 1, 2, 3, 4, 6, 8)
 """Distances, in operators, to which a new configuration spreads."""
@@ -124,27 +125,26 @@ RECOMPUTE_SHARE = 0.25
 
 
 def recompute(rng: random.Random, space: Space, strategy: Strategy) -> Proposal | None:
-    """Recompute a set of operators, or let it offload what it keeps, and half of the time the sets of their repeated layers with it; or no
-    longer, if all of it does."""
-    number = rng.randrange(len(space.recompute) + len(space.offload))
-    offloads = number >= len(space.recompute)
-    sets = space.offload if offloads else space.recompute
-    chosen = sets[number - offloads * len(space.recompute)]
-    others = [set(space.group_of[i]) for i in chosen] if rng.random() < 0.5 else [{i} for i in chosen]
-    known = {i for own in sets for i in own}
-    names = [space.graph.operators[i].name for i in sorted(known.intersection(set().union(*others)))]
-    held = {name: own.offload if offloads else own.recompute for name, own in strategy.operators.items()}
-    mark = not all(held[name] for name in names)
-    moved = tuple(name for name in names if held[name] != mark)
-    made = (with_offload if offloads else with_marks)(strategy, moved, mark)
-    return Proposal(made, "recompute", moved) if moved else None
+    """Recompute a set of operators, or let it offload what it keeps, and half of the time the sets of their repeated layers with it, all of
+    them to one extent."""
+    number = rng.randrange(len(space.marks))
+    sets = space.recompute if number < len(space.recompute) else space.offload
+    chosen = space.marks[number]
+    known = {own.position for each in sets for own in each}
+    alike = {own.position: set(space.group_of[own.position]) if rng.random() < 0.5 else {own.position} for own in chosen}
+    members = {i: own for own in chosen for i in alike[own.position] & known}
+    every = [{space.graph.operators[i].name: members[i].at(extent) for i in sorted(members)} for extent in LEVELS]
+    held = {name: mark_of(strategy.operators[name]) for name in every[0]}
+    marks = rng.choice([own for own in every if own != held])
+    moved = tuple(name for name in held if marks[name] != held[name])
+    return Proposal(with_each_mark(strategy, {name: marks[name] for name in moved}), "recompute", moved)
 
 
 def propose_descent(rng: random.Random, space: Space, strategy: Strategy) -> Proposal | None:
     """A larger change of ``strategy``; None if the one drawn changes nothing."""
     if space.syncs and (not space.movable or rng.random() < SYNCHRONIZE_SHARE):
         return synchronize(rng, space, strategy)
-    if (space.recompute or space.offload) and (not space.movable or rng.random() < RECOMPUTE_SHARE):
+    if space.marks and (not space.movable or rng.random() < RECOMPUTE_SHARE):
         return recompute(rng, space, strategy)
     if not space.movable:
         return None

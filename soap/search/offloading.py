@@ -12,10 +12,10 @@ from dataclasses import replace
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.search.options import SearchOptions
-from soap.search.space import Space
+from soap.search.space import Marked, Space
 from soap.search.starts import Start
 from soap.strategy.config import Strategy
-from soap.strategy.kept import offloadable
+from soap.strategy.kept import OFFLOADED, offloadable
 from soap.strategy.named import RECOMPUTE, named, offloaded_names
 from soap.strategy.recomputation import runs_of
 
@@ -33,7 +33,7 @@ def with_offloading(space: Space) -> Space:
     pinned = {i for i, own in allowed if own is not None and (own.offload is not None or own.recompute)}
     single = [(graph.index[name],) for name in sorted(able, key=graph.index.__getitem__)]
     runs = [tuple(graph.index[name] for name in run if name in able) for run in runs_of(graph)]
-    chosen = (tuple(i for i in own if i not in pinned) for own in (*single, *runs))
+    chosen = (tuple(Marked(i, OFFLOADED, OFFLOADED) for i in own if i not in pinned) for own in (*single, *runs))
     return replace(space, syncs=found, offload=tuple(dict.fromkeys(own for own in chosen if own)))
 
 

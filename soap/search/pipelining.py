@@ -142,5 +142,5 @@ def space_of(space: Space, start: Start | None) -> Space | None:
         graph, space.device_count, allowed=allowed, syncs={name: own for name, own in syncs.items() if len(own) > 1}, cut=cut,
         references=(strategy,),
     )  # fmt: skip
-    repeated = tuple(own for own in space.recompute if all(cut.may_repeat(position) for position in own))
+    repeated = tuple(own for own in space.recompute if all(cut.may_repeat(each.position) for each in own))
     return replace(found, recompute=repeated)

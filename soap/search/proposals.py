@@ -19,8 +19,8 @@ operator is drawn uniformly from ``Space.movable``, which does not depend on the
   another structured configuration, uniformly. No effect if a member outside of M has that configuration already, as the way
   back would then move it too. Otherwise any member of M, in either direction, draws exactly this move: symmetric.
 - ``sync``: one parameter gets another of its ways of synchronizing, both drawn uniformly: symmetric.
-- ``recompute``: a set of operators that are all recomputed, or all offload what they keep, no longer does, or the reverse: its own inverse,
-  so symmetric.
+- ``recompute``: a set of operators that all stay as they are, or are recomputed, or but for their products, becomes another of these three;
+  or one that all stays offloads what it keeps, or the reverse: symmetric, as there are as many others wherever that leads.
 
 A current state outside of the space (weight 0) is never proposed, so it is transient and the target does not constrain the way
 out: from there ``log_ratio`` is 0.
@@ -36,8 +36,8 @@ from math import exp, inf, log
 from soap.search.alignment import aligned_configs
 from soap.search.space import Space, grid_of
 from soap.strategy.config import OpConfig, Strategy
-from soap.strategy.kept import with_offload
-from soap.strategy.recomputation import with_marks
+from soap.strategy.kept import mark_of, with_each_mark
+from soap.strategy.recomputation import LEVELS
 
 INFORMED_SHARE = 0.5
 """Share of the informed move's draws that come from the candidates."""
@@ -149,19 +149,17 @@ def sync(rng: random.Random, space: Space, strategy: Strategy) -> Proposal | Non
 
 
 def recompute(rng: random.Random, space: Space, strategy: Strategy) -> Proposal | None:
-    """Recompute a set of operators, or let it offload what it keeps, or no longer."""
-    sets = len(space.recompute) + len(space.offload)
-    if not sets:
+    """Recompute a set of operators that are alike to another extent, or let it offload what it keeps, or no longer."""
+    if not space.marks:
         return None
-    number = rng.randrange(sets)
-    offloads = number >= len(space.recompute)
-    chosen = space.offload[number - len(space.recompute)] if offloads else space.recompute[number]
-    names = tuple(space.graph.operators[i].name for i in chosen)
-    own = [strategy.operators[name] for name in names]
-    marked = [config.offload if offloads else config.recompute for config in own]
-    if any(marked) != all(marked) or any(config.recompute if offloads else config.offload for config in own):
+    operators, chosen = space.graph.operators, rng.choice(space.marks)
+    every = [{operators[own.position].name: own.at(extent) for own in chosen} for extent in LEVELS]
+    distinct = [marks for k, marks in enumerate(every) if marks not in every[:k]]
+    held = {name: mark_of(strategy.operators[name]) for name in every[0]}
+    if held not in distinct:
         return None
-    return Proposal((with_offload if offloads else with_marks)(strategy, names, not marked[0]), "recompute", names)
+    marks = rng.choice([marks for marks in distinct if marks != held])
+    return Proposal(with_each_mark(strategy, marks), "recompute", tuple(held))
 
 
 MOVES: Mapping[str, Move] = {
@@ -179,7 +177,7 @@ def move_weights(space: Space) -> dict[str, float]:
         "informed": 3.0,
         "group": 3.0 if space.groups else 0.0,
         "sync": 1.0 if space.syncs else 0.0,
-        "recompute": 1.0 if space.recompute or space.offload else 0.0,
+        "recompute": 1.0 if space.marks else 0.0,
     }
 
 

@@ -25,7 +25,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, permutations, product
 from math import inf, log, perm, prod
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from soap.model.graph import Operator, OperatorGraph
 from soap.model.micro_batches import MicroBatches
@@ -33,6 +33,7 @@ from soap.plan.scheduling import Orders
 from soap.search.alignment import Edge, edges_of
 from soap.search.groups import repeated_groups
 from soap.strategy.config import OpConfig, Strategy, SyncConfig, settled_config
+from soap.strategy.kept import STAYS
 
 if TYPE_CHECKING:
     from soap.search.constraints import Allowed
@@ -245,6 +246,19 @@ class OperatorSpace:
         return make_config(grid, self.placements(grid)[x - self._cumulative[position]])
 
 
+class Marked(NamedTuple):
+    """An operator of a set that may be recomputed or offload what it keeps: its mark (``strategy.kept``) if all of the set does, and if all
+    but its products is recomputed."""
+
+    position: int
+    whole: int
+    light: int
+
+    def at(self, extent: int) -> int:
+        """Its mark if the set's extent is this one of ``recomputation.LEVELS``."""
+        return (STAYS, self.whole, self.light)[extent]
+
+
 @dataclass(frozen=True, eq=False)
 class Space:
     """The space of a graph on so many devices, and the facts about the graph that the proposals need. ``references``: strategies known
@@ -262,9 +276,9 @@ class Space:
     references: tuple[Strategy, ...] = ()
     allowed: tuple[Allowed | None, ...] = ()
     syncs: Mapping[str, tuple[SyncConfig, ...]] = field(default_factory=dict)
-    recompute: tuple[tuple[int, ...], ...] = ()
+    recompute: tuple[tuple[Marked, ...], ...] = ()
     sizes: tuple[tuple[int, ...], ...] = ()
-    offload: tuple[tuple[int, ...], ...] = ()
+    offload: tuple[tuple[Marked, ...], ...] = ()
 
     def allows(self, position: int, config: OpConfig) -> bool:
         """Whether an operator may have this configuration: micro-batches are large enough, the user's constraints allow it, and if there is
@@ -276,6 +290,11 @@ class Space:
             return False
         allowed = self.allowed[position] if self.allowed else None
         return allowed is None or allowed.allows(config)
+
+    @property
+    def marks(self) -> tuple[tuple[Marked, ...], ...]:
+        """All sets of operators whose marks may change."""
+        return self.recompute + self.offload
 
     @cached_property
     def orders(self) -> Orders:

@@ -65,6 +65,21 @@ def launch_ns(costs: CostModel, graph: OperatorGraph, tile: Tile, device: Device
 
 
 @runtime_checkable
+class Repeating(Protocol):
+    """An optional part of a cost model: how long the light calls of a tile take, if its product is kept."""
+
+    def light_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType) -> int:
+        """Forward pass of a tile without its product."""
+
+
+def light_ns(costs: CostModel, graph: OperatorGraph, tile: Tile, device: DeviceType) -> int:
+    """Forward pass of a tile that keeps its product (``recomputation.LIGHT``), in nanoseconds; the whole forward pass if the cost model is
+    not ``Repeating``."""
+    known: Callable[..., int] = getattr(costs, "light_ns", costs.forward_ns)  # as above
+    return known(graph, tile, device)
+
+
+@runtime_checkable
 class Compressing(Protocol):
     """An optional part of a cost model: how long a device takes to compress a gradient, or to decompress."""
 

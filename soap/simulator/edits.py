@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from math import prod
 
 import numpy as np
@@ -11,19 +10,9 @@ import numpy as np
 from soap.simulator.compiled.change import KEEP, REPLACED_OPERATORS, Edit
 from soap.simulator.compiled.graph_arrays import Ints
 from soap.simulator.compiled.pass_order import repeated
-from soap.simulator.compiled.state import OFFLOADED, RECOMPUTED, STAYS
 from soap.simulator.compiled.variants import Variants
 from soap.strategy.config import OpConfig
-
-
-def mark_of(config: OpConfig) -> int:
-    """What becomes of what an operator keeps: its mark in ``State``."""
-    return OFFLOADED if config.offload else RECOMPUTED if config.recompute else STAYS
-
-
-def with_mark(config: OpConfig, mark: int) -> OpConfig:
-    """The configuration with this mark; itself if it has it already."""
-    return config if mark_of(config) == mark else replace(config, recompute=mark == RECOMPUTED, offload=mark == OFFLOADED)
+from soap.strategy.kept import mark_of, with_mark
 
 
 def read_config(held: OpConfig, degrees: tuple[int, ...], devices: Ints, replicas: int, mark: int) -> OpConfig:

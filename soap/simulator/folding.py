@@ -49,7 +49,7 @@ from soap.simulator.chunks import shortest_chunk_ns
 from soap.simulator.communication.allreduce import allreduce_bytes, allreduce_options
 from soap.simulator.communication.options import AllReduceOption
 from soap.simulator.communication.prices import Communication
-from soap.simulator.costs import CostModel, launch_ns
+from soap.simulator.costs import CostModel, launch_ns, light_ns
 from soap.simulator.draws import links_between_hosts
 from soap.strategy.config import Strategy
 
@@ -111,6 +111,10 @@ class FoldedCosts:
     def backward_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType) -> int:
         """Backward pass of a tile."""
         return self.costs.backward_ns(self.graph, tile, device)
+
+    def light_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType) -> int:
+        """Forward pass of a tile without its product."""
+        return light_ns(self.costs, self.graph, tile, device)
 
     def launch_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType, *, backward: bool) -> int:
         """Launching one pass of a tile."""

@@ -50,7 +50,7 @@ from soap.plan.planning import PlanBuilder, build_plan
 from soap.plan.tiling import Tile
 from soap.simulator.communication.prices import Communication
 from soap.simulator.communication.synchronizing import Synchronization
-from soap.simulator.costs import CostModel, launch_ns
+from soap.simulator.costs import CostModel, launch_ns, light_ns
 from soap.simulator.second_runs import AGAIN, Need, SecondRuns
 from soap.simulator.task_list import BACKWARD, FORWARD, TaskList
 from soap.simulator.tasks import TaskGraph, TaskKind
@@ -251,7 +251,10 @@ class _Lowering:
     def _compute(self, tile: Tile, kind: TaskKind, after: Iterable[int]) -> int:
         graph, device, asked = self.plan.graph, self._list.topology.devices[tile.device].type, self.plan.as_run(tile)
         gradient = kind is TaskKind.BACKWARD
-        duration = (self.costs.backward_ns if gradient else self.costs.forward_ns)(graph, asked, device)
+        if kind is TaskKind.RECOMPUTE and tile.operator in self.plan.light_operators:
+            duration = light_ns(self.costs, graph, asked, device)
+        else:
+            duration = (self.costs.backward_ns if gradient else self.costs.forward_ns)(graph, asked, device)
         name = NAMES[kind](self.plan.operator(tile), tile)
         place = self._id(tile.operator, AGAIN if kind is TaskKind.RECOMPUTE else 1, tile.index, gradient=kind is not TaskKind.FORWARD)
         launch = launch_ns(self.costs, graph, asked, device, backward=gradient)

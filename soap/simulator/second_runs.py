@@ -17,7 +17,7 @@ from typing import NamedTuple
 from soap.cluster.host_links import host_link
 from soap.plan.offloading import kept_from_host_name, kept_to_host_name
 from soap.plan.plan import Plan, need_name
-from soap.plan.recomputation import find_recomputation
+from soap.plan.recomputation import find_recomputation, keeps_outputs
 from soap.plan.tiling import Tile
 from soap.simulator.communication.offloading import DOWN, UP, copy_ns, offload_resource
 from soap.simulator.memory.peaks import away_bytes
@@ -62,12 +62,19 @@ class SecondRuns:
         carries = self._plan.graph.tensors[fetch.tensor].requires_grad
         for holding in local:
             held = self._plan.holdings[holding]
-            alike = next((own for own in (self._marked, self._away) if self._plan.tiles[held.tile].operator in own), frozenset[int]())
+            together = self._needed_together(held.tile)
             for tile, _ in fetch.consumers:
-                if links and held.reduction is None and tile in self._needs and self._plan.tiles[tile].operator in alike:
+                if links and held.reduction is None and tile in self._needs and self._plan.tiles[tile].operator in together:
                     self._claim(holding, self._needs[tile])
                 elif carries and tile in self._backward:
                     self._claim(holding, Need(self._plan.tiles[tile].operator, self._backward[tile]))
+
+    def _needed_together(self, maker: int) -> frozenset[int]:
+        """The operators whose needs are also those of a tile that they read: it is made again for them, or comes back from its host."""
+        operator = self._plan.tiles[maker].operator
+        if operator in self._away:
+            return self._away
+        return self._marked if operator in self._marked and not keeps_outputs(self._plan, maker) else frozenset()
 
     def note_return(self, fetches: Iterable[int], holdings: Iterable[int], task: int) -> None:
         """Note a task that brings gradients of these fetches back to these holdings."""

@@ -16,6 +16,7 @@ from soap.model.graph import KEEP_STATE, LOCAL_BATCH_NORM, NEXT_STATE, Operator,
 from soap.model.micro_batches import MAX_MICROBATCHES, MicroBatches
 from soap.strategy.compression import COMPRESSIONS, Compression
 from soap.strategy.kept import require_kept
+from soap.strategy.recomputation import KEPT, LEVELS
 from soap.strategy.stages import require_numbers, require_schedule, require_stages
 from soap.strategy.sync_contracts import COMPRESSED, MAX_PREFETCH, METHODS, Contract, Owner, Residence, Within, find_contract
 
@@ -26,15 +27,15 @@ class OpConfig:
 
     ``degrees``: parts per factor, in the operator's factor order. ``replicas``: how many times the whole grid of tiles is computed.
     ``devices``: one device per tile, row-major over (replica, factor 0, factor 1, …); a device may occur more than once. ``recompute``:
-    what the operator makes is not kept for the backward pass, but made again then (``soap.strategy.recomputation``). ``offload``: what it
-    keeps for its backward pass is in its host's memory until then (``soap.plan.offloading``). StrategyError if degrees, devices and
-    replicas do not agree, or both are asked for.
+    what the operator makes is not kept for the backward pass, but made again then: ``ALL`` of it, or all but its products (``LIGHT``,
+    ``soap.strategy.recomputation``). ``offload``: what it keeps for its backward pass is in its host's memory until then
+    (``soap.plan.offloading``). StrategyError if degrees, devices and replicas do not agree, or both are asked for.
     """
 
     degrees: tuple[int, ...]
     devices: tuple[int, ...]
     replicas: int = 1
-    recompute: bool = False
+    recompute: int = KEPT
     offload: bool = False
 
     def __post_init__(self) -> None:
@@ -47,6 +48,8 @@ class OpConfig:
             )
         if min(self.devices) < 0:
             raise StrategyError(f"devices {self.devices}: expected non-negative device numbers")
+        if self.recompute not in LEVELS:
+            raise StrategyError(f"recompute {self.recompute!r}: expected one of {', '.join(map(str, LEVELS))}")
         if self.recompute and self.offload:
             raise StrategyError("recompute with offload: what is made again is not kept, so nothing is left to offload; expected one")
 

@@ -4,7 +4,7 @@ that it is made again (``recompute``) or that its host keeps it (``offload``). W
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,27 @@ from soap.strategy import recomputation
 
 if TYPE_CHECKING:
     from soap.strategy.config import OpConfig, Strategy
+
+STAYS, RECOMPUTED, LIGHT = recomputation.LEVELS
+OFFLOADED = len(recomputation.LEVELS)
+"""Marks: what becomes of what an operator keeps between its passes. It stays; all of it, or all but products, is made again; or its host
+keeps it."""
+
+
+def mark_of(config: OpConfig) -> int:
+    """What becomes of what an operator keeps."""
+    return OFFLOADED if config.offload else config.recompute
+
+
+def with_mark(config: OpConfig, mark: int) -> OpConfig:
+    """The configuration with this mark; itself if it has it already."""
+    offload = mark == OFFLOADED
+    return config if mark_of(config) == mark else replace(config, recompute=STAYS if offload else mark, offload=offload)
+
+
+def with_each_mark(strategy: Strategy, marks: Mapping[str, int]) -> Strategy:
+    """The strategy in which these operators have these marks."""
+    return strategy.with_changes({name: with_mark(strategy.operators[name], mark) for name, mark in marks.items()})
 
 
 def refusal(graph: OperatorGraph, op: Operator) -> str | None:
@@ -51,5 +72,4 @@ def away(graph: OperatorGraph, strategy: Strategy, names: Iterable[str] | None =
 
 def with_offload(strategy: Strategy, names: Iterable[str], offload: bool) -> Strategy:
     """The strategy in which these operators offload what they keep, or do not. Those that do are not recomputed."""
-    own = ((name, strategy.operators[name]) for name in names)
-    return strategy.with_changes({name: replace(c, offload=offload, recompute=c.recompute and not offload) for name, c in own})
+    return with_each_mark(strategy, {name: OFFLOADED if offload else strategy.operators[name].recompute for name in names})

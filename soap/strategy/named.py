@@ -17,13 +17,13 @@ from soap.strategy.classical import NAMED, SYNCHRONIZED, hybrid
 from soap.strategy.config import Strategy
 from soap.strategy.grids import tensor_parallel_width
 from soap.strategy.kept import away
-from soap.strategy.recomputation import recomputed
+from soap.strategy.recomputation import recomputed, selectively_recomputed
 from soap.strategy.sync import offloaded, shares_in_hosts
 
 JOIN, WIDTH = "+", ":"
-DATA_PARALLEL, MEGATRON, RECOMPUTE, OFFLOAD, OFFLOAD_KEPT = "data_parallel", "megatron", "recompute", "offload", "offload_kept"
-PIPELINE = "pipeline"
-"""The best of the pipelines that rough costs find promising."""
+DATA_PARALLEL, MEGATRON, PIPELINE = "data_parallel", "megatron", "pipeline"
+"""``PIPELINE``: the best of the pipelines that rough costs find promising."""
+RECOMPUTE, SELECTIVE, OFFLOAD, OFFLOAD_KEPT = "recompute", "selective", "offload", "offload_kept"
 
 Added = Callable[[OperatorGraph, Topology, Strategy], Strategy]
 """Puts something on top of a strategy."""
@@ -40,6 +40,10 @@ def _recomputed(graph: OperatorGraph, topology: Topology, strategy: Strategy) ->
     return recomputed(graph, strategy)
 
 
+def _selective(graph: OperatorGraph, topology: Topology, strategy: Strategy) -> Strategy:
+    return selectively_recomputed(graph, strategy)
+
+
 def _offloaded(graph: OperatorGraph, topology: Topology, strategy: Strategy) -> Strategy:
     return offloaded(graph, strategy)
 
@@ -52,6 +56,7 @@ ADDED: Mapping[str, Added] = MappingProxyType(
     {
         **{name: _synchronized_as(name) for name in SYNCHRONIZED},
         RECOMPUTE: _recomputed,
+        SELECTIVE: _selective,
         OFFLOAD: _offloaded,
         OFFLOAD_KEPT: _keeping_away,
     }
@@ -59,7 +64,7 @@ ADDED: Mapping[str, Added] = MappingProxyType(
 """What may be put on top of another strategy, by name."""
 
 HSDP = "hsdp"
-SAVING: tuple[tuple[str, ...], ...] = (("zero1", "fsdp", HSDP), (RECOMPUTE,))
+SAVING: tuple[tuple[str, ...], ...] = (("zero1", "fsdp", HSDP), (SELECTIVE, RECOMPUTE))
 """What may be put on top of a strategy to save memory: of each group at most one."""
 
 SAVING_STARTS = ("megatron+zero1", "megatron+fsdp")
@@ -67,6 +72,9 @@ SAVING_STARTS = ("megatron+zero1", "megatron+fsdp")
 
 MOST_SAVING = f"fsdp{JOIN}{RECOMPUTE}"
 """The mixture that needs least memory of those that leave operators where they are: with time for only one, try this."""
+
+SAVING_MOST_FOR_LITTLE = f"fsdp{JOIN}{SELECTIVE}"
+"""The mixture that saves most of those that compute nearly nothing twice."""
 
 SPLITTING = (DATA_PARALLEL, MEGATRON, "one_weird_trick")
 """Strategies on which any of these may be put, those that keep all devices busy. Megatron also in narrower groups."""
@@ -129,6 +137,12 @@ def saving_names(topology: Topology) -> Iterator[str]:
 def offloaded_names() -> Iterator[str]:
     """Names of the strategies whose optimizer states, or what operators keep, are on hosts, those first that change least."""
     yield from (_joined(DATA_PARALLEL, added) for added in OFFLOADED)
+
+
+def on_top(name: str, added: str) -> str:
+    """The name of a strategy with something put on top of it."""
+    first, *rest = name.split(JOIN)
+    return _joined(first, (*rest, added))
 
 
 def _joined(base: str, added: tuple[str, ...]) -> str:

@@ -21,6 +21,7 @@ from soap.strategy.config import OpConfig
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.given import given
 from soap.tracing.model import TileContext
+from soap.tracing.products import is_product
 
 REALLY_RUN_FLOPS = 2**32
 """Recurrent layers keep a workspace that shows only where they really run. They run at import if they take at most so many
@@ -28,6 +29,8 @@ operations."""
 
 FINER = 4
 """If half of an operator takes more than half of the memory, it is cut into so many parts as well, to see what does not shrink."""
+NONE = (0, 0, 0, 0)
+"""All of a footprint shrinks."""
 LITTLE = 50
 """Memory below the bytes of an operator's operands divided by this is negligible."""
 
@@ -123,8 +126,8 @@ class _Trials:
         finer, points = self._footprint(small, cut=True), iteration_points(self._op)
         pairs = zip(half.sizes_bytes, finer.sizes_bytes, strict=True)
         lines = [_line((large.size, one), (small.size, other), points) for one, other in pairs]
-        (kept, forward, backward), fixed = zip(*lines, strict=True)
-        return Footprint(kept, forward, backward, half.keeps | finer.keeps, fixed)
+        (kept, forward, backward, product), fixed = zip(*lines, strict=True)
+        return Footprint(kept, forward, backward, half.keeps | finer.keeps, fixed, product)
 
     def _together(self, cut: Footprint, parts: Tile, degrees: tuple[int, ...], known: Footprints) -> Footprints:
         """Footprints with all factors cut, one for each factor: what does not shrink with that factor. A use of memory that single cuts
@@ -134,11 +137,12 @@ class _Trials:
         if max(sizes) <= 0 and cut.keeps <= frozenset[int]().union(*(one.keeps for one in known)):
             return ()
         if max(size - other for size, other in zip(sizes, expected, strict=True)) <= self._little():
-            return (_of_all(Footprint(sizes[0], sizes[1], sizes[2], cut.keeps), self._op, parts),) * len(degrees)
+            return (_of_all(Footprint(sizes[0], sizes[1], sizes[2], cut.keeps, NONE, sizes[3]), self._op, parts),) * len(degrees)
         lines = [self._lines_together(i, sizes, parts, degrees) for i in range(len(degrees))]
         of_all = [0 if size <= 0 else size * prod(line[use][0] for line in lines) // size ** len(lines) for use, size in enumerate(sizes)]
         fixed = [tuple(0 if size <= 0 else size * own[use][1] // own[use][0] for use, size in enumerate(of_all)) for own in lines]
-        return tuple(Footprint(of_all[0], of_all[1], of_all[2], cut.keeps, (one[0], one[1], one[2])) for one in fixed)
+        kept, forward, backward, product = of_all
+        return tuple(Footprint(kept, forward, backward, cut.keeps, (one[0], one[1], one[2], one[3]), product) for one in fixed)
 
     def _lines_together(self, place: int, sizes: Sequence[int], parts: Tile, degrees: tuple[int, ...]) -> list[tuple[int, int]]:
         """For each use of memory, given how much such a tile takes: (bytes with all of one factor, part that does not shrink with it)."""
@@ -165,7 +169,7 @@ class _Trials:
             own, one = (self._footprint(tile, cut=True) for tile in (self._tile(), alone))
         points = iteration_points(self._op)
         fixed = max(0, one.kept_bytes * points - own.kept_bytes * alone.size) // max(1, points - alone.size)
-        found = Footprint(own.kept_bytes, own.forward_bytes, own.backward_bytes, own.keeps, (fixed, 0, 0))
+        found = Footprint(own.kept_bytes, own.forward_bytes, own.backward_bytes, own.keeps, (fixed, 0, 0, 0))
         return (found,)
 
     def _tile_cut_by(self, place: int, parts: int, degrees: tuple[int, ...]) -> Tile:
@@ -202,7 +206,7 @@ class _Trials:
                 results = list(self._run(tile, regions))
             most = memory.most_bytes
             room = memory.leave_out(results)
-            kept = memory.kept_bytes() + room
+            kept, product = memory.kept_bytes() + room, memory.product_bytes()
             forward = most - kept - sum(map(_bytes, results))
             keeps = frozenset(place for place, tensor in enumerate((*regions, *results)) if memory.keeps(tensor))
             wanted = [tensor for tensor in regions if tensor.requires_grad]
@@ -219,7 +223,7 @@ class _Trials:
                 memory.most_bytes = 0
                 torch.autograd.grad(root, wanted, seed, allow_unused=True)
                 backward = memory.most_bytes - kept - operands
-        return Footprint(max(0, kept), max(0, forward), backward, keeps)
+        return Footprint(max(0, kept), max(0, forward), backward, keeps, NONE, product)
 
 
 class _Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -228,6 +232,8 @@ class _Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.most_bytes = 0
+        self._products: list[tuple[StorageWeakRef, int, int]] = []
+        self._needed = 0
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
         self._kept: dict[int, tuple[StorageWeakRef, int]] = {}
         self._left_out: dict[int, torch.UntypedStorage] = {}
@@ -235,6 +241,7 @@ class _Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         made = [item.untyped_storage() for item in tree_leaves(result) if isinstance(item, torch.Tensor)]
+        self._products += [(_reference(storage), storage._cdata, storage.nbytes()) for storage in made if is_product(func)]
         if made:
             self._live = {key: entry for key, entry in self._live.items() if _is_there(entry[0])}
             self._live.update((storage._cdata, (_reference(storage), storage.nbytes())) for storage in made)
@@ -243,7 +250,7 @@ class _Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """Note that autograd keeps this tensor."""
-        storage = tensor.untyped_storage()
+        storage, self._needed = tensor.untyped_storage(), len(self._products)
         self._kept[storage._cdata] = (_reference(storage), storage.nbytes())
         return tensor
 
@@ -263,6 +270,11 @@ class _Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def kept_bytes(self) -> int:
         """Bytes that autograd keeps, without what is left out."""
         return sum(size for key, (storage, size) in self._kept.items() if key not in self._left_out and _is_there(storage))
+
+    def product_bytes(self) -> int:
+        """Bytes that products have made which a second run needs (``products.Products``), without what is left out."""
+        made = self._products[: self._needed]
+        return sum(size for storage, key, size in made if key not in self._left_out or not _is_there(storage))
 
     def keeps(self, tensor: torch.Tensor) -> bool:
         """Whether autograd keeps the memory of a tensor."""
@@ -288,8 +300,8 @@ def _covers(one: Footprint, other: Footprint, little: int = 0) -> bool:
 def _of_all(footprint: Footprint, op: Operator, tile: Tile) -> Footprint:
     """The footprint scaled up as if a tile had all points."""
     points = iteration_points(op)
-    kept, forward, backward = (-(-size * points // max(1, tile.size)) for size in footprint.sizes_bytes)
-    return Footprint(kept, forward, backward, footprint.keeps)
+    kept, forward, backward, product = (-(-size * points // max(1, tile.size)) for size in footprint.sizes_bytes)
+    return Footprint(kept, forward, backward, footprint.keeps, NONE, product)
 
 
 def _line(one: tuple[int, int], other: tuple[int, int], points: int) -> tuple[int, int]:

@@ -104,11 +104,12 @@ def test_answered_tiles_end_segments_and_the_epilogue_has_its_own(case: Case, rn
     index, epilogue, order = PlanIndex(plan), ending(plan), random_order(plan, rng)
     activity = find_activity(plan, index, [plan.graph.loss])
     answered = answered_from_afar(plan, activity.fetches, activity.reductions)
-    last, run = epilogue_last(plan, order, epilogue), find_recomputation(plan, activity.tiles).run
-    segments = cut_segments(plan, index, last, single_tiles=False, epilogue=epilogue.operators, answered=answered, run=run)
+    last, again = epilogue_last(plan, order, epilogue), find_recomputation(plan, activity.tiles)
+    segments = cut_segments(plan, index, last, single_tiles=False, epilogue=epilogue.operators, answered=answered, run=again.run)
     assert sorted(tile for segment in segments for tile in segment.tiles) == sorted(order)
     for segment in segments:
-        assert not answered & set(segment.tiles[:-1]) and len({run.get(tile) for tile in segment.tiles}) == 1
+        assert not answered & set(segment.tiles[:-1]) and len({again.run.get(tile) for tile in segment.tiles}) == 1
+        assert len(segment.tiles) == 1 or not again.light & set(segment.tiles)
         assert len({plan.tiles[tile].operator in epilogue.operators for tile in segment.tiles}) == 1
         assert {plan.tiles[tile].device for tile in segment.tiles} == {segment.device} and last[segment.start] == segment.tiles[0]
 

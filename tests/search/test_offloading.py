@@ -26,7 +26,7 @@ from soap.simulator.incremental import IncrementalSimulator
 from soap.simulator.lowering import build_plan
 from soap.simulator.simulate import Simulator
 from soap.strategy.classical import data_parallel
-from soap.strategy.kept import offloadable, with_offload
+from soap.strategy.kept import LIGHT, OFFLOADED, RECOMPUTED, STAYS, mark_of, offloadable, with_offload
 from soap.strategy.named import named, offloaded_names, saving_names
 from soap.strategy.recomputation import with_marks
 from soap.strategy.sync import ALL_REDUCE, SHARDED, SHARDED_STATE, SPARSE_ALL_GATHER
@@ -87,21 +87,21 @@ def test_frozen_parameters_are_gathered_but_have_nothing_to_offload() -> None:
 def test_moves_mark_sets_of_operators_that_have_no_other_mark() -> None:
     """In both chains, and in descents: what is recomputed is not offloaded, and the other way round."""
     space, draw, topology = with_offloading(with_recomputation(build_space(GRAPH, 2))), random.Random(3), gpus(2**40)
-    assert {GRAPH.operators[i].name for own in space.offload for i in own} == offloadable(GRAPH)
+    assert {GRAPH.operators[each.position].name for own in space.offload for each in own} == offloadable(GRAPH)
     usual = data_parallel(GRAPH, topology)
     name = sorted(offloadable(GRAPH))[0]
     strategy = with_marks(usual, [name], True)
     made = [own.strategy for own in (recompute(draw, space, strategy) for _ in range(60)) if own is not None]
     made += [own.strategy for own in (recompute_in_descent(draw, space, usual) for _ in range(20)) if own is not None]
-    kinds = {(config.recompute, config.offload) for own in made for config in own.operators.values()}
-    assert kinds == {(False, False), (True, False), (False, True)}
+    kinds = {mark_of(config) for own in made for config in own.operators.values()}
+    assert kinds == {STAYS, RECOMPUTED, LIGHT, OFFLOADED}
     assert not any(own.operators[name].offload for own in made[: len(made) - 20])
     chain = CompiledChain(CompiledSpace(space, topology, RooflineCosts(topology)), usual, seed=2, proposals=80)
     chain.weights = {move: float(move == "recompute") for move in MOVES}
     seen = set()
     for proposals in range(8, 81, 8):
         chain.run(proposals, beta=1e-3, focus=0.0)
-        seen |= {(config.recompute, config.offload) for config in chain.strategy.operators.values()}
+        seen |= {mark_of(config) for config in chain.strategy.operators.values()}
     assert seen == kinds and not any(config.offload for config in chain.best.operators.values())
     assert chain.cost_ns == Simulator(GRAPH, topology, RooflineCosts(topology)).run(chain.strategy).makespan_ns
 
@@ -112,8 +112,8 @@ def test_pins_mark_and_unmark() -> None:
     usual = data_parallel(GRAPH, gpus(2**40))
     inside = brought_inside(space, with_marks(with_offload(usual, [names[1]], True), [names[0]], True))
     assert inside == with_offload(usual, [names[0]], True)
-    assert not {names[0], names[1]} & {GRAPH.operators[i].name for own in with_offloading(space).offload for i in own}
-    assert names[0] not in {GRAPH.operators[i].name for own in with_recomputation(space).recompute for i in own}
+    assert not {names[0], names[1]} & {GRAPH.operators[each.position].name for own in with_offloading(space).offload for each in own}
+    assert names[0] not in {GRAPH.operators[each.position].name for own in with_recomputation(space).recompute for each in own}
     for pins, told in (
         ([(names[0], "offload"), (names[0], "recompute")], "is to be recomputed and to offload what it keeps"),
         ([(names[0], "offload,recompute")], "nothing is left to offload"),

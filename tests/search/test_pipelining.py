@@ -16,6 +16,7 @@ from soap.search.compiled.runner import CompiledChain, CompiledSpace
 from soap.search.options import SearchOptions
 from soap.search.pipeline_moves import BORDER, DEVICES, MICROBATCHES, PIPELINE_MOVES, SCHEDULE, pipeline_moves
 from soap.search.pipelining import best_pipeline, is_cut, is_legal, space_of
+from soap.search.recomputing import with_recomputation
 from soap.search.record import SearchResult
 from soap.search.space import build_space
 from soap.search.starts import Start
@@ -23,7 +24,6 @@ from soap.simulator.incremental import IncrementalSimulator
 from soap.simulator.simulate import Simulator
 from soap.strategy.config import Strategy
 from soap.strategy.named import PIPELINE
-from soap.strategy.recomputation import runs_of
 from soap.strategy.stages import chunks_of, devices_of_stages
 from tests.graph_builder import GraphBuilder, mlp, transformer
 from tests.strategies import cluster
@@ -152,9 +152,8 @@ def test_compiled_chains_run_inside_stages() -> None:
     best = best_pipeline(whole, topology, evaluator, evaluator.engine_costs, 2)
     two = next(own for own in _two_stages(graph, topology))
     assert best is not None
-    space = space_of(whole, Start("two", two, 0, 0))
+    space = space_of(with_recomputation(whole), Start("two", two, 0, 0))
     assert space is not None
-    space = replace(space, recompute=tuple(tuple(graph.index[name] for name in run) for run in runs_of(graph)))
     chain = CompiledChain(CompiledSpace(space, topology, own.costs), two, seed=3, proposals=1500)
     rng = random.Random(0)
     for last in range(150, 1500, 150):

@@ -28,7 +28,7 @@ from soap.simulator.simulate import Simulator
 from soap.strategy.classical import NAMED, data_parallel
 from soap.strategy.config import Strategy, SyncConfig
 from soap.strategy.named import MOST_SAVING, named
-from soap.strategy.recomputation import recomputed, repeatable, runs_of
+from soap.strategy.recomputation import ALL, KEPT, LIGHT, recomputed, repeatable, run_levels, runs_of, with_levels
 from soap.strategy.sync import sync_choices
 from tests.graph_builder import GraphBuilder, transformer
 from tests.strategies import CPU, cluster
@@ -102,9 +102,11 @@ def test_no_more_runs_are_recomputed_than_it_takes() -> None:
         simulator = Simulator(GRAPH, topology, RooflineCosts(topology))
         made = recompute_to_fit(GRAPH, topology, usual, simulator.costs, simulator.overflow_bytes)
         assert simulator.run(made.strategy).fits and 0 < made.runs < made.of_runs
-        chosen = [name for run in runs_of(GRAPH) for name in run if name in marks(made.strategy)]
-        fewer = recomputed(GRAPH, usual, chosen[: 2 * (made.runs - 1)])
-        assert not simulator.run(fewer).fits
+        held = {name: config.recompute for name, config in made.strategy.operators.items() if config.recompute}
+        chosen = [k for k, levels in enumerate(run_levels(GRAPH, ALL)) if levels.keys() <= held.keys()]
+        assert len(chosen) == made.runs and made.selective == sum(held[f"{k}.up"] == LIGHT for k in chosen)
+        last = run_levels(GRAPH, ALL)[chosen[-1]]
+        assert not simulator.run(with_levels(made.strategy, dict.fromkeys(last, KEPT))).fits
         assert made.least_ns < made.added_ns and (made.gap == inf) == (made.least_ns == 0)
 
 
@@ -118,10 +120,10 @@ def test_results_say_how_near_the_fewest_runs_are_to_the_best_choice() -> None:
     assert name == "data_parallel, recompute" and result.budgeted[name] == made and made.runs > 1
     told = recomputing.budgeted(name, made)
     assert told["gap"] == made.added_ns / made.least_ns - 1 > 0 and (told["runs"], told["of_runs"]) == (made.runs, made.of_runs)
-    assert f"{made.runs} of {made.of_runs} runs" in recomputing.budgeted_text(told)
+    assert told["selective"] == made.selective and f"{made.runs} of {made.of_runs} runs" in recomputing.budgeted_text(told)
     assert f"at most {made.gap:.1%} more than any choice of runs" in recomputing.budgeted_text(told)
     alone = recomputing.budgeted(name, replace(made, runs=1, least_ns=0))
-    assert alone["gap"] is None and recomputing.budgeted_text(alone).endswith("one run is enough, so no fewer are")
+    assert alone["gap"] is None and recomputing.budgeted_text(alone).endswith("one step is enough, so nothing less is")
 
 
 def test_what_saves_most_is_a_start_where_owners_may_be_shared() -> None:
@@ -142,8 +144,8 @@ def test_the_move_is_its_own_inverse(share: float) -> None:
     assert proposals
     for own in proposals:
         assert own.log_ratio == 0.0
-        back = recomputed(GRAPH, own.strategy, own.operators) if not own.strategy.operators[own.operators[0]].recompute else None
-        assert back in (None, strategy)
+        before, after = ({found.operators[name].recompute for name in own.operators} for found in (strategy, own.strategy))
+        assert before != after and own.strategy.with_changes({n: strategy.operators[n] for n in own.operators}) == strategy
     assert all(own is None or own.strategy != strategy for own in (recompute_in_descent(draw, space, strategy) for _ in range(20)))
 
 
@@ -170,8 +172,13 @@ def test_the_move_is_out_of_reach_where_nothing_may_be_recomputed() -> None:
 
 def test_the_strategy_of_that_name() -> None:
     strategy = NAMED["recompute"](GRAPH, AMPLE)
-    assert marks(strategy) == {name for run in runs_of(GRAPH) for name in run}
+    ends = {f"{i}.down" for i in range(LAYERS - 1)}  # which keep what they make
+    assert marks(strategy) == {name for run in runs_of(GRAPH) for name in run} | ends
+    assert {name for name, config in strategy.operators.items() if config.recompute == LIGHT} == ends
     assert recomputed(GRAPH, data_parallel(GRAPH, AMPLE)) == strategy
+    selective = named("data_parallel+selective", GRAPH, AMPLE)
+    levels = {name: config.recompute for name, config in selective.operators.items() if config.recompute}
+    assert levels == {name: ALL if name.endswith(".act") else LIGHT for name in marks(strategy)}
 
 
 @pytest.mark.parametrize(
@@ -195,5 +202,5 @@ def test_pins_mark_and_unmark() -> None:
     space = build_space(GRAPH, 2, allowed=parse(GRAPH, 2, [("*.up", "recompute"), ("1.act", "b:2,recompute")], [("*.down", "recompute")]))
     inside = brought_inside(space, recomputed(GRAPH, data_parallel(GRAPH, AMPLE), ["0.down", "2.act"]))
     assert marks(inside) == {*(f"{i}.up" for i in range(LAYERS)), "1.act", "2.act"}
-    toggled = {GRAPH.operators[i].name for own in with_recomputation(space).recompute for i in own}
+    toggled = {GRAPH.operators[each.position].name for own in with_recomputation(space).recompute for each in own}
     assert toggled == {*(f"{i}.act" for i in range(LAYERS) if i != 1), "mean"}

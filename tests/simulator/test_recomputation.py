@@ -13,8 +13,8 @@ from soap.simulator.lowering import build_plan, lower
 from soap.simulator.memory.residency import memory_over_time
 from soap.simulator.reference import execution_order, simulate
 from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
-from soap.strategy.config import Strategy
-from soap.strategy.recomputation import with_marks
+from soap.strategy.config import OpConfig, Strategy
+from soap.strategy.recomputation import LIGHT, with_marks
 from tests.graph_builder import GraphBuilder
 from tests.simulator.examples import (
     PointCosts,
@@ -123,6 +123,41 @@ def test_what_is_recomputed_is_not_there_between() -> None:
     assert held - held_before_the_loss(graph, all_four) == 2 * (wide + narrow) + 2 * wide + narrow  # but what the loss reads
 
 
+def light(chosen: Strategy, *names: str) -> Strategy:
+    """The strategy with these operators recomputed but for their products."""
+    return with_marks(chosen, names, LIGHT)
+
+
+def test_a_light_run_reads_what_is_made_again_and_gives_what_it_has_kept() -> None:
+    """l2 keeps what it makes: l3 does not wait for its second run, and l1, which it reads, is needed when l2 has a gradient."""
+    graph = chain(4, 2, 3, 2, 5, 2)
+    usual = batch_split(graph, [0])
+    tasks = lowered(graph, light(marked(usual, "l1", "l3"), "l2"))
+    assert predecessors(tasks, "need l2[0]") == {"backward l3[0]"} and predecessors(tasks, "need l1[0]") == {"need l2[0]"}
+    assert predecessors(tasks, "recompute l2[0]") == {"forward l2[0]", "need l2[0]", "recompute l1[0]"}
+    assert predecessors(tasks, "recompute l3[0]") == {"forward l3[0]", "need l3[0]"}
+    assert units(by_name(tasks)["recompute l2[0]"].duration_ns) == 1 < units(by_name(tasks)["forward l2[0]"].duration_ns)
+    found = find_recomputation(tasks.plan, range(len(tasks.plan.tiles)))
+    assert found.light == {1} and found.links == {1: (0,)} and found.run == {0: 0, 1: 1, 2: 2}
+
+
+def test_what_a_light_run_reads_is_not_there_between() -> None:
+    """Selective recomputation: of l1, which is recomputed, and l2, which is light, only what l2 makes stays. Without it l2 keeps l1."""
+    graph = chain(8, 2, 64, 2, 64, 2)
+    usual = batch_split(graph, [0])
+    wide = 8 * 64 * 4
+    alone, both = marked(usual, "l1"), light(marked(usual, "l1"), "l2")
+    assert held_before_the_loss(graph, alone) - held_before_the_loss(graph, both) == wide  # how much of l2 a second run needs is not known
+
+
+def test_only_products_are_light() -> None:
+    graph = chain(4, 2, 3)
+    with pytest.raises(StrategyError, match=r"operator 'loss' \(loss\) has no product to keep; expected recompute true or false"):
+        light(batch_split(graph, [0]), "loss").validate(graph, 2)
+    with pytest.raises(StrategyError, match="recompute 3: expected one of 0, 1, 2"):
+        light(batch_split(graph, [0]), "l1").with_operator("l1", OpConfig((1, 1, 1), (0,), 1, 3))
+
+
 def test_the_loss_may_be_recomputed() -> None:
     graph = chain(4, 2, 3)
     tasks = lowered(graph, marked(batch_split(graph, [0, 1]), "l1", "loss"))
@@ -158,7 +193,10 @@ def test_every_tile_with_a_backward_pass_runs_again_before_it(case: tuple[Operat
     for tile in again:
         start, end = times[names[TaskKind.RECOMPUTE, tile]]
         assert times[names[TaskKind.FORWARD, tile]][1] <= start and end <= times[names[TaskKind.BACKWARD, tile]][0]
-    for tile, makers in find_recomputation(plan, active).links.items():
+    recomputation = find_recomputation(plan, active)
+    assert recomputation.light == {tile for tile in again if chosen.operators[plan.operator(plan.tiles[tile]).name].recompute == LIGHT}
+    for tile, makers in recomputation.links.items():
+        assert not recomputation.light & set(makers)
         assert all(times[names[TaskKind.RECOMPUTE, maker]][1] <= times[names[TaskKind.RECOMPUTE, tile]][0] for maker in makers)
     order = execution_order(tasks, schedule)
     assert sorted(order.forward) == list(range(len(plan.tiles))) and set(order.backward) == active

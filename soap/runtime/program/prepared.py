@@ -122,10 +122,10 @@ class Summand:
 
 @dataclass(slots=True)
 class PreparedTile:
-    """One tile of this rank. ``again``: it is recomputed. ``offloads``: its host keeps what it keeps. ``empty``: it has no samples to
-    compute. ``made``: expected shape and dtype of each output. ``rows``: parameters that it reads by sparse lookups. ``leaves``: the
-    fetches that it reads. ``gathered``: pieces that it reads of values which are gathered for their uses. ``needs``, ``frees``:
-    synchronizations of which it is the rank's first, or last, to read such values.
+    """One tile of this rank. ``again``: it is recomputed; ``light``: but for its products. ``offloads``: its host keeps what it keeps.
+    ``empty``: it has no samples to compute. ``made``: expected shape and dtype of each output. ``rows``: parameters that it reads by sparse
+    lookups. ``leaves``: the fetches that it reads. ``gathered``: pieces that it reads of values which are gathered for their uses.
+    ``needs``, ``frees``: synchronizations of which it is the rank's first, or last, to read such values.
 
     ``checked``: shapes and dtypes of its outputs have been checked once.
     """
@@ -149,6 +149,7 @@ class PreparedTile:
     gathered: tuple[int, ...] = ()
     needs: tuple[int, ...] = ()
     frees: tuple[int, ...] = ()
+    light: bool = False
     checked: bool = False
 
 
@@ -201,6 +202,7 @@ class PreparedTiles:
             self._gathered_pieces(number),
             self._needs.get(number, ()),
             self._frees.get(number, ()),
+            number in program.recomputed and tile.operator in self._plan.light_operators,
         )
 
     def _gathered_pieces(self, number: int) -> tuple[int, ...]:

@@ -4,7 +4,8 @@ Inside a segment, autograd links the tiles. What comes from outside (an earlier 
 detached leaf. A value is dropped after its last reader on this rank; autograd keeps what the backward pass needs.
 
 A recomputed segment runs twice: first without autograd, so that it keeps nothing, and again (``recompute``) right before its backward pass
-needs it, from the same leaves, with the same random numbers. It notes statistics only the first time.
+needs it, from the same leaves, with the same random numbers. It notes statistics only the first time. ``light`` tiles keep their
+outputs, and do not compute their products again (``kept_products``).
 
 What autograd keeps for an offloading tile goes to the host (``kept_on_host``).
 """
@@ -18,7 +19,6 @@ from dataclasses import replace
 import torch
 
 from soap.errors import RuntimeFailure
-from soap.model.dtypes import is_differentiable
 from soap.model.regions import lengths
 from soap.plan.plan import ASK_NAME, message_name, recompute_name, reduce_name, remote_parts
 from soap.runtime.comm.arrivals import Arrivals
@@ -29,7 +29,8 @@ from soap.runtime.program.fused_tiles import Outputs, Unit
 from soap.runtime.program.prepared import Fetched, Parameter, Part, Piece, PreparedTile, PreparedTiles, Source
 from soap.runtime.step.gradients import Gradients
 from soap.runtime.step.kept_on_host import KeptOnHost
-from soap.runtime.step.state import Output, StepState
+from soap.runtime.step.kept_products import KeptProducts
+from soap.runtime.step.state import Output, StepState, leaf
 from soap.runtime.sync.look_ups import Asked, LookUps, rows_for
 from soap.runtime.sync.shards import ShardStore
 from soap.simulator.tasks import TaskKind
@@ -70,6 +71,7 @@ class ForwardPass:
         self._fetched: dict[int, torch.Tensor] = {}
         self._regions: dict[int, torch.Tensor] = {}
         self._partials: dict[tuple[int, int], torch.Tensor] = {}
+        self._products = KeptProducts(state)
         self._arrivals = Arrivals(state)
         self._reducing: dict[int, Pending] = {}
 
@@ -132,6 +134,9 @@ class ForwardPass:
         parameters = [self._parameter(parameter) for parameter in tile.parameters]
         if tile.offloads:
             return self._run_offloading(tile, inputs, parameters)
+        if tile.light:
+            run = self._products.second if self._second else self._products.first
+            return run(tile, inputs, lambda given: self.model.run_tile(tile.tile, given, parameters, self.context))
         records = tile.active and tile.again is self._second
         if not self.state.is_traced and torch.is_grad_enabled() is records:
             return self.model.run_tile(tile.tile, inputs, parameters, self.context)
@@ -272,7 +277,7 @@ class ForwardPass:
             if held.late and not self._second:
                 self._numbers[held.holding] = tensor.detach()
             if held.kept and (not self._second or self.state.values.reads_again(("holding", held.holding))):
-                self.state.values["holding", held.holding] = _leaf(tensor, held.takes_gradient)
+                self.state.values["holding", held.holding] = leaf(tensor, held.takes_gradient)
             if held.answered and tile.again is self._second:
                 self._note(Output(tensor, held.holding, None, held.seed))
 
@@ -323,7 +328,7 @@ class ForwardPass:
         if key not in values:
             region = self._arrivals.take(fetch.number, self._held)
             carries = fetch.number in self.program.activity.fetches and self.state.graph.tensors[fetch.tensor].requires_grad
-            values[key] = _leaf(region, carries)
+            values[key] = leaf(region, carries)
             self._leave_holdings(fetch.holdings)
         return values[key]
 
@@ -338,7 +343,7 @@ class ForwardPass:
         key: ValueKey = ("holding", holding)
         if key not in values:
             carries = holding in self.program.activity.holdings and self._requires_grad(holding)
-            values[key] = _leaf(self._held(holding), carries)
+            values[key] = leaf(self._held(holding), carries)
         return values[key]
 
     def _requires_grad(self, holding: int) -> bool:
@@ -387,7 +392,3 @@ def _check_outputs(tile: PreparedTile, outputs: Outputs) -> None:
 
 def _cut(tensor: torch.Tensor, part: Part) -> torch.Tensor:
     return tensor if part is None else tensor[part]
-
-
-def _leaf(tensor: torch.Tensor, takes_gradient: bool) -> torch.Tensor:
-    return tensor.detach().requires_grad_(takes_gradient and is_differentiable(tensor.dtype))

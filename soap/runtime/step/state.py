@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from soap.model.dtypes import is_differentiable
 from soap.model.regions import Box, lengths
 from soap.plan.flows import reduced_tensor
 from soap.plan.plan import Reduction
@@ -183,3 +184,8 @@ class StepState:
 
 def _bytes(tensors: Sequence[torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
+
+
+def leaf(tensor: torch.Tensor, takes_gradient: bool) -> torch.Tensor:
+    """The tensor as a leaf of autograd's graph; with a gradient, where its numbers may have one."""
+    return tensor.detach().requires_grad_(takes_gradient and is_differentiable(tensor.dtype))

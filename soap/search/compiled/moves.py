@@ -19,8 +19,8 @@ S is the current state, S* the proposed one. The target and the reference measur
   uses the rough cost of the whole run; log_ratio has the same form. d(S) > 0 everywhere in the space.
 - ``segment``: a segment that is configured as one of its alternatives takes another one, drawn uniformly: symmetric but for the weights.
 - ``sync`` (``compiled.syncs``): one parameter gets another method of synchronization, drawn uniformly: symmetric.
-- ``recompute`` (``compiled.recomputing``): a set of operators that are all recomputed, or all offload, no longer does, or the reverse:
-  symmetric.
+- ``recompute`` (``compiled.recomputing``): a set of operators that are alike stays, is recomputed, or but for its products, or offloads:
+  another of what it may be, symmetric.
 
 A state outside of the space (weight 0) is never proposed. A move out of it counts as symmetric (log_ratio = 0).
 """

@@ -1,4 +1,4 @@
-"""The move that recomputes a set of operators, or offloads what they keep, or no longer does (compiled)."""
+"""The move that recomputes a set of operators, all or but for their products, or offloads what they keep, or no longer does (compiled)."""
 
 from __future__ import annotations
 
@@ -8,30 +8,43 @@ from soap.search.compiled.space_arrays import SearchTables
 from soap.simulator.compiled.change import OPERATORS, Edit
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.pass_order import own_devices
-from soap.simulator.compiled.state import STAYS
 from soap.simulator.compiled.world import World
+from soap.strategy.recomputation import ALL, LEVELS, LIGHT
+
+NONE = -1
+"""In place of an extent."""
+EXTENTS = len(LEVELS)
 
 
 @compiled
 def propose_recompute(W: World, Z: SearchTables, E: Edit) -> float:
-    """Give all operators of a set their mark, if none of them has one, or the reverse. Its own inverse: symmetric."""
+    """Give all operators of a set the marks of another extent than that which all of them have (``Space.marks``). Symmetric, as there are
+    as many others wherever that leads; no effect where they are not all alike."""
     Q, X, C = Z.grids, Z.chain, W.state
     if len(Q.again_ptr) < 2:
         return NO_EFFECT
     own = below(X, len(Q.again_ptr) - 1)
     first, last = Q.again_ptr[own], Q.again_ptr[own + 1]
-    held = C.marked[Q.again[first]]
-    mark = Q.again_mark[own] if held == STAYS else STAYS
-    if held != STAYS and held != Q.again_mark[own]:
+    extents, held = 1, NONE
+    for extent in range(LIGHT + 1):
+        alike = new = True
+        for i in range(first, last):
+            alike &= C.marked[Q.again[i]] == Q.again_mark[EXTENTS * i + extent]
+        if extent == LIGHT:
+            new = False
+            for i in range(first, last):
+                new |= Q.again_mark[EXTENTS * i + ALL] != Q.again_mark[EXTENTS * i + LIGHT]
+        extents += new and extent > 0
+        held = extent if alike and new else held
+    if held == NONE:
         return NO_EFFECT
-    for i in range(first, last):
-        if C.marked[Q.again[i]] != held:
-            return NO_EFFECT
+    extent = (held + 1 + below(X, extents - 1)) % extents
     E.dev_ptr[0] = 0
     for i in range(first, last):
         op, n = Q.again[i], i - first
         at = E.dev_ptr[n]
-        E.operator[n], E.variant[n], E.replicas[n], E.marked[n] = op, C.variant[op], C.replicas[op], mark
+        E.operator[n], E.variant[n], E.replicas[n] = op, C.variant[op], C.replicas[op]
+        E.marked[n] = Q.again_mark[EXTENTS * i + extent]
         E.dev_ptr[n + 1] = at + own_devices(W, op, E.dev, at)
         X.edited[n] = X.grid[op]
     E.count[OPERATORS] = last - first

@@ -92,7 +92,7 @@ class CompiledSpace:
         self.has_groups = len(space.groups) > 0
         self.has_segments = len(self._kept[2].segment_ptr) > 1
         self.has_syncs = len(self.grids.sync_parameter) > 0
-        self.has_recompute = len(space.recompute) + len(space.offload) > 0
+        self.has_recompute = len(space.marks) > 0
 
     def number(self, position: int, grid: Grid) -> int:
         """The number of an operator's grid; -1 if its space does not have it."""

@@ -19,10 +19,10 @@ from soap.search.compiled.segments import find_segments
 from soap.search.sharing import owner_sets
 from soap.search.space import Grid, OperatorSpace, Space, grid_of
 from soap.simulator.compiled.graph_arrays import Floats, Ints, Longs
-from soap.simulator.compiled.state import OFFLOADED, RECOMPUTED
 from soap.simulator.compiled.syncs.codes import sync_code
 from soap.simulator.costs import CostModel
 from soap.strategy.config import OpConfig
+from soap.strategy.recomputation import LEVELS
 
 Tables = TypeVar("Tables", bound=NamedTuple)
 
@@ -48,8 +48,7 @@ class GridTables(NamedTuple):
     ``estimate[estimate_ptr[op] + grid - grid_ptr[space]]``: rough time, ns (``estimates.rough_ns``). ``size``: list of an operator's factor
     sizes (1 if it cannot be split). ``sync_parameter``: parameters with a choice of methods; ``sync_choice``: list of their codes
     (``syncs.codes``). ``together``: list of the places in ``sync_parameter`` of each set of ``sharing.owner_sets``.
-    ``again``: list of the operators of each set that may be recomputed (``Space.recompute``), or offload (``Space.offload``);
-    ``again_mark``: by set, its mark (``State.marked``).
+    ``again``: list of the operators of each of ``Space.marks``; ``again_mark``: of each, its mark at which extent (``Marked.at``).
     """
 
     movable: Ints
@@ -184,9 +183,9 @@ def grid_tables(space: Space, topology: Topology, costs: CostModel) -> GridTable
         sync_choice=[sync_code(sync) for tensor in graph.parameters for sync in space.syncs.get(tensor.name, ())],
         together_ptr=_pointers(together),
         together=[place[name] for own in together for name in own],
-        again_ptr=_pointers((*space.recompute, *space.offload)),
-        again=[position for own in (*space.recompute, *space.offload) for position in own],
-        again_mark=[RECOMPUTED] * len(space.recompute) + [OFFLOADED] * len(space.offload),
+        again_ptr=_pointers(space.marks),
+        again=[each.position for own in space.marks for each in own],
+        again_mark=[each.at(extent) for own in space.marks for each in own for extent in LEVELS],
     )
 
 

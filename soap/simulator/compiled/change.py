@@ -19,7 +19,7 @@ from soap.simulator.compiled.pass_order import link_passes, note_order, unlink_p
 from soap.simulator.compiled.rows import is_sparse
 from soap.simulator.compiled.scratch import STAMP
 from soap.simulator.compiled.second_runs import slots_of_a_tile
-from soap.simulator.compiled.state import ARENA, DEVICES, NEVER, OFFLOADED, PULLS, SLOTS, SYNCS, State
+from soap.simulator.compiled.state import ARENA, DEVICES, NEVER, PULLS, SLOTS, SYNCS, State
 from soap.simulator.compiled.synchronization import count_backward, count_sums, synchronize
 from soap.simulator.compiled.syncs.asking import count_pulls, make_pulls
 from soap.simulator.compiled.syncs.codes import is_gathered, travels_by_rows
@@ -28,6 +28,7 @@ from soap.simulator.compiled.syncs.gathering import reads_gathered
 from soap.simulator.compiled.task_keys import STATE_FULL
 from soap.simulator.compiled.variants import CELLS, PARTS
 from soap.simulator.compiled.world import World
+from soap.strategy.kept import OFFLOADED
 
 UNDER_WAY, CHANGED, SYNCHRONIZED, OLD_SLOTS, OLD_ARENA, OLD_DEVICES, OLD_SYNCS, OLD_SYNC_SLOT, ALIVE_SAVED, LIST_SAVED = range(10)
 REPLACED, RESYNCED, REPULLED, OLD_PULLS, OLD_PULL_SLOT = 10, 11, 12, 13, 14

@@ -17,13 +17,16 @@ from soap.simulator.compiled.events import NO_BOUND, simulate_all
 from soap.simulator.compiled.graph_arrays import Floats, Ints, Longs, device_types
 from soap.simulator.compiled.handles import handle
 from soap.simulator.compiled.jit import compiled, entry, inlined
+from soap.simulator.compiled.marks import runs_again
 from soap.simulator.compiled.rows import is_sparse_lookup
-from soap.simulator.compiled.state import BACKWARD_TILE, FORWARD_TILE, RECOMPUTED, SLOTS, UPDATE_DEVICE, State, make_state
+from soap.simulator.compiled.state import BACKWARD_TILE, FORWARD_TILE, SLOTS, UPDATE_DEVICE, State, make_state
 from soap.simulator.compiled.task_keys import SYNC, phase_of, stage_of
+from soap.simulator.compiled.tile_times import AGAIN, PASSES
 from soap.simulator.compiled.trial import Trial, make_trial
 from soap.simulator.compiled.variants import CELLS, COSTS, ROW_COSTS
 from soap.simulator.compiled.world import World
 from soap.simulator.draws import COMMUNICATED, Draws, Risk, links_between_hosts
+from soap.strategy.kept import LIGHT
 
 MEAN, TAIL, Q80, WORST = range(len(Risk))
 """Places in ``Risk``."""
@@ -164,12 +167,15 @@ def _draw_tiles(W, B, D, draw):  # type: ignore[no-untyped-def]
         for backward in range(2):
             for tile in range(count):
                 kind = K.device_type[C.resource[slot]]
-                D.duration[slot] = V.drawn[(costs + (kind * 2 + backward) * cells + tile % cells) * draws + draw]
+                D.duration[slot] = V.drawn[(costs + (kind * PASSES + backward) * cells + tile % cells) * draws + draw]
                 D.launch[slot] = _times(C.launch[slot], B.launch[kind * draws + draw])
                 slot += 1
-        if C.marked[op] == RECOMPUTED:  # second runs take what the first ones take
+        if runs_again(C.marked[op]):  # second runs take what the first ones take
             copy(D.duration, slot + count, D.duration, slot - 2 * count, slot - count)
             copy(D.launch, slot + count, D.launch, slot - 2 * count, slot - count)
+        for tile in range(count if C.marked[op] == LIGHT else 0):  # but for their products
+            kind, again = K.device_type[C.resource[C.tile_slot[op] + tile]], slot + count + tile
+            D.duration[again] = V.drawn[(costs + (kind * PASSES + AGAIN) * cells + tile % cells) * draws + draw]
 
 
 @compiled

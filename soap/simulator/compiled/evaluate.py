@@ -34,12 +34,13 @@ from soap.simulator.compiled.events import (
 )
 from soap.simulator.compiled.history import complete, first_difference, first_tile, resume, retrace, take_snapshots
 from soap.simulator.compiled.jit import compiled, entry
+from soap.simulator.compiled.marks import runs_again
 from soap.simulator.compiled.matching import forget_matches, match_slots, match_sums
 from soap.simulator.compiled.pass_order import first_reordered
 from soap.simulator.compiled.rows import is_sparse_lookup
 from soap.simulator.compiled.scratch import EXPECTED
-from soap.simulator.compiled.state import RECOMPUTED
 from soap.simulator.compiled.synchronization import expect_updates, is_certain
+from soap.simulator.compiled.tile_times import PASSES
 from soap.simulator.compiled.trial import TAKEN, Trial
 from soap.simulator.compiled.variants import CELLS, COSTS, PARTS, ROW_COSTS
 from soap.simulator.compiled.world import World
@@ -121,7 +122,7 @@ def overworked(W: World, E: Edit, at_most: int) -> bool:
             device, slot = C.dev[C.dev_ptr[op] + tile], C.tile_slot[op] + tile
             S.update[device] -= C.duration[slot]
             if C.alive[slot + count] and sure:
-                S.update[device] -= C.duration[slot + count] + (C.duration[slot + 3 * count] if C.marked[op] == RECOMPUTED else 0)
+                S.update[device] -= C.duration[slot + count] + (C.duration[slot + 3 * count] if runs_again(C.marked[op]) else 0)
         if i < E.count[OPERATORS]:
             _add_tiles(W, E, op, E.variant[i], E.replicas[i], E.dev, E.dev_ptr[i], V.rows[E.variant[i], PARTS])
         else:
@@ -147,7 +148,7 @@ def _add_tiles(W, E, op, variant, replicas, devices, first, parts):  # type: ign
     own = cells // parts
     for tile in range(cells * replicas):
         device = devices[first + tile // cells * own + tile % own]
-        forward = 2 * K.device_type[device] * cells + tile % cells
+        forward = PASSES * K.device_type[device] * cells + tile % cells
         S.update[device] += min(V.costs[costs + forward], V.costs[others + forward])
         if certain:
             S.update[device] += min(V.costs[costs + forward + cells], V.costs[others + forward + cells])

@@ -15,6 +15,7 @@ from soap.simulator.compiled.graph_arrays import GraphTables
 from soap.simulator.compiled.handles import arrays_of
 from soap.simulator.compiled.jit import compiled, entry, inlined
 from soap.simulator.compiled.links import communicate
+from soap.simulator.compiled.marks import runs_again
 from soap.simulator.compiled.readiness import first_ready, make_ready, queue_of, settle, take
 from soap.simulator.compiled.state import (
     AGAIN_TILE,
@@ -23,10 +24,8 @@ from soap.simulator.compiled.state import (
     COPY_BACK,
     FORWARD_TILE,
     NEED,
-    OFFLOADED,
     OTHER,
     PULLS,
-    RECOMPUTED,
     SLOTS,
     SYNC_BUCKET,
     SYNC_DEVICE,
@@ -37,6 +36,7 @@ from soap.simulator.compiled.state import (
     State,
 )
 from soap.simulator.compiled.trial import MAKESPAN, RUN, TAKEN, Trial
+from soap.strategy.kept import OFFLOADED
 
 STOPPED, PAUSED = -1, -2
 """In place of a makespan. STOPPED: the bound cannot be kept. PAUSED: a backward pass is next, and sums of gradients must be made first."""
@@ -165,7 +165,7 @@ def _settle_successors(G, C, R, Q, slot, end):  # type: ignore[no-untyped-def]
         own = slot + C.tiles[op]  # its own backward pass
         if C.alive[own]:
             settle(Q, own, end)
-            if C.marked[op] == RECOMPUTED:
+            if runs_again(C.marked[op]):
                 settle(Q, own + 2 * C.tiles[op], end)  # its second run
             elif C.marked[op] == OFFLOADED:
                 settle(Q, own + 3 * C.tiles[op], end)  # its copy to the host

@@ -16,6 +16,7 @@ from soap.plan.syncs.bucketing import BUCKET_BYTES
 from soap.simulator.compiled.arrays import fill
 from soap.simulator.compiled.delivery import deliver
 from soap.simulator.compiled.jit import compiled, entry
+from soap.simulator.compiled.marks import runs_again
 from soap.simulator.compiled.memory_tables import (
     ACTIVATIONS,
     COLLECTED,
@@ -38,6 +39,7 @@ from soap.simulator.compiled.memory_tables import (
     MADE,
     PARAMETER_GRADIENTS,
     PARTS,
+    PRODUCTS,
     READ,
     REGIONS,
     SENT,
@@ -49,7 +51,6 @@ from soap.simulator.compiled.memory_tables import (
     MemoryTables,
 )
 from soap.simulator.compiled.rows import is_sparse
-from soap.simulator.compiled.state import OFFLOADED, RECOMPUTED, STAYS
 from soap.simulator.compiled.syncs.codes import has_server, is_as_it_travels, is_gathered, offloads, sums_in_place
 from soap.simulator.compiled.syncs.gathered_memory import add_gathered
 from soap.simulator.compiled.syncs.memory import add_synchronized, away_bytes, cut_of
@@ -57,6 +58,7 @@ from soap.simulator.compiled.transit import add_fetches, add_holdings, add_sent,
 from soap.simulator.compiled.variants import AWAY, CELLS
 from soap.simulator.compiled.world import World
 from soap.simulator.memory.residency import ALLOWANCE
+from soap.strategy.kept import LIGHT, OFFLOADED, STAYS
 
 
 @entry
@@ -192,7 +194,8 @@ def _tiles(W, M, op):  # type: ignore[no-untyped-def]
     for tile in range(C.tiles[op]):
         device, cell = C.dev[C.dev_ptr[op] + tile], tile % cells
         part[ACTIVATIONS, device] += M.data[kept + cell] + M.data[read + cell]
-        part[ACTIVATIONS, device] += M.data[made + cell] if C.marked[op] == RECOMPUTED else 0
+        part[ACTIVATIONS, device] += M.data[made + cell] if runs_again(C.marked[op]) else 0
+        part[ACTIVATIONS, device] += M.data[M.rows[row, PRODUCTS] + cell] if C.marked[op] == LIGHT else 0
         if C.marked[op] == OFFLOADED:  # a CPU has both copies
             part[ACTIVATIONS, device] += V.away[away + cell] * (1 + K.serves_itself[device])
         part[DOUBTFUL, device] += M.data[read + cell]

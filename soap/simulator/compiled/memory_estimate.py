@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from soap.simulator.compiled.arrays import fill
 from soap.simulator.compiled.jit import compiled, entry
+from soap.simulator.compiled.marks import needed_together, runs_again
 from soap.simulator.compiled.memory_tables import (
     ACTIVATIONS,
     ASKED_AT,
@@ -26,6 +27,7 @@ from soap.simulator.compiled.memory_tables import (
     LIKELY,
     MADE,
     PARAMETER_GRADIENTS,
+    PRODUCTS,
     READ,
     SLACK,
     TRAINABLE,
@@ -34,19 +36,11 @@ from soap.simulator.compiled.memory_tables import (
     WHOLE,
     MemoryTables,
 )
-from soap.simulator.compiled.state import (
-    AGAIN_TILE,
-    BACKWARD_TILE,
-    COPY_AWAY,
-    COPY_BACK,
-    FORWARD_TILE,
-    OFFLOADED,
-    RECOMPUTED,
-    STAYS,
-)
+from soap.simulator.compiled.state import AGAIN_TILE, BACKWARD_TILE, COPY_AWAY, COPY_BACK, FORWARD_TILE
 from soap.simulator.compiled.trial import TAKEN, Trial
 from soap.simulator.compiled.variants import AWAY, CELLS
 from soap.simulator.compiled.world import World
+from soap.strategy.kept import LIGHT, OFFLOADED, STAYS
 
 
 @entry
@@ -111,18 +105,19 @@ def _leave_out(W, M, op):  # type: ignore[no-untyped-def]
     """Take what an operator's tiles make out of the level, which then has what is brought and summed. Note whether operators with another
     mark read what it makes."""
     G, V, K, C = W.graph, W.variants, W.cluster, W.state
-    row = C.variant[op]
+    row, mark = C.variant[op], C.marked[op]
     cells = V.rows[row, CELLS]
     kept, read, made = M.rows[row, KEPT], M.rows[row, READ], M.rows[row, MADE]
     for tile in range(C.tiles[op]):
         cell = tile % cells
         device = C.dev[C.dev_ptr[op] + tile]
-        size = M.data[kept + cell] + M.data[read + cell] + (M.data[made + cell] if C.marked[op] == RECOMPUTED else 0)
-        size += V.away[V.rows[row, AWAY] + cell] * (1 + K.serves_itself[device]) if C.marked[op] == OFFLOADED else 0
+        size = M.data[kept + cell] + M.data[read + cell] + (M.data[made + cell] if runs_again(mark) else 0)
+        size += M.data[M.rows[row, PRODUCTS] + cell] if mark == LIGHT else 0
+        size += V.away[V.rows[row, AWAY] + cell] * (1 + K.serves_itself[device]) if mark == OFFLOADED else 0
         M.level[device] -= size
     M.leaves[op] = 0
     for place in range(G.reader_ptr[op], G.reader_ptr[op + 1]):
-        if C.marked[G.reader[place]] != C.marked[op]:
+        if not needed_together(mark, C.marked[G.reader[place]]):
             M.leaves[op] = 1
 
 
@@ -131,20 +126,22 @@ def _pass(W, M, slot, kind):  # type: ignore[no-untyped-def]
     """Follow one pass of a tile, or copy of what it keeps."""
     V, K, C = W.variants, W.cluster, W.state
     op, tile = C.owner[slot], C.index[slot]
-    row = C.variant[op]
+    row, mark = C.variant[op], C.marked[op]
     cell, device = tile % V.rows[row, CELLS], C.dev[C.dev_ptr[op] + tile]
     kept = M.data[M.rows[row, KEPT] + cell]
     made = M.data[M.rows[row, MADE] + cell]
-    leaves = made if C.marked[op] != STAYS and M.leaves[op] else 0
-    away = V.away[V.rows[row, AWAY] + cell] if C.marked[op] == OFFLOADED else 0
+    leaves = made if mark != STAYS and M.leaves[op] else 0
+    if mark == LIGHT:
+        leaves = made + M.data[M.rows[row, PRODUCTS] + cell]
+    away = V.away[V.rows[row, AWAY] + cell] if mark == OFFLOADED else 0
     on_host = away if K.serves_itself[device] else 0
     if kind == FORWARD_TILE:
         M.level[device] += kept
         M.highest[device] = max(M.highest[device], M.level[device] + M.dropped[device])
         M.dropped[device] = 0
-        if C.marked[op] == RECOMPUTED and C.alive[slot + C.tiles[op]]:
+        if runs_again(mark) and C.alive[slot + C.tiles[op]]:
             M.level[device] -= kept - leaves
-            M.dropped[device] = made - leaves  # the next tile reads it
+            M.dropped[device] = max(0, made - leaves)  # the next tile reads it
     elif kind == COPY_AWAY:
         M.highest[device] = max(M.highest[device], M.level[device] + on_host)
         M.level[device] += on_host - kept + leaves
@@ -155,4 +152,4 @@ def _pass(W, M, slot, kind):  # type: ignore[no-untyped-def]
     else:
         gradients = M.data[M.rows[row, GRADIENTS] + cell] + M.data[M.rows[row, PARAMETER_GRADIENTS] + cell]
         M.highest[device] = max(M.highest[device], M.level[device] + gradients)
-        M.level[device] -= (away if C.marked[op] == OFFLOADED else kept) + leaves
+        M.level[device] -= (away if mark == OFFLOADED else kept) + leaves

@@ -11,6 +11,7 @@ from soap.simulator.compiled.delivery import deliver
 from soap.simulator.compiled.fetches import is_remote
 from soap.simulator.compiled.holdings import tile_count
 from soap.simulator.compiled.jit import compiled
+from soap.simulator.compiled.marks import needed_together, runs_again
 from soap.simulator.compiled.operator_tasks import add_carrier, add_sum, is_active
 from soap.simulator.compiled.rows import is_sparse_lookup
 from soap.simulator.compiled.scratch import CARRIERS, EDGES, FETCHES, FULL, GRADIENTS, HOLDINGS, REDUCTIONS, RESOURCES, TASKS
@@ -25,10 +26,12 @@ from soap.simulator.compiled.second_runs import (
     place_second_runs,
     tile_slots,
 )
-from soap.simulator.compiled.state import ARENA, BACKWARD_TILE, FORWARD_TILE, OFFLOADED, OTHER, RECOMPUTED, SLOTS, STAYS, State
+from soap.simulator.compiled.state import ARENA, BACKWARD_TILE, FORWARD_TILE, OTHER, SLOTS, State
 from soap.simulator.compiled.task_keys import BACKWARD, FORWARD, STATE_FULL, set_key, task_key
+from soap.simulator.compiled.tile_times import AGAIN, PASSES
 from soap.simulator.compiled.variants import CELLS, COSTS, ROW_COSTS
 from soap.simulator.compiled.world import World
+from soap.strategy.kept import LIGHT, OFFLOADED, RECOMPUTED, STAYS
 
 
 @compiled
@@ -51,15 +54,18 @@ def place_tiles(W: World, op: int) -> None:
                 set_key(C, slot, task_key(BACKWARD, operators - 1 - op, 1, tile, 0, 0))
             else:
                 set_key(C, slot, task_key(FORWARD, op, 1, tile, 0, 0))
-            cost = costs + (K.device_type[device] * 2 + backward) * cells + tile % cells
+            cost = costs + (K.device_type[device] * PASSES + backward) * cells + tile % cells
             C.duration[slot], C.launch[slot], C.latency[slot] = V.costs[cost], V.launches[cost], 0
             C.resource[slot], C.resource_n[slot] = device, 1
             C.waits[slot], C.alive[slot], C.kind[slot] = backward, 1 - backward, BACKWARD_TILE if backward else FORWARD_TILE
             C.waits[slot] += backward * (C.marked[op] != STAYS)  # of a second run, or a copy back
             C.owner[slot], C.index[slot], C.moved[slot], C.follow[slot] = op, tile, 0, 0
             slot += 1
-    if C.marked[op] == RECOMPUTED:
+    if runs_again(C.marked[op]):
         place_second_runs(C, op, operators, count, slot)
+        for tile in range(count if C.marked[op] == LIGHT else 0):
+            own = C.tile_slot[op] + tile
+            C.duration[own + 3 * count] = V.costs[costs + (K.device_type[C.resource[own]] * PASSES + AGAIN) * cells + tile % cells]
     elif C.marked[op] == OFFLOADED:
         place_copies(W, op, operators, slot)
     C.used[SLOTS] = C.tile_slot[op] + tile_slots(C, op)
@@ -73,12 +79,12 @@ def lower_operator(W: World, op: int) -> bool:
     count = tile_count(V, C, op)
     S.count[TASKS] = S.count[EDGES] = S.count[RESOURCES] = S.count[GRADIENTS] = 0
     deliver(W, op)
-    own = count * (1 + (C.marked[op] == RECOMPUTED))
+    own = count * (2 if runs_again(C.marked[op]) else 1)
     for slot in range(G.reader_ptr[op + 1] - G.reader_ptr[op]):
         reader = G.reader[G.reader_ptr[op] + slot]
         S.slot_base[slot], S.need_base[slot] = own, -1
         own += tile_count(V, C, reader)
-        if C.marked[op] and C.marked[op] == C.marked[reader]:
+        if needed_together(C.marked[op], C.marked[reader]):
             S.need_base[slot] = own
             own += tile_count(V, C, reader)
         if slot + 2 > len(S.slot_base):

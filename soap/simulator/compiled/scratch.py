@@ -32,8 +32,8 @@ class Scratch(NamedTuple):
       tiles of a group.
     - ``f_``: fetches. ``c_``: their consumers, in linked lists. ``p_``: pieces. ``p_id``: equal for equal regions of one holding.
     - ``claim_``: claims of readers, in linked lists by holding (``second_runs``). ``best``: the highest one, by tile. ``slot_base``,
-      ``need_base``: by reader, where the rows of its backward tiles and of its needs begin among the sources; -1 if it is not marked.
-      ``r_back``: of a reduction, the task that sums its gradients, or -1.
+      ``need_base``: by reader, where the rows of its backward tiles and of its needs begin among the sources; the latter -1 if these do not
+      count (``marks.needed_together``). ``r_back``: of a reduction, the task that sums its gradients, or -1.
     - ``k_``: carriers; ``part``: their pieces. ``t_``: tasks. ``e_``: edges. ``res``: resources of exchanges. ``cell``: bounds of cells and
       of pieces. ``hash_key``, ``hash_stamp``, ``hash_value``: a hash table.
     - By device: ``update`` in ns; ``floor``: least ns of its update, whatever the changed operator becomes; ``taken``: partitions on the

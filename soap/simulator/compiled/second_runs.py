@@ -12,8 +12,9 @@ from soap.simulator.compiled.arrays import fill
 from soap.simulator.compiled.fetches import is_remote
 from soap.simulator.compiled.holdings import tile_count
 from soap.simulator.compiled.jit import compiled
+from soap.simulator.compiled.marks import needed_together, runs_again
 from soap.simulator.compiled.scratch import CLAIMS, EDGES, FETCHES, FULL, HOLDINGS, REDUCTIONS
-from soap.simulator.compiled.state import AGAIN_TILE, COPY_AWAY, COPY_BACK, NEED, OFFLOADED, RECOMPUTED, State
+from soap.simulator.compiled.state import AGAIN_TILE, COPY_AWAY, COPY_BACK, NEED, State
 from soap.simulator.compiled.syncs.offloading import copied_ns, lift
 from soap.simulator.compiled.task_keys import BACKWARD, FORWARD, set_key, task_key
 from soap.simulator.compiled.variants import AWAY, CELLS
@@ -22,6 +23,7 @@ from soap.simulator.second_runs import AGAIN as AGAIN_STAGE
 from soap.simulator.second_runs import AWAY as AWAY_STAGE
 from soap.simulator.second_runs import NEED as NEED_STAGE
 from soap.simulator.second_runs import NEED_NS
+from soap.strategy.kept import OFFLOADED
 
 NONE = -1
 """Position of a tile that nobody needs."""
@@ -36,7 +38,7 @@ def tile_slots(C: State, op: int) -> int:
 @compiled
 def slots_of_a_tile(mark: int) -> int:
     """The number of slots of one tile."""
-    return 5 if mark == OFFLOADED else 4 if mark == RECOMPUTED else 2
+    return 5 if mark == OFFLOADED else 4 if runs_again(mark) else 2
 
 
 @compiled
@@ -124,7 +126,7 @@ def claim_by_readers(W: World, op: int) -> None:
                     hold = S.p_hold[piece]
                     if is_remote(S, piece):
                         continue
-                    if whole and S.h_red[hold] < 0 and C.marked[reader] == C.marked[op]:
+                    if whole and S.h_red[hold] < 0 and needed_together(C.marked[op], C.marked[reader]):
                         add_claim(S, hold, S.need_base[slot] + tile, C.claim[C.tile_slot[reader] + 2 * count + tile])
                     elif carries:
                         add_claim(S, hold, S.slot_base[slot] + tile, reader)
@@ -216,7 +218,7 @@ def _offer_sum(C, S, red, cells, own, need, offer):  # type: ignore[no-untyped-d
 
 @compiled
 def link_second_runs(W: World, op: int) -> None:
-    """Add edges from a recomputed operator's second runs to those that read what they make."""
+    """Add edges from the second runs of an operator, all of which is recomputed, to those that read what they make."""
     G, V, C, S = W.graph, W.variants, W.state, W.scratch
     count = C.tiles[op]
     for fetch in range(S.count[FETCHES]):
@@ -226,7 +228,7 @@ def link_second_runs(W: World, op: int) -> None:
         while consumer >= 0:
             reader, tile = G.reader[G.reader_ptr[op] + S.c_slot[consumer]], S.c_tile[consumer]
             others = tile_count(V, C, reader)
-            if C.marked[reader] == RECOMPUTED and C.alive[C.tile_slot[reader] + others + tile]:
+            if runs_again(C.marked[reader]) and C.alive[C.tile_slot[reader] + others + tile]:
                 for piece in range(S.f_piece[fetch], S.f_piece[fetch + 1]):
                     hold = S.p_hold[piece]
                     if S.h_red[hold] < 0 and C.alive[C.tile_slot[op] + count + S.h_tile[hold]]:

@@ -25,9 +25,6 @@ COPY_AWAY, COPY_BACK = 10, 11
 on that is needed. COPY_AWAY, COPY_BACK: of what a tile offloads. Slot d is the update of device d. For a SYNC_BUCKET the updates of a set
 of devices wait, for a SYNC_DEVICE that of one device, for a SYNC_NORM those of all devices, beside what is in its row."""
 
-STAYS, RECOMPUTED, OFFLOADED = range(3)
-"""What becomes of what an operator keeps between its passes (``State.marked``)."""
-
 NEVER = 1 << 29
 """Added to ``waits`` of a device's update if there is nothing to update."""
 
@@ -43,8 +40,9 @@ class State(NamedTuple):
     other tasks, begin in ``arena``), ``block`` and ``block_end`` (its part of ``arena``), ``sync_row`` (where the rows begin of what waits
     for its backward tiles' parameter gradients; -1 if nothing does), ``gather_row`` (the same of gathers that wait for its tiles' forward,
     then backward passes: ``syncs.gathering``), ``loose`` (whether it may have tiles without predecessors).
-    ``marked``: STAYS, RECOMPUTED (then the rows of its second runs come behind those of its forward tiles) or OFFLOADED. ``back_row``: by
-    ``GraphTables.reader``, where the rows of that reader's backward tiles begin; ``need_row``: of its needs, -1 if they do not count.
+    ``marked``: its mark (``strategy.kept``); if it runs again, the rows of its second runs come behind those of its forward tiles.
+    ``back_row``: by ``GraphTables.reader``, where the rows of that reader's backward tiles begin; ``need_row``: of its needs, -1 if they do
+    not count.
 
     ``sync``: by parameter, its code (``sync_codes``). ``sync_slot``: first slot of the synchronization tasks after the backward pass.
     ``pull_slot``: first slot of the pulls before the forward pass, and of gathers. ``prefetch``: ``Strategy.prefetch``. ``update_row``: by

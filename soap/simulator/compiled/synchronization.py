@@ -10,11 +10,11 @@ from soap.simulator.communication.offloading import OFFLOADING_NS
 from soap.simulator.compiled.chunks import cut_sums
 from soap.simulator.compiled.graph_arrays import GraphTables
 from soap.simulator.compiled.jit import compiled
+from soap.simulator.compiled.marks import runs_again
 from soap.simulator.compiled.scratch import EDGES, EXPECTED, PACKED, PACKED_SHARDS, PRICES, STAMP, TASKS
 from soap.simulator.compiled.state import (
     ARENA,
     NEVER,
-    RECOMPUTED,
     SLOTS,
     SYNC_BUCKET,
     SYNC_DEVICE,
@@ -77,7 +77,7 @@ def count_backward(G: GraphTables, C: State, op: int, sign: int) -> None:
         device, slot = C.dev[C.dev_ptr[op] + tile], C.tile_slot[op] + tile
         C.busy[device] += sign * C.duration[slot]
         if C.alive[slot + count]:
-            own = C.duration[slot + count] + (C.duration[slot + 3 * count] if C.marked[op] == RECOMPUTED else 0)
+            own = C.duration[slot + count] + (C.duration[slot + 3 * count] if runs_again(C.marked[op]) else 0)
             C.busy[device] += sign * own
             if not is_certain(G, C, op):
                 C.doubtful[device] += sign * own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
@@ -10,33 +11,38 @@ from soap.cluster.topology import DeviceType
 from soap.model.graph import OperatorGraph
 from soap.plan.tiling import Tile
 from soap.simulator.compiled.graph_arrays import Ints, Longs
-from soap.simulator.costs import CostModel, launch_ns
+from soap.simulator.costs import CostModel, launch_ns, light_ns
 from soap.simulator.draws import Draws
+from soap.strategy.recomputation import has_product
 
 WAYS = (False, True)
 """Forward, backward."""
+AGAIN, PASSES = 2, 3
+"""Behind these two: a second run that keeps its product; the number of all."""
 
 
 class TileTimes:
-    """Nanoseconds, [device type, forward or backward, tile]. ``durations``: of the tiles. ``launches``: of launching them."""
+    """Nanoseconds, [device type, forward, backward or ``AGAIN``, tile]. ``durations``: of the tiles. ``launches``: of launching them."""
 
     def __init__(
         self, graph: OperatorGraph, costs: CostModel, types: Sequence[DeviceType], tiles: Sequence[Tile], place: Ints | Longs
     ) -> None:
         """``tiles``: one tile of each kind; tiles of one kind take equal times. ``place``: by tile, which kind it is."""
         self._graph, self._types, self._tiles, self._place = graph, types, tiles, place
-        ask = (costs.forward_ns, costs.backward_ns)
+        ask = [costs.forward_ns, costs.backward_ns, costs.forward_ns]
+        if tiles and has_product(graph.operators[tiles[0].operator]):
+            ask[AGAIN] = partial(light_ns, costs)
         self._kinds = np.array([[[f(graph, tile, kind) for tile in tiles] for f in ask] for kind in types], np.int64)
-        launches = [[[launch_ns(costs, graph, tile, kind, backward=way) for tile in tiles] for way in WAYS] for kind in types]
+        launches = [[[launch_ns(costs, graph, tile, kind, backward=way) for tile in tiles] for way in (*WAYS, False)] for kind in types]
         self.durations: Longs = self._kinds[:, :, place]
         self.launches: Longs = np.array(launches, np.int64)[:, :, place]
 
     def drawn(self, draws: Draws) -> Longs:
-        """``durations`` under each draw (``draws.drawn_ns``), [device type, forward or backward, tile, draw]."""
+        """``durations`` under each draw (``draws.drawn_ns``), [device type, pass, tile, draw]. A second run errs as the first one does."""
         errors = draws.spreads.of_tile
         factors = np.array(
             [
-                [[draws.factors(errors(self._graph, tile, kind, backward=way)) for tile in self._tiles] for way in WAYS]
+                [[draws.factors(errors(self._graph, tile, kind, backward=way)) for tile in self._tiles] for way in (*WAYS, False)]
                 for kind in self._types
             ]
         )

@@ -24,7 +24,7 @@ from soap.plan.tiling import Tile, pieces_of
 from soap.simulator.compiled.graph_arrays import Ints, Longs, device_types
 from soap.simulator.compiled.growing import Growing
 from soap.simulator.compiled.shards import Geometries, Need
-from soap.simulator.compiled.tile_times import TileTimes
+from soap.simulator.compiled.tile_times import WAYS, TileTimes
 from soap.simulator.costs import CostModel
 from soap.simulator.draws import Draws
 from soap.simulator.memory.peaks import away_bytes
@@ -34,11 +34,11 @@ ROW_COSTS, PARTS, AWAY = 11, 12, 13
 """Columns of ``VariantTables.rows``. Except for CELLS and GROUPS they say where values begin, in ``data`` unless stated otherwise.
 
 CELLS: number of tiles of one replica. READS: regions, [activation input, tile]. OUTPUTS: regions, [output, tile]. COSTS: in ``costs``,
-[device type, forward or backward, tile]. GROUPS: number of groups of partial results, 0 if none. GROUP_OF: each tile's group. GROUP_FIRST:
-each group's first tile. GROUP_BOXES: regions, [output, group]. GRIDS: pointers to the outputs' grids. GEOMETRIES: the geometries into which
-the operator alone would cut its parameters. LOOKUPS: weighed numbers of rows that are looked up, [parameter, tile]; -1 if none are.
-ROW_COSTS: as COSTS, for tiles that are sparse lookups; equal to COSTS if no rows are looked up. PARTS: number of micro-batches, whose tiles
-follow each other. AWAY: in ``away``, by tile."""
+[device type, pass (``tile_times``), tile]. GROUPS: number of groups of partial results, 0 if none. GROUP_OF: each tile's group.
+GROUP_FIRST: each group's first tile. GROUP_BOXES: regions, [output, group]. GRIDS: pointers to the outputs' grids. GEOMETRIES: the
+geometries into which the operator alone would cut its parameters. LOOKUPS: weighed numbers of rows that are looked up, [parameter, tile];
+-1 if none are. ROW_COSTS: as COSTS, for tiles that are sparse lookups; equal to COSTS if no rows are looked up. PARTS: number of micro-
+batches, whose tiles follow each other. AWAY: in ``away``, by tile."""
 COLUMNS = 14
 
 
@@ -104,7 +104,7 @@ class Variants:
 
     def durations(self, position: int, degrees: tuple[int, ...], *, sparse_lookup: bool = False) -> Longs:
         """Nanoseconds of the tiles, [device type, forward or backward, tile]. Makes no variant."""
-        return self._times(position, *self.cut(position, degrees), sparse_lookup=sparse_lookup).durations
+        return self._times(position, *self.cut(position, degrees), sparse_lookup=sparse_lookup).durations[:, : len(WAYS)]
 
     def position(self, number: int) -> int:
         """The position of an operator that has this variant."""
@@ -303,6 +303,6 @@ def _likeness(graph: OperatorGraph, op: Operator, numbers: Mapping[str, int]) ->
     lookups = (own for o in op.parameters if o.tensor in graph.sparse for own in graph.sparse[o.tensor].lookups)
     rows = [(own.parameter, own.indices, own.weighed) for own in lookups if own.operator == position]
     touched = [(graph.sparse[o.tensor].weighed, graph.sparse[o.tensor].touched) for o in op.parameters if o.tensor in graph.sparse]
-    kept = graph.footprints.get(op.name)
-    figures = (kept, op.flops, op.saved_bytes, len(op.calls), op.partitionable, op.arithmetic, op.skipped_share, op.fused_bytes, op.drawn)
+    kept, calls = graph.footprints.get(op.name), (len(op.calls), op.views)
+    figures = (kept, op.flops, op.saved_bytes, calls, op.partitionable, op.arithmetic, op.skipped_share, op.fused_bytes, op.drawn)
     return repr((backward, rows, touched, order, alone, op.kind, op.factors, operands, same, figures))

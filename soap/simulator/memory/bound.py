@@ -32,9 +32,10 @@ from soap.simulator.compiled.memory_tables import (
 )
 from soap.simulator.engine import Engine
 from soap.simulator.memory.certain import keepers, with_backward
-from soap.simulator.memory.footprint import kept_places, kept_share, passing_share, work_share
+from soap.simulator.memory.footprint import kept_places, kept_share, passing_share, product_share, work_share
 from soap.simulator.memory.hosts import hosts_may_lack
 from soap.simulator.memory.peaks import PACKING_KINDS, padded_bytes
+from soap.strategy.recomputation import has_product
 
 NOTHING_LACKED = 1 << 62
 FIRST_SLACK = WHOLE // 50
@@ -206,7 +207,10 @@ class MemoryBound:
         numbers = np.array([self._number(regions[o]) for o in op.parameters], np.int64)
         compact, lookups = self._rows_of(op, position, intervals, regions)
         rows = [-1, -1] if compact is None else [self._data.add(compact), self._data.add(lookups)]
-        rows += [self._data.add(surely), self._data.add(made)]
+        products = np.zeros_like(made)
+        if has_product(op):
+            products += np.array([product_share(graph, op, cell) for cell in _boxes(intervals)], np.int64)
+        rows += [self._data.add(surely), self._data.add(made), self._data.add(products)]
         self._rows.add([*(self._data.add(column) for column in (kept, read, gradients, own, numbers)), *rows])
         self._cut_ptr.add([self._cut.add([self._cut_number(regions[o]) for o in op.parameters])])
 

@@ -17,6 +17,7 @@ class Use(IntEnum):
     KEPT = 0
     FORWARD = 1
     BACKWARD = 2
+    PRODUCT = 3
 
 
 def kept_places(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval]) -> frozenset[int] | None:
@@ -36,6 +37,14 @@ def kept_share(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval]
     if op.name not in graph.footprints:
         return _share(op.saved_bytes, op, volume(tuple(intervals)))
     return tile_bytes(op, graph.footprints[op.name], intervals, Use.KEPT)
+
+
+def product_share(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval]) -> int:
+    """Bytes of what a tile's products make beside its outputs and a second run needs, rounded up; if the operator has no footprint, as much
+    as the tile may keep."""
+    if op.name not in graph.footprints:
+        return _share(op.saved_bytes, op, volume(tuple(intervals)))
+    return tile_bytes(op, graph.footprints[op.name], intervals, Use.PRODUCT)
 
 
 def passing_share(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval]) -> tuple[int, int]:

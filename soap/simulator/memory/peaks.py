@@ -20,7 +20,7 @@ from soap.model.regions import Box, Interval, in_one_piece, volume, whole
 from soap.plan.flows import partial_bytes, reduced_tensor
 from soap.plan.plan import Plan
 from soap.plan.tiling import Tile, is_window, made_bytes, windows
-from soap.simulator.memory.footprint import kept_places, kept_share, passing_share, work_share
+from soap.simulator.memory.footprint import kept_places, kept_share, passing_share, product_share, work_share
 from soap.simulator.memory.parameters import assembled_bytes, exchanged_bytes, gradient_bytes, kept_parameters, updating_bytes
 from soap.simulator.memory.transit import fetched_bytes, is_remote, largest_sum_bytes, sent_bytes
 
@@ -100,16 +100,23 @@ def _box_bytes(graph: OperatorGraph, tensor: str, box: Box) -> int:
 
 
 def _tile_bytes(plan: Plan) -> list[int]:
-    """For each device, bytes that all its tiles keep, of second outputs of recomputed ones, and of copies of what others offload."""
+    """For each device, bytes that all its tiles keep, of second outputs of recomputed ones, of what products of light ones have made, and
+    of copies of what others offload."""
     result = [0] * plan.device_count
     for tile, size in zip(plan.tiles, kept_bytes(plan), strict=True):
         result[tile.device] += size
         if tile.operator in plan.recomputed_operators:
             op = plan.operator(tile)
             result[tile.device] += sum(made_bytes(plan.graph, op, tile, k) for k in range(len(op.outputs)))
+            result[tile.device] += products_bytes(plan, tile)
         if tile.operator in plan.offloading_operators:
             result[tile.device] += (1 if tile.device in plan.accelerators else 2) * away_bytes(plan.graph, tile)
     return result
+
+
+def products_bytes(plan: Plan, tile: Tile) -> int:
+    """Bytes of what a tile's products have made beside its outputs, if that is kept for a second run of the tile; else 0."""
+    return product_share(plan.graph, plan.operator(tile), tile.intervals) if tile.operator in plan.light_operators else 0
 
 
 def kept_bytes(plan: Plan) -> list[int]:

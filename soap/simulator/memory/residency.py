@@ -5,7 +5,8 @@ Held for a part of the step:
 
 - a tile's outputs, what it saves, and copies of its inputs: from its forward task to its backward task and the last task (or transfer)
   that reads them; of an offloading one, to the copy to its host, and again from the copy back on;
-- of a recomputed tile, for its readers in the forward pass alone, and again from its second run on;
+- of a recomputed tile, for its readers in the forward pass alone, and again from its second run on; if it keeps its outputs, these and
+  what its products have made stay;
 - a fetched region: from its first arrival to the last backward task of its consumers;
 - a gradient between operators: from the first task that makes a part of it to the backward task that takes it;
 - what is sent: until it has certainly left;
@@ -167,6 +168,8 @@ class _Values:
                 self.hold(tile.device, start, end, kept, MemoryKind.KEPT, late=number in spans.away)
             if number in spans.away:
                 self._offloaded(number)
+            if number in spans.recomputation.light:
+                self.hold(tile.device, spans.forward[number][0], spans.last(number), peaks.products_bytes(plan, tile), MemoryKind.KEPT)
             if number not in spans.unread:
                 for start, end in (spans.forward[number], spans.second_work.get(number, (0, 0))):
                     self.hold(tile.device, start, end, peaks.passing_bytes(plan, tile)[0], MemoryKind.WORKSPACE)
@@ -203,10 +206,12 @@ class _Values:
         return found
 
     def _hold_made(self, number: int, tensor: str, size: int, waits: tuple[int, int]) -> None:
-        """Write down how long an output of a tile is there. ``waits``: see ``_waits``."""
-        device = self.plan.tiles[number].device
-        for (start, end), until in zip(self.spans.lives(number, self.spans.used(number, tensor)), waits, strict=False):
-            self.hold(device, start, max(end, until), size, MemoryKind.KEPT, late=True)
+        """Write down how long an output of a tile is there. ``waits``: see ``_waits``. Of a tile that keeps its outputs, those of the first
+        run are there as long as of any other."""
+        device, used = self.plan.tiles[number].device, self.spans.used(number, tensor)
+        for (start, end), until in zip(self.spans.lives(number, used), waits, strict=False):
+            own = used if number in self.spans.recomputation.light else end
+            self.hold(device, start, max(own, until), size, MemoryKind.KEPT, late=True)
 
     def assembled(self) -> None:
         """Regions of parameters that are assembled from several shards, or from rows."""

@@ -10,8 +10,9 @@ from __future__ import annotations
 from soap.plan.syncs.seam import PULL, REGATHER
 from soap.simulator.compiled.arrays import fill
 from soap.simulator.compiled.jit import compiled
+from soap.simulator.compiled.marks import runs_again
 from soap.simulator.compiled.scratch import EDGES, FULL, STAMP, TASKS, USES, Scratch
-from soap.simulator.compiled.state import ARENA, RECOMPUTED
+from soap.simulator.compiled.state import ARENA
 from soap.simulator.compiled.syncs.all_reduce import put_into_bucket
 from soap.simulator.compiled.syncs.codes import is_gathered
 from soap.simulator.compiled.syncs.exchange import add_before, add_sync_edge, new_row
@@ -19,6 +20,7 @@ from soap.simulator.compiled.syncs.members import find_geometry, find_members, f
 from soap.simulator.compiled.syncs.sharded_state import exchange_of, owned_by_readers
 from soap.simulator.compiled.task_keys import STATE_FULL, SYNC, task_key
 from soap.simulator.compiled.world import World
+from soap.strategy.kept import LIGHT
 
 
 @compiled
@@ -139,8 +141,8 @@ def _find_needed(W):  # type: ignore[no-untyped-def]
         raise MemoryError(FULL)
     for op in range(len(G.backward) - 1, -1, -1):
         S.g_needed[op] = op
-        for i in range(G.reader_ptr[op], G.reader_ptr[op + 1] if C.marked[op] == RECOMPUTED else G.reader_ptr[op]):
-            S.g_needed[op] = max(S.g_needed[op], S.g_needed[G.reader[i]])
+        for i in range(G.reader_ptr[op], G.reader_ptr[op + 1] if runs_again(C.marked[op]) else G.reader_ptr[op]):
+            S.g_needed[op] = max(S.g_needed[op], G.reader[i] if C.marked[op] == LIGHT else S.g_needed[G.reader[i]])
 
 
 @compiled
@@ -185,7 +187,7 @@ def _add_gathers(W, buckets, uses):  # type: ignore[no-untyped-def]
     fill(S.g_count, 0, items, 0)
     for i in range(uses):
         S.g_count[S.e_dst[i]] += 1
-        S.g_count[buckets + S.e_dst[i]] += C.alive[S.e_src[i]] * (2 if C.marked[C.owner[S.e_src[i]]] == RECOMPUTED else 1)
+        S.g_count[buckets + S.e_dst[i]] += C.alive[S.e_src[i]] * (2 if runs_again(C.marked[C.owner[S.e_src[i]]]) else 1)
     for i in range(ordered(S, buckets)):
         item = S.g_order[i]
         bucket = item % buckets
@@ -201,7 +203,7 @@ def _add_gathers(W, buckets, uses):  # type: ignore[no-untyped-def]
         if C.alive[slot]:
             C.arena[S.g_count[buckets + bucket]] = slot
             S.g_count[buckets + bucket] += 1
-            if C.marked[C.owner[slot]] == RECOMPUTED:
+            if runs_again(C.marked[C.owner[slot]]):
                 C.arena[S.g_count[buckets + bucket]] = slot + 2 * C.tiles[C.owner[slot]]  # its second run
                 S.g_count[buckets + bucket] += 1
 
