@@ -21,11 +21,11 @@ from soap.simulator.tasks import TaskKind
 from soap.strategy.classical import CLASSICAL
 from soap.strategy.config import Strategy
 from soap.strategy.kept import away, offloadable, with_offload
-from soap.strategy.recomputation import repeatable, with_marks
 from soap.zoo import names
 from tests.extent import FEW, often
 from tests.micro_batches import in_micro_batches
 from tests.runtime.cases import train
+from tests.runtime.mixtures import marked
 from tests.runtime.plans import random_order
 from tests.runtime.pool import Pool
 from tests.runtime.sparse_modules import OPTIMIZERS
@@ -40,10 +40,10 @@ __all__ = ["files"]  # a fixture
 
 
 def mixed(graph: OperatorGraph, strategy: Strategy, draw: random.Random, recomputed: float = 0.3) -> Strategy:
-    """Some operators recompute, and of the others most offload."""
-    again = [name for name in sorted(repeatable(graph)) if draw.random() < recomputed]
-    there = [name for name in sorted(offloadable(graph) - {*again}) if draw.random() < 0.8]
-    return with_offload(with_marks(strategy, again, True), there, True)
+    """Some operators recompute, all or but for their products, and of the others most offload."""
+    again = marked(graph, strategy, draw, recomputed)
+    there = [name for name in sorted(offloadable(graph)) if not again.operators[name].recompute and draw.random() < 0.8]
+    return with_offload(again, there, True)
 
 
 def offloading(plan: Plan, seed: int, recomputed: float = 0.3) -> Plan:
