@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from soap.errors import StrategyError
 from soap.model.graph import KEEP_STATE, NEXT_STATE, Operator, OperatorGraph
+from soap.model.micro_batches import MicroBatches
 
 if TYPE_CHECKING:
     from soap.strategy.config import Strategy
@@ -83,8 +84,12 @@ def _bytes_to_be_read(graph: OperatorGraph) -> list[int]:
 
 
 def recomputed(graph: OperatorGraph, strategy: Strategy, names: Iterable[str] | None = None) -> Strategy:
-    """The strategy with these operators recomputed, beside those that are; by default those of all ``runs_of`` the graph."""
+    """The strategy with these operators recomputed, beside those that are; by default those of all ``runs_of`` the graph. Without those
+    that run once for all of the strategy's micro-batches, or need several of them."""
     chosen = [name for run in runs_of(graph) for name in run] if names is None else names
+    if strategy.microbatches > 1:
+        cut = MicroBatches(graph, strategy.microbatches)
+        chosen = [name for name in chosen if cut.may_repeat(graph.index[name])]
     return with_marks(strategy, chosen, True)
 
 
