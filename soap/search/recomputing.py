@@ -21,7 +21,7 @@ from soap.simulator.memory.footprint import kept_share, product_share
 from soap.strategy.classical import RECOMPUTED
 from soap.strategy.config import Strategy
 from soap.strategy.named import MOST_SAVING, SAVING_MOST_FOR_LITTLE, named
-from soap.strategy.recomputation import ALL, LIGHT, level_at, refusal, run_levels, with_levels
+from soap.strategy.recomputation import ALL, LIGHT, level_at, refusal, run_levels, with_repeatable_levels
 
 MOST_BASES = 3
 """So many of the starts that do not fit, the fastest ones, are recomputed until they do."""
@@ -75,7 +75,7 @@ def recompute_to_fit(
 
     def made(count: int) -> Strategy:
         chosen = (levels[extent][run] for run, extent in first(count).items())
-        return with_levels(base, {name: level for own in chosen for name, level in own.items()})
+        return with_repeatable_levels(graph, base, {name: level for own in chosen for name, level in own.items()})
 
     low, high = 0, len(order)  # ``high`` steps fit, or all do not
     while high - low > 1:

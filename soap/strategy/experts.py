@@ -2,8 +2,8 @@
 
 A product of rows with the matrix that each row names (``tracing.rules.experts``) has a factor over experts. A part of it is some experts on
 one device, which multiplies the rows that name them and leaves zeros for all others. So rows are all-gathered inside a group, and products
-are scattered back as sums of which one term is not zero: the all-gather dispatch of Megatron Core. No plan depends on which experts rows
-name, and rows of a batch may be divided among experts as unevenly as they like.
+are sums of which one term is not zero, as with the all-gather dispatch of Megatron Core. No plan depends on which experts rows name, and
+rows of a batch may be divided among experts as unevenly as they like.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def expert_factor(op: Operator) -> int | None:
 def expert_parallel(graph: OperatorGraph, topology: Topology) -> Strategy:
     """Experts divided among the devices of each host, and samples among hosts; everything else is data parallel on all devices.
 
-    Experts are on as many devices of a host as divide its number, one each at most. GShard (Lepikhin et al., ICLR 2021) divides them so.
+    A group has as many neighbouring devices as divide the number of a host's, and at most one for each expert. GShard (Lepikhin et al.,
+    ICLR 2021) divides experts so.
     """
     most, order = tensor_parallel_width(topology), device_order(topology)
     chosen: dict[int, OpConfig] = {}

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from soap.errors import StrategyError
 from soap.model.graph import KEEP_STATE, NEXT_STATE, Operator, OperatorGraph
+from soap.model.micro_batches import MicroBatches
 
 if TYPE_CHECKING:
     from soap.strategy.config import Strategy
@@ -136,13 +137,13 @@ def _bytes_to_be_read(graph: OperatorGraph) -> list[int]:
 
 
 def recomputed(graph: OperatorGraph, strategy: Strategy, names: Iterable[str] | None = None) -> Strategy:
-    """The strategy with these operators recomputed, beside those that are; by default all ``run_levels``."""
-    return with_levels(strategy, _all_runs(graph, ALL)) if names is None else with_marks(strategy, names, ALL)
+    """The strategy with these operators recomputed, beside those that are; by default all ``run_levels``. As ``with_repeatable_levels``."""
+    return with_repeatable_levels(graph, strategy, _all_runs(graph, ALL) if names is None else dict.fromkeys(names, ALL))
 
 
 def selectively_recomputed(graph: OperatorGraph, strategy: Strategy) -> Strategy:
-    """The strategy with all runs recomputed but for their products."""
-    return with_levels(strategy, _all_runs(graph, LIGHT))
+    """The strategy with all runs recomputed but for their products. As ``with_repeatable_levels``."""
+    return with_repeatable_levels(graph, strategy, _all_runs(graph, LIGHT))
 
 
 def _all_runs(graph: OperatorGraph, extent: int) -> dict[str, int]:
@@ -164,3 +165,11 @@ def with_levels(strategy: Strategy, levels: Mapping[str, int]) -> Strategy:
     """The strategy in which these operators are recomputed so. Those that are do not offload what they keep."""
     own = ((name, strategy.operators[name], level) for name, level in levels.items())
     return strategy.with_changes({name: replace(c, recompute=level, offload=c.offload and level == KEPT) for name, c, level in own})
+
+
+def with_repeatable_levels(graph: OperatorGraph, strategy: Strategy, levels: Mapping[str, int]) -> Strategy:
+    """``with_levels``, without those operators that run once for all of the strategy's micro-batches, or need several of them."""
+    if strategy.microbatches > 1:
+        cut = MicroBatches(graph, strategy.microbatches)
+        levels = {name: level for name, level in levels.items() if cut.may_repeat(graph.index[name])}
+    return with_levels(strategy, levels)

@@ -21,6 +21,7 @@ from soap.simulator.memory.parameters import exchanged_bytes, kept_parameters
 from soap.simulator.simulate import Simulator
 from soap.strategy.classical import data_parallel
 from soap.strategy.config import Strategy
+from soap.strategy.kept import with_offload
 from soap.strategy.sync import parameter_server, synchronized
 from tests.extent import MANY
 from tests.graph_builder import mlp
@@ -58,6 +59,7 @@ def test_without_servers_or_beside_cpus_hosts_keep_nothing() -> None:
 @given(cases(servers=True))
 def test_what_servers_take_is_on_hosts_what_it_would_be_on_cpus(case: tuple[OperatorGraph, Topology, Strategy]) -> None:
     graph, topology, drawn = case
+    drawn = with_offload(drawn, [name for name, own in drawn.operators.items() if own.offload], False)  # of activations
     syncs = drawn.parameters.items()  # compressed ones, and what readers own in parts, CPUs keep in other buffers than GPUs
     exact = {name: sync for name, sync in syncs if not sync.contract.compresses and sync.owner != "parts"}
     strategy, found = Strategy(drawn.operators, exact), []

@@ -47,7 +47,7 @@ def lacking_on_hosts(uses: Sequence[int], topology: Topology) -> int:
 def hosts_may_lack(graph: OperatorGraph, topology: Topology, optimizer_states: int = 2, *, offloading: bool = False) -> bool:
     """False if no strategy can need more memory on a host than it has: not even if all parameters were on one host's servers, and all
     devices read all of each. Found without a plan, so that searches need not make plans to know it. ``offloading``: also if each device
-    offloads all parameters, and what one device would keep for its backward pass."""
+    offloads all parameters, and what one tile of each operator keeps."""
     known = [host.memory_bytes for host in topology.hosts if host.memory_bytes is not None]
     devices = topology.device_count
     if not known or all(device.type.kind == "cpu" for device in topology.devices):
