@@ -233,20 +233,17 @@ class Plan:
     @cached_property
     def recomputed_operators(self) -> frozenset[int]:
         """Positions of the operators that are marked to be recomputed."""
-        configs = self.strategy.operators
-        return frozenset(position for position, op in enumerate(self.graph.operators) if configs[op.name].recompute)
+        return frozenset(i for i, op in enumerate(self.graph.operators) if self.strategy.operators[op.name].recompute)
 
     @cached_property
     def offloading_operators(self) -> frozenset[int]:
         """Positions of the operators whose hosts keep what they keep for their backward passes."""
-        configs = self.strategy.operators
-        return frozenset(position for position, op in enumerate(self.graph.operators) if configs[op.name].offload)
+        return frozenset(i for i, op in enumerate(self.graph.operators) if self.strategy.operators[op.name].offload)
 
     @cached_property
     def light_operators(self) -> frozenset[int]:
         """Positions of those that run again but for their products."""
-        configs = self.strategy.operators
-        return frozenset(position for position, op in enumerate(self.graph.operators) if configs[op.name].recompute == LIGHT)
+        return frozenset(i for i, op in enumerate(self.graph.operators) if self.strategy.operators[op.name].recompute == LIGHT)
 
     @cached_property
     def on_servers(self) -> frozenset[int]:
@@ -382,11 +379,6 @@ ASK_NAME = "ask for rows"
 def serve_name(sync: ShardSync, partition: int) -> str:
     """Task name of adding up the gradients of a partition and updating it on its server."""
     return f"serve {sync.parameter}[{sync.index}]/{partition}"
-
-
-def settled_name(device: int) -> str:
-    """Task name of the moment from which on a device has no backward pass to run any more."""
-    return f"settle @{device}"
 
 
 def update_name(device: int) -> str:

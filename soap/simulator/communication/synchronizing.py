@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from soap.cluster.host_links import host_link
 from soap.cluster.topology import DeviceType
 from soap.plan.offloading import from_host_name, host_update_name, offloaded_bytes, to_host_name
-from soap.plan.plan import ASK_NAME, Plan, ShardSync, settled_name, update_name
+from soap.plan.plan import ASK_NAME, Plan, ShardSync, update_name
 from soap.plan.syncs.asking import asking_rounds
 from soap.plan.syncs.bucketing import idle_shards, shard_bytes
 from soap.plan.syncs.clipping import NORM_BYTES, NORM_NAME, sums_norm
@@ -170,7 +170,7 @@ class Synchronization:
             devices.update(device for sync in self._plan.syncs if self._is_clipped(sync) for device in sync.readers)
         for device in sorted(devices):
             place = (UPDATE, device, 1, 0, 0, 0)
-            self._settled[device] = self._tasks.add(place, settled_name(device), TaskKind.COMPRESS, (), 1, backward[device])
+            self._settled[device] = self._tasks.add(place, _settled_name(device), TaskKind.COMPRESS, (), 1, backward[device])
 
     def _is_clipped(self, sync: ShardSync) -> bool:
         """Whether its devices clip their gradients before they send them, if some are compressed. (Others are refused then: a server's
@@ -274,3 +274,8 @@ def device_updates(plan: Plan, *, rows_alone: bool) -> Iterator[tuple[int, int]]
         size = part.updated_bytes if part.by_rows and rows_alone else shard_bytes(plan.graph, shard)
         for device in shard.devices:
             yield device, size
+
+
+def _settled_name(device: int) -> str:
+    """Task name of the moment from which on a device has no backward pass to run any more."""
+    return f"settle @{device}"
