@@ -78,8 +78,7 @@ class Engine:
     ) -> None:
         """``communication``: prices of this topology, if not the usual ones (``folding``). ``draws``: for ``DrawnEngine``. ``training``:
         what training adds to compressed parameters."""
-        self.graph, self.topology = graph, topology
-        self._orders = Orders(graph)
+        self.graph, self.topology, self._orders = graph, topology, Orders(graph)
         self.choices: Mapping[str, Sequence[SyncConfig]] = {}
         """Parameter -> the synchronizations that compiled code chooses from."""
         communication = communication or Communication(topology)

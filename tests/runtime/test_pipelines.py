@@ -59,7 +59,7 @@ def require_exact(pool: Pool, spec: str, schedule: str, count: int, name: str) -
 ZOO = [(model, schedule) for model in ("gpt", "nmt", "rnnlm", "alexnet", "dlrm", "lm1b") for schedule in SCHEDULES]
 
 
-@pytest.mark.parametrize("case", often(ZOO, [("gpt", "1f1b"), ("gpt", "interleaved:2")], pytest.mark.slow))
+@pytest.mark.parametrize("case", often(ZOO, [("gpt", "1f1b"), ("gpt", "interleaved:2")], pytest.mark.slow), ids="-".join)
 def test_zoo_models(four: Pool, case: tuple[str, str]) -> None:
     model, schedule = case
     for count in COUNTS[-so_many(1, 3) :]:
@@ -69,7 +69,7 @@ def test_zoo_models(four: Pool, case: tuple[str, str]) -> None:
 FAMILIES = [(name, schedule) for name in MODELS for schedule in SCHEDULES]
 
 
-@pytest.mark.parametrize("case", often(FAMILIES, [("gpt2", "gpipe"), ("llama", "1f1b")], pytest.mark.slow))
+@pytest.mark.parametrize("case", often(FAMILIES, [("gpt2", "gpipe"), ("llama", "1f1b")], pytest.mark.slow), ids="-".join)
 def test_transformers(four: Pool, tmp_path: Path, case: tuple[str, str]) -> None:
     pytest.importorskip("transformers")
     name, schedule = case
