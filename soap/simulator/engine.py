@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import prod
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -273,7 +272,7 @@ class Engine:
         """An operator's configuration with this variant on these devices, of one micro-batch or of all; fields that compiled code does not
         know stay as held. ``marked``: whether it is recomputed, ``KEEP`` for as held."""
         degrees = self.variants.degrees[variant]
-        own = tuple(devices.reshape(int(replicas), -1, prod(degrees))[:, 0].ravel().tolist())
+        own = tuple(devices.reshape(int(replicas), -1, int(np.prod(degrees)))[:, 0].ravel().tolist())
         held = self._configs[position].placed(degrees, own, int(replicas))
         return held if marked in (KEEP, held.recompute) else replace(held, recompute=bool(marked))
 
