@@ -49,7 +49,7 @@ def test_what_cannot_be_is_refused_in_one_line(pipeline: Path, tmp_path: Path, c
     (first, *_) = written["stages"]
     for change, words in (
         ({"schedule": "zb-h1"}, "gradients of inputs and of weights apart"),
-        ({"schedule": "interleaved:2"}, "of stage 0 does; expected each stage to have devices of its own"),
+        ({"schedule": "interleaved:3"}, "schedule 'interleaved:3' with 4 chunks; expected a multiple of 3"),
         ({"stages": {"nowhere": 1}}, "has no operator 'nowhere'"),
         ({"stages": {first: -1}}, "malformed at stages/"),
     ):

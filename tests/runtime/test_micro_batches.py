@@ -133,11 +133,11 @@ def pipelined(strategy: Strategy, optimizer: Callable[[list[torch.Tensor]], torc
 
 @pytest.mark.parametrize("count", often([2, 4, 7], [4], pytest.mark.slow))
 def test_pipelines_by_hand(four: Pool, count: int) -> None:
-    """Three stages, the second on two devices, with tensor splits, states in parts, and operators that run twice; 1F1B."""
+    """Three stages, the last on two devices, with tensor splits, states in parts, and operators that run twice; 1F1B."""
     graph = traced("zoo:gpt:tiny", "float64").graph
     borders = [graph.operators[len(graph.operators) * part // 3].name for part in (1, 2)]
     rng = random.Random(count)
-    strategy = by_hand(graph, borders, [(0,), (1, 2) if count < 7 else (1,), (3,)], "1f1b")
+    strategy = by_hand(graph, borders, [(0,), (1,), (2, 3) if count < 7 else (3,)], "1f1b")
     strategy = in_micro_batches(graph, strategy, count, rng, 4)
     split = CLASSICAL["megatron"](graph, local_topology(2))
     for op in graph.operators[len(graph.operators) * 2 // 3 :]:
