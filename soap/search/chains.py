@@ -47,13 +47,12 @@ from soap.search.descent import adopt, propose_descent
 from soap.search.infeasible import infeasible
 from soap.search.lossy import lossy_starts, lossy_ways
 from soap.search.metropolis import ChainState, Evaluator, step
-from soap.search.offloading import offloading_starts, with_offloading
+from soap.search.more_starts import with_more_starts
 from soap.search.options import SearchOptions
 from soap.search.pipeline_moves import pipeline_moves
-from soap.search.pipelining import is_cut, is_legal, keeps_stages, pipeline_start, require_inside, space_of
+from soap.search.pipelining import is_cut, is_legal, keeps_stages, require_inside, space_of
 from soap.search.polish import MAX_POLISHED, polish_best
 from soap.search.proposals import Kernel, Proposal
-from soap.search.recomputing import recomputing_starts, with_recomputation
 from soap.search.record import Recorder, SearchResult
 from soap.search.space import Space
 from soap.search.starts import (
@@ -136,19 +135,8 @@ def search(
             for name, make in further_starts.items():
                 if keeps_stages(space, own := make()):
                     evaluate(name, inside(own))
-            if (more := recomputing_starts(space, topology, evaluator, recorder.starts, wanted=options.recompute)) is not None:
-                space, recorder.budgeted = with_recomputation(space), more[1]
-                for name, strategy in more[0].items():
-                    if keeps_stages(space, strategy):
-                        evaluate(name, inside(strategy))
-            for name, strategy in offloading_starts(graph, topology, recorder.starts, options).items():
-                space = with_offloading(space)
-                evaluate(name, inside(strategy))
-            wanted = True if options.starts is not None and PIPELINE in options.starts else options.pipelines
-            pipeline = pipeline_start(space, topology, evaluator, recorder.starts, wanted=wanted, named=options.starts is not None)
+            space = with_more_starts(space, topology, evaluator, recorder, options, lambda name, own: evaluate(name, inside(own)))
             references = reference_strategies(graph, topology, (own for own in strategies.values() if not is_cut(own)))
-            if pipeline is not None:
-                evaluate(PIPELINE, pipeline)
             if not recorder.starts:
                 raise StrategyError(out_of_stage(space, baseline) or "no start")
             space = replace(space, references=different(inside(own) for own in references if keeps_stages(space, own)))

@@ -1,0 +1,41 @@
+"""Starts for which earlier ones call: those that save memory where it binds, and pipelines where they promise to be faster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from soap.cluster.topology import Topology
+from soap.search.metropolis import Evaluator
+from soap.search.offloading import offloading_starts, with_offloading
+from soap.search.options import SearchOptions
+from soap.search.pipelining import keeps_stages, pipeline_start
+from soap.search.recomputing import recomputing_starts, with_recomputation
+from soap.search.record import Recorder
+from soap.search.space import Space
+from soap.strategy.config import Strategy
+from soap.strategy.named import PIPELINE
+
+
+def with_more_starts(
+    space: Space,
+    topology: Topology,
+    evaluator: Evaluator,
+    recorder: Recorder,
+    options: SearchOptions,
+    evaluate: Callable[[str, Strategy], None],
+) -> Space:
+    """Evaluate starts that recompute, offload or are pipelines, as far as the recorder's call for them. Returns the space with what they
+    do."""
+    if (more := recomputing_starts(space, topology, evaluator, recorder.starts, wanted=options.recompute)) is not None:
+        space, recorder.budgeted = with_recomputation(space), more[1]
+        for name, strategy in more[0].items():
+            if keeps_stages(space, strategy):
+                evaluate(name, strategy)
+    for name, strategy in offloading_starts(space.graph, topology, recorder.starts, options).items():
+        space = with_offloading(space)
+        evaluate(name, strategy)
+    wanted = True if options.starts is not None and PIPELINE in options.starts else options.pipelines
+    pipeline = pipeline_start(space, topology, evaluator, recorder.starts, wanted=wanted, named=options.starts is not None)
+    if pipeline is not None:
+        evaluate(PIPELINE, pipeline)
+    return space
