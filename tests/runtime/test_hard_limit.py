@@ -2,7 +2,7 @@
 
 The limit is the kernel's: what a rank takes beside its program and the model as it was loaded is counted, and a rank that wants more is
 killed. So the allocator's waste and kernels' workspaces count, too, for which the search leaves a tenth. Ranks give back what they free: by
-default they keep it (``runtime.system.malloc``), and holes between what they hold then take a third more.
+default they keep it (``runtime.system.malloc``), and holes between what they hold then take half as much again.
 """
 
 from __future__ import annotations
