@@ -47,7 +47,7 @@ class GradientParts:
             else:
                 self._whole[place] = gradient.resolve_conj().resolve_neg().contiguous()
             return
-        given = gradient.reshape(-1).split(self._sizes[place])
+        given = torch.split(gradient.reshape(-1), self._sizes[place])
         (torch._foreach_add_ if place in self._filled else torch._foreach_copy_)(self._places(place), given)
         self._filled.add(place)
 
@@ -58,7 +58,7 @@ class GradientParts:
             if self._is_large[place]:
                 whole = self._whole.get(place)
                 whole = self._like.new_zeros(self._shapes[place]) if whole is None else whole
-                large.update(zip(shards, whole.view(-1).split(self._sizes[place]), strict=True))
+                large.update(zip(shards, torch.split(whole.view(-1), self._sizes[place]), strict=True))
             elif place not in self._filled:
                 torch._foreach_zero_(self._places(place))
         buffer = self._like.new_empty(0) if self._buffer is None else self._buffer

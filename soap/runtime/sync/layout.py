@@ -68,7 +68,7 @@ class Layout:
 
     def of_others(self, small: torch.Tensor) -> dict[int, torch.Tensor]:
         """Reader -> its part of a flat tensor that has the small parts of all other readers; this rank's is empty."""
-        return dict(zip(self.readers, small.split(self._given), strict=True))
+        return dict(zip(self.readers, torch.split(small, self._given), strict=True))
 
     def sizes_of(self, shards: Sequence[int]) -> list[int]:
         """The elements of these shards."""

@@ -55,7 +55,7 @@ class Sharded(ShardedState):
         layout, views, together = self._layouts[number], self._places(number), self.store.together[number]
         if layout.mine:
             own = layout.owned[self.rank]
-            torch._foreach_copy_([views[shard] for shard in own], together.split(layout.sizes_of(own)))
+            torch._foreach_copy_([views[shard] for shard in own], torch.split(together, layout.sizes_of(own)))
 
     def _give_memory(self, number: int, *, large: bool) -> None:
         """Give the leaves memory, if ``large`` those alone of which all parts are large."""

@@ -251,8 +251,10 @@ class ShardedState(RankSync):
         """Copy others' small parts out of what has come to their places in this rank's copies."""
         layout, views = self._layouts[number], self._places(number)
         if layout.small_of_others:
-            apart = [buffer[layout.places[shard]] for shard in layout.small_of_others] if layout.room else None
-            come = buffer.split(layout.sizes_of_others) if apart is None else apart
+            if layout.room:
+                come = [buffer[layout.places[shard]] for shard in layout.small_of_others]
+            else:
+                come = list(torch.split(buffer, layout.sizes_of_others))
             torch._foreach_copy_([views[shard] for shard in layout.small_of_others], come)
 
     def arrived(self) -> None:
@@ -269,7 +271,7 @@ class ShardedState(RankSync):
 
     def _views_of(self, number: int, region: ReadRegion, leaf: torch.Tensor) -> Iterable[tuple[int, torch.Tensor]]:
         """(shard, its place in a copy), flat; the copy has memory now. Autograd is told nothing of what is written there."""
-        return zip(region.shards, leaf.data.view(-1).split(self._layouts[number].sizes_of(region.shards)), strict=True)
+        return zip(region.shards, torch.split(leaf.data.view(-1), self._layouts[number].sizes_of(region.shards)), strict=True)
 
     def _too_much(self) -> bool:
         """Whether more gradients are under way than may be at a time."""
@@ -282,11 +284,11 @@ class ShardedState(RankSync):
         if scattered.parts:
             first, second, *others = scattered.parts
             total = scattered.pending.tensor.new_empty(layout.owned_elements) if total is None else total
-            sums = total.split([piece.numel() for piece in first])
+            sums = torch.split(total, [piece.numel() for piece in first])
             for own, a, b in zip(sums, first, second, strict=True):
                 torch.add(a, b, out=own)
             for other in others if sums else ():
-                torch._foreach_add_(sums, other)
+                torch._foreach_add_(sums, tuple(other))
         assert total is not None, "a collective leaves a sum"
         self._totals[scattered.number] = total[: layout.owned_elements]
 
