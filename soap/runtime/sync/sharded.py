@@ -50,24 +50,21 @@ class Sharded(ShardedState):
         """Wait for the values, and put into the leaves what is not there yet."""
         coming = self._coming.pop(number)
         coming.pending.wait()
-        places, layout, tensors = self._with_memory(number, large=False), self._layouts[number], self.store.tensors
-        others, own = [places[shard] for shard in layout.small_of_others()], layout.owned[self.rank]
-        if layout.room:
-            come = [coming.buffer[layout.places[shard]] for shard in layout.small_of_others()]
-        else:
-            come = list(coming.buffer.split([place.numel() for place in others]))
-        values = [value.view(place.shape) for value, place in zip(come, others, strict=True)]
-        torch._foreach_copy_([*others, *(places[shard] for shard in own)], [*values, *(tensors[shard].data for shard in own)])
+        self._give_memory(number, large=False)
+        self._put(number, coming.buffer)
+        layout, views, together = self._layouts[number], self._places(number), self.store.together[number]
+        if layout.mine:
+            own = layout.owned[self.rank]
+            torch._foreach_copy_([views[shard] for shard in own], torch.split(together, layout.sizes_of(own)))
 
-    def _with_memory(self, number: int, *, large: bool) -> Mapping[int, torch.Tensor]:
-        """Give the leaves memory, if ``large`` those alone of which all parts are large. Returns the places of these parts, and more."""
+    def _give_memory(self, number: int, *, large: bool) -> None:
+        """Give the leaves memory, if ``large`` those alone of which all parts are large."""
         views, layout = self._views.setdefault(number, {}), self._layouts[number]
         for region, leaf in zip(self.syncs[number].regions, self._leaves[number], strict=True):
             if not large or region.shards[0] in layout.large:
                 keep_memory(leaf, kept=True)
-                if region.shards[0] not in views:  # a view can be made only while there is memory
-                    views.update(self._views_of(region, leaf))
-        return views
+                if region.shards[0] not in views:  # views can be made only while there is memory
+                    views.update(self._views_of(number, region, leaf))
 
     def free(self, number: int) -> None:
         """Free the memory of the leaves."""
@@ -94,8 +91,9 @@ class Sharded(ShardedState):
 
     def _values_sent(self, number: int) -> Sequence[torch.Tensor]:
         """This rank's values, piece by piece, as they lie in its memory. All have left before the update."""
-        layout, together, span = self._layouts[number], self.store.together[number], self._layouts[number].spans[self.rank]
-        large = {shard: together[own] for shard, own in layout.mine.items()}
+        layout, together = self._layouts[number], self.store.together[number]
+        span = layout.spans[self.rank]
+        large = {shard: together[layout.mine[shard]] for shard in layout.owned[self.rank] if shard in layout.large}
         return layout.pieces(self.rank, large, together[layout.owned_elements - (span.stop - span.start) :])
 
     def _begin_gather(self, number: int, kind: ActionKind) -> None:
@@ -104,8 +102,9 @@ class Sharded(ShardedState):
         if layout.room:
             self._coming[number] = self._gather_values(number, kind)
             return
-        small = sum(span.stop - span.start for reader, span in layout.spans.items() if reader != self.rank)
-        self._coming[number] = self._send_values(number, kind, self._blank(number, small), self._with_memory(number, large=True))
+        self._give_memory(number, large=True)
+        received = self._blank(number, sum(layout.sizes_of_others))
+        self._coming[number] = self._send_values(number, kind, received, self._places(number))
 
 
 METHOD = Sharded

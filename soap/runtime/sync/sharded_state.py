@@ -13,7 +13,7 @@ scatters, ``synchronize`` sums.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -26,9 +26,9 @@ from soap.plan.plan import ReadRegion, ShardSync, sync_name
 from soap.plan.syncs.sharded_state import sum_name
 from soap.plan.syncs.sharing import copies_of, holders
 from soap.runtime.comm.even_parts import all_gather_parts, reduce_scatter_parts
-from soap.runtime.comm.packing import land, pack
+from soap.runtime.comm.packing import pack
 from soap.runtime.comm.pieces import exchange_pieces
-from soap.runtime.comm.redistribute import Pending, cut
+from soap.runtime.comm.redistribute import Pending
 from soap.runtime.program.actions import ActionKind
 from soap.runtime.step.micro_batch import MicroBatch
 from soap.runtime.sync.gradient_parts import GradientParts
@@ -88,7 +88,7 @@ class ShardedState(RankSync):
         self._layouts = {number: Layout(self.plan, sync, self.rank) for number, sync in syncs.items()}
         self._leaves = {number: [self.store.leaves[piece] for piece in read[number]] for number in syncs}
         self._gradients = {
-            number: GradientParts(self.plan, sync, self._layouts[number], self._leaves[number][0].detach())
+            number: GradientParts(sync, self._layouts[number], self._leaves[number][0].detach())
             for number, sync in syncs.items()
             if not self.plan.is_frozen(sync)
         }
@@ -205,16 +205,13 @@ class ShardedState(RankSync):
 
     def bring(self, number: int) -> None:
         """Send this rank's values to all other readers, and begin to receive theirs."""
-        layout, places = self._layouts[number], self._places(number)
-        small = [places[shard] for shard in layout.small_of_others()]
+        layout = self._layouts[number]
         if layout.room:
             coming = self._gather_values(number, ActionKind.BRING)
-            finish: Callable[[], None] | None = partial(self._put, number, coming.buffer)
         else:
-            received, finish = land(small) if small else (self._blank(number), None)
-            coming = self._send_values(number, ActionKind.BRING, received, places)
-        if finish is not None:
-            coming.pending.then(finish)
+            received = self._blank(number, sum(layout.sizes_of_others))
+            coming = self._send_values(number, ActionKind.BRING, received, self._places(number))
+        coming.pending.then(partial(self._put, number, coming.buffer))
         self._gathering.append(coming)
         while _too_much(self._gathering):
             self._gathering.popleft().pending.wait()
@@ -231,10 +228,10 @@ class ShardedState(RankSync):
 
     def _values_sent(self, number: int) -> Sequence[torch.Tensor]:
         """This rank's values, piece by piece: large parts as they lie in its copies, the others packed."""
-        layout, tensors = self._layouts[number], self.store.tensors
-        small = [tensors[shard] for shard in layout.small_of(self.rank)]
+        layout, views = self._layouts[number], self._places(number)
+        small = [views[shard] for shard in layout.small_of(self.rank)]
         packed = pack(small) if small else self._blank(number)
-        return layout.pieces(self.rank, {shard: tensors[shard].detach() for shard in layout.owned[self.rank]}, packed)
+        return layout.pieces(self.rank, self._places(number), packed)
 
     def _blank(self, number: int, size: int = 0) -> torch.Tensor:
         """Memory for values of a synchronization."""
@@ -251,10 +248,14 @@ class ShardedState(RankSync):
         return Gathering(number, pending, buffer)
 
     def _put(self, number: int, buffer: torch.Tensor) -> None:
-        """Copy others' values out of a buffer with equal places to their places in this rank's copies."""
-        layout, places = self._layouts[number], self._places(number)
-        for shard in layout.small_of_others():
-            places[shard].copy_(buffer[layout.places[shard]].view(places[shard].shape))
+        """Copy others' small parts out of what has come to their places in this rank's copies."""
+        layout, views = self._layouts[number], self._places(number)
+        if layout.small_of_others:
+            if layout.room:
+                come = [buffer[layout.places[shard]] for shard in layout.small_of_others]
+            else:
+                come = list(torch.split(buffer, layout.sizes_of_others))
+            torch._foreach_copy_([views[shard] for shard in layout.small_of_others], come)
 
     def arrived(self) -> None:
         """Wait for all values."""
@@ -262,15 +263,15 @@ class ShardedState(RankSync):
             self._gathering.popleft().pending.wait()
 
     def _places(self, number: int) -> Mapping[int, torch.Tensor]:
-        """Shard -> its place in this rank's copies. Views share whatever memory the copies have."""
+        """Shard -> its place in this rank's copies, flat. Views share whatever memory the copies have."""
         if number not in self._views:
             regions = zip(self.syncs[number].regions, self._leaves[number], strict=True)
-            self._views[number] = dict(chain.from_iterable(self._views_of(region, leaf).items() for region, leaf in regions))
+            self._views[number] = dict(chain.from_iterable(self._views_of(number, region, leaf) for region, leaf in regions))
         return self._views[number]
 
-    def _views_of(self, region: ReadRegion, leaf: torch.Tensor) -> dict[int, torch.Tensor]:
-        """Shard -> its place in a copy, which has memory now. Autograd is told nothing of what is written there."""
-        return {shard: cut(leaf.data, region.box, self.plan.shards[shard].box) for shard in region.shards}
+    def _views_of(self, number: int, region: ReadRegion, leaf: torch.Tensor) -> Iterable[tuple[int, torch.Tensor]]:
+        """(shard, its place in a copy), flat; the copy has memory now. Autograd is told nothing of what is written there."""
+        return zip(region.shards, torch.split(leaf.data.view(-1), self._layouts[number].sizes_of(region.shards)), strict=True)
 
     def _too_much(self) -> bool:
         """Whether more gradients are under way than may be at a time."""
@@ -283,11 +284,11 @@ class ShardedState(RankSync):
         if scattered.parts:
             first, second, *others = scattered.parts
             total = scattered.pending.tensor.new_empty(layout.owned_elements) if total is None else total
-            sums = total.split([piece.numel() for piece in first])
+            sums = torch.split(total, [piece.numel() for piece in first])
             for own, a, b in zip(sums, first, second, strict=True):
                 torch.add(a, b, out=own)
             for other in others if sums else ():
-                torch._foreach_add_(sums, other)
+                torch._foreach_add_(sums, tuple(other))
         assert total is not None, "a collective leaves a sum"
         self._totals[scattered.number] = total[: layout.owned_elements]
 
