@@ -256,7 +256,7 @@ def test_selective_recomputation_holds_what_pytorch_s_does(pool: Pool, tmp_path:
     (found,), (predicted,) = shown(path, with_levels(usual, levels), topology, pool)
     (kept,), _ = shown(path, usual, topology, pool)
     (theirs,) = pool.run(counted_by_torch, ranks=1)
-    assert found <= predicted <= 1.08 * found and found < 0.8 * kept, (found, predicted, kept)
+    assert found <= predicted <= 1.08 * found and found < 0.85 * kept, (found, predicted, kept)
     assert found <= 1.02 * theirs, (found, theirs, kept)
 
 
