@@ -62,7 +62,7 @@ def answered(model: str, cluster: str, budget: str | None) -> Answer:
     """One answer. ``budget``: None for ``SHARE`` of what data parallelism needs, or for all of a large device."""
     torch.set_num_threads(1)
     graph = loaded(model)
-    topology = api.topology_of(cluster)
+    topology = api.load_cluster(cluster)
     if budget is None and cluster not in LARGE:
         usual = api.simulate(graph, topology, "data_parallel", costs="estimate")
         budget = f"{int(SHARE * max(usual.peak_bytes))} B"

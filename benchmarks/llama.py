@@ -72,7 +72,7 @@ class Outcome:
 def outcome(cluster: str, budget: int) -> Outcome:
     """Search for a cluster."""
     torch.set_num_threads(1)
-    graph, topology = loaded(LLAMA), api.topology_of(cluster)
+    graph, topology = loaded(LLAMA), api.load_cluster(cluster)
     simulator = api.simulator_for(graph, topology, costs="estimate")
     begin = time.process_time()
     found = api.find(graph, topology, SearchOptions(budget=budget, cores=1, costs="estimate", risk=None)).result
