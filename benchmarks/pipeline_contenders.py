@@ -122,7 +122,7 @@ def torch_step(contest: PipelineContest) -> Step:
         target: dict[str, Any] = {"target": labels, "losses": losses} if rank == ranks - 1 else {}
         schedule.step(*given, **target, return_outputs=False)
         optimizer.step()
-        return float(torch.stack(losses).mean()) if losses else 0.0
+        return float(torch.stack(losses).mean().detach()) if losses else 0.0
 
     return step
 

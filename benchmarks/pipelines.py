@@ -54,7 +54,7 @@ def benchmark(name: str, args: argparse.Namespace, folder: Path) -> str:
     times, others = halves[0][0] + halves[1][0], max(share for _, share in halves)
     memory = [launch(args.ranks, peak_bytes, (contest, side))[0] for side in (True, False)]
     curves = launch(args.ranks, last_curves, (contest, CURVE_STEPS))
-    apart = max(abs(a - b) / abs(b) for a, b in zip(*curves[-1], strict=True))
+    apart = max(abs(a - b) / abs(b) for a, b in zip(*curves[args.ranks - 1], strict=True))
     speed = sorted(b / a for a, b in times)
     quarter = len(speed) // 4
     own, peer = (median(side) * 1e3 for side in zip(*times, strict=True))
