@@ -18,7 +18,7 @@ def dry(folder: Path, *words: str) -> int:
     return main([*DRY, "--folder", str(folder), *words])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_updates_are_timed_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert dry(tmp_path, "--only", "updates") == 0
     (file,) = tmp_path.iterdir()
@@ -43,7 +43,7 @@ def test_each_check_runs(tmp_path: Path, name: str) -> None:
     assert tables.tables([result]).count("\n") >= 4
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_fails_leaves_no_result(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # no GPU anywhere
     assert main(["--folder", str(tmp_path), "--only", "updates"]) == 1

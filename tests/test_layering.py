@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -83,6 +84,7 @@ def _is_type_checking(node: ast.stmt) -> bool:
     return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
+@cache
 def _imports(path: Path) -> list[str]:
     """All imports of a file, wherever they stand."""
     tree = ast.parse(path.read_text(encoding="utf-8"))

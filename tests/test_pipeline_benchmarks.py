@@ -61,8 +61,8 @@ def test_a_peak_counts_from_when_it_is_restarted() -> None:
     assert peak.bytes == 4 * 3000 and kept.numel() == 1000
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["Schedule1F1B", pytest.param("ScheduleInterleaved1F1B", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("schedule", ["Schedule1F1B", "ScheduleInterleaved1F1B"])
 def test_both_sides_of_a_contest_train_alike(schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     name = "runtime-gpt-tiny"

@@ -239,6 +239,7 @@ def test_unknown_ids_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no row no-such-row" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_selective_recomputation_keeps_attention_and_every_other_product() -> None:
     sizes = {"vocab_size": 64, "hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 32}
     model = {

@@ -19,6 +19,7 @@ TIMES = {"dense": 40_000_000, "RGC": 20_000_000, "ASQ": 25_000_000, "naive": 80_
 OWN = Cell("lstm_ptb", "piz-daint", 4, TIMES, (0.25, 0.01, 0.03, 0.06))
 
 
+@pytest.mark.long
 def test_the_lstm_is_the_papers_and_its_output_layer_is_not_quantized() -> None:
     assert sum(tensor.bytes for tensor in graph_of("lstm_ptb", 2).parameters) // 10**6 == 204  # its Table 1
     assert SAMPLES.keys() == redsync_page.PAPER.keys() and set(redsync.CLIPPED) < SAMPLES.keys()

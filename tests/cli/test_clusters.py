@@ -126,6 +126,7 @@ def test_prices_are_asked_for_before_anything_is_searched(tmp_path: Path, capsys
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_one_cluster_with_a_price_is_searched_as_ever(tmp_path: Path, capsys: Capsys, priced: dict[str, str]) -> None:
     paths = [tmp_path / "a.json", tmp_path / "b.json"]
     assert search(*clusters(SLOW), "-o", str(paths[0])) == 0
@@ -157,6 +158,7 @@ def test_this_machine_is_neither_measured_nor_run(tmp_path: Path, capsys: Capsys
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_model_that_fits_on_some_of_them(tmp_path: Path, capsys: Capsys) -> None:
     crumbs, out = tmp_path / "crumbs.yaml", tmp_path / "s.json"
     crumbs.write_text(TINY)
@@ -188,15 +190,15 @@ def test_an_option_that_one_cluster_cannot_have(tmp_path: Path, capsys: Capsys) 
 def test_interrupted_it_keeps_what_is_known(
     search_number: int, number: int, code: int, priced: dict[str, str], tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, begun = chains._Run.all_chains, list[Any]()
+    real, begun = chains._Run.everything, list[Any]()
 
-    def all_chains(run: Any) -> None:
+    def everything(run: Any) -> None:
         begun.append(run)
         if len(begun) == search_number:  # its starts are evaluated
             os.kill(os.getpid(), number)
         real(run)
 
-    monkeypatch.setattr(chains._Run, "all_chains", all_chains)
+    monkeypatch.setattr(chains._Run, "everything", everything)
     out, given = tmp_path / "s.json", [SLOW, priced[FAST], SLOWEST]
     assert search(*clusters(*given), "-o", str(out), "--json") == code
     said = capsys.readouterr()

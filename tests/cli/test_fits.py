@@ -49,7 +49,7 @@ def test_says_what_fits_and_how_to_get_it(capsys: pytest.CaptureFixture[str], tm
     assert "at its peak: " in out
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("patient")
 def test_says_it_if_it_fits_or_nothing_does(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*COMMAND, "--fits", "--builtin", "megatron"]) == 0

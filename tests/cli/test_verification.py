@@ -114,7 +114,7 @@ def in_session(session: int) -> list[str]:
     [
         pytest.param(signal.SIGINT, 0, 130, marks=pytest.mark.long),
         pytest.param(signal.SIGINT, 2, 130, marks=pytest.mark.long),
-        pytest.param(signal.SIGTERM, 2, 143, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, 2, 143, marks=pytest.mark.long),
     ],
 )
 def test_interrupt_while_measuring_leaves_the_prediction_s_best_and_no_process(
@@ -238,7 +238,7 @@ def test_steps_that_take_too_long_to_compare_are_not_begun() -> None:
 
 
 def found(graph: soap.OperatorGraph, topology: soap.Topology, pins: list[tuple[str, str]]) -> SearchResult:
-    return search_graph(graph, topology, TableCosts(0), SearchOptions(budget=30, pins=pins))
+    return search_graph(graph, topology, TableCosts(1), SearchOptions(budget=30, pins=pins))
 
 
 def test_finalists_are_different_fit_and_come_best_first() -> None:

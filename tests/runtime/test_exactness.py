@@ -145,7 +145,7 @@ def test_uneven_shards_of_a_loss(four: Pool, tmp_path: Path, samples: int) -> No
     assert_exact(four, str(path), "weighted", [[samples], [samples]])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_gradients_clipped_by_their_global_norm(four: Pool, files: dict[str, str]) -> None:
     assert_exact(four, files["shared"], "shared", [[6], [6], [5]], {"clip_norm": 0.1})  # less than any gradient's norm
     assert_exact(four, files["shared"], "shared", [[6]], {"clip_norm": 1e6})

@@ -41,8 +41,9 @@ from tests.runtime.traced import sgd
 from tests.strategies import CPU, cluster
 
 STATES = 1
-MOST_OVER = 1.06
-"""Of which 4.5% are an allowance for what comes later than simulated."""
+MOST_OVER = 1.07
+"""Of which 4.5% are an allowance for what comes later than simulated. Of what is gathered, plans still count a copy that large parts do
+without."""
 
 
 class Convolutions(nn.Module):
@@ -243,7 +244,7 @@ def test_selective_recomputation_is_predicted(pool: Pool, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", often(["attention", "unfused", "convolutions"], ["attention"]))
+@pytest.mark.parametrize("name", often(["attention", "unfused", "convolutions"], []))
 def test_of_micro_batches_one_is_held(name: str, pool: Pool, tmp_path: Path) -> None:
     """Where no operator is a barrier, as batch norm is."""
     path, topology = exported(name, tmp_path), local_topology(2)

@@ -44,7 +44,7 @@ def some(graph: OperatorGraph, count: int) -> dict[str, Strategy]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", often(EXAMPLES, ["shared"], pytest.mark.slow))
+@pytest.mark.parametrize("name", often(EXAMPLES, []))
 def test_examples_train_as_a_plain_loop(four: Pool, tmp_path: Path, name: str) -> None:
     """With a batch norm, weighted losses with ignored classes, and tied weights; also in smaller batches, down to one sample, and larger
     ones; accumulated and clipped."""

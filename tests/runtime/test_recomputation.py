@@ -108,7 +108,7 @@ def test_halos_and_channels_run_again(pool: Pool) -> None:
 
 
 ZOO_OFTEN = ("gpt", "rnnlm")
-"""With dropout, with recurrent layers and a table. With batch norm: test_sharded_recomputation."""
+"""With dropout, with recurrent layers and a table. With batch norm: ``test_exactness`` has examples all of which is recomputed."""
 
 
 @pytest.mark.slow

@@ -64,7 +64,7 @@ def assert_exact(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 4])
-@pytest.mark.parametrize("name", often(list(EXAMPLES), ["gan"]))
+@pytest.mark.parametrize("name", often(list(EXAMPLES), ["warm-up"]))
 def test_every_plan_moves_buffers_as_eager_does(four: Pool, files: dict[str, str], name: str, ranks: int) -> None:
     assert_exact(four, files[name], name, ranks, [[SAMPLES]] * 4, randoms=so_many(0, 6))
 

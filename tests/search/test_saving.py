@@ -13,7 +13,7 @@ from soap.cluster.memory_budget import with_memory_budget
 from soap.cluster.topology import Topology
 from soap.errors import InfeasibleError, StrategyError
 from soap.model.graph import OperatorGraph
-from soap.search.chains import _allowed_syncs
+from soap.search.allowed_space import allowed_syncs
 from soap.search.options import SearchOptions
 from soap.strategy.config import SyncConfig
 from soap.strategy.sync import ALL_REDUCE, SAVING_MEMORY, SHARDED, SHARDED_IN_HOSTS, SHARDED_STATE, parameter_server, sync_choices
@@ -42,7 +42,7 @@ def test_all_parameters_have_the_choice_if_memory_binds_and_nothing_was_asked_fo
     asked = [parameter_server(2)]
     assert sync_choices(graph, TOPOLOGY, asked, saving=True) == sync_choices(graph, TOPOLOGY, asked)
     assert sync_choices(graph, TOPOLOGY, uncut=["dense.weight"], saving=True).keys() == {"table", "dense.bias"}
-    assert _allowed_syncs(graph, TOPOLOGY, SearchOptions(), saving=True) == saving
+    assert allowed_syncs(graph, TOPOLOGY, SearchOptions(), saving=True) == saving
 
 
 @pytest.mark.slow

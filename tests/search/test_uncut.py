@@ -50,7 +50,7 @@ def test_what_is_found_can_be_trained(graph: OperatorGraph, seed: int, scope: Sc
 
 
 def test_without_it_a_search_cuts() -> None:
-    found = search(GRAPH, FOUR, TableCosts(3), SearchOptions(budget=60, seed=3))
+    found = search(GRAPH, FOUR, TableCosts(1), SearchOptions(budget=60, seed=3))
     assert not runs(GRAPH, FOUR, found.strategy, Scope.TENSOR)
 
 
