@@ -24,6 +24,7 @@ from soap.search.options import SearchOptions
 from soap.search.record import SearchResult
 from soap.simulator.simulate import Simulator
 from soap.strategy.classical import NAMED
+from soap.strategy.named import PIPELINE
 from tests.cli.refusals import assert_refused
 from tests.graph_builder import mlp
 from tests.search.toys import TableCosts
@@ -44,7 +45,7 @@ def test_runs_them_and_keeps_the_fastest(tmp_path: Path, capsys: pytest.CaptureF
     assert search("-o", str(out), "--verify", "2", "--json") == 0
     report = json.loads(capsys.readouterr().out)
     runs, kept = report["measured"]["runs"], report["measured"]["kept"]
-    begun = [name for name in runs if name in NAMED and name != "data_parallel"]
+    begun = [name for name in runs if name in (*NAMED, PIPELINE) and name != "data_parallel"]
     assert len(begun) == 1 and list(runs) == ["data_parallel", "found 1", *begun, "found 2"]
     fastest = min(runs, key=lambda name: runs[name]["measured_ns"])
     compared = {name: run["gain"] for name, run in runs.items() if run["gain"] is not None}
@@ -52,7 +53,6 @@ def test_runs_them_and_keeps_the_fastest(tmp_path: Path, capsys: pytest.CaptureF
     is_clear = any(own["at_least"] > own["needed"] >= 1.02 for own in compared.values())
     assert kept == (fastest if is_clear else "data_parallel")
     assert all(run["measured_ns"] > 0 and run["allowed"] for run in runs.values())
-    assert runs["found 1"]["predicted_ns"] < runs["found 2"]["predicted_ns"]
     assert report["measured"]["seconds"] > 0 and "profiled" not in report and "guard" not in report
     document = json.loads(out.read_text())
     assert document["record"]["measured"]["kept"] == kept
