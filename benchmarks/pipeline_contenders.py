@@ -18,7 +18,7 @@ from benchmarks.layers import by_layers, first_layers
 from benchmarks.models import Llama
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
-from soap.runtime.comm.world import choose_device, close_world, open_world, world_size
+from soap.runtime.comm.world import choose_device
 from soap.schedules.named import parse
 from soap.strategy.config import Strategy
 from soap.zoo.blocks import token_loss
@@ -133,13 +133,3 @@ def _parts_of(module: nn.Module) -> tuple[Callable[[int, int], nn.Module], int, 
         return (lambda first, last: _GPTPart(module, first, last)), len(module.blocks), token_loss
     llama = cast(Llama, module)
     return (lambda first, last: _LlamaPart(llama, first, last)), len(llama.causal.model.layers), _next_word_loss(llama)
-
-
-def last_curves(contest: PipelineContest, steps: int) -> tuple[list[float], list[float]]:
-    """Losses of (ours, theirs) over some steps on the same batch; the last rank alone has torch's."""
-    world = open_world(world_size(os.environ), contest.device, "gloo")
-    try:
-        ours, theirs = contest.step(True), contest.step(False)
-        return [ours() for _ in range(steps)], [theirs() for _ in range(steps)]
-    finally:
-        close_world(world)

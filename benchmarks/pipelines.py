@@ -22,10 +22,10 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from benchmarks.contenders import peak_bytes, race
+from benchmarks.contenders import curves, peak_bytes, race
 from benchmarks.end_to_end import machine, quietly
 from benchmarks.models import export_model
-from benchmarks.pipeline_contenders import SCHEDULES, PipelineContest, last_curves
+from benchmarks.pipeline_contenders import SCHEDULES, PipelineContest
 from soap.cli.options import not_negative, positive
 from soap.runtime.comm.launch import launch
 
@@ -53,8 +53,8 @@ def benchmark(name: str, args: argparse.Namespace, folder: Path) -> str:
     halves = [quietly(lambda measure=measure: measure()[0], args.wait) for measure in measures]  # type: ignore[misc]
     times, others = halves[0][0] + halves[1][0], max(share for _, share in halves)
     memory = [launch(args.ranks, peak_bytes, (contest, side))[0] for side in (True, False)]
-    curves = launch(args.ranks, last_curves, (contest, CURVE_STEPS))
-    apart = max(abs(a - b) / abs(b) for a, b in zip(*curves[args.ranks - 1], strict=True))
+    losses = launch(args.ranks, curves, (contest, CURVE_STEPS))[args.ranks - 1]  # the last rank alone has torch's
+    apart = max(abs(a - b) / abs(b) for a, b in zip(*losses, strict=True))
     speed = sorted(b / a for a, b in times)
     quarter = len(speed) // 4
     own, peer = (median(side) * 1e3 for side in zip(*times, strict=True))

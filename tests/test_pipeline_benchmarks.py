@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.contenders import curves
 from benchmarks.layers import by_layers, layer_chunks
 from benchmarks.models import export_model
-from benchmarks.pipeline_contenders import SCHEDULES, PipelineContest, last_curves
+from benchmarks.pipeline_contenders import SCHEDULES, PipelineContest
 from benchmarks.published import strategy_of
 from benchmarks.published_models import graph_of
 from soap.measure.memory import peak_memory
@@ -67,6 +68,6 @@ def test_both_sides_of_a_contest_train_alike(schedule: str, tmp_path: Path, monk
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     name = "runtime-gpt-tiny"
     contest = PipelineContest(name, export_model(name, tmp_path), SCHEDULES[schedule].ours, schedule, {}, settled=True, microbatches=4)
-    ours, theirs = launch(2, last_curves, (contest, 3))[1]
+    ours, theirs = launch(2, curves, (contest, 3))[1]
     assert len(ours) == 3 and ours[0] > ours[-1]
     assert ours == pytest.approx(theirs, rel=1e-5)
