@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from soap.model.graph import OperatorGraph
 from soap.search.groups import repeated_groups
@@ -13,6 +13,7 @@ from soap.simulator.analysis.slack import slack_ns
 from soap.simulator.analysis.timeline import critical_path, path_parts_ns, resource_names
 from soap.simulator.simulate import Simulation
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
+from soap.strategy.kept import mark_of, with_mark
 
 Costs = Mapping[Activity, int]
 """Nanoseconds on the device, or the link, that it keeps busiest."""
@@ -110,10 +111,7 @@ def _lines(graph: OperatorGraph, strategy: Strategy, compared: Strategy) -> list
 
 def _with(strategy: Strategy, compared: Strategy, names: Sequence[str]) -> Strategy:
     usual = {name: compared.operators[name] for name in names}
-    placed = {name: strategy.operators[name].placed_like(own) for name, own in usual.items()}
-    return strategy.with_changes(
-        {name: replace(own, recompute=usual[name].recompute, offload=usual[name].offload) for name, own in placed.items()}
-    )
+    return strategy.with_changes({name: with_mark(strategy.operators[name].placed_like(own), mark_of(own)) for name, own in usual.items()})
 
 
 def _set_back(strategy: Strategy, compared: Strategy, names: Sequence[str], evaluator: Evaluator, simulation: Simulation) -> int:

@@ -31,8 +31,9 @@ def with_more_starts(
         for name, strategy in more[0].items():
             if keeps_stages(space, strategy):
                 evaluate(name, strategy)
-    for name, strategy in offloading_starts(space.graph, topology, recorder.starts, options).items():
+    if offloading := offloading_starts(space.graph, topology, recorder.starts, options):
         space = with_offloading(space)
+    for name, strategy in offloading.items():
         evaluate(name, strategy)
     wanted = True if options.starts is not None and PIPELINE in options.starts else options.pipelines
     pipeline = pipeline_start(space, topology, evaluator, recorder.starts, wanted=wanted, named=options.starts is not None)
