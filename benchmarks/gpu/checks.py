@@ -91,6 +91,8 @@ CHECKS: dict[str, Check] = dict(
         _steps("llama", "bfloat16"),
         ("suites", Check("kinds of models, random programs and complex numbers on four ranks on the GPU", partial(_ranks, "suites"), 240)),
         ("plans", Check("plans of ranks that share the GPU, and of one over NCCL", partial(_ranks, "checked_plans"), 300)),
+        ("plans-pipelines", Check("plans of stages and micro-batches on the GPU", partial(_ranks, "pipelines"), 180)),
+        ("plans-compressed", Check("plans with gradients compressed on the GPU", partial(_ranks, "compressed"), 240)),
         ("offloading", Check("states and what operators keep in the host's pinned memory: same training, less on the GPU", _offloading)),
         ("collectives", Check("all-gathers and reduce-scatters of equal parts in a world of one", partial(_collectives, "alone"))),
         ("plans-collectives", Check("plans of two ranks with sharded states and parameters", partial(_collectives, "plans"), 300)),

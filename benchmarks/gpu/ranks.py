@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import soap
+from benchmarks.layers import by_layers
+from soap.cluster.topology import Topology
+from soap.model.graph import OperatorGraph
+from soap.plan.compression.policy import chosen, layer_of
+from soap.strategy import compression
+from soap.strategy.classical import data_parallel
+from soap.strategy.config import Strategy
 from soap.strategy.named import named
+from soap.strategy.sync import compressed as compressed_by
 
 SOAP_RUN = "from soap.cli.run import main; import sys; sys.exit(main(sys.argv[1:]))"
 MODELS = ("zoo:gpt:tiny", "zoo:rnnlm:tiny", "zoo:dlrm:tiny")
@@ -22,6 +30,9 @@ WAYS = (
     ["--autocast", "bfloat16"], ["--dtype", "bfloat16"], ["--accumulate", "2"], ["--optimizer", "adam"], ["--clip-norm", "1"],
     ["--compile"],
 )  # fmt: skip
+PIPELINED = ("gpipe", "1f1b", "interleaved:2")
+MICROBATCHES = 2
+COMPRESSED = ("rgc:0.1", "rgc+asq:0.1", "chunked", "powersgd", "int8", "bf16")
 AT_ONCE = 4
 """Runs beside each other: nothing is timed."""
 SUITES = ("test_kinds_plans", "test_complex", "test_architectures")
@@ -38,6 +49,20 @@ def checked_plans(device: str, tiny: bool) -> list[dict[str, Any]]:
     if device == "cuda":
         runs += [(model, "single_device", 1, ["--backend", "nccl"]) for model in (*MODELS, "zoo:resnet50:tiny")]
     return run_all(runs[8:11] if tiny else runs)
+
+
+def pipelines(device: str, tiny: bool) -> list[dict[str, Any]]:
+    """The same of stages and micro-batches: by each schedule, with Adam, clipping and autocast."""
+    gloo = ["--device", device, "--backend", "gloo"]
+    runs = [("zoo:gpt:tiny", schedule, 2, [*gloo, "--optimizer", "adam", "--clip-norm", "1"]) for schedule in PIPELINED]
+    runs += [("zoo:gpt:tiny", "1f1b", 2, [*gloo, "--autocast", "bfloat16"])]
+    return run_all(runs[1:2] if tiny else runs)
+
+
+def compressed(device: str, tiny: bool) -> list[dict[str, Any]]:
+    """The same of gradients that are compressed on the GPU, by each method."""
+    gloo = ["--device", device, "--backend", "gloo"]
+    return run_all([(model, method, 2, gloo) for model in MODELS[: 1 if tiny else 2] for method in COMPRESSED[: 1 if tiny else None]])
 
 
 def run_all(runs: Sequence[tuple[str, str, int, list[str]]], cluster: str = "") -> list[dict[str, Any]]:
@@ -88,9 +113,20 @@ def _prepared(model: str, plan: str, devices: int, options: list[str], check: bo
     cluster, graph = cluster or f"local:{devices}", soap.load(model, plan_only=True, autocast=autocast).graph
     path = Path(os.environ["XDG_CACHE_HOME"], "-".join([model.replace(":", "-"), plan, str(devices), *options]) + ".json")
     topology = soap.load_cluster(cluster)
-    soap.save_strategy(path, named(plan, graph, topology), graph, topology)
+    soap.save_strategy(path, _strategy(plan, graph, topology), graph, topology)
     words = [str(path), "--model", model, "--cluster", cluster, "--steps", "4", *options, *(["--check"] if check else [])]
     return _Run(model, plan, devices, options, words)
+
+
+def _strategy(plan: str, graph: OperatorGraph, topology: Topology) -> Strategy:
+    """A named one, a pipeline by its schedule, or data parallelism in which a method compresses every layer that it suits."""
+    if plan in PIPELINED:
+        return by_layers(graph, topology, stages=topology.device_count, microbatches=MICROBATCHES, schedule=plan)
+    if plan in COMPRESSED:
+        method, dense = compression.parse(plan), [one.name for one in graph.parameters if one.requires_grad and one.name not in graph.sparse]
+        found = {name: chosen(method, layer_of(graph, name), least_bytes=0) for name in dense}
+        return data_parallel(graph, topology).with_changes(parameters={name: compressed_by(how) for name, how in found.items() if how})
+    return named(plan, graph, topology)
 
 
 def _run(run: _Run) -> dict[str, Any]:

@@ -83,11 +83,25 @@ def _collectives(results: Sequence[Mapping[str, Any]]) -> str:
     return _table(f"Collectives of one rank: {_place(result)}", ["type", "elements", "equal", "us of a call"], lines)
 
 
+def _offloading(results: Sequence[Mapping[str, Any]]) -> str:
+    (result,) = results
+    values = result["values"]
+    lines = []
+    for name in ("states", "kept"):
+        row = values[name]
+        away = row["states_bytes"] if name == "states" else row["planned_bytes"]
+        saved = "" if row["saved_bytes"] is None else f"{row['saved_bytes'] / 2**20:.1f}"
+        lines.append([name, row["model"], f"{row['largest_difference']:.1e}", f"{away / 2**20:.1f}", saved, "yes" if row["ok"] else "NO"])
+    head = ["away", "model", "largest difference", "on hosts MiB", "saved on the GPU MiB", "as it should be"]
+    return _table(f"Offloading: {_place(result)}", head, lines)
+
+
 TABLES: dict[str, Callable[[Sequence[Mapping[str, Any]]], str]] = {
     "products": _kernels,
     "operators": _kernels,
     "updates": _updates,
     "collectives": _collectives,
+    "offloading": _offloading,
     "step": _steps,
     "plans": _runs,
     "suites": _runs,
