@@ -3,6 +3,7 @@ GPU's memory is free of it."""
 
 from __future__ import annotations
 
+import gc
 from typing import Any, Literal
 
 import torch
@@ -30,6 +31,7 @@ def beside_usual(device: Literal["cpu", "cuda"], tiny: bool) -> dict[str, Any]:
         "largest_difference": difference,
         "states_bytes": states,
         "saved_bytes": saved if on_gpu else None,
+        "left_bytes": away["left_bytes"],
         "states_on": away["on"],
         "pinned": away["pinned"],
         "ok": ok,
@@ -56,8 +58,11 @@ def kept_beside_usual(device: Literal["cpu", "cuda"], tiny: bool) -> dict[str, A
 
 
 def _run(name: str, strategy: str, device: Literal["cpu", "cuda"]) -> dict[str, Any]:
+    gc.collect()  # trainers are in cycles
+    before = 0
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
     model = soap.load(name)
     topology = soap.load_cluster("local:1")
     plan = (named(strategy, model.graph, topology), topology)
@@ -66,14 +71,15 @@ def _run(name: str, strategy: str, device: Literal["cpu", "cuda"]) -> dict[str, 
             trainer.step(*model.example_inputs)
         traffic, graph = trainer.traffic, trainer.plan.graph
         kept = [tile for tile in trainer.plan.tiles if tile.operator in trainer.plan.offloading_operators]
-        held = torch.cuda.memory_allocated() if device == "cuda" else 0
+        held = torch.cuda.memory_allocated() - before if device == "cuda" else 0
         assert trainer.optimizer is not None
         states = [value for own in trainer.optimizer.state.values() for value in own.values() if torch.is_tensor(value) and value.dim()]
         masters = [part.tensor for number, part in trainer.parts.items() if number in trainer.plan.offloaded]
         return {
             "values": {key: value.detach().double().cpu() for key, value in trainer.state_dict().items()},
             "held_bytes": held,
-            "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else 0,
+            "peak_bytes": torch.cuda.max_memory_allocated() - before if device == "cuda" else 0,
+            "left_bytes": before,
             "copied_bytes": [traffic.offloaded_bytes // STEPS, traffic.restored_bytes // STEPS],
             "planned_bytes": sum(away_bytes(graph, tile) for tile in kept),
             "states_bytes": sum(state.nbytes for state in states),

@@ -13,6 +13,7 @@ from typing import Any
 
 import soap
 from benchmarks.layers import by_layers
+from benchmarks.models import export_model
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.plan.compression.policy import chosen, layer_of
@@ -54,15 +55,17 @@ def checked_plans(device: str, tiny: bool) -> list[dict[str, Any]]:
 def pipelines(device: str, tiny: bool) -> list[dict[str, Any]]:
     """The same of stages and micro-batches: by each schedule, with Adam, clipping and autocast."""
     gloo = ["--device", device, "--backend", "gloo"]
-    runs = [("zoo:gpt:tiny", schedule, 2, [*gloo, "--optimizer", "adam", "--clip-norm", "1"]) for schedule in PIPELINED]
-    runs += [("zoo:gpt:tiny", "1f1b", 2, [*gloo, "--autocast", "bfloat16"])]
+    deep = str(export_model("runtime-gpt-deep", Path(os.environ["XDG_CACHE_HOME"])))
+    runs = [(deep, schedule, 2, [*gloo, "--optimizer", "adam", "--clip-norm", "1"]) for schedule in PIPELINED]
+    runs += [(deep, "1f1b", 2, [*gloo, "--autocast", "bfloat16"])]
     return run_all(runs[1:2] if tiny else runs)
 
 
 def compressed(device: str, tiny: bool) -> list[dict[str, Any]]:
     """The same of gradients that are compressed on the GPU, by each method."""
     gloo = ["--device", device, "--backend", "gloo"]
-    return run_all([(model, method, 2, gloo) for model in MODELS[: 1 if tiny else 2] for method in COMPRESSED[: 1 if tiny else None]])
+    runs = [(MODELS[0], method, 2, gloo) for method in COMPRESSED[: 1 if tiny else None]]
+    return run_all(runs if tiny else [*runs, (MODELS[1], COMPRESSED[1], 2, gloo)])
 
 
 def run_all(runs: Sequence[tuple[str, str, int, list[str]]], cluster: str = "") -> list[dict[str, Any]]:
@@ -111,7 +114,7 @@ def _prepared(model: str, plan: str, devices: int, options: list[str], check: bo
     """Write the strategy. Models are read one after the other, as reading is not for threads."""
     autocast = "bfloat16" if "--autocast" in options else None
     cluster, graph = cluster or f"local:{devices}", soap.load(model, plan_only=True, autocast=autocast).graph
-    path = Path(os.environ["XDG_CACHE_HOME"], "-".join([model.replace(":", "-"), plan, str(devices), *options]) + ".json")
+    path = Path(os.environ["XDG_CACHE_HOME"], "-".join([Path(model).stem.replace(":", "-"), plan, str(devices), *options]) + ".json")
     topology = soap.load_cluster(cluster)
     soap.save_strategy(path, _strategy(plan, graph, topology), graph, topology)
     words = [str(path), "--model", model, "--cluster", cluster, "--steps", "4", *options, *(["--check"] if check else [])]
@@ -123,7 +126,8 @@ def _strategy(plan: str, graph: OperatorGraph, topology: Topology) -> Strategy:
     if plan in PIPELINED:
         return by_layers(graph, topology, stages=topology.device_count, microbatches=MICROBATCHES, schedule=plan)
     if plan in COMPRESSED:
-        method, dense = compression.parse(plan), [one.name for one in graph.parameters if one.requires_grad and one.name not in graph.sparse]
+        method, trained = compression.parse(plan), [one.name for one in graph.parameters if one.requires_grad]
+        dense = [name for name in trained if name not in graph.sparse]
         found = {name: chosen(method, layer_of(graph, name), least_bytes=0) for name in dense}
         return data_parallel(graph, topology).with_changes(parameters={name: compressed_by(how) for name, how in found.items() if how})
     return named(plan, graph, topology)

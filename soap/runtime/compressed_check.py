@@ -30,7 +30,7 @@ class LocalGradients:
         self._method = trainer.sizes.gradients.compressed
         self.states: Mapping[int, State] = {}
         if self._method is not None:
-            self.states = {shard: copied(state) for shard, state in self._method.states.items()}
+            self.states = {shard: copied(state, "cpu") for shard, state in self._method.states.items()}
             self._method.local = {}
 
     def taken(self) -> dict[int, torch.Tensor]:
@@ -53,7 +53,7 @@ class EmulatedSums:
             own, dtype, shape = [], trainer.dtype_of(sync.parameter), lengths(trainer.plan.shards[shard].box)
             for rank in sync.peers:
                 peer = peer_of(sync, rank, shape, dtype, trainer.compressing)
-                peer.state = states[rank][shard]
+                peer.state = copied(states[rank][shard], trainer.device)
                 own.append(peer)
             self._peers[shard] = own
 
@@ -64,7 +64,7 @@ class EmulatedSums:
             name, box = self._trainer.plan.shards[shard].parameter, self._trainer.plan.shards[shard].box
             totals = synchronized(peers, self._of_hosts(local, shard))
             mine = cut(gradients[name], whole(gradients[name].shape), box).cpu()
-            found[f"{name}{list(box)}"] = not all(torch.equal(total.to(mine.dtype), mine) for total in totals)
+            found[f"{name}{list(box)}"] = not all(torch.equal(total.cpu().to(mine.dtype), mine) for total in totals)
         return found
 
     def uncompressed(self, local: Sequence[ByShard], gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -81,8 +81,8 @@ class EmulatedSums:
         return [local[rank][shard] for rank in self._syncs[shard].readers]
 
     def _of_hosts(self, local: Sequence[ByShard], shard: int) -> list[torch.Tensor]:
-        """What each peer compresses."""
-        sync, given = self._syncs[shard], self._given(local, shard)
+        """What each peer compresses, on the device of the ranks: others may round otherwise."""
+        sync, given = self._syncs[shard], [own.to(self._trainer.device) for own in self._given(local, shard)]
         if not sync.aggregated:
             return given
         of_reader = dict(zip(sync.readers, given, strict=True))

@@ -13,6 +13,8 @@ from soap.plan.compression.seam import PROBES
 
 BLOCK = 64
 """Elements that share a maximum."""
+LEAST_IN_BLOCKS = 2**25
+"""Of fewer elements the largest are found sooner without blocks: on an H200 their kernels take longer to launch than they save."""
 FILL = 0
 """Behind the last position. What is added there is zero."""
 
@@ -35,23 +37,39 @@ def search(tensor: torch.Tensor, count: int, sign: int = 0) -> tuple[Found, torc
     """``count`` to twice as many positions above a threshold by binary search, and the threshold; see ``selection.search``. If none is
     found it is infinite, and the positions are those of ``exact``.
 
-    Blocks with the 2 k + 1 largest maxima are enough to count in: if the others had an element above a threshold, each of these would have.
+    Blocks with the 2 k + 1 largest maxima are enough to look at: if the others had an element above a threshold, each of these would have.
     """
     every = keys_of(tensor, sign)
     most = min(2 * count, len(every))
     keys, positions = _candidates(every, 2 * count + 1)
-    mean, largest = every.mean(dtype=torch.float64), every.amax().double()
-    low, high = torch.zeros_like(mean), torch.ones_like(mean)
-    found = torch.full_like(every[0], torch.inf)
-    for _ in range(PROBES):
-        middle = (low + high) / 2
-        threshold = (mean + middle * (largest - mean)).to(keys.dtype)
-        above = (keys > threshold).sum()
-        found = torch.where(found.isinf() & (above >= count) & (above <= 2 * count) & (largest > mean), threshold, found)
-        few = above < count
-        low, high = torch.where(few, low, middle), torch.where(few, middle, high)
-    taken = torch.where(found.isinf(), _largest(keys, count, sign), keys > found)
+    if count >= len(every):
+        found, last = torch.full_like(every[0], torch.inf), every.amin()
+    else:
+        top = torch.topk(keys, min(2 * count + 1, len(keys)), sorted=False).values
+        last = torch.kthvalue(top, len(top) - count + 1).values
+        below = top.amin() if len(top) > 2 * count else torch.full_like(last, -1)
+        found = _first_threshold(every.mean(dtype=torch.float64), every.amax().double(), last, below)
+    taken = torch.where(found.isinf(), _down_to(last, keys, count, sign), keys > found)
     return _positions(taken, positions, most), found
+
+
+def _first_threshold(mean: torch.Tensor, largest: torch.Tensor, last: torch.Tensor, below: torch.Tensor) -> torch.Tensor:
+    """The threshold at which a binary search ends, infinite if it ends without: what it counts above a threshold is between k and 2 k where
+    that is below the k-th largest key (``last``) and not below the (2 k + 1)-th (``below``).
+
+    Of such thresholds a search meets the one with the fewest halvings first, and at that halving there is one alone. So the last place
+    before ``last`` at each halving is tried, at once: a loop would launch ten kernels for each. Neighbours are tried as well, as thresholds
+    are rounded.
+    """
+    width = largest - mean
+    parts = 2.0 ** torch.arange(1, PROBES + 1, device=mean.device, dtype=torch.float64)
+    near = torch.arange(-2, 2, device=mean.device, dtype=torch.float64)
+    places = ((last.double() - mean) / width * parts).ceil()[:, None] + near
+    thresholds = (mean + places / parts[:, None] * width).to(last.dtype).flatten()
+    inside = ((places > 0) & (places < parts[:, None])).flatten()
+    hit = inside & (thresholds >= below) & (thresholds < last) & (width > 0)
+    first = hit.to(torch.int8).argmax()
+    return torch.where(hit.any(), thresholds[first], torch.inf)
 
 
 def above(tensor: torch.Tensor, threshold: torch.Tensor, most: int, sign: int = 0) -> Found:
@@ -65,21 +83,24 @@ def _candidates(keys: torch.Tensor, blocks: int) -> tuple[torch.Tensor, torch.Te
     """The keys in so many blocks with the largest maxima, in order, and their positions (None: all). Padding is below all keys."""
     size = len(keys)
     count = -(-size // BLOCK)
-    if blocks >= count:
+    if blocks >= count or size < LEAST_IN_BLOCKS:
         return keys, None
-    padded = torch.nn.functional.pad(keys, (0, count * BLOCK - size), value=-1).view(count, BLOCK)
+    rest = count * BLOCK - size
+    padded = (torch.nn.functional.pad(keys, (0, rest), value=-1) if rest else keys).view(count, BLOCK)
     chosen = torch.nonzero_static(_largest(padded.amax(1), blocks, 0), size=blocks)[:, 0]
     return padded[chosen].flatten(), (chosen[:, None] * BLOCK + torch.arange(BLOCK, device=keys.device)).flatten()
 
 
 def _largest(keys: torch.Tensor, count: int, sign: int) -> torch.Tensor:
     """Which keys are the ``count`` largest; of equal ones the first. With a sign, zeros are not."""
-    if count >= len(keys):
-        taken = torch.ones_like(keys, dtype=torch.bool)
-    else:
-        last = torch.topk(keys, count, sorted=False).values.amin()
-        larger, equal = keys > last, keys == last
-        taken = larger | (equal & (equal.cumsum(0) <= count - larger.sum()))
+    last = keys.amin() if count >= len(keys) else torch.topk(keys, count, sorted=False).values.amin()
+    return _down_to(last, keys, count, sign)
+
+
+def _down_to(last: torch.Tensor, keys: torch.Tensor, count: int, sign: int) -> torch.Tensor:
+    """``_largest``, where the smallest of them is known."""
+    larger, equal = keys > last, keys == last
+    taken = larger | (equal & (equal.cumsum(0) <= count - larger.sum()))
     return taken & (keys > 0) if sign else taken
 
 

@@ -116,7 +116,8 @@ class Peer:
         return self._compressors[density]
 
 
-def copied(state: State) -> State:
-    """A state with tensors of its own."""
-    summed, common, own = ({name: tensor.clone() for name, tensor in part.items()} for part in (state.summed, state.common, state.own))
+def copied(state: State, device: torch.device | str) -> State:
+    """A state with tensors of its own, there."""
+    parts = (state.summed, state.common, state.own)
+    summed, common, own = ({name: tensor.to(device, copy=True) for name, tensor in part.items()} for part in parts)
     return State(summed, common, own, dict(state.numbers))

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from soap.errors import SoapError
+from soap.plan.compression.seam import PROBES
 from soap.runtime.compression import device_selection
 from soap.runtime.compression.kernels import BLOCK, CHUNK
 from soap.runtime.compression.selection import Surveyed, exact, reused, search, trimmed
@@ -48,6 +49,11 @@ def expected(tensor: torch.Tensor, count: int, sign: int) -> list[int]:
     return sorted(i for i in order.tolist() if sign == 0 or own[i] > 0)
 
 
+@pytest.fixture(params=[0, device_selection.LEAST_IN_BLOCKS], ids=["blocks", "whole"])
+def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_selection, "LEAST_IN_BLOCKS", request.param)
+
+
 def counts(size: int) -> list[int]:
     return sorted({1, max(1, size // 1000), max(1, size // 100), max(1, size // 3), size, size + 3})
 
@@ -58,6 +64,7 @@ def real(found: device_selection.Found) -> list[int]:
     return positions[: int(count)].tolist()
 
 
+@pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize(("kind", "sign", "dtype"), CASES)
 def test_exact_and_trimmed_select_the_largest_and_of_ties_the_first(kind: str, sign: int, dtype: torch.dtype) -> None:
     for size in SIZES:
@@ -70,6 +77,7 @@ def test_exact_and_trimmed_select_the_largest_and_of_ties_the_first(kind: str, s
             assert real(device_selection.exact(tensor, min(count, size), sign)) == right, (size, count)
 
 
+@pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize(("kind", "sign", "dtype"), CASES)
 def test_search_finds_k_to_2k_above_a_threshold_or_the_exact_ones(kind: str, sign: int, dtype: torch.dtype) -> None:
     for size in SIZES:
@@ -98,6 +106,27 @@ def test_on_smooth_data_the_search_converges(kind: str) -> None:
         assert limit.isfinite()
         assert 100 <= count <= 200
         assert found.shape == (200,)
+
+
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("kind", ["normal", "laplace", "uniform", "ties"])
+def test_a_device_finds_the_threshold_of_a_plain_binary_search(kind: str, dtype: torch.dtype) -> None:
+    """Which counts everything, bit for bit; and none where that finds none."""
+    for seed, count in product(range(3), (1, 7, 30, 400)):
+        tensor = drawn(kind, 3000, dtype, seed)
+        own = tensor.abs()
+        mean, largest = own.mean(dtype=torch.float64), own.amax().double()
+        low, high, expected_one = 0.0, 1.0, torch.tensor(torch.inf, dtype=dtype)
+        for _ in range(PROBES):
+            middle = (low + high) / 2
+            threshold = (mean + middle * (largest - mean)).to(dtype)
+            found = int((own > threshold).sum())
+            if count <= found <= 2 * count:
+                expected_one = threshold
+                break
+            low, high = (low, middle) if found < count else (middle, high)
+        assert device_selection.search(tensor, count)[1].equal(expected_one), (kind, seed, count)
 
 
 def test_what_a_block_says_is_what_counting_would() -> None:
