@@ -20,14 +20,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks import kept
-from benchmarks.accuracy import READING, emulated, soap_profile
+from benchmarks.accuracy import emulated, soap_profile
 from benchmarks.end_to_end import machine
 from benchmarks.lossy_race import PEERS, LossyRace, race, step_ns
 from benchmarks.models import export_model
 from benchmarks.pages import give
 from benchmarks.quiet import Watch
 from soap import api
-from soap.cli.options import lossy_method, positive
+from soap.cli.options import Reading, lossy_method, positive
 from soap.cli.run import on_ranks
 from soap.cli.training import Job
 from soap.emulation.hosts import host_limits
@@ -45,6 +45,8 @@ RATES = ("50Mbit/s", "200Mbit/s", "1Gbit/s")
 HOSTS = 4
 LOSSY = ("rgc", "rgc+asq", "chunked", "powersgd", "int8", "bf16")
 FOUND = "found"
+READING: Reading = {"batch_dims": None, "autocast": None, "batch_norm": "local"}
+"""``DistributedDataParallel`` normalises each rank's samples by themselves."""
 MOST_OF_OTHERS = 0.1
 """Of all cores' time. If other programs use more, an emulated device may not get its part of a core when it would compute: steps are too
 long then, those of one device alone, which never waits for a link, most of all."""
@@ -65,8 +67,8 @@ the same processes. *Sent compressed* counts parameters by method; none: the sea
 does not get its part of a core in time makes steps longer than its cluster would, and a plan of one device alone never waits for a link
 in which to catch up.
 
-PowerSGD's hook is waited for after each bucket: it begins sums in callbacks, whose order differs between ranks, and gloo aborts then.
-A peer's hooks compute in part on threads that are not slowed down as an emulated device is, which is in the peers' favour.
+The sums of PowerSGD's hook are waited for where they begin: it begins some in callbacks, whose order differs between ranks, and gloo
+aborts then. What the bfloat16 hook computes behind its sums is not slowed down as an emulated device is, which is in its favour.
 """
 
 
@@ -105,11 +107,12 @@ def finished(model: str, rate: str, path: Path, args: argparse.Namespace) -> Cel
     """Measure, search, race."""
     cluster = f"emulated:{HOSTS}x1@{rate}"
     lossy = [word for method in args.lossy for word in ("--lossy", method.word)]
-    soap_profile([str(path), "--cluster", cluster, "--budget", str(args.profile), *lossy])
+    soap_profile([str(path), "--cluster", cluster, "--budget", str(args.profile), "--batch-norm", READING["batch_norm"], *lossy])
     soap_profile(["links", *emulated(cluster, 1.0)])
     options = SearchOptions(budget=args.budget, seed=0, lossy=args.lossy, optimizer_states=0)
-    outcome = api.find(str(path), cluster, options)
-    simulator = api.simulator_for(str(path), cluster, optimizer_states=0)
+    graph = api.load(path, plan_only=True, **READING).graph
+    outcome = api.find(graph, cluster, options)
+    simulator = api.simulator_for(graph, cluster, optimizer_states=0)
     usual = api.classical(BASELINE, simulator.graph, simulator.topology)
     plans = {BASELINE: usual, FOUND: outcome.strategy}
     kept = outcome.strategy.parameters.values()

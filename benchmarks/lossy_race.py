@@ -1,9 +1,8 @@
 """Our plans and PyTorch's ``DistributedDataParallel`` with its communication hooks, on emulated hosts, in turns. Runs on every rank.
 
 An emulated device is slower than this machine's cores: a rank sleeps before it communicates (``soap.runtime.system.clock``). Our runtime
-does that by itself; for the peers a hook of ours does it before each of their buckets, and the step does it at its end. What a hook of
-PyTorch's computes after its first exchange (PowerSGD's second product, all decompression) runs on another thread, at this machine's speed:
-that is in the peers' favour.
+does that by itself; for the peers a hook of ours does it before each of their buckets, and the step does it at its end. What the bfloat16
+hook computes behind its sum runs on another thread, at this machine's speed: that is in its favour.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from statistics import median
 from time import perf_counter_ns
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -85,13 +85,28 @@ def _halved(state: None, bucket: Any) -> Any:
     return default_hooks.bf16_compress_hook(dist.group.WORLD, bucket)
 
 
-def _one_after_the_other(state: Any, bucket: Any) -> Any:
-    """PowerSGD's hook begins its second sum in a callback. With several buckets under way ranks call gloo in different orders, which ends
-    in an abort; so each bucket is waited for."""
-    future = powerSGD_hook.powerSGD_hook(state, bucket)
-    future.wait()
-    clock.resume()
-    return future
+class _OneAfterTheOther:
+    """``torch.distributed`` for PowerSGD's hook, whose sums are waited for where they begin. So what the hook computes after a sum runs on
+    the thread that waits, as part of the emulated device's work; on gloo's thread it would run at this machine's speed. Nor could several
+    buckets be under way: the hook begins its second sum in a callback, ranks would call gloo in different orders, and that ends in an
+    abort."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+    def all_reduce(self, *args: Any, **named: Any) -> Any:
+        """The same, done."""
+        clock.catch_up()
+        work = dist.all_reduce(*args, **named)
+        assert work is not None
+        work.wait()
+        clock.resume()
+        return work
+
+
+def _low_rank(state: Any, bucket: Any) -> Any:
+    with patch.object(powerSGD_hook, "dist", _OneAfterTheOther()):
+        return powerSGD_hook.powerSGD_hook(state, bucket)
 
 
 def _hooks() -> Mapping[str, tuple[Callable[[], Any], Hook]]:
@@ -106,7 +121,7 @@ def _hooks() -> Mapping[str, tuple[Callable[[], Any], Hook]]:
     return {
         "DDP": (nothing, _plain),
         "DDP, bf16": (nothing, _halved),
-        f"DDP, PowerSGD {POWERSGD_RANK}": (low_rank, _one_after_the_other),
+        f"DDP, PowerSGD {POWERSGD_RANK}": (low_rank, _low_rank),
     }
 
 

@@ -43,7 +43,7 @@ def test_the_page_has_a_line_for_each_cell() -> None:
 def test_the_lstm_gains_its_selection_takes_time_and_a_naive_one_takes_more() -> None:
     found = cell("lstm_ptb", "piz-daint", 4)
     assert found.gain("RGC") > found.gain("ASQ") > 1 > found.gain("naive")
-    assert found.gain("naive, whole GPU") < found.gain("RGC")
+    assert found.gain("naive") < found.gain("naive, whole GPU")
     assert 0.1 < found.shares[0] < 0.5
 
 

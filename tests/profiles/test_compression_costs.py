@@ -58,11 +58,11 @@ def test_sheets_price_passes_and_calls(how: Compression) -> None:
 
 
 def test_a_search_for_thresholds_launches_kernels_on_gpus() -> None:
-    """A GPU counts once a probe; four steps in five reuse a threshold. Trimmed top-k is the exact one there."""
+    """More than an exact selection does; but four steps in five reuse a threshold. Trimmed top-k is the exact one there."""
     calls = {name: layout(how).effort(how, "select", on_host=False).calls for name, how in {
         "exact": Rgc(0.01, "exact"), "trimmed": Rgc(0.01, "trimmed"), "search": Rgc(0.01, "search"), "sampled": Rgc(0.01, "sampled"),
     }.items()}  # fmt: skip
-    assert calls["exact"] == calls["trimmed"] < calls["sampled"] < calls["search"]
+    assert calls["sampled"] < calls["exact"] == calls["trimmed"] < calls["search"]
 
 
 def test_other_cost_models_price_memory_alone() -> None:

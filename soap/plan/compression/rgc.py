@@ -13,7 +13,7 @@ from math import log, prod
 from typing import Self
 
 from soap.errors import StrategyError
-from soap.plan.compression.seam import INTERVAL, PROBES, Effort, Exchange, Layout, Work, kept_count, rounded_up
+from soap.plan.compression.seam import INTERVAL, Effort, Exchange, Layout, Work, kept_count, rounded_up
 from soap.strategy.compression import EXACT, Compression, Rgc, RgcAsq, Selection
 
 LENGTH_BYTES = 8
@@ -21,8 +21,12 @@ MOST_SHORT = 2**31
 """Up to so many elements positions take four bytes, else eight."""
 HOST_BLOCK, DEVICE_BLOCK = 128, 64
 """Elements that share a maximum, see ``soap.runtime.compression.selection`` and ``device_selection``."""
-HOST_CALLS, PROBE_CALLS, RESTORE_CALLS = 20, 9, 3
-"""Calls to select on a processor; kernels of a probe on a GPU; calls to add one peer's message."""
+HOST_CALLS, RESTORE_CALLS = 20, 3
+"""Calls to select on a processor; calls to add one peer's message."""
+LEAST_IN_BLOCKS = 2**25
+"""Of fewer elements a GPU finds the largest sooner without blocks: their kernels take longer to launch than they save."""
+ADDING, REUSE = 3, (12.0, 13.0)
+"""Of a GPU: passes that add a gradient to the residual; passes and kernels of a selection by a threshold of an earlier step."""
 SIZE_BYTES = 8
 """Of a message's size, as ranks tell it each other."""
 
@@ -84,8 +88,8 @@ class SparseLayout(Layout):
     def effort(self, compression: Compression, work: Work, *, on_host: bool) -> Effort:
         """``select``: the gradient is added to the residual (two reads, a write), and a pass over the result notes maxima and the mean.
         Elements are then collected from the blocks that can hold the largest: at a density of a thousandth an eighth of the memory. A
-        processor looks for a threshold among what it has collected; a GPU counts in these blocks, once a probe, as its shapes may not
-        depend on values. ``restore``: zeros are written, and each peer's elements are added to them."""
+        processor looks for a threshold among what it has collected; a GPU finds it from the largest of these, see ``_on_device``.
+        ``restore``: zeros are written, and each peer's elements are added to them."""
         assert isinstance(compression, Rgc | RgcAsq)
         if work == "combine":  # sizes are read
             return Effort(self.peers * SIZE_BYTES, 0, 2)
@@ -98,11 +102,19 @@ class SparseLayout(Layout):
         if on_host:
             looked_at = min(whole, HOST_BLOCK * self.kept * self.value_bytes)
             return Effort(5 * whole + looked_at + 4 * held + copied, 3 * self.capacity, HOST_CALLS)
-        candidates = min(whole, DEVICE_BLOCK * self.capacity * self.value_bytes)
-        passes, calls = (8, 30) if exact else (10, 40)
-        probes = 0.0 if exact else PROBES / INTERVAL if compression.selection == "sampled" else PROBES
-        traffic = passes * whole + (4 + round(2 * probes)) * candidates + copied
-        return Effort(traffic, 3 * self.capacity, calls + round(PROBE_CALLS * probes))
+        passes, calls = self._on_device(exact=exact)
+        if compression.selection == "sampled":
+            passes, calls = ((a + (INTERVAL - 1) * b) / INTERVAL for a, b in zip((passes, calls), REUSE, strict=True))
+        return Effort(round((ADDING + passes) * whole) + copied, 3 * self.capacity, round(calls))
+
+    def _on_device(self, *, exact: bool) -> tuple[float, float]:
+        """(Times that a GPU moves the whole tensor, kernels) to select without a threshold of an earlier step, as an H200 took them for 1,
+        16 and 64 M elements (``benchmarks.selection``, 2026-11-27): torch's kernels read more often than they would have to."""
+        times = 1 if exact else 2
+        if self.elements < LEAST_IN_BLOCKS:
+            return 30.0 * times, 45 if exact else 86
+        candidates = min(1.0, DEVICE_BLOCK * self.capacity / self.elements)
+        return (10 + 30 * candidates) * times, 91 if exact else 134
 
     def room_bytes(self, compression: Compression, *, on_host: bool) -> int:
         """A processor has maxima of blocks, and positions of what it collects; a GPU the keys, a padded copy, and marks of both."""

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import torch
 
+from soap.plan.compression.rgc import LEAST_IN_BLOCKS
 from soap.plan.compression.seam import PROBES
 
 BLOCK = 64
 """Elements that share a maximum."""
-LEAST_IN_BLOCKS = 2**25
-"""Of fewer elements the largest are found sooner without blocks: on an H200 their kernels take longer to launch than they save."""
 FILL = 0
 """Behind the last position. What is added there is zero."""
 
