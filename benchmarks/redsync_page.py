@@ -48,16 +48,17 @@ def page(cells: Sequence[Cell], gradients: Mapping[str, Mapping[str, Sequence[Gr
 
 
 FOUND = """
-Here the LSTM gains about as much (1.8 times at 2 GPUs, 2.4 to 2.9 at 4 to 64), AlexNet 1.1 to 1.3 times from 4 GPUs on, VGG-16 and
+Here the LSTM gains nearly as much (1.5 times at 2 GPUs, 2.1 to 2.5 at 4 to 64), AlexNet 1.02 to 1.2 times from 4 GPUs on, VGG-16 and
 ResNet-50 nothing. On one GPU compression is slower for all nets, naive RGC is so everywhere. What differs, and why:
 
 - *AlexNet and VGG-16 gain less.* At NCCL's prices dense sums hide behind the backward pass: VGG-16's step grows by 0.7 ms from one GPU
   to 128. Where nothing overlaps, in equations (1) and (2), RGC's synchronization of VGG-16 takes a fifth of the dense one's at 16 GPUs.
 - *ASQ is behind RGC for CNNs, too*, where the paper has it ahead: dense layers hold most of their parameters, and in these the policy
   searches in every step with ASQ, in every fifth without. For convolutions both cost the same.
-- *ASQ passes RGC for the LSTM at 512 GPUs, not near 16.* For a matrix of 6000 x 1500 a search takes 2.2 ms, a sampled one 1.1 on average.
-  Most of the difference are launches: a GPU makes all 24 probes, of nine kernels each, so as not to ask the host; the paper's search
-  stops early. At 16 GPUs ASQ sends 1.1 MB less of that matrix, which these links carry in 0.1 ms.
+- *ASQ does not pass RGC for the LSTM, neither near 16 GPUs nor up to 512.* Selections are priced as torch's kernels took them on an H200
+  ([selection.md](selection.md)), with this GPU's memory and launches: for a matrix of 6000 x 1500 a search 4.0 ms, a sampled one 1.5 on
+  average, an exact one 2.1. The paper's own kernels search in a few passes. At 16 GPUs ASQ sends 1.1 MB less of that matrix, which these
+  links carry in 0.1 ms. By the same prices exact selection by the whole GPU is level with RGC, and ahead for the LSTM.
 - *At 128 GPUs* restoring is the largest part of ResNet-50's overhead, as the paper says; sending and restoring are that of the LSTM.
   Sampled selections are padded to 2 k elements, so both are twice what k elements would take: from 256 on exact selection is ahead.
 """
