@@ -16,8 +16,9 @@ from soap.cli.command import Parser, UsageError, run_command
 from soap.cli.options import add_json, not_negative, positive
 from soap.cli.plain_text import aligned
 from soap.preprocessing import generate, local
-from soap.preprocessing.engine import META, Options, Summary
+from soap.preprocessing.engine import Options, Summary
 from soap.preprocessing.manager import MODES, Limits
+from soap.preprocessing.result import META
 from soap.preprocessing.spec import PRESETS, load_spec
 from soap.preprocessing.work import STEPS, Done
 from soap.units import format_bytes

@@ -67,7 +67,6 @@ Generated nodes that ``links`` may name: ``HOST/switch`` (where the host has one
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,6 +82,7 @@ from soap.cluster.topology import DeviceType, Topology
 from soap.errors import TopologyError
 from soap.files import read_text
 from soap.units import exact_bandwidth, exact_bytes, exact_flops, exact_seconds
+from soap.yaml_text import parse_yaml
 
 LIMIT_BYTES = 16 * 2**20
 PRESET = "preset"
@@ -103,13 +103,9 @@ def load_cluster(spec: str | Path) -> Topology:
 def parse_cluster(text: str, where: str = "cluster.yaml") -> Topology:
     """The topology that a YAML text describes. ``where`` begins error messages."""
     try:
-        description = yaml.load(text, _Loader)
-    except yaml.MarkedYAMLError as error:
-        line = f" at line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        problem = " ".join(str(error.problem).split())
-        raise TopologyError(f"{where}: no valid YAML{line} ({problem}); mend it there") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise TopologyError(f"{where}: no valid YAML ({' '.join(str(error).split())}); expected a cluster description") from None
+        description = parse_yaml(text)
+    except ValueError as error:
+        raise TopologyError(f"{where}: {error}") from None
     if description is None:
         raise TopologyError(f"{where}: the file is empty; expected a cluster description with name and hosts")
     if isinstance(description, dict) and PRESET in description:
@@ -199,17 +195,3 @@ def _type_fields(device_type: DeviceType) -> dict[str, Any]:
         "kernel_overhead": exact_seconds(device_type.kernel_seconds),
         "source": device_type.source,
     }
-
-
-class _Loader(yaml.SafeLoader):
-    """safe_load that refuses a repeated key. YAML would silently keep the last value."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[str] = set()
-        for key_node, _ in node.value:
-            key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
-            if isinstance(key, str) and key != "<<":
-                if key in seen:
-                    raise yaml.constructor.ConstructorError(None, None, f"key {key!r} occurs twice", key_node.start_mark)
-                seen.add(key)
-        return super().construct_mapping(node, deep)

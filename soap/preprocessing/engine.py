@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,16 +10,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from soap.files import reason, write_text_atomically
-from soap.preprocessing import final
-from soap.preprocessing.container import PreprocessError, key_of, read_record, unwritable, write_record
+from soap.files import reason
+from soap.preprocessing import final, result
+from soap.preprocessing.container import PreprocessError, key_of, read_record, write_record
 from soap.preprocessing.inputs import GZIP, PARQUET, Chunk, Unit, cut_lines, find_units
-from soap.preprocessing.manager import MODES, Manager
+from soap.preprocessing.manager import MODES, UNIT, Manager
 from soap.preprocessing.resources import Machine
 from soap.preprocessing.spec import Spec
 from soap.preprocessing.work import CONVERT, FORMAT, INDEX, MERGE, OPEN, STEPS, UNITE, WRITE, Done, Task, Work, made_of
 
-META = "meta.json"
 FOLDER = ".work"
 LOG = "decisions.jsonl"
 FINISHED = "finished.json"
@@ -88,7 +86,7 @@ def run(
     units = find_units(inputs)
     key = run_key(spec, units, options)
     with locked(out) as folder:
-        there = _result(out)
+        there = result.read(out)
         if there is not None and there["key"] == key and not (folder / FINISHED).exists():
             return Summary(there["rows"], there["skipped"], 0, 0, {name: own["rows"] for name, own in there["dictionaries"].items()})
         if there is not None and there["key"] != key:
@@ -114,8 +112,8 @@ def locked(out: Path) -> Iterator[Path]:
     try:
         if out.exists() and not out.is_dir():
             raise PreprocessError(f"-o {str(out)!r} is a file; expected a folder: choose another path")
-        foreign = [path.name for path in out.iterdir() if path.name not in (META, FOLDER, LOG)] if out.is_dir() else []
-        if foreign and not (out / META).exists() and not folder.exists():
+        foreign = [path.name for path in out.iterdir() if path.name not in (result.META, FOLDER, LOG)] if out.is_dir() else []
+        if foreign and not (out / result.META).exists() and not folder.exists():
             raise PreprocessError(f"-o {str(out)!r} holds other files ({foreign[0]}); expected a new or empty folder: choose another path")
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
@@ -131,18 +129,10 @@ def locked(out: Path) -> Iterator[Path]:
         yield folder
     finally:
         os.close(lock)
-        if _result(out) is not None and not (folder / FINISHED).exists():
+        if result.read(out) is not None and not (folder / FINISHED).exists():
             from shutil import rmtree
 
             rmtree(folder, ignore_errors=True)
-
-
-def _result(out: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads((out / META).read_text(encoding="utf-8"))
-        return found if isinstance(found, dict) and "key" in found else None
-    except (OSError, ValueError):
-        return None
 
 
 @dataclass
@@ -158,9 +148,10 @@ class _Run:
         """All steps, and the result in its place."""
         finished = self.work.path / FINISHED
         record = read_record(finished, self.key)
-        if record is None:
+        if record is None or not result.is_there(self.work, out, record["meta"]):
+            finished.unlink(missing_ok=True)  # of another input or SPEC, whose arrays are written over now
             record = write_record(finished, self.key, meta=self._steps())
-        self._put(out, record["meta"])
+        result.put(self.work, out, record["meta"])
         finished.unlink()
         meta = record["meta"]
         kept = sum(done.kept for done in self.all)
@@ -190,7 +181,7 @@ class _Run:
         converted = self._step(tasks)
         if work.parquet:
             self._step(self._parts(rows, made_of(converted)))
-        return self._meta(rows, by_unit)
+        return result.document(work, self.key, by_unit)
 
     def _dictionary_bytes(self) -> dict[str, int]:
         """What the units' dictionaries hold, by name: a merge reads all of it. Some are a thousand times as large as others."""
@@ -208,17 +199,8 @@ class _Run:
         record = read_record(path, self.key)
         size = self.options.chunk_bytes or (record or {}).get("chunk_bytes") or self._chunk_bytes()
         write_record(path, self.key, chunk_bytes=size)
-        chunks: list[Chunk] = []
-        whole = self.options.modes.get(INDEX) == "unit"
-        for unit in self.work.units:
-            own = 2**62 if whole else size
-            if unit.kind == PARQUET:
-                from soap.preprocessing.parsing import cut_row_groups  # numba, which this process does without else
-
-                chunks += cut_row_groups(unit, self.work.spec, own)
-            else:
-                chunks += cut_lines(unit.number, sizes.get(unit.number, unit.size), own)
-        return chunks
+        cuts = (cut(unit, self.work.spec, sizes.get(unit.number, unit.size), size, self.options) for unit in self.work.units)
+        return [chunk for own in cuts for chunk in own]
 
     def _chunk_bytes(self) -> int:
         return Manager(most=self.options.workers).chunk_bytes(Machine(self.work.path).sample(()))
@@ -253,54 +235,15 @@ class _Run:
         self.all += found
         return found
 
-    def _meta(self, rows: int, by_unit: Mapping[int, Sequence[Done]]) -> dict[str, Any]:
-        from soap.preprocessing.container import read_arrays
 
-        work = self.work
-        dictionaries = {}
-        for name, columns in work.spec.dictionaries.items():
-            counts = read_arrays(work.merged(name))[f"counts:{name}"]
-            dictionaries[name] = {"rows": len(counts), "columns": [column.name for column in columns], "rare": columns[0].min_count > 1}
-        units = [
-            {"name": unit.name, "rows": sum(d.rows for d in own), "skipped": sum(d.skipped for d in own)}
-            for unit, own in ((unit, by_unit[unit.number]) for unit in work.units)
-        ]
-        return {
-            "format": FORMAT,
-            "key": self.key,
-            "rows": rows,
-            "skipped": sum(unit["skipped"] for unit in units),
-            "spec": work.spec.document(),
-            "units": units,
-            "dictionaries": dictionaries,
-        }
+def cut(unit: Unit, spec: Spec, size: int, chunk_bytes: int, options: Options) -> tuple[Chunk, ...]:
+    """Chunks of a unit, in order. ``size``: bytes of its lines. PreprocessError if it has not all columns."""
+    most = 2**62 if options.modes.get(INDEX) == UNIT else chunk_bytes
+    if unit.kind == PARQUET:
+        from soap.preprocessing.parsing import cut_row_groups  # numba, which this process does without else
 
-    def _put(self, out: Path, meta: Mapping[str, Any]) -> None:
-        """Move everything to where it belongs; ``meta.json`` last: where it is, all is whole."""
-        import numpy as np
-
-        from soap.preprocessing.container import read_arrays
-
-        folder = self.work.out / "dictionaries"
-        if self.work.out.exists():
-            try:
-                folder.mkdir(exist_ok=True)
-                for name in self.work.spec.dictionaries:
-                    for key, array in read_arrays(self.work.merged(name)).items():
-                        part = key.partition(":")[0]
-                        if part in ("values", "bounds", "counts"):
-                            np.save(folder / f"{name}.{part}.npy", array, allow_pickle=False)
-                for path in sorted(self.work.out.iterdir()):
-                    if path.is_dir() and (out / path.name).is_dir():
-                        for file in path.iterdir():
-                            os.replace(file, out / path.name / file.name)
-                    else:
-                        os.replace(path, out / path.name)
-            except OSError as cause:
-                raise unwritable(out, cause) from None
-        if not self.work.parquet and (out / "parquet").is_dir():
-            (out / "parquet").rmdir()
-        write_text_atomically(out / META, json.dumps(meta, indent=1) + "\n", error=PreprocessError)
+        return cut_row_groups(unit, spec, most)
+    return cut_lines(unit.number, size, most)
 
 
 def spread_over(groups: Sequence[Sequence[Task]], nodes: int) -> list[list[Task]]:

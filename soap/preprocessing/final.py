@@ -7,7 +7,7 @@ import os
 import numpy as np
 
 from soap.preprocessing.container import checksum_of, key_of, temporary_of, unwritable
-from soap.preprocessing.work import NAMES, Task, Work
+from soap.preprocessing.work import NAMES, PARQUET_FOLDER, Task, Work
 
 BLOCK_ROWS = 2**15
 """Rows that are converted at once: their block stays in the cache."""
@@ -16,7 +16,7 @@ BLOCK_ROWS = 2**15
 def make(work: Work, rows: int) -> None:
     """Make the final arrays, with all of their space taken. Those that are there with the same shape stay."""
     try:
-        (work.out / "parquet").mkdir(parents=True, exist_ok=True)
+        (work.out / PARQUET_FOLDER).mkdir(parents=True, exist_ok=True)
     except OSError as cause:
         raise unwritable(work.out, cause) from None
     shapes = {"labels": len(work.spec.labels), "numbers": len(work.spec.numbers), "categories": len(work.spec.categories)}

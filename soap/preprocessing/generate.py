@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from soap.preprocessing.container import PreprocessError, unwritable
+from soap.files import reason
+from soap.preprocessing.container import PreprocessError
 
 KINDS = ("criteo-like",)
 ROWS = (
@@ -31,19 +32,28 @@ def generate(
     folder: Path, rows: int, *, files: int = 1, seed: int = 0, categories: int | None = None, wrote: Callable[[int], None]
 ) -> None:
     """Write so many rows into ``day_0.tsv``, ``day_1.tsv``, … of a new or empty folder. ``categories``: distinct values of a column at
-    most. ``wrote`` is told of rows that were written. PreprocessError if the folder is not empty or cannot be written."""
+    most. ``wrote`` is told of rows that were written. PreprocessError if the folder is not empty or cannot be written; an end before the
+    last row leaves no file."""
+    if not 0 <= seed < 2**64:
+        raise PreprocessError(f"seed {seed}: expected a whole number from 0 to 2^64 - 1")
+    begun: list[Path] = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
             raise PreprocessError(f"-o {str(folder)!r} holds files; expected a new or empty folder: choose another path")
         for number, (first, last) in enumerate(pairwise([rows * i // files for i in range(files + 1)])):
-            with (folder / f"day_{number}.tsv").open("wb") as stream:
+            begun.append(folder / f"day_{number}.tsv")
+            with begun[-1].open("wb") as stream:
                 for begin in range(first, last, BLOCK_ROWS):
                     count = min(BLOCK_ROWS, last - begin)
                     stream.write(_block(np.random.Generator(np.random.Philox(key=[seed, begin])), count, categories))
                     wrote(count)
-    except OSError as cause:
-        raise unwritable(folder, cause) from None
+    except BaseException as cause:
+        for path in begun:
+            path.unlink(missing_ok=True)
+        if isinstance(cause, OSError):
+            raise PreprocessError(f"cannot write {str(folder)!r}: {reason(cause)}; make room or give another -o") from None
+        raise
 
 
 def _block(draw: np.random.Generator, rows: int, categories: int | None) -> bytes:

@@ -9,17 +9,18 @@ from typing import Any
 
 from soap.files import reason
 from soap.preprocessing import engine
+from soap.preprocessing.arrow import require_arrow
 from soap.preprocessing.container import PreprocessError
-from soap.preprocessing.disk import disk_needed, require_disk
+from soap.preprocessing.disk import GZIP_RATIO, disk_needed, place_of, require_disk
 from soap.preprocessing.engine import Begun, Nodes, Options, Summary
 from soap.preprocessing.executors import Executor, InProcess
-from soap.preprocessing.inputs import GZIP, PARQUET, Unit, cut_lines, find_units
+from soap.preprocessing.inputs import GZIP, find_units
 from soap.preprocessing.manager import SERIAL, Manager, State
 from soap.preprocessing.node import Node, NodesTogether, Seen
 from soap.preprocessing.processes import Processes
 from soap.preprocessing.resources import Machine
 from soap.preprocessing.spec import Spec, load_spec
-from soap.preprocessing.work import CONVERT, INDEX, OPEN, WRITE, Work
+from soap.preprocessing.work import CONVERT, INDEX, OPEN, ROWS_PER_GROUP, WRITE, Work
 
 Told = Callable[[dict[str, Any]], None]
 
@@ -51,7 +52,9 @@ def preprocess(
     codec = "zstd" if compress else "none"
     options = Options(on_error, modes or {}, chunk_bytes, workers, parquet, codec)
     folder = Path(out)
-    require_disk(find_units(inputs), folder, parquet)
+    units = find_units(inputs)
+    require_arrow(units, parquet)
+    require_disk(units, folder, parquet)
     with_log = _Log(folder / engine.LOG)
 
     def make_nodes(work: Work) -> Nodes:
@@ -88,26 +91,26 @@ class _Log:
 def plan(spec: Spec, inputs: Sequence[str | Path], out: Path, options: Options) -> dict[str, Any]:
     """What a run would do now, as plain JSON values. Nothing is written. Chunks of compressed inputs are estimated."""
     units = find_units(inputs)
-    place = out
-    while not place.exists():
-        place = place.parent
-    sample = Machine(place).sample(())
+    require_arrow(units, options.parquet)
+    sample = Machine(place_of(out)).sample(())
     manager = Manager(options.modes, options.workers)
     size = options.chunk_bytes or manager.chunk_bytes(sample)
-    chunks = {unit.number: _count(unit, spec, 2**62 if manager.mode(INDEX) == "unit" else size) for unit in units}
+    lengths = {unit: GZIP_RATIO * unit.size if unit.kind == GZIP else unit.size for unit in units}
+    chunks = {unit.number: engine.cut(unit, spec, length, size, options) for unit, length in lengths.items()}
+    part = ROWS_PER_GROUP * engine.ROW_BYTES * len(spec.columns)
     steps = {}
     for step in (OPEN, INDEX, CONVERT, WRITE):
         if (step == WRITE and not options.parquet) or (step == OPEN and not any(unit.kind == GZIP for unit in units)):
             continue
-        waiting = {number: 1 if step == OPEN else count for number, count in chunks.items()}
-        largest = size if step in (INDEX, CONVERT) else 2**18 * 4 * len(spec.columns)
+        waiting = {number: 1 if step == OPEN else len(own) for number, own in chunks.items()}
+        largest = part if step == WRITE else max(chunk.size for own in chunks.values() for chunk in own)
         limits = manager.limits(step, State(waiting, 0, 0, 0, largest), sample)
         steps[step] = {
             "mode": manager.mode(step), "units": limits.units, "chunks": limits.chunks, "tasks": limits.tasks,
             "because_of": limits.why, "task_bytes": manager.task_bytes(step, largest),
         }  # fmt: skip
     return {
-        "units": [{"name": unit.name, "kind": unit.kind, "size_bytes": unit.size, "chunks": chunks[unit.number]} for unit in units],
+        "units": [{"name": unit.name, "kind": unit.kind, "size_bytes": unit.size, "chunks": len(chunks[unit.number])} for unit in units],
         "chunk_bytes": size,
         "steps": steps,
         "cores": sample.cores,
@@ -116,11 +119,3 @@ def plan(spec: Spec, inputs: Sequence[str | Path], out: Path, options: Options) 
         "disk_bytes": sample.disk_bytes,
         "disk_needed_bytes": disk_needed(units, options.parquet),
     }
-
-
-def _count(unit: Unit, spec: Spec, size: int) -> int:
-    if unit.kind == PARQUET:
-        from soap.preprocessing.parsing import cut_row_groups
-
-        return len(cut_row_groups(unit, spec, size))
-    return len(cut_lines(unit.number, unit.size * (4 if unit.kind == GZIP else 1), size))

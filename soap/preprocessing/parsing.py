@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from soap.preprocessing import kernel
+from soap.preprocessing.arrow import parquet
 from soap.preprocessing.container import PreprocessError
 from soap.preprocessing.inputs import Chunk, Unit, line_of
 from soap.preprocessing.spec import Column, Spec
@@ -113,15 +114,6 @@ def _fault(spec: Spec, data: NDArray[np.uint8], bad: NDArray[np.int64], unit: Un
         limits = "a whole number below 2^31" if fault == kernel.NO_NUMBER else "at most 16 hexadecimal digits"
         what = f"column {place + 1} ({name}) is not {limits}"
     return f"{unit.path!r}, line {line}: {what}; it begins {shown}: correct it, or leave such lines out with --on-error skip"
-
-
-def parquet() -> Any:
-    """The module ``pyarrow.parquet``. PreprocessError if pyarrow is not installed."""
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise PreprocessError("Parquet needs pyarrow: pip install 'soap-search[preprocess]', or leave Parquet out") from None
-    return pyarrow.parquet
 
 
 def cut_row_groups(unit: Unit, spec: Spec, chunk_bytes: int) -> tuple[Chunk, ...]:

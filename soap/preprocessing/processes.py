@@ -13,6 +13,7 @@ from glob import escape
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
+from soap.files import reason
 from soap.preprocessing.container import PreprocessError, owner
 from soap.preprocessing.executors import Lost
 from soap.preprocessing.resources import private_bytes
@@ -52,12 +53,22 @@ class Processes:
         return sum(map(private_bytes, self.processes))
 
     def start(self, task: Task) -> None:
-        """Give a task to an idle worker, or to a new one."""
-        worker = next((worker for worker in self._workers if worker.task is None), None) or self._new()
+        """Give a task to an idle worker, or to a new one. PreprocessError if there is none, and none can be started."""
+        worker = next((worker for worker in self._workers if worker.task is None), None)
+        messages: list[Work | Task] = [task]
+        if worker is None:
+            try:
+                worker, messages = self._new(), [self._work, task]
+            except OSError as cause:  # no memory, or no more processes allowed: with fewer at once it goes on
+                if not self._workers:
+                    raise PreprocessError(f"cannot start a process: {reason(cause)}; make room for one, and start again") from None
+                self._lost.append(Lost(task))
+                return
         worker.task, worker.begun = task, self._count
         self._count += 1
         try:
-            worker.connection.send(task)
+            for message in messages:
+                worker.connection.send(message)
         except OSError:
             self._drop(worker)
 
@@ -114,7 +125,6 @@ class Processes:
         with theirs:
             process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL)
         worker = _Worker(process, Connection(ours.detach()))
-        worker.connection.send(self._work)
         self._workers.append(worker)
         return worker
 

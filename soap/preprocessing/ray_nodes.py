@@ -16,6 +16,7 @@ from typing import Any
 from uuid import uuid4
 
 from soap.errors import first_line
+from soap.files import write_text_atomically
 from soap.preprocessing.container import PreprocessError
 from soap.preprocessing.engine import Options
 from soap.preprocessing.manager import Limits, Manager
@@ -29,6 +30,7 @@ AUTO = "auto"
 NEWS = "news"
 """Calls of an actor that are answered while its tasks run."""
 CLOSE_S = 10.0
+REACH_S = 5.0
 TOKEN = "token"
 
 Told = Callable[[dict[str, Any]], None]
@@ -154,7 +156,7 @@ class RayNodes:
         places = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
         actor = ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={NEWS: 1})(Member)
         token = uuid4().hex
-        (work.path / TOKEN).write_text(token, encoding="ascii")
+        write_text_atomically(work.path / TOKEN, token, error=PreprocessError)
         for number in range(count or len(places)):
             place = NodeAffinitySchedulingStrategy(node_id=places[number % len(places)], soft=False)
             self._members.append(actor.options(scheduling_strategy=place).remote(work, options, number))
@@ -199,6 +201,7 @@ def _join(ray: Any, address: str) -> bool:
     if ray.is_initialized():
         return False
     try:
+        _reach(address)
         ray.init(address=address, logging_level="ERROR", log_to_driver=False)
     except (ConnectionError, ValueError, RuntimeError, OSError) as cause:
         raise PreprocessError(
@@ -206,6 +209,13 @@ def _join(ray: Any, address: str) -> bool:
             "'ray start --address=HOST:6379' on the other machines"
         ) from None
     return True
+
+
+def _reach(address: str) -> None:
+    """OSError if nobody answers at HOST:PORT. Ray itself would try for a minute, and say much meanwhile."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), REACH_S).close()
 
 
 def _shown(cause: BaseException) -> str:

@@ -11,10 +11,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from soap.errors import SoapError
 from soap.files import read_text
+from soap.yaml_text import parse_yaml
 
 KINDS = ("label", "integer", "hex", "string")
 LEAST, MOST = -(2**31), 2**31 - 1
@@ -123,9 +122,9 @@ def load_spec(source: str | Path) -> Spec:
         raise SpecError(f"SPEC {str(source)!r}: no such file; expected a YAML file or one of {', '.join(PRESETS)}")
     text = read_text(source, what="SPEC", error=SpecError, limit_bytes=LONGEST_SPEC_BYTES)
     try:
-        document = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError, ValueError) as cause:
-        raise SpecError(f"SPEC {str(source)!r} is no YAML: {' '.join(str(cause).split())[:300]}; correct it") from None
+        document = parse_yaml(text)
+    except ValueError as cause:
+        raise SpecError(f"SPEC {str(source)!r}: {cause}") from None
     return from_document(document, str(source))
 
 
@@ -171,7 +170,8 @@ def _missing(fields: dict[str, Any], kind: str, where: str) -> int | str:
     if kind in ("label", "integer"):
         return _whole({"missing": given}, "missing", 0, LEAST, MOST, where)
     if kind == "hex":
-        text = str(given) if isinstance(given, (str, int)) and not isinstance(given, bool) else ""
+        digit = type(given) is int and 0 <= given <= 9  # of longer ones YAML does not say how they were written: 0x10 and 020 are 16
+        text = str(given) if digit or isinstance(given, str) else ""
         if not re.fullmatch(r"[0-9a-fA-F]{1,16}", text):
             raise SpecError(f"{where}.missing: {_shown(given)}; expected 1 to 16 hexadecimal digits in quotes")
         return text

@@ -3,6 +3,7 @@ times, in any order within its step: the result is the same."""
 
 from __future__ import annotations
 
+import errno
 import gzip
 import os
 import zlib
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from soap.files import reason
 from soap.preprocessing import kernel
+from soap.preprocessing.arrow import parquet
 from soap.preprocessing.container import (
     Array,
     PreprocessError,
@@ -31,17 +33,23 @@ from soap.preprocessing.container import (
 from soap.preprocessing.encoder import IdEncoder, TextEncoder
 from soap.preprocessing.final import BLOCK_ROWS, opened, written
 from soap.preprocessing.inputs import PARQUET, Chunk, read_lines
-from soap.preprocessing.parsing import Layout, Parsed, parquet, parse_lines, parse_row_groups
+from soap.preprocessing.parsing import Layout, Parsed, parse_lines, parse_row_groups
 from soap.preprocessing.spec import Column
-from soap.preprocessing.work import CONVERT, INDEX, MERGE, NAMES, OPEN, UNITE, WRITE, Done, Task, Work
+from soap.preprocessing.work import CONVERT, INDEX, MERGE, NAMES, OPEN, PARQUET_FOLDER, UNITE, WRITE, Done, Task, Work, part_name
 
 NARROW = 2**16
 """Dictionaries of at most so many entries have codes of two bytes."""
 
 
 def perform(work: Work, task: Task) -> Done:
-    """Do one task, unless what it would leave is there already."""
-    return _STEPS[task.step](work, task)
+    """Do one task, unless what it would leave is there already. PreprocessError if that fails; MemoryError if memory is too short."""
+    try:
+        return _STEPS[task.step](work, task)
+    except OSError as cause:  # writers have told theirs: a file that was there is gone, or cannot be mapped
+        if cause.errno == errno.ENOMEM:
+            raise MemoryError from None
+        path = str(cause.filename or work.folder)
+        raise PreprocessError(f"{path!r} cannot be read: {reason(cause)}; check it: the same command goes on from what is done") from None
 
 
 def _open(work: Work, task: Task) -> Done:
@@ -53,15 +61,16 @@ def _open(work: Work, task: Task) -> Done:
     if found and path.exists() and path.stat().st_size == found["size"]:
         return Done(task, rows=found["size"], kept=True)
     temporary = temporary_of(path)
-    try:
-        with gzip.open(unit.path) as source, temporary.open("wb") as target:
-            while block := _block(source, unit.path):
-                target.write(block)
-        os.replace(temporary, path)
-    except OSError as cause:
-        raise unwritable(path, cause) from None
-    finally:
-        temporary.unlink(missing_ok=True)
+    with gzip.open(unit.path) as source:
+        try:
+            with temporary.open("wb") as target:
+                while block := _block(source, unit.path):
+                    target.write(block)
+            os.replace(temporary, path)
+        except OSError as cause:
+            raise unwritable(path, cause) from None
+        finally:
+            temporary.unlink(missing_ok=True)
     size = path.stat().st_size
     write_record(record, key, size=size)
     return Done(task, rows=size)
@@ -274,7 +283,7 @@ def _part(arrays: Mapping[str, Array], name: str, number: int) -> Array:
 
 def _write(work: Work, task: Task) -> Done:
     """One Parquet file of so many rows."""
-    path = work.out / "parquet" / f"part-{task.number:06d}.parquet"
+    path = work.out / PARQUET_FOLDER / part_name(task.number)
     record = work.path / f"write-{task.number:06d}.json"
     key = key_of(work.key, task.made_of, task.first_row, task.rows, work.codec)
     found = read_record(record, key)

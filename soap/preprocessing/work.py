@@ -21,6 +21,13 @@ STEPS = (OPEN, INDEX, UNITE, MERGE, CONVERT, WRITE)
 indices; write Parquet."""
 NAMES = {"labels": "labels.npy", "numbers": "numbers.npy", "categories": "categories.npy"}
 """The final arrays."""
+DICTIONARIES, PARQUET_FOLDER = "dictionaries", "parquet"
+"""Folders of the result."""
+
+
+def part_name(number: int) -> str:
+    """The name of a Parquet file."""
+    return f"part-{number:06d}.parquet"
 
 
 @dataclass(frozen=True, slots=True)

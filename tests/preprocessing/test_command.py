@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from soap.cli.preprocess import main
+from soap.cli.preprocess import Bars, main
+from soap.preprocessing.container import PreprocessError
+from soap.preprocessing.generate import generate
+from soap.preprocessing.manager import Limits, Manager
 from soap.preprocessing.spec import PRESETS
+from soap.preprocessing.work import Done, Task
 from tests.preprocessing.reference import reference
 from tests.preprocessing.running import files_of, result, same
 
@@ -61,6 +69,45 @@ def test_generates_the_same_for_the_same_seed_and_preprocesses(tmp_path: Path, c
     assert not (tmp_path / "out" / ".work").exists()
     assert main(argv) == 0
     assert "is complete already: 500 rows" in capsys.readouterr().out
+
+
+class Terminal(io.StringIO):
+    """A terminal, for all that a progress bar asks."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_bar_says_rows_per_second_time_left_x_and_y(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    bars = Bars(hidden=False)
+    bars.begin("index", 4, 4000)
+    monkeypatch.setattr(bars._bar, "_time", lambda: bars._bar.start_t + 2.0)  # two seconds have passed
+    bars.seen(Done(Task("index", 0, size=1000), rows=5000), Limits(2, 3, 6, "cores"))
+    bars.seen(None, Limits(2, 1, 2, "memory"))
+    bars.close()
+    shown = sys.stderr.getvalue()
+    assert "index:  25%" in shown
+    assert "1.00k/4.00k" in shown
+    assert re.search(r"\[00:0[12]<00:0[56], ", shown)  # a quarter took two seconds, the rest takes six; both are cut to whole ones
+    assert re.search(r"2,(499|500) rows/s, X=2 Y=1", shown)
+
+
+def test_interrupted_or_failed_generation_leaves_nothing(tmp_path: Path) -> None:
+    def end(cause: BaseException) -> Callable[[int], None]:
+        def wrote(count: int) -> None:
+            assert list(tmp_path.glob("raw/*"))
+            raise cause
+
+        return wrote
+
+    with pytest.raises(PreprocessError, match=r"cannot write .*raw.*: no space left on device; make room or give another -o$"):
+        generate(tmp_path / "raw", 100, wrote=end(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+    with pytest.raises(KeyboardInterrupt):
+        generate(tmp_path / "raw", 100, wrote=end(KeyboardInterrupt()))
+    assert not list(tmp_path.glob("raw/*"))
+    with pytest.raises(PreprocessError, match=r"seed 18446744073709551616: expected a whole number from 0 to 2\^64 - 1"):
+        generate(tmp_path / "raw", 100, seed=2**64, wrote=lambda count: None)
 
 
 @pytest.mark.slow
@@ -118,6 +165,11 @@ def test_plan_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     found = json.loads(capsys.readouterr().out)
     assert found["units"][0]["chunks"] == 4
     assert found["steps"]["index"]["mode"] == "adaptive"
+    assert main([*argv, "--json", "--mode", "index=unit"]) == 0
+    whole = json.loads(capsys.readouterr().out)
+    assert whole["units"][0]["chunks"] == 1
+    fixed_bytes = Manager().task_bytes("index", 0)
+    assert whole["steps"]["index"]["task_bytes"] - fixed_bytes == 4 * (found["steps"]["index"]["task_bytes"] - fixed_bytes)
     assert main(argv) == 0
     assert "chunks of each (Y)" in capsys.readouterr().out
     assert not (tmp_path / "out").exists()
@@ -155,13 +207,15 @@ def test_wrong_line_is_named_or_left_out(tmp_path: Path, capsys: pytest.CaptureF
         ("columns:\n- {name: y, kind: label, modulus: 3}", "columns[0].modulus: unknown field"),
         ("columns:\n- {name: c, kind: hex, modulus: 0}", "columns[0].modulus: 0; expected a whole number from 1"),
         ("columns:\n- {name: c, kind: hex, missing: g}", "columns[0].missing: 'g'; expected 1 to 16 hexadecimal digits"),
+        ("columns:\n- {name: c, kind: hex, missing: 0x10}", "columns[0].missing: 16; expected 1 to 16 hexadecimal digits in quotes"),
         ("columns:\n- {name: ../c, kind: hex}", "columns[0].name: '../c'; expected up to 100 letters"),
         ("columns:\n- {name: c, kind: hex, dictionary: ../c}", "columns[0].dictionary: '../c'"),
         ("columns:\n- {name: c, kind: hex}\n- {name: c, kind: hex}", "the name 'c' (column 2) is taken"),
         ("columns:\n- {name: n, kind: integer, log1p: 1}", "columns[0].log1p: 1; expected true or false"),
         ("columns:\n- {name: a, kind: hex, dictionary: d}\n- {name: b, kind: string, dictionary: d}", "shares dictionary 'd'"),
         ("columns:\n- {name: a, kind: hex, count: -1}", "columns[0].count: -1; expected a whole number from 1"),
-        ("columns: [", "is no YAML"),
+        ("columns: [", "no valid YAML at line 1 (expected the node content, but found '<stream end>'); mend it there"),
+        ("columns:\n- {name: c, kind: hex, name: d}", "no valid YAML at line 2 (key 'name' occurs twice); mend it there"),
         ("- 1", "expected a mapping of columns"),
     ],
 )

@@ -12,12 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from soap.preprocessing.container import PreprocessError
-from soap.preprocessing.engine import Options
+from soap.preprocessing.engine import Options, run
+from soap.preprocessing.executors import InProcess
 from soap.preprocessing.inputs import find_units
+from soap.preprocessing.manager import Manager
+from soap.preprocessing.node import Node, NodesTogether
 from soap.preprocessing.spec import PRESETS, Spec, from_document
+from soap.preprocessing.work import Work
 from tests.extent import MANY
 from tests.preprocessing.reference import reference
-from tests.preprocessing.running import Cut, files_of, preprocess, result, same
+from tests.preprocessing.running import Cut, Fixed, files_of, preprocess, result, same
 
 SPEC = from_document({
     "columns": [
@@ -112,6 +116,45 @@ def test_parquet_gives_what_lines_give(tmp_path: Path) -> None:
     data = b"".join(b"\t".join(row) + b"\n" for row in texts)
     preprocess(SPEC, [tmp_path / "in.parquet"], tmp_path / "out", Options(chunk_bytes=500, parquet=False), seed=3)
     same(result(tmp_path / "out", SPEC), reference(SPEC, [data]))
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "what"),
+    [
+        ("n1", [1, 2**31], r"row 1 from row group 0 on: column n1 is not a whole number below 2\^31 but 2147483648"),
+        ("n1", ["1", "2"], "column 'n1' has type string; expected integers"),
+        ("id", ["a", "xyz"], "row 1 from row group 0 on: column id is not at most 16 hexadecimal digits but 'xyz'"),
+        ("id", [1, -1], "column id has negative ids"),
+        ("word", [1, 2], "column 'word' has type int64; expected texts"),
+        ("word", None, "has no column 'word' but click, "),
+    ],
+)
+def test_parquet_that_does_not_fit_is_named_or_left_out(tmp_path: Path, column: str, values: list[object] | None, what: str) -> None:
+    pa = pytest.importorskip("pyarrow", reason="Parquet is read by pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet")
+    fields = {own.name: [b"w", b"w"] if own.kind == "string" else [1, 1] for own in SPEC.columns}
+    fields = {name: own for name, own in {**fields, column: values}.items() if own is not None}
+    pq.write_table(pa.table(fields), tmp_path / "in.parquet")
+    with pytest.raises(PreprocessError, match=what) as error:
+        preprocess(SPEC, [tmp_path / "in.parquet"], tmp_path / "out", Options(parquet=False))
+    assert str(tmp_path / "in.parquet") in str(error.value)
+    if "row 1" in what:
+        done = preprocess(SPEC, [tmp_path / "in.parquet"], tmp_path / "out", Options(on_error="skip", parquet=False))
+        assert (done.rows, done.skipped) == (1, 1)
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+def test_input_that_is_gone_meanwhile_is_one_line(tmp_path: Path, zipped: bool) -> None:
+    path = tmp_path / "day"
+    path.write_bytes(gzip.compress(b"a\n") if zipped else b"a\n")
+    spec, options = from_document({"columns": [{"name": "c", "kind": "hex"}]}), Options(parquet=False)
+
+    def gone(work: Work) -> NodesTogether:
+        path.unlink()
+        return NodesTogether([Node(InProcess(work), Manager(), Fixed(work.path))])
+
+    with pytest.raises(PreprocessError, match=f"{str(path)!r} cannot be read: no such file or directory; check "):
+        run(spec, [path], tmp_path / "out", options, gone)
 
 
 def test_files_of_a_folder_follow_each_other_by_number(tmp_path: Path) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gzip
 import os
+import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,7 @@ import soap
 from soap.cli.preprocess import main
 from soap.preprocessing.container import PreprocessError
 from soap.preprocessing.engine import Options, run
-from soap.preprocessing.ray_nodes import RayNodes
+from soap.preprocessing.ray_nodes import RayNodes, _join
 from soap.preprocessing.work import INDEX, Done, Task, Work
 from tests.preprocessing.reference import reference
 from tests.preprocessing.running import result, same
@@ -68,6 +70,13 @@ def test_result_is_the_reference_s(ray: Any, tmp_path: Path, nodes: int, files: 
     assert len(seen) == done.tasks
     assert {facts["node"] for facts in told} == set(range(nodes))
     assert {one.task.node for one in seen if one.task.step == INDEX} == set(range(nodes))
+
+
+def test_address_where_nobody_answers_is_one_line() -> None:
+    said = r"no Ray cluster at '127\.0\.0\.1:\d+': .*refused; start one by 'ray start"
+    with socket.socket() as unused, pytest.raises(PreprocessError, match=said):
+        unused.bind(("127.0.0.1", 0))
+        _join(SimpleNamespace(is_initialized=lambda: False), f"127.0.0.1:{unused.getsockname()[1]}")
 
 
 class Losing(RayNodes):
