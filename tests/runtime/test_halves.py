@@ -6,6 +6,7 @@ import weakref
 
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from soap.runtime.step.halves import Halves
 from soap.tracing.rules.random import dropped
@@ -45,3 +46,18 @@ def test_outputs_are_not_kept_for_weight_gradients_and_gradients_are_until_then(
     assert made() is None and given() is not None
     halves.weights(0)
     assert given() is None
+
+
+def test_no_product_is_made_twice() -> None:
+    """Of a linear layer and of a convolution, each half has as many operations as the forward pass."""
+    value, weight = torch.randn(5, 3, requires_grad=True), torch.randn(4, 3, requires_grad=True)
+    image, kernel = torch.randn(2, 3, 8, 8, requires_grad=True), torch.randn(4, 3, 3, 3, requires_grad=True)
+    for one, other, run in ((value, weight, F.linear), (image, kernel, F.conv2d)):
+        halves, counts = Halves([other]), []
+        with FlopCounterMode(display=False) as forward:
+            made = F.gelu(run(one, other))
+        for half in (lambda: halves.inputs(0, [torch.ones_like(made)], [made]), lambda: halves.weights(0)):  # noqa: B023
+            with FlopCounterMode(display=False) as counter:
+                half()
+            counts.append(counter.get_total_flops())
+        assert counts == [forward.get_total_flops()] * 2 and counts[0] > 0
