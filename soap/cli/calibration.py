@@ -20,7 +20,7 @@ from soap.simulator.analysis.comparison import Pair, matched
 from soap.simulator.analysis.timeline_file import Description, Timeline
 from soap.simulator.communication.prices import Communication
 from soap.simulator.simulate import costs_hash
-from soap.simulator.tasks import TaskKind
+from soap.simulator.tasks import GRADIENTS, TaskKind
 from soap.strategy.mismatch import one_line, short
 
 LEAST_TASKS = 8
@@ -126,10 +126,10 @@ def _by_kind(
         task = pair.predicted
         updates = task.kind is TaskKind.UPDATE
         kind = update_family(optimizer_states) if updates else task.operator
-        computes = updates or task.kind in (TaskKind.FORWARD, TaskKind.BACKWARD)
+        computes = updates or task.kind is TaskKind.FORWARD or task.kind in GRADIENTS
         if computes and kind and len(task.threads) == 1 and task.threads[0] in types:
             place = places[types[task.threads[0]]]
-            found.setdefault((place, kind, task.kind is TaskKind.BACKWARD), []).append(pair)
+            found.setdefault((place, kind, task.kind in GRADIENTS), []).append(pair)
     return found
 
 

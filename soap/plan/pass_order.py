@@ -1,9 +1,9 @@
 """In which order devices run the passes of micro-batches. Pure data.
 
-A *chunk* is a set of operators. An *action* is the forward (``F``) or backward (``B``) pass of one chunk for one micro-batch. All devices
-follow one list of actions, each for its own tiles; inside an action tiles run in the order of the model, backward in the reverse. The lists
-of several device groups, each with chunks of its own, are one list as soon as actions come behind those that they wait for
-(``soap.plan.scheduling``).
+A *chunk* is a set of operators. An *action* is the forward (``F``) or backward (``B``) pass of one chunk for one micro-batch, or the
+backward pass in two, input gradients (``I``) and weight gradients (``W``: ``strategy.division``). All devices follow one list of actions,
+each for its own tiles; inside an action tiles run in the order of the model, backward in the reverse. The lists of several device groups,
+each with chunks of its own, are one list as soon as actions come behind those that they wait for (``soap.plan.scheduling``).
 
 An operator that is not cut runs forward with the first micro-batch, and backward with the last.
 """
@@ -17,14 +17,17 @@ from typing import Literal, NamedTuple
 
 from soap.errors import StrategyError
 from soap.model.micro_batches import MicroBatches
+from soap.schedules.table import Kind
+from soap.strategy.division import halves, is_divided
 
-_BOTH: tuple[Literal["F"], Literal["B"]] = ("F", "B")
+Pass = Literal["F", "B", "W"]
+"""What a tile does: its forward pass; its backward pass, or, if that is divided, the first half; the other half."""
 
 
 class PassAction(NamedTuple):
     """The pass of one chunk for one micro-batch."""
 
-    kind: Literal["F", "B"]
+    kind: Kind
     chunk: int
     microbatch: int
 
@@ -34,15 +37,15 @@ class PassAction(NamedTuple):
 
 @dataclass(frozen=True)
 class PassOrder:
-    """``chunks``: by operator, its chunk. ``actions``: every action once. StrategyError if an action is missing, or comes before one for
-    which it waits."""
+    """``chunks``: by operator, its chunk. ``actions``: every action once, backward passes all whole or all in two. StrategyError if an
+    action is missing, or comes before one for which it waits."""
 
     cut: MicroBatches
     chunks: tuple[int, ...]
     actions: tuple[PassAction, ...]
 
     def __post_init__(self) -> None:
-        wanted = {PassAction(kind, chunk, m) for kind in _BOTH for chunk in {*self.chunks} for m in range(self.cut.count)}
+        wanted = {PassAction(kind, chunk, m) for kind in self._kinds for chunk in {*self.chunks} for m in range(self.cut.count)}
         if len(self.actions) != len(wanted) or wanted != {*self.actions}:
             odd = sorted(map(str, wanted ^ {*self.actions})) or ["one occurs twice"]
             raise StrategyError(f"schedule of {len(self.actions)} actions; expected each of {len(wanted)} once: {', '.join(odd[:3])}")
@@ -55,29 +58,54 @@ class PassOrder:
         """Action -> its place in the list."""
         return {action: place for place, action in enumerate(self.actions)}
 
-    def rank(self, kind: Literal["F", "B"], position: int, part: int) -> int:
+    @cached_property
+    def splits(self) -> bool:
+        """Whether backward passes are in two."""
+        return any(action.kind in ("I", "W") for action in self.actions)
+
+    @property
+    def _kinds(self) -> tuple[Kind, ...]:
+        return ("F", "I", "W") if self.splits else ("F", "B")
+
+    @cached_property
+    def backward(self) -> tuple[Kind, ...]:
+        """By operator: the kind of the actions in which its backward pass, or the first half of it, takes place."""
+        own: list[Kind] = ["B"] * len(self.chunks)
+        for position, op in enumerate(self.cut.graph.operators if self.splits else ()):
+            own[position] = next(iter(halves(self.cut.graph, op)), "I")
+        return tuple(own)
+
+    @cached_property
+    def divided(self) -> frozenset[int]:
+        """Positions of the operators whose backward pass is in two."""
+        graph = self.cut.graph
+        return frozenset(i for i, op in enumerate(graph.operators if self.splits else ()) if is_divided(graph, op))
+
+    def rank(self, own: Pass, position: int, part: int) -> int:
         """The place of the action to which a pass of a part of an operator belongs. ``part``: 0 if the operator is not cut."""
         if self.cut.parts(position) == 1:
-            part = 0 if kind == "F" else self.cut.count - 1
-        return self.ranks[PassAction(kind, self.chunks[position], part)]
+            part = 0 if own == "F" else self.cut.count - 1
+        return self.ranks[PassAction(self.backward[position] if own == "B" else own, self.chunks[position], part)]
 
     def _needs(self) -> Iterator[tuple[PassAction, PassAction, str]]:
         """(action, action that waits for it, why)."""
-        cut, last = self.cut, self.cut.count - 1
+        cut, last, back = self.cut, self.cut.count - 1, self._kinds[1]
         for chunk in {*self.chunks}:
             for m in range(cut.count):
-                yield PassAction("F", chunk, m), PassAction("B", chunk, m), "a backward pass follows its forward pass"
-                for kind in _BOTH if m else ():
+                yield PassAction("F", chunk, m), PassAction(back, chunk, m), "a backward pass follows its forward pass"
+                if self.splits:
+                    yield PassAction("I", chunk, m), PassAction("W", chunk, m), "weight gradients follow input gradients"
+                for kind in self._kinds if m else ():
                     yield PassAction(kind, chunk, m - 1), PassAction(kind, chunk, m), "micro-batches pass a chunk in their order"
         for (maker, reader), barrier in self._edges().items():
             why = f"chunk {reader} reads chunk {maker}"
             for m in range(cut.count if maker != reader else 0):
                 yield PassAction("F", maker, m), PassAction("F", reader, m), why
-                yield PassAction("B", reader, m), PassAction("B", maker, m), why
+                yield PassAction(back, reader, m), PassAction(back, maker, m), why
             if barrier:
                 why = f"operator {barrier!r} needs all micro-batches at once, so let all of them pass it together (GPipe)"
                 yield PassAction("F", maker, last), PassAction("F", reader, 0), why
-                yield PassAction("B", reader, last), PassAction("B", maker, 0), why
+                yield PassAction(back, reader, last), PassAction(back, maker, 0), why
 
     def _edges(self) -> dict[tuple[int, int], str]:
         """(chunk, chunk that reads it) -> the first operator that is a barrier between them; "" if none is."""

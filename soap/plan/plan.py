@@ -14,7 +14,7 @@ from functools import cached_property
 from soap.model.graph import Operator, OperatorGraph
 from soap.model.regions import Box
 from soap.plan.compression.training import PLAIN, PlannedTraining
-from soap.plan.pass_order import PassOrder
+from soap.plan.pass_order import Pass, PassOrder
 from soap.plan.tiling import Tile
 from soap.strategy.compression import Compression
 from soap.strategy.config import Strategy
@@ -284,14 +284,14 @@ class Plan:
         """The tile as cost models are asked for it: with ``sparse_lookup`` filled in."""
         return replace(tile, sparse_lookup=True) if tile.operator in self.sparse_lookups else tile
 
-    def rank(self, tile: Tile, *, backward: bool) -> int:
-        """The place of the action, in ``order``, to which a tile's pass belongs; 0 without an order."""
-        return 0 if self.order is None else self.order.rank("B" if backward else "F", tile.operator, tile.part or 0)
+    @property
+    def divided(self) -> frozenset[int]:
+        """Positions of the operators whose backward pass is in two (``strategy.division``)."""
+        return frozenset() if self.order is None else self.order.divided
 
-    def parted(self, one: int, other: int) -> bool:
-        """Whether passes of two tiles (positions in ``tiles``) belong to different actions of ``order``."""
-        own, others = self.tiles[one], self.tiles[other]
-        return any(self.rank(own, backward=backward) != self.rank(others, backward=backward) for backward in (False, True))
+    def rank(self, tile: Tile, own: Pass) -> int:
+        """The place of the action, in ``order``, to which a tile's pass belongs; 0 without an order."""
+        return 0 if self.order is None else self.order.rank(own, tile.operator, tile.part or 0)
 
     def operator(self, tile: Tile) -> Operator:
         """The operator that a tile belongs to."""
@@ -304,7 +304,7 @@ def forward_name(op: Operator, tile: Tile) -> str:
 
 
 def backward_name(op: Operator, tile: Tile) -> str:
-    """Task name of a tile's backward pass."""
+    """Task name of a tile's backward pass; if that is in two, of its input gradients."""
     return f"backward {op.name}[{tile.index}]{_of(tile)}"
 
 

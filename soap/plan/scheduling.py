@@ -1,8 +1,8 @@
 """From stages and a schedule to one order of passes.
 
 A table lists what each stage does. Its lists become one in the order in which actions would end, if a backward pass took twice as long as a
-forward pass: each comes behind those that it waits for. Each device follows that list for its own tiles, so that every stage keeps its own
-order; and before it begins an action, it is ready for what others send it until the action's end.
+forward pass, and each half of it as long: each comes behind those that it waits for. Each device follows that list for its own tiles, so
+that every stage keeps its own order; and before it begins an action, it is ready for what others send it until the action's end.
 
 In a chunk with barriers each action does what stands before the first of them, and the last micro-batch's the rest, for all micro-batches
 (``soap.schedules.dependencies``).
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Literal
 
 from soap.model.graph import OperatorGraph
 from soap.model.micro_batches import MicroBatches
@@ -82,8 +81,9 @@ def _done(action: Action, parts: Sequence[tuple[int, int]], count: int) -> Itera
     last = range(count) if action.microbatch == count - 1 else ()
     if action.kind == "F":
         now, later = [number for phase, number in parts if not phase], [number for phase, number in parts if phase]
+    elif action.kind == "W":  # all input gradients of the chunk are there
+        now, later = [number for _, number in reversed(parts)], []
     else:
         now, later = [number for _, number in parts[-1:]], [number for _, number in reversed(parts[:-1])]
-    kind: Literal["F", "B"] = "F" if action.kind == "F" else "B"
-    yield from (PassAction(kind, number, action.microbatch) for number in now)
-    yield from (PassAction(kind, number, microbatch) for number in later for microbatch in last)
+    yield from (PassAction(action.kind, number, action.microbatch) for number in now)
+    yield from (PassAction(action.kind, number, microbatch) for number in later for microbatch in last)

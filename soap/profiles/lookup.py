@@ -41,6 +41,7 @@ from soap.profiles.store import Store
 from soap.profiles.work import Kernel, backward_work, forward_work
 from soap.simulator.costs import nanoseconds
 from soap.strategy.compression import Compression
+from soap.strategy.division import Half
 
 LEAST_KINDS = 3
 CACHE_ENTRIES = 2**18
@@ -234,6 +235,11 @@ class ProfiledCosts:
         """Forward pass of a tile without its product: the roofline's share of the whole pass, as this part of it is measured by nobody."""
         whole_ns, light_ns = (ask(graph, tile, device) for ask in (self.estimate.forward_ns, self.estimate.light_ns))
         return min(self.forward_ns(graph, tile, device), max(1, -(-self.forward_ns(graph, tile, device) * light_ns // whole_ns)))
+
+    def half_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType, half: Half) -> int:
+        """Input or weight gradients of a tile that has both: the roofline's share of the whole pass. Together they take longer than it."""
+        whole_ns, half_ns = self.estimate.backward_ns(graph, tile, device), self.estimate.half_ns(graph, tile, device, half)
+        return max(1, -(-self.backward_ns(graph, tile, device) * half_ns // whole_ns))
 
     @property
     def updates_rows_alone(self) -> bool:

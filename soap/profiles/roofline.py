@@ -21,9 +21,10 @@ from soap.plan.row_counts import parameters_held
 from soap.plan.tiling import Tile
 from soap.profiles import efficiency
 from soap.profiles.efficiency import PEAK_SHARE
-from soap.profiles.work import Kernel, backward_work, constants, forward_work, light_work
+from soap.profiles.work import Kernel, backward_work, constants, forward_work, half_work, light_work
 from soap.simulator.costs import nanoseconds
 from soap.strategy.compression import Compression
+from soap.strategy.division import Half
 
 TILE_CALLS = 12
 """What the runtime's Python adds to a tile in each direction on a CPU, in calls (``kernel_seconds``), so that it follows the machine's
@@ -88,6 +89,11 @@ class RooflineCosts:
         """Forward pass of a tile without its product."""
         work = light_work(graph, tile)
         return nanoseconds(work_seconds(work, device, graph.operators[tile.operator].kind, backward=False) + runtime_seconds(device))
+
+    def half_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType, half: Half) -> int:
+        """Input or weight gradients of a tile that has both."""
+        work = half_work(graph, tile, half)
+        return nanoseconds(work_seconds(work, device, graph.operators[tile.operator].kind, backward=True) + runtime_seconds(device))
 
     def update_ns(self, parameter_bytes: int, device: DeviceType) -> int:
         """Optimizer update: parameter, gradient and states are read, parameter and states written; on a CPU by several calls for each

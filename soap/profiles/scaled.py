@@ -9,8 +9,9 @@ from soap.model.graph import OperatorGraph
 from soap.plan.compression.seam import Layout, Work
 from soap.plan.tiling import Tile
 from soap.profiles.roofline import RooflineCosts
-from soap.simulator.costs import CostModel, compression_ns, launch_ns, light_ns, updates_rows_alone
+from soap.simulator.costs import CostModel, compression_ns, half_ns, launch_ns, light_ns, updates_rows_alone
 from soap.strategy.compression import Compression
+from soap.strategy.division import Half
 
 
 class ScaledCosts:
@@ -60,6 +61,12 @@ class ScaledCosts:
         old = self._original.get(device, device)
         estimated = self._before.light_ns(graph, tile, old), self._now.light_ns(graph, tile, device)
         return _in_proportion(light_ns(self._costs, graph, tile, old), *estimated)
+
+    def half_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType, half: Half) -> int:
+        """Input or weight gradients of a tile that has both."""
+        old = self._original.get(device, device)
+        estimated = self._before.half_ns(graph, tile, old, half), self._now.half_ns(graph, tile, device, half)
+        return _in_proportion(half_ns(self._costs, graph, tile, old, half), *estimated)
 
     def update_ns(self, parameter_bytes: int, device: DeviceType) -> int:
         """Optimizer update of a shard."""

@@ -8,7 +8,7 @@ from soap.profiles.corrections import CORRECTED
 from soap.profiles.lookup import Answer, ProfiledCosts, Source
 from soap.simulator.communication.synchronizing import device_updates
 from soap.simulator.costs import CostModel
-from soap.simulator.tasks import TaskGraph, TaskKind
+from soap.simulator.tasks import GRADIENTS, TaskGraph
 
 SIGNIFICANT = 4
 """Decimal places of a share."""
@@ -47,6 +47,6 @@ def _answers(costs: ProfiledCosts, tasks: TaskGraph) -> Iterator[Answer]:
     for task in tasks.tasks:
         if task.tile is not None:
             tile, device = tasks.plan.as_run(tasks.plan.tiles[task.tile]), tasks.topology.devices[task.resources[0]].type
-            yield costs.answer(tasks.plan.graph, tile, device, backward=task.kind is TaskKind.BACKWARD)
+            yield costs.answer(tasks.plan.graph, tile, device, backward=task.kind in GRADIENTS)
     for device_number, size in device_updates(tasks.plan, rows_alone=costs.updates_rows_alone):
         yield costs.update_answer(size, tasks.topology.devices[device_number].type)

@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from soap.model.dtypes import is_differentiable
-from soap.model.graph import Operand, Operator, OperatorGraph
+from soap.model.graph import RECURRENT_KINDS, Operand, Operator, OperatorGraph
 from soap.model.regions import Box, volume
 from soap.plan.row_counts import all_lookups, parameters_held
 from soap.plan.tiling import NARROW_PRODUCTS, Tile, is_widened, iteration_points
+from soap.strategy.division import Half
 
 LOOKUP_KINDS = frozenset({"embedding", "embedding_bag", "equal_bags"})
 """Operators that read only those rows of their parameter that the input names: at most as much as they write."""
@@ -100,8 +101,9 @@ def light_work(graph: OperatorGraph, tile: Tile) -> tuple[Kernel, ...]:
     return (replace(kernel, calls=kernel.calls - 1, apart_bytes=kernel.traffic_bytes - kernel.fused_bytes),)
 
 
-def backward_work(graph: OperatorGraph, tile: Tile) -> tuple[Kernel, ...]:
-    """Gradients of the inputs, then of the parameters; each reads the outputs' gradients and what the forward pass read."""
+def backward_work(graph: OperatorGraph, tile: Tile, *, apart: bool = False) -> tuple[Kernel, ...]:
+    """Gradients of the inputs, then of the parameters; each reads the outputs' gradients and what the forward pass read. ``apart``: as two
+    passes, each of which goes through the light calls."""
     op = graph.operators[tile.operator]
     flops = tile_flops(op, tile)
     received = _bytes(graph, op.outputs, tile.outputs) + _bytes(graph, op.inputs, tile.inputs)
@@ -113,8 +115,17 @@ def backward_work(graph: OperatorGraph, tile: Tile) -> tuple[Kernel, ...]:
         traffic = received + input_gradients + _read_parameters(graph, op, tile)
         kernels.append(_kernel(graph, tile, flops * max(1, contractions), traffic, saves=True))
     if parameter_gradients:
-        kernels.append(_kernel(graph, tile, flops, received + parameter_gradients))
+        kernels.append(_kernel(graph, tile, flops, received + parameter_gradients, saves=apart))
     return tuple(kernels)
+
+
+def half_work(graph: OperatorGraph, tile: Tile, half: Half) -> tuple[Kernel, ...]:
+    """The gradients of the inputs, or of the parameters, of a tile that has both, each as a pass of its own. Both go back through the light
+    calls; in recurrent layers the second one also goes back through all steps once more."""
+    whole = backward_work(graph, tile, apart=True)
+    if half == "I":
+        return whole[:1]
+    return whole if graph.operators[tile.operator].kind in RECURRENT_KINDS else whole[1:]
 
 
 def tile_flops(op: Operator, tile: Tile) -> float:

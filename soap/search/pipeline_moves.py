@@ -11,11 +11,11 @@ from dataclasses import replace
 from itertools import combinations
 
 from soap.model.graph import Operator, OperatorGraph
-from soap.schedules.named import NamedSchedule, parse
+from soap.schedules.named import SCHEDULES, NamedSchedule, parse
 from soap.search.proposals import Proposal
 from soap.strategy.config import OpConfig, Strategy
 from soap.strategy.grids import grouped, sample_factor
-from soap.strategy.stages import SETTLED, WHOLE_PASSES, chunks_of, devices_of_stages, stages_of, stages_of_chunks
+from soap.strategy.stages import SETTLED, chunks_of, devices_of_stages, stages_of, stages_of_chunks
 
 BORDER, MICROBATCHES, SCHEDULE, DEVICES = PIPELINE_MOVES = ("border", "microbatches", "schedule", "stage devices")
 STEPS = (1, 2, 4, 8, 16, 32, 64)
@@ -80,7 +80,7 @@ class _Pipeline:
         """The other schedules of as many chunks on each stage."""
         named = None if self._strategy.schedule is None else parse(self._strategy.schedule)
         chunks, placement = (1, "loop") if named is None else (named.chunks, named.placement)
-        for schedule in WHOLE_PASSES:
+        for schedule in SCHEDULES:
             if schedule.fewest_chunks <= chunks <= schedule.most_chunks and placement in schedule.placements:
                 other = NamedSchedule(schedule, chunks, placement)
                 if other != named:

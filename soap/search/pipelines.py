@@ -18,16 +18,15 @@ from soap.errors import ScheduleError
 from soap.model.graph import OperatorGraph
 from soap.model.micro_batches import MicroBatches
 from soap.schedules.in_flight import in_flight, peaks
-from soap.schedules.named import NamedSchedule
+from soap.schedules.named import SCHEDULES, NamedSchedule
 from soap.schedules.play import Durations, play
-from soap.schedules.table import Table
+from soap.schedules.table import Kind, Table
 from soap.search.constraints import Allowed
 from soap.search.stage_costs import StageCosts, StagePrices
 from soap.search.stage_groups import StageGroups, stage_groups
 from soap.search.stages import Integers, Partition, partition
 from soap.simulator.costs import CostModel
 from soap.strategy.grids import tensor_parallel_width
-from soap.strategy.stages import WHOLE_PASSES
 
 MOST_STAGES = 64
 PER_STAGE = 8
@@ -131,7 +130,7 @@ class _Shape:
 def _scheduled(shape: _Shape, costs: StageCosts) -> Iterator[Pipeline]:
     """The shape by each schedule."""
     groups = shape.groups
-    for schedule in WHOLE_PASSES:
+    for schedule in SCHEDULES:
         if shape.cut.barriers and not schedule.meets_barriers:
             continue
         for chunks in (own for own in CHUNKS if schedule.fewest_chunks <= own <= schedule.most_chunks):
@@ -179,13 +178,15 @@ def _judged(shape: _Shape, costs: StageCosts, named: NamedSchedule, table: Table
 
     borders = [int(chain.message_ns[a, b, cut - 1]) // (2 * count) for a, b, cut in zip(cut.kinds, cut.kinds[1:], bounds[1:], strict=False)]
     forward, backward = ([own // count for own in by_chunk(values)] for values in (costs.forward_ns, costs.backward_ns))
-    played = play(table, Durations(actions_ns={"F": forward, "B": backward}, forward_ns=borders, backward_ns=borders))
+    half = [-(-own // 2) for own in backward]  # of both kinds of gradients, roughly
+    actions: dict[Kind, Sequence[int]] = {"F": forward, "B": backward, "I": half, "W": half}
+    played = play(table, Durations(actions_ns=actions, forward_ns=borders, backward_ns=borders))
     upkeep, kept = [0] * stages, [0] * stages
     for chunk, (own_ns, own_bytes) in enumerate(zip(by_chunk(costs.upkeep_ns), by_chunk(chain.kept_bytes), strict=True)):
         upkeep[table.placement[chunk]] += own_ns
         kept[table.placement[chunk]] += own_bytes
     expected_ns = max(ends[-1] + own for ends, own in zip(played.ends_ns, upkeep, strict=True))
-    most = peaks(table, by_chunk(chain.activation_bytes), [0] * len(spans))
+    most = peaks(table, by_chunk(chain.activation_bytes), by_chunk(chain.activation_bytes))
     limits = [int(chain.limit_bytes[kind]) for kind in cut.kinds[:stages]]
     lacking = max(0, *(a + b - limit for a, b, limit in zip(kept, most, limits, strict=True)))
     starts = [costs.firsts[first] for first in cut.firsts]

@@ -14,6 +14,7 @@ from soap.model.graph import OperatorGraph
 from soap.plan.compression.seam import Layout, Work
 from soap.plan.tiling import Tile
 from soap.strategy.compression import Compression
+from soap.strategy.division import Half
 
 CostSource = Literal["auto", "estimate"]
 """``auto``: use what ``soap-profile`` has measured of the cluster's devices, estimate the rest. ``estimate``: use only their figures."""
@@ -77,6 +78,21 @@ def light_ns(costs: CostModel, graph: OperatorGraph, tile: Tile, device: DeviceT
     not ``Repeating``."""
     known: Callable[..., int] = getattr(costs, "light_ns", costs.forward_ns)  # as above
     return known(graph, tile, device)
+
+
+@runtime_checkable
+class Dividing(Protocol):
+    """An optional part of a cost model: how long the two halves of a backward pass take (``strategy.division``)."""
+
+    def half_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType, half: Half) -> int:
+        """Input gradients (``I``) or weight gradients (``W``) of a tile that has both, each by itself: what both of them go through counts
+        in both."""
+
+
+def half_ns(costs: CostModel, graph: OperatorGraph, tile: Tile, device: DeviceType, half: Half) -> int:
+    """One of the halves of a tile's backward pass, in nanoseconds; half of the whole one if the cost model is not ``Dividing``."""
+    known: Callable[..., int] | None = getattr(costs, "half_ns", None)  # as above
+    return -(-costs.backward_ns(graph, tile, device) // 2) if known is None else known(graph, tile, device, half)
 
 
 @runtime_checkable

@@ -30,7 +30,7 @@ from soap.model.graph import OperatorGraph
 from soap.plan.syncs.seam import SELECT
 from soap.plan.tiling import Tile
 from soap.simulator.task_list import UPDATE
-from soap.simulator.tasks import Task, TaskGraph, TaskKind
+from soap.simulator.tasks import GRADIENTS, Task, TaskGraph, TaskKind
 
 Floats = NDArray[np.float64]
 Longs = NDArray[np.int64]
@@ -198,7 +198,7 @@ class DrawnTasks:
         topology, plan = self._tasks.topology, self._tasks.plan
         if task.tile is not None:
             tile, device = plan.as_run(plan.tiles[task.tile]), topology.devices[task.resources[0]].type
-            return self._spreads.of_tile(plan.graph, tile, device, backward=task.kind is TaskKind.BACKWARD)
+            return self._spreads.of_tile(plan.graph, tile, device, backward=task.kind in GRADIENTS)
         if task.kind is TaskKind.UPDATE and task.id[0] == UPDATE and task.id[2] == 0:
             return self._spreads.of_update(topology.devices[task.resources[0]].type)
         if task.kind is TaskKind.COMPRESS and task.resources:

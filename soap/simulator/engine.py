@@ -87,7 +87,7 @@ class Engine:
         cluster = cluster_tables(communication)
         self.variants = Variants(graph, topology, costs, draws, training)
         self._groups = DeviceGroups(communication, cluster)
-        self._renew(graph=self._graph, order=pass_tables(None), cluster=cluster, groups=self._groups.arrays)
+        self._renew(graph=self._graph, order=pass_tables(None, len(graph.operators)), cluster=cluster, groups=self._groups.arrays)
         self._size, self._slots, self._arena = 4096, 4096, 65536
         self._make_scratch()
         self._resources = topology.device_count + len(topology.links) + len(names_behind_links(topology))
@@ -114,8 +114,9 @@ class Engine:
 
     def _set_order(self, strategy: Strategy) -> None:
         """From now on cut operators into the strategy's micro-batches, and let their passes follow its order."""
-        self._renew(order=pass_tables(self._orders.order(strategy)))
-        self.variants.micro_batches = self._orders.cut(strategy.microbatches)
+        order = self._orders.order(strategy)
+        self._renew(order=pass_tables(order, len(self.graph.operators)))
+        self.variants.micro_batches, self.variants.divides = self._orders.cut(strategy.microbatches), order is not None and order.splits
 
     def _make_room(self, slots: int) -> None:
         """Grow the arrays to the least that a strategy needs at once, rather than trying every smaller size."""

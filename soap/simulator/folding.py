@@ -49,9 +49,10 @@ from soap.simulator.chunks import shortest_chunk_ns
 from soap.simulator.communication.allreduce import allreduce_bytes, allreduce_options
 from soap.simulator.communication.options import AllReduceOption
 from soap.simulator.communication.prices import Communication
-from soap.simulator.costs import CostModel, launch_ns, light_ns
+from soap.simulator.costs import CostModel, half_ns, launch_ns, light_ns
 from soap.simulator.draws import links_between_hosts
 from soap.strategy.config import Strategy
+from soap.strategy.division import Half
 
 Ints = NDArray[np.int64]
 
@@ -115,6 +116,10 @@ class FoldedCosts:
     def light_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType) -> int:
         """Forward pass of a tile without its product."""
         return light_ns(self.costs, self.graph, tile, device)
+
+    def half_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType, half: Half) -> int:
+        """Input or weight gradients of a tile that has both."""
+        return half_ns(self.costs, self.graph, tile, device, half)
 
     def launch_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType, *, backward: bool) -> int:
         """Launching one pass of a tile."""

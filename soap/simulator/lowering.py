@@ -18,7 +18,9 @@ its own tiles (except that tiles that wait for no other run right before their f
 The runtime joins consecutive tiles between which nothing arrives or leaves (``program``), and then waits for all gradients that the joined
 tiles need. The simulator takes tile by tile.
 
-With micro-batches each device runs its passes one after the other in a given order (``Plan.order``): each waits for the one before.
+With micro-batches each device runs its passes one after the other in a given order (``Plan.order``): each waits for the one before. If the
+order has backward passes in two (``strategy.division``), weight gradients wait for input gradients, and what keeps parameters in step for
+the weight gradients.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from itertools import pairwise
 
 from soap.cluster.topology import Topology
 from soap.model.regions import Box
+from soap.plan.division import weights_name
 from soap.plan.flows import box_bytes, exchange_rounds, partial_bytes, reduced_tensor, scatter_rounds
+from soap.plan.pass_order import Pass
 from soap.plan.places import PlanPlaces
 from soap.plan.plan import (
     Exchange,
@@ -50,10 +54,10 @@ from soap.plan.planning import PlanBuilder, build_plan
 from soap.plan.tiling import Tile
 from soap.simulator.communication.prices import Communication
 from soap.simulator.communication.synchronizing import Synchronization
-from soap.simulator.costs import CostModel, launch_ns, light_ns
+from soap.simulator.costs import CostModel, half_ns, launch_ns, light_ns
 from soap.simulator.second_runs import AGAIN, Need, SecondRuns
-from soap.simulator.task_list import BACKWARD, FORWARD, TaskList
-from soap.simulator.tasks import TaskGraph, TaskKind
+from soap.simulator.task_list import BACKWARD, FORWARD, WEIGHTS, TaskList
+from soap.simulator.tasks import GRADIENTS, TaskGraph, TaskKind
 
 __all__ = ["PlanBuilder", "build_plan", "lower"]
 
@@ -75,27 +79,34 @@ def lower(
     lowering.forward(synchronization.pull(), synchronization.gather)
     lowering.backward(synchronization.gather)
     lowering.keep_order()
-    synchronization.synchronize(lowering.backward_tasks)
+    synchronization.synchronize(lowering.backward_tasks | lowering.weights_tasks)
     return TaskGraph(plan, topology, tasks.in_order())
 
 
-NAMES = {TaskKind.FORWARD: forward_name, TaskKind.RECOMPUTE: recompute_name, TaskKind.BACKWARD: backward_name}
+NAMES = {
+    TaskKind.FORWARD: forward_name,
+    TaskKind.RECOMPUTE: recompute_name,
+    TaskKind.BACKWARD: backward_name,
+    TaskKind.WEIGHTS: weights_name,
+}
 """Names of a tile's passes."""
+STAGES = {TaskKind.FORWARD: 1, TaskKind.RECOMPUTE: AGAIN, TaskKind.BACKWARD: 1, TaskKind.WEIGHTS: WEIGHTS}
+"""Their stages, the third part of a task's id."""
 
 
 class _Lowering:
     """The state of one lowering.
 
-    ``_forward``, ``backward_tasks``: tile -> its task. ``_reduced``: reduction -> the tasks that its sum is ready after. ``_brought``:
-    part -> the task that brings it. ``_arrivals``: tile -> the tasks that bring what it reads; ``_arrivals_back``: to its backward pass, of
-    parameters. ``_gradients``: holding -> the tasks that
-    make or bring parts of its gradient; empty if it gets none.
+    ``_forward``, ``backward_tasks``, ``weights_tasks``: tile -> its task. ``_reduced``: reduction -> the tasks that its sum is ready after.
+    ``_brought``: part -> the task that brings it. ``_arrivals``: tile -> the tasks that bring what it reads; ``_arrivals_back``: to its
+    backward pass, of parameters. ``_gradients``: holding -> the tasks that make or bring parts of its gradient; empty if it gets none.
     """
 
     def __init__(self, plan: Plan, costs: CostModel, tasks: TaskList) -> None:
         self.plan, self.costs, self._list = plan, costs, tasks
         self._forward: list[int] = []
         self.backward_tasks: dict[int, int] = {}
+        self.weights_tasks: dict[int, int] = {}
         self._reduced: dict[int, tuple[int, ...]] = {}
         self._gradients: list[list[int]] = [[] for _ in plan.holdings]
         self._brought: dict[Part, int] = {}
@@ -141,11 +152,16 @@ class _Lowering:
             return
         last = len(self.plan.graph.operators) - 1
         by_device: dict[int, list[tuple[int, int, int, int]]] = {}
-        for backward, own in ((False, enumerate(self._forward)), (True, self.backward_tasks.items())):
+        passes: tuple[tuple[Pass, Iterable[tuple[int, int]]], ...] = (
+            ("F", enumerate(self._forward)),
+            ("B", self.backward_tasks.items()),
+            ("W", self.weights_tasks.items()),
+        )
+        for kind, own in passes:
             for number, task in own:
                 tile = self.plan.tiles[number]
-                position = last - tile.operator if backward else tile.operator
-                by_device.setdefault(tile.device, []).append((self.plan.rank(tile, backward=backward), position, tile.index, task))
+                position = tile.operator if kind == "F" else last - tile.operator
+                by_device.setdefault(tile.device, []).append((self.plan.rank(tile, kind), position, tile.index, task))
         for found in by_device.values():
             for (*_, before), (*_, after) in pairwise(sorted(found)):
                 self._list.wait_also(after, (before,))
@@ -171,6 +187,8 @@ class _Lowering:
                 again = self._second.run(tile, index, [self._forward[index], *values], claimed)
                 after = [self._forward[index], *again, *gradient, *values]
                 self.backward_tasks[index] = self._compute(tile, TaskKind.BACKWARD, after)
+                if position in self.plan.divided:
+                    self.weights_tasks[index] = self._compute(tile, TaskKind.WEIGHTS, (self.backward_tasks[index],))
 
     def _tiles(self, position: int) -> tuple[Tile, ...]:
         first = self.plan.first_tile
@@ -250,13 +268,15 @@ class _Lowering:
 
     def _compute(self, tile: Tile, kind: TaskKind, after: Iterable[int]) -> int:
         graph, device, asked = self.plan.graph, self._list.topology.devices[tile.device].type, self.plan.as_run(tile)
-        gradient = kind is TaskKind.BACKWARD
+        gradient = kind in GRADIENTS
         if kind is TaskKind.RECOMPUTE and tile.operator in self.plan.light_operators:
             duration = light_ns(self.costs, graph, asked, device)
+        elif gradient and tile.operator in self.plan.divided:
+            duration = half_ns(self.costs, graph, asked, device, "I" if kind is TaskKind.BACKWARD else "W")
         else:
             duration = (self.costs.backward_ns if gradient else self.costs.forward_ns)(graph, asked, device)
         name = NAMES[kind](self.plan.operator(tile), tile)
-        place = self._id(tile.operator, AGAIN if kind is TaskKind.RECOMPUTE else 1, tile.index, gradient=kind is not TaskKind.FORWARD)
+        place = self._id(tile.operator, STAGES[kind], tile.index, gradient=kind is not TaskKind.FORWARD)
         launch = launch_ns(self.costs, graph, asked, device, backward=gradient)
         return self._list.add(place, name, kind, (tile.device,), duration, after, tile=self._place(tile), launch_ns=launch)
 

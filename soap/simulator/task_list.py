@@ -16,6 +16,8 @@ from soap.simulator.tasks import Task, TaskKind
 
 FORWARD, BACKWARD, SYNC, UPDATE = range(4)
 """Phases, the first part of a task's id."""
+WEIGHTS = 5
+"""Stage of a tile's weight gradients among backward tasks, behind all others."""
 
 
 class TaskList:

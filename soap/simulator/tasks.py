@@ -15,11 +15,12 @@ from soap.simulator.task_ids import LIMITS
 
 
 class TaskKind(StrEnum):
-    """What a task does."""
+    """What a task does. WEIGHTS: the weight gradients of a tile whose backward pass is in two; the input gradients are BACKWARD then."""
 
     FORWARD = "forward"
     RECOMPUTE = "recompute"
     BACKWARD = "backward"
+    WEIGHTS = "weights"
     TRANSFER = "transfer"
     EXCHANGE = "exchange"
     REDUCE = "reduce"
@@ -29,6 +30,10 @@ class TaskKind(StrEnum):
     UPDATE = "update"
 
 
+GRADIENTS = frozenset({TaskKind.BACKWARD, TaskKind.WEIGHTS})
+"""Passes that make gradients."""
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
     """One task. ``id`` (phase, operator, tile, …) stays the same when other parts of the strategy change; it breaks ties. Chunks of one
@@ -36,10 +41,10 @@ class Task:
 
     ``resources``: what it holds while it runs. Device d is resource d, link l is resource ``device_count + l``, and the hosts' CPU cores
     follow, host by host (``servers.first_cores``). ``predecessors``: positions in ``TaskGraph.tasks``. ``bytes``: what crosses links (0 for
-    computation). ``tile``: position in ``Plan.tiles`` for a tile's passes (forward, recomputed, backward), else None. ``flows``: who sends
-    how much to whom in an exchange or reduce-scatter; they add up to ``bytes``. ``launch_ns``: for a pass of a tile on a GPU, the time its
-    processor takes to launch it. ``latency_ns``: for a message, the time from when its last byte has left, and its links are free, to its
-    arrival. ``cpu_overhead_ns``: for how long it keeps each device busy that has a port at one of its links (LogP's o).
+    computation). ``tile``: position in ``Plan.tiles`` for a tile's passes (forward, recomputed, backward, weights), else None. ``flows``:
+    who sends how much to whom in an exchange or reduce-scatter; they add up to ``bytes``. ``launch_ns``: for a pass of a tile on a GPU, the
+    time its processor takes to launch it. ``latency_ns``: for a message, the time from when its last byte has left, and its links are free,
+    to its arrival. ``cpu_overhead_ns``: for how long it keeps each device busy that has a port at one of its links (LogP's o).
     """
 
     id: tuple[int, ...]

@@ -14,10 +14,11 @@ from typing import Any, Self
 from soap.errors import StrategyError
 from soap.model.graph import KEEP_STATE, LOCAL_BATCH_NORM, NEXT_STATE, Operator, OperatorGraph
 from soap.model.micro_batches import MAX_MICROBATCHES, MicroBatches
+from soap.schedules.named import parse
 from soap.strategy.compression import COMPRESSIONS, Compression
 from soap.strategy.kept import require_kept
 from soap.strategy.recomputation import KEPT, LEVELS
-from soap.strategy.stages import require_numbers, require_schedule, require_stages
+from soap.strategy.stages import require_numbers, require_stages
 from soap.strategy.sync_contracts import COMPRESSED, MAX_PREFETCH, METHODS, Contract, Owner, Residence, Within, find_contract
 
 
@@ -158,7 +159,7 @@ class Strategy:
             raise StrategyError(f"prefetch {self.prefetch}: expected 0 to {MAX_PREFETCH}, the groups of values to gather ahead")
         require_numbers(self.stages)
         if self.schedule is not None:
-            require_schedule(self.schedule)
+            parse(self.schedule)
         for name in ("operators", "parameters", "stages"):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 

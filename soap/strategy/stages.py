@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from soap.errors import StrategyError
 from soap.model.graph import KEEP_STATE, NEXT_STATE, OperatorGraph
 from soap.schedules.contract import Shape
-from soap.schedules.named import SCHEDULES, NamedSchedule, forms, parse
+from soap.schedules.named import NamedSchedule, parse
 from soap.schedules.table import MOST_CHUNKS
 
 if TYPE_CHECKING:
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
 SETTLED = (NEXT_STATE, KEEP_STATE)
 """Kinds of operators whose devices follow from the cluster, and so do not count as a stage's."""
-
-WHOLE_PASSES = tuple(schedule for schedule in SCHEDULES if not schedule.splits_backward)
-"""Schedules that plans can follow: backward passes of operators are not divided."""
 
 
 def chunks_of(graph: OperatorGraph, stages: Mapping[str, int]) -> tuple[int, ...]:
@@ -56,7 +53,7 @@ def stage_count(chunks: Sequence[int], schedule: NamedSchedule | None) -> int:
 
 def stages_of_chunks(count: int, schedule: str | None) -> tuple[int, ...]:
     """By chunk: its stage. ``count``: of chunks. StrategyError if the schedule does not divide them."""
-    named = None if schedule is None else require_schedule(schedule)
+    named = None if schedule is None else parse(schedule)
     stages = stage_count(range(count), named)
     shape = Shape(stages, 1) if named is None else Shape(stages, 1, named.chunks, named.placement)
     stage_of = {chunk: stage for stage in range(stages) for chunk in shape.chunks_of(stage)}
@@ -71,17 +68,6 @@ def devices_of_stages(graph: OperatorGraph, strategy: Strategy) -> tuple[frozens
     for op, chunk in zip(graph.operators, chunks, strict=True):
         found[stage_of[chunk]].update(() if op.kind in SETTLED else strategy.operators[op.name].devices)
     return tuple(map(frozenset, found))
-
-
-def require_schedule(name: str) -> NamedSchedule:
-    """The schedule of this name. StrategyError in one line if there is none that plans can follow."""
-    apart = next((own.name for own in SCHEDULES if own.name == name.split(":")[0] and own not in WHOLE_PASSES), None)
-    if apart is not None:
-        raise StrategyError(
-            f"schedule {apart!r} has the gradients of inputs and of weights apart, which plans do not divide; expected one of "
-            f"{forms(WHOLE_PASSES)}"
-        )
-    return parse(name, WHOLE_PASSES)
 
 
 def require_numbers(stages: Mapping[str, int]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import soap
+from soap.cli.diff import main as diff
 from soap.cli.simulate import main
 from soap.errors import StrategyError
 from tests.cli.refusals import assert_refused
@@ -44,11 +45,27 @@ def test_it_is_reported_explained_and_drawn(pipeline: Path, tmp_path: Path, caps
 
 
 @pytest.mark.slow
+def test_backward_passes_in_two_are_drawn_explained_and_compared(
+    pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "zero-bubble.json"
+    file.write_text(json.dumps(json.loads(pipeline.read_text()) | {"schedule": "zb-h1"}))
+    command = [MODEL, "--cluster", CLUSTER, "--strategy", str(file)]
+    assert main([*command, "--explain", "--json", "--timeline", str(tmp_path / "t.json")]) == 0
+    assert json.loads(capsys.readouterr().out)["whole_strategy"]["schedule"] == "zb-h1"
+    names = {event["name"] for event in json.loads((tmp_path / "t.json").read_text())["traceEvents"] if event["ph"] == "X"}
+    weights = {name.removeprefix("weights ") for name in names if name.startswith("weights ")}
+    assert weights and weights < {name.removeprefix("backward ") for name in names if name.startswith("backward ")}
+    assert diff([str(pipeline), str(file)]) == 1
+    assert "zb-h1" in capsys.readouterr().out
+
+
+@pytest.mark.slow
 def test_what_cannot_be_is_refused_in_one_line(pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written = json.loads(pipeline.read_text())
     (first, *_) = written["stages"]
     for change, words in (
-        ({"schedule": "zb-h1"}, "gradients of inputs and of weights apart"),
+        ({"schedule": "zb-h2"}, "no schedule is named 'zb-h2'"),
         ({"schedule": "interleaved:3"}, "schedule 'interleaved:3' with 4 chunks; expected a multiple of 3"),
         ({"stages": {"nowhere": 1}}, "has no operator 'nowhere'"),
         ({"stages": {first: -1}}, "malformed at stages/"),

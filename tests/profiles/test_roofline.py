@@ -282,3 +282,21 @@ def test_answers_are_positive_whole_and_repeatable(case: tuple[OperatorGraph, To
             assert all(type(answer) is int and answer >= 1 for answer in answers)
             assert answers == [ask(graph, tile, device) for ask in (costs.forward_ns, costs.backward_ns)]
             assert answers == [ask(graph, tile, device) for ask in (again.forward_ns, again.backward_ns)]
+
+
+def test_halves_of_a_backward_pass_make_one_side_each_and_both_go_through_light_calls() -> None:
+    """``second``: 4 x 16 x 2 products by 2; 1000 bytes pass to light calls, written and read."""
+
+    def halves(device: DeviceType, graph: OperatorGraph, name: str = "second") -> tuple[int, int, int]:
+        costs, tile = RooflineCosts(cluster([1], device)), whole(graph, name)
+        return costs.half_ns(graph, tile, device, "I"), costs.half_ns(graph, tile, device, "W"), costs.backward_ns(graph, tile, device)
+
+    assert halves(SLOW_COMPUTE, two_layers()) == (256, 256, 512)
+    alone, light = halves(SLOW_MEMORY, two_layers()), halves(SLOW_MEMORY, two_layers(saved_bytes=1000))
+    assert alone[0] + alone[1] == alone[2]
+    assert [b - a for a, b in zip(alone, light, strict=True)] == [2000, 2000, 2000]
+    inputs, weights, together = halves(SLOW_CALLS, two_layers())
+    assert [inputs, weights, together] == pytest.approx([100 + RUNTIME_NS, 100 + RUNTIME_NS, 200 + RUNTIME_NS], abs=1)
+    graph = recurrent("lstm", 2, 4, 1)
+    inputs, weights, together = halves(SLOW_COMPUTE, graph, "layer")
+    assert weights == together >= inputs  # back through all steps once more

@@ -25,6 +25,7 @@ import soap
 from soap import api
 from soap.cluster.presets import local_topology
 from soap.cluster.topology import Topology
+from soap.model.micro_batches import MicroBatches
 from soap.runtime.sync import sharded
 from soap.runtime.sync.shards import keep_memory
 from soap.runtime.trainer import Trainer
@@ -258,7 +259,10 @@ def test_of_micro_batches_one_is_held(name: str, pool: Pool, tmp_path: Path) -> 
         assert all(peak <= 1.15 * most for most, peak in zip(parted, predicted, strict=True)), (parted, predicted)
 
 
-@pytest.mark.parametrize("schedule", often(["1f1b", "gpipe", "interleaved:2", "accumulation"], ["1f1b"], pytest.mark.slow))
+HELD = ["1f1b", "zb-h1", "gpipe", "interleaved:2", "accumulation"]
+
+
+@pytest.mark.parametrize("schedule", often(HELD, ["1f1b", "zb-h1"], pytest.mark.slow))
 def test_what_pipelines_hold_is_predicted(schedule: str, pool: Pool, tmp_path: Path) -> None:
     path, topology = exported("attention", tmp_path), local_topology(2)
     graph = api.load(path, plan_only=True).graph
@@ -267,6 +271,24 @@ def test_what_pipelines_hold_is_predicted(schedule: str, pool: Pool, tmp_path: P
     strategy = replace(by_hand(graph, borders, [(0,), (1,)], schedule), microbatches=4)
     found, predicted = shown(path, strategy, topology, pool)
     assert all(most <= peak <= 1.3 * most for most, peak in zip(found, predicted, strict=True)), (found, predicted)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", ["attention", "unfused", "gated"])
+def test_backward_passes_in_two_are_predicted(name: str, seed: int, four: Pool, tmp_path: Path) -> None:
+    """Stages of one device or two, and whichever operators are recomputed or offload."""
+    path, topology, draw = exported(name, tmp_path), local_topology(4), random.Random(seed)
+    graph = api.load(path, plan_only=True).graph
+    devices = [(0,), (1,), (2,), (3,)] if seed % 2 else [(0, 1), (2, 3)]
+    borders = [graph.operators[len(graph.operators) * part // len(devices)].name for part in range(1, len(devices))]
+    strategy = replace(by_hand(graph, borders, devices, "zb-h1"), microbatches=4)
+    cut, able = MicroBatches(graph, 4), offloadable(graph)
+    names = [own for own in sorted(repeatable(graph)) if cut.may_repeat(graph.index[own]) and draw.random() < 0.3 * (seed // 2)]
+    marks = {own: level_at(graph.operators[graph.index[own]], draw.choice((ALL, LIGHT))) for own in names}
+    marks |= {own: OFFLOADED for own in names if own in able and draw.random() < 0.5}
+    found, predicted = shown(path, with_each_mark(strategy, marks), topology, four)
+    assert all(most <= peak <= 1.4 * most for most, peak in zip(found, predicted, strict=True)), (found, predicted)
 
 
 @pytest.mark.long

@@ -15,6 +15,7 @@ from soap.model.graph import OperatorGraph
 from soap.model.micro_batches import MicroBatches
 from soap.plan.planning import build_plan
 from soap.strategy.config import Strategy
+from soap.strategy.kept import offloadable, with_offload
 from soap.strategy.recomputation import recomputed
 from soap.strategy.sync import SHARDED_STATE
 from soap.tracing.export import export_model
@@ -28,13 +29,13 @@ from tests.runtime.traced import checked, traced
 from tests.transformers_models import MODELS
 
 FOUR = local_topology(4)
-SCHEDULES = ("gpipe", "1f1b", "interleaved:2")
+SCHEDULES = ("gpipe", "1f1b", "interleaved:2", "zb-h1")
 COUNTS = (2, 4, 7)
 
 
 def pipeline(graph: OperatorGraph, schedule: str, count: int, name: str) -> Strategy:
-    """A drawn pipeline. Some of its operators run twice, and some states are in parts. With barriers the schedule is GPipe: any other is
-    refused, or its order happens to meet them."""
+    """A drawn pipeline. Some of its operators run twice or offload, and some states are in parts. With barriers the schedule is GPipe: any
+    other is refused, or its order happens to meet them."""
     rng = random.Random(f"{name}/{schedule}/{count}")
     strategy = drawn_pipeline(graph, schedule, count, rng, 4)
     if MicroBatches(graph, count).barriers:
@@ -45,7 +46,8 @@ def pipeline(graph: OperatorGraph, schedule: str, count: int, name: str) -> Stra
             strategy = drawn_pipeline(graph, "gpipe", count, rng, 4)
     again = [own for own in repeatable_parts(graph, count) if rng.random() < 0.2]
     states = {tensor.name: SHARDED_STATE for tensor in graph.parameters if rng.random() < 0.3}
-    return replace(recomputed(graph, strategy, again), parameters=states)
+    away = [own for own in sorted(offloadable(graph)) if own not in again and rng.random() < 0.2]
+    return replace(with_offload(recomputed(graph, strategy, again), away, True), parameters=states)
 
 
 def require_exact(pool: Pool, spec: str, schedule: str, count: int, name: str) -> None:
@@ -59,7 +61,7 @@ def require_exact(pool: Pool, spec: str, schedule: str, count: int, name: str) -
 ZOO = [(model, schedule) for model in ("gpt", "nmt", "rnnlm", "alexnet", "dlrm", "lm1b") for schedule in SCHEDULES]
 
 
-@pytest.mark.parametrize("case", often(ZOO, [("gpt", "1f1b"), ("gpt", "interleaved:2")], pytest.mark.slow), ids="-".join)
+@pytest.mark.parametrize("case", often(ZOO, [("gpt", "1f1b"), ("gpt", "interleaved:2"), ("gpt", "zb-h1")], pytest.mark.slow), ids="-".join)
 def test_zoo_models(four: Pool, case: tuple[str, str]) -> None:
     model, schedule = case
     for count in COUNTS[-so_many(1, 3) :]:

@@ -14,14 +14,17 @@ from soap.model.graph import OperatorGraph
 from soap.plan.planning import build_plan
 from soap.plan.tiling import Tile
 from soap.schedules.named import parse
+from soap.simulator.costs import CostModel
 from soap.simulator.engine import Engine
 from soap.simulator.lowering import lower
 from soap.simulator.memory.residency import memory_over_time
+from soap.simulator.memory.task_spans import TaskSpans
 from soap.simulator.reference import execution_order, simulate
 from soap.simulator.simulate import Simulation
 from soap.simulator.tasks import TaskKind
 from soap.strategy.classical import CLASSICAL
 from soap.strategy.config import Strategy
+from soap.strategy.division import Half
 from tests.graph_builder import GraphBuilder
 from tests.micro_batches import by_hand
 from tests.simulator.compiled.agreement import Played, compiled_tasks
@@ -30,10 +33,12 @@ from tests.strategies import CPU, cluster
 STAGES, COUNT = 4, 6
 
 
-def layers(samples: int = 12) -> OperatorGraph:
-    """Stages of equal work; the loss costs nothing (``Even``)."""
+def layers(samples: int = 12, *, entry: bool = False) -> OperatorGraph:
+    """Stages of equal work; the loss costs nothing (``Even``), nor does an ``entry``, with which all layers' inputs need gradients."""
     g = GraphBuilder()
     x = g.input("x", samples, 2, 4)
+    if entry:
+        x = g.linear(x, 4, name="entry")
     for stage in range(STAGES):
         x = g.linear(x, 4, name=f"layer.{stage}")
     return g.build(g.mean(x))
@@ -56,18 +61,28 @@ class Even:
         return 1
 
 
+class InTwo(Even):
+    """Input gradients take 900 ns a sample, weight gradients 600."""
+
+    def half_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType, half: Half) -> int:
+        return self.forward_ns(graph, tile, device) * (9 if half == "I" else 6) // 10 or 1
+
+
 GRAPH, PIPELINE = layers(), cluster([STAGES], CPU, 1e15, 0.0)
+EVEN, ENTERED = Even(), layers(entry=True)
 BORDERS = [f"layer.{stage}" for stage in range(1, STAGES)]
 
 
-def pipeline(schedule: str, count: int = COUNT, stages: int = STAGES) -> Strategy:
-    return replace(by_hand(GRAPH, BORDERS, [(stage,) for stage in range(stages)], schedule), microbatches=count)
+def pipeline(schedule: str, count: int = COUNT, stages: int = STAGES, graph: OperatorGraph = GRAPH) -> Strategy:
+    return replace(by_hand(graph, BORDERS, [(stage,) for stage in range(stages)], schedule), microbatches=count)
 
 
-def simulated(strategy: Strategy, topology: Topology = PIPELINE, *, free: bool = False) -> Simulation:
+def simulated(
+    strategy: Strategy, topology: Topology = PIPELINE, *, free: bool = False, graph: OperatorGraph = GRAPH, costs: CostModel = EVEN
+) -> Simulation:
     """``free``: all but the layers takes no time at all, which no cost model can say."""
-    plan = build_plan(GRAPH, strategy, topology)
-    tasks = lower(plan, topology, Even())
+    plan = build_plan(graph, strategy, topology)
+    tasks = lower(plan, topology, costs)
     if free:
         timed = (replace(task, duration_ns=0) if task.tile is None or "layer" not in task.name else task for task in tasks.tasks)
         tasks = replace(tasks, tasks=tuple(timed))
@@ -79,7 +94,8 @@ def passes(simulation: Simulation, device: int) -> list[str]:
     found = []
     for task, start in zip(simulation.tasks.tasks, simulation.schedule.start_ns.tolist(), strict=True):
         if task.tile is not None and task.resources == (device,) and "layer" in task.name:
-            found.append((start, ("F" if task.kind is TaskKind.FORWARD else "B") + str(simulation.plan.tiles[task.tile].part)))
+            kind = {TaskKind.FORWARD: "F", TaskKind.WEIGHTS: "W"}.get(task.kind, "B")
+            found.append((start, kind + str(simulation.plan.tiles[task.tile].part)))
     return [text for _, text in sorted(found)]
 
 
@@ -112,6 +128,34 @@ def test_a_pipeline_has_the_bubble_of_the_formula(schedule: str, stages: int, pa
         assert Fraction(idle_ns, found.makespan_ns) == Fraction(parts - COUNT * STAGES // stages, parts)
 
 
+@pytest.mark.parametrize("count", [STAGES, COUNT])
+def test_zero_bubble_has_the_bubble_and_the_memory_of_its_paper(count: int) -> None:
+    """Idle are (S - 1)(T_F + T_B - T_W) of each stage, where T_B is of input gradients: 2401.10241, table 2. What a stage has begun and not
+    yet ended are at most S micro-batches, as many as stage 0 has under 1F1B."""
+    found = simulated(pipeline("zb-h1", count, graph=ENTERED), free=True, graph=ENTERED, costs=InTwo())
+    each = 12 // count
+    idle_ns = (STAGES - 1) * (1000 + 900 - 600) * each
+    assert found.makespan_ns == count * (1000 + 900 + 600) * each + idle_ns
+    spans = TaskSpans(found.tasks, found.schedule)
+    for stage in range(STAGES):
+        assert found.makespan_ns - found.busy_ns[PIPELINE.devices[stage].name] == idle_ns
+        lives = [(spans.forward[tile][0], spans.last(tile)) for tile in spans.weights if found.plan.tiles[tile].device == stage]
+        assert max(sum(a <= start < b for a, b in lives) for start, _ in lives) == STAGES
+
+
+def test_weight_gradients_follow_in_the_order_of_the_schedule() -> None:
+    """The first layer's input needs no gradient, so that it has weight gradients alone, where these are due."""
+    found = simulated(pipeline("zb-h1", 4))
+    assert " ".join(passes(found, 0)) == "F0 F1 F2 F3 B0 B1 B2 B3"
+    assert " ".join(passes(found, 1)) == "F0 F1 F2 B0 F3 B1 W0 B2 W1 B3 W2 W3"
+    assert {task.name for task in found.tasks.tasks if task.kind is TaskKind.WEIGHTS and task.resources == (3,)} == {
+        f"weights layer.3[{part}] of micro-batch {part}" for part in range(4)
+    }
+    sums = [task for task in found.tasks.tasks if task.kind is TaskKind.UPDATE]
+    last = {found.tasks.tasks[task.predecessors[-1]].kind for task in sums if task.resources[0] in range(1, STAGES)}
+    assert last == {TaskKind.WEIGHTS}
+
+
 def test_what_is_kept_lives_until_its_own_backward_pass() -> None:
     """All micro-batches' with GPipe, min(M, S - s) under 1F1B, and one in the usual order: what the memory of stage s has in excess of a
     stage's with one micro-batch in flight is that of the others."""
@@ -141,13 +185,13 @@ def test_gradients_are_summed_once_behind_the_last_micro_batch() -> None:
     assert len(order.forward) == len(order.backward) == 3 * 2 * (STAGES + 1)
 
 
-@pytest.mark.parametrize("schedule", ["accumulation", "gpipe", "1f1b", "interleaved:2"])
+@pytest.mark.parametrize("schedule", ["accumulation", "gpipe", "1f1b", "interleaved:2", "zb-h1"])
 def test_the_compiled_simulator_follows_any_schedule(schedule: str) -> None:
     topology, stages = cluster([STAGES + 1], CPU, 1e15, 0.0), STAGES // parse(schedule).chunks
     strategy = pipeline(schedule, stages=stages)
-    tasks = lower(build_plan(GRAPH, strategy, topology), topology, Even())
+    tasks = lower(build_plan(GRAPH, strategy, topology), topology, InTwo())
     expected = simulate(tasks)
-    engine = Engine(GRAPH, topology, Even())
+    engine = Engine(GRAPH, topology, InTwo())
     engine.load(pipeline("gpipe:2", 3, stages=2))  # of which nothing is left
     engine.load(strategy)
     assert engine.simulate() == expected.makespan_ns
@@ -155,7 +199,7 @@ def test_the_compiled_simulator_follows_any_schedule(schedule: str) -> None:
     played: Mapping[tuple[int, int], Played] = compiled_tasks(engine)
     assert sorted((own[0], own[1], own[3]) for own in played.values()) == ends
     wider = strategy.operators["layer.1"].placed((2, 1, 1, 1), (1, STAGES))
-    assert engine.propose("layer.1", wider) == simulated(strategy.with_operator("layer.1", wider), topology).makespan_ns
+    assert engine.propose("layer.1", wider) == simulated(strategy.with_operator("layer.1", wider), topology, costs=InTwo()).makespan_ns
     engine.reject()
     assert engine.simulate() == expected.makespan_ns
     with pytest.raises(StrategyError, match=r"operator 'layer.1' of stage 1 runs on device 0, as 'layer.0' of stage 0 does"):

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from soap.plan.plan import Part, Plan
 from soap.runtime.program.actions import Action, ActionKind
 from soap.runtime.program.activity import Activity, Carrier, PlanIndex
+from soap.runtime.program.backward_order import Turns
 from soap.runtime.program.forward_order import part_ready
 from soap.runtime.program.segments import Segment
 
@@ -31,7 +32,7 @@ def interleaved(
     plan: Plan, forward: Iterable[Entry], backward: Iterable[Entry], order: Sequence[int], turns: Sequence[int]
 ) -> list[Action]:
     """The actions of both passes in the order of ``Plan.order``. ``order``: tiles forward. ``turns``: by turn, its place there."""
-    own = [plan.rank(plan.tiles[tile], backward=False) for tile in order]
+    own = [plan.rank(plan.tiles[tile], "F") for tile in order]
     entries = [((own[key[0]], *key), action) for key, action in forward]
     last = max(turns, default=0)
     entries += [((turns[key[0]] if key[0] < len(turns) else last, *key), action) for key, action in backward]
@@ -59,14 +60,17 @@ def backward_entries(
     activity: Activity,
     segments: Sequence[Segment],
     segment_of: Mapping[int, int],
-    turns: Sequence[int],
+    turns: Turns,
 ) -> Iterator[Entry]:
-    """Segments in their turns, each followed by the gradients that it completes: first those sent back, then sums over a group."""
+    """Segments in their turns, each followed by the gradients that it completes: first those sent back, then sums over a group. Weight
+    gradients that are apart complete none of these."""
     for number, segment in enumerate(segments):
         if any(tile in activity.tiles for tile in segment.tiles):
-            yield (turns[number], 0, 0), Action(ActionKind.SEGMENT, number, (segment.device,))
+            yield (turns.backward[number], 0, 0), Action(ActionKind.SEGMENT, number, (segment.device,))
+            if number in turns.weights:
+                yield (turns.weights[number], 0, 0), Action(ActionKind.WEIGHTS, number, (segment.device,))
     complete = {
-        number: max(turns[segment_of[tile]] for tile, _ in plan.fetches[number].consumers if tile in activity.tiles)
+        number: max(turns.backward[segment_of[tile]] for tile, _ in plan.fetches[number].consumers if tile in activity.tiles)
         for number in activity.fetches
     }
     returned = _returned(index, complete)

@@ -23,7 +23,9 @@ class ActionKind(Enum):
     LOSS = auto()
     """Broadcast the loss, which is in ``plan.holdings[subject]``, unless every rank knows it already."""
     SEGMENT = auto()
-    """Run the backward pass of ``segments[subject]``."""
+    """Run the backward pass of ``segments[subject]``; if that is in two, for its input gradients."""
+    WEIGHTS = auto()
+    """Make the weight gradients of ``segments[subject]``, whose backward pass is in two."""
     RECOMPUTE = auto()
     """Run the tiles of ``segments[subject]`` forward a second time, for its backward pass."""
     RETURN = auto()

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
+from soap.plan.division import is_divided
 from soap.plan.plan import Plan
 from soap.runtime.program.activity import Activity, PlanIndex
 from soap.runtime.program.segments import Segment
@@ -50,18 +52,33 @@ def backward_turns(
     return turns
 
 
-def by_action(plan: Plan, segments: Sequence[Segment], turns: Sequence[int]) -> list[int]:
-    """Segment -> its turn, if the segments follow the actions of ``Plan.order``, and those of one action the turns that are given."""
-    order = sorted(range(len(turns)), key=lambda number: (action_of(plan, segments[number]), turns[number]))
-    found = [0] * len(turns)
-    for turn, number in enumerate(order):
-        found[number] = turn
-    return found
+@dataclass(frozen=True)
+class Turns:
+    """When segments run backward. ``backward``: segment -> its turn, from 0 on. ``weights``: segment whose backward pass is in two -> the
+    turn of its weight gradients. ``actions``: turn -> the place in ``Plan.order`` of the action to which it belongs."""
+
+    backward: Sequence[int]
+    weights: Mapping[int, int] = field(default_factory=dict)
+    actions: Sequence[int] = ()
+
+    def last(self, segment: int) -> int:
+        """The turn after which the gradients of a segment's parameters are there."""
+        return self.weights.get(segment, self.backward[segment])
 
 
-def action_of(plan: Plan, segment: Segment) -> int:
-    """The place in ``Plan.order`` of the action to which a segment's backward pass belongs."""
-    return plan.rank(plan.tiles[segment.tiles[0]], backward=True)
+def by_action(plan: Plan, segments: Sequence[Segment], turns: Sequence[int]) -> Turns:
+    """The turns, if segments follow the actions of ``Plan.order``, and those of one action the turns that are given."""
+    first = [plan.tiles[segment.tiles[0]] for segment in segments]
+    passes = [(plan.rank(tile, "B"), turns[number], False, number) for number, tile in enumerate(first)]
+    divided = (number for number, segment in enumerate(segments) if is_divided(plan, segment.tiles[0]))
+    passes += [(plan.rank(first[number], "W"), turns[number], True, number) for number in divided]
+    backward, weights = [0] * len(segments), dict[int, int]()
+    for turn, (_, _, second, number) in enumerate(sorted(passes)):
+        if second:
+            weights[number] = turn
+        else:
+            backward[number] = turn
+    return Turns(backward, weights, [action for action, *_ in sorted(passes)])
 
 
 def _needs(

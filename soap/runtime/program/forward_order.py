@@ -54,7 +54,7 @@ def sources_late(plan: Plan, index: PlanIndex, order: Sequence[int]) -> tuple[in
 
 def by_action(plan: Plan, order: Sequence[int]) -> tuple[int, ...]:
     """*Invariant*: forward passes follow the actions of ``Plan.order``; those of one action keep their order."""
-    return tuple(sorted(order, key=lambda tile: plan.rank(plan.tiles[tile], backward=False)))
+    return tuple(sorted(order, key=lambda tile: plan.rank(plan.tiles[tile], "F")))
 
 
 def epilogue_last(plan: Plan, order: Sequence[int], epilogue: LossEpilogue) -> tuple[int, ...]:

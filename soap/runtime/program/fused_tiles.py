@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from soap.model.graph import TensorKind
 from soap.model.regions import volume
+from soap.plan.division import is_divided
 from soap.runtime.comm.redistribute import cut
 from soap.runtime.program.actions import ActionKind, part_of
 from soap.runtime.program.program import Program
@@ -104,10 +105,11 @@ def _runs(program: Program, model: TracedModel, rank: int) -> Iterator[list[int]
 
 
 def _is_pure(program: Program, model: TracedModel, tile: int) -> bool:
-    """Whether a tile depends on its operands alone, has the same shapes in every step, runs once in it, and keeps what it keeps."""
+    """Whether a tile depends on its operands alone, has the same shapes in every step, runs once in it, and keeps what it keeps; and goes
+    backward at once, as compiled functions do."""
     own = program.plan.tiles[tile]
     is_there = own.size > 0 and all(volume(box) > 0 for box in (*own.inputs, *own.parameters, *own.outputs))
-    apart = tile in program.looking_up or tile in program.recomputed or tile in program.come_back_with
+    apart = tile in program.looking_up or tile in program.recomputed or tile in program.come_back_with or is_divided(program.plan, tile)
     return is_there and not apart and model.is_pure(own.operator)
 
 

@@ -36,7 +36,7 @@ from soap.runtime.program.activity import (
     count_takers,
     find_activity,
 )
-from soap.runtime.program.backward_order import action_of, backward_turns, by_action
+from soap.runtime.program.backward_order import backward_turns, by_action
 from soap.runtime.program.epilogue import LossEpilogue, set_apart, usable_epilogue
 from soap.runtime.program.forward_order import forward_order, places_of
 from soap.runtime.program.number_sums import NumberSums, everyone_knows, sum_together
@@ -136,10 +136,10 @@ def compile_program(
         plan, index, order.forward, single_tiles=single_tiles, epilogue=epilogue.operators, answered=answered, run=again.run
     )
     segment_of = {tile: i for i, segment in enumerate(segments) for tile in segment.tiles}
-    turns = backward_turns(plan, index, activity, segment_of, [segment.start for segment in segments], order.backward)
-    turns = by_action(plan, segments, turns)
-    repeated = tuple(second_runs(again, segments, segment_of, turns))
-    gathered = gather_entries(plan, activity.tiles, segment_of, turns, places, repeated)
+    possible = backward_turns(plan, index, activity, segment_of, [segment.start for segment in segments], order.backward)
+    turns = by_action(plan, segments, possible)
+    repeated = tuple(second_runs(again, segments, segment_of, turns.backward))
+    gathered = gather_entries(plan, activity.tiles, segment_of, turns.backward, places, repeated)
     entries = (*forward_entries(plan, places), *gathered.forward)
     forward = set_apart(plan, epilogue, in_order(entries))
     number_sums, summing = sum_together(plan, forward.sums)
@@ -155,8 +155,7 @@ def compile_program(
     end = (*(() if known else forward.behind), told)
     together: tuple[Action, ...] = ()
     if plan.order is not None:
-        actions = [action_of(plan, segments[number]) for number in sorted(range(len(turns)), key=turns.__getitem__)]
-        both = interleaved(plan, entries, backward, order.forward, actions)
+        both = interleaved(plan, entries, backward, order.forward, turns.actions)
         together = (*before_forward(plan), *set_apart(plan, epilogue, both).before, *summing, *end)
     return Program(
         plan,

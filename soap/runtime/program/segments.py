@@ -3,7 +3,7 @@
 *Invariants*: everything that a segment receives, or that is summed or gathered for it, is complete before its first tile, because it comes
 from segments that start earlier. A tile whose gradient comes from elsewhere (*answered*) is the last of its segment, so that no other tile
 waits for that gradient. Tiles of the loss epilogue share no segment with others, nor do the recomputed tiles of a run
-(``plan.recomputation``), nor passes of different actions of ``Plan.order`` (micro-batches).
+(``plan.recomputation``), nor passes of different actions of ``Plan.order`` (micro-batches). A tile whose backward pass is in two is one.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
+from soap.plan.division import apart
 from soap.plan.plan import Fetch, Plan
 from soap.runtime.program.activity import Activity, PlanIndex
 
@@ -50,7 +51,7 @@ def cut_segments(
         there[device] |= gathered.get(tile, set())
         enters = plan.tiles[tile].operator in epilogue and device in current and plan.tiles[current[device][-1]].operator not in epilogue
         enters |= device in current and run.get(current[device][-1]) != run.get(tile)
-        enters |= device in current and plan.parted(current[device][-1], tile)
+        enters |= device in current and apart(plan, current[device][-1], tile)
         if _begins(plan, index, tile, started) or comes or single_tiles or enters or device not in current:
             current[device] = []
             segments.append((device, place, current[device]))

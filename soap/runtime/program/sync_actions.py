@@ -13,6 +13,7 @@ from soap.plan.plan import ASK_NAME, Plan
 from soap.plan.syncs.gathering import gathers
 from soap.runtime.program.action_order import Entry
 from soap.runtime.program.actions import Action, ActionKind
+from soap.runtime.program.backward_order import Turns
 from soap.runtime.sync.row_requests import asking_devices
 from soap.runtime.sync.seam import rank_sync
 
@@ -99,12 +100,12 @@ def after_update(plan: Plan) -> tuple[Action, ...]:
 
 
 def after_backward(
-    plan: Plan, active: Set[int], segment_of: Mapping[int, int], turns: Sequence[int], places: Sequence[int]
+    plan: Plan, active: Set[int], segment_of: Mapping[int, int], turns: Turns, places: Sequence[int]
 ) -> Iterator[Entry]:
     """Exchanges of gradients, each after the segment that completes its gradient: the last one with an ``active`` tile that uses it."""
     for number, sync in enumerate(plan.syncs):
         tiles = [tile for tile, _ in sync.uses if tile in active]
-        turn = max((turns[segment_of[tile]] for tile in tiles), default=len(turns))
+        turn = max((turns.last(segment_of[tile]) for tile in tiles), default=len(turns.actions))
         first = min((places[tile] for tile in tiles), default=0)
         for stage, kind in enumerate(rank_sync(sync.contract).after_backward(plan, sync)):
             yield (turn, FIRST_STAGE + stage, -first, number), Action(kind, number, plan.members(sync))

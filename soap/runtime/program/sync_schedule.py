@@ -47,8 +47,9 @@ def _followers(plan: Plan, actions: Sequence[Action], messages_apart: bool) -> d
             else:
                 return
 
-    segments = [(place, action.subject) for place, action in enumerate(actions) if action.kind is ActionKind.SEGMENT]
-    return {number: tuple(behind(actions[place + 1 :])) for place, number in segments}
+    passes = (ActionKind.SEGMENT, ActionKind.WEIGHTS)  # of a segment in two the second one counts
+    segments = {action.subject: place for place, action in enumerate(actions) if action.kind in passes}
+    return {number: tuple(behind(actions[place + 1 :])) for number, place in segments.items()}
 
 
 def _is_collective(plan: Plan, action: Action) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from soap.plan.division import weights_name
 from soap.plan.plan import (
     backward_name,
     exchange_name,
@@ -17,6 +18,8 @@ from soap.runtime.program.program import Program
 GRADIENTS = (ActionKind.RETURN, ActionKind.RETURN_EXCHANGE, ActionKind.REDUCE_GRADIENT)
 """Kinds that move gradients: their tasks are the transposes of forward ones."""
 
+_PASSES = {ActionKind.SEGMENT: backward_name, ActionKind.WEIGHTS: weights_name, ActionKind.RECOMPUTE: recompute_name}
+
 
 def task_name(program: Program, kind: str, subject: int) -> str:
     """The name of the task that an action is, or begins with. ``kind``: name of an ``ActionKind``."""
@@ -24,9 +27,9 @@ def task_name(program: Program, kind: str, subject: int) -> str:
     match ActionKind[kind]:
         case ActionKind.TILE:
             return forward_name(plan.operator(plan.tiles[subject]), plan.tiles[subject])
-        case ActionKind.SEGMENT | ActionKind.RECOMPUTE as own:
+        case ActionKind.SEGMENT | ActionKind.WEIGHTS | ActionKind.RECOMPUTE as own:
             first = plan.tiles[program.segments[subject].tiles[0]]
-            return (backward_name if own is ActionKind.SEGMENT else recompute_name)(plan.operator(first), first)
+            return _PASSES[own](plan.operator(first), first)
         case ActionKind.TRANSFER | ActionKind.RETURN:
             return message_name(plan, plan.messages[subject], gradient=back)
         case ActionKind.EXCHANGE | ActionKind.RETURN_EXCHANGE:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import torch
 
 from soap.model.regions import Box
+from soap.plan.division import weights_name
 from soap.plan.plan import (
     Exchange,
     Part,
@@ -25,6 +26,7 @@ from soap.runtime.comm.redistribute import Pending, cut
 from soap.runtime.program.actions import ActionKind
 from soap.runtime.program.prepared import PreparedTiles
 from soap.runtime.step.gradients import Gradients
+from soap.runtime.step.halves import Halves
 from soap.runtime.step.kept_on_host import KeptOnHost
 from soap.runtime.step.state import Output, StepState
 from soap.simulator.tasks import TaskKind
@@ -37,9 +39,9 @@ Room = tuple[int, Box, torch.Tensor]
 class BackwardPass:
     """The backward pass of one micro-batch; one method per action."""
 
-    def __init__(self, state: StepState, gradients: Gradients, prepared: PreparedTiles, on_host: KeptOnHost) -> None:
+    def __init__(self, state: StepState, gradients: Gradients, prepared: PreparedTiles, on_host: KeptOnHost, halves: Halves) -> None:
         self.state, self.program, self.plan = state, state.program, state.plan
-        self._early, self._values, self._on_host = gradients.early, gradients, on_host
+        self._early, self._values, self._on_host, self._halves = gradients.early, gradients, on_host, halves
         self._needs, self._frees = prepared.needed_back, prepared.freed_back
         self._returning: dict[int, list[tuple[Box, torch.Tensor, Pending]]] = {}
         self._reduced: dict[int, Pending] = {}
@@ -53,6 +55,12 @@ class BackwardPass:
         for sync in self._frees.get((ActionKind.SEGMENT, number), ()):
             self._values.free(sync)
 
+    def run_weights(self, number: int) -> None:
+        """Make the weight gradients of a segment whose backward pass is in two."""
+        first = self.plan.tiles[self.program.segments[number].tiles[0]]
+        with self.state.task(weights_name(self.plan.operator(first), first), TaskKind.WEIGHTS), self._early.segment(number):
+            self._halves.weights(number)
+
     def _run(self, number: int) -> None:
         outputs, gradients = [], []
         for output in self.state.outputs.pop(number, ()):
@@ -64,11 +72,16 @@ class BackwardPass:
         if not outputs:
             return
         first = self.plan.tiles[self.program.segments[number].tiles[0]]
-        root = given(gradients, outputs)
-        outputs.clear()
         for tile in self.program.segments[number].tiles if self.state.is_traced else ():  # else it comes back when autograd asks for it
             self._on_host.need(tile, self.state.task)
-        with self.state.task(backward_name(self.plan.operator(first), first), TaskKind.BACKWARD), self._early.segment(number):
+        name = backward_name(self.plan.operator(first), first)
+        if first.operator in self.plan.divided:
+            with self.state.task(name, TaskKind.BACKWARD):
+                self._halves.inputs(number, gradients, outputs)
+            return
+        root = given(gradients, outputs)
+        outputs.clear()
+        with self.state.task(name, TaskKind.BACKWARD), self._early.segment(number):
             torch.autograd.backward(root)
 
     def return_message(self, number: int) -> None:

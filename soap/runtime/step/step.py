@@ -19,6 +19,7 @@ from soap.runtime.program.task_names import task_name
 from soap.runtime.step.backward import BackwardPass
 from soap.runtime.step.forward import ForwardPass
 from soap.runtime.step.gradients import Gradients
+from soap.runtime.step.halves import Halves
 from soap.runtime.step.kept_on_host import KeptOnHost
 from soap.runtime.step.micro_batch import WHOLE_STEP, MicroBatch
 from soap.runtime.step.state import StepState
@@ -77,7 +78,8 @@ class StepRunner:
         gradients = self.gradients
         on_host, asked = self._on_host, self._look_ups
         forward = ForwardPass(state, self.model, prepared, self.shards, tensors, context, asked, gradients, on_host, self._units)
-        backward = BackwardPass(state, gradients, prepared, on_host)
+        halves = Halves(self.shards.leaves.values() if self.program.plan.divided else ())
+        backward = BackwardPass(state, gradients, prepared, on_host, halves)
         handlers = _handlers(forward, backward, gradients)
         HERE.name = self._task_name
         with gradients.step(self._schedule, part, state.watch):
@@ -112,6 +114,7 @@ def _handlers(forward: ForwardPass, backward: BackwardPass, gradients: Gradients
         ActionKind.LOSS: forward.tell_loss,
         ActionKind.RECOMPUTE: forward.recompute,
         ActionKind.SEGMENT: run_segment,
+        ActionKind.WEIGHTS: backward.run_weights,
         ActionKind.RETURN: backward.return_message,
         ActionKind.RETURN_EXCHANGE: backward.return_exchange,
         ActionKind.REDUCE_GRADIENT: backward.reduce_gradient,

@@ -85,5 +85,5 @@ class ValueStore:
     def taken(self, key: ValueKey) -> None:
         """Note that a taker has used the gradient; drop the value after the last one."""
         left = self._takers[key] = self._takers.get(key, 1) - 1
-        if left == 0:
-            self._leaves.pop(key, None)
+        if left == 0 and (leaf := self._leaves.pop(key, None)) is not None:
+            leaf.grad = None  # an autograd graph that waits for its weight gradients still holds the leaf

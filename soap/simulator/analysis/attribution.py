@@ -32,6 +32,7 @@ _ACTIVITIES = {
     TaskKind.FORWARD: Activity.COMPUTATION,
     TaskKind.RECOMPUTE: Activity.COMPUTATION,
     TaskKind.BACKWARD: Activity.COMPUTATION,
+    TaskKind.WEIGHTS: Activity.COMPUTATION,
     TaskKind.SYNC: Activity.SYNCHRONIZATION,
     TaskKind.COMPRESS: Activity.SYNCHRONIZATION,
     TaskKind.UPDATE: Activity.SYNCHRONIZATION,

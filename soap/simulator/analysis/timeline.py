@@ -29,7 +29,9 @@ Trace = dict[str, Any]
 MeasuredEvent = tuple[int, str, str, int, int]
 """(rank, task name, kind, start, end), in nanoseconds on one clock."""
 
-COMPUTE_KINDS = frozenset({TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD, TaskKind.COMPRESS, TaskKind.UPDATE})
+COMPUTE_KINDS = frozenset(
+    {TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD, TaskKind.WEIGHTS, TaskKind.COMPRESS, TaskKind.UPDATE}
+)
 NS_PER_US = 1000
 
 

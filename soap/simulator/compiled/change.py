@@ -18,7 +18,7 @@ from soap.simulator.compiled.operator_lowering import count_edges, lower_operato
 from soap.simulator.compiled.pass_order import link_passes, note_order, unlink_passes
 from soap.simulator.compiled.rows import is_sparse
 from soap.simulator.compiled.scratch import STAMP
-from soap.simulator.compiled.second_runs import slots_of_a_tile
+from soap.simulator.compiled.second_runs import slots_of_a_tile, weights_slot
 from soap.simulator.compiled.state import ARENA, DEVICES, NEVER, PULLS, SLOTS, SYNCS, State
 from soap.simulator.compiled.synchronization import count_backward, count_sums, synchronize
 from soap.simulator.compiled.syncs.asking import count_pulls, make_pulls
@@ -141,9 +141,9 @@ def make_undo(operators: int, readers: int, parameters: int, devices: int, slots
 
 
 @compiled
-def old_tile_slots(U: Undo, at: int) -> int:
+def old_tile_slots(C: State, U: Undo, at: int) -> int:
     """The number of slots that the tiles of a changed operator had. ``at``: where its old values begin in ``fields``."""
-    return slots_of_a_tile(U.fields[at + MARKED]) * U.fields[at + 7]
+    return (slots_of_a_tile(U.fields[at + MARKED]) + C.divided[U.fields[at]]) * U.fields[at + 7]
 
 
 @compiled
@@ -365,6 +365,8 @@ def undo(W: World) -> None:
         first = C.tile_slot[op] + C.tiles[op]
         for tile in range(C.tiles[op]):
             C.alive[first + tile] = U.alive[U.alive_ptr[n] + tile]
+            if C.divided[op]:
+                C.alive[weights_slot(C, op) + tile] = C.alive[first + tile]
             if C.marked[op]:
                 need, again = first + C.tiles[op] + tile, first + 2 * C.tiles[op] + tile
                 C.alive[need] = C.alive[again] = U.alive[U.alive_ptr[n] + tile]

@@ -19,9 +19,10 @@ from soap.simulator.compiled.handles import handle
 from soap.simulator.compiled.jit import compiled, entry, inlined
 from soap.simulator.compiled.marks import runs_again
 from soap.simulator.compiled.rows import is_sparse_lookup
+from soap.simulator.compiled.second_runs import weights_slot
 from soap.simulator.compiled.state import BACKWARD_TILE, FORWARD_TILE, SLOTS, UPDATE_DEVICE, State, make_state
 from soap.simulator.compiled.task_keys import SYNC, phase_of, stage_of
-from soap.simulator.compiled.tile_times import AGAIN, PASSES
+from soap.simulator.compiled.tile_times import AGAIN, PASSES, WEIGHTS
 from soap.simulator.compiled.trial import Trial, make_trial
 from soap.simulator.compiled.variants import CELLS, COSTS, ROW_COSTS
 from soap.simulator.compiled.world import World
@@ -176,6 +177,11 @@ def _draw_tiles(W, B, D, draw):  # type: ignore[no-untyped-def]
         for tile in range(count if C.marked[op] == LIGHT else 0):  # but for their products
             kind, again = K.device_type[C.resource[C.tile_slot[op] + tile]], slot + count + tile
             D.duration[again] = V.drawn[(costs + (kind * PASSES + AGAIN) * cells + tile % cells) * draws + draw]
+        for tile in range(count if C.divided[op] else 0):
+            slot = weights_slot(C, op) + tile
+            kind = K.device_type[C.resource[slot]]
+            D.duration[slot] = V.drawn[(costs + (kind * PASSES + WEIGHTS) * cells + tile % cells) * draws + draw]
+            D.launch[slot] = _times(C.launch[slot], B.launch[kind * draws + draw])
 
 
 @compiled

@@ -34,13 +34,12 @@ from soap.simulator.compiled.events import (
 )
 from soap.simulator.compiled.history import complete, first_difference, first_tile, resume, retrace, take_snapshots
 from soap.simulator.compiled.jit import compiled, entry
-from soap.simulator.compiled.marks import runs_again
 from soap.simulator.compiled.matching import forget_matches, match_slots, match_sums
 from soap.simulator.compiled.pass_order import first_reordered
 from soap.simulator.compiled.rows import is_sparse_lookup
 from soap.simulator.compiled.scratch import EXPECTED
-from soap.simulator.compiled.synchronization import expect_updates, is_certain
-from soap.simulator.compiled.tile_times import PASSES
+from soap.simulator.compiled.synchronization import backward_ns, expect_updates, is_certain
+from soap.simulator.compiled.tile_times import PASSES, WEIGHTS
 from soap.simulator.compiled.trial import TAKEN, Trial
 from soap.simulator.compiled.variants import CELLS, COSTS, PARTS, ROW_COSTS
 from soap.simulator.compiled.world import World
@@ -122,7 +121,7 @@ def overworked(W: World, E: Edit, at_most: int) -> bool:
             device, slot = C.dev[C.dev_ptr[op] + tile], C.tile_slot[op] + tile
             S.update[device] -= C.duration[slot]
             if C.alive[slot + count] and sure:
-                S.update[device] -= C.duration[slot + count] + (C.duration[slot + 3 * count] if runs_again(C.marked[op]) else 0)
+                S.update[device] -= backward_ns(C, op, tile)
         if i < E.count[OPERATORS]:
             _add_tiles(W, E, op, E.variant[i], E.replicas[i], E.dev, E.dev_ptr[i], V.rows[E.variant[i], PARTS])
         else:
@@ -152,6 +151,8 @@ def _add_tiles(W, E, op, variant, replicas, devices, first, parts):  # type: ign
         S.update[device] += min(V.costs[costs + forward], V.costs[others + forward])
         if certain:
             S.update[device] += min(V.costs[costs + forward + cells], V.costs[others + forward + cells])
+            weights = forward + WEIGHTS * cells  # nothing, if the backward pass is not in two
+            S.update[device] += min(V.costs[costs + weights], V.costs[others + weights])
 
 
 @entry

@@ -17,6 +17,7 @@ from soap.simulator.compiled.jit import compiled, entry, inlined
 from soap.simulator.compiled.links import communicate
 from soap.simulator.compiled.marks import runs_again
 from soap.simulator.compiled.readiness import first_ready, make_ready, queue_of, settle, take
+from soap.simulator.compiled.second_runs import weights_slot
 from soap.simulator.compiled.state import (
     AGAIN_TILE,
     BACKWARD_TILE,
@@ -32,6 +33,7 @@ from soap.simulator.compiled.state import (
     SYNC_NORM,
     SYNCS,
     UPDATE_DEVICE,
+    WEIGHTS_TILE,
     Groups,
     State,
 )
@@ -184,11 +186,14 @@ def _settle_successors(G, C, R, Q, slot, end):  # type: ignore[no-untyped-def]
     elif kind == BACKWARD_TILE:
         for i in range(G.source_ptr[op], G.source_ptr[op + 1]):
             _settle_row(C, Q, C.back_row[G.source[i]] + C.index[slot], end)
-        if C.sync_row[op] >= 0:
-            _settle_row(C, Q, C.sync_row[op] + C.index[slot], end)
         if C.gather_row[op] >= 0:
             _settle_row(C, Q, C.gather_row[op] + C.tiles[op] + C.index[slot], end)
-        settle(Q, C.resource[slot], end)  # the device's update
+        if C.divided[op]:
+            settle(Q, weights_slot(C, op) + C.index[slot], end)
+        else:
+            _settle_gradients(C, Q, slot, op, end)
+    elif kind == WEIGHTS_TILE:
+        _settle_gradients(C, Q, slot, op, end)
     elif kind == OTHER:
         _settle_row(C, Q, C.index[slot], end)
     elif kind == SYNC_BUCKET:
@@ -202,6 +207,14 @@ def _settle_successors(G, C, R, Q, slot, end):  # type: ignore[no-untyped-def]
             settle(Q, device, end)
     elif kind == UPDATE_DEVICE and C.update_row[slot] >= 0:
         _settle_row(C, Q, C.update_row[slot], end)
+
+
+@inlined
+def _settle_gradients(C, Q, slot, op, end):  # type: ignore[no-untyped-def]
+    """Tell all that wait for a tile's parameter gradients that they are there."""
+    if C.sync_row[op] >= 0:
+        _settle_row(C, Q, C.sync_row[op] + C.index[slot], end)
+    settle(Q, C.resource[slot], end)  # the device's update
 
 
 @inlined

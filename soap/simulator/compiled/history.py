@@ -13,7 +13,7 @@ from soap.simulator.compiled.events import NO_BOUND, begin, play
 from soap.simulator.compiled.graph_arrays import GraphTables, Longs
 from soap.simulator.compiled.jit import compiled, entry
 from soap.simulator.compiled.readiness import push, queue_of
-from soap.simulator.compiled.state import BACKWARD_TILE, FORWARD_TILE, SLOTS, Groups, State
+from soap.simulator.compiled.state import BACKWARD_TILE, FORWARD_TILE, SLOTS, WEIGHTS_TILE, Groups, State
 from soap.simulator.compiled.trial import CURSOR, DELAY, IN_RUN, MAKESPAN, RUN, SKIPPED, TAKEN, WAITING, Trial, clock_count, make_trial
 
 LEAST_SNAPSHOTS, MOST_SNAPSHOTS = 4, 24
@@ -86,7 +86,7 @@ def retrace(G: GraphTables, C: State, P: Trial, H: History) -> None:
         kind = C.kind[slot]
         if kind == FORWARD_TILE:
             last_forward = place
-        elif kind == BACKWARD_TILE:
+        elif kind in (BACKWARD_TILE, WEIGHTS_TILE):
             H.last_backward[C.resource[slot]] = place
         if kind == BACKWARD_TILE or C.owner[slot] < 0:
             H.first_sum[0] = min(H.first_sum[0], place)

@@ -37,7 +37,7 @@ def match_slots(W: World, P: Trial) -> None:
         at = n * FIELDS
         op = U.fields[at]
         if C.tile_slot[op] != U.fields[at + 6]:
-            _match(C, S, P, U.fields[at + 6], old_tile_slots(U, at), C.tile_slot[op], tile_slots(C, op))
+            _match(C, S, P, U.fields[at + 6], old_tile_slots(C, U, at), C.tile_slot[op], tile_slots(C, op))
         _match(C, S, P, U.fields[at + 2], U.fields[at + 3], C.own_slot[op], C.own_count[op])
     if U.what[REPULLED]:
         _match(C, S, P, U.what[OLD_PULL_SLOT], U.what[OLD_PULLS], C.pull_slot[0], C.used[PULLS])
@@ -101,7 +101,7 @@ def forget_matches(C: State, U: Undo) -> None:
     """Let old slots stand for themselves again. Call it before ``undo``."""
     for n in range(U.what[CHANGED]):
         at = n * FIELDS
-        for slot in range(U.fields[at + 6], U.fields[at + 6] + old_tile_slots(U, at)):
+        for slot in range(U.fields[at + 6], U.fields[at + 6] + old_tile_slots(C, U, at)):
             C.alias[slot] = slot
         for slot in range(U.fields[at + 2], U.fields[at + 2] + U.fields[at + 3]):
             C.alias[slot] = slot

@@ -194,7 +194,7 @@ def _tiles(W, M, op):  # type: ignore[no-untyped-def]
     for tile in range(C.tiles[op]):
         device, cell = C.dev[C.dev_ptr[op] + tile], tile % cells
         part[ACTIVATIONS, device] += M.data[kept + cell] + M.data[read + cell]
-        part[ACTIVATIONS, device] += M.data[made + cell] if runs_again(C.marked[op]) else 0
+        part[ACTIVATIONS, device] += M.data[made + cell] * (runs_again(C.marked[op]) + C.divided[op])
         part[ACTIVATIONS, device] += M.data[M.rows[row, PRODUCTS] + cell] if C.marked[op] == LIGHT else 0
         if C.marked[op] == OFFLOADED:  # a CPU has both copies
             part[ACTIVATIONS, device] += V.away[away + cell] * (1 + K.serves_itself[device])

@@ -3,7 +3,8 @@
 The exact answer (``memory.residency``) takes Python a second for a model on 16 devices. This one follows the same order tile by tile: what
 a tile keeps is there from its forward to its backward pass; of a recomputed one only what others read, and the rest again from its second
 run on; of one that offloads only what it makes, and the rest again from its copy back on; the gradients that a backward pass makes are
-there while it runs. What is brought from other devices and summed stays. So it is near the exact peak, but may be above or below it.
+there while it runs; if it is in two, the outputs' and all that is kept stay in between. What is brought from other devices and summed
+stays. So it is near the exact peak, but may be above or below it.
 
 So nobody takes it for an answer. It is compared with what the exact model has said of strategies that were asked about: up to the highest
 share of the limit at which one fits, others are likely to fit; from the lowest at which one does not, they are unlikely to.
@@ -111,7 +112,7 @@ def _leave_out(W, M, op):  # type: ignore[no-untyped-def]
     for tile in range(C.tiles[op]):
         cell = tile % cells
         device = C.dev[C.dev_ptr[op] + tile]
-        size = M.data[kept + cell] + M.data[read + cell] + (M.data[made + cell] if runs_again(mark) else 0)
+        size = M.data[kept + cell] + M.data[read + cell] + M.data[made + cell] * (runs_again(mark) + C.divided[op])
         size += M.data[M.rows[row, PRODUCTS] + cell] if mark == LIGHT else 0
         size += V.away[V.rows[row, AWAY] + cell] * (1 + K.serves_itself[device]) if mark == OFFLOADED else 0
         M.level[device] -= size
@@ -149,7 +150,11 @@ def _pass(W, M, slot, kind):  # type: ignore[no-untyped-def]
         M.level[device] += kept if kind == AGAIN_TILE else away
         M.highest[device] = max(M.highest[device], M.level[device])
         M.level[device] -= on_host
+    elif kind == BACKWARD_TILE and C.divided[op]:  # all stays, and so do gradients of outputs
+        M.highest[device] = max(M.highest[device], M.level[device] + M.data[M.rows[row, GRADIENTS] + cell])
+        M.level[device] += made
     else:
         gradients = M.data[M.rows[row, GRADIENTS] + cell] + M.data[M.rows[row, PARAMETER_GRADIENTS] + cell]
-        M.highest[device] = max(M.highest[device], M.level[device] + gradients)
-        M.level[device] -= (away if mark == OFFLOADED else kept) + leaves
+        waited = made if C.divided[op] else 0
+        M.highest[device] = max(M.highest[device], M.level[device] - waited + gradients)
+        M.level[device] -= (away if mark == OFFLOADED else kept) + leaves + waited

@@ -25,12 +25,14 @@ from soap.simulator.compiled.second_runs import (
     place_copies,
     place_second_runs,
     tile_slots,
+    weights_slot,
 )
-from soap.simulator.compiled.state import ARENA, BACKWARD_TILE, FORWARD_TILE, OTHER, SLOTS, State
+from soap.simulator.compiled.state import ARENA, BACKWARD_TILE, FORWARD_TILE, OTHER, SLOTS, WEIGHTS_TILE, State
 from soap.simulator.compiled.task_keys import BACKWARD, FORWARD, STATE_FULL, set_key, task_key
-from soap.simulator.compiled.tile_times import AGAIN, PASSES
+from soap.simulator.compiled.tile_times import AGAIN, PASSES, WEIGHTS
 from soap.simulator.compiled.variants import CELLS, COSTS, ROW_COSTS
 from soap.simulator.compiled.world import World
+from soap.simulator.task_list import WEIGHTS as WEIGHTS_STAGE
 from soap.strategy.kept import LIGHT, OFFLOADED, RECOMPUTED, STAYS
 
 
@@ -68,7 +70,24 @@ def place_tiles(W: World, op: int) -> None:
             C.duration[own + 3 * count] = V.costs[costs + (K.device_type[C.resource[own]] * PASSES + AGAIN) * cells + tile % cells]
     elif C.marked[op] == OFFLOADED:
         place_copies(W, op, operators, slot)
+    if C.divided[op]:
+        _place_weights(W, op, costs)
     C.used[SLOTS] = C.tile_slot[op] + tile_slots(C, op)
+
+
+@compiled
+def _place_weights(W, op, costs):  # type: ignore[no-untyped-def]
+    """Give the weight gradients of a divided operator's tiles slots. Each waits for the tile's input gradients."""
+    V, K, C = W.variants, W.cluster, W.state
+    cells, first = V.rows[C.variant[op], CELLS], weights_slot(C, op)
+    for tile in range(C.tiles[op]):
+        slot, device = first + tile, C.dev[C.dev_ptr[op] + tile]
+        set_key(C, slot, task_key(BACKWARD, len(W.graph.backward) - 1 - op, WEIGHTS_STAGE, tile, 0, 0))
+        cost = costs + (K.device_type[device] * PASSES + WEIGHTS) * cells + tile % cells
+        C.duration[slot], C.launch[slot], C.latency[slot] = V.costs[cost], V.launches[cost], 0
+        C.resource[slot], C.resource_n[slot] = device, 1
+        C.waits[slot], C.alive[slot], C.kind[slot] = 1, 0, WEIGHTS_TILE
+        C.owner[slot], C.index[slot], C.moved[slot], C.follow[slot] = op, tile, 0, 0
 
 
 @compiled
@@ -214,6 +233,8 @@ def _backward(W, op, own, own_slot):  # type: ignore[no-untyped-def]
         alive = 1 if got[tile] > 0 else 0
         changed |= C.alive[target + tile] != alive
         C.alive[target + tile] = alive
+        if C.divided[op]:
+            C.alive[weights_slot(C, op) + tile] = alive
     if C.marked[op]:
         changed |= need_tiles(W, op, cells, own, op == G.loss[0])
         if C.marked[op] == RECOMPUTED:

@@ -6,14 +6,17 @@ puts them back for the changed strategy.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from soap.plan.pass_order import PassOrder
+from soap.schedules.table import Kind
 from soap.simulator.compiled.arrays import copy, fill
 from soap.simulator.compiled.graph_arrays import Ints
 from soap.simulator.compiled.jit import compiled
+from soap.simulator.compiled.second_runs import weights_slot
 from soap.simulator.compiled.state import SLOTS
 from soap.simulator.compiled.trial import Trial
 from soap.simulator.compiled.variants import CELLS, PARTS
@@ -22,32 +25,42 @@ from soap.strategy.config import OpConfig
 
 
 class PassTables(NamedTuple):
-    """The actions of an order: ``backward`` (or forward), ``part`` (micro-batch), ``chunk``. Chunk c has the operators
-    ``operator[ptr[c]:ptr[c + 1]]``, ascending. ``count``: micro-batches; 1 if there is no order."""
+    """The actions of an order: ``kind`` (FORWARD, BACKWARD: whole backward passes or input gradients, WEIGHTS), ``part`` (micro-batch),
+    ``chunk``. Chunk c has the operators ``operator[ptr[c]:ptr[c + 1]]``, ascending. ``count``: micro-batches; 1 if there is no order.
+    By operator: ``divided``, whether its backward pass is in two; ``late``, whether it is one, and takes place with weight gradients."""
 
     count: Ints  # type: ignore[assignment]  # not tuple's method
-    backward: Ints
+    kind: Ints
     part: Ints
     chunk: Ints
     ptr: Ints
     operator: Ints
+    divided: Ints
+    late: Ints
 
 
-def pass_tables(order: PassOrder | None) -> PassTables:
-    """An order as arrays; None for none."""
+FORWARD, BACKWARD, WEIGHTS = range(3)
+_KINDS: Mapping[Kind, int] = {"F": FORWARD, "B": BACKWARD, "I": BACKWARD, "W": WEIGHTS}
+
+
+def pass_tables(order: PassOrder | None, operators: int) -> PassTables:
+    """An order of so many operators as arrays; None for none."""
     ints = lambda values: np.array(list(values), np.int32)  # noqa: E731
     if order is None:
-        return PassTables(ints([1]), ints([]), ints([]), ints([]), ints([0]), ints([]))
+        whole = ints([0] * operators)
+        return PassTables(ints([1]), ints([]), ints([]), ints([]), ints([0]), ints([]), whole, whole)
     chunks = sorted({*order.chunks})
     members = [[position for position, chunk in enumerate(order.chunks) if chunk == own] for own in chunks]
     numbers = {chunk: number for number, chunk in enumerate(chunks)}
     return PassTables(
         count=ints([order.cut.count]),
-        backward=ints(action.kind == "B" for action in order.actions),
+        kind=ints(_KINDS[action.kind] for action in order.actions),
         part=ints(action.microbatch for action in order.actions),
         chunk=ints(numbers[action.chunk] for action in order.actions),
         ptr=ints(np.cumsum([0, *map(len, members)])),
         operator=ints(position for own in members for position in own),
+        divided=ints(position in order.divided for position in range(operators)),
+        late=ints(kind == "W" for kind in order.backward),
     )
 
 
@@ -91,25 +104,30 @@ def link_passes(W: World) -> None:
     fill(C.head, 0, devices, 0)
     fill(S.last_pass, 0, devices, 0)
     for action in range(len(A.part)):
-        first, last, backward = A.ptr[A.chunk[action]], A.ptr[A.chunk[action] + 1], A.backward[action]
+        first, last, kind = A.ptr[A.chunk[action]], A.ptr[A.chunk[action] + 1], A.kind[action]
         for i in range(last - first):
-            op = A.operator[last - 1 - i] if backward else A.operator[first + i]
+            op = A.operator[last - 1 - i] if kind else A.operator[first + i]
+            block = C.tile_slot[op] + (C.tiles[op] if kind else 0)
+            if kind == WEIGHTS and A.divided[op]:
+                block = weights_slot(C, op)
+            elif kind and A.late[op] != (kind == WEIGHTS):
+                continue
             cells, parts = V.rows[C.variant[op], CELLS], V.rows[C.variant[op], PARTS]
             part = A.part[action]
             if parts == 1:
-                if part != (A.count[0] - 1 if backward else 0):
+                if part != (A.count[0] - 1 if kind else 0):
                     continue
                 part = 0
-            _link_tiles(C, S, op, cells, part * (cells // parts), (part + 1) * (cells // parts), backward)
+            _link_tiles(C, S, op, block, cells, part * (cells // parts), (part + 1) * (cells // parts))
 
 
 @compiled
-def _link_tiles(C, S, op, cells, start, stop, backward):  # type: ignore[no-untyped-def]
-    """Add the passes of the cells ``start`` to ``stop`` of all replicas behind those that are linked."""
+def _link_tiles(C, S, op, block, cells, start, stop):  # type: ignore[no-untyped-def]
+    """Add the passes of the cells ``start`` to ``stop`` of all replicas behind those that are linked. ``block``: first slot of all."""
     for replica in range(C.replicas[op]):
         for cell in range(start, stop):
-            slot = C.tile_slot[op] + backward * C.tiles[op] + replica * cells + cell
-            if backward and not C.alive[slot]:
+            slot = block + replica * cells + cell
+            if not C.alive[slot]:
                 continue
             device = C.resource[slot]
             before = S.last_pass[device]

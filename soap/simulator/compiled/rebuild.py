@@ -33,6 +33,7 @@ def lower_all(W: World, variants: Ints, replicas: Ints, devices: Ints, marked: I
         C.loose[op] = 1
         C.variant[op], C.replicas[op], C.dev_ptr[op] = variants[op], replicas[op], at
         C.tiles[op], C.marked[op] = V.rows[variants[op], CELLS] * replicas[op], marked[op]
+        C.divided[op] = W.order.divided[op]
         at += C.tiles[op]
         place_tiles(W, op)
     for op in range(operators - 1, -1, -1):

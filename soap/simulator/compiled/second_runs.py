@@ -31,14 +31,20 @@ NONE = -1
 
 @compiled
 def tile_slots(C: State, op: int) -> int:
-    """The number of slots of an operator's tiles: forward, backward, and if it is marked those behind them."""
-    return slots_of_a_tile(C.marked[op]) * C.tiles[op]
+    """The number of slots of an operator's tiles: forward, backward, if it is marked those behind them, and weight gradients."""
+    return (slots_of_a_tile(C.marked[op]) + C.divided[op]) * C.tiles[op]
 
 
 @compiled
 def slots_of_a_tile(mark: int) -> int:
-    """The number of slots of one tile."""
+    """The number of slots of one tile, without weight gradients."""
     return 5 if mark == OFFLOADED else 4 if runs_again(mark) else 2
+
+
+@compiled
+def weights_slot(C: State, op: int) -> int:
+    """The first slot of an operator's weight gradients, if it is divided."""
+    return C.tile_slot[op] + slots_of_a_tile(C.marked[op]) * C.tiles[op]
 
 
 @compiled

@@ -2,9 +2,9 @@
 
 A *slot* is a task's place in the arrays. Each operator has a block of slots for the forward passes of its tiles, followed by as many for
 their backward passes (``alive`` says whether one takes place; if it is recomputed, needs and second runs follow, if it offloads, needs,
-copies back and copies to the host), and a block for the tasks that move its outputs and sum its partial results. ``arena`` has the edges,
-operator by operator: for each source a row with the slots of its successors. Blocks are never changed, only replaced, so the old ones are
-still there when a change is undone.
+copies back and copies to the host; weight gradients, if backward passes are in two, come last), and a block for the tasks that move its
+outputs and sum its partial results. ``arena`` has the edges, operator by operator: for each source a row with the slots of its successors.
+Blocks are never changed, only replaced, so the old ones are still there when a change is undone.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ SLOTS, ARENA, DEVICES, SYNCS, PULLS = range(5)
 """Places in ``State.used``: how much of slots, ``arena`` and ``dev`` is used; number of synchronization tasks after the backward pass (sums
 of gradients, and tasks of parameter servers); number of pulls before the forward pass."""
 
-NONE, FORWARD_TILE, AGAIN_TILE, BACKWARD_TILE, OTHER, SYNC_BUCKET, UPDATE_DEVICE, SYNC_DEVICE, SYNC_NORM, NEED = range(10)
-COPY_AWAY, COPY_BACK = 10, 11
-"""Kinds of slots (``State.kind``); those up to BACKWARD_TILE are a tile's passes. AGAIN_TILE: its second run. NEED: the moment from which
+NONE, FORWARD_TILE, AGAIN_TILE, WEIGHTS_TILE, BACKWARD_TILE, OTHER, SYNC_BUCKET, UPDATE_DEVICE, SYNC_DEVICE, SYNC_NORM = range(10)
+NEED, COPY_AWAY, COPY_BACK = 10, 11, 12
+"""Kinds of slots (``State.kind``); those up to BACKWARD_TILE are a tile's passes. AGAIN_TILE: its second run. WEIGHTS_TILE: its
+weight gradients, if its backward pass is in two. NEED: the moment from which
 on that is needed. COPY_AWAY, COPY_BACK: of what a tile offloads. Slot d is the update of device d. For a SYNC_BUCKET the updates of a set
 of devices wait, for a SYNC_DEVICE that of one device, for a SYNC_NORM those of all devices, beside what is in its row."""
 
@@ -39,10 +40,10 @@ class State(NamedTuple):
     slot of its tiles), ``own_slot`` and ``own_count`` (slots of its other tasks), ``row`` (where the rows of its forward tiles, then of its
     other tasks, begin in ``arena``), ``block`` and ``block_end`` (its part of ``arena``), ``sync_row`` (where the rows begin of what waits
     for its backward tiles' parameter gradients; -1 if nothing does), ``gather_row`` (the same of gathers that wait for its tiles' forward,
-    then backward passes: ``syncs.gathering``), ``loose`` (whether it may have tiles without predecessors).
-    ``marked``: its mark (``strategy.kept``); if it runs again, the rows of its second runs come behind those of its forward tiles.
-    ``back_row``: by ``GraphTables.reader``, where the rows of that reader's backward tiles begin; ``need_row``: of its needs, -1 if they do
-    not count.
+    then backward passes: ``syncs.gathering``), ``loose`` (whether it may have tiles without predecessors). ``divided``: whether its
+    backward pass is in two. ``marked``: its mark (``strategy.kept``); if it runs again, the rows of its second runs come behind those of
+    its forward tiles. ``back_row``: by ``GraphTables.reader``, where the rows of that reader's backward tiles begin; ``need_row``: of its
+    needs, -1 if they do not count.
 
     ``sync``: by parameter, its code (``sync_codes``). ``sync_slot``: first slot of the synchronization tasks after the backward pass.
     ``pull_slot``: first slot of the pulls before the forward pass, and of gathers. ``prefetch``: ``Strategy.prefetch``. ``update_row``: by
@@ -73,6 +74,7 @@ class State(NamedTuple):
     block_end: Ints
     sync_row: Ints
     marked: Ints
+    divided: Ints
     gather_row: Ints
     back_row: Ints
     need_row: Ints
@@ -177,7 +179,7 @@ def make_state(operators: int, readers: int, parameters: int, devices: int, slot
     sizes = {"used": 8, "dev": arena, "back_row": readers, "need_row": readers, "sync": parameters, "arena": arena, "busy": devices}
     sizes |= {"sync_slot": 1, "pull_slot": 1, "prefetch": 1, "update_row": devices, "head": devices}
     per_operator = {"variant", "replicas", "tiles", "dev_ptr", "tile_slot", "own_slot", "own_count", "row", "block", "block_end"}
-    per_operator |= {"sync_row", "gather_row", "loose", "marked"}
+    per_operator |= {"sync_row", "gather_row", "loose", "marked", "divided"}
     fields: dict[str, Any] = {}
     for name, kind in State.__annotations__.items():
         size = sizes.get(name, operators if name in per_operator else slots)

@@ -12,6 +12,7 @@ from soap.simulator.compiled.graph_arrays import GraphTables
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.marks import runs_again
 from soap.simulator.compiled.scratch import EDGES, EXPECTED, PACKED, PACKED_SHARDS, PRICES, STAMP, TASKS
+from soap.simulator.compiled.second_runs import weights_slot
 from soap.simulator.compiled.state import (
     ARENA,
     NEVER,
@@ -77,11 +78,20 @@ def count_backward(G: GraphTables, C: State, op: int, sign: int) -> None:
         device, slot = C.dev[C.dev_ptr[op] + tile], C.tile_slot[op] + tile
         C.busy[device] += sign * C.duration[slot]
         if C.alive[slot + count]:
-            own = C.duration[slot + count] + (C.duration[slot + 3 * count] if runs_again(C.marked[op]) else 0)
+            own = backward_ns(C, op, tile)
             C.busy[device] += sign * own
             if not is_certain(G, C, op):
                 C.doubtful[device] += sign * own
             C.waits[device] += sign
+
+
+@compiled
+def backward_ns(C: State, op: int, tile: int) -> int:
+    """How long a tile of an operator computes behind the forward pass, if it has a backward pass."""
+    count = C.tiles[op]
+    slot = C.tile_slot[op] + tile
+    own = C.duration[slot + count] + (C.duration[slot + 3 * count] if runs_again(C.marked[op]) else 0)
+    return own + (C.duration[weights_slot(C, op) + tile] if C.divided[op] else 0)
 
 
 @compiled

@@ -28,6 +28,7 @@ from soap.simulator.compiled.tile_times import WAYS, TileTimes
 from soap.simulator.costs import CostModel
 from soap.simulator.draws import Draws
 from soap.simulator.memory.peaks import away_bytes
+from soap.strategy.division import is_divided
 
 CELLS, READS, OUTPUTS, COSTS, GROUPS, GROUP_OF, GROUP_FIRST, GROUP_BOXES, GRIDS, GEOMETRIES, LOOKUPS = range(11)
 ROW_COSTS, PARTS, AWAY = 11, 12, 13
@@ -64,8 +65,8 @@ class VariantTables(NamedTuple):
 
 
 class Variants:
-    """The variants of one graph's operators, made when they are first asked for. ``micro_batches``: how new ones are cut. ``cuts``: by
-    variant, how it is cut."""
+    """The variants of one graph's operators, made when they are first asked for. ``micro_batches``: how new ones are cut. ``divides``:
+    whether their backward passes are in two. ``cuts``: by variant, how it is cut."""
 
     def __init__(
         self,
@@ -82,8 +83,8 @@ class Variants:
         self._parameters = {tensor.name: i for i, tensor in enumerate(graph.parameters)}
         self._class_of = [classes.setdefault(_likeness(graph, op, self._parameters), i) for i, op in enumerate(graph.operators)]
         self.geometries = Geometries(graph, topology, self._types, costs, training)
-        self._numbers: dict[tuple[int, tuple[int, ...], int], int] = {}
-        self.micro_batches = MicroBatches(graph, 1)
+        self._numbers: dict[tuple[int, tuple[int, ...], int, bool], int] = {}
+        self.micro_batches, self.divides = MicroBatches(graph, 1), False
         self.cuts: list[MicroBatches] = []
         self._boxes: dict[Box, int] = {}
         self._known: list[Box] = []
@@ -95,7 +96,7 @@ class Variants:
 
     def number(self, position: int, degrees: tuple[int, ...]) -> int:
         """The variant of the operator at ``position`` under these degrees."""
-        key = (self._class_of[position], degrees, self.micro_batches.count)
+        key = (self._class_of[position], degrees, self.micro_batches.count, self.divides)
         found = self._numbers.get(key)
         if found is None:
             found = self._numbers[key] = len(self.degrees)
@@ -240,7 +241,8 @@ class Variants:
         shapes = np.concatenate([np.diff(part, axis=2).reshape(len(cells), -1) for part in parts], axis=1)
         _, firsts, place = np.unique(shapes, axis=0, return_index=True, return_inverse=True)
         tiles = [replace(_tile(op, position, int(i), cells, regions), sparse_lookup=sparse_lookup) for i in firsts]
-        return TileTimes(self.graph, self.costs, self._types, tiles, place.ravel())
+        divided = self.divides and is_divided(self.graph, op)
+        return TileTimes(self.graph, self.costs, self._types, tiles, place.ravel(), divided=divided)
 
     def _grid(self, boxes: Ints, holders: np.ndarray) -> int:
         """Store the grid of an output's distinct regions; returns where it begins."""

@@ -62,13 +62,14 @@ class GradientResidency:
         kept = sums_of_one(plan)
         alone = {(plan.shards[i].parameter, plan.shards[i].box) for i in kept}
         shared: dict[tuple[int, str, Box], list[tuple[Span, int]]] = {}
-        for number, (start, end) in self.spans.backward.items():
-            tile = plan.tiles[number]
+        for number, span in self.spans.backward.items():
+            tile, (start, end) = plan.tiles[number], self.spans.weighed(number)
             for o, box in zip(plan.operator(tile).parameters, tile.parameters, strict=True):
                 if graph.tensors[o.tensor].requires_grad:
                     size = operand_bytes(plan, compact, tile, o.tensor, box)
                     shared.setdefault((self.spans.segment[number], o.tensor, box), []).append(((start, end), size))
-            self.hold(tile.device, start, end, peaks.passing_bytes(plan, tile)[1], MemoryKind.WORKSPACE)
+            for begun, over in {span, (start, end)}:
+                self.hold(tile.device, begun, over, peaks.passing_bytes(plan, tile)[1], MemoryKind.WORKSPACE)
         for (segment, name, box), uses in shared.items():
             device = plan.tiles[segment].device
             uses.sort()
@@ -101,7 +102,7 @@ class GradientResidency:
         for place, device in enumerate(reduction.devices):
             tiles = [tile for tile in reduction.tiles if plan.tiles[tile].device == device and tile in self.spans.backward]
             begun = min((self.spans.begun[self.spans.segment[tile]] for tile in tiles), default=start)
-            until = max((self.spans.backward[tile][1] for tile in tiles), default=start)
+            until = max((self.spans.last(tile) for tile in tiles), default=start)
             self.hold(device, start, until, size, MemoryKind.WORKSPACE, early=True)
             if reduction.cells:
                 self.ledger.send(device, start, self.spans.end_ns, len(reduction.cells) * box_bytes(plan, tensor, reduction.cells[place]))

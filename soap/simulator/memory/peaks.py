@@ -3,7 +3,8 @@
 It follows the runtime. These count as held through the whole step: parameter shards, their gradients and optimizer states; the whole batch
 and the constants (every rank gets them); everything that the forward pass makes (although the backward pass frees activations as it goes);
 and what is sent (kept until the step ends). What a recomputed operator makes counts twice, since both may be there for a while, and so does
-what an offloading operator keeps; on a CPU, which is its own host, three times. Added to these are the largest set of gradients that wait
+what an offloading operator keeps; on a CPU, which is its own host, three times. Where backward passes are in two, so do gradients of
+outputs, which wait for the second half. Added to these are the largest set of gradients that wait
 between operators, the gradients that one tile makes, those of shared parameters, and the largest sum over devices. Not counted:
 fragmentation of the allocator, workspaces of libraries, and a model's buffers (running statistics), which are no tensors of the graph.
 """
@@ -100,14 +101,15 @@ def _box_bytes(graph: OperatorGraph, tensor: str, box: Box) -> int:
 
 
 def _tile_bytes(plan: Plan) -> list[int]:
-    """For each device, bytes that all its tiles keep, of second outputs of recomputed ones, of what products of light ones have made, and
-    of copies of what others offload."""
+    """For each device, bytes that all its tiles keep, of second outputs of recomputed ones, of what products of light ones have made, of
+    copies of what others offload, and of outputs' gradients that wait for weight gradients."""
     result = [0] * plan.device_count
     for tile, size in zip(plan.tiles, kept_bytes(plan), strict=True):
         result[tile.device] += size
-        if tile.operator in plan.recomputed_operators:
-            op = plan.operator(tile)
-            result[tile.device] += sum(made_bytes(plan.graph, op, tile, k) for k in range(len(op.outputs)))
+        op = plan.operator(tile)
+        again, divided = tile.operator in plan.recomputed_operators, tile.operator in plan.divided
+        if again or divided:
+            result[tile.device] += (again + divided) * sum(made_bytes(plan.graph, op, tile, k) for k in range(len(op.outputs)))
             result[tile.device] += products_bytes(plan, tile)
         if tile.operator in plan.offloading_operators:
             result[tile.device] += (1 if tile.device in plan.accelerators else 2) * away_bytes(plan.graph, tile)

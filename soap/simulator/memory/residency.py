@@ -8,7 +8,8 @@ Held for a part of the step:
 - of a recomputed tile, for its readers in the forward pass alone, and again from its second run on; if it keeps its outputs, these and
   what its products have made stay;
 - a fetched region: from its first arrival to the last backward task of its consumers;
-- a gradient between operators: from the first task that makes a part of it to the backward task that takes it;
+- a gradient between operators: from the first task that makes a part of it to the backward task that takes it; if that is in two, to the
+  end of the weight gradients, and so all that the tile keeps;
 - what is sent: until it has certainly left;
 - what a tile's calls pass to each other: while its task runs.
 
@@ -102,7 +103,7 @@ class _Values:
             self.hold(device, 0, self.spans.end_ns, states * size + (COUNT_BYTES if states > 1 else 0), MemoryKind.STATES)
             if number in summed:
                 uses = self.plan.shards[number].uses
-                begins = [self.spans.backward[tile][0] for tile, _ in uses if tile in self.spans.backward] if number in alone else [0]
+                begins = [self.spans.weighed(tile)[0] for tile, _ in uses if tile in self.spans.backward] if number in alone else [0]
                 self.hold(device, min(begins, default=self.spans.end_ns), self.spans.end_ns, size, MemoryKind.GRADIENTS)
 
     def synchronized(self) -> None:
@@ -145,8 +146,8 @@ class _Values:
         """A buffer of gradients, which is made when a tile has made the first one. For a moment that one is there as well."""
         tiles = [tile for tile, _ in sync.uses if tile in self.spans.backward and self.plan.tiles[tile].device == own.device]
         if tiles:
-            first = min(tiles, key=lambda tile: self.spans.backward[tile][1])
-            made = self.spans.backward[first][1]
+            first = min(tiles, key=lambda tile: self.spans.weighed(tile)[1])
+            made = self.spans.weighed(first)[1]
             regions = [region for region in sync.regions if any(tile == first for tile, _ in region.uses)]
             self.hold(own.device, made, max(made, done), own.size_bytes, own.kind, early=True)
             single = max(box_bytes(self.plan, r.parameter, r.box) for r in regions)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 from soap.model.graph import TensorKind
+from soap.plan.division import apart
 from soap.plan.offloading import kept_from_host_name, kept_to_host_name
 from soap.plan.plan import Exchange, Fetch, Message, Part, Plan, Reduction, exchange_name, message_name, need_name, reduce_name
 from soap.plan.recomputation import dropped_holdings, find_recomputation, remade
@@ -38,20 +39,22 @@ def _sees_all_but_channels(plan: Plan, tile: Tile, source: str) -> bool:
 class TaskSpans:
     """Start and end of tasks, in nanoseconds.
 
-    ``forward``, ``backward``: by tile. ``second``: of second runs, by tile; ``second_work``: while they compute; a segment's tiles all
-    begin when the first of them does, because the runtime runs them together. ``unread``: tiles that make nothing, as nobody reads it; they
-    have no backward task here. ``away``, ``back``: by tile, of the copies of what it keeps to its host, and back (from its need on, when
-    ranks allot the memory). ``named``: by task name. ``ready``: by name of a synchronization, when all that it waits for is over.
-    ``brought``, ``returned``: by part, of the transfer of the part and of its gradient. ``segment``: tile -> the first tile of its segment.
-    ``begun``: first tile of a segment -> start of its backward pass.
+    ``forward``, ``backward``: by tile; ``weights``: of the weight gradients of tiles whose backward pass is in two. ``second``: of second
+    runs, by tile; ``second_work``: while they compute; a segment's tiles all begin when the first of them does, because the runtime runs
+    them together. ``unread``: tiles that make nothing, as nobody reads it; they have no backward task here. ``away``, ``back``: by tile, of
+    the copies of what it keeps to its host, and back (from its need on, when ranks allot the memory). ``named``: by task name. ``ready``:
+    by name of a synchronization, when all that it waits for is over. ``brought``, ``returned``: by part, of the transfer of the part and of
+    its gradient. ``segment``: tile -> the first tile of its segment. ``begun``: first tile of a segment -> start of its backward pass.
     """
 
     def __init__(self, tasks: TaskGraph, schedule: Schedule) -> None:
         self.plan, self.end_ns = tasks.plan, schedule.makespan_ns
         self.forward: dict[int, Span] = {}
         self.backward: dict[int, Span] = {}
+        self.weights: dict[int, Span] = {}
         again: dict[int, Span] = {}
         passes = {TaskKind.FORWARD: self.forward, TaskKind.RECOMPUTE: again, TaskKind.BACKWARD: self.backward}
+        passes[TaskKind.WEIGHTS] = self.weights
         self.named: dict[str, Span] = {}
         self.ready: dict[str, int] = {}
         ends = schedule.end_ns.tolist()
@@ -82,6 +85,7 @@ class TaskSpans:
             if tile not in self.unread:
                 self.second[tile], self.second_work[tile] = (start, end), (start, work_end)
         self.backward = {tile: span for tile, span in self.backward.items() if tile not in self.unread}
+        self.weights = {tile: span for tile, span in self.weights.items() if tile not in self.unread}
 
     def _second(self, again: Mapping[int, Span]) -> Iterator[tuple[int, int, int, int]]:
         """The second runs as the runtime takes them: when a segment's first one begins, all follow. (tile, start, end of its work, end as
@@ -159,7 +163,8 @@ class TaskSpans:
         if brought is not None:
             return 0 if again else brought[1]
         if len(fetch.pieces) > 1:
-            return max((self.second.get(tile, self.forward[tile])[1] for tile in readers), default=0)
+            ends = (self.last(t) if t in self.weights else self.second.get(t, self.forward[t])[1] for t in readers)  # see ``needed``
+            return max(ends, default=0)
         return max((self.needed(tile, fetch.tensor) for tile in readers), default=0)
 
     def lives(self, number: int, until: int) -> list[Span]:
@@ -170,7 +175,9 @@ class TaskSpans:
 
     def needed(self, number: int, tensor: str) -> int:
         """Until when a tile needs its region of an operand: the end of its backward task if autograd keeps it, or of the copy to its host,
-        else of its last run forward."""
+        else of its last run forward. What waits for weight gradients keeps inputs that get gradients."""
+        if number in self.weights and self.plan.graph.tensors[tensor].requires_grad:
+            return self.last(number)
         return self.left(number, tensor) if self._keeps(number, tensor) else self.second.get(number, self.forward[number])[1]
 
     def used(self, number: int, tensor: str) -> int:
@@ -211,8 +218,12 @@ class TaskSpans:
         return self.named.get(name, max((self.forward[tile] for tile in reduction.tiles), key=lambda span: span[1]))
 
     def last(self, tile: int) -> int:
-        """End of a tile's backward task, or of its forward task if it has none."""
-        return self.backward.get(tile, self.forward[tile])[1]
+        """End of a tile's last task: weight gradients, backward pass, or forward pass."""
+        return self.weights.get(tile, self.backward.get(tile, self.forward[tile]))[1]
+
+    def weighed(self, tile: int) -> Span:
+        """When a tile that has a backward pass makes the gradients of its parameters."""
+        return self.weights.get(tile, self.backward[tile])
 
     def wanted(self, holding: int) -> Span:
         """(when a holding's gradient is added up, until when it is held)."""
@@ -220,7 +231,7 @@ class TaskSpans:
         makers = [held.tile] if held.reduction is None else self.plan.reductions[held.reduction].tiles
         own = [tile for tile in makers if self.plan.tiles[tile].device == held.device and tile in self.backward]
         begun = self.back_at(own, self.end_ns)
-        end = max((self.backward[tile][1] for tile in own), default=self.end_ns)
+        end = max((self.last(tile) for tile in own), default=self.end_ns)
         if held.reduction is not None:
             reduction = self.plan.reductions[held.reduction]
             name = reduce_name(self.plan.graph.operators[reduction.operator], reduction, gradient=True)
@@ -282,7 +293,7 @@ class TaskSpans:
         run = self.recomputation.run
         for tile in sorted(range(len(plan.tiles)), key=lambda tile: (self.forward[tile][0], tile)):
             device, new = plan.tiles[tile].device, set(reads.get(tile, ())) - started
-            if new or current[device] < 0 or run.get(current[device]) != run.get(tile) or plan.parted(current[device], tile):
+            if new or current[device] < 0 or run.get(current[device]) != run.get(tile) or apart(plan, current[device], tile):
                 current[device] = tile
             started |= new
             first[tile] = current[device]
