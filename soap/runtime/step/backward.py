@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import torch
 
 from soap.model.regions import Box
+from soap.plan.departures import sending_pass
 from soap.plan.plan import (
     Exchange,
     Part,
@@ -77,7 +78,8 @@ class BackwardPass:
         parts = self._active(message.parts)
         tag, name = len(self.plan.messages) + number, message_name(self.plan, message, gradient=True)
         if message.target == self.state.rank:
-            self.state.send([self._part_gradient(part) for part in parts], message.source, tag, name)
+            sending = sending_pass(self.plan, message, gradient=True)
+            self.state.send([self._part_gradient(part) for part in parts], message.source, tag, name, sending)
             self._done_with(parts)
             return
         room = [self._room(part) for part in parts]

@@ -284,7 +284,7 @@ class _Values:
         for message in plan.messages:
             part = message.parts[0]
             sent = remote_parts(plan, message.parts)
-            start, told = self.spans.brought[part][0], self.spans.end_ns
+            start, told = self.spans.brought[part][0], self.spans.left_by(message, gradient=False, otherwise=self.spans.end_ns)
             if part in self.spans.returned:  # known when the first of its gradients is added up
                 told = max(self.spans.returned[part][1], min(self.spans.wanted(holding)[0] for *_, holding in sent))
             size = sum(box_bytes(plan, plan.holdings[holding].tensor, box) for _, _, box, holding in sent)

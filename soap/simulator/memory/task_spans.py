@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 from soap.model.graph import TensorKind
+from soap.plan.departures import Route, sending_pass, waited_for
 from soap.plan.offloading import kept_from_host_name, kept_to_host_name
 from soap.plan.plan import Exchange, Fetch, Message, Part, Plan, Reduction, exchange_name, message_name, need_name, reduce_name
 from soap.plan.recomputation import dropped_holdings, find_recomputation, remade
@@ -108,6 +109,25 @@ class TaskSpans:
         return away, back
 
     def carriers(self) -> list[Message | Exchange]:
+    def left_by(self, message: Message, *, gradient: bool, otherwise: int) -> int:
+        """When the sender of a message, or of the gradients that return, knows that it has left: it then sends for a later micro-batch.
+        ``otherwise``: if it never waits for it."""
+        sending = sending_pass(self.plan, message, gradient=gradient)
+        waits = None if sending is None else self._waits.get(sending)
+        return otherwise if waits is None else max(waits, (self.returned if gradient else self.brought)[message.parts[0]][1])
+
+    @cached_property
+    def _waits(self) -> Mapping[tuple[Route, int], int]:
+        """``departures.waited_for`` of all messages that nothing answers."""
+        sends = []
+        for message in self.plan.messages:
+            part = message.parts[0]
+            back = part in self.returned
+            sending = sending_pass(self.plan, message, gradient=back)
+            if sending is not None:
+                sends.append((*sending, (self.returned if back else self.brought)[part][0]))
+        return waited_for(sends)
+
         """All messages and exchanges."""
         return [*self.plan.messages, *self.plan.exchanges]
 
