@@ -41,7 +41,7 @@ class BackwardPass:
     def __init__(self, state: StepState, gradients: Gradients, prepared: PreparedTiles, on_host: KeptOnHost) -> None:
         self.state, self.program, self.plan = state, state.program, state.plan
         self._early, self._values, self._on_host = gradients.early, gradients, on_host
-        self._needs, self._frees = prepared.needed_back, prepared.freed_back
+        self._needs, self._frees = prepared.needed, prepared.freed
         self._returning: dict[int, list[tuple[Box, torch.Tensor, Pending]]] = {}
         self._reduced: dict[int, Pending] = {}
         self._waiting: dict[int, int] = {}

@@ -111,7 +111,7 @@ class ForwardPass:
     def recompute(self, segment: int) -> None:
         """Run a segment's tiles a second time, so that autograd keeps what their backward pass needs. Parameters' values that are gathered
         for it stay till then."""
-        for sync in self._prepared.needed_back.get((ActionKind.RECOMPUTE, segment), ()):
+        for sync in self._prepared.needed.get((ActionKind.RECOMPUTE, segment), ()):
             self._values.need(sync)
         context, self.context = self.context, replace(self.context, update_buffers=False)
         self._second, self._segment = True, -1

@@ -135,7 +135,8 @@ class _Values:
 
     def _hold_used(self, sync: ShardSync, own: Hold, begun: int) -> None:
         """What is there for passes that use it, or until the first of them has begun."""
-        first, last = self.spans.passes({tile for tile, _ in sync.uses}, own.device, backward=own.used == "backward")
+        assert own.used
+        first, last = self.spans.passes({tile for tile, _ in sync.uses}, own.device, own.used)
         if own.since:
             self.hold(own.device, begun, max(begun, first), own.size_bytes, own.kind, late=True)
         elif last >= first:
