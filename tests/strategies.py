@@ -225,7 +225,7 @@ def strategies_for(
     for op, chunk in zip(graph.operators, chunks_of(graph, stages), strict=True):
         own = order[stage_of[chunk] :: max(stage_of) + 1] if stages else ()
         operators[op.name] = draw(configs(op, device_count, max_tiles=max_tiles, graph=graph, cut=cut, among=own))
-    chosen = {parameter.name: draw(syncs(graph, parameter.name, count)) for parameter in graph.parameters} if servers else {}
+    chosen = {parameter.name: draw(syncs(graph, parameter.name)) for parameter in graph.parameters} if servers else {}
     prefetch = draw(st.sampled_from((0, 1, 2, 4096))) if servers else 1
     return Strategy(operators, {name: sync for name, sync in chosen.items() if sync != SyncConfig()}, prefetch, count, stages, schedule)
 
@@ -253,14 +253,13 @@ SHARED = (SHARDED_STATE, replace(SHARDED_STATE, within="host"), SHARDED, SHARDED
 """Ways in which readers own parts."""
 
 
-def syncs(graph: OperatorGraph, parameter: str, microbatches: int = 1) -> st.SearchStrategy[SyncConfig]:
-    """Any synchronization of a parameter; with several micro-batches none that gathers values for each use."""
+def syncs(graph: OperatorGraph, parameter: str) -> st.SearchStrategy[SyncConfig]:
+    """Any synchronization of a parameter."""
     rows = parameter in graph.sparse
     servers = [parameter_server(partitions, within, rows=rows) for partitions in (1, 3) for within in WITHIN]
     gathered = [SPARSE_ALL_GATHER] if parameter in graph.sparse else []
     lossy = [compressed(how, within) for how in LOSSY for within in WITHIN if not rows and graph.tensors[parameter].dtype in FLOATING]
-    shared = [sync for sync in SHARED if microbatches == 1 or sync.residence == "kept"]
-    here = [SyncConfig(), *shared]
+    here = [SyncConfig(), *SHARED]
     return st.sampled_from([*here, *(replace(sync, offload=True) for sync in here), *gathered, *servers, *lossy])
 
 

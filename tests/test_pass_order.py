@@ -15,7 +15,6 @@ from soap.schedules.named import SCHEDULES, parse
 from soap.schedules.table import parse_action
 from soap.strategy.classical import data_parallel
 from soap.strategy.config import OpConfig, Strategy
-from soap.strategy.sync import SHARDED
 from tests.graph_builder import GraphBuilder
 from tests.strategies import cluster
 
@@ -146,7 +145,6 @@ def test_an_order_that_contradicts_a_barrier_names_the_operator() -> None:
         ({"stages": {"third": 1}}, "operator 'third' of stage 1 runs on device 0, as 'first' of stage 0 does; expected each stage to have"),
         ({"stages": {"third": 1}, "schedule": "interleaved:3"}, "schedule 'interleaved:3' with 2 chunks; expected a multiple of 3"),
         ({"schedule": "nothing"}, r"no schedule is named 'nothing'; expected one of .*interleaved:N, zb-h1$"),
-        ({"microbatches": 2, "parameters": {"first.weight": SHARDED}}, "'first.weight' are gathered for each use .*or 1 micro-batch"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(change: dict[str, object], message: str) -> None:

@@ -16,7 +16,7 @@ from soap.cluster.presets import local_topology
 from soap.cluster.topology import DeviceKind, Topology
 from soap.errors import RuntimeFailure, SoapWarning
 from soap.model.dtypes import has_complex, is_complex, name_of, replaced
-from soap.model.regions import whole
+from soap.model.regions import volume
 from soap.plan.plan import Plan
 from soap.plan.syncs.compressed import compressed_names
 from soap.runtime.comm.position import HERE
@@ -104,7 +104,7 @@ class Trainer:
         self.shards = ShardStore(self.plan, self.rank, joined)
         self.shards.load(self.model.parameters, self.device, self.dtype, share=take_over)
         if take_over:
-            self._forget_tables()
+            self._forget_values()
         self.shards.agree(self.comm)
         self.buffers = {name: self._own(tensor) for name, tensor in self.model.buffers.items()}
         for tensor in self.buffers.values():
@@ -190,16 +190,15 @@ class Trainer:
             note_rows(found, self.plan.graph.sparse, sized.model, sized.tensors(part), context)
         return found
 
-    def _forget_tables(self) -> None:
-        """Free the model's values of sparse tables that servers own, and of parameters of which ranks keep parts alone; they are replaced
-        by meta tensors."""
-        parameters = self.model.parameters
-        assert isinstance(parameters, dict)
-        kept_elsewhere = [sync for sync in self.plan.syncs if sync.contract.owned_in_parts and sync.contract.residence == "gathered"]
-        for name in {region.parameter for sync in kept_elsewhere for region in sync.regions}:
-            shape = self.plan.graph.tensors[name].shape
-            if not any(i in self.shards.tensors and s.parameter == name and s.box == whole(shape) for i, s in enumerate(self.plan.shards)):
-                parameters[name] = parameters[name].detach().to("meta")
+    def _forget_values(self) -> None:
+        """Free the model's values of parameters that this rank does not keep in the model's own memory: it has parts of them elsewhere, or
+        none. What no shard covers stays, since it is nowhere else."""
+        parameters, kept = self.model.parameters, {leaf.untyped_storage().data_ptr() for leaf in self.shards.leaves.values()}
+        covered = dict.fromkeys(parameters, 0)
+        for shard in self.plan.shards:
+            covered[shard.parameter] += volume(shard.box)
+        elsewhere = [name for name, full in parameters.items() if full.untyped_storage().data_ptr() not in kept]
+        self.model.let_go([name for name in elsewhere if covered[name] == parameters[name].numel()])
 
     def _refresh_copies(self) -> None:
         """Send loaded values from owners to readers, and to hosts that update them. This does not count as traffic of a step."""

@@ -40,7 +40,7 @@ from soap.simulator.costs import CostModel
 from soap.simulator.draws import Draws
 from soap.simulator.edits import held_arrays, read_config, write_edit
 from soap.simulator.task_ids import UNNUMBERED, unnumbered
-from soap.strategy.config import NOTHING, OpConfig, Strategy, SyncConfig, check_config, check_kept, check_parts
+from soap.strategy.config import NOTHING, OpConfig, Strategy, SyncConfig, check_config, check_parts
 from soap.strategy.kept import require_kept
 from soap.strategy.stages import require_stages
 
@@ -164,8 +164,6 @@ class Engine:
             check_config(self.graph.operators[position], config, self.topology.device_count)
             require_kept(self.graph, self.graph.operators[position], config)
             check_parts(self.variants.micro_batches, position, config)
-        for name, sync in parameters.items():
-            check_kept(self.variants.micro_batches.count, name, sync)
         if self._loaded.stages:
             require_stages(self.graph, self._loaded.stages, self._loaded.schedule, {**self.strategy.operators, **operators})
         numbers = [self._parameters[name] for name in parameters]

@@ -225,8 +225,6 @@ class Strategy:
                 f"microbatches {count}: operator {local!r} normalizes each tile by itself (batch_norm='local'), so they would change what "
                 "is computed; expected 1, or batch norm over the whole batch"
             )
-        for name, sync in self.parameters.items():
-            check_kept(count, name, sync)
         for position, op in enumerate(graph.operators if not empty_tiles else ()):
             check_parts(cut, position, self.operators[op.name])
 
@@ -277,15 +275,6 @@ def check_parts(cut: MicroBatches, position: int, config: OpConfig) -> None:
         raise StrategyError(
             f"operator {op.name!r}: degree {config.degrees[factor]} of factor {op.factors[factor].name!r} exceeds {least}, its size in the "
             f"smallest of {cut.count} micro-batches; lower the degree, or microbatches"
-        )
-
-
-def check_kept(microbatches: int, parameter: str, sync: SyncConfig) -> None:
-    """Raise StrategyError if values that are gathered for each use would be gathered for several micro-batches."""
-    if microbatches > 1 and sync.contract.gathers_values:
-        raise StrategyError(
-            f"microbatches {microbatches}: values of parameter {parameter!r} are gathered for each use ({sync.contract.word}); expected "
-            "another synchronization of it, or 1 micro-batch"
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -27,6 +27,9 @@ from soap.tracing.rules.state import keep_state
 
 class Source(Protocol):
     """The source of a traced model, by which it can be traced again."""
+
+    def let_go(self, names: Collection[str]) -> None:
+        """Free its values of these parameters, if it has some."""
 
     def trace(self, *, shapes: Sequence[Sequence[int]] | None = None, dtype: torch.dtype | None = None) -> ExecutableModel:
         """The model for inputs of these shapes, in this floating-point type; None: as it was traced."""
@@ -112,6 +115,14 @@ class ExecutableModel:
         calls = [step.call for step in self.programs[self.graph.operators[operator].name].steps]
         leaves = (leaf for call in calls for leaf in walk((call.args, dict(call.kwargs))))
         return not any(is_random(call) for call in calls) and not any(isinstance(leaf, BufferRef) for leaf in leaves)
+
+    def let_go(self, names: Sequence[str]) -> None:
+        """See ``TracedModel.let_go``. What the model was traced from lets go of them, too."""
+        assert isinstance(self.parameters, dict)
+        for name in names:
+            self.parameters[name] = self.parameters[name].detach().to("meta")
+        if self.source is not None:
+            self.source.let_go({*names})
 
     def reference_loss(self, inputs: Sequence[torch.Tensor], parameters: Mapping[str, torch.Tensor], context: TileContext) -> torch.Tensor:
         """See ``TracedModel.reference_loss``: plain calls on whole tensors, sharing nothing with the tiled execution but random numbers."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from soap.tracing.execute import ExecutableModel, Source
 from soap.tracing.export import traced
 from soap.tracing.importer import BatchNorm, import_program
 from soap.tracing.imports import import_all
+from soap.tracing.naming import canonical_names
 from soap.tracing.quiet import quiet_torch
 from soap.tracing.record import NAME, ExportRecord, loads
 from soap.tracing.row_counting import measure_rows
@@ -109,6 +110,15 @@ class ProgramSource:
             raise ModelError("the program was exported for one batch size: soap.export(..., dynamic_batch=True) makes one for all sizes")
         return _imported(self, self.exported, self.name, self.options, shapes, dtype, plan_only)
 
+    def let_go(self, names: Collection[str]) -> None:
+        """See ``Source``. Other names of a parameter get the same meta tensor: so it stays one parameter."""
+        state, metas = self.exported.state_dict, dict[str, torch.Tensor]()
+        for name, first in canonical_names(state).items():
+            if first in names:
+                if first not in metas:
+                    metas[first] = state[first].detach().to("meta").requires_grad_(state[first].requires_grad)
+                state[name] = metas[first]
+
 
 class FileSource(ProgramSource):
     """The program of a ``.pt2`` file, with what the file records of its export."""
@@ -141,6 +151,9 @@ class ZooSource:
         if shapes is not None and own != [list(shape) for shape in shapes]:
             raise ModelError(f"{spec} has inputs of shapes {own}")
         return model
+
+    def let_go(self, names: Collection[str]) -> None:
+        """Nothing: parameters are made when a model is."""
 
 
 def _imported(

@@ -115,6 +115,9 @@ class TracedModel(Protocol):
     def is_pure(self, operator: int) -> bool:
         """Whether tiles of an operator are functions of their operands alone: no random numbers, nothing noted for the end of the step."""
 
+    def let_go(self, names: Sequence[str]) -> None:
+        """Free the values of these parameters; meta tensors take their places."""
+
     def reference_loss(self, inputs: Sequence[torch.Tensor], parameters: Mapping[str, torch.Tensor], context: TileContext) -> torch.Tensor:
         """The scalar loss by running the whole exported program in this process, call by call: the oracle for checks. Differentiable."""
 
@@ -136,6 +139,11 @@ class PlainModel(TracedModel):
     """
 
     element_inputs: frozenset[str] = frozenset()
+
+    def let_go(self, names: Sequence[str]) -> None:
+        """Nobody else has them."""
+        assert isinstance(self.parameters, dict)
+        self.parameters.update({name: self.parameters[name].detach().to("meta") for name in names})
 
     def rows_asked_for(
         self, tile: Tile, parameter: int, inputs: Sequence[torch.Tensor | None], context: TileContext

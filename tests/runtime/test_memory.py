@@ -244,6 +244,14 @@ def test_selective_recomputation_is_predicted(pool: Pool, tmp_path: Path) -> Non
     assert found <= predicted <= 1.08 * found and found < 0.85 * kept, (found, predicted, kept)
 
 
+@pytest.mark.parametrize("plan", often(["fsdp", "zero1"], ["fsdp"], pytest.mark.slow))
+def test_what_is_gathered_for_micro_batches_is_predicted(plan: str, pool: Pool, tmp_path: Path) -> None:
+    path, topology = exported("attention", tmp_path), local_topology(2)
+    graph = api.load(path, plan_only=True).graph
+    found, predicted = shown(path, replace(api.classical(plan, graph, topology), microbatches=4), topology, pool)
+    assert all(most <= peak <= 1.15 * most for most, peak in zip(found, predicted, strict=True)), (found, predicted)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", often(["attention", "unfused", "convolutions"], []))
 def test_of_micro_batches_one_is_held(name: str, pool: Pool, tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""Random mixtures of owners, recomputation, offloaded states and splits train like one process in float64: 27 of zoo models and 30 of
-models of ``transformers``, on two to four ranks, with Adam, clipping and accumulation.
+"""Random mixtures of owners, recomputation, offloaded states, splits and micro-batches train like one process in float64: 27 of zoo models
+and 30 of models of ``transformers``, on two to four ranks, with Adam, clipping and accumulation.
 
 A failing one is repeated by its name: ``SOAP_TESTS=all python -m pytest "tests/runtime/test_mixtures.py::test_zoo_models[gpt-1]"``.
 """
@@ -18,7 +18,7 @@ from soap.strategy.recomputation import ALL, KEPT, LIGHT
 from soap.tracing.export import export_model
 from soap.zoo import names
 from tests.graph_builder import transformer
-from tests.runtime.mixtures import TOPOLOGIES, Mixture
+from tests.runtime.mixtures import COUNTS, TOPOLOGIES, Mixture
 from tests.runtime.pool import Pool
 from tests.runtime.test_zoo_plans import LARGE
 from tests.runtime.traced import adam, checked, traced
@@ -66,7 +66,7 @@ def test_transformers(four: Pool, tmp_path: Path, name: str, record_property: Ca
 
 def test_mixtures_have_all_of_it() -> None:
     """Of one model, in so few mixtures as there are of two: every owner, payload and residence, copies inside hosts, states on hosts,
-    operators that run again and that do not, all ways to split, and all clusters."""
+    operators that run again and that do not, all ways to split, numbers of micro-batches, and all clusters."""
     graph, drawn = transformer(), [Mixture("transformer", number) for number in range(12)]
     strategies = [own.strategy(graph) for own in drawn]
     for own, strategy in zip(drawn, strategies, strict=True):
@@ -76,6 +76,7 @@ def test_mixtures_have_all_of_it() -> None:
     assert {sync.offload for sync in syncs} == {sync.within == "host" for sync in syncs} == {True, False}
     assert {config.recompute for strategy in strategies for config in strategy.operators.values()} == {KEPT, ALL, LIGHT}
     assert {strategy.prefetch for strategy in strategies} == {0, 1, 2}
+    assert {strategy.microbatches for strategy in strategies} == {*COUNTS}
     split = {
         factor.kind
         for strategy in strategies

@@ -14,13 +14,15 @@ from soap.errors import StrategyError
 from soap.model.graph import OperatorGraph
 from soap.model.micro_batches import MicroBatches
 from soap.plan.planning import build_plan
+from soap.runtime.trainer import Trainer
 from soap.strategy.config import Strategy
 from soap.strategy.kept import offloadable, with_offload
 from soap.strategy.recomputation import recomputed
-from soap.strategy.sync import SHARDED_STATE
+from soap.strategy.sync import SHARDED, SHARDED_STATE
 from soap.tracing.export import export_model
+from soap.tracing.load import load_model
 from tests.extent import often, so_many
-from tests.micro_batches import drawn_pipeline, repeatable_parts
+from tests.micro_batches import by_hand, drawn_pipeline, repeatable_parts
 from tests.runtime.exact_modules import batches, converted, module_of, train_plainly, worst
 from tests.runtime.pool import Pool
 from tests.runtime.test_exactness import TOLERANCE, train
@@ -34,8 +36,8 @@ COUNTS = (2, 4, 7)
 
 
 def pipeline(graph: OperatorGraph, schedule: str, count: int, name: str) -> Strategy:
-    """A drawn pipeline. Some of its operators run twice or offload, and some states are in parts. With barriers the schedule is GPipe: any
-    other is refused, or its order happens to meet them."""
+    """A drawn pipeline. Some of its operators run twice or offload, and some states or values are in parts. With barriers the schedule is
+    GPipe: any other is refused, or its order happens to meet them."""
     rng = random.Random(f"{name}/{schedule}/{count}")
     strategy = drawn_pipeline(graph, schedule, count, rng, 4)
     if MicroBatches(graph, count).barriers:
@@ -45,9 +47,9 @@ def pipeline(graph: OperatorGraph, schedule: str, count: int, name: str) -> Stra
             assert "use schedule 'gpipe'" in str(error)
             strategy = drawn_pipeline(graph, "gpipe", count, rng, 4)
     again = [own for own in repeatable_parts(graph, count) if rng.random() < 0.2]
-    states = {tensor.name: SHARDED_STATE for tensor in graph.parameters if rng.random() < 0.3}
+    kept = {tensor.name: rng.choice((SHARDED_STATE, SHARDED)) for tensor in graph.parameters if rng.random() < 0.4}
     away = [own for own in sorted(offloadable(graph)) if own not in again and rng.random() < 0.2]
-    return replace(with_offload(recomputed(graph, strategy, again), away, True), parameters=states)
+    return replace(with_offload(recomputed(graph, strategy, again), away, True), parameters=kept)
 
 
 def require_exact(pool: Pool, spec: str, schedule: str, count: int, name: str) -> None:
@@ -58,13 +60,18 @@ def require_exact(pool: Pool, spec: str, schedule: str, count: int, name: str) -
     assert result.passed and result.tolerance == TOLERANCE, (name, schedule, count, result.worst)
 
 
+def counts(name: str, schedule: str) -> list[int]:
+    """Numbers of micro-batches, drawn for this case; all of them in the largest extent."""
+    return random.Random(f"{name}/{schedule}").sample(COUNTS, so_many(1, len(COUNTS)))
+
+
 ZOO = [(model, schedule) for model in ("gpt", "nmt", "rnnlm", "alexnet", "dlrm", "lm1b") for schedule in SCHEDULES]
 
 
 @pytest.mark.parametrize("case", often(ZOO, [("gpt", "1f1b"), ("gpt", "interleaved:2"), ("gpt", "zb-h1")], pytest.mark.slow), ids="-".join)
 def test_zoo_models(four: Pool, case: tuple[str, str]) -> None:
     model, schedule = case
-    for count in COUNTS[-so_many(1, 3) :]:
+    for count in counts(model, schedule):
         require_exact(four, f"zoo:{model}:tiny", schedule, count, model)
 
 
@@ -79,7 +86,7 @@ def test_transformers(four: Pool, tmp_path: Path, case: tuple[str, str]) -> None
     module, inputs = MODELS[name]()
     path = str(tmp_path / f"{name}.pt2")
     export_model(module, (), inputs, path=path)
-    for count in COUNTS[: so_many(1, 3)]:
+    for count in counts(name, schedule):
         require_exact(four, path, schedule, count, name)
 
 
@@ -99,6 +106,29 @@ def test_uneven_batches_train_as_a_plain_loop(four: Pool, tmp_path: Path, name: 
         results = four.run(train, path, pipeline(graph, schedule, 3, name), steps, options)
         assert all(result.losses == results[0].losses for result in results)
         assert worst(results[0], expected) < TOLERANCE, (schedule, worst(results[0], expected))
+
+
+def lost_by(path: str, strategy: Strategy) -> tuple[set[str], bool]:
+    """Run on each rank: the parameters of which the model has no values any more, and whether the state dict is what was loaded."""
+    model = load_model(path, dtype="float64")
+    before = {name: tensor.detach().clone() for name, tensor in model.parameters.items()}
+    with Trainer(model, (strategy, FOUR), take_over=True) as trainer:
+        state = trainer.state_dict()
+        same = all(torch.equal(state[name], tensor) for name, tensor in before.items()) if trainer.rank == 0 else True
+        trainer.step(*model.example_inputs)
+        return {name for name, tensor in model.parameters.items() if tensor.is_meta}, same
+
+
+def test_ranks_let_go_of_the_other_stages(four: Pool) -> None:
+    spec = "zoo:gpt:tiny"
+    graph = traced(spec, "float64").graph
+    borders = [graph.operators[len(graph.operators) * part // 4].name for part in (1, 2, 3)]
+    strategy = replace(by_hand(graph, borders, [(0,), (1,), (2,), (3,)], "1f1b"), microbatches=4)
+    plan = build_plan(graph, strategy, FOUR)
+    names = {tensor.name for tensor in graph.parameters}
+    for rank, (lost, same) in enumerate(four.run(lost_by, spec, strategy)):
+        assert lost == names - {shard.parameter for shard in plan.shards if rank in shard.devices} and same
+        assert 0 < len(lost) < len(names)
 
 
 @pytest.mark.slow

@@ -30,6 +30,7 @@ from soap.tracing.execute import ExecutableModel
 from soap.tracing.export import export_model
 from soap.tracing.load import load_model
 from tests.extent import often, rows_often
+from tests.micro_batches import in_micro_batches
 from tests.runtime.exact_modules import Batch, Trained, worst
 from tests.runtime.pool import Pool
 from tests.runtime.sparse_modules import OPTIMIZERS, train_alone
@@ -180,6 +181,17 @@ def test_values_are_there_only_while_they_are_used(four: Pool, files: dict[str, 
     for most, behind, _, gone in found:
         assert 0 < most <= needed < size
         assert behind == 0 and gone
+
+
+def test_with_micro_batches_values_stay_for_the_step(four: Pool, files: dict[str, str]) -> None:
+    """All of them at once, and none behind it; gradients of all micro-batches are those of one process."""
+    graph = loaded(files["odd"]).graph
+    strategy = in_micro_batches(graph, all_sharded(graph, by_samples(graph, range(2), 6)), 3, random.Random(0), 2)
+    plan = build_plan(graph, strategy, TWO)
+    values = sum(gradient_bytes(plan, sync) for sync in plan.syncs if sync.contract.gathers_values and len(sync.readers) > 1)
+    for most, behind, _, gone in four.run(held_while_training, files["odd"], strategy, TWO, ranks=2):
+        assert most == values > 0 and behind == 0 and gone
+    trained(four, files, "odd", strategy, TWO, clip_norm=0.05)
 
 
 def test_gathers_come_behind_what_they_wait_for() -> None:

@@ -11,6 +11,7 @@ import pytest
 from soap.cluster.topology import DeviceType, Topology
 from soap.errors import StrategyError
 from soap.model.graph import OperatorGraph
+from soap.plan.memory_kinds import MemoryKind
 from soap.plan.planning import build_plan
 from soap.plan.tiling import Tile
 from soap.schedules.named import parse
@@ -157,12 +158,12 @@ def test_weight_gradients_follow_in_the_order_of_the_schedule() -> None:
 
 
 def test_what_is_kept_lives_until_its_own_backward_pass() -> None:
-    """All micro-batches' with GPipe, min(M, S - s) under 1F1B, and one in the usual order: what the memory of stage s has in excess of a
+    """All micro-batches' with GPipe, min(M, S - s) under 1F1B, and one in the usual order: what stage s keeps at its peak in excess of a
     stage's with one micro-batch in flight is that of the others."""
 
     def kept(schedule: str, count: int = COUNT) -> list[int]:
         found = simulated(pipeline(schedule, count), free=True)
-        return [curve.peak_bytes for curve in memory_over_time(found.tasks, found.schedule, 0)[:STAGES]]
+        return [curve.at_peak[MemoryKind.KEPT] for curve in memory_over_time(found.tasks, found.schedule, 0)[:STAGES]]
 
     one, gpipe, usual = kept("1f1b"), kept("gpipe"), kept("accumulation")
     each = [(most - least) // (COUNT - 1) for most, least in zip(gpipe, usual, strict=True)]

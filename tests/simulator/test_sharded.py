@@ -157,6 +157,27 @@ def test_gathers_of_every_micro_batch_take_time() -> None:
     assert gathered > plain.step_ns(3) - plain.step_ns(2)
 
 
+def test_with_micro_batches_values_are_gathered_once_and_stay() -> None:
+    """All gathers begin with the step; gradients are scattered behind the last micro-batch."""
+    graph, count = layers(16, 512), 2
+    strategy = replace(fsdp(graph, FOUR), microbatches=count)
+    plan = build_plan(graph, strategy, FOUR)
+    found = before(plan)
+    for sync in plan.syncs:
+        own = {plan.tiles[tile].operator for tile, _ in sync.uses}
+        forward, backward = ({name for layer in own for name in passes(plan, layer, back=back)} for back in (False, True))
+        assert len(forward) == len(backward) == 4 * count * len(own)
+        assert found[gather_name(sync)] == set() and regather_name(sync) not in found
+        assert all(gather_name(sync) in found[name] for name in forward)
+        assert found[scatter_name(sync)] == backward
+    simulator, size = Simulator(graph, FOUR, RooflineCosts(FOUR), optimizer_states=0), sum(tensor.bytes for tensor in graph.parameters)
+    runs = {own: simulator.run(replace(strategy, microbatches=own)) for own in (1, count)}
+    most = {own: max(curve.peak_bytes for curve in run.memory_over_time) for own, run in runs.items()}
+    assert most[1] < 2 * size < 2.25 * size < most[count] < 3 * size, (size, most)  # parts, and all values and gradients
+    for run in runs.values():
+        assert all(use.total >= curve.peak_bytes for use, curve in zip(run.memory, run.memory_over_time, strict=True))
+
+
 @pytest.mark.parametrize("prefetch", [-1, 5000])
 def test_a_prefetch_that_cannot_be_is_refused(prefetch: int) -> None:
     with pytest.raises(StrategyError, match=rf"^prefetch {prefetch}: expected 0 to 4096"):

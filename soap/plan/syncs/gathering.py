@@ -5,6 +5,9 @@ group of regions waits for the uses of the group that is ``Strategy.prefetch`` +
 and so that much is held at most. Exception: passes that may themselves need this gather (of parameters that are used early and late) are
 not waited for. Those that are have an earlier operator (forward), or one that is later than where the gather is first needed (backward),
 so no gather waits for itself. Recomputed operators need values when they run again, which may be long before their own backward passes.
+
+With micro-batches values are gathered once, and stay until the last of their uses in the step, as with ``reshard_after_forward=False`` of
+PyTorch's FSDP, which is what its pipelines use: all gathers begin with the step, in the order of their first uses, and wait for nothing.
 """
 
 from __future__ import annotations
@@ -39,9 +42,15 @@ class Gather:
     after_backward: tuple[int, ...]
 
 
+def stays(plan: Plan) -> bool:
+    """Whether what is gathered stays from its first use in a step to its last one."""
+    return plan.order is not None
+
+
 def is_read_back(plan: Plan, sync: ShardSync) -> bool:
-    """Whether backward passes read what is gathered. All but frozen values below everything that gets a gradient are."""
-    return any(plan.graph.needs_backward(plan.operator(plan.tiles[tile])) for tile, _ in sync.uses)
+    """Whether values are gathered once more for backward passes. All but frozen values below everything that gets a gradient are, unless
+    they stay."""
+    return not stays(plan) and any(plan.graph.needs_backward(plan.operator(plan.tiles[tile])) for tile, _ in sync.uses)
 
 
 def gathers(plan: Plan) -> tuple[Gather, ...]:
@@ -61,7 +70,7 @@ def gathers(plan: Plan) -> tuple[Gather, ...]:
     }
     order: list[Item] = [(number, False) for number in sorted(numbers, key=lambda number: (first[number], places[number]))]
     order += [(number, True) for number in sorted(last, key=lambda number: (-last[number], places[number]))]
-    before, found = _before(plan, order), []
+    before, found = _before(plan, order), list[Gather]()
     for number, backward in order:
         forward_tiles, backward_tiles = set(uses[number] if backward else ()), set[int]()
         for device, (other, other_backward) in before[number, backward]:
@@ -94,6 +103,7 @@ def most_gathered(plan: Plan) -> Mapping[int, Most]:
     A device's gathers form ``prefetch`` + 1 rows, in which each waits until the one before is used. So of each row one group is there at a
     time. Groups of which some uses are not waited for count in addition. A group counts twice while it is put into its place. Gradients
     leave when all readers have them: where these differ, all gradients may be there together. Sums of even parts keep their padding.
+    Where values stay, all are there together, and so are all gradients.
     """
     found: dict[int, Most] = {}
     sizes = {number: bucket_bytes(plan, sync) for number, sync in enumerate(plan.syncs) if sync.contract.gathers_values}
@@ -116,7 +126,9 @@ def most_gathered(plan: Plan) -> Mapping[int, Most]:
         mine = {number for number, _ in items}
         total, largest, leaving = sum(sizes[number] for number in mine), max(sizes[number] for number in mine), mine & trained
         most = sum(sizes[number] for number in leaving)
-        if len({plan.syncs[number].readers for number in leaving}) > 1:
+        if stays(plan):
+            values = total
+        if stays(plan) or len({plan.syncs[number].readers for number in leaving}) > 1:
             gradients = most
         moved = [sizes[number] + _received_bytes(plan, plan.syncs[number], device) for number in leaving]
         padding = sum(_padding_bytes(plan, plan.syncs[number], device) for number in leaving)
@@ -151,10 +163,10 @@ def _places(plan: Plan, numbers: Sequence[int]) -> Mapping[int, tuple[int, int]]
 
 
 def _before(plan: Plan, order: Sequence[Item]) -> Mapping[Item, Sequence[tuple[int, Item]]]:
-    """Gather -> (device, the gather for whose uses it waits there)."""
+    """Gather -> (device, the gather for whose uses it waits there); none where values stay."""
     found: dict[Item, list[tuple[int, Item]]] = {item: [] for item in order}
     ahead = plan.strategy.prefetch + 1
-    for device in range(plan.device_count):
+    for device in range(plan.device_count if not stays(plan) else 0):
         own = [item for item in order if device in plan.syncs[item[0]].readers]
         for earlier, item in zip(own, own[ahead:], strict=False):
             found[item].append((device, earlier))

@@ -97,6 +97,10 @@ class ShardUpdate:
     name: str = ""
 
 
+Uses = Literal["forward", "backward", "both"]
+"""Passes of tiles that use values."""
+
+
 @dataclass(frozen=True, slots=True)
 class Hold:
     """Memory that a device holds from the start of task ``since`` to the end of task ``until``, or with ``before`` to its start.
@@ -118,7 +122,7 @@ class Hold:
     with_uses: bool = False
     before: bool = False
     from_gradient: bool = False
-    used: Literal["", "forward", "backward"] = ""
+    used: Uses | Literal[""] = ""
     queue: Literal["", "sent", "received", "few"] = ""
     kind: MemoryKind = MemoryKind.BUFFERS
 

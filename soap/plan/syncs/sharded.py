@@ -3,7 +3,8 @@
 Values are all-gathered before the forward passes that use them, freed behind, and gathered again for the backward passes. Gradients are
 reduce-scattered to the owners, which update their parts; nothing follows the update: ZeRO-3 of Rajbhandari et al., "ZeRO: Memory
 Optimizations Toward Training Trillion Parameter Models", SC 2020; Zhao et al., "PyTorch FSDP", VLDB 2023. Frozen values are gathered, for
-backward passes only if these read them, and that is all.
+backward passes only if these read them, and that is all. With micro-batches values are gathered once a step, and gradients are added up
+until the last one (``gathering.stays``).
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from soap.plan.memory_kinds import MemoryKind
 from soap.plan.plan import Plan, Shard, ShardSync, sync_name, update_name
 from soap.plan.syncs.bucketing import gather_limit, gradient_bytes, make_buckets
 from soap.plan.syncs.even_parts import bucket_bytes, is_even, part_bytes
-from soap.plan.syncs.gathering import is_read_back
-from soap.plan.syncs.seam import PULL, REGATHER, Hold, Phase, ShardUpdate, SyncStep
+from soap.plan.syncs.gathering import is_read_back, stays
+from soap.plan.syncs.seam import PULL, REGATHER, Hold, Phase, ShardUpdate, SyncStep, Uses
 from soap.plan.syncs.sharded_state import ShardedState, moving_step, scatter_name
 from soap.plan.syncs.sharing import owned_bytes, sharers
 from soap.plan.tiling import Tile
@@ -34,7 +35,7 @@ class Sharded(ShardedState):
         return make_buckets(graph, tiles, shards, syncs, (limit, limit))
 
     def steps(self, plan: Plan, sync: ShardSync, *, pull_together: bool = True) -> Sequence[SyncStep]:
-        """Every owner sends every reader of its copy the values, twice; gradients go as those of sharded states."""
+        """Every owner sends every reader of its copy the values, twice, or once if they stay; gradients go as those of sharded states."""
         scatter = [step for step in super().steps(plan, sync) if step.phase is Phase.AFTER_BACKWARD and not plan.is_frozen(sync)]
         before = moving_step(plan, sync, "all_gather", Phase.BEFORE_FORWARD, PULL, gather_name(sync))
         if is_read_back(plan, sync):
@@ -54,22 +55,30 @@ class Sharded(ShardedState):
         return ()
 
     def holds(self, plan: Plan, sync: ShardSync) -> Iterator[Hold]:
-        """Values are sent from, and received in, buffers that are there until the first use; the copy from the first use to the last. The
-        bucket of gradients from the first one on; it and what others send until two later ones are on their way."""
+        """Values are sent from, and received in, buffers that are there until the first use; the copy from the first use to the last, of
+        the forward and of the backward pass, or of both if it stays. The bucket of gradients from the first one on; it and what others send
+        until two later ones are on their way."""
         owned, whole, others = owned_bytes(plan, sync), gradient_bytes(plan, sync), sharers(sync) - 1
         bucket, even = bucket_bytes(plan, sync), is_even(plan, sync)
         scatter, is_frozen = scatter_name(sync), plan.is_frozen(sync)
         for reader in sync.readers:
             own = owned.get(reader, 0)
-            for name, passes in ((gather_name(sync), "forward"), (regather_name(sync), "backward")):
-                yield Hold(reader, bucket, since=name, used=passes)  # type: ignore[arg-type]
-                yield Hold(reader, whole, used=passes, kind=MemoryKind.VALUES)  # type: ignore[arg-type]
+            for name, passes in self._gathered(plan, sync):
+                yield Hold(reader, bucket, since=name, used=passes)
+                yield Hold(reader, whole, used=passes, kind=MemoryKind.VALUES)
             if is_frozen:
                 continue
             yield Hold(reader, bucket, until=scatter, before=True, from_gradient=True, kind=MemoryKind.GRADIENTS)
             moving = bucket if even else whole + others * own
             yield Hold(reader, moving, since=scatter, until=update_name(reader), before=True, queue="few")
             yield Hold(reader, part_bytes(plan, sync) if even else own, since=scatter, kind=MemoryKind.GRADIENTS)
+
+    @staticmethod
+    def _gathered(plan: Plan, sync: ShardSync) -> tuple[tuple[str, Uses], ...]:
+        """(task that gathers values, the passes for which it does)."""
+        if stays(plan):
+            return ((gather_name(sync), "both"),)
+        return (gather_name(sync), "forward"), (regather_name(sync), "backward")
 
 
 def gather_name(sync: ShardSync) -> str:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 
 from soap.model.graph import Operator, TensorKind
 from soap.model.regions import Box, lengths, relative, volume, whole
 from soap.plan.flows import reduced_tensor
-from soap.plan.plan import Plan, forward_name, local_pieces
+from soap.plan.plan import forward_name, local_pieces
 from soap.plan.tiling import Tile
-from soap.runtime.program.actions import ActionKind, part_of
+from soap.runtime.program.actions import Action, ActionKind, part_of
 from soap.runtime.program.activity import ValueKey
 from soap.runtime.program.program import Program
 from soap.runtime.program.sync_actions import uses_of_gathered
@@ -21,7 +20,9 @@ from soap.runtime.sync.roles import pieces_read
 from soap.runtime.sync.shards import Region, ShardStore
 from soap.tracing.types import partial_dtype
 
-Pass = TypeVar("Pass")
+ByPass = dict[tuple[ActionKind, int], tuple[int, ...]]
+"""A pass, (TILE, tile) or (RECOMPUTE or SEGMENT, segment) -> positions in ``Plan.syncs``."""
+PASSES = (ActionKind.TILE, ActionKind.RECOMPUTE, ActionKind.SEGMENT)
 Part = tuple[slice, ...] | None
 """The part to cut from a tensor; None for all of it."""
 
@@ -155,8 +156,8 @@ class PreparedTile:
 
 class PreparedTiles:
     """All tiles of a rank in one program, by number. ``readers``, ``second_readers``, ``takers``: see ``Program``. ``fetches``: the rank's
-    own, by number. ``needed_back``, ``freed_back``: (RECOMPUTE or SEGMENT, segment) -> synchronizations of which it is the rank's first, or
-    last, behind the forward pass to read values that are gathered for their uses.
+    own, by number. ``needed``, ``freed``: (TILE, tile), or (RECOMPUTE or SEGMENT, segment) -> synchronizations of which it is the first, or
+    last, of the rank's passes for which values are gathered at once.
     """
 
     def __init__(self, program: Program, shards: ShardStore, rank: int, dtype_of: Callable[[str], torch.dtype]) -> None:
@@ -169,12 +170,12 @@ class PreparedTiles:
         self.second_readers = program.second_readers(rank)
         pairs = zip(self._plan.syncs, pieces_read(self._plan), strict=True)
         self._gathered = {piece for sync, own in pairs if sync.contract.gathers_values for piece in own}
-        forward = [own.subject for own in part_of(program.forward, rank) if own.kind is ActionKind.TILE]
-        self._needs, self._frees = _by_pass(self._plan, rank, forward, [(tile,) for tile in forward])
-        passes = (ActionKind.RECOMPUTE, ActionKind.SEGMENT)
-        back = [(own.kind, own.subject) for own in part_of(program.backward, rank) if own.kind in passes]
-        active = [[tile for tile in program.segments[number].tiles if tile in program.activity.tiles] for _, number in back]
-        self.needed_back, self.freed_back = _by_pass(self._plan, rank, back, active)
+        if program.interleaved:  # what is gathered stays from the first pass to the last one
+            needs, frees = self._by_pass(rank, program.interleaved)
+        else:
+            parts = [self._by_pass(rank, actions) for actions in (program.forward, program.backward)]
+            needs, frees = ({**forward, **backward} for forward, backward in zip(*parts, strict=True))
+        self.needed, self.freed = needs, frees
         self.fetches = {i: self._fetched(i) for i, fetch in enumerate(self._plan.fetches) if fetch.device == rank}
         self.tiles = {i: self._prepare(i) for i, tile in enumerate(self._plan.tiles) if tile.device == rank}
 
@@ -200,8 +201,8 @@ class PreparedTiles:
             tuple(self._summand(number, k) for k in range(len(op.outputs)) if (number, k) in program.index.partial),
             tuple(self.fetches[fetch] for fetch in fetches if fetch is not None),
             self._gathered_pieces(number),
-            self._needs.get(number, ()),
-            self._frees.get(number, ()),
+            self.needed.get((ActionKind.TILE, number), ()),
+            self.freed.get((ActionKind.TILE, number), ()),
             number in program.recomputed and tile.operator in self._plan.light_operators,
         )
 
@@ -269,13 +270,17 @@ class PreparedTiles:
         seed = program.seeds.get(tensor) if number in program.activity.seeds else None
         return Summand(output, reduction, seed is not None or reduction in program.activity.reductions, seed)
 
-
-def _by_pass(
-    plan: Plan, rank: int, passes: Sequence[Pass], tiles: Sequence[Sequence[int]]
-) -> tuple[dict[Pass, tuple[int, ...]], dict[Pass, tuple[int, ...]]]:
-    """``uses_of_gathered``, by what names the passes."""
-    needs, frees = uses_of_gathered(plan, rank, tiles)
-    return ({passes[i]: tuple(own) for i, own in needs.items()}, {passes[i]: tuple(own) for i, own in frees.items()})
+    def _by_pass(self, rank: int, actions: Iterable[Action]) -> tuple[ByPass, ByPass]:
+        """``uses_of_gathered`` of the passes among these actions."""
+        program = self._program
+        passes = [(own.kind, own.subject) for own in part_of(actions, rank) if own.kind in PASSES]
+        active = program.activity.tiles
+        tiles = [
+            (number,) if kind is ActionKind.TILE else [tile for tile in program.segments[number].tiles if tile in active]
+            for kind, number in passes
+        ]
+        needs, frees = uses_of_gathered(self._plan, rank, tiles)
+        return {passes[i]: tuple(own) for i, own in needs.items()}, {passes[i]: tuple(own) for i, own in frees.items()}
 
 
 def _part(held: Box, box: Box) -> Part:

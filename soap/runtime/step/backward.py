@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import torch
 
 from soap.model.regions import Box
+from soap.plan.departures import sending_pass
 from soap.plan.division import weights_name
 from soap.plan.plan import (
     Exchange,
@@ -42,7 +43,7 @@ class BackwardPass:
     def __init__(self, state: StepState, gradients: Gradients, prepared: PreparedTiles, on_host: KeptOnHost, halves: Halves) -> None:
         self.state, self.program, self.plan = state, state.program, state.plan
         self._early, self._values, self._on_host, self._halves = gradients.early, gradients, on_host, halves
-        self._needs, self._frees = prepared.needed_back, prepared.freed_back
+        self._needs, self._frees = prepared.needed, prepared.freed
         self._returning: dict[int, list[tuple[Box, torch.Tensor, Pending]]] = {}
         self._reduced: dict[int, Pending] = {}
         self._waiting: dict[int, int] = {}
@@ -90,7 +91,8 @@ class BackwardPass:
         parts = self._active(message.parts)
         tag, name = len(self.plan.messages) + number, message_name(self.plan, message, gradient=True)
         if message.target == self.state.rank:
-            self.state.send([self._part_gradient(part) for part in parts], message.source, tag, name)
+            sending = sending_pass(self.plan, message, gradient=True)
+            self.state.send([self._part_gradient(part) for part in parts], message.source, tag, name, sending)
             self._done_with(parts)
             return
         room = [self._room(part) for part in parts]

@@ -20,6 +20,7 @@ import torch
 
 from soap.errors import RuntimeFailure
 from soap.model.regions import lengths
+from soap.plan.departures import sending_pass
 from soap.plan.plan import ASK_NAME, message_name, recompute_name, reduce_name, remote_parts
 from soap.runtime.comm.arrivals import Arrivals
 from soap.runtime.comm.redistribute import Pending, assemble, cut
@@ -110,7 +111,7 @@ class ForwardPass:
     def recompute(self, segment: int) -> None:
         """Run a segment's tiles a second time, so that autograd keeps what their backward pass needs. Parameters' values that are gathered
         for it stay till then."""
-        for sync in self._prepared.needed_back.get((ActionKind.RECOMPUTE, segment), ()):
+        for sync in self._prepared.needed.get((ActionKind.RECOMPUTE, segment), ()):
             self._values.need(sync)
         context, self.context = self.context, replace(self.context, update_buffers=False)
         self._second, self._segment = True, -1
@@ -176,7 +177,11 @@ class ForwardPass:
             return
         parts = remote_parts(self.plan, message.parts)
         values = [cut(self._held(holding), self.plan.holdings[holding].box, box) for _, _, box, holding in parts]
-        self.state.sent[number] = self.state.send(values, message.target, number, message_name(self.plan, message))
+        answered = any(fetch in self.program.activity.fetches for fetch, _ in message.parts)
+        sending = None if answered else sending_pass(self.plan, message, gradient=False)
+        pending = self.state.send(values, message.target, number, message_name(self.plan, message), sending)
+        if answered:
+            self.state.sent[number] = pending
         self._leave_holdings({holding for *_, holding in parts})
 
     def exchange(self, number: int) -> None:

@@ -10,11 +10,13 @@ import torch
 
 from soap.model.dtypes import is_differentiable
 from soap.model.regions import Box, lengths
+from soap.plan.departures import Route
 from soap.plan.flows import reduced_tensor
 from soap.plan.plan import Reduction
 from soap.runtime.comm.packing import land, pack
 from soap.runtime.comm.redistribute import Communicator, Pending, cut
 from soap.runtime.program.program import Program
+from soap.runtime.step.departures import Departures
 from soap.runtime.step.value_store import ValueStore
 from soap.runtime.trace import Recorder
 from soap.simulator.tasks import TaskKind
@@ -34,8 +36,8 @@ class StepState:
     """The values of one step that outlive their segment, and the communication that both passes use.
 
     ``values``: detached inputs of segments, until their last reader, and until their gradients are taken if they get any. ``outputs``:
-    segment -> the tensors that its backward pass starts from. ``sent``: messages on their way. ``share``: the gradient of this
-    micro-batch's loss, 1 / number of micro-batches.
+    segment -> the tensors that its backward pass starts from. ``sent``: messages on their way that a gradient answers. ``share``: the
+    gradient of this micro-batch's loss, 1 / number of micro-batches.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class StepState:
         self._recorder = recorder
         self.outputs: dict[int, list[Output]] = {}
         self.sent: dict[int, Pending] = {}
+        self._departures = Departures(comm)
 
     @property
     def rank(self) -> int:
@@ -71,9 +74,13 @@ class StepState:
         """The name of the tensor that a reduction computes a part of."""
         return reduced_tensor(self.plan, self.plan.reductions[reduction])
 
-    def send(self, tensors: Sequence[torch.Tensor], target: int, tag: int, name: str) -> Pending:
-        """Start sending tensors as one message. ``name``: of its task."""
+    def send(
+        self, tensors: Sequence[torch.Tensor], target: int, tag: int, name: str, sending: tuple[Route, int] | None = None
+    ) -> Pending:
+        """Start sending tensors as one message. ``name``: of its task. ``sending``: route and pass, if nothing answers it."""
+        noted = [] if sending is None else self._departures.of(*sending)
         pending = self.comm.send(pack(tensors), target, tag)
+        noted.append(pending)
         self.comm.traffic.sent_bytes += _bytes(tensors)
         self.watch(name, TaskKind.TRANSFER, pending)
         return pending

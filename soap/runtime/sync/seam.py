@@ -59,8 +59,8 @@ class RankSync(ABC):
     The order of calls in a step:
 
     1. For each micro-batch: ``begin``, the actions that ``before_forward`` names, ``end``. Where values are gathered for their uses
-       (``Contract.gathers_values``), also ``bring``, ``need``, ``free``, then ``bring_back``, ``need``, ``free``; a rank without such a use
-       leaves ``need`` and ``free`` out.
+       (``Contract.gathers_values``), also ``bring``, ``need``, ``free``, then ``bring_back``, ``need``, ``free``, or only the first three
+       for all of it where values stay; a rank without such a use leaves ``need`` and ``free`` out.
     2. In the last micro-batch, before ``end``: the actions that ``after_backward`` names, each once.
     3. Then ``gradients`` of the shards that this rank owns.
     4. After the update, and whenever shards were loaded: the actions that ``after_update`` names, then ``arrived``.

@@ -7,7 +7,7 @@ from itertools import pairwise
 from soap.model.regions import Box
 from soap.plan.flows import box_bytes, reduced_tensor
 from soap.plan.memory_kinds import MemoryKind
-from soap.plan.plan import reduce_name, remote_parts
+from soap.plan.plan import Message, reduce_name, remote_parts
 from soap.plan.syncs.bucketing import sums_of_one
 from soap.simulator.memory import peaks
 from soap.simulator.memory.ledger import Ledger
@@ -129,4 +129,7 @@ class GradientResidency:
                     first = min(self.spans.wanted(holding)[0] for holding, _ in own)
                     self.hold(source, back[0], first, sum(size for _, size in own), MemoryKind.BUFFERS, late=True)
             for target, size in leaving.items():
-                self.ledger.send(target, back[0], self.ledger.arrived(target, back[1]), size)
+                over = self.ledger.arrived(target, back[1])
+                if isinstance(carrier, Message):
+                    over = min(over, self.spans.left_by(carrier, gradient=True, otherwise=over))
+                self.ledger.send(target, back[0], over, size)

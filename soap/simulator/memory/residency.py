@@ -136,7 +136,8 @@ class _Values:
 
     def _hold_used(self, sync: ShardSync, own: Hold, begun: int) -> None:
         """What is there for passes that use it, or until the first of them has begun."""
-        first, last = self.spans.passes({tile for tile, _ in sync.uses}, own.device, backward=own.used == "backward")
+        assert own.used
+        first, last = self.spans.passes({tile for tile, _ in sync.uses}, own.device, own.used)
         if own.since:
             self.hold(own.device, begun, max(begun, first), own.size_bytes, own.kind, late=True)
         elif last >= first:
@@ -285,7 +286,7 @@ class _Values:
         for message in plan.messages:
             part = message.parts[0]
             sent = remote_parts(plan, message.parts)
-            start, told = self.spans.brought[part][0], self.spans.end_ns
+            start, told = self.spans.brought[part][0], self.spans.left_by(message, gradient=False, otherwise=self.spans.end_ns)
             if part in self.spans.returned:  # known when the first of its gradients is added up
                 told = max(self.spans.returned[part][1], min(self.spans.wanted(holding)[0] for *_, holding in sent))
             size = sum(box_bytes(plan, plan.holdings[holding].tensor, box) for _, _, box, holding in sent)

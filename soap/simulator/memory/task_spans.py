@@ -6,10 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 from soap.model.graph import TensorKind
+from soap.plan.departures import Route, sending_pass, waited_for
 from soap.plan.division import apart
 from soap.plan.offloading import kept_from_host_name, kept_to_host_name
 from soap.plan.plan import Exchange, Fetch, Message, Part, Plan, Reduction, exchange_name, message_name, need_name, reduce_name
 from soap.plan.recomputation import dropped_holdings, find_recomputation, remade
+from soap.plan.syncs.seam import Uses
 from soap.plan.tiling import Tile
 from soap.simulator.memory.footprint import kept_places
 from soap.simulator.memory.transit import answered_from_afar, is_remote
@@ -110,6 +112,25 @@ class TaskSpans:
                 away[number] = self.named[kept_to_host_name(op, tile)]
                 back[number] = self.named[need_name(op, tile)][0], self.named[kept_from_host_name(op, tile)][1]
         return away, back
+
+    def left_by(self, message: Message, *, gradient: bool, otherwise: int) -> int:
+        """When the sender of a message, or of the gradients that return, knows that it has left: it then sends for a later micro-batch.
+        ``otherwise``: if it never waits for it."""
+        sending = sending_pass(self.plan, message, gradient=gradient)
+        waits = None if sending is None else self._waits.get(sending)
+        return otherwise if waits is None else max(waits, (self.returned if gradient else self.brought)[message.parts[0]][1])
+
+    @cached_property
+    def _waits(self) -> Mapping[tuple[Route, int], int]:
+        """``departures.waited_for`` of all messages that nothing answers."""
+        sends = []
+        for message in self.plan.messages:
+            part = message.parts[0]
+            back = part in self.returned
+            sending = sending_pass(self.plan, message, gradient=back)
+            if sending is not None:
+                sends.append((*sending, (self.returned if back else self.brought)[part][0]))
+        return waited_for(sends)
 
     def carriers(self) -> list[Message | Exchange]:
         """All messages and exchanges."""
@@ -240,14 +261,13 @@ class TaskSpans:
                 return start, start
         return begun, end
 
-    def passes(self, tiles: Iterable[int], device: int, *, backward: bool) -> Span:
+    def passes(self, tiles: Iterable[int], device: int, uses: Uses) -> Span:
         """(start of the first, end of the last) of these tiles' passes on a device; (end of the step, 0) if there are none. A backward pass
         is that of its whole segment, which runs at once, and the second run before it."""
         own = [tile for tile in tiles if self.plan.tiles[tile].device == device]
-        if not backward:
-            spans = [self.forward[tile] for tile in own]
-        else:
-            spans = [self.segment_spans[segment] for segment in {self.segment[tile] for tile in own if tile in self.backward}]
+        spans = [self.forward[tile] for tile in own] if uses != "backward" else []
+        if uses != "forward":
+            spans += [self.segment_spans[segment] for segment in {self.segment[tile] for tile in own if tile in self.backward}]
             spans += [self.second[tile] for tile in own if tile in self.second]
         return min((start for start, _ in spans), default=self.end_ns), max((end for _, end in spans), default=0)
 

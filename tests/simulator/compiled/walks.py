@@ -58,7 +58,7 @@ def walks(draw: st.DrawFn, *, max_moves: int = 6, max_tiles: int = 8, max_edits:
         for _ in range(draw(st.sampled_from((1, 1, 1, 2, 3, 5)))):
             if graph.parameters and draw(st.integers(0, 4)) == 0:
                 name = draw(st.sampled_from([*[tensor.name for tensor in graph.parameters], *graph.sparse]))
-                parameters[name] = draw(syncs(graph, name, cut.count))
+                parameters[name] = draw(syncs(graph, name))
             else:
                 op = draw(st.sampled_from(graph.operators))
                 own = sorted(devices[stage_of[chunks[graph.index[op.name]]]]) if strategy.stages else ()

@@ -8,7 +8,7 @@ from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.memory_tables import DOUBTFUL, HELD, HELD_DOUBTFUL, SENT, MemoryTables
 from soap.simulator.compiled.scratch import FULL
 from soap.simulator.compiled.syncs.even_parts import bucket_bytes, is_even_bucket, largest_part
-from soap.simulator.compiled.syncs.gathering import find_groups, find_next
+from soap.simulator.compiled.syncs.gathering import find_groups, find_next, stays
 from soap.simulator.compiled.world import World
 
 
@@ -81,6 +81,8 @@ def _add_device(W, M, buckets, device):  # type: ignore[no-untyped-def]
         moving = size + (0 if even else (S.bucket_sharers[bucket] - 1) * own)
         moved, most_moved = moved + moving, max(most_moved, moving)
         padding += largest_part(W, bucket) - own if even else 0
+    if stays(W):
+        values, same = total, False
     held = min(values, total) + largest + (min(gradients, leaving) if same else leaving)
     M.part[HELD, device] += held
     M.part[HELD_DOUBTFUL, device] += held

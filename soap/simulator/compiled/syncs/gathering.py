@@ -3,6 +3,8 @@
 Gathers lie among the pulls before the forward pass (``State.pull_slot``), and are made anew together with these. An *item* is a gather:
 bucket b's for the forward pass has number b, for the backward pass b + the number of buckets. Tiles that gathers wait for have rows of
 their own (``State.gather_row``): of an operator first those of its tiles' forward passes, then those of their backward passes.
+
+With micro-batches (``stays``) there are no items for the backward pass, and none waits for anything.
 """
 
 from __future__ import annotations
@@ -21,6 +23,12 @@ from soap.simulator.compiled.syncs.sharded_state import exchange_of, owned_by_re
 from soap.simulator.compiled.task_keys import STATE_FULL, SYNC, task_key
 from soap.simulator.compiled.world import World
 from soap.strategy.kept import LIGHT
+
+
+@compiled
+def stays(W: World) -> bool:
+    """Whether what is gathered stays from its first use in a step to its last one: the counterpart of ``gathering.stays``."""
+    return bool(W.order.count[0] > 1)
 
 
 @compiled
@@ -118,7 +126,7 @@ def _order(W, buckets, uses):  # type: ignore[no-untyped-def]
     for i in range(uses):
         op, bucket = C.owner[S.e_src[i]], S.e_dst[i]
         S.g_first[bucket] = min(S.g_first[bucket], op)
-        if G.backward[op]:
+        if G.backward[op] and not stays(W):
             S.g_last[bucket] = max(S.g_last[bucket], S.g_needed[op])
     for back in range(2):
         first = end = back * buckets
@@ -174,7 +182,7 @@ def find_next(W: World, buckets: int) -> None:
             device = R.sets.item[k]
             place = S.settling[device]
             S.g_list[device * items + place] = item
-            if place >= ahead:
+            if place >= ahead and not stays(W):
                 S.g_next[S.g_list[device * items + place - ahead] * devices + device] = item
             S.settling[device] = place + 1
 
@@ -200,7 +208,7 @@ def _add_gathers(W, buckets, uses):  # type: ignore[no-untyped-def]
         slot, bucket = S.e_src[i], S.e_dst[i]
         C.arena[S.g_count[bucket]] = slot - C.tiles[C.owner[slot]]  # a tile's forward pass is ``tiles`` slots before its backward pass
         S.g_count[bucket] += 1
-        if C.alive[slot]:
+        if C.alive[slot] and S.g_last[bucket] >= 0:
             C.arena[S.g_count[buckets + bucket]] = slot
             S.g_count[buckets + bucket] += 1
             if runs_again(C.marked[C.owner[slot]]):
