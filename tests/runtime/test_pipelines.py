@@ -75,6 +75,31 @@ def test_zoo_models(four: Pool, case: tuple[str, str]) -> None:
         require_exact(four, f"zoo:{model}:tiny", schedule, count, model)
 
 
+class Recurrent(torch.nn.Module):
+    """Two recurrent layers and their mean loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (torch.nn.LSTM(8, 8, batch_first=True) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.mse_loss(self.second(self.first(x)[0])[0], y)
+
+
+@pytest.mark.slow
+def test_values_stay_for_weight_gradients_that_need_them(four: Pool, tmp_path: Path) -> None:
+    """In recurrent layers the gradient of one weight goes through others, behind the input gradients."""
+    path = str(tmp_path / "recurrent.pt2")
+    export_model(Recurrent(), (torch.randn(8, 5, 8), torch.randn(8, 5, 8)), path=path)
+    graph = traced(path, "float64").graph
+    border = next(op.name for op in graph.operators if op.name.startswith("second"))
+    strategy = replace(by_hand(graph, [border], [(0, 1), (2, 3)], "zb-h1"), microbatches=4)
+    strategy = replace(strategy, parameters={tensor.name: SHARDED for tensor in graph.parameters})
+    assert not MicroBatches(graph, 4).barriers
+    result = four.run(checked, path, "float64", strategy, FOUR)[0]
+    assert result.passed and result.tolerance == TOLERANCE, result.worst
+
+
 FAMILIES = [(name, schedule) for name in MODELS for schedule in SCHEDULES]
 
 

@@ -21,8 +21,8 @@ from soap.runtime.sync.shards import Region, ShardStore
 from soap.tracing.types import partial_dtype
 
 ByPass = dict[tuple[ActionKind, int], tuple[int, ...]]
-"""A pass, (TILE, tile) or (RECOMPUTE or SEGMENT, segment) -> positions in ``Plan.syncs``."""
-PASSES = (ActionKind.TILE, ActionKind.RECOMPUTE, ActionKind.SEGMENT)
+"""A pass, (TILE, tile) or (RECOMPUTE, SEGMENT or WEIGHTS, segment) -> positions in ``Plan.syncs``."""
+PASSES = (ActionKind.TILE, ActionKind.RECOMPUTE, ActionKind.SEGMENT, ActionKind.WEIGHTS)
 Part = tuple[slice, ...] | None
 """The part to cut from a tensor; None for all of it."""
 
@@ -156,8 +156,8 @@ class PreparedTile:
 
 class PreparedTiles:
     """All tiles of a rank in one program, by number. ``readers``, ``second_readers``, ``takers``: see ``Program``. ``fetches``: the rank's
-    own, by number. ``needed``, ``freed``: (TILE, tile), or (RECOMPUTE or SEGMENT, segment) -> synchronizations of which it is the first, or
-    last, of the rank's passes for which values are gathered at once.
+    own, by number. ``needed``, ``freed``: (TILE, tile), or (RECOMPUTE, SEGMENT or WEIGHTS, segment) -> synchronizations of which it is
+    the first, or last, of the rank's passes for which values are gathered at once.
     """
 
     def __init__(self, program: Program, shards: ShardStore, rank: int, dtype_of: Callable[[str], torch.dtype]) -> None:

@@ -57,10 +57,12 @@ class BackwardPass:
             self._values.free(sync)
 
     def run_weights(self, number: int) -> None:
-        """Make the weight gradients of a segment whose backward pass is in two."""
+        """Make the weight gradients of a segment whose backward pass is in two; some of them need other parameters' values."""
         first = self.plan.tiles[self.program.segments[number].tiles[0]]
         with self.state.task(weights_name(self.plan.operator(first), first), TaskKind.WEIGHTS), self._early.segment(number):
             self._halves.weights(number)
+        for sync in self._frees.get((ActionKind.WEIGHTS, number), ()):
+            self._values.free(sync)
 
     def _run(self, number: int) -> None:
         outputs, gradients = [], []
