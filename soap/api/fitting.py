@@ -22,7 +22,8 @@ from soap.plan.memory_kinds import MemoryKind
 from soap.plan.plan import Plan
 from soap.plan.syncs.bucketing import sums_of_one
 from soap.search.options import OPTIMIZER_STATES
-from soap.search.recomputing import Budgeted, recompute_to_fit
+from soap.search.recomputing import recompute_to_fit
+from soap.search.to_fit import Budgeted
 from soap.simulator.costs import CostSource
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.memory.hosts import lacking_on_hosts

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from soap.cluster.topology import Topology
 from soap.search.metropolis import Evaluator
-from soap.search.offloading import offloading_starts, with_offloading
+from soap.search.offloading import budgeted_offloading, offloading_starts, with_offloading
 from soap.search.options import SearchOptions
 from soap.search.pipelining import keeps_stages, pipeline_start
 from soap.search.recomputing import recomputing_starts, with_recomputation
@@ -33,8 +33,12 @@ def with_more_starts(
                 evaluate(name, strategy)
     if offloading := offloading_starts(space.graph, topology, recorder.starts, options):
         space = with_offloading(space)
-    for name, strategy in offloading.items():
-        evaluate(name, strategy)
+        for name, strategy in offloading.items():
+            evaluate(name, strategy)
+        away = budgeted_offloading(space.graph, topology, evaluator, recorder.starts)
+        recorder.budgeted = {**recorder.budgeted, **away}
+        for name, own in away.items():
+            evaluate(name, own.strategy)
     wanted = True if options.starts is not None and PIPELINE in options.starts else options.pipelines
     pipeline = pipeline_start(space, topology, evaluator, recorder.starts, wanted=wanted, named=options.starts is not None)
     if pipeline is not None:
