@@ -30,7 +30,7 @@ from soap.simulator.memory.hosts import lacking_on_hosts
 from soap.simulator.memory.peaks import overflow_bytes
 from soap.simulator.simulate import Simulator, is_large, tile_count
 from soap.strategy.config import Strategy
-from soap.strategy.named import ADDED, DATA_PARALLEL, JOIN, MOST_SAVING, RECOMPUTE, named, on_top, saving_names
+from soap.strategy.named import ADDED, DATA_PARALLEL, JOIN, MOST_SAVING, RECOMPUTE, SHARING, named, on_top, saving_names
 
 if TYPE_CHECKING:
     from soap.simulator.incremental import IncrementalSimulator
@@ -231,7 +231,7 @@ class _Ways:
         known, found = [self._asked.strategy], list[_Candidate]()
         names = [*saving_names(topology)]
         if self._asked.peak_bytes > MUCH * self._asked.available_bytes:
-            names.sort(key=lambda name: -sum(part in ADDED for part in name.split(JOIN)))
+            names.sort(key=_by_savings)
         for name in names:
             if self._spent(0.5):
                 self._untried.append(name)
@@ -300,6 +300,12 @@ class _Ways:
         late = least is None or self._spent(1, self._expected_s(least.strategy))
         further = [] if least is None or late else [_way(self._simulator, least.name, least.strategy)]
         return min([self._asked, *played, *further], key=lambda way: way.lacking_bytes)
+
+
+def _by_savings(name: str) -> tuple[int, bool]:
+    """Sort key: ways with most on top first, and of these last those that share states alone."""
+    parts = name.split(JOIN)
+    return -sum(part in ADDED for part in parts), SHARING[0] in parts
 
 
 def _way(simulator: Simulator, name: str, strategy: Strategy, micro_batches: int = 1) -> Way:
