@@ -13,7 +13,6 @@ import argparse
 import resource
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -26,10 +25,11 @@ import torch
 from benchmarks.fits import LARGE, LLAMA, loaded
 from benchmarks.pages import give
 from soap import api
+from soap.cli import explanation
 from soap.cli.options import positive
 from soap.search.options import SearchOptions
 from soap.strategy.named import named
-from soap.strategy.recomputation import KEPT, LIGHT, with_marks
+from soap.strategy.recomputation import KEPT, with_marks
 from soap.units import format_bytes
 
 STARTS = ("zero1", "fsdp", "megatron", "fsdp+recompute")
@@ -49,13 +49,13 @@ class Line:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A cluster's lines; the last one was found. ``again``: how many operators of which kind are recomputed there, and how. ``lacking``:
-    what devices would lack if all were kept, added up; ``kept_ns``: how long that would take."""
+    """A cluster's lines; the last one was found. ``again``: which operators are recomputed there and why, as ``--explain`` says it; empty
+    if none is. ``lacking_bytes``: what devices would lack if all were kept, added up; ``kept_ns``: how long that would take."""
 
     cluster: str
     lines: tuple[Line, ...]
     best_start: str
-    again: tuple[str, ...]
+    again: str
     kept_ns: int
     lacking_bytes: int
     evaluations: int
@@ -84,16 +84,10 @@ def outcome(cluster: str, budget: int) -> Outcome:
         own = simulator.predict(strategy)
         lines.append(Line(name, own.makespan_ns, max(own.peak_bytes), own.fits))
     kept = simulator.predict(with_marks(found.strategy, found.strategy.operators, KEPT))
-    again = Counter(
-        f"{op.kind}{' but for its product' if level == LIGHT else ''}"
-        for op in graph.operators
-        if (level := found.strategy.operators[op.name].recompute)
-    )
+    unkept = explanation.unkept_document(api.explain_unkept(simulator, found.strategy))
     best = min((start for start in found.starts if start.fits), key=lambda start: start.cost_ns).name
-    said = tuple(f"{count} {what}" for what, count in again.most_common())
-    return Outcome(
-        cluster, tuple(lines), best, said, kept.makespan_ns, kept.overflow_bytes, found.evaluations, seconds, resident
-    )
+    again, kept_figures = explanation.unkept_text(unkept, lines[-1].time_ns), (kept.makespan_ns, kept.overflow_bytes)
+    return Outcome(cluster, tuple(lines), best, again, *kept_figures, found.evaluations, seconds, resident)
 
 
 def section(own: Outcome) -> str:
@@ -104,7 +98,7 @@ def section(own: Outcome) -> str:
         for line in own.lines
     ]
     lacking = f"{format_bytes(own.lacking_bytes)} would be missing on all devices together" if own.lacking_bytes else "it would fit"
-    again = f"Recomputed: {', '.join(own.again)}. All kept, it would take {own.kept_ns / 1e6:,.1f} ms, and {lacking}."
+    again = f"Without recomputation it would take {own.kept_ns / 1e6:,.1f} ms, and {lacking}.\n\n```\n{own.again}\n```"
     return "\n".join(
         [
             f"## {own.cluster}",

@@ -45,7 +45,7 @@ from soap.simulator.simulate import Simulator
 from soap.strategy.classical import CLASSICAL, NAMED, data_parallel, random_strategy
 from soap.strategy.config import OpConfig, Strategy, SyncConfig, settled
 from soap.strategy.named import named
-from soap.strategy.sync import SPARSE_ALL_GATHER, in_one_partition, parameter_server
+from soap.strategy.sync import SHARDED, SPARSE_ALL_GATHER, in_one_partition, parameter_server
 from tests.graph_builder import GraphBuilder, mlp
 from tests.strategies import CPU, cluster
 
@@ -99,7 +99,7 @@ def lookups() -> OperatorGraph:
 GRAPH, FOUR = lookups(), cluster([2, 2], CPU)
 COSTS = RooflineCosts(FOUR)
 SIMULATOR = Simulator(GRAPH, FOUR, COSTS)
-SYNCS = (SyncConfig(), SPARSE_ALL_GATHER, parameter_server(2, rows=True), parameter_server(4, "host", rows=True))
+SYNCS = (SyncConfig(), SPARSE_ALL_GATHER, parameter_server(2, rows=True), parameter_server(4, "host", rows=True), SHARDED)
 
 
 def space_of(device_count: int = 4, **options: Any) -> Space:
@@ -251,7 +251,8 @@ def test_what_the_engine_is_told_comes_back() -> None:
 @pytest.mark.parametrize("move", COMPILED_MOVES)
 def test_compiled_chains(move: str) -> None:
     usual = data_parallel(GRAPH, FOUR)
-    strategy = marked(GRAPH, starts.narrowed(GRAPH, FOUR, usual, 2) if move in ("place", "swap") else usual)  # else they have no effect
+    without_effect = {"place": starts.narrowed(GRAPH, FOUR, usual, 2), "prefetch": usual.with_parameter("table", SHARDED)}
+    strategy = marked(GRAPH, without_effect.get("place" if move == "swap" else move, usual))
     chain = CompiledChain(CompiledSpace(space_of(), FOUR, COSTS), strategy, seed=3, proposals=80)
     chain.weights = {own: float(own == move) for own in COMPILED_MOVES}
     found = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from dataclasses import replace
 from math import inf
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.search.recomputing import recompute_to_fit
 from soap.simulator.incremental import IncrementalSimulator
+from soap.strategy.config import Strategy
 from soap.strategy.named import named
 from tests.graph_builder import mlp
 from tests.search.test_recomputing import wide
@@ -93,6 +95,29 @@ def test_without_time_nothing_is_tried_and_all_of_that_is_said() -> None:
     graph = mlp(widths=WIDE)
     found = asked(graph, tight(graph, 0.7), seconds=0)
     assert (found.ways, found.tried) == ((), ()) and "zero1" in found.untried and found.closest == found.asked
+
+
+def test_no_way_is_begun_that_would_not_be_over_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = mlp(widths=WIDE)
+    monkeypatch.setattr(fitting, "TILE_SECONDS", 1e6)
+    found = asked(graph, tight(graph, 0.7), seconds=1000)
+    assert (found.ways, found.tried) == ((), ()) and "zero1" in found.untried and found.closest == found.asked
+
+
+def test_where_much_is_lacking_what_saves_most_is_looked_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = mlp(widths=WIDE)
+    monkeypatch.setattr(fitting, "TILE_SECONDS", 1e6)  # nothing is played
+    looked: list[str] = []
+
+    def noting(name: str, *rest: Any) -> Strategy:
+        looked.append(name)
+        return named(name, *rest)
+
+    monkeypatch.setattr(fitting, "named", noting)
+    for share, first, later in ((0.7, "zero1", "fsdp+recompute"), (0.3, "fsdp+recompute", "zero1")):
+        looked.clear()
+        asked(graph, tight(graph, share), seconds=1000)
+        assert looked.index(first) < looked.index(later)
 
 
 @pytest.mark.slow

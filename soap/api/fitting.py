@@ -22,21 +22,26 @@ from soap.plan.memory_kinds import MemoryKind
 from soap.plan.plan import Plan
 from soap.plan.syncs.bucketing import sums_of_one
 from soap.search.options import OPTIMIZER_STATES
-from soap.search.recomputing import Budgeted, recompute_to_fit
+from soap.search.recomputing import recompute_to_fit
+from soap.search.to_fit import Budgeted
 from soap.simulator.costs import CostSource
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.memory.hosts import lacking_on_hosts
 from soap.simulator.memory.peaks import overflow_bytes
-from soap.simulator.simulate import Simulator, is_large
+from soap.simulator.simulate import Simulator, is_large, tile_count
 from soap.strategy.config import Strategy
-from soap.strategy.named import DATA_PARALLEL, MOST_SAVING, RECOMPUTE, named, on_top, saving_names
+from soap.strategy.named import ADDED, DATA_PARALLEL, JOIN, MOST_SAVING, RECOMPUTE, SHARING, named, on_top, saving_names
 
 if TYPE_CHECKING:
     from soap.simulator.incremental import IncrementalSimulator
 
 MOST_WAYS = 3
-SECONDS = 8.0
-"""After so many seconds of a core no further way is begun. What else the machine does changes no answer."""
+SECONDS = 9.0
+"""No way is begun that is not expected to be over after so many seconds of a core. What else the machine does changes no answer."""
+TILE_SECONDS = 3e-4
+"""What it takes to play a tile in full, at least: 0.3 to 0.5 ms of a core where two copies do not do (Intel Xeon, 2026-11-27)."""
+MUCH = 2
+"""If the asked strategy needs this many times what a device has, ways that save most are looked at first, as time may not do for all."""
 MICRO_BATCHES = (2, 4, 8)
 """In how many batches data parallelism is tried to take its samples."""
 LEAST_OF_ESTIMATE = 0.7
@@ -117,17 +122,17 @@ def fits(
 ) -> Fit:
     """Say whether a strategy fits into the devices' memory, and if not, the fastest ways that do.
 
-    ``optimizer_states``, ``costs``, ``memory_budget``: as for ``simulate``. ``seconds``: no further way is begun after so many
-    seconds of a core.
+    ``optimizer_states``, ``costs``, ``memory_budget``: as for ``simulate``. ``seconds``: no way is begun that is not expected to be over
+    after so many seconds of a core.
     ``smaller``: makes the model for fewer samples; by default models of the zoo are made anew, and others not. SoapError in one line if
     the arguments do not fit together.
     """
-    topology = with_memory_budget(topology_of(cluster), memory_budget)
+    begin_s, topology = time.process_time(), with_memory_budget(topology_of(cluster), memory_budget)
     simulator = simulator_for(model, topology, optimizer_states=optimizer_states, costs=costs)
     graph = simulator.graph
     name, chosen = (strategy, named(strategy, graph, topology)) if isinstance(strategy, str) else (THIS, strategy)
     asked = _way(simulator, name, chosen)
-    return Fit(asked) if asked.fits else _Ways(simulator, asked, seconds, smaller or _smaller_zoo(graph)).found()
+    return Fit(asked) if asked.fits else _Ways(simulator, asked, begin_s, seconds, smaller or _smaller_zoo(graph)).found()
 
 
 class _Candidate(NamedTuple):
@@ -161,9 +166,9 @@ class _Ways:
     an estimate; what saves most, then the fastest that may fit, then the others are played in full, until enough of them fit. Else all are
     played, as long as there is time."""
 
-    def __init__(self, simulator: Simulator, asked: Way, seconds: float, smaller: Smaller | None) -> None:
+    def __init__(self, simulator: Simulator, asked: Way, begin_s: float, seconds: float, smaller: Smaller | None) -> None:
         self._simulator, self._asked, self._smaller = simulator, asked, smaller
-        self._begin_s, self._seconds = time.process_time(), seconds
+        self._begin_s, self._seconds, self._tile_s = begin_s, seconds, TILE_SECONDS
         self._tried: list[str] = []
         self._untried: list[str] = []
         self._evaluator: IncrementalSimulator | None = None
@@ -177,7 +182,7 @@ class _Ways:
         while left and not self._enough(played, left):
             own = min(left, key=self._rank)
             left.remove(own)
-            if self._spent(1):
+            if self._spent(1, self._expected_s(own.strategy)):
                 self._untried.append(own.name)
                 continue
             played.append(self._played(own.name, own.strategy, own.share))
@@ -189,7 +194,9 @@ class _Ways:
 
     def _played(self, name: str, strategy: Strategy, share: float | None) -> Way:
         """A way, played in full. ``share``: the estimate of its peak by the limit, to learn from."""
+        begin_s = time.process_time()
         way = _way(self._simulator, name, strategy)
+        self._tile_s = max(self._tile_s, (time.process_time() - begin_s) / tile_count(strategy))
         if share and share < inf:
             self._ratios.append(way.peak_bytes / way.available_bytes / share)
         return way
@@ -211,6 +218,10 @@ class _Ways:
         """Whether this share of the time is over, or will be ``more_s`` from now."""
         return time.process_time() - self._begin_s + more_s > share * self._seconds
 
+    def _expected_s(self, strategy: Strategy) -> float:
+        """About what it takes to play a strategy in full, if it takes as long for each tile as the slowest one did."""
+        return self._tile_s * tile_count(strategy)
+
     def _candidates(self) -> list[_Candidate]:
         """The ways."""
         from soap.simulator.incremental import IncrementalSimulator  # imports numba, which takes a second
@@ -218,7 +229,10 @@ class _Ways:
         graph, topology = self._simulator.graph, self._simulator.topology
         evaluator = self._evaluator = IncrementalSimulator(self._simulator) if IncrementalSimulator.begins_at_once() else None
         known, found = [self._asked.strategy], list[_Candidate]()
-        for name in saving_names(topology):
+        names = [*saving_names(topology)]
+        if self._asked.peak_bytes > MUCH * self._asked.available_bytes:
+            names.sort(key=_by_savings)
+        for name in names:
             if self._spent(0.5):
                 self._untried.append(name)
                 continue
@@ -245,7 +259,7 @@ class _Ways:
             return []
         base = min(bases, key=lambda own: own.cost_ns)
         name = f"{base.name}, recomputed to fit"
-        if self._spent(TO_FIT):
+        if self._spent(TO_FIT, self._expected_s(base.strategy)):
             self._untried.append(name)
             return []
         self._tried.append(name)
@@ -255,7 +269,8 @@ class _Ways:
             evaluator.makespan_ns(strategy)
             share = evaluator.estimated_share(strategy)
             expected = share * median(self._ratios) if share is not None and self._ratios else 1.0
-            return int(expected > 1) if abs(expected - 1) > UNCLEAR else self._played(name, strategy, share).lacking_bytes
+            clear = abs(expected - 1) > UNCLEAR or self._spent(1, 2 * self._expected_s(strategy))  # the last one is played in any case
+            return int(expected > 1) if clear else self._played(name, strategy, share).lacking_bytes
 
         own = self._simulator
         made = recompute_to_fit(own.graph, own.topology, base.strategy, own.costs, overflow_bytes)
@@ -282,13 +297,21 @@ class _Ways:
     def _closest(self, candidates: Sequence[_Candidate], played: Sequence[Way]) -> Way:
         """What lacks least, if nothing fits: among what was played, and the way that lacks least at least."""
         least = min((own for own in candidates if own.least_bytes), key=lambda own: own.least_bytes, default=None)
-        further = [] if least is None or self._spent(1) else [_way(self._simulator, least.name, least.strategy)]
+        late = least is None or self._spent(1, self._expected_s(least.strategy))
+        further = [] if least is None or late else [_way(self._simulator, least.name, least.strategy)]
         return min([self._asked, *played, *further], key=lambda way: way.lacking_bytes)
 
 
+def _by_savings(name: str) -> tuple[int, bool]:
+    """Sort key: ways with most on top first, and of these last those that share states alone."""
+    parts = name.split(JOIN)
+    return -sum(part in ADDED for part in parts), SHARING[0] in parts
+
+
 def _way(simulator: Simulator, name: str, strategy: Strategy, micro_batches: int = 1) -> Way:
-    """A strategy, played in full."""
-    found, topology = simulator.run(strategy) if micro_batches > 1 else simulator.predict(strategy), simulator.topology
+    """A strategy, played in full; two of its copies if it is made of equal ones."""
+    folded, topology = "" if micro_batches > 1 else simulator.run_folded(strategy), simulator.topology
+    found = simulator.run(strategy) if isinstance(folded, str) else folded
     peaks, kinds, step_ns = list(found.peak_bytes), [dict(own) for own in found.peak_by_kind], found.makespan_ns
     lacking = found.overflow_bytes
     if micro_batches > 1 and not isinstance(found, FoldedSimulation):

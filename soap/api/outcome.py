@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from soap.api.deciding import decision, decision_record, draws_for, timed
-from soap.api.predictions import costs_record, explain, explain_synchronization, predicted_range
+from soap.api.predictions import costs_record, explain, explain_synchronization, explain_unkept, predicted_range
 from soap.api.strategies import classical, save_strategy
 from soap.files import write_bytes_atomically
 from soap.measure.paired import Gain
 from soap.model import sparse_shares
 from soap.search.constraints import Pairs, parse
 from soap.search.deciding import DECIDING_DRAWS, DEFAULT_CONFIDENCE, LEAST_CHANCE, Decision
-from soap.search.explanation import Line, Synchronized
+from soap.search.explanation import Line, Synchronized, Unkept
 from soap.search.plot import plot
 from soap.search.record import SearchResult
 from soap.search.starts import BASELINE
@@ -161,6 +161,11 @@ class SearchOutcome:
     def synchronization(self) -> list[Synchronized]:
         """The cost of all-reducing parameters that are synchronized by another method."""
         return explain_synchronization(self.simulator, self.strategy)
+
+    @cached_property
+    def unkept(self) -> list[Unkept]:
+        """What it would be to keep what ``strategy`` recomputes, or offloads."""
+        return explain_unkept(self.simulator, self.strategy)
 
     @cached_property
     def bound(self) -> LowerBound | None:

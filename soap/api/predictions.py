@@ -18,9 +18,10 @@ from soap.errors import ProfileError, SoapWarning
 from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.profiles.roofline import RooflineCosts
 from soap.search.deciding import DECIDING_DRAWS
-from soap.search.explanation import Line, Synchronized
+from soap.search.explanation import Line, Synchronized, Unkept
 from soap.search.explanation import explain as explain_operators
 from soap.search.explanation import explain_synchronization as explain_parameters
+from soap.search.explanation import explain_unkept as explain_marks
 from soap.search.options import OPTIMIZER_STATES, check_costs
 from soap.search.starts import BASELINE
 from soap.simulator.costs import CostModel, CostSource
@@ -101,6 +102,13 @@ def explain_synchronization(simulator: Simulator, strategy: Strategy) -> list[Sy
     from soap.simulator.incremental import IncrementalSimulator
 
     return explain_parameters(strategy, IncrementalSimulator(simulator))
+
+
+def explain_unkept(simulator: Simulator, strategy: Strategy) -> list[Unkept]:
+    """What it would be to keep what a strategy recomputes, or offloads."""
+    from soap.simulator.incremental import IncrementalSimulator
+
+    return explain_marks(simulator.graph, strategy, IncrementalSimulator(simulator))
 
 
 def simulator_for(

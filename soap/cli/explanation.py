@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from soap.cli.plain_text import aligned, devices, layers, listed, milliseconds, split, sync_document, sync_text
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
-from soap.search.explanation import Line, Synchronized
+from soap.search.explanation import Line, Synchronized, Unkept
 from soap.simulator.analysis.attribution import Activity
 from soap.strategy.config import OpConfig
+from soap.strategy.diff import pattern_of
+from soap.strategy.kept import LIGHT, OFFLOADED, RECOMPUTED
 from soap.units import format_bytes
 
 MOST_ROWS = 60
@@ -20,6 +23,26 @@ LEGEND = (
     "device to sum gradients and update; set back: the iteration's time if it alone were as in data parallelism"
 )
 _MS = 1e6
+_SAID = {RECOMPUTED: "recomputed", LIGHT: "recomputed but for products", OFFLOADED: "offloaded"}
+
+
+def documents(
+    graph: OperatorGraph, lines: Sequence[Line], synchronized: Sequence[Synchronized], unkept: Sequence[Unkept], predicted_ns: int
+) -> dict[str, Any]:
+    """All of an explanation as plain JSON values by key of a report."""
+    return {
+        "explanation": document(graph, lines, predicted_ns),
+        "synchronization": synchronization(synchronized),
+        "unkept": unkept_document(unkept),
+    }
+
+
+def texts(found: Mapping[str, Any], predicted_ns: int, topology: Topology) -> list[str]:
+    """What ``documents`` has put into a report, as sections of text."""
+    sections = [text(found["explanation"], predicted_ns, topology)]
+    sections.append(synchronization_text(found["synchronization"], predicted_ns))
+    sections.append(unkept_text(found["unkept"], predicted_ns))
+    return [section for section in sections if section]
 
 
 def document(graph: OperatorGraph, lines: Sequence[Line], predicted_ns: int) -> list[dict[str, Any]]:
@@ -44,12 +67,51 @@ def synchronization_text(lines: Sequence[Mapping[str, Any]], predicted_ns: int) 
     """The same as text; empty if there are none."""
     rows = [("parameter", "synchronization", "if it were all-reduced")]
     for line in lines[:MOST_ROWS]:
-        change = (line["all_reduced_ns"] - predicted_ns) / max(1, predicted_ns)
-        lacking = line["all_reduced_overflow_bytes"]
-        cost = f"{milliseconds(line['all_reduced_ns'])} ({change:+.1%}){', lacks ' + format_bytes(lacking) if lacking else ''}"
+        cost = _otherwise(line["all_reduced_ns"], line["all_reduced_overflow_bytes"], predicted_ns)
         rows.append((line["parameter"], sync_text(line), cost))
-    more = [f"  and {len(lines) - MOST_ROWS} more; --json has all"] if len(lines) > MOST_ROWS else []
-    return "\n".join(["why parameters are synchronized as they are", listed(rows), *more]) if lines else ""
+    return _table("why parameters are synchronized as they are", rows, len(lines))
+
+
+def unkept_document(lines: Sequence[Unkept]) -> list[dict[str, Any]]:
+    """What is recomputed or offloaded, as plain JSON values."""
+    return [
+        {
+            "operators": {name: _SAID[mark] for name, mark in line.marks.items()},
+            "runs": line.runs,
+            "kept_ns": line.kept_ns,
+            "kept_overflow_bytes": line.kept_overflow_bytes,
+        }
+        for line in lines
+    ]
+
+
+def unkept_text(lines: Sequence[Mapping[str, Any]], predicted_ns: int) -> str:
+    """The same as text; empty if all operators keep what their backward passes need."""
+    rows = [("operators", "what they do instead", "if they kept all")]
+    for line in lines[:MOST_ROWS]:
+        said = ", ".join(f"{count} {way}" for way, count in Counter(line["operators"].values()).most_common())
+        kept = _otherwise(line["kept_ns"], line["kept_overflow_bytes"], predicted_ns)
+        rows.append((_runs([*line["operators"]], line["runs"]), said, kept))
+    return _table("why operators are recomputed or offloaded", rows, len(lines))
+
+
+def _runs(names: Sequence[str], count: int) -> str:
+    """Operators, run by run, by the first and the last of one: ``blocks.*.norm to blocks.*.up (12 runs of 5)``."""
+    length = len(names) // count
+    first, last = pattern_of(names[::length]), pattern_of(names[length - 1 :: length])
+    return f"{first}{f' to {last}' if length > 1 else ''}{f' ({count} runs of {length})' if count > 1 else ''}"
+
+
+def _otherwise(otherwise_ns: int, lacking_bytes: int, predicted_ns: int) -> str:
+    """What it would be otherwise: ``1.200 ms (-4.0%), lacks 3 GiB``."""
+    change = (otherwise_ns - predicted_ns) / max(1, predicted_ns)
+    return f"{milliseconds(otherwise_ns)} ({change:+.1%}){', lacks ' + format_bytes(lacking_bytes) if lacking_bytes else ''}"
+
+
+def _table(title: str, rows: Sequence[Sequence[str]], count: int) -> str:
+    """Rows below their header; empty if there are none. ``count``: of all, of which the first ``MOST_ROWS`` are shown."""
+    more = [f"  and {count - MOST_ROWS} more; --json has all"] if count > MOST_ROWS else []
+    return "\n".join([title, listed(rows), *more]) if count else ""
 
 
 def _line(graph: OperatorGraph, line: Line, predicted_ns: int) -> dict[str, Any]:

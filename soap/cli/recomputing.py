@@ -7,7 +7,7 @@ from math import isinf
 from typing import Any
 
 from soap.cli.plain_text import milliseconds
-from soap.search.recomputing import Budgeted
+from soap.search.to_fit import Budgeted
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.simulate import Simulation, Simulator
 from soap.strategy.config import Strategy

@@ -45,8 +45,8 @@ def document(
     if outcome.result.budgeted:
         found["budgeted"] = [recomputing.budgeted(name, own) for name, own in outcome.result.budgeted.items()]
     if explain:
-        found["explanation"] = explanation.document(outcome.simulator.graph, outcome.explanation, outcome.time_ns)
-        found["synchronization"] = explanation.synchronization(outcome.synchronization)
+        why = outcome.explanation, outcome.synchronization, outcome.unkept
+        found |= explanation.documents(outcome.simulator.graph, *why, outcome.time_ns)
     return found
 
 
@@ -80,9 +80,7 @@ def text(
     if "decision" in found and (decided := certainty.decided_text(found["decision"], at_hand=at_hand)):
         sections.append(decided)
     if "explanation" in found:
-        sections.append(explanation.text(found["explanation"], outcome.time_ns, outcome.simulator.topology))
-        if found["synchronization"]:
-            sections.append(explanation.synchronization_text(found["synchronization"], outcome.time_ns))
+        sections += explanation.texts(found, outcome.time_ns, outcome.simulator.topology)
     return "\n\n".join(sections)
 
 

@@ -117,9 +117,12 @@ def execute(args: argparse.Namespace) -> int:
         if args.plot:
             sensitivity.draw(sensitivities, args.plot)
     if explained is not None:
-        lines = api.explain(simulator, strategy, explained)
-        summary["explanation"] = explanation.document(graph, lines, simulation.makespan_ns)
-        summary["synchronization"] = explanation.synchronization(api.explain_synchronization(simulator, strategy))
+        why = (
+            api.explain(simulator, strategy, explained),
+            api.explain_synchronization(simulator, strategy),
+            api.explain_unkept(simulator, strategy),
+        )
+        summary |= explanation.documents(graph, *why, simulation.makespan_ns)
     if args.output:
         api.save_strategy(args.output, strategy, graph, topology, _record(simulation))
     if args.json:
@@ -131,9 +134,7 @@ def execute(args: argparse.Namespace) -> int:
         if sensitivities is not None:
             print("\n" + sensitivity.text(summary["sensitivity"]))
         if explained is not None:
-            print("\n" + explanation.text(summary["explanation"], simulation.makespan_ns, topology))
-            if summary["synchronization"]:
-                print("\n" + explanation.synchronization_text(summary["synchronization"], simulation.makespan_ns))
+            print("".join(f"\n{section}\n" for section in explanation.texts(summary, simulation.makespan_ns, topology)), end="")
     return 0
 
 

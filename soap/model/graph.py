@@ -338,6 +338,17 @@ class OperatorGraph:
         return frozenset(found)
 
     @cached_property
+    def shares(self) -> dict[tuple[str, tuple[int, ...], int], int]:
+        """What ``simulator.memory.footprint`` has said of tiles: by operator, lengths of the tile's intervals, and use. It depends on
+        nothing else, and the tiles of an operator mostly have equal lengths."""
+        return {}
+
+    @cached_property
+    def kept_operands(self) -> dict[tuple[str, tuple[int, ...]], frozenset[int]]:
+        """Likewise which operands autograd keeps."""
+        return {}
+
+    @cached_property
     def next_state_bytes(self) -> int:
         """Bytes of the buffers' new values, which each device holds beside the old ones at the end of a step."""
         return sum(self.tensors[operand.tensor].bytes for op in self.operators if op.kind == KEEP_STATE for operand in op.inputs)

@@ -11,6 +11,7 @@ its proposals apart from the chain's (column ``phase``).
 - ``align``: an operator, with all its repeated layers, follows a neighbour.
 - ``spread``: an operator, with its repeated layers, gets a new configuration, and the operators around it follow outwards for some steps.
 - ``synchronize``: a parameter, or all parameters that have a choice, get another way of synchronizing.
+- ``prefetch``: one group of values more, or less, is gathered ahead.
 - ``recompute``: a set of operators, or the equal sets of all repeated layers, is recomputed, or but for its products, or offloads what it
   keeps, or no longer does.
 """
@@ -21,7 +22,7 @@ import random
 from collections.abc import Callable, Iterable, Mapping
 
 from soap.search.alignment import aligned_with
-from soap.search.proposals import Proposal, changed
+from soap.search.proposals import Proposal, changed, prefetch
 from soap.search.space import Space
 from soap.strategy.config import OpConfig, Strategy
 from soap.strategy.kept import mark_of, with_each_mark
@@ -120,6 +121,9 @@ def synchronize(rng: random.Random, space: Space, strategy: Strategy) -> Proposa
     return Proposal(strategy.with_changes(parameters=dict.fromkeys(moved, sync)), "synchronize", moved)
 
 
+PREFETCH_SHARE = 0.05
+"""Share of the proposals that gather values earlier or later, if some may be gathered."""
+
 RECOMPUTE_SHARE = 0.25
 """Share of the proposals that recompute, where memory binds."""
 
@@ -144,6 +148,8 @@ def propose_descent(rng: random.Random, space: Space, strategy: Strategy) -> Pro
     """A larger change of ``strategy``; None if the one drawn changes nothing."""
     if space.syncs and (not space.movable or rng.random() < SYNCHRONIZE_SHARE):
         return synchronize(rng, space, strategy)
+    if space.gathers and rng.random() < PREFETCH_SHARE:
+        return prefetch(rng, space, strategy)
     if space.marks and (not space.movable or rng.random() < RECOMPUTE_SHARE):
         return recompute(rng, space, strategy)
     if not space.movable:

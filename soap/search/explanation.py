@@ -13,7 +13,8 @@ from soap.simulator.analysis.slack import slack_ns
 from soap.simulator.analysis.timeline import critical_path, path_parts_ns, resource_names
 from soap.simulator.simulate import Simulation
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
-from soap.strategy.kept import mark_of, with_mark
+from soap.strategy.kept import STAYS, mark_of, with_each_mark, with_mark
+from soap.strategy.recomputation import ALL, run_levels
 
 Costs = Mapping[Activity, int]
 """Nanoseconds on the device, or the link, that it keeps busiest."""
@@ -65,6 +66,38 @@ def explain_synchronization(strategy: Strategy, evaluator: Evaluator) -> list[Sy
         if sync != SyncConfig():
             reduced = strategy.with_parameter(name, SyncConfig())
             found.append(Synchronized(name, sync, evaluator.makespan_ns(reduced), evaluator.overflow_bytes(reduced)))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Unkept:
+    """Operators that do not keep on their device what their backward passes need: those of a run (``recomputation.run_levels``), and of all
+    runs that equal it in repeated layers. ``marks``: operator -> what it does instead (``strategy.kept``). ``runs``: how many runs these
+    are. ``kept_ns``: the iteration's time if they, and no others, kept all; ``kept_overflow_bytes``: the memory that would then be
+    missing."""
+
+    marks: Mapping[str, int]
+    runs: int
+    kept_ns: int
+    kept_overflow_bytes: int
+
+
+def explain_unkept(graph: OperatorGraph, strategy: Strategy, evaluator: Evaluator) -> list[Unkept]:
+    """For each run that is recomputed, or offloads what it keeps: what it would be to keep it. In the order of the graph."""
+    marks = {op.name: mark for op in graph.operators if (mark := mark_of(strategy.operators[op.name]))}
+    group_of = {i: group[0] for group in repeated_groups(graph) for i in group}
+    runs = [[name for name in run if name in marks] for run in run_levels(graph, ALL)]
+    inside = {name for run in runs for name in run}
+    alike: dict[object, list[list[str]]] = {}
+    for run in sorted([run for run in runs if run] + [[name] for name in marks if name not in inside], key=lambda run: graph.index[run[0]]):
+        places = (graph.index[name] for name in run)
+        alike.setdefault(tuple((group_of.get(i, i), marks[graph.operators[i].name]) for i in places), []).append(run)
+    found = []
+    for own in alike.values():
+        names = [name for run in own for name in run]
+        kept = with_each_mark(strategy, dict.fromkeys(names, STAYS))
+        makespan_ns = evaluator.makespan_ns(kept)
+        found.append(Unkept({name: marks[name] for name in names}, len(own), makespan_ns, evaluator.overflow_bytes(kept)))
     return found
 
 

@@ -1,16 +1,20 @@
-"""Starts for which earlier ones call: those that save memory where it binds, and pipelines where they promise to be faster."""
+"""Starts for which earlier ones call: those that save memory where it binds, and shared parameters and pipelines where they are faster."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from math import inf
 
 from soap.cluster.topology import Topology
+from soap.search.allowed_space import allowed_syncs
 from soap.search.metropolis import Evaluator
-from soap.search.offloading import offloading_starts, with_offloading
+from soap.search.offloading import budgeted_offloading, offloading_starts, with_offloading
 from soap.search.options import SearchOptions
 from soap.search.pipelining import keeps_stages, pipeline_start
 from soap.search.recomputing import recomputing_starts, with_recomputation
 from soap.search.record import Recorder
+from soap.search.sharing import shared_starts
 from soap.search.space import Space
 from soap.strategy.config import Strategy
 from soap.strategy.named import PIPELINE
@@ -24,8 +28,9 @@ def with_more_starts(
     options: SearchOptions,
     evaluate: Callable[[str, Strategy], None],
 ) -> Space:
-    """Evaluate starts that recompute, offload or are pipelines, as far as the recorder's call for them. Returns the space with what they
-    do."""
+    """Evaluate starts that share parameters, recompute, offload or are pipelines, as far as the recorder's call for them. Returns the space
+    with what they do."""
+    space = _with_sharing(space, topology, evaluator, recorder, options, evaluate)
     if (more := recomputing_starts(space, topology, evaluator, recorder.starts, wanted=options.recompute)) is not None:
         space, recorder.budgeted = with_recomputation(space), more[1]
         for name, strategy in more[0].items():
@@ -33,10 +38,36 @@ def with_more_starts(
                 evaluate(name, strategy)
     if offloading := offloading_starts(space.graph, topology, recorder.starts, options):
         space = with_offloading(space)
-    for name, strategy in offloading.items():
-        evaluate(name, strategy)
+        for name, strategy in offloading.items():
+            evaluate(name, strategy)
+        away = budgeted_offloading(space.graph, topology, evaluator, recorder.starts)
+        recorder.budgeted = {**recorder.budgeted, **away}
+        for name, own in away.items():
+            evaluate(name, own.strategy)
     wanted = True if options.starts is not None and PIPELINE in options.starts else options.pipelines
     pipeline = pipeline_start(space, topology, evaluator, recorder.starts, wanted=wanted, named=options.starts is not None)
     if pipeline is not None:
         evaluate(PIPELINE, pipeline)
     return space
+
+
+def _with_sharing(
+    space: Space,
+    topology: Topology,
+    evaluator: Evaluator,
+    recorder: Recorder,
+    options: SearchOptions,
+    evaluate: Callable[[str, Strategy], None],
+) -> Space:
+    """Evaluate starts whose parameters are owned in parts, if they are faster than all others that fit. Returns the space in which every
+    parameter may be owned so, if there are any; else the space as it was, so that a search which gains nothing by it is as without it.
+    So it is with an evaluator that has no costs for engines."""
+    if options.syncs or options.starts is not None or not hasattr(evaluator, "engine_costs"):
+        return space
+    syncs, faster = allowed_syncs(space.graph, topology, options, saving=True), False
+    for name, strategy in shared_starts(space.graph, topology, recorder.starts, syncs).items():
+        least_ns = min((start.cost_ns for start in recorder.starts if start.fits), default=inf)
+        if keeps_stages(space, strategy) and evaluator.makespan_ns(strategy) < least_ns and evaluator.overflow_bytes(strategy) == 0:
+            evaluate(name, strategy)
+            faster = True
+    return replace(space, syncs=syncs) if faster else space

@@ -6,17 +6,24 @@ A host updates more slowly than a device, and copies come on top: a plan that fi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from soap.cluster.host_links import host_link
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
+from soap.plan.tiling import made_bytes, tiles_of
+from soap.search.metropolis import Evaluator
 from soap.search.options import SearchOptions
 from soap.search.space import Marked, Space
 from soap.search.starts import Start
+from soap.search.to_fit import Budgeted, Step, bases_of, fewest, lacks
+from soap.simulator.communication.offloading import copy_ns
+from soap.simulator.memory.footprint import kept_share
+from soap.simulator.memory.peaks import away_bytes
 from soap.strategy.config import Strategy
-from soap.strategy.kept import OFFLOADED, offloadable
-from soap.strategy.named import RECOMPUTE, named, offloaded_names
+from soap.strategy.kept import OFFLOADED, away, offloadable
+from soap.strategy.named import OFFLOAD_KEPT, RECOMPUTE, named, offloaded_names
 from soap.strategy.recomputation import runs_of
 
 
@@ -43,3 +50,43 @@ def offloading_starts(graph: OperatorGraph, topology: Topology, starts: Iterable
         return {}
     names = [name for name in offloaded_names() if options.recompute is not False or RECOMPUTE not in name]
     return {name: named(name, graph, topology) for name in names}
+
+
+def offload_to_fit(graph: OperatorGraph, topology: Topology, base: Strategy, overflow_bytes: Callable[[Strategy], int]) -> Budgeted:
+    """``base`` with as few runs as it takes to fit that offload what they keep (``to_fit.fewest``). ``overflow_bytes``: what a strategy
+    lacks."""
+    able = offloadable(graph)
+    runs = [own for run in runs_of(graph) if (own := [name for name in run if name in able])]
+
+    def made(chosen: Collection[int]) -> Strategy:
+        return away(graph, base, [name for number in chosen for name in runs[number]])
+
+    return fewest(_steps(graph, topology, base, runs), len(runs), made, overflow_bytes)
+
+
+def _steps(graph: OperatorGraph, topology: Topology, strategy: Strategy, runs: Sequence[Sequence[str]]) -> Iterator[Step]:
+    """A step for each run: bytes that it makes and keeps, and what its copies to the host and back take, each on the device where it is
+    most."""
+    links = [host_link(topology, device) for device in range(topology.device_count)]
+    for number, run in enumerate(runs):
+        kept, times = [0] * topology.device_count, [0] * topology.device_count
+        for position in (graph.index[name] for name in run):
+            op = graph.operators[position]
+            for tile in tiles_of(graph, position, strategy.operators[op.name]):
+                made = sum(made_bytes(graph, op, tile, k) for k in range(len(op.outputs)))
+                kept[tile.device] += made + kept_share(graph, op, tile.intervals)
+                times[tile.device] += 2 * copy_ns(away_bytes(graph, tile), links[tile.device])
+        yield Step(number, OFFLOADED, max(kept), max(times))
+
+
+def budgeted_offloading(graph: OperatorGraph, topology: Topology, evaluator: Evaluator, starts: Sequence[Start]) -> Mapping[str, Budgeted]:
+    """Further starts by name: the fastest of ``starts`` that lack memory, and keep all that they do on their devices, with as few runs as
+    fit offloading it."""
+    if not hasattr(evaluator, "engine_costs"):
+        return {}
+    staying = [start for start in starts if start.fits or not any(config.offload for config in start.strategy.operators.values())]
+    bases = bases_of(staying, evaluator, lambda strategy: away(graph, strategy))
+    return {
+        f"{start.name}, {OFFLOAD_KEPT}": offload_to_fit(graph, topology, start.strategy, lambda strategy: lacks(evaluator, strategy))
+        for start in bases
+    }

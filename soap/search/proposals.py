@@ -19,6 +19,7 @@ operator is drawn uniformly from ``Space.movable``, which does not depend on the
   another structured configuration, uniformly. No effect if a member outside of M has that configuration already, as the way
   back would then move it too. Otherwise any member of M, in either direction, draws exactly this move: symmetric.
 - ``sync``: one parameter gets another of its ways of synchronizing, both drawn uniformly: symmetric.
+- ``prefetch``: one group of values more, or less, is gathered ahead, as likely: symmetric.
 - ``recompute``: a set of operators that all stay as they are, or are recomputed, or but for their products, becomes another of these three;
   or one that all stays offloads what it keeps, or the reverse: symmetric, as there are as many others wherever that leads.
 
@@ -30,11 +31,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp, inf, log
 
 from soap.search.alignment import aligned_configs
-from soap.search.space import Space, grid_of
+from soap.search.space import MOST_PREFETCHED, Space, grid_of
 from soap.strategy.config import OpConfig, Strategy
 from soap.strategy.kept import mark_of, with_each_mark
 from soap.strategy.recomputation import LEVELS
@@ -45,7 +46,8 @@ INFORMED_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A proposed strategy; ``operators`` names what was changed (operators, or parameters of a sync move)."""
+    """A proposed strategy; ``operators`` names what was changed (operators, or parameters of a sync move; for the prefetch the first
+    gathered parameter stands)."""
 
     strategy: Strategy
     move: str
@@ -148,6 +150,16 @@ def sync(rng: random.Random, space: Space, strategy: Strategy) -> Proposal | Non
     return Proposal(strategy.with_parameter(name, sync), "sync", (name,))
 
 
+def prefetch(rng: random.Random, space: Space, strategy: Strategy) -> Proposal | None:
+    """One group of values more, or less, gathered ahead, where some are gathered."""
+    gathered = (tensor.name for tensor in space.graph.parameters if strategy.sync(tensor.name).contract.gathers_values)
+    first, step = next(gathered, None), rng.choice((-1, 1))
+    after = strategy.prefetch + step
+    if first is None or after < 0 or (step > 0 and after > MOST_PREFETCHED):
+        return None
+    return Proposal(replace(strategy, prefetch=after), "prefetch", (first,))
+
+
 def recompute(rng: random.Random, space: Space, strategy: Strategy) -> Proposal | None:
     """Recompute a set of operators that are alike to another extent, or let it offload what it keeps, or no longer."""
     if not space.marks:
@@ -164,6 +176,7 @@ def recompute(rng: random.Random, space: Space, strategy: Strategy) -> Proposal 
 
 MOVES: Mapping[str, Move] = {
     "redraw": redraw, "place": place, "split": split, "informed": informed, "group": group, "sync": sync, "recompute": recompute,
+    "prefetch": prefetch,
 }  # fmt: skip
 
 
@@ -178,10 +191,11 @@ def move_weights(space: Space) -> dict[str, float]:
         "group": 3.0 if space.groups else 0.0,
         "sync": 1.0 if space.syncs else 0.0,
         "recompute": 1.0 if space.marks else 0.0,
+        "prefetch": 0.5 if space.gathers else 0.0,
     }
 
 
-UNPLACED = ("sync", "recompute")
+UNPLACED = ("sync", "recompute", "prefetch")
 """Moves that need no operator with a choice of configurations."""
 
 

@@ -6,9 +6,9 @@ A plan that fits never gains time by recomputing, so this is a part of the space
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
-from typing import NamedTuple, cast
+from typing import cast
 
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
@@ -16,15 +16,13 @@ from soap.plan.tiling import made_bytes, tiles_of
 from soap.search.metropolis import Evaluator
 from soap.search.space import Marked, Space
 from soap.search.starts import Start, are_allowed
+from soap.search.to_fit import Budgeted, Step, bases_of, fewest, lacks
 from soap.simulator.costs import CostModel, light_ns
 from soap.simulator.memory.footprint import kept_share, product_share
 from soap.strategy.classical import RECOMPUTED
 from soap.strategy.config import Strategy
 from soap.strategy.named import MOST_SAVING, SAVING_MOST_FOR_LITTLE, named
-from soap.strategy.recomputation import ALL, LIGHT, level_at, refusal, run_levels, with_repeatable_levels
-
-MOST_BASES = 3
-"""So many of the starts that do not fit, the fastest ones, are recomputed until they do."""
+from soap.strategy.recomputation import ALL, LIGHT, level_at, recomputed, refusal, run_levels, with_repeatable_levels
 
 
 def with_recomputation(space: Space) -> Space:
@@ -39,61 +37,20 @@ def with_recomputation(space: Space) -> Space:
     return replace(space, recompute=tuple(dict.fromkeys(own for own in chosen if own)))
 
 
-@dataclass(frozen=True)
-class Budgeted:
-    """A strategy that recomputes as little as it takes to fit, run by run: all of a run, or all but its products. ``runs``: how many it
-    recomputes; ``selective``: of these, how many but for their products. ``added_ns``: what their second forward passes take on the busiest
-    device. ``least_ns``: what is too little takes: if a run saves as many bytes and costs as much whatever others do, no choice that fits
-    takes less (the linear relaxation of the knapsack, whose best fractional answer goes by bytes per time)."""
-
-    strategy: Strategy
-    runs: int
-    selective: int
-    of_runs: int
-    added_ns: int
-    least_ns: int
-
-    @property
-    def gap(self) -> float:
-        """By what share ``added_ns`` may exceed the least of this kind; infinite if nothing is known of that."""
-        return self.added_ns / self.least_ns - 1 if self.least_ns else inf
-
-
 def recompute_to_fit(
     graph: OperatorGraph, topology: Topology, base: Strategy, costs: CostModel, overflow_bytes: Callable[[Strategy], int]
 ) -> Budgeted:
-    """``base`` with as much recomputed as it takes to fit: first what saves most bytes for its time, the earliest among equals, because
-    those hold theirs the longest. All of it if that is not enough. ``overflow_bytes``: what a strategy lacks, asked about log2(number of
-    steps) times."""
+    """``base`` with as much recomputed as it takes to fit, run by run: all of a run, or all but its products (``to_fit.fewest``).
+    ``overflow_bytes``: what a strategy lacks."""
     levels = {extent: run_levels(graph, extent) for extent in (ALL, LIGHT)}
     pairs = enumerate(zip(levels[LIGHT], levels[ALL], strict=True))
     steps = [step for number, (light, whole) in pairs for step in _steps(graph, topology, base, number, light, whole, costs)]
-    order = sorted(steps, key=lambda step: (-step.saved_bytes / max(1, step.added_ns), step.run, step.extent))
 
-    def first(count: int) -> dict[int, int]:
-        return {step.run: step.extent for step in order[:count]}
-
-    def made(count: int) -> Strategy:
-        chosen = (levels[extent][run] for run, extent in first(count).items())
+    def made(extents: Mapping[int, int]) -> Strategy:
+        chosen = (levels[extent][run] for run, extent in extents.items())
         return with_repeatable_levels(graph, base, {name: level for own in chosen for name, level in own.items()})
 
-    low, high = 0, len(order)  # ``high`` steps fit, or all do not
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if overflow_bytes(made(middle)) == 0 else (middle, high)
-    added_ns = [step.added_ns for step in order]
-    extents = first(high)
-    selective = sum(extent == LIGHT for extent in extents.values())
-    return Budgeted(made(high), len(extents), selective, len(levels[ALL]), sum(added_ns[:high]), sum(added_ns[: max(0, high - 1)]))
-
-
-class _Step(NamedTuple):
-    """A run is recomputed to this extent: what that saves and costs beyond the step before it, on the device where it is most."""
-
-    run: int
-    extent: int
-    saved_bytes: int
-    added_ns: int
+    return fewest(steps, len(levels[ALL]), made, overflow_bytes)
 
 
 def _steps(
@@ -104,16 +61,16 @@ def _steps(
     light: Mapping[str, int],
     whole: Mapping[str, int],
     costs: CostModel,
-) -> Iterator[_Step]:
+) -> Iterator[Step]:
     """The steps of a run: but for its products, then all of it; or all of it at once, if a fraction of that would be the better first step
     (then the way between both is no corner of what bytes cost)."""
     first, both = (_figures(graph, topology, strategy, levels, costs) for levels in (light, whole))
     more_bytes, more_ns = both[0] - first[0], both[1] - first[1]
     if more_bytes <= 0 or first[0] * max(1, more_ns) <= more_bytes * max(1, first[1]):
-        yield _Step(number, ALL, *both)
+        yield Step(number, ALL, *both)
     else:
-        yield _Step(number, LIGHT, *first)
-        yield _Step(number, ALL, more_bytes, max(0, more_ns))
+        yield Step(number, LIGHT, *first)
+        yield Step(number, ALL, more_bytes, max(0, more_ns))
 
 
 def _figures(
@@ -157,15 +114,9 @@ def recomputing_starts(
         if are_allowed(saving.parameters, space.syncs):
             found[name] = saving
 
-    def overflow_bytes(strategy: Strategy) -> int:
-        evaluator.makespan_ns(strategy)  # then bounds know the strategy, and mostly decide
-        return evaluator.overflow_bytes(strategy)
-
-    lacking = sorted((start for start in starts if not start.fits), key=lambda start: start.cost_ns)[:MOST_BASES]
-    for start in lacking:
-        if costs is None:
-            break
-        made = recompute_to_fit(graph, topology, start.strategy, costs, overflow_bytes)
-        found[f"{start.name}, recompute"] = made.strategy
-        budgeted[f"{start.name}, recompute"] = made
+    if costs is not None:
+        for start in bases_of(starts, evaluator, lambda strategy: recomputed(graph, strategy)):
+            made = recompute_to_fit(graph, topology, start.strategy, costs, lambda strategy: lacks(evaluator, strategy))
+            found[f"{start.name}, recompute"] = made.strategy
+            budgeted[f"{start.name}, recompute"] = made
     return found, budgeted

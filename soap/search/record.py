@@ -14,7 +14,7 @@ from soap.strategy.config import Strategy
 if TYPE_CHECKING:
     import pandas as pd
 
-    from soap.search.recomputing import Budgeted
+    from soap.search.to_fit import Budgeted
 
 
 MOST_FINALISTS = 8

@@ -1,12 +1,20 @@
-"""Which parameters a search gives to other owners together: sharing one of many alone saves little, and costs an exchange of its own."""
+"""Parameters of which each reader owns a part, as a choice of the search: where that is faster, and which get other owners together.
+
+Sharing saves memory. It also saves time where updates take more of it than what is gathered does, as each device then updates a part alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
-from soap.strategy.config import SyncConfig
+from soap.search.pipelining import is_cut
+from soap.search.starts import BASELINE, Start
+from soap.strategy.config import Strategy, SyncConfig
+from soap.strategy.named import HSDP, SHARING, named, on_top
 from soap.strategy.recomputation import runs_of
+from soap.strategy.sync import ALL_REDUCE, shares_in_hosts
 
 
 def owner_sets(graph: OperatorGraph, syncs: Mapping[str, tuple[SyncConfig, ...]]) -> tuple[tuple[str, ...], ...]:
@@ -22,3 +30,25 @@ def owner_sets(graph: OperatorGraph, syncs: Mapping[str, tuple[SyncConfig, ...]]
                 by_choices.setdefault(shared[name], []).append(name)
         found.update(dict.fromkeys(tuple(own) for own in by_choices.values() if len(own) > 1))
     return tuple(found)
+
+
+def shared_starts(
+    graph: OperatorGraph, topology: Topology, starts: Sequence[Start], syncs: Mapping[str, tuple[SyncConfig, ...]]
+) -> dict[str, Strategy]:
+    """The fastest start that fits, and data parallelism, with every parameter that they all-reduce owned in parts, in each way that
+    ``syncs`` allows (parameter -> its choices), by name. None of what is a start already."""
+    fitting = sorted((start for start in starts if start.fits and not is_cut(start.strategy)), key=lambda start: start.cost_ns)
+    bases = [*fitting[:1], *(start for start in fitting[1:] if start.name == BASELINE)]
+    known = [start.strategy for start in starts]
+    found: dict[str, Strategy] = {}
+    for word in SHARING:
+        if word == HSDP and not shares_in_hosts(topology):
+            continue
+        shared = named(word, graph, topology).parameters
+        for base in bases:
+            summed = (name for name in shared if base.strategy.sync(name) == ALL_REDUCE and shared[name] in syncs.get(name, ()))
+            strategy = base.strategy.with_changes(parameters={name: shared[name] for name in summed})
+            if strategy not in known:
+                known.append(strategy)
+                found[on_top(base.name, word)] = strategy
+    return found

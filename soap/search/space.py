@@ -44,6 +44,8 @@ MAX_GRIDS = 2048
 """Grids kept per operator; the order of preference is ``_preference``."""
 MAX_SPLIT_AXES = 4
 """At most so many axes (factors and replicas) are split at the same time in one grid."""
+MOST_PREFETCHED = 4
+"""The largest ``Strategy.prefetch`` that is proposed: links bring one group after the other, so more of them ahead only take memory."""
 
 Grid = tuple[int, ...]
 """(replicas, degree of factor 0, degree of factor 1, …): the shape of ``OpConfig.devices``."""
@@ -295,6 +297,11 @@ class Space:
     def marks(self) -> tuple[tuple[Marked, ...], ...]:
         """All sets of operators whose marks may change."""
         return self.recompute + self.offload
+
+    @cached_property
+    def gathers(self) -> bool:
+        """Whether some parameter may be gathered for its uses, so that it matters how many groups are gathered ahead."""
+        return any(sync.contract.gathers_values for choices in self.syncs.values() for sync in choices)
 
     @cached_property
     def orders(self) -> Orders:

@@ -42,10 +42,15 @@ class DrawnEngine(Engine):
         return self._usual_ns
 
     def propose_changes(
-        self, operators: Mapping[str, OpConfig], parameters: Mapping[str, SyncConfig] = NOTHING, *, at_most_ns: int = NO_BOUND
+        self,
+        operators: Mapping[str, OpConfig],
+        parameters: Mapping[str, SyncConfig] = NOTHING,
+        *,
+        prefetch: int | None = None,
+        at_most_ns: int = NO_BOUND,
     ) -> int | None:
         """Cost in ns with other configurations; None if it exceeds ``at_most_ns``."""
-        usual_ns = super().propose_changes(operators, parameters)
+        usual_ns = super().propose_changes(operators, parameters, prefetch=prefetch)
         assert usual_ns is not None  # there is no bound
         found = self._play_draws()
         self._proposed_usual_ns, self._proposed_ns = usual_ns, None if found > at_most_ns else found

@@ -7,7 +7,7 @@ from math import prod
 
 import numpy as np
 
-from soap.simulator.compiled.change import KEEP, REPLACED_OPERATORS, Edit
+from soap.simulator.compiled.change import KEEP, PREFETCH, REPLACED_OPERATORS, Edit
 from soap.simulator.compiled.graph_arrays import Ints
 from soap.simulator.compiled.pass_order import repeated
 from soap.simulator.compiled.variants import Variants
@@ -30,11 +30,13 @@ def write_edit(
     configs: Sequence[OpConfig],
     numbers: Sequence[int],
     codes: Sequence[int],
+    prefetch: int,
 ) -> None:
-    """Make ``edit``, which has room for it, an edit of the operators at ``positions`` and the parameters ``numbers``."""
+    """Make ``edit``, which has room for it, an edit of the operators at ``positions``, the parameters ``numbers`` and the prefetch."""
     devices = [device for config in configs for device in config.devices]
     count = len(positions)
     edit.count[:REPLACED_OPERATORS] = count, len(devices), len(numbers)
+    edit.count[PREFETCH] = prefetch
     edit.operator[:count], edit.variant[:count] = positions, variants
     edit.replicas[:count] = [config.replicas for config in configs]
     edit.marked[:count] = [mark_of(config) for config in configs]

@@ -92,7 +92,7 @@ class Engine:
         self._make_scratch()
         self._resources = topology.device_count + len(topology.links) + len(names_behind_links(topology))
         self._parameters = {tensor.name: position for position, tensor in enumerate(graph.parameters)}
-        self._proposed: tuple[dict[int, OpConfig], dict[str, SyncConfig], dict[int, int]] = {}, {}, {}
+        self._proposed: tuple[dict[int, OpConfig], dict[str, SyncConfig], dict[int, int], int] = {}, {}, {}, 0
         self._proposed_ns: int | None = None
         self._make_edit(4 * topology.device_count)
         self.makespan_ns = 0
@@ -156,9 +156,11 @@ class Engine:
         return self.propose_changes({}, {parameter: sync}, at_most_ns=at_most_ns)
 
     def propose_changes(
-        self, operators: Mapping[str, OpConfig], parameters: Mapping[str, SyncConfig] = NOTHING, *, at_most_ns: int = NO_BOUND
-    ) -> int | None:
-        """``propose`` with other configurations of any number of operators and other synchronizations of parameters, all at once."""
+        self, operators: Mapping[str, OpConfig], parameters: Mapping[str, SyncConfig] = NOTHING, *, prefetch: int | None = None,
+        at_most_ns: int = NO_BOUND,
+    ) -> int | None:  # fmt: skip
+        """``propose`` with other configurations of operators, synchronizations of parameters and prefetch (None: as it is), all at once."""
+        prefetch = self._loaded.prefetch if prefetch is None else prefetch
         positions = [self.graph.index[name] for name in operators]
         for position, config in zip(positions, operators.values(), strict=True):
             check_config(self.graph.operators[position], config, self.topology.device_count)
@@ -166,13 +168,13 @@ class Engine:
             check_parts(self.variants.micro_batches, position, config)
         if self._loaded.stages:
             require_stages(self.graph, self._loaded.stages, self._loaded.schedule, {**self.strategy.operators, **operators})
-        numbers = [self._parameters[name] for name in parameters]
-        codes = [sync_code(sync) for sync in parameters.values()]
+        numbers, codes = [self._parameters[name] for name in parameters], [sync_code(sync) for sync in parameters.values()]
         variants = [self.variant(position, config.degrees) for position, config in zip(positions, operators.values(), strict=True)]
         self.make_edit_room(sum(len(config.devices) for config in operators.values()))
-        write_edit(self.edit, positions, variants, list(operators.values()), numbers, codes)
+        write_edit(self.edit, positions, variants, list(operators.values()), numbers, codes, prefetch)
         found = int(self._try(lambda: self._whole(lambda: evaluate(*self.handles(), at_most_ns)), self._renew_state))
-        self._proposed = dict(zip(positions, operators.values(), strict=True)), dict(parameters), dict(zip(numbers, codes, strict=True))
+        changed = dict(zip(positions, operators.values(), strict=True)), dict(parameters), dict(zip(numbers, codes, strict=True))
+        self._proposed = *changed, prefetch
         self._proposed_ns = None if found == STOPPED else found
         return self._proposed_ns
 
@@ -180,12 +182,12 @@ class Engine:
         """Hold the proposed strategy. ValueError if there is no proposal, or it exceeds its bound."""
         if self._proposed_ns is None:
             raise ValueError("nothing to accept: the proposal exceeds its bound, or there is none")
-        configs, syncs, codes = self._proposed
+        configs, syncs, codes, prefetch = self._proposed
         for position, config in configs.items():
             self._configs[position] = config
         self._syncs.update(syncs)
-        for parameter, code in codes.items():
-            self._codes[parameter] = code
+        self._codes[[*codes]] = [*codes.values()]
+        self._loaded = replace(self._loaded, prefetch=prefetch)
         confirm(self.world, self._trial, self._other)
         self.trial, self.other = self.other, self.trial
         self._trial, self._other = self._other, self._trial
@@ -266,6 +268,7 @@ class Engine:
             self._configs[position] = self.config(position, *own)
         if not np.array_equal(C.sync[: len(self._codes)], self._codes):
             self._syncs, self._codes = self.syncs(C.sync), C.sync[: len(self._codes)].copy()
+        self._loaded = replace(self._loaded, prefetch=int(C.prefetch[0]))
 
     def config(self, position: int, variant: int, devices: Ints, replicas: int, marked: int = KEEP) -> OpConfig:
         """An operator's configuration with this variant on these devices, of one micro-batch or of all; fields that compiled code does not

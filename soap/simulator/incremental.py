@@ -29,8 +29,12 @@ AMPLE = 3
 """How many times a single device's needs every device must have for ``always_fits``: copies of what is read from other devices, and
 buffers, come on top of those needs."""
 
-Change = tuple[str, OpConfig | SyncConfig]
-"""An operator's configuration, or how a parameter is synchronized."""
+PREFETCH = "prefetch"
+LOADED = tuple(field.name for field in STRATEGY_FIELDS if field.name != PREFETCH)
+"""What no proposal changes of a strategy."""
+
+Change = tuple[str, OpConfig | SyncConfig | int]
+"""An operator's configuration, how a parameter is synchronized, or the prefetch."""
 
 
 class IncrementalSimulator:
@@ -164,7 +168,7 @@ class IncrementalSimulator:
 
 def _unlike(one: Strategy, other: Strategy) -> bool:
     """Whether two strategies differ in what no proposal changes."""
-    return any(getattr(one, field.name) != getattr(other, field.name) for field in STRATEGY_FIELDS)
+    return any(getattr(one, name) != getattr(other, name) for name in LOADED)
 
 
 class _Holder:
@@ -232,7 +236,8 @@ class _Holder:
             return self._engine.makespan_ns
         operators = {name: config for name, config in changes if isinstance(config, OpConfig)}
         parameters = {name: sync for name, sync in changes if isinstance(sync, SyncConfig)}
-        found = self._engine.propose_changes(operators, parameters)
+        prefetch = next((value for _, value in changes if isinstance(value, int)), None)
+        found = self._engine.propose_changes(operators, parameters, prefetch=prefetch)
         assert found is not None  # there is no bound
         self._proposed = strategy
         return found
@@ -254,4 +259,6 @@ class _Holder:
                 sync = strategy.sync(parameter.name)
                 if sync != held.sync(parameter.name):
                     found.append((parameter.name, sync))
+        if held.prefetch != strategy.prefetch:
+            found.append((PREFETCH, strategy.prefetch))
         return found

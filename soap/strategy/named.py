@@ -64,7 +64,10 @@ ADDED: Mapping[str, Added] = MappingProxyType(
 """What may be put on top of another strategy, by name."""
 
 HSDP = "hsdp"
-SAVING: tuple[tuple[str, ...], ...] = (("zero1", "fsdp", HSDP), (SELECTIVE, RECOMPUTE))
+SHARING = ("zero1", "fsdp", HSDP)
+"""Ways to have all parameters owned in parts."""
+
+SAVING: tuple[tuple[str, ...], ...] = (SHARING, (SELECTIVE, RECOMPUTE))
 """What may be put on top of a strategy to save memory: of each group at most one."""
 
 SAVING_STARTS = ("megatron+zero1", "megatron+fsdp")

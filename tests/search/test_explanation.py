@@ -7,13 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from soap.search.explanation import Line, explain
+from soap.search.explanation import Line, explain, explain_unkept
 from soap.simulator.analysis.attribution import Activity
 from soap.simulator.analysis.timeline import busy_time_ns, critical_path_ns
 from soap.simulator.simulate import Simulator
 from soap.simulator.tasks import TaskKind
 from soap.strategy.classical import CLASSICAL, random_strategy
 from soap.strategy.config import OpConfig, Strategy
+from soap.strategy.kept import OFFLOADED, RECOMPUTED, STAYS, offloadable, with_each_mark
+from soap.strategy.recomputation import ALL, run_levels, runs_of
 from tests.extent import FEW
 from tests.graph_builder import mlp, transformer
 from tests.simulator.examples import PointCosts
@@ -81,3 +83,21 @@ def test_data_parallelism_set_back_is_itself() -> None:
     for line in explained(USUAL):
         assert line.back_ns == SIMULATOR.makespan_ns(USUAL)
         assert line.costs == line.usual_costs
+
+
+def test_what_keeping_all_would_be_run_by_run() -> None:
+    """Equal runs of repeated layers are one line if they have equal marks; marked operators outside of runs are lines of their own."""
+    first = run_levels(GRAPH, ALL)[0]
+    alone = next(op.name for op in GRAPH.operators if op.name in offloadable(GRAPH) and not any(op.name in run for run in runs_of(GRAPH)))
+    strategy = with_each_mark(USUAL, {**first, alone: OFFLOADED})
+    lines = explain_unkept(GRAPH, strategy, SIMULATOR)
+    assert [line.marks for line in lines] == [dict(first), {alone: OFFLOADED}] and [line.runs for line in lines] == [1, 1]
+    for line in lines:
+        kept = with_each_mark(strategy, dict.fromkeys(line.marks, STAYS))
+        assert (line.kept_ns, line.kept_overflow_bytes) == SIMULATOR.cost(kept)
+    assert lines[0].kept_ns < SIMULATOR.makespan_ns(strategy)
+    deep = transformer(batch=4, layers=3)
+    marked = with_each_mark(CLASSICAL["data_parallel"](deep, FOUR), {name: RECOMPUTED for run in runs_of(deep) for name in run})
+    every = explain_unkept(deep, marked, Simulator(deep, FOUR, PointCosts()))
+    assert [line.runs for line in every] == [1, 2, 2, 1] and sum(len(line.marks) for line in every) == sum(map(len, runs_of(deep)))
+    assert explain_unkept(GRAPH, USUAL, SIMULATOR) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from math import inf
 
 import pytest
 
@@ -16,21 +17,22 @@ from soap.search.compiled.memory import MOVES
 from soap.search.compiled.runner import CompiledChain, CompiledSpace
 from soap.search.constraints import brought_inside, parse
 from soap.search.descent import recompute as recompute_in_descent
-from soap.search.offloading import offloading_starts, with_offloading
+from soap.search.offloading import budgeted_offloading, offload_to_fit, offloading_starts, with_offloading
 from soap.search.options import SearchOptions
 from soap.search.proposals import recompute
 from soap.search.recomputing import with_recomputation
 from soap.search.space import build_space
-from soap.search.starts import Start
+from soap.search.starts import Start, evaluated
 from soap.simulator.incremental import IncrementalSimulator
 from soap.simulator.lowering import build_plan
 from soap.simulator.simulate import Simulator
 from soap.strategy.classical import data_parallel
-from soap.strategy.kept import LIGHT, OFFLOADED, RECOMPUTED, STAYS, mark_of, offloadable, with_offload
+from soap.strategy.kept import LIGHT, OFFLOADED, RECOMPUTED, STAYS, away, mark_of, offloadable, with_offload
 from soap.strategy.named import named, offloaded_names, saving_names
-from soap.strategy.recomputation import with_marks
+from soap.strategy.recomputation import runs_of, with_marks
 from soap.strategy.sync import ALL_REDUCE, SHARDED, SHARDED_STATE, SPARSE_ALL_GATHER
 from tests.graph_builder import GraphBuilder, mlp
+from tests.search.test_recomputing import wide
 from tests.strategies import GPU, cluster
 
 GRAPH = mlp(batch=4)
@@ -120,6 +122,30 @@ def test_pins_mark_and_unmark() -> None:
     ):
         with pytest.raises(StrategyError, match=told):
             parse(GRAPH, 2, pins, [])
+
+
+@pytest.mark.parametrize("share", [0.95, 0.85])
+def test_no_more_runs_offload_than_it_takes(share: float) -> None:
+    graph, ample = wide(), gpus(2**40)
+    usual = data_parallel(graph, ample)
+    kept, least = (max(Simulator(graph, ample, RooflineCosts(ample)).run(own).peak_bytes) for own in (usual, away(graph, usual)))
+    assert least < 0.8 * kept
+    topology = gpus(int(share * kept))
+    simulator = Simulator(graph, topology, RooflineCosts(topology))
+    made = offload_to_fit(graph, topology, usual, simulator.overflow_bytes)
+    assert simulator.run(made.strategy).fits and 0 < made.runs < made.of_runs == len(runs_of(graph)) and made.selective == 0
+    names = [name for name, config in made.strategy.operators.items() if config.offload]
+    chosen = [run for run in runs_of(graph) if {*run} <= {*names}]
+    assert len(chosen) == made.runs and {name for run in chosen for name in run} == {*names}
+    assert not simulator.run(with_offload(made.strategy, chosen[-1], False)).fits
+    assert made.least_ns < made.added_ns and (made.gap == inf) == (made.runs == 1) == (made.least_ns == 0)
+    evaluator = IncrementalSimulator(simulator)
+    starts = [evaluated(evaluator, "data_parallel", usual), evaluated(evaluator, "all", away(graph, usual))]
+    assert budgeted_offloading(graph, topology, evaluator, starts[:1]) == {"data_parallel, offload_kept": made}
+    assert starts[1].fits and budgeted_offloading(graph, topology, evaluator, [starts[1]]) == {}
+    hopeless = gpus(1000)
+    evaluator = IncrementalSimulator(Simulator(graph, hopeless, RooflineCosts(hopeless)))
+    assert budgeted_offloading(graph, hopeless, evaluator, [evaluated(evaluator, "data_parallel", usual)]) == {}
 
 
 @pytest.mark.slow

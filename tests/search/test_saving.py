@@ -1,4 +1,4 @@
-"""Where data parallelism does not fit, a search may share optimizer states unasked; where it fits, nothing changes."""
+"""A search may share optimizer states and values unasked: where data parallelism does not fit, or starts that share are faster."""
 
 from __future__ import annotations
 
@@ -66,11 +66,26 @@ def test_a_model_that_does_not_fit_gets_shared_states_unasked() -> None:
 
 
 @pytest.mark.slow
-def test_where_it_fits_nothing_changes() -> None:
-    with_room, without = found(limited(1.2)), found(TOPOLOGY)
+def test_where_it_fits_and_is_no_faster_nothing_changes() -> None:
+    """Links are slow, so that what moves decides, and sharing moves no less."""
+    slow = cluster([4], GPU, 1e9, 1e-5)
+    with_room, without = found(slow), found(slow, syncs=[ALL_REDUCE])
     assert with_room.result.rows == without.result.rows and with_room.strategy == without.strategy
     assert with_room.result.saving_bytes == 0 and "saving_memory" not in search_report.document(with_room)
-    assert not {"zero1", "megatron+zero1"} & {start.name for start in with_room.result.starts}
+    assert not {"zero1", "fsdp", "megatron+zero1"} & {start.name for start in with_room.result.starts}
+
+
+@pytest.mark.slow
+def test_where_it_is_faster_it_is_done_though_all_fits() -> None:
+    """Links are fast, and parameters so many that their update takes longest."""
+    fast = cluster([4], GPU, 1e13, 0.0)
+    outcome = found(fast, mlp(4, (1024, 1024, 1024)), pins=[("*", "sample:4")])
+    times = {start.name: start.cost_ns for start in outcome.result.starts}
+    assert times["zero1"] < times["data_parallel"] and outcome.result.cost_ns <= min(times.values())
+    assert set(outcome.result.strategy.parameters.values()) & {*SAVING_MEMORY} and outcome.result.saving_bytes == 0
+    asked = found(fast, mlp(4, (1024, 1024, 1024)), pins=[("*", "sample:4")], syncs=[ALL_REDUCE])
+    named = found(fast, mlp(4, (1024, 1024, 1024)), pins=[("*", "sample:4")], starts=["data_parallel"])
+    assert not asked.result.strategy.parameters and not named.result.strategy.parameters
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ from soap.search.compiled.memory import (
     ASKED,
     BEFORE,
     BEST,
+    BEST_PREFETCH,
     COST,
     ESTIMATING,
     LOGGED,
@@ -196,6 +197,7 @@ def _keep_best(C, X):  # type: ignore[no-untyped-def]
         at += C.tiles[op]
     X.best_dev_ptr[len(X.grid) - 1] = at
     copy(X.best_sync, 0, C.sync, 0, len(X.best_sync) - 1)
+    X.at[BEST_PREFETCH] = C.prefetch[0]
 
 
 @entry

@@ -8,17 +8,17 @@ import numpy as np
 
 from soap.simulator.compiled.graph_arrays import Floats, Ints, Longs
 
-MOVES = ("redraw", "place", "swap", "informed", "group", "segment", "run", "sync", "recompute")
-REDRAW, PLACE, SWAP, INFORMED, GROUP, SEGMENT, RUN, SYNC, RECOMPUTE = range(len(MOVES))
+MOVES = ("redraw", "place", "swap", "informed", "group", "segment", "run", "sync", "recompute", "prefetch")
+REDRAW, PLACE, SWAP, INFORMED, GROUP, SEGMENT, RUN, SYNC, RECOMPUTE, PREFETCHING = range(len(MOVES))
 
 STEP, RANDOM, SWAPPED, COST, START, BEST, LOGGED, PENDING, WANTED_OPERATOR, WANTED_GRID, PLAYED, ESTIMATES, BEFORE, USUAL = range(14)
-ESTIMATING = 14
+ESTIMATING, BEST_PREFETCH = 14, 15
 """Places in ``ChainTables.at``. ``STEP``: steps done. ``RANDOM``: state of the random generator. ``BEFORE``: that state at the end of the
 last step. ``SWAPPED``: 1 if the engine's two trials have changed places. ``COST``: current cost, ns. ``START``: the cost that beta is
 relative to, ns. ``BEST``: best cost, ns. ``LOGGED``: proposals in the log. ``PENDING``: whether a step waits for an answer about memory.
 ``WANTED_OPERATOR``, ``WANTED_GRID``: the variant that is missing. ``PLAYED``: tasks simulated. ``ESTIMATES``: estimates made. ``USUAL``:
 current makespan under the most likely costs, ns, which is the cost if there are no draws. ``ESTIMATING``: whether estimates of memory
-decide what the bounds do not."""
+decide what the bounds do not. ``BEST_PREFETCH``: of the best strategy."""
 
 NOTHING, ASKED, GRANTED, REFUSED = range(4)
 """Values of ``at[PENDING]``."""
@@ -41,8 +41,9 @@ class ChainTables(NamedTuple):
     ``proposed``, ``accepted``, ``idle`` (draws without effect); ``gained``, ns by which its accepted proposals have improved the chain's
     best cost. ``best_…``: the best strategy, as in ``State`` (``best_sync``: by parameter).
 
-    The log, one entry per evaluated proposal: ``log_move``, ``log_operator`` (the first operator; -1 - parameter if a parameter changes),
-    ``log_count`` (operators), ``log_cost`` (ns; -1 if over the bound), ``log_accepted``.
+    The log, one entry per evaluated proposal: ``log_move``, ``log_operator`` (the first operator; -1 - parameter if a parameter changes, or
+    the prefetch, for which the first gathered one stands), ``log_count`` (operators), ``log_cost`` (ns; -1 if over the bound),
+    ``log_accepted``.
 
     Candidates: slot k has the grid ``c_grid[k]``, the devices ``c_dev[k * devices:]`` and ``c_log[k]``, the logarithm of its weight. Slot 0
     is the current configuration. Slots 1 to ``CANDIDATES`` are drawn by the move. Further slots are suggestions of neighbours and reference

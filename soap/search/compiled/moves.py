@@ -21,6 +21,7 @@ S is the current state, S* the proposed one. The target and the reference measur
 - ``sync`` (``compiled.syncs``): one parameter gets another method of synchronization, drawn uniformly: symmetric.
 - ``recompute`` (``compiled.recomputing``): a set of operators that are alike stays, is recomputed, or but for its products, or offloads:
   another of what it may be, symmetric.
+- ``prefetch`` (``compiled.prefetching``): one group of values more, or less, is gathered ahead: symmetric.
 
 A state outside of the space (weight 0) is never proposed. A move out of it counts as symmetric (log_ratio = 0).
 """
@@ -40,14 +41,15 @@ from soap.search.compiled.candidates import (
     take_current,
 )
 from soap.search.compiled.edits import NO_EFFECT, add
-from soap.search.compiled.memory import CANDIDATES, GROUP, INFORMED, PLACE, RECOMPUTE, REDRAW, RUN, SEGMENT, SYNC
+from soap.search.compiled.memory import CANDIDATES, GROUP, INFORMED, PLACE, PREFETCHING, RECOMPUTE, REDRAW, RUN, SEGMENT, SYNC
+from soap.search.compiled.prefetching import propose_prefetch
 from soap.search.compiled.recomputing import propose_recompute
 from soap.search.compiled.runs import propose_run
 from soap.search.compiled.space_arrays import NO_WEIGHT, SearchTables
 from soap.search.compiled.suggestions import list_candidates
 from soap.search.compiled.syncs import propose_sync
 from soap.search.compiled.weighing import own_ns, rough_cost_ns
-from soap.simulator.compiled.change import OPERATORS, PARAMETERS, Edit
+from soap.simulator.compiled.change import KEEP, OPERATORS, PARAMETERS, PREFETCH, Edit
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.world import World
 
@@ -61,6 +63,7 @@ def propose(W: World, Z: SearchTables, E: Edit, move: int, focus: float) -> floa
     C = W.state
     Q, X = Z.grids, Z.chain
     E.count[OPERATORS] = E.count[PARAMETERS] = 0
+    E.count[PREFETCH] = KEEP
     if move == RUN:
         return propose_run(W, Z, E, focus)
     if move == SEGMENT:
@@ -69,6 +72,8 @@ def propose(W: World, Z: SearchTables, E: Edit, move: int, focus: float) -> floa
         return propose_sync(Z, C, E)
     if move == RECOMPUTE:
         return propose_recompute(W, Z, E)
+    if move == PREFETCHING:
+        return propose_prefetch(W, Z, E)
     op = Q.movable[below(X, len(Q.movable))]
     take_current(Z, op)
     if move == INFORMED:

@@ -16,6 +16,7 @@ from soap.search.compiled.memory import (
     ASKED,
     BEFORE,
     BEST,
+    BEST_PREFETCH,
     COST,
     ESTIMATING,
     GRANTED,
@@ -34,7 +35,7 @@ from soap.search.compiled.memory import (
 )
 from soap.search.compiled.space_arrays import SearchTables, grid_tables, group_tables, neighbour_tables
 from soap.search.space import Grid, Space, grid_of
-from soap.simulator.compiled.change import OPERATORS, PARAMETERS
+from soap.simulator.compiled.change import KEEP, OPERATORS, PARAMETERS, PREFETCH
 from soap.simulator.compiled.handles import handle
 from soap.simulator.costs import CostModel
 from soap.simulator.drawn_engine import make_engine
@@ -45,7 +46,7 @@ from soap.strategy.config import Strategy
 
 DEFAULT_WEIGHTS: Mapping[str, float] = {
     "redraw": 1.0, "place": 1.0, "swap": 1.0, "informed": 4.0, "group": 2.0, "segment": 1.0, "run": 1.0, "sync": 1.0,
-    "recompute": 2.0,
+    "recompute": 2.0, "prefetch": 0.5,
 }  # fmt: skip
 
 
@@ -60,8 +61,9 @@ class Counts(NamedTuple):
 
 
 class Logged(NamedTuple):
-    """One evaluated proposal. ``operator``: the first changed operator, by position; -1 - parameter if a parameter changes. ``operators``:
-    how many change. ``cost_ns``: None if the simulation stopped at the bound, which refuses the proposal before its cost is known."""
+    """One evaluated proposal. ``operator``: the first changed operator, by position; -1 - parameter if a parameter changes, or the
+    prefetch, for which the first gathered one stands. ``operators``: how many change. ``cost_ns``: None if the simulation stopped at the
+    bound, which refuses the proposal before its cost is known."""
 
     move: str
     operator: int
@@ -93,6 +95,7 @@ class CompiledSpace:
         self.has_segments = len(self._kept[2].segment_ptr) > 1
         self.has_syncs = len(self.grids.sync_parameter) > 0
         self.has_recompute = len(space.marks) > 0
+        self.has_prefetch = space.gathers
 
     def number(self, position: int, grid: Grid) -> int:
         """The number of an operator's grid; -1 if its space does not have it."""
@@ -150,7 +153,7 @@ class CompiledChain:
     def weights(self, weights: Mapping[str, float]) -> None:
         space, movable = self._space, len(self._space.space.movable) > 0
         possible = {"group": movable and space.has_groups, "segment": movable and space.has_segments, "sync": space.has_syncs}
-        possible["recompute"] = space.has_recompute
+        possible |= {"recompute": space.has_recompute, "prefetch": space.has_prefetch}
         self.arrays.weight[: len(MOVES)] = [weights[move] if possible.get(move, movable) else 0.0 for move in MOVES]
 
     def move_to(self, strategy: Strategy) -> None:
@@ -224,7 +227,9 @@ class CompiledChain:
         for i in range(int(E.count[PARAMETERS])):
             name = graph.parameters[E.parameter[i]].name
             parameters[name] = self.engine.sync(name, int(E.sync[i]))
-        return self.engine.strategy.with_changes(operators, parameters)
+        prefetch = int(E.count[PREFETCH])
+        edited = self.engine.strategy.with_changes(operators, parameters)
+        return edited if prefetch == KEEP else replace(edited, prefetch=prefetch)
 
     @property
     def proposals(self) -> int:
@@ -265,7 +270,8 @@ class CompiledChain:
             devices = X.best_dev[X.best_dev_ptr[position] : X.best_dev_ptr[position + 1]]
             own = X.best_variant[position], devices, X.best_replicas[position], X.best_marked[position]
             found[op.name] = self.engine.config(position, *own)
-        return replace(self.engine.strategy, operators=found, parameters=self.engine.syncs(X.best_sync))
+        prefetch = int(X.at[BEST_PREFETCH])
+        return replace(self.engine.strategy, operators=found, parameters=self.engine.syncs(X.best_sync), prefetch=prefetch)
 
     @property
     def moves(self) -> Mapping[str, Counts]:

@@ -24,26 +24,27 @@ from soap.simulator.compiled.synchronization import count_backward, count_sums, 
 from soap.simulator.compiled.syncs.asking import count_pulls, make_pulls
 from soap.simulator.compiled.syncs.codes import is_gathered, travels_by_rows
 from soap.simulator.compiled.syncs.compressed import any_compressed
-from soap.simulator.compiled.syncs.gathering import reads_gathered
+from soap.simulator.compiled.syncs.gathering import first_gathered, reads_gathered
 from soap.simulator.compiled.task_keys import STATE_FULL
 from soap.simulator.compiled.variants import CELLS, PARTS
 from soap.simulator.compiled.world import World
 from soap.strategy.kept import OFFLOADED
 
 UNDER_WAY, CHANGED, SYNCHRONIZED, OLD_SLOTS, OLD_ARENA, OLD_DEVICES, OLD_SYNCS, OLD_SYNC_SLOT, ALIVE_SAVED, LIST_SAVED = range(10)
-REPLACED, RESYNCED, REPULLED, OLD_PULLS, OLD_PULL_SLOT = 10, 11, 12, 13, 14
+REPLACED, RESYNCED, REPULLED, OLD_PULLS, OLD_PULL_SLOT, OLD_PREFETCH = 10, 11, 12, 13, 14, 15
 """Places in ``Undo.what``. ``UNDER_WAY``: whether a change was made. ``CHANGED``: number of changed blocks. ``SYNCHRONIZED``: whether the
 sums of gradients were made anew (2: completely). ``OLD_``: the values before the change. ``ALIVE_SAVED``, ``LIST_SAVED``: how much of
 ``alive`` and ``rows`` is used. ``REPLACED``: how many of the blocks (the first ones) belong to operators with new tiles. ``RESYNCED``:
 number of parameters with another synchronization. ``REPULLED``: whether the pulls were made anew (2: completely)."""
 
-OPERATORS, EDIT_DEVICES, PARAMETERS, REPLACED_OPERATORS = range(4)
+OPERATORS, EDIT_DEVICES, PARAMETERS, REPLACED_OPERATORS, PREFETCH = range(5)
 """Places in ``Edit.count``: the number of each. ``REPLACED_OPERATORS``: number of operators that get new tiles. After the operators with
-another configuration, ``evaluate`` adds those whose tiles take another time because a parameter is synchronized differently."""
+another configuration, ``evaluate`` adds those whose tiles take another time because a parameter is synchronized differently. ``PREFETCH``:
+no number, but the strategy's ``prefetch``, or ``KEEP``."""
 
 
 KEEP = -1
-"""In place of an operator's mark: as it is."""
+"""In place of an operator's mark, or the prefetch: as it is."""
 
 
 class Edit(NamedTuple):
@@ -65,7 +66,7 @@ def make_edit(operators: int, parameters: int, devices: int) -> Edit:
     """Room for a change of any operators and parameters, with this many devices in all."""
     ints = lambda n: np.zeros(n + 1, np.int32)  # noqa: E731
     return Edit(
-        count=np.zeros(4, np.int64),
+        count=np.array([0, 0, 0, 0, KEEP], np.int64),
         operator=ints(operators),
         variant=ints(operators),
         replicas=ints(operators),
@@ -172,6 +173,7 @@ def change(W: World, E: Edit) -> None:
     what[UNDER_WAY], what[CHANGED], what[SYNCHRONIZED], what[ALIVE_SAVED], what[LIST_SAVED] = 1, 0, 0, 0, 0
     what[REPLACED] = what[RESYNCED] = what[REPULLED] = 0
     what[OLD_SLOTS], what[OLD_ARENA], what[OLD_DEVICES] = C.used[SLOTS], C.used[ARENA], C.used[DEVICES]
+    what[OLD_PREFETCH] = C.prefetch[0]
     note_order(W)
     pulls = False
     for i in range(E.count[PARAMETERS]):
@@ -181,6 +183,9 @@ def change(W: World, E: Edit) -> None:
         U.parameter[i], U.sync[i] = parameter, C.sync[parameter]
         C.sync[parameter] = E.sync[i]
         what[RESYNCED] = i + 1
+    if E.count[PREFETCH] != KEEP and E.count[PREFETCH] != C.prefetch[0]:
+        C.prefetch[0] = E.count[PREFETCH]
+        pulls |= first_gathered(W) >= 0
     for i in range(E.count[REPLACED_OPERATORS]):
         for k in range(G.parameter_ptr[E.operator[i]], G.parameter_ptr[E.operator[i] + 1]):
             pulls |= is_sparse(G, G.parameter[k]) and travels_by_rows(C.sync[G.parameter[k]])
@@ -203,12 +208,11 @@ def change(W: World, E: Edit) -> None:
 def _gathers_change(W):  # type: ignore[no-untyped-def]
     """Whether gathers have to be made anew: operators that use gathered values have new tiles, or other backward passes, or operators are
     marked that were not, or the other way round."""
-    G, C, U = W.graph, W.state, W.undo
-    found = remarked = False
+    C, U = W.state, W.undo
+    remarked = False
     for n in range(U.what[REPLACED]):
         remarked |= U.fields[n * FIELDS + MARKED] != C.marked[U.fields[n * FIELDS]]
-    for parameter in range(len(G.parameter_dtype) if remarked else 0):
-        found |= is_gathered(C.sync[parameter])
+    found = remarked and first_gathered(W) >= 0
     for n in range(U.what[CHANGED]):
         found |= reads_gathered(W, U.fields[n * FIELDS]) and (n < U.what[REPLACED] or _alive_changed(C, U, n))
     return found
@@ -335,6 +339,7 @@ def undo(W: World) -> None:
         return
     for i in range(U.what[RESYNCED]):
         C.sync[U.parameter[i]] = U.sync[i]
+    C.prefetch[0] = U.what[OLD_PREFETCH]
     if U.what[REPULLED] == 2:
         count_pulls(C, -1)
     unlink_passes(W)

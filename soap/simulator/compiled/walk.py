@@ -11,7 +11,7 @@ from math import log
 from typing import NamedTuple
 
 from soap.simulator.compiled.arrays import copy
-from soap.simulator.compiled.change import KEEP, OPERATORS, PARAMETERS, Edit
+from soap.simulator.compiled.change import KEEP, OPERATORS, PARAMETERS, PREFETCH, Edit
 from soap.simulator.compiled.evaluate import adopt, evaluate, take_back
 from soap.simulator.compiled.events import NO_BOUND, STOPPED
 from soap.simulator.compiled.graph_arrays import Ints, Longs
@@ -82,7 +82,7 @@ def walk_on(W: World, A: Trial, B: Trial, E: Edit, choices: Choices, steps: int,
 @compiled
 def _set(E, op, variant, devices):  # type: ignore[no-untyped-def]
     """Make ``E`` an edit of one operator."""
-    E.count[OPERATORS], E.count[PARAMETERS] = 1, 0
+    E.count[OPERATORS], E.count[PARAMETERS], E.count[PREFETCH] = 1, 0, KEEP
     E.operator[0], E.variant[0], E.replicas[0], E.dev_ptr[1], E.marked[0] = op, variant, 1, len(devices), KEEP
     copy(E.dev, 0, devices, 0, len(devices))
 

@@ -25,6 +25,14 @@ def kept_places(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval
     known = graph.footprints.get(op.name)
     if known is None:
         return None
+    key = op.name, _lengths(intervals)
+    found = graph.kept_operands.get(key)
+    if found is None:
+        found = graph.kept_operands[key] = _kept_places(op, known, intervals)
+    return found
+
+
+def _kept_places(op: Operator, known: Sequence[Footprint], intervals: Sequence[Interval]) -> frozenset[int]:
     cut = _cut_factors(op, intervals)
     if not cut or len(known) == 1:
         return known[0].keeps
@@ -36,7 +44,7 @@ def kept_share(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval]
     """Bytes that a tile keeps for its backward pass beside its operands and outputs, rounded up."""
     if op.name not in graph.footprints:
         return _share(op.saved_bytes, op, volume(tuple(intervals)))
-    return tile_bytes(op, graph.footprints[op.name], intervals, Use.KEPT)
+    return _known_bytes(graph, op, intervals, Use.KEPT)
 
 
 def product_share(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval]) -> int:
@@ -44,7 +52,7 @@ def product_share(graph: OperatorGraph, op: Operator, intervals: Sequence[Interv
     as the tile may keep."""
     if op.name not in graph.footprints:
         return _share(op.saved_bytes, op, volume(tuple(intervals)))
-    return tile_bytes(op, graph.footprints[op.name], intervals, Use.PRODUCT)
+    return _known_bytes(graph, op, intervals, Use.PRODUCT)
 
 
 def passing_share(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval]) -> tuple[int, int]:
@@ -52,10 +60,9 @@ def passing_share(graph: OperatorGraph, op: Operator, intervals: Sequence[Interv
 
     (0, 0) if the operator has no footprint: then ``kept_share`` is a bound that includes both.
     """
-    known = graph.footprints.get(op.name)
-    if known is None:
+    if op.name not in graph.footprints:
         return 0, 0
-    return tile_bytes(op, known, intervals, Use.FORWARD), tile_bytes(op, known, intervals, Use.BACKWARD)
+    return _known_bytes(graph, op, intervals, Use.FORWARD), _known_bytes(graph, op, intervals, Use.BACKWARD)
 
 
 def work_share(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval]) -> int:
@@ -63,6 +70,19 @@ def work_share(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval]
     if op.name not in graph.footprints:
         return _share(op.saved_bytes, op, volume(tuple(intervals)))
     return max(passing_share(graph, op, intervals))
+
+
+def _known_bytes(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval], use: Use) -> int:
+    """``tile_bytes`` of an operator that has footprints, worked out once for tiles of equal lengths."""
+    key = op.name, _lengths(intervals), use
+    found = graph.shares.get(key)
+    if found is None:
+        found = graph.shares[key] = tile_bytes(op, graph.footprints[op.name], intervals, use)
+    return found
+
+
+def _lengths(intervals: Sequence[Interval]) -> tuple[int, ...]:
+    return tuple([stop - start for start, stop in intervals])
 
 
 def tile_bytes(op: Operator, known: Sequence[Footprint], intervals: Sequence[Interval], use: Use) -> int:

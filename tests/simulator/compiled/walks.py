@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from hypothesis import strategies as st
@@ -26,21 +27,22 @@ from tests.strategies import cases, configs, syncs
 
 
 class Edit(NamedTuple):
-    """A proposal for some operators and parameters' synchronization at once, and whether it is accepted."""
+    """A proposal for some operators and parameters' synchronization at once, and whether it is accepted. ``prefetch``: None: as it is."""
 
     operators: dict[str, OpConfig]
     parameters: dict[str, SyncConfig]
     accepted: bool
+    prefetch: int | None = None
 
     def of(self, strategy: Strategy) -> Strategy:
         for name, config in self.operators.items():
             strategy = strategy.with_operator(name, config)
         for name, sync in self.parameters.items():
             strategy = strategy.with_parameter(name, sync)
-        return strategy
+        return strategy if self.prefetch is None else replace(strategy, prefetch=self.prefetch)
 
     def propose(self, engine: Engine, at_most_ns: int = NO_BOUND) -> int | None:
-        return engine.propose_changes(self.operators, self.parameters, at_most_ns=at_most_ns)
+        return engine.propose_changes(self.operators, self.parameters, prefetch=self.prefetch, at_most_ns=at_most_ns)
 
 
 Walk = tuple[OperatorGraph, Topology, Strategy, list[Edit]]
@@ -63,7 +65,8 @@ def walks(draw: st.DrawFn, *, max_moves: int = 6, max_tiles: int = 8, max_edits:
                 op = draw(st.sampled_from(graph.operators))
                 own = sorted(devices[stage_of[chunks[graph.index[op.name]]]]) if strategy.stages else ()
                 operators[op.name] = draw(configs(op, topology.device_count, max_tiles=max_tiles, graph=graph, cut=cut, among=own))
-        edits.append(Edit(operators, parameters, draw(st.booleans())))
+        prefetch = draw(st.sampled_from((None, None, None, 0, 1, 2)))
+        edits.append(Edit(operators, parameters, draw(st.booleans()), prefetch))
     return graph, topology, strategy, edits
 
 

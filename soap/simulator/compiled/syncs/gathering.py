@@ -42,6 +42,16 @@ def reads_gathered(W: World, op: int) -> bool:
 
 
 @compiled
+def first_gathered(W: World) -> int:
+    """The first parameter whose values are gathered for their uses; -1 if there is none."""
+    C = W.state
+    for parameter in range(len(W.graph.parameter_dtype)):
+        if is_gathered(C.sync[parameter]):
+            return parameter
+    return -1
+
+
+@compiled
 def make_gathers(W: World) -> None:
     """Add all gathers, and make the rows of what waits for their tiles anew."""
     C = W.state
