@@ -29,7 +29,7 @@ from soap import api
 from soap.cli.options import positive
 from soap.search.options import SearchOptions
 from soap.strategy.named import named
-from soap.strategy.recomputation import KEPT, LIGHT, with_marks
+from soap.strategy.recomputation import LIGHT, STAYS, with_marks
 from soap.units import format_bytes
 
 STARTS = ("zero1", "fsdp", "megatron", "fsdp+recompute")
@@ -83,7 +83,7 @@ def outcome(cluster: str, budget: int) -> Outcome:
     for name, strategy in strategies.items():
         own = simulator.predict(strategy)
         lines.append(Line(name, own.makespan_ns, max(own.peak_bytes), own.fits))
-    kept = simulator.predict(with_marks(found.strategy, found.strategy.operators, KEPT))
+    kept = simulator.predict(with_marks(found.strategy, found.strategy.operators, STAYS))
     again = Counter(
         f"{op.kind}{' but for its product' if level == LIGHT else ''}"
         for op in graph.operators

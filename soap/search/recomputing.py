@@ -18,10 +18,10 @@ from soap.search.space import Marked, Space
 from soap.search.starts import Start, are_allowed
 from soap.simulator.costs import CostModel, light_ns
 from soap.simulator.memory.footprint import kept_share, product_share
-from soap.strategy.classical import RECOMPUTED
+from soap.strategy.classical import RECOMPUTED as STARTS
 from soap.strategy.config import Strategy
 from soap.strategy.named import MOST_SAVING, SAVING_MOST_FOR_LITTLE, named
-from soap.strategy.recomputation import ALL, LIGHT, level_at, refusal, run_levels, with_repeatable_levels
+from soap.strategy.recomputation import LIGHT, RECOMPUTED, level_at, refusal, run_levels, with_repeatable_levels
 
 MOST_BASES = 3
 """So many of the starts that do not fit, the fastest ones, are recomputed until they do."""
@@ -31,8 +31,8 @@ def with_recomputation(space: Space) -> Space:
     """The space in which operators may be recomputed: each that the user has not pinned by itself, and each of ``runs_of`` as a whole."""
     graph = space.graph
     pinned = {i for i, own in enumerate(space.allowed) if own is not None and (own.recompute is not None or own.offload)}
-    single = [[(op, ALL, level_at(op, LIGHT))] for op in graph.operators if refusal(graph, op) is None]
-    levels = zip(*(run_levels(graph, extent) for extent in (ALL, LIGHT)), strict=True)
+    single = [[(op, RECOMPUTED, level_at(op, LIGHT))] for op in graph.operators if refusal(graph, op) is None]
+    levels = zip(*(run_levels(graph, extent) for extent in (RECOMPUTED, LIGHT)), strict=True)
     runs = [[(graph.operators[graph.index[name]], whole[name], light[name]) for name in whole] for whole, light in levels]
     found = (tuple(Marked(graph.index[op.name], *extents) for op, *extents in own) for own in (*single, *runs))
     chosen = (tuple(each for each in own if each.position not in pinned) for own in found)
@@ -65,8 +65,8 @@ def recompute_to_fit(
     """``base`` with as much recomputed as it takes to fit: first what saves most bytes for its time, the earliest among equals, because
     those hold theirs the longest. All of it if that is not enough. ``overflow_bytes``: what a strategy lacks, asked about log2(number of
     steps) times."""
-    levels = {extent: run_levels(graph, extent) for extent in (ALL, LIGHT)}
-    pairs = enumerate(zip(levels[LIGHT], levels[ALL], strict=True))
+    levels = {extent: run_levels(graph, extent) for extent in (RECOMPUTED, LIGHT)}
+    pairs = enumerate(zip(levels[LIGHT], levels[RECOMPUTED], strict=True))
     steps = [step for number, (light, whole) in pairs for step in _steps(graph, topology, base, number, light, whole, costs)]
     order = sorted(steps, key=lambda step: (-step.saved_bytes / max(1, step.added_ns), step.run, step.extent))
 
@@ -84,7 +84,7 @@ def recompute_to_fit(
     added_ns = [step.added_ns for step in order]
     extents = first(high)
     selective = sum(extent == LIGHT for extent in extents.values())
-    return Budgeted(made(high), len(extents), selective, len(levels[ALL]), sum(added_ns[:high]), sum(added_ns[: max(0, high - 1)]))
+    return Budgeted(made(high), len(extents), selective, len(levels[RECOMPUTED]), sum(added_ns[:high]), sum(added_ns[: max(0, high - 1)]))
 
 
 class _Step(NamedTuple):
@@ -110,10 +110,10 @@ def _steps(
     first, both = (_figures(graph, topology, strategy, levels, costs) for levels in (light, whole))
     more_bytes, more_ns = both[0] - first[0], both[1] - first[1]
     if more_bytes <= 0 or first[0] * max(1, more_ns) <= more_bytes * max(1, first[1]):
-        yield _Step(number, ALL, *both)
+        yield _Step(number, RECOMPUTED, *both)
     else:
         yield _Step(number, LIGHT, *first)
-        yield _Step(number, ALL, more_bytes, max(0, more_ns))
+        yield _Step(number, RECOMPUTED, more_bytes, max(0, more_ns))
 
 
 def _figures(
@@ -150,7 +150,7 @@ def recomputing_starts(
     if wanted is False or not (wanted or memory_binds(starts)):
         return None
     graph, costs = space.graph, cast("CostModel | None", getattr(evaluator, "engine_costs", None))
-    found = {name: make(graph, topology) for name, make in RECOMPUTED.items()}
+    found = {name: make(graph, topology) for name, make in STARTS.items()}
     budgeted: dict[str, Budgeted] = {}
     for name in (SAVING_MOST_FOR_LITTLE, MOST_SAVING):  # the last resorts of those that leave operators where they are
         saving = named(name, graph, topology)

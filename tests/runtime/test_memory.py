@@ -33,7 +33,7 @@ from soap.simulator.reference import execution_order
 from soap.simulator.tasks import ExecutionOrder
 from soap.strategy.config import Strategy
 from soap.strategy.kept import OFFLOADED, away, offloadable, with_each_mark, with_offload
-from soap.strategy.recomputation import ALL, LIGHT, level_at, recomputed, refusal, repeatable, with_levels
+from soap.strategy.recomputation import LIGHT, RECOMPUTED, level_at, recomputed, refusal, repeatable, with_levels
 from soap.zoo.gpt import GPT, GPTConfig
 from tests.extent import often, rows_often
 from tests.micro_batches import by_hand
@@ -302,7 +302,7 @@ def test_any_marks_are_predicted(name: str, seed: int, pool: Pool, tmp_path: Pat
     usual = api.classical("data_parallel" if seed % 2 else "single_device", graph, topology)
     names = [own for own in sorted(repeatable(graph)) if draw.random() < draw.choice((0.3, 0.6, 0.9))]
     able = offloadable(graph)
-    marks = {own: level_at(graph.operators[graph.index[own]], draw.choice((ALL, LIGHT))) for own in names}
+    marks = {own: level_at(graph.operators[graph.index[own]], draw.choice((RECOMPUTED, LIGHT))) for own in names}
     marks |= {own: OFFLOADED for own in names if own in able and draw.random() < draw.choice((0.0, 0.5, 1.0))}
     found, predicted = shown(path, with_each_mark(usual, marks), topology, pool)
     assert all(most <= peak for most, peak in zip(found, predicted, strict=True)), [b / a for a, b in zip(found, predicted, strict=True)]

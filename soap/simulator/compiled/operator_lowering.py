@@ -31,7 +31,8 @@ from soap.simulator.compiled.task_keys import BACKWARD, FORWARD, STATE_FULL, set
 from soap.simulator.compiled.tile_times import AGAIN, PASSES
 from soap.simulator.compiled.variants import CELLS, COSTS, ROW_COSTS
 from soap.simulator.compiled.world import World
-from soap.strategy.kept import LIGHT, OFFLOADED, RECOMPUTED, STAYS
+from soap.strategy.kept import OFFLOADED
+from soap.strategy.recomputation import LIGHT, RECOMPUTED, STAYS
 
 
 @compiled
