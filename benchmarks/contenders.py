@@ -8,11 +8,11 @@ import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from statistics import median
 from time import perf_counter_ns
-from typing import Any, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,7 @@ LEARNING_RATE = 0.01
 KEEPING_STATES = ("ZeroRedundancyOptimizer", "fully_shard", "fully_shard + checkpoint_wrapper")
 """Peers that are about the optimizer's states, or more."""
 Placed = TypeVar("Placed", Tensor, nn.Module)
+Rest, Found = ParamSpec("Rest"), TypeVar("Found")
 Step = Callable[[], float]
 """One training iteration; gives the loss."""
 
@@ -74,9 +75,14 @@ class Contest:
         """The training iteration of a side, made ready."""
         return soap_step(self) if ours else PEERS[self.theirs](self)
 
+    @property
+    def here(self) -> torch.device:
+        """This rank's device."""
+        return choose_device(self.device, int(os.environ["LOCAL_RANK"]))
+
     def place(self, tensor: Placed) -> Placed:
         """A tensor or module on this rank's device."""
-        return tensor.to(choose_device(self.device, int(os.environ["LOCAL_RANK"])))
+        return tensor.to(self.here)
 
 
 def batch_of(contest: Contest) -> Made:
@@ -189,22 +195,36 @@ PEERS: dict[str, Callable[[Contest], Step]] = {
 """PyTorch's own ways, by name."""
 
 
+def among_ranks(work: Callable[Concatenate[Contest, Rest], Found]) -> Callable[Concatenate[Contest, Rest], Found]:
+    """The same work within a process group. What it has made is gone before the group is: a ``DistributedDataParallel`` that holds the last
+    reference waits for threads of the group which wait for it."""
+
+    @wraps(work)
+    def run(contest: Contest, *args: Rest.args, **named: Rest.kwargs) -> Found:
+        world = open_world(world_size(os.environ), contest.device, "gloo")
+        try:
+            found = work(contest, *args, **named)
+            gc.collect()
+            return found
+        finally:
+            close_world(world)
+
+    return run
+
+
+@among_ranks
 def race(contest: Contest, rounds: int, steps: int, theirs_first: bool) -> list[tuple[float, float]]:
     """Seconds per step of (ours, theirs) in each round, of the slowest rank, in turn in the same processes.
 
     ``theirs_first``: who is made first gets other memory than who comes second, which is worth a percent or two.
     """
-    world = open_world(world_size(os.environ), contest.device, "gloo")
-    try:
-        runners = [contest.step(ours) for ours in ((False, True) if theirs_first else (True, False))]
-        for step in runners * 2:
-            _seconds(step, steps)
-        times = [tuple(_seconds(step, steps) for step in runners)[:: -1 if theirs_first else 1] for _ in range(rounds)]
-        slowest = torch.tensor(times, dtype=torch.float64)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        return [(float(a), float(b)) for a, b in slowest]
-    finally:
-        close_world(world)
+    runners = [contest.step(ours) for ours in ((False, True) if theirs_first else (True, False))]
+    for step in runners * 2:
+        _seconds(step, steps)
+    times = [tuple(_seconds(step, steps) for step in runners)[:: -1 if theirs_first else 1] for _ in range(rounds)]
+    slowest = torch.tensor(times, dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return [(float(a), float(b)) for a, b in slowest]
 
 
 def _seconds(step: Step, steps: int) -> float:
@@ -220,22 +240,19 @@ def _seconds(step: Step, steps: int) -> float:
     return median(times)
 
 
+@among_ranks
 def sent_bytes(contest: Contest, ours: bool, steps: int = 3) -> int:
     """Bytes that a rank sends in a step over its connections, as the kernel counts what was acknowledged; the mean of all ranks."""
-    world = open_world(world_size(os.environ), contest.device, "gloo")
-    try:
-        step = contest.step(ours)
+    step = contest.step(ours)
+    step()
+    dist.barrier()
+    before = _acknowledged()
+    for _ in range(steps):
         step()
-        dist.barrier()
-        before = _acknowledged()
-        for _ in range(steps):
-            step()
-        dist.barrier()
-        sent = torch.tensor([_acknowledged() - before], dtype=torch.float64)
-        dist.all_reduce(sent)
-        return round(float(sent) / steps / dist.get_world_size())
-    finally:
-        close_world(world)
+    dist.barrier()
+    sent = torch.tensor([_acknowledged() - before], dtype=torch.float64)
+    dist.all_reduce(sent)
+    return round(float(sent) / steps / dist.get_world_size())
 
 
 def _acknowledged() -> int:
@@ -252,30 +269,24 @@ def _acknowledged() -> int:
     return total
 
 
+@among_ranks
 def curves(contest: Contest, steps: int) -> tuple[list[float], list[float]]:
     """Losses of (ours, theirs) over some steps on the same batch."""
-    world = open_world(world_size(os.environ), contest.device, "gloo")
-    try:
-        ours, theirs = contest.step(True), contest.step(False)
-        return [ours() for _ in range(steps)], [theirs() for _ in range(steps)]
-    finally:
-        close_world(world)
+    ours, theirs = contest.step(True), contest.step(False)
+    return [ours() for _ in range(steps)], [theirs() for _ in range(steps)]
 
 
+@among_ranks
 def peak_bytes(contest: Contest, ours: bool) -> int:
     """Most tensor memory that a rank holds at once, from before it has the model (``settled``: from when it is ready to train) to the end
     of the third step; the worst rank's."""
-    world = open_world(world_size(os.environ), contest.device, "gloo")
-    try:
-        with peak_memory(world.device) as peak:
-            step = contest.step(ours)
-            gc.collect()
-            if contest.settled:
-                peak.restart()
-            for _ in range(3):
-                step()
-        worst = torch.tensor(peak.bytes)
-        dist.all_reduce(worst, dist.ReduceOp.MAX)
-        return int(worst)
-    finally:
-        close_world(world)
+    with peak_memory(contest.here) as peak:
+        step = contest.step(ours)
+        gc.collect()
+        if contest.settled:
+            peak.restart()
+        for _ in range(3):
+            step()
+    worst = torch.tensor(peak.bytes)
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    return int(worst)

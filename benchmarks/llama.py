@@ -29,7 +29,7 @@ from soap.cli import explanation
 from soap.cli.options import positive
 from soap.search.options import SearchOptions
 from soap.strategy.named import named
-from soap.strategy.recomputation import KEPT, with_marks
+from soap.strategy.recomputation import STAYS, with_marks
 from soap.units import format_bytes
 
 STARTS = ("zero1", "fsdp", "megatron", "fsdp+recompute")
@@ -83,7 +83,7 @@ def outcome(cluster: str, budget: int) -> Outcome:
     for name, strategy in strategies.items():
         own = simulator.predict(strategy)
         lines.append(Line(name, own.makespan_ns, max(own.peak_bytes), own.fits))
-    kept = simulator.predict(with_marks(found.strategy, found.strategy.operators, KEPT))
+    kept = simulator.predict(with_marks(found.strategy, found.strategy.operators, STAYS))
     unkept = explanation.unkept_document(api.explain_unkept(simulator, found.strategy))
     best = min((start for start in found.starts if start.fits), key=lambda start: start.cost_ns).name
     again, kept_figures = explanation.unkept_text(unkept, lines[-1].time_ns), (kept.makespan_ns, kept.overflow_bytes)

@@ -48,7 +48,7 @@ from soap.strategy.classical import NAMED, data_parallel, hybrid, single_device
 from soap.strategy.config import Strategy
 from soap.strategy.grids import uniform_config
 from soap.strategy.named import ADDED, JOIN, named
-from soap.strategy.recomputation import ALL, LIGHT, refusal, with_levels
+from soap.strategy.recomputation import LIGHT, RECOMPUTED, refusal, with_levels
 
 DATA = Path(__file__).with_name("published.json")
 
@@ -233,7 +233,7 @@ def selected(graph: OperatorGraph) -> dict[str, int]:
             continue
         products[layer.group()] += op.kind == "linear"
         kept = op.kind == ATTENTION or (op.kind == "linear" and products[layer.group()] % 2)
-        found[op.name] = LIGHT if kept else ALL
+        found[op.name] = LIGHT if kept else RECOMPUTED
     return found
 
 

@@ -12,7 +12,7 @@ from soap.model.micro_batches import MicroBatches
 from soap.schedules.named import parse
 from soap.strategy.classical import random_config
 from soap.strategy.config import OpConfig, Strategy, settled
-from soap.strategy.recomputation import KEPT, repeatable
+from soap.strategy.recomputation import STAYS, repeatable
 from soap.strategy.stages import chunks_of, stages_of_chunks
 
 
@@ -28,7 +28,7 @@ def in_micro_batches(graph: OperatorGraph, strategy: Strategy, count: int, rng: 
             config = random_config(op, device_count, rng)
         if not _fits(cut, position, config):
             config = OpConfig((1,) * len(op.factors), (rng.randrange(device_count),))
-        operators[op.name] = replace(config, recompute=config.recompute if cut.may_repeat(position) else KEPT)
+        operators[op.name] = replace(config, recompute=config.recompute if cut.may_repeat(position) else STAYS)
     return replace(strategy, operators=operators, microbatches=count)
 
 

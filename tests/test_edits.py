@@ -285,7 +285,7 @@ def test_a_whole_search(monkeypatch: pytest.MonkeyPatch) -> None:
     def marking(make: Callable[[OperatorGraph, Topology], Strategy]) -> Callable[[OperatorGraph, Topology], Strategy]:
         return lambda graph, topology: marked(graph, make(graph, topology))
 
-    for module, name in ((starts, "CLASSICAL"), (starts, "SYNCHRONIZED"), (recomputing, "RECOMPUTED")):
+    for module, name in ((starts, "CLASSICAL"), (starts, "SYNCHRONIZED"), (recomputing, "STARTS")):
         monkeypatch.setattr(module, name, {own: marking(make) for own, make in getattr(module, name).items()})
     for module in (starts, chains):
         monkeypatch.setattr(module, "named", lambda name, graph, topology: marked(graph, named(name, graph, topology)))

@@ -18,7 +18,7 @@ from benchmarks.published_table import Outcome, Pair, order, page
 from soap.cluster.presets import device_types
 from soap.model.graph import OperatorGraph
 from soap.profiles.efficiency import ATTENTION
-from soap.strategy.recomputation import ALL, LIGHT
+from soap.strategy.recomputation import LIGHT, RECOMPUTED
 
 PAGE = Path(__file__).parent.parent / "docs" / "results" / "published.md"
 
@@ -248,7 +248,7 @@ def test_selective_recomputation_keeps_attention_and_every_other_product() -> No
     }  # fmt: skip
     graph = graph_of(model, 4)
     levels = selected(graph)
-    names = {name for name, level in levels.items() if level == ALL}
+    names = {name for name, level in levels.items() if level == RECOMPUTED}
     layers = [op for op in graph.operators if "layers." in op.name]
     products = [op.name for op in layers if op.kind == "linear"]
     assert [name.rsplit(".", 1)[-1] for name in products if name in names] == ["k_proj", "o_proj", "up_proj"] * 2

@@ -13,7 +13,8 @@ from soap.search.explanation import Line, Synchronized, Unkept
 from soap.simulator.analysis.attribution import Activity
 from soap.strategy.config import OpConfig
 from soap.strategy.diff import pattern_of
-from soap.strategy.kept import LIGHT, OFFLOADED, RECOMPUTED
+from soap.strategy.kept import OFFLOADED
+from soap.strategy.recomputation import LIGHT, RECOMPUTED
 from soap.units import format_bytes
 
 MOST_ROWS = 60

@@ -32,6 +32,7 @@ from soap.runtime.step.micro_batch import MicroBatch
 from soap.runtime.step.step_end import StepEnd
 from soap.runtime.sync.look_ups import note_rows
 from soap.runtime.sync.shards import ShardStore, gather_regions
+from soap.runtime.system.malloc import keep_if_there_is_room
 from soap.runtime.trace import Event, Recorder, join_events
 from soap.runtime.training_options import DEFAULT_TRAINING, TrainingKeywords, TrainingOptions
 from soap.runtime.updates.clipping import require_clippable
@@ -41,6 +42,7 @@ from soap.runtime.updates.parts import joined_names, other_options, parts_of, re
 from soap.runtime.updates.schedules import Schedule
 from soap.runtime.updates.trial import try_optimizer
 from soap.simulator.lowering import build_plan
+from soap.simulator.memory.peaks import memory_use
 from soap.simulator.tasks import ExecutionOrder
 from soap.strategy.config import Strategy
 from soap.tracing.model import TileContext, TracedModel
@@ -93,6 +95,9 @@ class Trainer:
         tried = try_optimizer(self.layout, trainable_shapes(plan), self.device)
         require_possible(plan, tried, self.lazy_sparse)
         require_offloadable(plan, tried, lazy_sparse=self.lazy_sparse)
+        if self.device.type == "cpu":
+            most = memory_use(plan, tried.states)[self.rank].total
+            keep_if_there_is_room(most, topology.memory_limits[self.rank])
         self._place_values(joined_names(plan, tried), options.take_over)
         self._batch_compared = False
         self.sizes = BatchSizes(self, topology)

@@ -27,7 +27,7 @@ from soap.search.space import Grid, OperatorSpace, Space, grid_of
 from soap.strategy import kept
 from soap.strategy.config import OpConfig, Strategy, settled_config
 from soap.strategy.mismatch import short
-from soap.strategy.recomputation import KEPT, refusal
+from soap.strategy.recomputation import STAYS, refusal
 from soap.strategy.stages import chunks_of, stages_of_chunks
 
 RECOMPUTE, OFFLOAD = "recompute", "offload"
@@ -76,7 +76,7 @@ class Allowed:
         recompute = config.recompute if self.recompute in (None, bool(config.recompute)) else int(bool(self.recompute))
         offload = config.offload if self.offload is None else self.offload
         if recompute and offload:  # one of them is told
-            recompute, offload = (recompute, False) if self.recompute else (KEPT, True)
+            recompute, offload = (recompute, False) if self.recompute else (STAYS, True)
         same = (recompute, offload) == (config.recompute, config.offload)
         return config if same else replace(config, recompute=recompute, offload=offload)
 

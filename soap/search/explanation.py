@@ -13,8 +13,8 @@ from soap.simulator.analysis.slack import slack_ns
 from soap.simulator.analysis.timeline import critical_path, path_parts_ns, resource_names
 from soap.simulator.simulate import Simulation
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
-from soap.strategy.kept import STAYS, mark_of, with_each_mark, with_mark
-from soap.strategy.recomputation import ALL, run_levels
+from soap.strategy.kept import mark_of, with_each_mark, with_mark
+from soap.strategy.recomputation import RECOMPUTED, STAYS, run_levels
 
 Costs = Mapping[Activity, int]
 """Nanoseconds on the device, or the link, that it keeps busiest."""
@@ -86,7 +86,7 @@ def explain_unkept(graph: OperatorGraph, strategy: Strategy, evaluator: Evaluato
     """For each run that is recomputed, or offloads what it keeps: what it would be to keep it. In the order of the graph."""
     marks = {op.name: mark for op in graph.operators if (mark := mark_of(strategy.operators[op.name]))}
     group_of = {i: group[0] for group in repeated_groups(graph) for i in group}
-    runs = [[name for name in run if name in marks] for run in run_levels(graph, ALL)]
+    runs = [[name for name in run if name in marks] for run in run_levels(graph, RECOMPUTED)]
     inside = {name for run in runs for name in run}
     alike: dict[object, list[list[str]]] = {}
     for run in sorted([run for run in runs if run] + [[name] for name in marks if name not in inside], key=lambda run: graph.index[run[0]]):

@@ -19,18 +19,18 @@ from soap.search.starts import Start, are_allowed
 from soap.search.to_fit import Budgeted, Step, bases_of, fewest, lacks
 from soap.simulator.costs import CostModel, light_ns
 from soap.simulator.memory.footprint import kept_share, product_share
-from soap.strategy.classical import RECOMPUTED
+from soap.strategy.classical import RECOMPUTED as STARTS
 from soap.strategy.config import Strategy
 from soap.strategy.named import MOST_SAVING, SAVING_MOST_FOR_LITTLE, named
-from soap.strategy.recomputation import ALL, LIGHT, level_at, recomputed, refusal, run_levels, with_repeatable_levels
+from soap.strategy.recomputation import LIGHT, RECOMPUTED, level_at, recomputed, refusal, run_levels, with_repeatable_levels
 
 
 def with_recomputation(space: Space) -> Space:
     """The space in which operators may be recomputed: each that the user has not pinned by itself, and each of ``runs_of`` as a whole."""
     graph = space.graph
     pinned = {i for i, own in enumerate(space.allowed) if own is not None and (own.recompute is not None or own.offload)}
-    single = [[(op, ALL, level_at(op, LIGHT))] for op in graph.operators if refusal(graph, op) is None]
-    levels = zip(*(run_levels(graph, extent) for extent in (ALL, LIGHT)), strict=True)
+    single = [[(op, RECOMPUTED, level_at(op, LIGHT))] for op in graph.operators if refusal(graph, op) is None]
+    levels = zip(*(run_levels(graph, extent) for extent in (RECOMPUTED, LIGHT)), strict=True)
     runs = [[(graph.operators[graph.index[name]], whole[name], light[name]) for name in whole] for whole, light in levels]
     found = (tuple(Marked(graph.index[op.name], *extents) for op, *extents in own) for own in (*single, *runs))
     chosen = (tuple(each for each in own if each.position not in pinned) for own in found)
@@ -42,15 +42,15 @@ def recompute_to_fit(
 ) -> Budgeted:
     """``base`` with as much recomputed as it takes to fit, run by run: all of a run, or all but its products (``to_fit.fewest``).
     ``overflow_bytes``: what a strategy lacks."""
-    levels = {extent: run_levels(graph, extent) for extent in (ALL, LIGHT)}
-    pairs = enumerate(zip(levels[LIGHT], levels[ALL], strict=True))
+    levels = {extent: run_levels(graph, extent) for extent in (RECOMPUTED, LIGHT)}
+    pairs = enumerate(zip(levels[LIGHT], levels[RECOMPUTED], strict=True))
     steps = [step for number, (light, whole) in pairs for step in _steps(graph, topology, base, number, light, whole, costs)]
 
     def made(extents: Mapping[int, int]) -> Strategy:
         chosen = (levels[extent][run] for run, extent in extents.items())
         return with_repeatable_levels(graph, base, {name: level for own in chosen for name, level in own.items()})
 
-    return fewest(steps, len(levels[ALL]), made, overflow_bytes)
+    return fewest(steps, len(levels[RECOMPUTED]), made, overflow_bytes)
 
 
 def _steps(
@@ -67,10 +67,10 @@ def _steps(
     first, both = (_figures(graph, topology, strategy, levels, costs) for levels in (light, whole))
     more_bytes, more_ns = both[0] - first[0], both[1] - first[1]
     if more_bytes <= 0 or first[0] * max(1, more_ns) <= more_bytes * max(1, first[1]):
-        yield Step(number, ALL, *both)
+        yield Step(number, RECOMPUTED, *both)
     else:
         yield Step(number, LIGHT, *first)
-        yield Step(number, ALL, more_bytes, max(0, more_ns))
+        yield Step(number, RECOMPUTED, more_bytes, max(0, more_ns))
 
 
 def _figures(
@@ -107,7 +107,7 @@ def recomputing_starts(
     if wanted is False or not (wanted or memory_binds(starts)):
         return None
     graph, costs = space.graph, cast("CostModel | None", getattr(evaluator, "engine_costs", None))
-    found = {name: make(graph, topology) for name, make in RECOMPUTED.items()}
+    found = {name: make(graph, topology) for name, make in STARTS.items()}
     budgeted: dict[str, Budgeted] = {}
     for name in (SAVING_MOST_FOR_LITTLE, MOST_SAVING):  # the last resorts of those that leave operators where they are
         saving = named(name, graph, topology)

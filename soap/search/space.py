@@ -33,7 +33,7 @@ from soap.plan.scheduling import Orders
 from soap.search.alignment import Edge, edges_of
 from soap.search.groups import repeated_groups
 from soap.strategy.config import OpConfig, Strategy, SyncConfig, settled_config
-from soap.strategy.kept import STAYS
+from soap.strategy.recomputation import STAYS
 
 if TYPE_CHECKING:
     from soap.search.constraints import Allowed

@@ -14,7 +14,7 @@ from soap.search.able import Able
 from soap.search.metropolis import Evaluator
 from soap.search.starts import Start
 from soap.strategy.config import Strategy
-from soap.strategy.kept import LIGHT
+from soap.strategy.recomputation import LIGHT
 
 MOST_BASES = 3
 """So many of the starts that do not fit, the fastest ones, are made to fit."""

@@ -17,7 +17,7 @@ from soap.model.micro_batches import MAX_MICROBATCHES, MicroBatches
 from soap.schedules.named import parse
 from soap.strategy.compression import COMPRESSIONS, Compression
 from soap.strategy.kept import require_kept
-from soap.strategy.recomputation import KEPT, LEVELS
+from soap.strategy.recomputation import LEVELS, STAYS
 from soap.strategy.stages import require_numbers, require_stages
 from soap.strategy.sync_contracts import COMPRESSED, MAX_PREFETCH, METHODS, Contract, Owner, Residence, Within, find_contract
 
@@ -28,15 +28,15 @@ class OpConfig:
 
     ``degrees``: parts per factor, in the operator's factor order. ``replicas``: how many times the whole grid of tiles is computed.
     ``devices``: one device per tile, row-major over (replica, factor 0, factor 1, …); a device may occur more than once. ``recompute``:
-    what the operator makes is not kept for the backward pass, but made again then: ``ALL`` of it, or all but its products (``LIGHT``,
-    ``soap.strategy.recomputation``). ``offload``: what it keeps for its backward pass is in its host's memory until then
+    what the operator makes is not kept for the backward pass, but made again then: all of it (``RECOMPUTED``), or all but its products
+    (``LIGHT``, ``soap.strategy.recomputation``). ``offload``: what it keeps for its backward pass is in its host's memory until then
     (``soap.plan.offloading``). StrategyError if degrees, devices and replicas do not agree, or both are asked for.
     """
 
     degrees: tuple[int, ...]
     devices: tuple[int, ...]
     replicas: int = 1
-    recompute: int = KEPT
+    recompute: int = STAYS
     offload: bool = False
 
     def __post_init__(self) -> None:

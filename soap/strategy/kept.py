@@ -15,10 +15,9 @@ from soap.strategy import recomputation
 if TYPE_CHECKING:
     from soap.strategy.config import OpConfig, Strategy
 
-STAYS, RECOMPUTED, LIGHT = recomputation.LEVELS
 OFFLOADED = len(recomputation.LEVELS)
-"""Marks: what becomes of what an operator keeps between its passes. It stays; all of it, or all but products, is made again; or its host
-keeps it."""
+"""The mark of what the host keeps. Marks say what becomes of what an operator keeps between its passes; the others are
+``recomputation.LEVELS``."""
 
 
 def mark_of(config: OpConfig) -> int:
@@ -29,7 +28,7 @@ def mark_of(config: OpConfig) -> int:
 def with_mark(config: OpConfig, mark: int) -> OpConfig:
     """The configuration with this mark; itself if it has it already."""
     offload = mark == OFFLOADED
-    return config if mark_of(config) == mark else replace(config, recompute=STAYS if offload else mark, offload=offload)
+    return config if mark_of(config) == mark else replace(config, recompute=recomputation.STAYS if offload else mark, offload=offload)
 
 
 def with_each_mark(strategy: Strategy, marks: Mapping[str, int]) -> Strategy:

@@ -24,11 +24,12 @@ from soap.model.micro_batches import MicroBatches
 if TYPE_CHECKING:
     from soap.strategy.config import Strategy
 
-KEPT, ALL, LIGHT = range(3)
-"""What of an operator runs a second time: nothing, all of it, or its light calls (``OpConfig.recompute``)."""
-LEVELS = (KEPT, ALL, LIGHT)
+STAYS, RECOMPUTED, LIGHT = range(3)
+"""What an operator keeps stays until its backward pass, or all of it is made again then, or what its light calls make
+(``OpConfig.recompute``)."""
+LEVELS = (STAYS, RECOMPUTED, LIGHT)
 
-WRITTEN = MappingProxyType({KEPT: False, ALL: True, LIGHT: "light"})
+WRITTEN = MappingProxyType({STAYS: False, RECOMPUTED: True, LIGHT: "light"})
 """A level -> what files say of it."""
 
 PRODUCTS = frozenset(
@@ -138,7 +139,7 @@ def _bytes_to_be_read(graph: OperatorGraph) -> list[int]:
 
 def recomputed(graph: OperatorGraph, strategy: Strategy, names: Iterable[str] | None = None) -> Strategy:
     """The strategy with these operators recomputed, beside those that are; by default all ``run_levels``. As ``with_repeatable_levels``."""
-    return with_repeatable_levels(graph, strategy, _all_runs(graph, ALL) if names is None else dict.fromkeys(names, ALL))
+    return with_repeatable_levels(graph, strategy, _all_runs(graph, RECOMPUTED) if names is None else dict.fromkeys(names, RECOMPUTED))
 
 
 def selectively_recomputed(graph: OperatorGraph, strategy: Strategy) -> Strategy:
@@ -153,7 +154,7 @@ def _all_runs(graph: OperatorGraph, extent: int) -> dict[str, int]:
 def level_at(op: Operator, extent: int) -> int:
     """How an operator is recomputed where several are together: at the extent ``LIGHT`` those with products keep them, others are
     recomputed."""
-    return extent if extent != LIGHT or has_product(op) else ALL
+    return extent if extent != LIGHT or has_product(op) else RECOMPUTED
 
 
 def with_marks(strategy: Strategy, names: Iterable[str], recompute: int) -> Strategy:
@@ -164,7 +165,7 @@ def with_marks(strategy: Strategy, names: Iterable[str], recompute: int) -> Stra
 def with_levels(strategy: Strategy, levels: Mapping[str, int]) -> Strategy:
     """The strategy in which these operators are recomputed so. Those that are do not offload what they keep."""
     own = ((name, strategy.operators[name], level) for name, level in levels.items())
-    return strategy.with_changes({name: replace(c, recompute=level, offload=c.offload and level == KEPT) for name, c, level in own})
+    return strategy.with_changes({name: replace(c, recompute=level, offload=c.offload and level == STAYS) for name, c, level in own})
 
 
 def with_repeatable_levels(graph: OperatorGraph, strategy: Strategy, levels: Mapping[str, int]) -> Strategy:

@@ -17,6 +17,7 @@ from torch.export import ExportedProgram
 from soap import zoo
 from soap.errors import ModelError, first_line
 from soap.logs import TRIALS, silenced
+from soap.model.graph import OperatorGraph
 from soap.tracing.archive import plain_archive
 from soap.tracing.autocast import ListOf
 from soap.tracing.execute import ExecutableModel, Source
@@ -131,7 +132,20 @@ class FileSource(ProgramSource):
         """See ``ProgramSource``."""
         model = super().trace(shapes=shapes, dtype=dtype, plan_only=plan_only)
         model.record = self.record
+        forget_parameters(self.exported, model.graph)  # the first model has them; what is traced again is without
         return model
+
+
+def forget_parameters(exported: ExportedProgram, graph: OperatorGraph) -> None:
+    """Replace a program's values of the graph's parameters by meta tensors, one for all names of a parameter, so that whoever has the
+    parameters decides how long they are there."""
+    names = {tensor.name for tensor in graph.parameters}
+    forgotten: dict[str, torch.nn.Parameter] = {}
+    for name, canonical in canonical_names(exported.state_dict).items():
+        if canonical in names:
+            own = exported.state_dict[name]
+            forgotten.setdefault(canonical, torch.nn.Parameter(own.detach().to("meta"), requires_grad=own.requires_grad))
+            exported.state_dict[name] = forgotten[canonical]
 
 
 class ZooSource:

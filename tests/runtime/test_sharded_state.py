@@ -18,11 +18,11 @@ from torch import nn
 from soap.cluster.topology import Topology
 from soap.errors import RuntimeFailure
 from soap.model.graph import OperatorGraph
-from soap.plan.syncs import bucketing
+from soap.plan.syncs import bucketing, large_parts
 from soap.runtime.comm.packing import pack
 from soap.runtime.comm.pieces import Pieces, exchange_pieces
 from soap.runtime.comm.redistribute import Communicator, Pending
-from soap.runtime.sync import layout, sharded_state
+from soap.runtime.sync import sharded_state
 from soap.runtime.trainer import Trainer
 from soap.simulator.lowering import build_plan
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
@@ -115,7 +115,8 @@ def train(
     """What a rank does. ``most_bytes``: how much may wait to be added up, how large a bucket is, and from what size on parts travel as they
     lie."""
     with ExitStack() as patches:
-        limits = ((sharded_state, "SENT_BYTES"), (bucketing, "FIRST_BUCKET_BYTES"), (bucketing, "BUCKET_BYTES"), (layout, "LARGE_BYTES"))
+        limits = [(sharded_state, "SENT_BYTES"), (bucketing, "FIRST_BUCKET_BYTES"), (bucketing, "BUCKET_BYTES")]
+        limits.append((large_parts, "LARGE_BYTES"))
         for module, name in limits if most_bytes is not None else ():
             patches.enter_context(patch.object(module, name, most_bytes))
         trainer = patches.enter_context(Trainer(loaded(path), (strategy, topology), optimizer=OPTIMIZERS[optimizer], **options))
@@ -203,7 +204,7 @@ def moved(path: str, strategy: Strategy, topology: Topology, large_bytes: int) -
         return pack(tensors)
 
     with ExitStack() as patches:
-        patches.enter_context(patch.object(layout, "LARGE_BYTES", large_bytes))
+        patches.enter_context(patch.object(large_parts, "LARGE_BYTES", large_bytes))
         trainer = patches.enter_context(Trainer(loaded(path), (strategy, topology), optimizer=OPTIMIZERS["adam"], accumulate=2))
         patches.enter_context(patch.object(sharded_state, "exchange_pieces", noted))
         patches.enter_context(patch.object(sharded_state, "pack", packed))

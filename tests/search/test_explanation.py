@@ -14,8 +14,8 @@ from soap.simulator.simulate import Simulator
 from soap.simulator.tasks import TaskKind
 from soap.strategy.classical import CLASSICAL, random_strategy
 from soap.strategy.config import OpConfig, Strategy
-from soap.strategy.kept import OFFLOADED, RECOMPUTED, STAYS, offloadable, with_each_mark
-from soap.strategy.recomputation import ALL, run_levels, runs_of
+from soap.strategy.kept import OFFLOADED, offloadable, with_each_mark
+from soap.strategy.recomputation import RECOMPUTED, STAYS, run_levels, runs_of
 from tests.extent import FEW
 from tests.graph_builder import mlp, transformer
 from tests.simulator.examples import PointCosts
@@ -87,7 +87,7 @@ def test_data_parallelism_set_back_is_itself() -> None:
 
 def test_what_keeping_all_would_be_run_by_run() -> None:
     """Equal runs of repeated layers are one line if they have equal marks; marked operators outside of runs are lines of their own."""
-    first = run_levels(GRAPH, ALL)[0]
+    first = run_levels(GRAPH, RECOMPUTED)[0]
     alone = next(op.name for op in GRAPH.operators if op.name in offloadable(GRAPH) and not any(op.name in run for run in runs_of(GRAPH)))
     strategy = with_each_mark(USUAL, {**first, alone: OFFLOADED})
     lines = explain_unkept(GRAPH, strategy, SIMULATOR)

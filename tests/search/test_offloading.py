@@ -27,9 +27,9 @@ from soap.simulator.incremental import IncrementalSimulator
 from soap.simulator.lowering import build_plan
 from soap.simulator.simulate import Simulator
 from soap.strategy.classical import data_parallel
-from soap.strategy.kept import LIGHT, OFFLOADED, RECOMPUTED, STAYS, away, mark_of, offloadable, with_offload
+from soap.strategy.kept import OFFLOADED, away, mark_of, offloadable, with_offload
 from soap.strategy.named import named, offloaded_names, saving_names
-from soap.strategy.recomputation import runs_of, with_marks
+from soap.strategy.recomputation import LIGHT, RECOMPUTED, STAYS, runs_of, with_marks
 from soap.strategy.sync import ALL_REDUCE, SHARDED, SHARDED_STATE, SPARSE_ALL_GATHER
 from tests.graph_builder import GraphBuilder, mlp
 from tests.search.test_recomputing import wide

@@ -28,7 +28,7 @@ from soap.simulator.simulate import Simulator
 from soap.strategy.classical import NAMED, data_parallel
 from soap.strategy.config import Strategy, SyncConfig
 from soap.strategy.named import MOST_SAVING, named
-from soap.strategy.recomputation import ALL, KEPT, LIGHT, recomputed, repeatable, run_levels, runs_of, with_levels
+from soap.strategy.recomputation import LIGHT, RECOMPUTED, STAYS, recomputed, repeatable, run_levels, runs_of, with_levels
 from soap.strategy.sync import sync_choices
 from tests.graph_builder import GraphBuilder, transformer
 from tests.strategies import CPU, cluster
@@ -103,10 +103,10 @@ def test_no_more_runs_are_recomputed_than_it_takes() -> None:
         made = recompute_to_fit(GRAPH, topology, usual, simulator.costs, simulator.overflow_bytes)
         assert simulator.run(made.strategy).fits and 0 < made.runs < made.of_runs
         held = {name: config.recompute for name, config in made.strategy.operators.items() if config.recompute}
-        chosen = [k for k, levels in enumerate(run_levels(GRAPH, ALL)) if levels.keys() <= held.keys()]
+        chosen = [k for k, levels in enumerate(run_levels(GRAPH, RECOMPUTED)) if levels.keys() <= held.keys()]
         assert len(chosen) == made.runs and made.selective == sum(held[f"{k}.up"] == LIGHT for k in chosen)
-        last = run_levels(GRAPH, ALL)[chosen[-1]]
-        assert not simulator.run(with_levels(made.strategy, dict.fromkeys(last, KEPT))).fits
+        last = run_levels(GRAPH, RECOMPUTED)[chosen[-1]]
+        assert not simulator.run(with_levels(made.strategy, dict.fromkeys(last, STAYS))).fits
         assert made.least_ns < made.added_ns and (made.gap == inf) == (made.least_ns == 0)
 
 
@@ -178,7 +178,7 @@ def test_the_strategy_of_that_name() -> None:
     assert recomputed(GRAPH, data_parallel(GRAPH, AMPLE)) == strategy
     selective = named("data_parallel+selective", GRAPH, AMPLE)
     levels = {name: config.recompute for name, config in selective.operators.items() if config.recompute}
-    assert levels == {name: ALL if name.endswith(".act") else LIGHT for name in marks(strategy)}
+    assert levels == {name: RECOMPUTED if name.endswith(".act") else LIGHT for name in marks(strategy)}
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from soap.simulator.reference import simulate
 from soap.simulator.tasks import TaskGraph, TaskKind
 from soap.strategy.config import OpConfig, Strategy
 from soap.strategy.kept import away, offloadable, with_offload
-from soap.strategy.recomputation import ALL, LIGHT, with_marks
+from soap.strategy.recomputation import LIGHT, RECOMPUTED, with_marks
 from tests.graph_builder import GraphBuilder, transformer
 from tests.simulator.examples import PointCosts, batch_split, by_name, chain, finish, on, predecessors, strategy
 from tests.simulator.test_recomputation import spans
@@ -87,7 +87,7 @@ def test_a_value_for_another_device_ends_a_run() -> None:
 
 def test_recomputed_and_offloading_operators_do_not_count_for_each_other() -> None:
     graph = chain(4, 2, 3, 2, 5)
-    for level in (ALL, LIGHT):
+    for level in (RECOMPUTED, LIGHT):
         one = with_marks(with_offload(batch_split(graph, [0]), ["l1"], True), ["l2"], level)
         other = with_offload(with_marks(batch_split(graph, [0]), ["l1"], level), ["l2"], True)
         for chosen in (one, other):
@@ -117,7 +117,7 @@ def test_memory_of_devices_and_hosts() -> None:
 
 
 def test_what_must_not_offload_is_refused() -> None:
-    for level in (ALL, LIGHT):
+    for level in (RECOMPUTED, LIGHT):
         with pytest.raises(StrategyError, match=r"recompute with offload: .*; expected one") as error:
             OpConfig((), (0,), recompute=level, offload=True)
         assert "\n" not in str(error.value)

@@ -14,7 +14,7 @@ from soap.plan.syncs.parameter_server import METHOD
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.memory import transit
 from soap.simulator.memory.ledger import MemoryCurve
-from soap.simulator.memory.parameters import kept_shards
+from soap.simulator.memory.parameters import is_away, kept_shards
 from soap.simulator.memory.peaks import MemoryUse, kept_bytes, memory_use, peak_bytes
 from soap.simulator.memory.residency import expected_peaks, memory_over_time, peaks_by_kind
 from soap.simulator.memory.transit import Send, packed_by_source, send_spans
@@ -123,7 +123,8 @@ def test_between_what_tasks_need_and_the_bound(case: tuple[OperatorGraph, Topolo
         held = curve.bytes_held[curve.times_ns.searchsorted(time, side="right") - 1]
         here = [(tile, start, end) for tile, own in lives.items() if plan.tiles[tile].device == device for start, end in own]
         alive = sum(kept[tile] for tile, start, end in here if start <= time < end)
-        shards = sum((3 if trained else 1) * size for _, keeper, size, trained in kept_shards(plan) if keeper == device)
+        owned = ((number, size, trained) for number, keeper, size, trained in kept_shards(plan) if keeper == device)
+        shards = sum((3 if trained and not is_away(plan, number, device) else 1) * size for number, size, trained in owned)
         copies = sum(METHOD.copies(plan, sync).get(device, 0) for sync in plan.syncs if sync.contract is METHOD.contract)
         assert held >= alive + shards + copies + needed
 

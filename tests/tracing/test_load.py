@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import io
 import json
 import os
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from soap.errors import ModelError
 from soap.tracing.load import load_model
@@ -42,6 +44,25 @@ def test_missing_corrupt_and_truncated_files(saved: Path, tmp_path: Path) -> Non
     (tmp_path / "half.pt2").write_bytes(saved.read_bytes()[: saved.stat().st_size // 2])
     _refused(tmp_path / "half.pt2", "is not a .pt2 archive|cannot be read")
     _refused(tmp_path, "is not a .pt2 archive")
+
+
+def test_the_model_alone_holds_its_parameters(tmp_path: Path) -> None:
+    """So who frees them frees their memory. What is traced again has none, and knows still which are tied or frozen."""
+    tied, frozen = nn.Linear(3, 3), nn.Linear(3, 3).requires_grad_(False)
+    other = nn.Linear(3, 3)
+    other.weight = tied.weight
+    module = Lambda(lambda self, x: self.b(self.c(self.a(x))).square().sum(), a=tied, b=other, c=frozen)
+    torch.export.save(export(module, torch.ones(4, 3)), tmp_path / "model.pt2")
+    model = load_model(tmp_path / "model.pt2")
+    names = {tensor.name: tensor.requires_grad for tensor in model.graph.parameters}
+    assert names.keys() == model.parameters.keys() and len(model.graph.aliases) == 1 and {*names.values()} == {True, False}
+    held = [StorageWeakRef(tensor.untyped_storage()) for tensor in model.parameters.values()]
+    model.parameters = {}
+    gc.collect()
+    assert all(storage.expired() for storage in held)
+    again = model.widened()
+    assert again is not None and again.graph.aliases == model.graph.aliases
+    assert {tensor.name: tensor.requires_grad for tensor in again.graph.parameters} == names
 
 
 def test_zip_files_that_are_no_models(tmp_path: Path) -> None:

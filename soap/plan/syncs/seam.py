@@ -107,12 +107,13 @@ class Hold:
 
     An empty name means the step's beginning, or its end. ``with_uses``: held at least until the last pass of a tile that uses what is
     synchronized. If task ``since`` does not take place, nothing is held, or with ``with_uses`` from the step's beginning. If task ``until``
-    does not take place, the memory is held until the last use. ``from_gradient``: held from the end of the first backward pass on the
-    device that makes a gradient of what is synchronized; if none does, nothing is held. ``used``: held for these passes of the device's
-    tiles that use what is synchronized: from the first one on, or with ``since`` until the first one has begun; a backward pass lasts as
-    long as its segment's. ``queue``: if set, the device learns late that the memory is free: it then waits for the oldest in the queue
-    where too much is held (``simulator.memory.transit``), with ``few`` where it is the third one; what is sent may be free only when the
-    device updates. ``kind``: what it is held for; a queue's is ``BUFFERS``.
+    does not take place, the memory is held until the last use. ``gradients_of``: held from the end of the first backward pass on the
+    device that makes a gradient of one of these regions (positions in ``ShardSync.regions``); if none does, nothing is held. ``copied``:
+    that gradient is there beside it for a moment. ``used``: held for these passes of the device's tiles that use what is synchronized: from
+    the first one on, or with ``since`` until the first one has begun, with ``throughout`` from ``since`` to the last one; a backward pass
+    lasts as long as its segment's. ``queue``: if set, the device learns late that the memory is free: it then waits for the oldest in the
+    queue where too much is held (``simulator.memory.transit``), with ``few`` where it is the third one; what is sent may be free only when
+    the device updates. ``kind``: what it is held for; a queue's is ``BUFFERS``.
     """
 
     device: int
@@ -121,8 +122,10 @@ class Hold:
     until: str = ""
     with_uses: bool = False
     before: bool = False
-    from_gradient: bool = False
+    gradients_of: tuple[int, ...] = ()
+    copied: bool = False
     used: Uses | Literal[""] = ""
+    throughout: bool = False
     queue: Literal["", "sent", "received", "few"] = ""
     kind: MemoryKind = MemoryKind.BUFFERS
 

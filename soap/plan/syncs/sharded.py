@@ -17,9 +17,10 @@ from soap.plan.plan import Plan, Shard, ShardSync, sync_name, update_name
 from soap.plan.syncs.bucketing import gather_limit, gradient_bytes, make_buckets
 from soap.plan.syncs.even_parts import bucket_bytes, is_even, part_bytes
 from soap.plan.syncs.gathering import is_read_back, stays
+from soap.plan.syncs.large_parts import large_bytes, packed_of_owners
 from soap.plan.syncs.seam import PULL, REGATHER, Hold, Phase, ShardUpdate, SyncStep, Uses
-from soap.plan.syncs.sharded_state import ShardedState, moving_step, scatter_name
-from soap.plan.syncs.sharing import owned_bytes, sharers
+from soap.plan.syncs.sharded_state import ShardedState, held_gradients, moving_step, received_bytes, scatter_name
+from soap.plan.syncs.sharing import owned_bytes
 from soap.plan.tiling import Tile
 from soap.strategy.sync_contracts import named
 
@@ -55,21 +56,24 @@ class Sharded(ShardedState):
         return ()
 
     def holds(self, plan: Plan, sync: ShardSync) -> Iterator[Hold]:
-        """Values are sent from, and received in, buffers that are there until the first use; the copy from the first use to the last, of
-        the forward and of the backward pass, or of both if it stays. The bucket of gradients from the first one on; it and what others send
-        until two later ones are on their way."""
-        owned, whole, others = owned_bytes(plan, sync), gradient_bytes(plan, sync), sharers(sync) - 1
-        bucket, even = bucket_bytes(plan, sync), is_even(plan, sync)
-        scatter, is_frozen = scatter_name(sync), plan.is_frozen(sync)
+        """Of values, what is received in a buffer until the first use, and large ones in their places; the rest of the copy from the first
+        use on, to the last of the forward and of the backward pass, or of both if it stays. Gradients as of sharded states; they and what
+        others send until two later ones are on their way."""
+        owned, whole, even = owned_bytes(plan, sync), gradient_bytes(plan, sync), is_even(plan, sync)
+        large, small = large_bytes(plan, sync), packed_of_owners(plan, sync)
+        if not plan.is_frozen(sync):
+            yield from held_gradients(plan, sync)
         for reader in sync.readers:
             own = owned.get(reader, 0)
+            come = bucket_bytes(plan, sync) if even else whole - large - small.get(reader, 0)
             for name, passes in self._gathered(plan, sync):
-                yield Hold(reader, bucket, since=name, used=passes)
-                yield Hold(reader, whole, used=passes, kind=MemoryKind.VALUES)
-            if is_frozen:
+                yield Hold(reader, come, since=name, used=passes)
+                yield Hold(reader, large, since=name, used=passes, throughout=True, kind=MemoryKind.VALUES)
+                yield Hold(reader, whole - large, used=passes, kind=MemoryKind.VALUES)
+            if plan.is_frozen(sync):
                 continue
-            yield Hold(reader, bucket, until=scatter, before=True, from_gradient=True, kind=MemoryKind.GRADIENTS)
-            moving = bucket if even else whole + others * own
+            scatter = scatter_name(sync)
+            moving = bucket_bytes(plan, sync) if even else whole + received_bytes(sync, own)
             yield Hold(reader, moving, since=scatter, until=update_name(reader), before=True, queue="few")
             yield Hold(reader, part_bytes(plan, sync) if even else own, since=scatter, kind=MemoryKind.GRADIENTS)
 

@@ -12,15 +12,18 @@ Between GPUs both are collectives of equal parts (``even_parts``), else messages
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import product
 
 from soap.model.graph import OperatorGraph
 from soap.model.regions import Box
+from soap.plan.flows import box_bytes
 from soap.plan.memory_kinds import MemoryKind
 from soap.plan.placement import cut_rows
 from soap.plan.plan import Plan, Shard, ShardSync, sync_name, update_name
 from soap.plan.syncs.amounts import Group, moving_rounds
 from soap.plan.syncs.bucketing import gradient_bytes, make_buckets, shard_bytes
 from soap.plan.syncs.even_parts import Kind, bucket_bytes, collective, is_even, part_bytes, room_bytes
+from soap.plan.syncs.large_parts import large_regions, packed_bytes, packed_of_owners
 from soap.plan.syncs.seam import PULL, PUSH, SUM, Hold, Phase, Places, ShardUpdate, SyncMethod, SyncStep
 from soap.plan.syncs.sharing import copies_of, holders, owned_bytes, sharers, sharing_groups, sharing_leaders
 from soap.plan.tiling import Tile
@@ -90,17 +93,18 @@ class ShardedState(SyncMethod):
                 yield reader, (count + 1) * owned.get(reader, 0) + copied[reader]
 
     def holds(self, plan: Plan, sync: ShardSync) -> Iterator[Hold]:
-        """The bucket of gradients from the first one on until it has left; what others send until it is added up; the sum till the end.
-        What a collective reads and fills is there until it is waited for.
+        """Gradients from the first one on until they have left; what others send until it is added up; the sum till the end, where two
+        readers add up in what has come. What a collective reads and fills is there until it is waited for.
 
-        Values pass through buffers when they are brought. A reader is ready for others' values as soon as it has updated its own.
+        Values pass through buffers when they are brought, but for large ones. A reader is ready for others' values as soon as it has
+        updated its own.
         """
-        owned, copied, others = owned_bytes(plan, sync), self.copies(plan, sync), sharers(sync) - 1
-        scatter, gather, bucket = scatter_name(sync), gather_name(sync), bucket_bytes(plan, sync)
-        for reader in sync.readers:
+        owned, scatter, gather, bucket = owned_bytes(plan, sync), scatter_name(sync), gather_name(sync), bucket_bytes(plan, sync)
+        packed, small = packed_bytes(plan, sync), packed_of_owners(plan, sync)
+        yield from held_gradients(plan, sync)
+        for reader, copied in self.copies(plan, sync).items():
             own, update = owned.get(reader, 0), update_name(reader)
-            yield Hold(reader, copied[reader], kind=MemoryKind.VALUES)
-            yield Hold(reader, bucket, until=scatter, before=True, from_gradient=True, kind=MemoryKind.GRADIENTS)
+            yield Hold(reader, copied, kind=MemoryKind.VALUES)
             ready = update if own else gather
             if is_even(plan, sync):
                 yield Hold(reader, bucket, since=scatter, until=update, before=True, queue="received")
@@ -108,10 +112,30 @@ class ShardedState(SyncMethod):
                 yield Hold(reader, bucket, since=ready, until=gather, queue="received")
                 continue
             yield Hold(reader, bucket, since=scatter, until=scatter, queue="sent")
-            yield Hold(reader, others * own, since=scatter, until=update, before=True, queue="received")
+            yield Hold(reader, received_bytes(sync, own), since=scatter, until=update, before=True, queue="received")
             yield Hold(reader, own, since=scatter, kind=MemoryKind.GRADIENTS)
-            yield Hold(reader, own, since=update, until=gather, queue="sent")
-            yield Hold(reader, copied[reader], since=ready, until=gather, queue="received")
+            mine = small.get(reader, 0)
+            yield Hold(reader, mine, since=update, until=gather, queue="sent")
+            yield Hold(reader, packed - mine, since=ready, until=gather, queue="received")
+
+
+def held_gradients(plan: Plan, sync: ShardSync) -> Iterator[Hold]:
+    """The readers' gradients until they leave: a buffer in which small ones are collected, and each large one as it was made."""
+    scatter, large = scatter_name(sync), large_regions(plan, sync)
+    boxes = ((place, sync.regions[place]) for place in large)
+    sizes: dict[tuple[int, ...], int] = {(place,): box_bytes(plan, region.parameter, region.box) for place, region in boxes}
+    together = tuple(place for place in range(len(sync.regions)) if place not in large)
+    sizes[together] = bucket_bytes(plan, sync) - sum(sizes.values())
+    for reader, (places, size) in product(sync.readers, sizes.items()):
+        copied = places == together
+        yield Hold(reader, size, until=scatter, before=True, gradients_of=places, copied=copied, kind=MemoryKind.GRADIENTS)
+
+
+def received_bytes(sync: ShardSync, own: int) -> int:
+    """What a reader receives of others' gradients, and does not keep as their sum, as it does if there are two readers. ``own``: bytes of
+    its parts."""
+    others = sharers(sync) - 1
+    return others * own if others > 1 else 0
 
 
 def moving_step(plan: Plan, sync: ShardSync, kind: Kind, phase: Phase, stage: int, name: str) -> list[SyncStep]:

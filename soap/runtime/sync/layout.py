@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 
 import torch
 
 from soap.model.regions import volume
-from soap.plan.plan import Plan, ReadRegion, ShardSync
-from soap.plan.syncs.bucketing import shard_bytes
+from soap.plan.plan import Plan, ShardSync
 from soap.plan.syncs.even_parts import is_even
+from soap.plan.syncs.large_parts import large_regions
 from soap.plan.syncs.sharing import copies_of, holders
-
-LARGE_BYTES = 512 * 2**10
-"""Parts of at least so many bytes are messages of their own, from where they lie to where they belong. Smaller ones are copied into one
-message. 8 MiB between two ranks over gloo took a processor 3.5 ms in messages of 1 MiB, 3.9 of 512 KiB, 5.2 of 256 KiB, 5.7 of 128 KiB; in
-one message with copies on both sides 4.6 to 5.1 ms (2026-11-27, AMD EPYC)."""
 
 
 class Layout:
@@ -36,7 +31,7 @@ class Layout:
         self.readers = next(group for group in copies_of(sync) if rank in group)
         self.holders = next((group for group in holders(sync) if rank in group), (rank,))
         even = is_even(plan, sync)
-        self.large = frozenset[int]() if even else frozenset(shard for region in sync.regions for shard in _large_parts(plan, region))
+        self.large = frozenset(shard for place in large_regions(plan, sync) for shard in sync.regions[place].shards)
         self.owned: dict[int, list[int]] = {reader: [] for reader in self.readers}
         for shard in sorted(sync.shards, key=lambda shard: shard not in self.large):
             (owner,) = {*plan.shards[shard].devices} & self.owned.keys()
@@ -78,9 +73,3 @@ class Layout:
 def in_a_row(sizes: Sequence[int], first: int = 0) -> list[slice]:
     """Slices of these sizes, one after the other."""
     return [slice(a, b) for a, b in pairwise(accumulate(sizes, initial=first))]
-
-
-def _large_parts(plan: Plan, region: ReadRegion) -> Iterator[int]:
-    """The parts of a region if all are large."""
-    if min(shard_bytes(plan.graph, plan.shards[shard]) for shard in region.shards) >= LARGE_BYTES:
-        yield from region.shards

@@ -9,7 +9,7 @@ from soap.simulator.compiled.change import OPERATORS, Edit
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.pass_order import own_devices
 from soap.simulator.compiled.world import World
-from soap.strategy.recomputation import ALL, LEVELS, LIGHT
+from soap.strategy.recomputation import LEVELS, LIGHT, RECOMPUTED
 
 NONE = -1
 """In place of an extent."""
@@ -33,7 +33,7 @@ def propose_recompute(W: World, Z: SearchTables, E: Edit) -> float:
         if extent == LIGHT:
             new = False
             for i in range(first, last):
-                new |= Q.again_mark[EXTENTS * i + ALL] != Q.again_mark[EXTENTS * i + LIGHT]
+                new |= Q.again_mark[EXTENTS * i + RECOMPUTED] != Q.again_mark[EXTENTS * i + LIGHT]
         extents += new and extent > 0
         held = extent if alike and new else held
     if held == NONE:

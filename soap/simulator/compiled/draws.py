@@ -27,7 +27,7 @@ from soap.simulator.compiled.trial import Trial, make_trial
 from soap.simulator.compiled.variants import CELLS, COSTS, ROW_COSTS
 from soap.simulator.compiled.world import World
 from soap.simulator.draws import COMMUNICATED, Draws, Risk, links_between_hosts
-from soap.strategy.kept import LIGHT
+from soap.strategy.recomputation import LIGHT
 
 MEAN, TAIL, Q80, WORST = range(len(Risk))
 """Places in ``Risk``."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from soap.simulator.compiled.jit import inlined
-from soap.strategy.kept import LIGHT, OFFLOADED, RECOMPUTED
+from soap.strategy.kept import OFFLOADED
+from soap.strategy.recomputation import LIGHT, RECOMPUTED
 
 
 @inlined

@@ -58,7 +58,8 @@ from soap.simulator.compiled.transit import add_fetches, add_holdings, add_sent,
 from soap.simulator.compiled.variants import AWAY, CELLS
 from soap.simulator.compiled.world import World
 from soap.simulator.memory.residency import ALLOWANCE
-from soap.strategy.kept import LIGHT, OFFLOADED, STAYS
+from soap.strategy.kept import OFFLOADED
+from soap.strategy.recomputation import LIGHT, STAYS
 
 
 @entry

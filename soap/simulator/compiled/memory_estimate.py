@@ -41,7 +41,8 @@ from soap.simulator.compiled.state import AGAIN_TILE, BACKWARD_TILE, COPY_AWAY, 
 from soap.simulator.compiled.trial import TAKEN, Trial
 from soap.simulator.compiled.variants import AWAY, CELLS
 from soap.simulator.compiled.world import World
-from soap.strategy.kept import LIGHT, OFFLOADED, STAYS
+from soap.strategy.kept import OFFLOADED
+from soap.strategy.recomputation import LIGHT, STAYS
 
 
 @entry

@@ -33,7 +33,8 @@ from soap.simulator.compiled.tile_times import AGAIN, PASSES, WEIGHTS
 from soap.simulator.compiled.variants import CELLS, COSTS, ROW_COSTS
 from soap.simulator.compiled.world import World
 from soap.simulator.task_list import WEIGHTS as WEIGHTS_STAGE
-from soap.strategy.kept import LIGHT, OFFLOADED, RECOMPUTED, STAYS
+from soap.strategy.kept import OFFLOADED
+from soap.strategy.recomputation import LIGHT, RECOMPUTED, STAYS
 
 
 @compiled

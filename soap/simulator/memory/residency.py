@@ -122,7 +122,7 @@ class _Values:
             done = self.spans.ready.get(own.until, done) if own.before else done
         if own.used:
             self._hold_used(sync, own, begun)
-        elif own.from_gradient:
+        elif own.gradients_of:
             self._hold_gradients(sync, own, done)
         elif own.queue == "sent":
             update = self.spans.named.get(update_name(own.device), (0, 0))[0]  # what was sent before has left by then
@@ -135,24 +135,28 @@ class _Values:
             self.hold(own.device, begun, max(done, last), own.size_bytes, own.kind)
 
     def _hold_used(self, sync: ShardSync, own: Hold, begun: int) -> None:
-        """What is there for passes that use it, or until the first of them has begun."""
+        """What is there for passes that use it, or until the first of them has begun, or from then on to the last one."""
         assert own.used
         first, last = self.spans.passes({tile for tile, _ in sync.uses}, own.device, own.used)
-        if own.since:
+        if own.throughout:
+            self.hold(own.device, begun, max(begun, last), own.size_bytes, own.kind, early=True)
+        elif own.since:
             self.hold(own.device, begun, max(begun, first), own.size_bytes, own.kind, late=True)
         elif last >= first:
             self.hold(own.device, first, last, own.size_bytes, own.kind, early=True)
 
     def _hold_gradients(self, sync: ShardSync, own: Hold, done: int) -> None:
-        """A buffer of gradients, which is made when a tile has made the first one. For a moment that one is there as well."""
-        tiles = [tile for tile, _ in sync.uses if tile in self.spans.backward and self.plan.tiles[tile].device == own.device]
-        if tiles:
-            first = min(tiles, key=lambda tile: self.spans.weighed(tile)[1])
-            made = self.spans.weighed(first)[1]
-            regions = [region for region in sync.regions if any(tile == first for tile, _ in region.uses)]
-            self.hold(own.device, made, max(made, done), own.size_bytes, own.kind, early=True)
-            single = max(box_bytes(self.plan, r.parameter, r.box) for r in regions)
-            self.hold(own.device, made, made, single, MemoryKind.GRADIENTS, early=True)
+        """Gradients of regions, from when a tile has made the first one."""
+        regions, backward = [sync.regions[place] for place in own.gradients_of], self.spans.backward
+        uses = ((region, tile) for region in regions for tile, _ in region.uses)
+        own_uses = [(r, tile) for r, tile in uses if tile in backward and self.plan.tiles[tile].device == own.device]
+        made = [(self.spans.weighed(tile)[1], tile, r) for r, tile in own_uses]
+        if made:
+            begun, first, _ = min(made, key=lambda each: each[:2])
+            self.hold(own.device, begun, max(begun, done), own.size_bytes, own.kind, early=True)
+            if own.copied:
+                single = max(box_bytes(self.plan, r.parameter, r.box) for _, tile, r in made if tile == first)
+                self.hold(own.device, begun, begun, single, MemoryKind.GRADIENTS, early=True)
 
     def values(self) -> None:
         """Outputs of tiles, what they keep, and their copies of parts of the batch."""

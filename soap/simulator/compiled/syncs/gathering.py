@@ -22,7 +22,7 @@ from soap.simulator.compiled.syncs.members import find_geometry, find_members, f
 from soap.simulator.compiled.syncs.sharded_state import exchange_of, owned_by_readers
 from soap.simulator.compiled.task_keys import STATE_FULL, SYNC, task_key
 from soap.simulator.compiled.world import World
-from soap.strategy.kept import LIGHT
+from soap.strategy.recomputation import LIGHT
 
 
 @compiled
