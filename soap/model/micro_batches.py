@@ -88,7 +88,7 @@ class MicroBatches:
             found.append(phase)
         return tuple(found)
 
-    @property
+    @cached_property
     def barriers(self) -> tuple[str, ...]:
         """Names of the operators that need several parts of what they read, and so make all micro-batches wait."""
         found = (op.name for position, op in enumerate(self.graph.operators) if self._waits(position, op))
