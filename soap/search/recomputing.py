@@ -156,16 +156,21 @@ def recomputing_starts(
         saving = named(name, graph, topology)
         if are_allowed(saving.parameters, space.syncs):
             found[name] = saving
+    lacking = sorted((start for start in starts if not start.fits), key=lambda start: start.cost_ns)[:MOST_BASES]
+    for start in lacking:
+        if costs is None:
+            break
+        made = recompute_to_fit(graph, topology, start.strategy, costs, overflow_of(evaluator))
+        found[f"{start.name}, recompute"] = made.strategy
+        budgeted[f"{start.name}, recompute"] = made
+    return found, budgeted
+
+
+def overflow_of(evaluator: Evaluator) -> Callable[[Strategy], int]:
+    """What strategies lack, for ``recompute_to_fit``."""
 
     def overflow_bytes(strategy: Strategy) -> int:
         evaluator.makespan_ns(strategy)  # then bounds know the strategy, and mostly decide
         return evaluator.overflow_bytes(strategy)
 
-    lacking = sorted((start for start in starts if not start.fits), key=lambda start: start.cost_ns)[:MOST_BASES]
-    for start in lacking:
-        if costs is None:
-            break
-        made = recompute_to_fit(graph, topology, start.strategy, costs, overflow_bytes)
-        found[f"{start.name}, recompute"] = made.strategy
-        budgeted[f"{start.name}, recompute"] = made
-    return found, budgeted
+    return overflow_bytes
