@@ -24,7 +24,7 @@ from soap.schedules.named import parse
 from soap.search.pipelines import pipelines
 from soap.search.pipelining import pipelined
 from soap.simulator.incremental import IncrementalSimulator
-from soap.simulator.simulate import Simulator
+from soap.simulator.simulate import Simulator, tile_count
 from soap.strategy.config import Strategy
 from soap.units import format_bytes
 
@@ -45,14 +45,19 @@ class Clock:
         held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         print(f"{time.perf_counter() - self._begin:7.1f} s, {format_bytes(held)}  {what}", flush=True)
 
-    def simulated(self, name: str, simulator: IncrementalSimulator, strategy: Strategy) -> None:
+    def timed(self, name: str, simulator: IncrementalSimulator, strategy: Strategy) -> int:
         """Simulates a strategy."""
         step_ns = simulator.makespan_ns(strategy)
-        lacking = simulator.overflow_bytes(strategy)
         rate = self._tokens / step_ns * 1e9 / self._devices
-        fits = f"{format_bytes(lacking)} missing" if lacking else "fits"
         told = f"{step_ns / 1e9:.3f} s a step, {rate:.0f} tokens/s and device, {rate / PUBLISHED:.2f} of the published rate"
-        self.say(f"{name}: {told}; {fits}")
+        self.say(f"{name}: {told}")
+        return step_ns
+
+    def fits(self, name: str, simulator: IncrementalSimulator, strategy: Strategy) -> bool:
+        """Asks whether it fits into memory, which takes longer."""
+        lacking = simulator.overflow_bytes(strategy)
+        self.say(f"{name}: {f'{format_bytes(lacking)} missing' if lacking else 'fits'}")
+        return lacking == 0
 
 
 def main() -> None:
@@ -76,14 +81,23 @@ def main() -> None:
     evaluator = IncrementalSimulator(simulator)
     found = pipelines(graph, topology, costs, simulator.optimizer_states)
     clock.say(f"{len(found)} pipelines by rough costs")
+    times: list[tuple[int, str, Strategy]] = []
+    for own in found[: args.simulated]:
+        name = f"{len(own.stages)} stages, tensor {own.tensor}, {own.microbatches} micro-batches, {own.schedule}"
+        clock.say(f"{name}: expected {own.expected_ns / 1e9:.3f} s, {format_bytes(own.lacking_bytes)} missing")
+        strategy = pipelined(graph, topology, own)
+        folding = simulator.folding(strategy)
+        clock.say(f"{name}: {folding if isinstance(folding, str) else f'two of {folding.count} copies'}, {tile_count(strategy):,} tiles")
+        times.append((clock.timed(name, evaluator, strategy), name, strategy))
+    for _, name, strategy in sorted(times, key=lambda own: own[0]):
+        if clock.fits(name, evaluator, strategy):
+            clock.say(f"planned: {name}")
+            break
     if args.layers % (STAGES * parse(SCHEDULE).chunks) == 0:
         count = args.samples * TENSOR * STAGES // topology.device_count
         known = by_layers(graph, topology, stages=STAGES, microbatches=count, schedule=SCHEDULE, tensor=TENSOR)
-        clock.simulated("published configuration", evaluator, known)
-    for own in found[: args.simulated]:
-        name = f"{len(own.stages)} stages, tensor {own.tensor}, {own.microbatches} micro-batches, {own.schedule}"
-        clock.say(f"{name}: expected {own.expected_ns / 1e9:.3f} s")
-        clock.simulated(name, evaluator, pipelined(graph, topology, own))
+        clock.timed("published configuration", evaluator, known)
+        clock.fits("published configuration", evaluator, known)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from soap.simulator.incremental import IncrementalSimulator
 from soap.simulator.simulate import Simulator
 from soap.strategy.config import Strategy
 from soap.strategy.named import DATA_PARALLEL, named
+from soap.strategy.pipelines import usual_in_stages
 from soap.strategy.sync import sync_choices
 
 MODELS, CLUSTERS = ("gpt@64",), ("v100-4", "p100-4x4")
@@ -66,7 +67,8 @@ def prepared(simulator: Simulator, cell: str) -> tuple[Simulator, Space, Strateg
     if cell in UNLIMITED:
         shapes = pipelines(graph, simulator.topology, simulator.costs, simulator.optimizer_states) if cell == "pipeline" else []
         found = (pipelined(graph, simulator.topology, own) for own in shapes if own.microbatches == MICROBATCHES)
-        start = next(found, replace(usual, microbatches=MICROBATCHES))
+        parted = usual_in_stages(graph, replace(usual, microbatches=MICROBATCHES), simulator.topology)
+        start = next(found, parted)
         around = space_of(build_space(graph, simulator.topology.device_count), Start(cell, start, 0, 0))
         assert around is not None
         return simulator, around, start

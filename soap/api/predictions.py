@@ -92,7 +92,7 @@ def explain(simulator: Simulator, strategy: Strategy, simulation: Simulation | N
         announce_compiling()
     baseline = classical(BASELINE, simulator.graph, simulator.topology)
     if strategy.stages or strategy.microbatches > 1:
-        baseline = usual_in_stages(simulator.graph, replace(strategy, parameters={}), simulator.topology.device_count)
+        baseline = usual_in_stages(simulator.graph, replace(strategy, parameters={}), simulator.topology)
     runs = simulation or simulator.run(strategy), simulator.run(baseline)
     return explain_operators(simulator.graph, *runs, (strategy, baseline), IncrementalSimulator(simulator))
 

@@ -267,6 +267,8 @@ class OperatorGraph:
 
     ``sums_of``: by tensor of batch norm's sums, the tensor that they are of. Nobody reads sums if the tiles of their readers see all of
     that tensor, or all of some channels (dimension 1): these find them by themselves, and nobody makes the sums either.
+
+    ``copies_of``: the graph of which this one has some of its equal copies (``soap.plan.copies``); micro-batches are cut as there.
     """
 
     name: str
@@ -278,6 +280,7 @@ class OperatorGraph:
     footprints: Mapping[str, tuple[Footprint, ...]] = field(default_factory=dict)
     sparse: Mapping[str, RowAccess] = field(default_factory=dict)
     sums_of: Mapping[str, str] = field(default_factory=dict)
+    copies_of: OperatorGraph | None = None
 
     def __post_init__(self) -> None:
         names: set[str] = set()

@@ -27,15 +27,20 @@ class MicroBatches:
     graph: OperatorGraph
     count: int
 
+    @property
+    def _whole(self) -> OperatorGraph:
+        """The graph that says what is cut: the one with all copies, if there are others."""
+        return self.graph.copies_of or self.graph
+
     @cached_property
     def samples(self) -> int | None:
-        """Samples of a step; None if the model has none."""
-        return samples_of(self.graph)
+        """Samples of a step, of all copies; None if the model has none."""
+        return samples_of(self._whole)
 
     @cached_property
     def factors(self) -> tuple[int | None, ...]:
         """By operator: the position of the factor that is cut, None if it is not cut."""
-        return tuple(self._factor(op) for op in self.graph.operators)
+        return tuple(self._factor(op) for op in self._whole.operators)
 
     def _factor(self, op: Operator) -> int | None:
         samples = self.samples
@@ -60,8 +65,9 @@ class MicroBatches:
         """Of an operator that is cut: the part of its factor that belongs to each micro-batch."""
         factor = self.factors[position]
         assert factor is not None and self.samples is not None
-        each = self.graph.operators[position].factors[factor].size // self.samples
-        return [(start * each, stop * each) for start, stop in balanced(self.samples, self.count)]
+        size, whole = (graph.operators[position].factors[factor].size for graph in (self.graph, self._whole))
+        each = whole // self.samples
+        return [(start * each * size // whole, stop * each * size // whole) for start, stop in balanced(self.samples, self.count)]
 
     @cached_property
     def phases(self) -> tuple[int, ...]:
@@ -82,7 +88,7 @@ class MicroBatches:
             found.append(phase)
         return tuple(found)
 
-    @property
+    @cached_property
     def barriers(self) -> tuple[str, ...]:
         """Names of the operators that need several parts of what they read, and so make all micro-batches wait."""
         found = (op.name for position, op in enumerate(self.graph.operators) if self._waits(position, op))

@@ -4,7 +4,8 @@ A *copy* computes one of D equal parts of the samples, on devices of its own. An
 
 - *split*: one of its factors is cut into a multiple of D equal parts. They form D equal runs, and copy j computes the j-th run. Each
   operand either follows that factor exactly in one dimension (its *folded* dimension, in which producer and readers agree) or is the same
-  for all copies. If the factor is summed, the sum goes over all copies;
+  for all copies. If the factor is summed, the sum goes over all copies. If micro-batches cut the same factor, they are of equal size, each
+  is divided so, and the operand is *striped*: a copy has its part of every micro-batch. Producer and readers agree in that, too;
 - *repeated*: it has a multiple of D replicas, in D equal runs, and copy j computes the j-th run;
 - *alone*: only copy 0 computes it (such as what follows a summed loss, on one device).
 
@@ -22,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from soap.model.graph import Operand, Operator, OperatorGraph, TensorKind
+from soap.model.micro_batches import MicroBatches
 from soap.strategy.config import OpConfig, Strategy
 
 LEFT = 2
@@ -60,15 +62,19 @@ def candidates(strategy: Strategy) -> list[int]:
 
 def find_copies(graph: OperatorGraph, strategy: Strategy, count: int) -> Copies:
     """The strategy as ``count`` copies. UnfoldableError if it does not consist of so many."""
-    return _Finding(graph, count).find(strategy)
+    cut = MicroBatches(graph, strategy.microbatches)
+    if cut.count > 1 and (cut.samples or 0) % cut.count:
+        raise UnfoldableError(f"{cut.count} micro-batches of different sizes")
+    return _Finding(graph, count, cut).find(strategy)
 
 
 class _Finding:
     """One attempt to see a strategy as ``count`` copies. ``_columns``: device of copy 0 -> its counterparts in all copies."""
 
-    def __init__(self, graph: OperatorGraph, count: int) -> None:
-        self._graph, self._count = graph, count
+    def __init__(self, graph: OperatorGraph, count: int, cut: MicroBatches) -> None:
+        self._graph, self._count, self._cut = graph, count, cut
         self._folded: dict[str, int] = {}
+        self._striped: set[str] = set()
         self._everywhere: set[int] = set()
         self._columns: dict[int, Ints] = {}
         self._alone: set[int] = set()
@@ -89,12 +95,12 @@ class _Finding:
             shape = list(tensors[name].shape)
             shape[dim] = shape[dim] // self._count * LEFT
             tensors[name] = replace(tensors[name], shape=tuple(shape))
-        graph = OperatorGraph(self._graph.name, operators, tensors, self._graph.loss, self._graph.aliases)
+        graph = OperatorGraph(self._graph.name, operators, tensors, self._graph.loss, self._graph.aliases, copies_of=self._graph)
         return Copies(images, graph, replace(strategy, operators=configs), devices, self._folded, frozenset(self._everywhere))
 
     def _operator(self, position: int, op: Operator, config: OpConfig) -> tuple[tuple[int, ...], int, Sequence[int] | Ints]:
         """The operator's degrees, replicas and devices when two copies are left."""
-        for factor in self._splits(op, config):
+        for factor in self._splits(position, op, config):
             shape = (config.replicas * prod(config.degrees[:factor]), self._count, prod(config.degrees[factor:]) // self._count)
             own = self._own(config, shape)
             if own is None:
@@ -113,18 +119,18 @@ class _Finding:
             return config.degrees, config.replicas, config.devices
         raise UnfoldableError(f"operator {op.name!r} is not split into {self._count} equal copies")
 
-    def _splits(self, op: Operator, config: OpConfig) -> Iterator[int]:
+    def _splits(self, position: int, op: Operator, config: OpConfig) -> Iterator[int]:
         """The factors that may divide the operator among the copies."""
         for factor, degree in enumerate(config.degrees):
-            size = op.factors[factor].size
-            if degree % self._count or size % degree:
+            size, striped = op.factors[factor].size, self._cut.factors[position] == factor
+            if degree % self._count or size % (degree * (self._cut.count if striped else 1)):
                 continue
-            inputs = all(self._follows(operand, factor, size) for operand in op.inputs)
+            inputs = all(self._follows(operand, factor, size, striped=striped) for operand in op.inputs)
             parameters = not any(dim.factor == factor for operand in op.parameters for dim in operand.dims)
             if inputs and parameters and all(self._leaves(operand, factor, size, op.factors[factor].summed) for operand in op.outputs):
                 yield factor
 
-    def _follows(self, operand: Operand, factor: int, size: int) -> bool:
+    def _follows(self, operand: Operand, factor: int, size: int, *, striped: bool) -> bool:
         """Whether an input follows the factor in its folded dimension and in no other."""
         tensor = self._graph.tensors[operand.tensor]
         dims = [d for d, dim in enumerate(operand.dims) if dim.factor == factor]
@@ -132,7 +138,9 @@ class _Finding:
             return False
         if tensor.kind is not TensorKind.ACTIVATION:  # every device has the model's inputs and constants
             return True
-        return dims == ([self._folded[operand.tensor]] if operand.tensor in self._folded else [])
+        if operand.tensor in self._folded:
+            return dims == [self._folded[operand.tensor]] and striped == (operand.tensor in self._striped)
+        return dims == []
 
     def _leaves(self, operand: Operand, factor: int, size: int, summed: bool) -> bool:
         """Whether an output follows the factor in exactly one dimension; if the factor is summed, in none."""
@@ -151,6 +159,8 @@ class _Finding:
             return
         for operand in op.outputs:
             self._folded[operand.tensor] = next(d for d, dim in enumerate(operand.dims) if dim.factor == factor)
+            if self._cut.factors[position] == factor:
+                self._striped.add(operand.tensor)
 
     def _own(self, config: OpConfig, shape: tuple[int, int, int]) -> Ints | None:
         """The devices of copies 0 and 1, in tile order; None if the devices contradict the map between copies that is known so far.

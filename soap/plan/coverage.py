@@ -29,10 +29,8 @@ class HolderIndex:
         self._tensor = tensor
         self._holdings = {position: holdings[position] for position in positions}
         self._by_box: dict[Box, list[int]] = {}
-        self._by_device: dict[int, list[int]] = {}
         for position in sorted(positions, key=lambda p: (holdings[p].tile, p)):
             self._by_box.setdefault(holdings[position].box, []).append(position)
-            self._by_device.setdefault(holdings[position].device, []).append(position)
         self._grid = [_Cuts({box[dim] for box in self._by_box}) for dim in range(self._rank())]
         self._answers: dict[tuple[Box, int], tuple[LocalPiece, ...]] = {}
 
@@ -50,9 +48,11 @@ class HolderIndex:
         return answer
 
     def _cover(self, box: Box, device: int, distances: Sequence[int]) -> tuple[LocalPiece, ...]:
-        for position in self._by_device.get(device, ()):
-            if contains(self._holdings[position].box, box):
-                return ((box, position),)
+        around = (held for held in self._meeting(box) if held in self._by_box and contains(held, box))
+        local = (p for held in around for p in self._by_box[held] if self._holdings[p].device == device)
+        nearest = min(local, key=lambda p: (self._holdings[p].tile, p), default=None)
+        if nearest is not None:
+            return ((box, nearest),)
         pieces: list[LocalPiece] = []
         missing = [box]
         for position in self._nearest_first(box, distances):

@@ -146,6 +146,13 @@ class PlanBuilder:
             order=self._orders.order(strategy),
         )
 
+    def delivery(self, position: int, strategy: Strategy) -> Delivery:
+        """What one operator leaves on devices for its readers by a legal strategy."""
+        if strategy.microbatches != self.microbatches:
+            return self._other(strategy.microbatches).delivery(position, strategy)
+        own, *readers = (strategy.operators[self.graph.operators[p].name] for p in (position, *self._readers[position]))
+        return self._delivery(position, own, tuple(readers))
+
     def _other(self, microbatches: int) -> PlanBuilder:
         """A builder of plans with another number of micro-batches."""
         if microbatches not in self._others:

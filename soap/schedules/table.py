@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple, Self, get_args
 
 from soap.errors import ScheduleError
@@ -55,7 +56,7 @@ def shown(text: str) -> str:
     return repr(text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Table:
     """For each stage its actions in order. Prints as a grid, a row for each stage, that ``parse`` reads back.
 
@@ -96,17 +97,17 @@ class Table:
                 raise ScheduleError(f"line {number}: {error}") from None
         return cls.of(stages)
 
-    @property
+    @cached_property
     def chunk_count(self) -> int:
         """How many chunks there are if none is left out."""
         return 1 + max(action.chunk for actions in self.stages for action in actions)
 
-    @property
+    @cached_property
     def microbatch_count(self) -> int:
         """How many micro-batches there are if none is left out."""
         return 1 + max(action.microbatch for actions in self.stages for action in actions)
 
-    @property
+    @cached_property
     def placement(self) -> tuple[int, ...]:
         """The stage of each chunk; -1 for a chunk that is on none."""
         found = [-1] * self.chunk_count

@@ -5,19 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from math import inf
+from typing import cast
 
 from soap.cluster.topology import Topology
+from soap.search.able import Able
 from soap.search.allowed_space import allowed_syncs
 from soap.search.metropolis import Evaluator
 from soap.search.offloading import budgeted_offloading, offloading_starts, with_offloading
 from soap.search.options import SearchOptions
-from soap.search.pipelining import keeps_stages, pipeline_start
-from soap.search.recomputing import recomputing_starts, with_recomputation
+from soap.search.pipelining import is_legal, keeps_stages, pipeline_start
+from soap.search.recomputing import recompute_to_fit, recomputing_starts, with_recomputation
 from soap.search.record import Recorder
 from soap.search.sharing import shared_starts
 from soap.search.space import Space
+from soap.search.to_fit import lacks
 from soap.strategy.config import Strategy
-from soap.strategy.named import PIPELINE
+from soap.strategy.named import OFFLOAD, OFFLOAD_KEPT, PIPELINE, RECOMPUTE, named, on_top
+
+AWAY = ((OFFLOAD,), (RECOMPUTE, OFFLOAD), (OFFLOAD_KEPT, OFFLOAD))
+"""What is put on a pipeline for which devices lack memory, where hosts may keep something (``soap.search.offloading``)."""
 
 
 def with_more_starts(
@@ -48,6 +54,37 @@ def with_more_starts(
     pipeline = pipeline_start(space, topology, evaluator, recorder.starts, wanted=wanted, named=options.starts is not None)
     if pipeline is not None:
         evaluate(PIPELINE, pipeline)
+        space = _pipelines_that_save(space, topology, evaluator, recorder, options, evaluate)
+    return space
+
+
+def _pipelines_that_save(
+    space: Space,
+    topology: Topology,
+    evaluator: Evaluator,
+    recorder: Recorder,
+    options: SearchOptions,
+    evaluate: Callable[[str, Strategy], None],
+) -> Space:
+    """If the pipeline that was evaluated last does not fit, evaluate what saves memory on top of it until something does. Returns the space
+    with what that needs."""
+    base, graph = recorder.starts[-1].strategy, space.graph
+    if recorder.starts[-1].fits:
+        return space
+    if options.recompute is not False:
+        space, name = with_recomputation(space), f"{PIPELINE}, recompute"
+        made = recompute_to_fit(graph, topology, base, cast(Able, evaluator).engine_costs, lambda strategy: lacks(evaluator, strategy))
+        if is_legal(space, topology, made.strategy):
+            recorder.budgeted = {**recorder.budgeted, name: made}
+            evaluate(name, made.strategy)
+    for added in AWAY if space.offload else ():
+        name = PIPELINE
+        for own in added:
+            name = on_top(name, own)
+        strategy = named(name, graph, topology, base)
+        if recorder.starts[-1].fits or (options.recompute is False and RECOMPUTE in added) or not is_legal(space, topology, strategy):
+            continue
+        evaluate(name, strategy)
     return space
 
 

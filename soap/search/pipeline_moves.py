@@ -10,11 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 
-from soap.model.graph import Operator, OperatorGraph
+from soap.model.graph import OperatorGraph
+from soap.model.micro_batches import MicroBatches
 from soap.schedules.named import SCHEDULES, NamedSchedule, parse
 from soap.search.proposals import Proposal
 from soap.strategy.config import OpConfig, Strategy
-from soap.strategy.grids import grouped, sample_factor
+from soap.strategy.grids import sample_factor, shared
 from soap.strategy.stages import SETTLED, chunks_of, devices_of_stages, stages_of, stages_of_chunks
 
 BORDER, MICROBATCHES, SCHEDULE, DEVICES = PIPELINE_MOVES = ("border", "microbatches", "schedule", "stage devices")
@@ -37,7 +38,7 @@ class _Pipeline:
     """A strategy taken apart. ``_chunks``: by operator; ``_stages``: by chunk; ``_devices``: by stage, ascending."""
 
     def __init__(self, graph: OperatorGraph, strategy: Strategy) -> None:
-        self._graph, self._strategy = graph, strategy
+        self._graph, self._strategy, self._cut = graph, strategy, MicroBatches(graph, strategy.microbatches)
         self._chunks = chunks_of(graph, strategy.stages)
         self._stages = stages_of_chunks(max(self._chunks) + 1, strategy.schedule)
         self._devices = [tuple(sorted(own)) for own in devices_of_stages(graph, strategy)]
@@ -62,10 +63,10 @@ class _Pipeline:
     def _with_chunks(self, move: str, chunks: Sequence[int], devices: Sequence[tuple[int, ...]]) -> Proposal:
         """The strategy with these chunks, and stages on these devices."""
         configs: dict[str, OpConfig] = {}
-        for op, old, new in zip(self._graph.operators, self._chunks, chunks, strict=True):
-            here, there = self._devices[self._stages[old]], devices[self._stages[new]]
+        for position, (old, new) in enumerate(zip(self._chunks, chunks, strict=True)):
+            op, here, there = self._graph.operators[position], self._devices[self._stages[old]], devices[self._stages[new]]
             if here != there and op.kind not in SETTLED:
-                configs[op.name] = _placed(op, self._strategy.operators[op.name], here, there)
+                configs[op.name] = _placed(self._cut, position, self._strategy.operators[op.name], here, there)
         strategy = replace(self._strategy.with_changes(configs), stages=stages_of(self._graph, chunks))
         return Proposal(strategy, move, tuple(configs) or (self._graph.operators[0].name,))
 
@@ -106,11 +107,13 @@ class _Pipeline:
                 yield self._with_chunks(DEVICES, self._chunks, devices)
 
 
-def _placed(op: Operator, config: OpConfig, here: tuple[int, ...], there: tuple[int, ...]) -> OpConfig:
+def _placed(cut: MicroBatches, position: int, config: OpConfig, here: tuple[int, ...], there: tuple[int, ...]) -> OpConfig:
     """An operator's configuration on another stage's devices."""
+    op = cut.graph.operators[position]
     if len(here) == len(there):
         to = dict(zip(here, there, strict=True))
         return config.placed(config.degrees, tuple([to[device] for device in config.devices]), config.replicas)
-    if sample_factor(op) is None:
+    factor = sample_factor(op)
+    if factor is None:
         return config.placed((1,) * len(op.factors), there[:1])
-    return config.placed_like(grouped(op, there, 1))
+    return config.placed_like(shared(op, there, cut.least_size(position, factor)))

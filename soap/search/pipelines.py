@@ -8,7 +8,8 @@ gives an order in which the simulator is asked (``soap.search.pipelining``). Not
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import inf
 
 import numpy as np
@@ -33,6 +34,8 @@ PER_STAGE = 8
 """Up to so many micro-batches for each stage: with S of them 1F1B idles less than (S - 1) / (8 S) of the time, so that more gain little."""
 CHUNKS = (1, 2, 4)
 """On each stage, for schedules that allow several."""
+MOST_KEPT = 64
+"""When so many pipelines are known, only those are worked out that may be faster than the last of them: more than are ever simulated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,30 +73,46 @@ def pipelines(
     allowed: Sequence[Allowed | None] = (),
     at_most_ns: float = inf,
 ) -> list[Pipeline]:
-    """The best pipeline of every shape, the most promising first; none on one device, or without samples. ``allowed``: by operator, what
-    the user leaves to it, of which only stages count here. ``at_most_ns``: without shapes that would take longer if all devices had an
-    equal share of the work."""
+    """The best pipeline of every shape, the most promising first; none on one device, or without samples. Of more than ``MOST_KEPT``
+    without those that are certainly slower than so many others. ``allowed``: by operator, what the user leaves to it, of which only stages
+    count here. ``at_most_ns``: without shapes that would take longer if all devices had an equal share of the work."""
     samples = MicroBatches(graph, 1).samples
     if topology.device_count == 1 or samples is None:
         return []
-    prices = StagePrices(graph, topology, costs, optimizer_states)
-    found: list[Pipeline] = []
+    prices, cut = StagePrices(graph, topology, costs, optimizer_states), lru_cache(None)(lambda count: MicroBatches(graph, count))
+    shapes: list[tuple[float, int, _Shape, StageCosts]] = []
     for groups in stage_groups(topology, min(MOST_STAGES, len(graph.operators))):
         widths = [len(group) for group in groups.devices]
         for tensor in _tensor_widths(prices, topology, widths):
             for count in _microbatches(samples, max(widths) // tensor, len(widths)):
-                shape = _Shape(groups, tensor, MicroBatches(graph, count), allowed)
+                shape = _Shape(groups, tensor, cut(count), allowed)
                 own = prices.costs(groups, tensor, shape.cut)
-                if _equal_shares_ns(own, groups, count) <= at_most_ns:
-                    found += _scheduled(shape, own)
-    return sorted(found, key=lambda own: own.score)
+                shapes.append((_equal_shares_ns(own, shape, max(CHUNKS)), len(shapes), shape, own))
+    found = _Known()
+    for least_ns, _, shape, own in sorted(shapes, key=lambda one: one[:2]):
+        if least_ns <= min(at_most_ns, found.worth_ns):
+            found.pipelines += _scheduled(shape, own, found)
+    return sorted(found.pipelines, key=lambda own: own.score)
 
 
-def _equal_shares_ns(costs: StageCosts, groups: StageGroups, count: int) -> float:
-    """A step in which all stages end together, and that the pipeline fills as quickly as its schedules can."""
-    whole_ns = (costs.forward_ns + costs.backward_ns).sum(axis=1)
-    shares_ns = 1 / sum(1 / max(1, int(whole_ns[kind])) for kind in groups.kinds)
-    return shares_ns * (1 + (len(groups.kinds) - 1) / (count * max(CHUNKS)))
+@dataclass
+class _Known:
+    """The pipelines that are worked out."""
+
+    pipelines: list[Pipeline] = field(default_factory=list)
+
+    @property
+    def worth_ns(self) -> float:
+        """A pipeline that takes longer is slower than ``MOST_KEPT`` that fit."""
+        times_ns = sorted(own.expected_ns for own in self.pipelines if not own.lacking_bytes)
+        return times_ns[MOST_KEPT - 1] if len(times_ns) >= MOST_KEPT else inf
+
+
+def _equal_shares_ns(costs: StageCosts, shape: _Shape, chunks: int) -> float:
+    """A step in which all stages end together, and that the pipeline fills as quickly as can be with so many chunks on each stage."""
+    whole_ns, kinds = (costs.forward_ns + costs.backward_ns).sum(axis=1), shape.groups.kinds
+    shares_ns = 1 / sum(1 / max(1, int(whole_ns[kind])) for kind in kinds)
+    return shares_ns * (1 + (len(kinds) - 1) / (shape.cut.count * chunks))
 
 
 def _tensor_widths(prices: StagePrices, topology: Topology, widths: Sequence[int]) -> list[int]:
@@ -127,13 +146,15 @@ class _Shape:
         return np.add.reduceat(np.array(own, np.int64), list(firsts), axis=1)
 
 
-def _scheduled(shape: _Shape, costs: StageCosts) -> Iterator[Pipeline]:
-    """The shape by each schedule."""
+def _scheduled(shape: _Shape, costs: StageCosts, found: _Known) -> Iterator[Pipeline]:
+    """The shape by each schedule that may be among the best of those found."""
     groups = shape.groups
     for schedule in SCHEDULES:
         if shape.cut.barriers and not schedule.meets_barriers:
             continue
         for chunks in (own for own in CHUNKS if schedule.fewest_chunks <= own <= schedule.most_chunks):
+            if _equal_shares_ns(costs, shape, chunks) > found.worth_ns:
+                continue
             named = NamedSchedule(schedule, chunks)
             try:
                 table = named.table(len(groups.devices), shape.cut.count)

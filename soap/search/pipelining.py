@@ -22,8 +22,9 @@ from soap.search.constraints import Allowed, brought_inside, out_of_stage
 from soap.search.metropolis import Evaluator
 from soap.search.pipelines import Pipeline, pipelines
 from soap.search.space import Space, build_space
-from soap.search.starts import Start, evaluated
+from soap.search.starts import Start
 from soap.simulator.costs import CostModel
+from soap.simulator.simulate import tile_count
 from soap.strategy.config import Strategy, settled_config
 from soap.strategy.megatron import staged
 from soap.strategy.named import PIPELINE
@@ -70,7 +71,11 @@ def best_pipeline(
     if at_most_ns is not None and (not found or found[0].lacking_bytes or found[0].expected_ns > at_most_ns):
         return None
     legal = (own for own in (pipelined(graph, topology, one) for one in found) if is_legal(space, topology, own))
-    starts = [evaluated(evaluator, PIPELINE, own) for own in _first(legal)]
+    starts: list[Start] = []
+    for cost_ns, _, own in sorted((evaluator.makespan_ns(own), number, own) for number, own in enumerate(_first(legal))):
+        starts.append(Start(PIPELINE, own, cost_ns, evaluator.overflow_bytes(own)))
+        if starts[-1].fits:  # the fastest one; to ask about memory takes longer than to simulate
+            break
     return min(starts, key=lambda start: start.score, default=None)
 
 
@@ -78,7 +83,7 @@ def _first(strategies: Iterator[Strategy]) -> Iterator[Strategy]:
     """The first few, fewer of them if they are large."""
     tiles = 0
     for number, strategy in enumerate(islice(strategies, MOST_SIMULATED)):
-        tiles += strategy.microbatches * sum(len(config.devices) for config in strategy.operators.values())
+        tiles += tile_count(strategy)
         if number > 1 and tiles > MOST_TILES:
             return
         yield strategy
@@ -143,4 +148,4 @@ def space_of(space: Space, start: Start | None) -> Space | None:
         references=(strategy,),
     )  # fmt: skip
     repeated = tuple(own for own in space.recompute if all(cut.may_repeat(each.position) for each in own))
-    return replace(found, recompute=repeated)
+    return replace(found, recompute=repeated, offload=space.offload)

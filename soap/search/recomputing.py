@@ -113,7 +113,6 @@ def recomputing_starts(
         saving = named(name, graph, topology)
         if are_allowed(saving.parameters, space.syncs):
             found[name] = saving
-
     if costs is not None:
         for start in bases_of(starts, evaluator, lambda strategy: recomputed(graph, strategy)):
             made = recompute_to_fit(graph, topology, start.strategy, costs, lambda strategy: lacks(evaluator, strategy))

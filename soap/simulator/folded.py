@@ -19,7 +19,7 @@ from soap.simulator.folding import Folding
 from soap.simulator.memory.ledger import MemoryCurve
 from soap.simulator.memory.peaks import MemoryUse, lacking_bytes, memory_use
 from soap.simulator.memory.residency import expected_peaks, memory_over_time, peaks_by_kind
-from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
+from soap.simulator.tasks import Schedule, Task, TaskGraph, TaskKind
 from soap.simulator.throughput import Throughput, throughput
 
 T = TypeVar("T")
@@ -85,7 +85,7 @@ class FoldedSimulation:
     @cached_property
     def throughput(self) -> Throughput:
         """Samples and tokens per second, utilisation and cost."""
-        return throughput(self.folding.plan.graph, self.topology, self.makespan_ns)
+        return throughput(self.folding.graph, self.topology, self.makespan_ns)
 
     @cached_property
     def bytes_moved(self) -> int:
@@ -183,8 +183,16 @@ class FoldedSimulation:
         found = []
         for task in self.tasks.tasks:
             common = task.kind in (TaskKind.REDUCE, TaskKind.SYNC) and self._groups[task.name] in self.folding.communication.common
-            found.append(COMMON if common else 0 if task.resources[0] in first else 1)
+            found.append(COMMON if common else 0 if self._resource(task) in first else 1)
         return found
+
+    def _resource(self, task: Task) -> int:
+        """Something that a task holds; of a need, which holds nothing (``second_runs``), the device whose tile needs something."""
+        if task.resources:
+            return task.resources[0]
+        plan = self.tasks.plan
+        operator = len(plan.graph.operators) - 1 - task.id[1]
+        return plan.tiles[plan.first_tile[operator] + task.id[3]].device
 
     @cached_property
     def _times(self) -> list[int]:

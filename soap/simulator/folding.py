@@ -23,6 +23,9 @@ itself in F. The proof is by induction on the ready time.
   one operator are all local or all common; and the rest of an id is a place in the operator, parameter or fetch.
 - Links that are local to no copy are held by common sums alone. Links that the same sums hold are free at the same times, so one of them
   represents all.
+- With micro-batches a pass also waits for the one before it on its device. Which one that is follows from the order of passes, which both
+  have from the same stages, schedule and barriers, and inside an action from the places of tiles in their operator: those of one copy come
+  micro-batch by micro-batch, in the same order as in F.
 
 Common sums are never reduce-scatters: at least half of the devices would want the same cell, or nothing. Buckets hold the same shards,
 because distinct sets of devices of two copies correspond to distinct sets of devices of all copies.
@@ -134,22 +137,33 @@ class FoldedCosts:
 class Folding:
     """A strategy reduced to two of its copies.
 
-    ``whole``: the whole cluster. ``plan``: that of two copies, with the whole graph; ``lowering.lower`` takes it with ``topology`` and
-    ``communication``. An ``Engine`` takes ``copies.graph`` and ``copies.strategy`` instead, with ``FoldedCosts``. ``topology``: the small
-    one: the devices of both copies, the links between them, and one link for each set of links that the same common sums hold.
-    ``local[copy, number]``: links of the cluster; one column has corresponding links. ``alike``: link of the cluster -> the link of the
-    small topology that represents it, -1 if it is never held. ``between_hosts``: by link of the small topology, whether any of those that
-    it represents leads from one host to others (``draws.links_between_hosts`` of the whole cluster).
+    ``graph``, ``whole``: the whole graph and cluster. ``topology``: the small one: the devices of both copies, the links between them, and
+    one link for each set of links that the same common sums hold. ``lowering.lower`` takes ``plan`` with ``topology`` and
+    ``communication``; an ``Engine`` takes ``copies.graph`` and ``copies.strategy`` instead, with ``FoldedCosts``. ``local[copy, number]``:
+    links of the cluster; one column has corresponding links. ``alike``: link of the cluster -> the link of the small topology that
+    represents it, -1 if it is never held. ``between_hosts``: by link of the small topology, whether any of those that it represents leads
+    from one host to others (``draws.links_between_hosts`` of the whole cluster). ``undivided``: the plan of two copies without
+    micro-batches, made for the topology ``planned_on``.
     """
 
+    graph: OperatorGraph
     whole: Topology
     copies: Copies
     topology: Topology
-    plan: Plan
+    undivided: Plan
+    planned_on: Topology
     communication: FoldedCommunication
     local: Ints
     alike: Ints
     between_hosts: NDArray[np.bool_]
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of two copies, with the whole graph. With many micro-batches it is large, and made whenever it is asked for."""
+        plan, strategy = self.undivided, self.copies.strategy
+        if strategy.microbatches > 1:
+            plan = PlanBuilder(self.copies.graph, self.planned_on, plan.training).build(strategy)
+        return replace(plan, graph=self.graph)
 
     @property
     def count(self) -> int:
@@ -164,8 +178,6 @@ def fold(graph: OperatorGraph, topology: Topology, strategy: Strategy, training:
             return sync.contract.folding or "optimizer states are offloaded"
     if any(config.offload for config in strategy.operators.values()):
         return "what operators keep is offloaded"
-    if strategy.microbatches > 1:
-        return "micro-batches are not folded"
     if topology.ports:
         return "communication costs the devices CPU overhead"
     if topology.cold_penalty.points:
@@ -197,8 +209,10 @@ class _Folding:
         near = set(local[:LEFT].ravel().tolist())
         bridge = {*self._route(0, 1), *self._route(1, 0)}
         before = self._small_topology(near | bridge)
-        plan = PlanBuilder(self.copies.graph, before, self.training).build(self.copies.strategy)
-        self._check_fetches(plan)
+        builder = PlanBuilder(self.copies.graph, before, self.training)
+        self._check_fetches(builder)
+        # which devices sum together does not depend on micro-batches, and without them a plan is soon made
+        plan = builder.build(replace(self.copies.strategy, microbatches=1))
         groups = _common_groups(plan, self.images[0], self.copies.devices)
         if sums_norm(plan):
             if len(np.unique(self.images)) < self.topology.device_count:
@@ -214,11 +228,11 @@ class _Folding:
             devices: CommonSums(everyone, options, tuple(_on_small(option, alike) for option in options))
             for devices, (everyone, options) in found.items()
         }
-        plan = replace(plan, graph=self.graph)
         between = np.zeros(len(small.links), bool)
         represented = alike >= 0
         np.logical_or.at(between, alike[represented], self._between[represented])
-        return Folding(self.topology, self.copies, small, plan, FoldedCommunication(small, common), local, alike, between)
+        communication = FoldedCommunication(small, common)
+        return Folding(self.graph, self.topology, self.copies, small, plan, before, communication, local, alike, between)
 
     def _check_devices(self) -> None:
         devices = self.topology.devices
@@ -284,13 +298,17 @@ class _Folding:
             raise UnfoldableError(f"{len(self.images)} copies without links or devices that change what communication costs")
         return replace(made, latency_factor=whole.latency_factor)
 
-    def _check_fetches(self, plan: Plan) -> None:
-        for fetch in plan.fetches:
-            if fetch.tensor in self.copies.folded or all(plan.holdings[piece.holding].device == fetch.device for piece in fetch.pieces):
+    def _check_fetches(self, builder: PlanBuilder) -> None:
+        folded = self.copies.folded
+        for position, op in enumerate(self.graph.operators):
+            if all(out.tensor in folded for out in op.outputs):
                 continue
-            raise UnfoldableError(
-                f"tensor {fetch.tensor!r} is the same in {len(self.images)} copies, but is read on a device that does not hold it"
-            )
+            found = builder.delivery(position, self.copies.strategy)
+            for fetch in found.fetches:
+                if fetch.tensor not in folded and any(found.holdings[place].device != fetch.device for _, place in fetch.pieces):
+                    raise UnfoldableError(
+                        f"tensor {fetch.tensor!r} is the same in {len(self.images)} copies, but is read on a device that does not hold it"
+                    )
 
     def _sum_over_all(self, devices: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[AllReduceOption, ...]]:
         """The devices of all copies that correspond to these of both copies, and the options for an all-reduce over them."""

@@ -15,6 +15,7 @@ from soap.simulator.drawn_engine import make_engine
 from soap.simulator.drawn_times import reference_times_ns
 from soap.simulator.draws import Draws, cost_ns
 from soap.simulator.engine import Engine
+from soap.simulator.folding import FoldedCosts, Folding
 from soap.simulator.memory.bound import MemoryBound
 from soap.simulator.memory.hosts import hosts_may_lack
 from soap.simulator.simulate import CACHED_STRATEGIES, REFUSED_BYTES, Simulation, Simulator, is_large
@@ -153,9 +154,9 @@ class IncrementalSimulator:
         distances = [holder.distance(strategy) for holder in self._engines]
         nearest = distances.index(min(distances)) if distances else 0
         if is_large(strategy) and (not distances or distances[nearest] > MOST_CHANGES):
-            folded = self._simulator.run_folded(strategy)
-            if not isinstance(folded, str):
-                return folded.makespan_ns if self.draws is None else cost_ns(reference_times_ns(folded, self.draws), self.draws.risk)
+            folding = self._simulator.folding(strategy)
+            if not isinstance(folding, str):
+                return self._folded_ns(folding, strategy)
         if not distances or distances[nearest] > MOST_CHANGES:
             if len(self._engines) < 2:
                 self._engines.append(self._holder(strategy))
@@ -164,6 +165,18 @@ class IncrementalSimulator:
         holder = self._engines.pop(nearest)
         self._engines.append(holder)
         return holder.makespan_ns(strategy)
+
+
+    def _folded_ns(self, folding: Folding, strategy: Strategy) -> int:
+        simulator = self._simulator
+        if self.draws is not None:
+            folded = simulator.run_folded(strategy)
+            assert not isinstance(folded, str)
+            return cost_ns(reference_times_ns(folded, self.draws), self.draws.risk)
+        costs = FoldedCosts(simulator.graph, simulator.costs)
+        engine = Engine(folding.copies.graph, folding.topology, costs, folding.communication, training=simulator.training)
+        engine.load(folding.copies.strategy)
+        return engine.play()
 
 
 def _unlike(one: Strategy, other: Strategy) -> bool:

@@ -22,7 +22,7 @@ from soap.simulator.communication.synchronizing import before_passes
 from soap.simulator.costs import CostModel
 from soap.simulator.draws import links_between_hosts
 from soap.simulator.folded import FoldedSimulation
-from soap.simulator.folding import fold
+from soap.simulator.folding import Folding, fold
 from soap.simulator.lowering import PlanBuilder, lower
 from soap.simulator.memory.hosts import host_use, lacking_on_hosts
 from soap.simulator.memory.ledger import MemoryCurve
@@ -46,6 +46,9 @@ REFUSED_BYTES = 2**60
 
 MANY_TILES = 2**14
 """A strategy with this many tiles or more is folded if possible: simulating all of it would take seconds."""
+
+MOST_KEPT_TASKS = 2**18
+"""Folded outcomes of more tasks are not kept: each takes gigabytes."""
 
 
 @dataclass(frozen=True)
@@ -173,6 +176,7 @@ class Simulator:
         self._builder = PlanBuilder(graph, topology, training)
         self._answers: OrderedDict[Hashable, tuple[int, int]] = OrderedDict()
         self._folded: OrderedDict[Hashable, FoldedSimulation | str] = OrderedDict()
+        self._foldings: OrderedDict[Hashable, Folding | str] = OrderedDict()
 
     @property
     def costs_hash(self) -> str:
@@ -194,16 +198,27 @@ class Simulator:
 
     def run_folded(self, strategy: Strategy) -> FoldedSimulation | str:
         """The full outcome from two of many equal copies, or the reason why it cannot be folded, in one line. Keeps the last answers."""
-        strategy.validate(self.graph, self.topology.device_count)
         key = self.key(strategy)
-        if key not in self._folded:
-            self._folded[key] = self._fold(strategy)
+        found = self._folded.get(key)
+        if found is None:
+            found = self._run_folding(self.folding(strategy))
+            if isinstance(found, str) or len(found.tasks.tasks) <= MOST_KEPT_TASKS:
+                self._folded[key] = found
             if len(self._folded) > KEPT_FOLDED:
                 self._folded.popitem(last=False)
-        return self._folded[key]
+        return found
 
-    def _fold(self, strategy: Strategy) -> FoldedSimulation | str:
-        folding = fold(self.graph, self.topology, strategy, self.training)
+    def folding(self, strategy: Strategy) -> Folding | str:
+        """A strategy as two of many equal copies, or the reason why it cannot be folded, in one line. Keeps the last answers."""
+        strategy.validate(self.graph, self.topology.device_count)
+        key = self.key(strategy)
+        if key not in self._foldings:
+            self._foldings[key] = fold(self.graph, self.topology, strategy, self.training)
+            if len(self._foldings) > KEPT_FOLDED:
+                self._foldings.popitem(last=False)
+        return self._foldings[key]
+
+    def _run_folding(self, folding: Folding | str) -> FoldedSimulation | str:
         if isinstance(folding, str):
             return folding
         tasks = lower(folding.plan, folding.topology, self.costs, folding.communication)
@@ -231,9 +246,8 @@ class Simulator:
         answer = self._answers.get(self.key(strategy))
         if answer is not None:
             return answer[1]
-        folded = self.run_folded(strategy) if is_large(strategy) else ""
-        if not isinstance(folded, str):
-            return folded.overflow_bytes
+        if is_large(strategy) and not isinstance(self.folding(strategy), str):
+            return self.cost(strategy)[1]
         plan = self._builder.build(strategy)
         if _is_refused(plan):
             return REFUSED_BYTES
@@ -289,15 +303,20 @@ def costs_hash(costs: CostModel, communication: Communication) -> str:
 
 
 def tile_count(strategy: Strategy) -> int:
-    """Tiles of all operators, replicas included."""
+    """Tiles of all operators, of all replicas and micro-batches; some more if there are operators that are not cut."""
+    return strategy.microbatches * _one_batch_tiles(strategy)
+
+
+def _one_batch_tiles(strategy: Strategy) -> int:
     return sum(len(config.devices) for config in strategy.operators.values())
 
 
 def is_played(strategy: Strategy) -> bool:
     """Whether a search plays the strategy on its way to see whether it fits into memory. Others, which take seconds each, fit if the bounds
     for any order do: in a descent ``Simulator.bounds_overflow_bytes``, in a compiled chain, where even a plan takes too long, the upper
-    limit of those (``MemoryBound``)."""
-    return tile_count(strategy) <= MOST_PLAYED_TILES
+    limit of those (``MemoryBound``). Tiles count as if there was one micro-batch: with several the bounds say nothing, as they count what
+    all of them keep."""
+    return _one_batch_tiles(strategy) <= MOST_PLAYED_TILES
 
 
 def is_large(strategy: Strategy) -> bool:

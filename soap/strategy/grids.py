@@ -80,6 +80,13 @@ def grouped(
     return OpConfig(tuple(degrees), devices, inside * across)
 
 
+def shared(op: Operator, order: Sequence[int], samples: int) -> OpConfig:
+    """Data parallelism of an operator that has a sample factor. ``samples``: the factor's size in the smallest micro-batch; if devices are
+    more, it is divided among as many equal groups of neighbours as can be, which do the same: what follows finds its inputs there."""
+    count = len(order)
+    return grouped(op, order, next(width for width in range(1, count + 1) if count % width == 0 and count // width <= samples))
+
+
 @lru_cache(256)
 def _grouped_devices(
     order: tuple[int, ...], width: int, degrees: tuple[int, ...], sample: int | None, factor: int | None, inside: int, across: int

@@ -14,7 +14,7 @@ from soap.errors import StrategyError
 from soap.model.graph import OperatorGraph
 from soap.model.micro_batches import MicroBatches
 from soap.strategy.config import OpConfig, Strategy, settled
-from soap.strategy.grids import device_order, fill, grouped, sample_factor, tensor_parallel_width
+from soap.strategy.grids import device_order, fill, grouped, sample_factor, shared, tensor_parallel_width
 from soap.strategy.sequences import SequenceSplits
 from soap.strategy.tensor_parallel_chains import Chain, dense, find_chains, table
 
@@ -103,13 +103,12 @@ class _Placement:
         self._gathered: set[int] = set()
 
     def repeat_few(self, cut: MicroBatches) -> None:
-        """Where micro-batches have fewer samples than a stage has devices, divide them among groups of devices that do the same, unless
-        tensor parallelism finds something better."""
+        """Where micro-batches have fewer samples than a stage has devices, divide them among groups of devices that do the same
+        (``grids.shared``), unless tensor parallelism finds something better."""
         for i, op in enumerate(self._graph.operators):
-            factor, count = sample_factor(op), len(self._orders[i])
-            if factor is not None and (least := cut.least_size(i, factor)) < count:
-                width = next(own for own in range(1, count + 1) if count % own == 0 and count // own <= least)
-                self._few[i] = grouped(op, self._orders[i], width)
+            factor = sample_factor(op)
+            if factor is not None and (least := cut.least_size(i, factor)) < len(self._orders[i]):
+                self._few[i] = shared(op, self._orders[i], least)
 
     def place(self, most: int) -> Strategy:
         """The strategy with groups of at most ``most`` devices."""

@@ -9,11 +9,12 @@ import pytest
 
 from soap import api
 from soap.cluster.topology import DeviceType, Topology
-from soap.errors import StrategyError
+from soap.errors import InfeasibleError, StrategyError
 from soap.model.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
 from soap.search.chains import search
 from soap.search.compiled.runner import CompiledChain, CompiledSpace
+from soap.search.offloading import with_offloading
 from soap.search.options import SearchOptions
 from soap.search.pipeline_moves import BORDER, DEVICES, MICROBATCHES, PIPELINE_MOVES, SCHEDULE, pipeline_moves
 from soap.search.pipelines import pipelines
@@ -27,7 +28,7 @@ from soap.simulator.simulate import Simulator
 from soap.strategy.named import PIPELINE
 from soap.strategy.stages import chunks_of, devices_of_stages
 from tests.graph_builder import GraphBuilder, mlp, transformer
-from tests.strategies import cluster
+from tests.strategies import GPU, cluster
 
 BUSY = DeviceType("test-busy", "cpu", {"float32": 1e8}, 1e9, 2**30, 1e-7, "made up for tests")
 """Slow beside the network, so that stages have something to do."""
@@ -134,6 +135,38 @@ def test_the_space_of_a_pipeline_stays_in_its_stages() -> None:
         assert space.allows(position, config)
         assert {*space.operators[position].devices} == {*config.devices}, op
     assert space_of(SPACE, replace(own, strategy=replace(own.strategy, microbatches=1, stages={}, schedule=None))) is SPACE
+    saving = with_offloading(with_recomputation(SPACE))
+    inside = space_of(saving, own)
+    assert inside is not None and inside.offload == saving.offload and len(inside.recompute) > 0
+
+
+def activations() -> OperatorGraph:
+    """Equal layers that keep more than they have parameters."""
+    g = GraphBuilder("activations")
+    x = g.input("x", 64, 32, 8)
+    for i in range(8):
+        for part in "abcd":
+            x = g.elementwise(x, name=f"layers.{i}.{part}")
+        x = g.elementwise(g.linear(x, 8, name=f"layers.{i}.fc"), x, name=f"layers.{i}.add")
+    return g.build(g.mean(x, name="mean"))
+
+
+def test_a_pipeline_that_lacks_memory_recomputes_and_then_offloads() -> None:
+    """Each only as far as the options leave it."""
+    graph = activations()
+    wide = cluster([1, 1], replace(GPU, memory_bytes=2**40))
+    roomy = [pipelined(graph, wide, own) for own in pipelines(graph, wide, RooflineCosts(wide), 2)]
+    needs = min(max(Simulator(graph, wide, RooflineCosts(wide)).run(own).peak_bytes) for own in roomy)
+    topology = replace(wide, limits=(needs * 95 // 100,) * 2)  # less than the smallest pipeline needs
+
+    def starts(**options: object) -> dict[str, bool]:
+        own = SearchOptions(budget=1, starts=[PIPELINE], confidence=0, **options)  # type: ignore[arg-type]
+        evaluator = IncrementalSimulator(Simulator(graph, topology, RooflineCosts(topology)))
+        return {name: fits for name, (_, fits) in search(graph, topology, evaluator, own).start_costs.items() if PIPELINE in name}
+
+    assert starts() == {PIPELINE: False, f"{PIPELINE}, recompute": True}
+    with pytest.raises(InfeasibleError):
+        starts(recompute=False)
 
 
 @pytest.mark.slow

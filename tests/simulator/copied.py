@@ -9,11 +9,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from soap.cluster.topology import Topology
-from soap.model.graph import FactorKind, Operator, OperatorGraph
+from soap.model.graph import FactorKind, OperatorGraph
+from soap.model.micro_batches import MicroBatches
 from soap.strategy.classical import sample_factor
 from soap.strategy.config import OpConfig, Strategy
+from soap.strategy.recomputation import ALL, KEPT, LIGHT, level_at, refusal
+from soap.strategy.stages import chunks_of, stages_of_chunks
 from tests.simulator.examples import pairwise_cluster
-from tests.strategies import MOVES, cluster, graphs, named, with_rails
+from tests.strategies import MOVES, cluster, graphs, named, pipelines, with_rails
 
 Case = tuple[OperatorGraph, Topology, Strategy]
 
@@ -30,45 +33,55 @@ def on_rails(*counts: int) -> Topology:
 
 @st.composite
 def copied(draw: st.DrawFn) -> Case:
-    """A graph, a cluster and a strategy of three to five copies; it may be that it cannot be folded."""
-    copies, width = draw(st.integers(3, 5)), draw(st.integers(1, 4))
-    graph = draw(graphs(batches=st.sampled_from((copies, 2 * copies)), moves=[move for move in MOVES if move not in ("opaque", "state")]))
-    count = copies * width
-    images = np.arange(count).reshape(copies, width)
+    """A graph, a cluster and a strategy of three to five copies, often in micro-batches and stages; it may be that it cannot be folded."""
+    copies, width, count = draw(st.integers(3, 5)), draw(st.integers(1, 4)), draw(st.sampled_from((1, 1, 2, 3)))
+    batches = st.sampled_from((count * copies, 2 * count * copies))
+    graph = draw(graphs(batches=batches, moves=[move for move in MOVES if move not in ("opaque", "state")]))
+    used = copies * width
+    images = np.arange(used).reshape(copies, width)
     if draw(st.booleans()):
-        images = np.ascontiguousarray(np.arange(count).reshape(width, copies).T)  # the copies' devices lie between each other
-    hosts = draw(st.sampled_from([hosts for hosts in (1, copies, width, count) if count % hosts == 0]))
-    per_host = [count // hosts] * hosts
+        images = np.ascontiguousarray(np.arange(used).reshape(width, copies).T)  # the copies' devices lie between each other
+    hosts = draw(st.sampled_from([hosts for hosts in (1, copies, width, used) if used % hosts == 0]))
+    per_host = [used // hosts] * hosts
     made = draw(st.sampled_from((pairwise_cluster, switched, on_rails)))
     topology = made(*per_host)
     if made is not pairwise_cluster:
         topology = named(topology, draw(st.sampled_from(("", "pcie", "nvlink4"))))
-    configs = {op.name: draw(config(op, images)) for op in graph.operators}
-    return graph, topology, Strategy(configs)
+    cut = MicroBatches(graph, count)
+    stages, schedule = draw(pipelines(cut, width)) if count > 1 and draw(st.booleans()) else ({}, None)
+    stage_of, order = stages_of_chunks(len(stages) + 1, schedule), draw(st.permutations(range(width)))
+    configs = {}
+    for position, chunk in enumerate(chunks_of(graph, stages)):
+        own = np.sort(order[stage_of[chunk] :: max(stage_of) + 1])
+        configs[graph.operators[position].name] = draw(config(cut, position, images[:, own]))
+    return graph, topology, Strategy(configs, microbatches=count, stages=stages, schedule=schedule)
 
 
 @st.composite
-def config(draw: st.DrawFn, op: Operator, images: NDArray[np.int64]) -> OpConfig:
-    """One copy's tiles anywhere among its devices, and the others' in their place; operators without samples repeated, or on one device."""
-    copies, width = images.shape
-    sample = sample_factor(op)
+def config(draw: st.DrawFn, cut: MicroBatches, position: int, images: NDArray[np.int64]) -> OpConfig:
+    """One copy's tiles anywhere among its devices, and the others' in their place; operators without samples repeated, or on one device.
+    Some are recomputed."""
+    op, (copies, width) = cut.graph.operators[position], images.shape
+    repeats = refusal(cut.graph, op) is None and cut.may_repeat(position)
+    recompute = draw(st.sampled_from((KEPT, KEPT, ALL, level_at(op, LIGHT)))) if repeats else KEPT
+    sample, parts = sample_factor(op), cut.parts(position)
     degrees, room = [1] * len(op.factors), 4
     for i in draw(st.permutations(range(len(op.factors)))) if op.partitionable else ():
         if i != sample and op.factors[i].kind is not FactorKind.SAMPLE:
             degrees[i] = draw(st.integers(1, min(op.factors[i].size, room)))
             room //= degrees[i]
-    if sample is None or op.factors[sample].size % copies:
+    if sample is None or op.factors[sample].size % (copies * parts):
         if draw(st.booleans()):
-            return OpConfig((1,) * len(op.factors), tuple(images.ravel().tolist()), images.size)
+            return OpConfig((1,) * len(op.factors), tuple(images.ravel().tolist()), images.size, recompute)
         if draw(st.booleans()):
-            return OpConfig((1,) * len(op.factors), (0,))
+            return OpConfig((1,) * len(op.factors), (int(images[0, 0]),), 1, recompute)
         tiles = prod(degrees)
         places = draw(st.lists(st.integers(0, width - 1), min_size=tiles, max_size=tiles))
-        return OpConfig(tuple(degrees), tuple(images[:, places].ravel().tolist()), copies)
-    each = draw(st.sampled_from([k for k in (1, 2) if op.factors[sample].size % (copies * k) == 0]))
+        return OpConfig(tuple(degrees), tuple(images[:, places].ravel().tolist()), copies, recompute)
+    each = draw(st.sampled_from([k for k in (1, 2) if op.factors[sample].size % (copies * k * parts) == 0]))
     replicas = draw(st.sampled_from((1, 1, 1, 2)))
     before, after = replicas * prod(degrees[:sample]), each * prod(degrees[sample:])
     places = draw(st.lists(st.integers(0, width - 1), min_size=before * after, max_size=before * after))
     degrees[sample] = copies * each
     tiles = np.moveaxis(images[:, places].reshape(copies, before, after), 0, 1)
-    return OpConfig(tuple(degrees), tuple(tiles.ravel().tolist()), replicas)
+    return OpConfig(tuple(degrees), tuple(tiles.ravel().tolist()), replicas, recompute)

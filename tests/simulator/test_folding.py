@@ -17,6 +17,7 @@ from soap.model.graph import OperatorGraph
 from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.plan.copies import LEFT
 from soap.profiles.roofline import RooflineCosts
+from soap.schedules.named import parse
 from soap.simulator.drawn_times import reference_times_ns
 from soap.simulator.draws import Draws, links_between_hosts
 from soap.simulator.folded import FoldedSimulation
@@ -24,11 +25,13 @@ from soap.simulator.folding import Folding, fold
 from soap.simulator.lowering import PlanBuilder, lower
 from soap.simulator.reference import simulate
 from soap.simulator.simulate import Simulator
-from soap.simulator.tasks import Task, TaskKind
+from soap.simulator.tasks import Task, TaskGraph, TaskKind
 from soap.strategy.classical import data_parallel, hybrid, megatron
 from soap.strategy.config import OpConfig, Strategy
+from soap.strategy.megatron import staged
+from soap.strategy.stages import stages_of
 from soap.strategy.sync import parameter_server
-from tests.extent import MANY
+from tests.extent import MANY, rows_often
 from tests.graph_builder import GraphBuilder, mlp, transformer
 from tests.simulator.copied import Case, copied
 from tests.simulator.examples import ExampleSpreads, LaunchedCosts
@@ -38,6 +41,12 @@ from tests.strategies import CPU, GPU, cluster, with_rails
 def place(task: Task) -> tuple[int, ...]:
     """What of a task's id is the same in all copies: not the numbers of tiles and devices."""
     return task.id[:1] if task.kind is TaskKind.UPDATE else task.id[:3]
+
+
+def needing(tasks: TaskGraph, task: Task) -> tuple[int]:
+    """The device whose tile needs something: of a task that holds nothing."""
+    plan = tasks.plan
+    return (plan.tiles[plan.first_tile[len(plan.graph.operators) - 1 - task.id[1]] + task.id[3]].device,)
 
 
 def check(graph: OperatorGraph, topology: Topology, strategy: Strategy, folding: Folding, training: PlannedTraining = PLAIN) -> None:
@@ -53,7 +62,7 @@ def check(graph: OperatorGraph, topology: Topology, strategy: Strategy, folding:
     rank = {device: i for i, device in enumerate(folding.copies.devices)}
     expected, others, first = Counter(), Counter(), Counter()
     for task, start, end in zip(whole.tasks, times.start_ns.tolist(), times.end_ns.tolist(), strict=True):
-        kinds = {copy_of[r] if r < count else links.get(r - count, -1) for r in task.resources}
+        kinds = {copy_of[r] if r < count else links.get(r - count, -1) for r in task.resources or needing(whole, task)}
         told = (place(task), task.kind, start, end, task.bytes)
         if kinds == {LEFT}:
             others[told] += 1
@@ -61,7 +70,8 @@ def check(graph: OperatorGraph, topology: Topology, strategy: Strategy, folding:
         if kinds == {1}:
             first[told] += 1
         held = {rank.get(r, -1) if r < count else folding.alike[r - count] for r in task.resources}
-        held = {r if task.resources[0] < count else r + folding.topology.device_count for r in held if r >= 0}
+        shift = 0 if not task.resources or task.resources[0] < count else folding.topology.device_count
+        held = {r + shift for r in held if r >= 0}
         expected[told, frozenset(held)] += 1
     found = Counter(
         ((place(task), task.kind, start, end, task.bytes), frozenset(task.resources))
@@ -149,6 +159,38 @@ def test_a_transformer_in_three_dimensions(tensor: int, pipeline: int, copies: i
     assert len(folding.plan.tiles) * copies == LEFT * sum(len(config.devices) for config in strategy.operators.values())
     check(graph, topology, strategy, folding)
     check_outcome(graph, topology, strategy, folding)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("schedule", "stages", "tensor", "count"),
+    rows_often([("1f1b", 2, 2, 4), ("gpipe", 2, 1, 2), ("interleaved:2", 2, 2, 4)], {("1f1b", 2, 2, 4)}),
+)
+def test_a_pipeline_in_micro_batches(schedule: str, stages: int, tensor: int, count: int) -> None:
+    """Copies inside each stage, a host of eight devices of which groups split matrices together, and each of which has a NIC."""
+    graph, topology = api.load("zoo:gpt:tiny@16", plan_only=True).graph, api.load_cluster("h200-2x8")
+    groups = [tuple(range(8 * stage, 8 * stage + 8)) for stage in range(stages)]
+    each = parse(schedule).chunks
+    chunks = [position * stages * each // len(graph.operators) for position in range(len(graph.operators))]
+    made = staged(graph, topology, [chunk % stages for chunk in chunks], groups, tensor=tensor, microbatches=count)
+    strategy = replace(made, microbatches=count, stages=stages_of(graph, chunks), schedule=schedule)
+    folding = fold(graph, topology, strategy)
+    assert isinstance(folding, Folding) and folding.count == 8 // tensor
+    check(graph, topology, strategy, folding)
+    check_outcome(graph, topology, strategy, folding)
+
+
+def test_copies_have_their_part_of_every_micro_batch() -> None:
+    g = GraphBuilder()
+    first = g.linear(g.input("x", 24, 4), 4, name="first")
+    graph, topology = g.build(g.mean(g.linear(first, 4, name="second"), name="loss")), cluster([1] * 3)
+    usual = data_parallel(graph, topology)
+    strategy = replace(usual, microbatches=2)
+    folding = fold(graph, topology, strategy)
+    assert isinstance(folding, Folding) and folding.count == 3
+    check(graph, topology, strategy, folding)
+    assert [tile.intervals[0] for tile in folding.plan.tiles if tile.operator == 0] == [(0, 4), (4, 8), (8, 12), (12, 16)]
+    assert _reason(graph, topology, replace(usual, microbatches=5)) == "5 micro-batches of different sizes"
 
 
 def test_the_first_copy_may_do_more() -> None:

@@ -14,13 +14,16 @@ from soap.model.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
 from soap.simulator import simulate
 from soap.simulator.folded import FoldedSimulation
+from soap.simulator.folding import Folding
 from soap.simulator.incremental import IncrementalSimulator
 from soap.simulator.simulate import Simulator
 from soap.strategy.classical import data_parallel, random_config, random_strategy
 from soap.strategy.config import Strategy, SyncConfig
+from soap.strategy.megatron import staged
+from soap.strategy.stages import stages_of
 from soap.strategy.sync import SHARDED, SPARSE_ALL_GATHER, fitted, parameter_server
 from tests.graph_builder import transformer
-from tests.strategies import cases, cluster
+from tests.strategies import cases, cluster, with_rails
 
 SERVERS = (SyncConfig(), parameter_server(), parameter_server(2, "host"), SHARDED)
 
@@ -72,3 +75,17 @@ def test_large_strategies_are_folded_or_go_to_the_engine(monkeypatch: pytest.Mon
         assert evaluator.makespan_ns(own) == whole[id(own)].makespan_ns
         assert evaluator.overflow_bytes(own) == whole[id(own)].overflow_bytes
     assert evaluator.engine_for(drawn) is None
+
+
+def test_large_pipelines_are_folded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulate, "MANY_TILES", 1)
+    graph, topology = transformer(batch=24), with_rails(cluster([4, 4]))
+    halves = [position >= len(graph.operators) // 2 for position in range(len(graph.operators))]
+    made = staged(graph, topology, halves, [range(4), range(4, 8)], microbatches=3)
+    strategy = replace(made, microbatches=3, stages=stages_of(graph, halves), schedule="1f1b")
+    simulator = Simulator(graph, topology, RooflineCosts(topology))
+    evaluator, whole = IncrementalSimulator(simulator), simulator.run(strategy)
+    folding = simulator.folding(strategy)
+    assert isinstance(folding, Folding) and folding.count == 4
+    monkeypatch.setattr(simulator, "run", lambda strategy: pytest.fail("lowered all devices"))
+    assert (evaluator.makespan_ns(strategy), evaluator.overflow_bytes(strategy)) == (whole.makespan_ns, whole.overflow_bytes)
