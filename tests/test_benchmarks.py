@@ -60,6 +60,7 @@ def test_contenders_are_distinct_and_fit() -> None:
     assert all(simulator.run(strategy).fits for strategy in others)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", often(list(MODELS), list(MODELS)[:1], pytest.mark.slow))
 def test_models_can_be_planned_in_full(name: str, tmp_path: Path) -> None:
     model = soap.load(export_model(name, tmp_path), plan_only=True)

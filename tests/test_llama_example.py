@@ -14,6 +14,7 @@ LAYER, NORM, TABLE = 218_112_000, 4096, 128_256 * 4096
 """Parameters of a layer of Llama 3 8B, of the last norm, and of each of the two tables."""
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the program is not compared")
 def test_a_layer_of_it_has_metas_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

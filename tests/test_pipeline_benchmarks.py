@@ -29,6 +29,7 @@ def graph() -> OperatorGraph:
     return graph_of({**TINY, "layers": 4}, 8)
 
 
+@pytest.mark.long
 def test_chunks_begin_with_layers(graph: OperatorGraph) -> None:
     chunks = layer_chunks(graph, 2)
     first = next(op.name for op, chunk in zip(graph.operators, chunks, strict=True) if chunk == 1)

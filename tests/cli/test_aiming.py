@@ -77,6 +77,7 @@ def test_what_decides_comes_first_and_then_what_decides_by_that(monkeypatch: pyt
     assert found.aims == [] and measured.probes == len(probes_for(soap.load_cluster(CLUSTER)))
 
 
+@pytest.mark.long
 def test_nothing_is_measured_if_the_choice_is_sure(monkeypatch: pytest.MonkeyPatch) -> None:
     every = probes_for(soap.load_cluster(CLUSTER))
     more = [probe for probe in every if probe.operation not in NEEDED]

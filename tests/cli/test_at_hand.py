@@ -333,6 +333,7 @@ def test_it_really_measures_and_runs(
     assert soap.load_strategy(tmp_path / "s.json", MODEL, CLUSTER).operators
 
 
+@pytest.mark.long
 def test_measuring_ends_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The time of a search, in which everything is prepared as well, not a budget that begins behind that."""
     topology, store = soap.load_cluster(CLUSTER), Store(tmp_path / "s.sqlite")

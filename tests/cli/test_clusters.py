@@ -99,6 +99,7 @@ def test_json_has_all_clusters(tmp_path: Path, capsys: Capsys, priced: dict[str,
     assert report["predicted_ns"] == report["clusters"][list(priced).index(cheapest)]["predicted_ns"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_cost_and_time_may_choose_differently(tmp_path: Path, capsys: Capsys, priced: dict[str, str]) -> None:
     two = clusters(priced[SLOW], priced[FAST])

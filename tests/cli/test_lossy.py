@@ -110,6 +110,7 @@ def test_another_cluster_is_no_help_against_a_wrong_setting(tmp_path: Path, caps
         assert line.count("\n") == 1 and "bf16: unknown setting 'density'; it has no settings" in line and "--what-if" not in line
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_lossy_plan_is_checked_against_its_emulation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, cluster, out = soap.load(MODEL, plan_only=True), soap.load_cluster("local:2"), tmp_path / "s.json"

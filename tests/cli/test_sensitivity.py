@@ -16,6 +16,7 @@ COMMAND = ["zoo:rnnlm:tiny", "--cluster", "h100-2x2"]
 Capsys = pytest.CaptureFixture[str]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_table_document_and_plot_say_the_same(tmp_path: Path, capsys: Capsys) -> None:
     command = [*COMMAND, "--builtin", "model_parallel", "--sensitivity", "--plot", str(tmp_path / "t.png")]

@@ -45,6 +45,7 @@ def pair(four: Pool) -> Pool:
     return FirstOf(four, 2)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind"),

@@ -128,6 +128,7 @@ def test_every_example_trains_as_a_plain_loop(four: Pool, files: dict[str, str],
     assert_exact(four, files[name], name, [[6], [6], [6]])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", often(["shared", "conv norm", "weighted"], ["weighted"], pytest.mark.slow))
 def test_batches_of_other_sizes(four: Pool, files: dict[str, str], name: str) -> None:
     """Smaller than the others, than the number of shards, one sample, and larger."""

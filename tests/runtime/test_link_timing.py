@@ -53,6 +53,7 @@ def test_all_ranks_end_when_the_first_has_enough(pool: Pool) -> None:
         assert pool.run(some, probes, 3, count) == [count] * 3
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_what_is_timed_within_steps(pool: Pool) -> None:
     """Parts of a chain's operators are added up behind each of them; alone, the same chain communicates nothing."""

@@ -349,6 +349,7 @@ def test_what_is_offloaded_is_predicted(name: str, pool: Pool, tmp_path: Path) -
         assert all(most <= peak for most, peak in zip(found, predicted, strict=True)), (found, predicted)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(("plan", "frozen"), rows_often([("hsdp", True), ("hsdp", False), ("fsdp", True)], [("hsdp", True)]))
 def test_copies_in_parts_are_predicted(plan: str, frozen: bool, four: Pool, tmp_path: Path) -> None:

@@ -76,6 +76,7 @@ with neighbours() as beside:
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 @pytest.mark.slow
 def test_none_outlives_a_killed_parent() -> None:

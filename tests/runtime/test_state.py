@@ -62,6 +62,7 @@ def assert_exact(
                 assert torch.equal(result.buffers[buffer], results[0].buffers[buffer]), (kind, buffer)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 4])
 @pytest.mark.parametrize("name", often(list(EXAMPLES), ["warm-up"]))

@@ -170,6 +170,7 @@ def run_measured(plan: Plan) -> tuple[StepTimes, list[int]]:
         return measure_steps(trainer, model.inputs, 3, 1, lambda step, loss: seen.append(step)), seen
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_measured_steps(pool: Pool) -> None:
     results = pool.run(run_measured, MIXED)

@@ -76,6 +76,7 @@ def test_a_pipeline_is_found_where_sums_of_gradients_are_dear() -> None:
     assert again.strategy == usual.strategy and again.rows == usual.rows
 
 
+@pytest.mark.long
 def test_searches_that_expect_nothing_of_pipelines_are_as_without() -> None:
     """On a fast network data parallelism is near the best that there is."""
     topology = cluster([4], BUSY, bandwidth_bytes_per_second=1e12, latency_seconds=1e-9)

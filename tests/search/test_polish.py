@@ -83,6 +83,7 @@ def test_the_best_neighbour_is_the_best_of_all() -> None:
     assert best_neighbour(costs, space, split) is None
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_polishing_is_the_same_every_time_and_stops_at_its_limit() -> None:
     graph, topology = transformer(), cluster([2, 2])
@@ -147,6 +148,7 @@ def test_ctrl_c_while_polishing_keeps_what_was_taken() -> None:
     assert result.cost_ns == simulator.makespan_ns(result.strategy) == result.rows[-1].cost_ns
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("name", often(["alexnet", "rnntc", "rnnlm", "lm"], {"alexnet", "rnntc"}))
 def test_tiny_zoo_nets_end_locally_optimal(name: str) -> None:

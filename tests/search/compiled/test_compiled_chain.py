@@ -342,6 +342,7 @@ def test_constraints_are_obeyed() -> None:
     assert all(counts.accepted > 0 for move, counts in chain.moves.items() if move not in ("segment", "sync", "recompute", "prefetch"))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_chain_goes_on_from_another_strategy() -> None:
     space, simulator, starts = of_the_zoo()
