@@ -95,7 +95,7 @@ class Trainer:
         tried = try_optimizer(self.layout, trainable_shapes(plan), self.device)
         require_possible(plan, tried, self.lazy_sparse)
         require_offloadable(plan, tried, lazy_sparse=self.lazy_sparse)
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" and self.rank < plan.device_count:  # others are idle
             most = memory_use(plan, tried.states)[self.rank].total
             keep_if_there_is_room(most, topology.memory_limits[self.rank])
         self._place_values(joined_names(plan, tried), options.take_over)
