@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import torch
 
-from soap.plan.compression.rgc import LEAST_IN_BLOCKS
+from soap.plan.compression.rgc import DEVICE_BLOCK, LEAST_IN_BLOCKS
 from soap.plan.compression.seam import PROBES
 
-BLOCK = 64
-"""Elements that share a maximum."""
 FILL = 0
 """Behind the last position. What is added there is zero."""
 
@@ -81,13 +79,13 @@ def above(tensor: torch.Tensor, threshold: torch.Tensor, most: int, sign: int = 
 def _candidates(keys: torch.Tensor, blocks: int) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The keys in so many blocks with the largest maxima, in order, and their positions (None: all). Padding is below all keys."""
     size = len(keys)
-    count = -(-size // BLOCK)
+    count = -(-size // DEVICE_BLOCK)
     if blocks >= count or size < LEAST_IN_BLOCKS:
         return keys, None
-    rest = count * BLOCK - size
-    padded = (torch.nn.functional.pad(keys, (0, rest), value=-1) if rest else keys).view(count, BLOCK)
+    rest = count * DEVICE_BLOCK - size
+    padded = (torch.nn.functional.pad(keys, (0, rest), value=-1) if rest else keys).view(count, DEVICE_BLOCK)
     chosen = torch.nonzero_static(_largest(padded.amax(1), blocks, 0), size=blocks)[:, 0]
-    return padded[chosen].flatten(), (chosen[:, None] * BLOCK + torch.arange(BLOCK, device=keys.device)).flatten()
+    return padded[chosen].flatten(), (chosen[:, None] * DEVICE_BLOCK + torch.arange(DEVICE_BLOCK, device=keys.device)).flatten()
 
 
 def _largest(keys: torch.Tensor, count: int, sign: int) -> torch.Tensor:
