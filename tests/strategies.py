@@ -137,7 +137,8 @@ def topologies(draw: st.DrawFn, *, max_devices: int = 4, ports: bool = True) -> 
     if not ports:
         return made
     overhead = CpuOverhead(*(((2, draw(shares)), (4, draw(shares))) for _ in range(2)))
-    penalty = ColdPenalty(draw(st.sampled_from(((), ((500, 700),), ((700, 300), (90_000, 5_000), (200_000, 5_001))))))
+    points = st.sampled_from(((), ((500, 700),), ((700, 300), (90_000, 5_000), (200_000, 5_001))))
+    penalty = ColdPenalty(draw(points), draw(points))
     latency_factor = draw(st.sampled_from((NO_LATENCY_FACTOR, CollectiveLatencyFactor(((2, 1.5), (4, 0.4)), ((2, 2.0), (4, 0.5))))))
     return replace(made, ports=tuple(own_ports), cpu_overhead=overhead, latency_factor=latency_factor, cold_penalty=penalty)
 

@@ -98,20 +98,24 @@ class CollectiveLatencyFactor:
 @dataclass(frozen=True, slots=True)
 class ColdPenalty:
     """A device that has waited, or communicated, since its last tile is slower for a while: a processor that others have had meanwhile
-    finds its caches cold, and one that has slept comes back at a lower clock. ``points``: (ns of tiles since then, how many ns longer they
-    have taken together), both rising; between them linearly, from nothing at 0, and no more behind the last."""
+    finds its caches cold, and one that has slept comes back at a lower clock. And where all wait for each other, the slowest tile decides.
+    ``points``: (ns of tiles since then, how many ns longer they have taken together), both rising; between them linearly, from nothing at
+    0, and no more behind the last. ``behind_messages``: the same where the last communication was a message, for which one device waited
+    for one other; empty: as ``points``."""
 
     points: tuple[tuple[int, int], ...] = ()
+    behind_messages: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
-        for (before, less), (after, more) in pairwise(((0, 0), *self.points)):
-            if after <= before or more < less:
-                raise TopologyError(f"cold penalty of a device: {(after, more)} behind {(before, less)}; expected more of both")
+        for points in (self.points, self.behind_messages):
+            for (before, less), (after, more) in pairwise(((0, 0), *points)):
+                if after <= before or more < less:
+                    raise TopologyError(f"cold penalty of a device: {(after, more)} behind {(before, less)}; expected more of both")
 
-    def longer_ns(self, computed_ns: int) -> int:
+    def longer_ns(self, computed_ns: int, *, behind_message: bool = False) -> int:
         """How much longer so many ns of tiles take together."""
         before = less = 0
-        for after, more in self.points:
+        for after, more in (self.behind_messages if behind_message else ()) or self.points:
             if computed_ns < after:
                 return less + (more - less) * (computed_ns - before) // (after - before)
             before, less = after, more

@@ -220,7 +220,7 @@ class Topology:
 
     def device_clock(self) -> DeviceClock:
         """How long tiles take in the course of a simulation; one for each."""
-        return WarmUp(self.cold_penalty) if self.cold_penalty.points else NoClock()
+        return WarmUp(self.cold_penalty) if self.cold_penalty != NO_COLD_PENALTY else NoClock()
 
     @property
     def device_count(self) -> int:

@@ -11,7 +11,7 @@ from soap.cluster.overheads import NO_CPU_OVERHEAD, NO_LATENCY_FACTOR, ColdPenal
 from soap.cluster.topology import Topology
 from soap.errors import ProfileError
 from soap.measure.alpha_beta import AlphaBeta
-from soap.measure.link_probes import Lines, LinkTiming, Operation, Probe, cpu_fits, devices_by_host, fits
+from soap.measure.link_probes import COLD_PENALTIES, Lines, LinkTiming, Operation, Probe, cpu_fits, devices_by_host, fits
 from soap.simulator.communication.prices import Communication
 
 LARGE_BYTES = 2**30
@@ -27,7 +27,7 @@ def modelled_seconds(communication: Communication, probe: Probe) -> float:
             return communication.transfer_ns(size, *devices) / 1e9
         case Operation.ALL_REDUCE | Operation.STEP_SUM:
             return communication.allreduce(size, devices)[0] / 1e9
-        case Operation.STEP_COLD_PENALTY:
+        case Operation.STEP_COLD_PENALTY | Operation.STEP_WAIT:
             return 0.0
     return communication.exchange_ns([(a, b, size) for a in devices for b in devices if a != b]) / 1e9
 
@@ -160,15 +160,20 @@ def _collectives(topology: Topology, lines: Lines) -> list[tuple[tuple[Operation
 
 
 def _cold_penalty(timings: Sequence[LinkTiming]) -> ColdPenalty:
-    """The cold penalty: how much longer tiles take after a sum, by how long they take without one. Longer tiles get no smaller penalty."""
+    """The cold penalty: how much longer tiles take after a sum, and after a message, by how long they take without one."""
+    behind = {operation: _points([timing for timing in timings if timing.probe.operation is operation]) for operation in COLD_PENALTIES}
+    return ColdPenalty(behind[Operation.STEP_COLD_PENALTY], behind[Operation.STEP_WAIT])
+
+
+def _points(own: Sequence[LinkTiming]) -> tuple[tuple[int, int], ...]:
+    """The points of such a penalty. Longer tiles get no smaller one."""
     points: list[tuple[int, int]] = []
-    own = [timing for timing in timings if timing.probe.operation is Operation.STEP_COLD_PENALTY]
     for timing in sorted(own, key=lambda timing: timing.cpu_seconds):
         alone_ns, longer_ns = round(1e9 * timing.cpu_seconds), round(1e9 * timing.typical_seconds)
         before_ns, less_ns = points[-1] if points else (0, 0)
         if alone_ns > before_ns:
             points.append((alone_ns, max(less_ns, longer_ns)))
-    return ColdPenalty(tuple(points))
+    return tuple(points)
 
 
 def _port(topology: Topology, link: int, busy: AlphaBeta, seconds_per_byte: float, busier_seconds: float) -> Port:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from soap.cluster.presets import local_topology
 from soap.errors import ProfileError
-from soap.measure.link_probes import IN_STEPS, LinkTiming, Operation, Probe, quick_probes
+from soap.measure.link_probes import COLD_PENALTIES, IN_STEPS, LinkTiming, Operation, Probe, quick_probes
 from soap.measure.link_records import decode_timing, encode_timing
 from soap.runtime.system.gloo_threads import calm_gloo
 from soap.runtime.system.malloc import keep_freed_memory
@@ -170,7 +170,7 @@ def _timings(count: int) -> list[LinkTiming]:
 def _kept_seconds(timing: LinkTiming) -> float:
     """The fastest tenth, too; within steps, of differences between times, the median. Of a cold penalty what is sure: whatever else the
     machine does makes tiles across processes slower, but hardly those of one."""
-    between_times = timing.probe.operation in IN_STEPS and timing.probe.operation is not Operation.STEP_COLD_PENALTY
+    between_times = timing.probe.operation in IN_STEPS and timing.probe.operation not in COLD_PENALTIES
     return timing.typical_seconds if between_times else _fastest_tenth(timing.seconds)
 
 

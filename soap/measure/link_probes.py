@@ -26,8 +26,8 @@ LEAST_CPU_SECONDS = 1e-9
 class Operation(StrEnum):
     """``message``: from the first device to the second. ``exchange``: both ways at once. ``all_to_all``: from each to each.
     ``step_message``, ``step_sum`` and ``step_exchange``: bytes from one tile to the next, summed behind each tile, or from each to
-    each, as a training step has them (``soap.measure.step_timing``). ``step_restart``: how much longer a tile that reads so many bytes
-    takes behind a sum."""
+    each, as a training step has them (``soap.measure.step_timing``). ``step_restart``, ``step_wait``: how much longer a tile that reads so
+    many bytes takes behind a sum of all devices, and behind a message of one other."""
 
     MESSAGE = "message"
     EXCHANGE = "exchange"
@@ -37,9 +37,11 @@ class Operation(StrEnum):
     STEP_SUM = "step_sum"
     STEP_EXCHANGE = "step_exchange"
     STEP_COLD_PENALTY = "step_restart"
+    STEP_WAIT = "step_wait"
 
 
-IN_STEPS = (Operation.STEP_MESSAGE, Operation.STEP_SUM, Operation.STEP_EXCHANGE, Operation.STEP_COLD_PENALTY)
+COLD_PENALTIES = (Operation.STEP_COLD_PENALTY, Operation.STEP_WAIT)
+IN_STEPS = (Operation.STEP_MESSAGE, Operation.STEP_SUM, Operation.STEP_EXCHANGE, *COLD_PENALTIES)
 NEEDED = (Operation.MESSAGE, Operation.EXCHANGE, *IN_STEPS)
 """Operations that must have been measured before predictions use any."""
 STEP_BYTES = 4
@@ -51,7 +53,7 @@ SAMPLES, CHANNELS, SIDE, WINDOW = 2, 24, 16, 3
 BLOCK_BYTES = 4 * (LAYERS * WIDTH**2 + SAMPLES * CHANNELS * SIDE**2 + (CHANNELS * WINDOW) ** 2)
 """Bytes that one block of a tile's work reads: the weights of its layers, and the operands of its convolution."""
 COLD_PENALTY_BYTES = (BLOCK_BYTES, 4 * BLOCK_BYTES, 12 * BLOCK_BYTES)
-"""Bytes read by the tiles that are timed behind sums: about one, four and twelve milliseconds on a device with 0.4 cores."""
+"""Bytes read by the tiles that are timed behind a wait: about one, four and twelve milliseconds on a device with 0.4 cores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +119,13 @@ def probes_for(topology: Topology, sizes_bytes: Sequence[int] = SIZES_BYTES) -> 
         probes.append(Probe(Operation.STEP_SUM, everyone, STEP_BYTES))
         exchanged = STEP_SIZES_BYTES if len(everyone) >= SMALLEST_EXCHANGE else ()
         probes += [Probe(Operation.STEP_EXCHANGE, everyone, size) for size in exchanged]
-        probes += [Probe(Operation.STEP_COLD_PENALTY, everyone, size) for size in COLD_PENALTY_BYTES]
+        probes += [Probe(operation, everyone, size) for operation in COLD_PENALTIES for size in COLD_PENALTY_BYTES]
     return probes
 
 
 def quick_probes(topology: Topology) -> list[Probe]:
     """Those of them that say most, for a measurement of a few seconds: three sizes, of collectives two, sums over a pair and over all,
-    exchanges over all; within steps both sizes of messages, one of exchanges, and one cold penalty. None of
+    exchanges over all; within steps both sizes of messages, one of exchanges, and one cold penalty of each kind. None of
     these where devices share cores: tiles across them are slower for that alone, which their own time has in it."""
     whole, ends = topology.device_count, (QUICK_SIZES_BYTES[0], QUICK_SIZES_BYTES[-1])
 
@@ -135,7 +137,7 @@ def quick_probes(topology: Topology) -> list[Probe]:
                 return len(probe.devices) == whole >= SMALLEST_EXCHANGE and probe.size_bytes in ends
             case Operation.STEP_EXCHANGE:
                 return probe.size_bytes == STEP_BYTES
-            case Operation.STEP_COLD_PENALTY:
+            case Operation.STEP_COLD_PENALTY | Operation.STEP_WAIT:
                 return probe.size_bytes == COLD_PENALTY_BYTES[1] and whole <= sum(host.cpu_cores for host in topology.hosts)
         return True
 

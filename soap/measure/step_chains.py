@@ -97,10 +97,19 @@ class WorkingChain(StepChain):
 
 class WideChain(StepChain):
     """A graph of these operators. What is handed on has a shape, and ``dims``; the last operator adds up. ``factors``: of all
-    operators, None for their own. For an exchange, operators are split by one of two factors in turns."""
+    operators, None for their own. For an exchange, operators are split by one of two factors in turns. ``blocks``: as in
+    ``WorkingChain``; the last operator does no work."""
 
-    def __init__(self, count: int, shape: tuple[int, ...], dims: tuple[DimMap, ...], factors: Sequence[Factor] | None = None) -> None:
+    def __init__(
+        self,
+        count: int,
+        shape: tuple[int, ...],
+        dims: tuple[DimMap, ...],
+        factors: Sequence[Factor] | None = None,
+        blocks: int = 0,
+    ) -> None:
         super().__init__(count)
+        self._blocks = [_Block.drawn() for _ in range(blocks)]
         *others, last = self.graph.operators
 
         def wide(operands: Sequence[Any]) -> tuple[Any, ...]:
@@ -120,9 +129,11 @@ class WideChain(StepChain):
     def run_tile(
         self, tile: Tile, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], context: TileContext
     ) -> tuple[torch.Tensor, ...]:
-        """What is handed on; for the last operator its sum."""
+        """What is handed on, after the work is done; for the last operator its sum."""
         made = self.handed_on(tile, inputs, parameters)
-        return (made.clone() if tile.operator < len(self.graph.operators) - 1 else made.sum().reshape(1),)
+        if tile.operator == len(self.graph.operators) - 1:
+            return (made.sum().reshape(1),)
+        return (_Work.apply(made, self._blocks) if self._blocks else made.clone(),)  # type: ignore[no-untyped-call]
 
 
 def chain_model(operation: Operation, count: int, devices: int, blocks: int = 0, size_bytes: int = STEP_BYTES) -> TileChain:
@@ -130,6 +141,8 @@ def chain_model(operation: Operation, count: int, devices: int, blocks: int = 0,
     depth = max(1, size_bytes // STEP_BYTES)
     if operation is Operation.STEP_MESSAGE:
         return WideChain(count, (1, depth), (DimMap(0), WHOLE))
+    if operation is Operation.STEP_WAIT:
+        return WideChain(count, (devices, 1), (DimMap(0), WHOLE), [Factor("devices", devices, FactorKind.ATTRIBUTE)], blocks)
     if operation is Operation.STEP_EXCHANGE:
         factors = [Factor(name, devices, FactorKind.ATTRIBUTE) for name in ("rows", "columns")]
         return WideChain(count, (devices, devices, depth), (DimMap(0), DimMap(1), WHOLE), factors)
@@ -143,7 +156,17 @@ def chain_strategy(model: TileChain, operation: Operation, devices: Sequence[int
         degrees, place = [1] * len(op.factors), [devices[0]]
         if across and operation is Operation.STEP_MESSAGE:
             place = [devices[number % count]]
+        elif across and operation is Operation.STEP_WAIT and number < last:
+            degrees, place = [count], _swapped(devices) if number % 2 else [*devices]
         elif across and number < last:
             degrees[number % 2 if operation is Operation.STEP_EXCHANGE else 1], place = count, [*devices]
         chosen[op.name] = OpConfig(tuple(degrees), tuple(place))
     return Strategy(chosen)
+
+
+def _swapped(devices: Sequence[int]) -> list[int]:
+    """Devices 0 and 1 in each other's place, 2 and 3, and so on. The last of an odd number stays."""
+    found = [*devices]
+    for first in range(0, len(found) - 1, 2):
+        found[first], found[first + 1] = found[first + 1], found[first]
+    return found

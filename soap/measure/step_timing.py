@@ -13,7 +13,7 @@ from statistics import median
 from typing import NamedTuple
 
 from soap.cluster.presets import local_topology
-from soap.measure.link_probes import BLOCK_BYTES, STEP_BYTES, LinkTiming, Operation, Probe
+from soap.measure.link_probes import BLOCK_BYTES, COLD_PENALTIES, STEP_BYTES, LinkTiming, Operation, Probe
 from soap.measure.step_chains import chain_model, chain_strategy
 from soap.measure.upkeep_timing import TileChain
 from soap.runtime.comm.redistribute import Communicator
@@ -46,14 +46,22 @@ def measure_in_steps(comm: Communicator, probe: Probe, busy: Busy, known: Sequen
     operation makes a step. ``cpu_seconds``: how long it keeps a device busy, at one of a message's two ends. Of a cold penalty: how much
     longer tiles that compute make a step, beyond the sum itself (taken from ``known`` if it is there), and how long such a tile takes on
     one device."""
-    if probe.operation is not Operation.STEP_COLD_PENALTY:
+    if probe.operation not in COLD_PENALTIES:
         plain = [_turn(comm, probe, busy, 0) for _ in range(turns)]
         return _timing(probe, [one for turn in plain for one in turn.longer], median(turn.busier for turn in plain))
+    idle_seconds = _idle_seconds(comm, probe, busy, known, turns)
+    working = [_turn(comm, probe, busy, round(probe.size_bytes / BLOCK_BYTES)) for _ in range(turns - 1)]
+    longer = [one - idle_seconds for turn in working for one in turn.longer]
+    return _timing(probe, longer, median(turn.alone for turn in working))
+
+
+def _idle_seconds(comm: Communicator, probe: Probe, busy: Busy, known: Sequence[LinkTiming], turns: int) -> float:
+    """What a step of such a chain takes longer for each tile if these compute nothing."""
+    if probe.operation is Operation.STEP_WAIT:
+        return median(one for _ in range(turns - 1) for one in _turn(comm, probe, busy, 0).longer)
     summed = Probe(Operation.STEP_SUM, probe.devices, STEP_BYTES)
     own = next((timing for timing in known if timing.probe == summed), None) or measure_in_steps(comm, summed, busy, turns=turns)
-    working = [_turn(comm, probe, busy, round(probe.size_bytes / BLOCK_BYTES)) for _ in range(turns - 1)]
-    longer = [one - own.typical_seconds for turn in working for one in turn.longer]
-    return _timing(probe, longer, median(turn.alone for turn in working))
+    return own.typical_seconds
 
 
 def _timing(probe: Probe, seconds: Sequence[float], cpu_seconds: float) -> LinkTiming:

@@ -165,5 +165,6 @@ def _with_overhead(topology: Topology, factor: float) -> Topology:
         replace(port, fixed_ns=round(port.fixed_ns * factor), permille=round(port.permille * factor)) for port in topology.ports
     )
     overhead = CpuOverhead(of(topology.cpu_overhead.all_reduce), of(topology.cpu_overhead.exchange))
-    penalty = ColdPenalty(tuple((after, round(more * factor)) for after, more in topology.cold_penalty.points))
+    cold = topology.cold_penalty
+    penalty = ColdPenalty(*(tuple((after, round(more * factor)) for after, more in own) for own in (cold.points, cold.behind_messages)))
     return replace(topology, ports=ports, cpu_overhead=overhead, cold_penalty=penalty)

@@ -40,6 +40,7 @@ from itertools import permutations
 import numpy as np
 from numpy.typing import NDArray
 
+from soap.cluster.overheads import NO_COLD_PENALTY
 from soap.cluster.topology import Device, DeviceType, Host, Topology
 from soap.model.graph import OperatorGraph
 from soap.plan.compression.training import PLAIN, PlannedTraining
@@ -180,7 +181,7 @@ def fold(graph: OperatorGraph, topology: Topology, strategy: Strategy, training:
         return "what operators keep is offloaded"
     if topology.ports:
         return "communication costs the devices CPU overhead"
-    if topology.cold_penalty.points:
+    if topology.cold_penalty != NO_COLD_PENALTY:
         return "devices have a cold penalty after a wait"
     no_copies: list[str] = []
     unlike_copies: list[str] = []

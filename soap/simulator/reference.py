@@ -11,7 +11,8 @@ time from which on it is free, so if a communication waits for its links, what t
 A sum of gradients over links with ports, and a long one between GPUs, is a chain of chunks (``chunks``): what becomes ready meanwhile has
 its turn between them.
 
-The device's clock says how long a tile takes (``Topology.device_clock``): after a wait, tiles may be slower for a while (cold penalty).
+The device's clock says how long a tile takes (``Topology.device_clock``): after a wait, tiles may be slower for a while (cold penalty),
+by whether the last communication at the device's ports was a message, which alone has a latency.
 
 A GPU's kernels are launched by its host's processor, in the same order and without waiting for the GPU. A pass of a tile begins no earlier
 than its first kernel is launched, and ends no earlier than its last one is. If launching takes longer than computing, launching decides.
@@ -57,6 +58,7 @@ def simulate(tasks: TaskGraph) -> Schedule:
         for own in {ports.get(resource) for resource in task.resources}:
             if own is not None:
                 free[own] = max(free.get(own, 0), start[position]) + task.cpu_overhead_ns
+                clock.communicated(own, message=task.latency_ns > 0)
         for successor in successors[position]:
             ready[successor] = max(ready[successor], end[position])
             waiting[successor] -= 1

@@ -80,7 +80,7 @@ def test_shows_what_is_known(capsys: Capsys) -> None:
     assert " ".join(rows[3].split()) == "operation devices latency bandwidth processor and per MiB busy deviation measured / by links"
     assert rows[4].split()[:2] == ["message", "0,1"]
     in_steps = [(line["operation"], line["devices"]) for line in found["in_steps"]]
-    of_two = [*(2 * [Operation.STEP_MESSAGE]), Operation.STEP_SUM, *(3 * [Operation.STEP_COLD_PENALTY])]
+    of_two = [*(2 * [Operation.STEP_MESSAGE]), Operation.STEP_SUM, *(3 * [Operation.STEP_COLD_PENALTY]), *(3 * [Operation.STEP_WAIT])]
     assert in_steps == [(operation.value, [0, 1]) for operation in of_two]
     assert [row.split()[0] for row in rows[9:16]] == ["within", *(2 * ["step_message"]), "step_sum", *(3 * ["step_restart"])]
     assert "quicker than by links" in rows[18]

@@ -12,6 +12,7 @@ from soap.cluster.topology import Topology
 from soap.errors import ProfileError
 from soap.measure.link_figures import modelled_seconds, with_measured_links
 from soap.measure.link_probes import (
+    COLD_PENALTIES,
     COLD_PENALTY_BYTES,
     STEP_BYTES,
     STEP_SIZES_BYTES,
@@ -141,8 +142,8 @@ def test_ports_overheads_and_latency_factors_follow_from_what_was_measured() -> 
         seconds = modelled_seconds(communication, probe)
         if probe.operation in (Operation.ALL_REDUCE, Operation.STEP_SUM):
             seconds += 2 * modelled_seconds(communication, replace(probe, size_bytes=0))
-        restart = probe.operation is Operation.STEP_COLD_PENALTY
-        timings.append(LinkTiming(probe, (max(1e-9, seconds),) * 5, 0.0 if restart else 2e-5 + 0.5 * probe.size_bytes / 1e8))
+        cold = probe.operation in COLD_PENALTIES
+        timings.append(LinkTiming(probe, (max(1e-9, seconds),) * 5, 0.0 if cold else 2e-5 + 0.5 * probe.size_bytes / 1e8))
     measured = with_measured_links(topology, timings)
     devices = {port.link: port.device for port in measured.ports}
     assert devices == {link.index: link.index // 2 if link.index < 8 else None for link in topology.links}  # a device's links come first
@@ -165,19 +166,23 @@ def test_what_sends_for_gpus_does_not_keep_them_busy() -> None:
 
 
 def test_a_wait_costs_a_part_of_what_follows_up_to_what_was_measured() -> None:
-    """A tile of 2 ms takes 0.6 ms longer behind a sum, one of 6 ms takes 1.4, and one of 9 ms no less than that."""
+    """A tile of 2 ms takes 0.6 ms longer behind a sum, one of 6 ms takes 1.4, and one of 9 ms no less than that; behind a message half."""
     topology = cluster([1, 1], CPU)
     assert with_measured_links(topology, timed(topology)).cold_penalty == NO_COLD_PENALTY
     taken = dict(zip(COLD_PENALTY_BYTES, ((2e-3, 0.6e-3), (6e-3, 1.4e-3), (9e-3, 1.3e-3)), strict=True))
     timings = []
     for timing in timed(topology):
-        if timing.probe.operation is Operation.STEP_COLD_PENALTY:
+        if timing.probe.operation in COLD_PENALTIES:
             itself, longer = taken[timing.probe.size_bytes]
-            timing = replace(timing, seconds=(longer,), cpu_seconds=itself)
+            share = 0.5 if timing.probe.operation is Operation.STEP_WAIT else 1.0
+            timing = replace(timing, seconds=(share * longer,), cpu_seconds=itself)
         timings.append(timing)
     penalty = with_measured_links(topology, timings).cold_penalty
-    assert penalty == ColdPenalty(((2_000_000, 600_000), (6_000_000, 1_400_000), (9_000_000, 1_400_000)))
+    points = ((2_000_000, 600_000), (6_000_000, 1_400_000), (9_000_000, 1_400_000))
+    assert penalty == ColdPenalty(points, tuple((itself, longer // 2) for itself, longer in points))
     assert [penalty.longer_ns(ms * 10**6) for ms in (0, 1, 4, 7, 20)] == [0, 300_000, 1_000_000, 1_400_000, 1_400_000]
+    assert [penalty.longer_ns(ms * 10**6, behind_message=True) for ms in (1, 4, 20)] == [150_000, 500_000, 700_000]
+    assert ColdPenalty(points).longer_ns(2_000_000, behind_message=True) == 600_000  # where that was not measured
     assert Communication(replace(topology, cold_penalty=penalty)).hash != Communication(topology).hash
 
 

@@ -52,7 +52,7 @@ def test_quick_probes_are_some_of_all_and_say_what_predictions_need(cores: int) 
         assert set(quick) < set(probes_for(topology)) and len(quick) <= 17
         left = {probe.operation for probe in probes_for(topology)} - {probe.operation for probe in quick}
         among_two = {Operation.ALL_TO_ALL} if count == 2 else set()
-        assert left == among_two | ({Operation.STEP_COLD_PENALTY} if count > cores else set())
+        assert left == among_two | ({Operation.STEP_COLD_PENALTY, Operation.STEP_WAIT} if count > cores else set())
         assert max(len(probe.devices) for probe in quick) == count
     assert quick_probes(local_topology(1)) == []
 

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from soap.cluster.presets import local_topology
-from soap.measure.link_probes import BLOCK_BYTES, IN_STEPS, STEP_BYTES, LinkTiming, Operation, Probe
+from soap.measure.link_probes import BLOCK_BYTES, COLD_PENALTIES, IN_STEPS, STEP_BYTES, LinkTiming, Operation, Probe
 from soap.measure.link_timing import LEAST_ROUNDS, measure_links
 from soap.measure.step_chains import chain_model, chain_strategy
 from soap.measure.step_timing import STEPS, TURNS
@@ -59,17 +59,22 @@ def test_what_is_timed_within_steps(pool: Pool) -> None:
     """Parts of a chain's operators are added up behind each of them; alone, the same chain communicates nothing."""
     probes = [Probe(Operation.STEP_MESSAGE, (0, 2), STEP_BYTES)]
     probes += [Probe(operation, (0, 1, 2), STEP_BYTES) for operation in (Operation.STEP_SUM, Operation.STEP_EXCHANGE)]
-    probes.append(Probe(Operation.STEP_COLD_PENALTY, (0, 1, 2), 2 * BLOCK_BYTES))
+    probes += [Probe(operation, (0, 1, 2), 2 * BLOCK_BYTES) for operation in COLD_PENALTIES]
     results = pool.run(timed, probes, 3)
     assert results[0][0] == results[1][0] == results[2][0]
     for probe, timing in zip(probes, results[0][0], strict=True):
-        turns = TURNS - 1 if probe.operation is Operation.STEP_COLD_PENALTY else TURNS
+        turns = TURNS - 1 if probe.operation in COLD_PENALTIES else TURNS
         assert timing.probe == probe and len(timing.seconds) == STEPS * turns and timing.cpu_seconds > 0
 
 
 @pytest.mark.parametrize(
     ("operation", "sums", "exchanges", "messages"),
-    [(Operation.STEP_SUM, 3, 0, 0), (Operation.STEP_MESSAGE, 0, 0, 3), (Operation.STEP_EXCHANGE, 0, 2, 2)],
+    [
+        (Operation.STEP_SUM, 3, 0, 0),
+        (Operation.STEP_MESSAGE, 0, 0, 3),
+        (Operation.STEP_EXCHANGE, 0, 2, 2),
+        (Operation.STEP_WAIT, 0, 0, 6),  # two devices send to each other, and what the last two operators made goes to the first device
+    ],
 )
 def test_a_chain_communicates_between_all_its_operators(operation: Operation, sums: int, exchanges: int, messages: int) -> None:
     """What is exchanged is sent to one device in the end. What is read of the operator before the last one is there."""

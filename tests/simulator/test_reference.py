@@ -208,6 +208,30 @@ def test_what_becomes_ready_comes_between_the_chunks_of_a_sum() -> None:
     ]
 
 
+def test_a_tile_takes_longer_behind_a_sum_than_behind_a_message() -> None:
+    """The last communication at the device's port before a wait decides for all tiles until the next wait."""
+    tasks = TaskGraph(
+        by_hand().plan,
+        replace(TWO, cold_penalty=ColdPenalty(((10, 8),), ((20, 4),)), ports=(Port(3, 0, 0, 0),)),
+        (
+            replace(task("message", 0, 5, 5), latency_ns=2),
+            replace(task("behind the message", 1, 10, 0, after=(0,)), tile=0),
+            task("sum", 2, 30, 5, after=(0,)),  # the next tile does not wait, so it does not count
+            replace(task("at once", 3, 20, 0, after=(1,)), tile=0),
+            task("late sum", 4, 40, 5, after=(2,)),
+            replace(task("behind the sum", 5, 5, 0, after=(4,)), tile=0),
+        ),
+    )
+    assert times(tasks, simulate(tasks)) == {
+        "message": (0, 5),
+        "behind the message": (5, 17),
+        "sum": (5, 35),
+        "at once": (17, 39),
+        "late sum": (35, 75),
+        "behind the sum": (75, 84),
+    }
+
+
 def test_a_tile_takes_longer_if_its_device_has_waited() -> None:
     """By how much follows from what has followed since; a message never does. Communication is as good as a wait."""
     def tile(made: Task) -> Task:

@@ -10,15 +10,24 @@ from soap.simulator.compiled.trial import Trial
 @inlined
 def tile_end(R: Groups, T: Trial, device: int, start: int, duration: int) -> int:
     """End in ns of a tile that starts at ``start`` and takes ``duration`` on a warm device. Advances the device's clock."""
-    lasts, end = R.cold_penalty[len(R.cold_penalty) - 2], start + duration
+    end = start + duration
     if start > T.computed[device]:
-        T.slower[device] = lasts
+        T.behind[device] = T.message[device]
+        T.slower[device] = _lasts(R.cold_behind_messages if T.message[device] else R.cold_penalty)
     if T.slower[device] > 0:
-        end -= _longer_ns(R.cold_penalty, lasts - T.slower[device])
+        penalty = R.cold_behind_messages if T.behind[device] else R.cold_penalty
+        lasts = _lasts(penalty)
+        end -= _longer_ns(penalty, lasts - T.slower[device])
         T.slower[device] = max(0, T.slower[device] - duration)
-        end += _longer_ns(R.cold_penalty, lasts - T.slower[device])
+        end += _longer_ns(penalty, lasts - T.slower[device])
     T.computed[device] = end
     return end
+
+
+@inlined
+def _lasts(penalty):  # type: ignore[no-untyped-def]
+    """For how many ns of tiles there is more of it."""
+    return penalty[len(penalty) - 2]
 
 
 @compiled

@@ -29,7 +29,10 @@ class DeviceGroups:
         self._way_ptr.add([0])
         self._port_device = _port_devices(communication.topology)
         self._shortest_chunk_ns = np.array([shortest_chunk_ns(communication.topology)], np.int64)
-        self._cold_penalty = np.array([(0, 0), *communication.topology.cold_penalty.points], np.int64).ravel()
+        cold = communication.topology.cold_penalty
+        self._cold_penalty, self._cold_behind_messages = (
+            np.array([(0, 0), *points], np.int64).ravel() for points in (cold.points, cold.behind_messages or cold.points)
+        )
         self.arrays = self._make()
 
     def add(self, devices: tuple[int, ...]) -> None:
@@ -60,6 +63,7 @@ class DeviceGroups:
             port_device=self._port_device,
             shortest_chunk_ns=self._shortest_chunk_ns,
             cold_penalty=self._cold_penalty,
+            cold_behind_messages=self._cold_behind_messages,
         )
 
 

@@ -39,4 +39,5 @@ def _charge(C, R, T, slot, resource, start):  # type: ignore[no-untyped-def]
     device = R.port_device[resource]
     if device >= 0 and T.charged[device] != T.size[TAKEN]:
         T.charged[device] = T.size[TAKEN]
+        T.message[device] = 1 if C.latency[slot] > 0 else 0
         T.free[device] = max(T.free[device], start) + C.overhead[slot]

@@ -122,7 +122,8 @@ class Groups(NamedTuple):
     parts. Group g has the ways ``way_ptr[g]:way_ptr[g + 1]`` to sum; each takes
     ``latency_seconds`` + ``seconds_per_byte`` * bytes and holds ``static[resource:resource + resource_n]``. ``static`` begins with the
     devices one by one, the routes of messages and what copies to hosts and back hold. ``port_device``: by resource, the device of its port,
-    or -1. ``shortest_chunk_ns``: see ``soap.simulator.chunks``. ``cold_penalty``: the points of ``Topology.cold_penalty``, from (0, 0) on.
+    or -1. ``shortest_chunk_ns``: see ``soap.simulator.chunks``. ``cold_penalty``, ``cold_behind_messages``: the points of
+    ``Topology.cold_penalty``, from (0, 0) on.
     """
 
     sets: Lists
@@ -135,6 +136,7 @@ class Groups(NamedTuple):
     port_device: Ints
     shortest_chunk_ns: Longs
     cold_penalty: Longs
+    cold_behind_messages: Longs
 
 
 class ShardTables(NamedTuple):

@@ -16,8 +16,8 @@ HEAP, CURSOR, WAITING, DELAY, TAKEN, MAKESPAN, RUN, HEAPED, SKIPPED = range(9)
 run, and their common delay. ``TAKEN``: tasks taken. ``MAKESPAN``: latest end. ``RUN``: length of the run. ``HEAPED``: tasks that went
 through the heap. ``SKIPPED``: tasks at the beginning that were not played because they are as in the earlier simulation."""
 
-PER_DEVICE = 4
-"""Clocks of each device: ``Trial.charged`` to ``Trial.slower``."""
+PER_DEVICE = 6
+"""Clocks of each device: ``Trial.charged`` to ``Trial.behind``."""
 
 
 class Trial(NamedTuple):
@@ -28,7 +28,8 @@ class Trial(NamedTuple):
     ``clocks``: all arrays that show how far resources and devices are, one after the other, so that they are copied at once. They are
     ``free``: when each resource is free; and by device ``charged``: place in the order, from 1 on, of the last communication that was
     charged to it; ``launched``: when the last pass that was taken is launched; ``computed``: when its last tile ended; ``slower``: for how
-    many ns of its next tiles it is slower, because it has waited.
+    many ns of its next tiles it is slower, because it has waited; ``message``: 1 if the last communication that was charged to it was a
+    message; ``behind``: what that was when it last waited.
     """
 
     size: Longs
@@ -48,6 +49,8 @@ class Trial(NamedTuple):
     launched: Longs
     computed: Longs
     slower: Longs
+    message: Longs
+    behind: Longs
 
 
 def clock_count(resources: int, devices: int) -> int:
@@ -60,7 +63,7 @@ def make_trial(slots: int, resources: int, devices: int) -> Trial:
     longs, ints = (lambda n: np.zeros(n, np.int64)), (lambda n: np.zeros(n, np.int32))
     clocks = longs(clock_count(resources, devices))
     ends = np.cumsum([resources, *(devices for _ in range(PER_DEVICE))])
-    free, charged, launched, computed, slower = np.split(clocks, ends[:-1])
+    free, charged, launched, computed, slower, message, behind = np.split(clocks, ends[:-1])
     return Trial(
         size=longs(16),
         left=ints(slots),
@@ -79,4 +82,6 @@ def make_trial(slots: int, resources: int, devices: int) -> Trial:
         launched=launched,
         computed=computed,
         slower=slower,
+        message=message,
+        behind=behind,
     )
