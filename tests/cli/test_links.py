@@ -66,7 +66,7 @@ def test_shows_what_is_known(capsys: Capsys) -> None:
     topology = soap.load_cluster(CLUSTER)
     timings = keep(topology)
     found = told(capsys, ["--cluster", CLUSTER, "--show"])
-    assert (found["probes"], found["measured"], found["measured_now"], found["used"]) == (26, 26, 0, True)
+    assert (found["probes"], found["measured"], found["measured_now"], found["used"]) == (29, 29, 0, True)
     of_sizes = [operation.value for operation in Operation if operation not in IN_STEPS]
     assert [(line["operation"], line["devices"]) for line in found["fits"]] == [(operation, [0, 1]) for operation in of_sizes]
     for line in found["fits"]:
@@ -85,7 +85,7 @@ def test_shows_what_is_known(capsys: Capsys) -> None:
     assert [row.split()[0] for row in rows[9:16]] == ["within", *(2 * ["step_message"]), "step_sum", *(3 * ["step_restart"])]
     assert "quicker than by links" in rows[18]
     elsewhere = told(capsys, ["--cluster", EMULATED, "--show"])
-    assert elsewhere["measured"] == 0 and list(elsewhere["foreign"].values()) == [26]
+    assert elsewhere["measured"] == 0 and list(elsewhere["foreign"].values()) == [29]
 
 
 def test_what_is_left_is_said(capsys: Capsys) -> None:
@@ -173,7 +173,7 @@ def test_what_was_measured_at_another_scale_is_measured_again(capsys: Capsys, mo
 def test_measures_between_real_ranks_once(capsys: Capsys, kept_ranks: None) -> None:
     brief = ["--cluster", CLUSTER, "--seconds", "0.001"]
     found = told(capsys, brief)
-    assert (found["measured_now"], found["measured"], len(found["fits"])) == (26, 26, 4)
+    assert (found["measured_now"], found["measured"], len(found["fits"])) == (29, 29, 4)
     timings = Store().links(link_place(soap.load_cluster(CLUSTER), "gloo", emulated=False))
     assert {timing.probe for timing in timings} == set(probes_for(soap.load_cluster(CLUSTER)))
     assert all(timing.measured_at and len(timing.seconds) >= 5 for timing in timings)
@@ -183,7 +183,7 @@ def test_measures_between_real_ranks_once(capsys: Capsys, kept_ranks: None) -> N
 @pytest.mark.long
 def test_measures_on_emulated_hosts(groups: CpuGroups, capsys: Capsys) -> None:
     found = told(capsys, ["--cluster", EMULATED, "--emulate", "--seconds", "0.001"])
-    assert found["measured_now"] == 26 and "emulated hosts" in found["place"]
+    assert found["measured_now"] == 29 and "emulated hosts" in found["place"]
     timings = {one.probe: one for one in Store().links(link_place(soap.load_cluster(EMULATED), "gloo", emulated=True))}
     size = 2 * 2**20
     for operation in (Operation.MESSAGE, Operation.EXCHANGE):  # but for what the buckets at both ends hold, nothing passes more quickly

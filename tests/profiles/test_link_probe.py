@@ -49,7 +49,7 @@ def test_quick_probes_are_some_of_all_and_say_what_predictions_need(cores: int) 
         topology = local_topology(count)
         topology = replace(topology, hosts=(replace(topology.hosts[0], cpu_cores=cores),))
         quick = quick_probes(topology)
-        assert set(quick) < set(probes_for(topology)) and len(quick) <= 17
+        assert set(quick) < set(probes_for(topology)) and len(quick) <= 18
         left = {probe.operation for probe in probes_for(topology)} - {probe.operation for probe in quick}
         among_two = {Operation.ALL_TO_ALL} if count == 2 else set()
         assert left == among_two | ({Operation.STEP_COLD_PENALTY, Operation.STEP_WAIT} if count > cores else set())

@@ -5,7 +5,17 @@ from dataclasses import replace
 import pytest
 
 from soap.errors import ProfileError
-from soap.measure.link_probes import COLD_PENALTIES, COLD_PENALTY_BYTES, IN_STEPS, LinkTiming, Operation, Probe, cpu_fits, is_enough, probes_for
+from soap.measure.link_probes import (
+    COLD_PENALTIES,
+    COLD_PENALTY_BYTES,
+    IN_STEPS,
+    LinkTiming,
+    Operation,
+    Probe,
+    cpu_fits,
+    is_enough,
+    probes_for,
+)
 from tests.profiles.test_link_figures import timed
 from tests.strategies import CPU, cluster
 
@@ -42,7 +52,8 @@ def test_steps_of_processors_are_probed(hosts: list[int], exchanges: int) -> Non
     """Two devices that give each other something send messages."""
     own = [probe for probe in probes_for(cluster(hosts, CPU)) if probe.operation in IN_STEPS]
     everyone = tuple(range(sum(hosts)))
-    assert [probe.devices for probe in own] == [(0, hosts[0]), (0, hosts[0]), *([everyone] * (1 + exchanges + len(COLD_PENALTIES) * len(COLD_PENALTY_BYTES)))]
+    of_all = 1 + exchanges + len(COLD_PENALTIES) * len(COLD_PENALTY_BYTES)
+    assert [probe.devices for probe in own] == [(0, hosts[0]), (0, hosts[0]), *([everyone] * of_all)]
     assert [probe.operation for probe in own].count(Operation.STEP_EXCHANGE) == exchanges
 
 

@@ -73,7 +73,7 @@ def test_what_is_timed_within_steps(pool: Pool) -> None:
         (Operation.STEP_SUM, 3, 0, 0),
         (Operation.STEP_MESSAGE, 0, 0, 3),
         (Operation.STEP_EXCHANGE, 0, 2, 2),
-        (Operation.STEP_WAIT, 0, 0, 6),  # two devices send to each other, and what the last two operators made goes to the first device
+        (Operation.STEP_WAIT, 0, 0, 7),  # two devices send to each other twice; what three of the last tiles made goes to the first device
     ],
 )
 def test_a_chain_communicates_between_all_its_operators(operation: Operation, sums: int, exchanges: int, messages: int) -> None:
