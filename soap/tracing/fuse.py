@@ -8,6 +8,7 @@ because recomputing them moves nothing.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from soap.model.graph import DimMap
@@ -112,12 +113,13 @@ class Fuser:
 
     def prologues(self) -> None:
         """Move light groups that only one group reads into that group, from the end backwards."""
+        reading = _Reading(self.groups)
         for number in sorted(self.groups, reverse=True):
             group = self.groups[number]
             if not group.light or self.program.loss in group.made:
                 continue
-            outputs = self._outputs(group, number)
-            readers = {n for n, other in self.groups.items() if n != number and any(name in outputs for name in other.reads())}
+            outputs = {name for name in group.made if self.maker.get(name) == number and reading.others(name, number)}
+            readers = {reader for name in outputs for reader in reading.others(name, number)}
             if len(readers) != 1 or len(outputs) != 1:
                 continue
             reader, name = readers.pop(), outputs.pop()
@@ -132,6 +134,8 @@ class Fuser:
                 merged = merge(group, consumer, found)
             self.groups[reader] = without_repeats(merged)
             del self.groups[number]
+            reading.forget(number)
+            reading.note(reader, self.groups[reader])
             for made in group.made:
                 if made in self.maker:
                     self.maker[made] = reader
@@ -174,10 +178,6 @@ class Fuser:
                         return False
         return True
 
-    def _outputs(self, group: Group, number: int) -> set[str]:
-        wanted = {name for n, other in self.groups.items() if n != number for name in other.reads()}
-        return {name for name in group.made if self.maker.get(name) == number and (name in wanted or name == self.program.loss)}
-
     def ordered(self) -> list[Group]:
         """Topological order, by the position of each group's last call where there is a choice."""
         order: list[int] = []
@@ -203,3 +203,29 @@ class Fuser:
         for number in order:
             self.groups[number].steps.sort(key=lambda s: position[s.call.name])
         return [self.groups[number] for number in order]
+
+
+class _Reading:
+    """Which groups read each value."""
+
+    def __init__(self, groups: Mapping[int, Group]) -> None:
+        self._readers: dict[str, set[int]] = {}
+        self._read: dict[int, list[str]] = {}
+        for number, group in groups.items():
+            self.note(number, group)
+
+    def note(self, number: int, group: Group) -> None:
+        """A group is new, or another one than before."""
+        self.forget(number)
+        self._read[number] = [*group.reads()]
+        for name in self._read[number]:
+            self._readers.setdefault(name, set()).add(number)
+
+    def forget(self, number: int) -> None:
+        """A group is no more."""
+        for name in self._read.pop(number, ()):
+            self._readers[name].discard(number)
+
+    def others(self, name: str, number: int) -> set[int]:
+        """Groups that read a value, but this one."""
+        return self._readers.get(name, set()) - {number}
