@@ -36,8 +36,8 @@ class DurableShard:
             state = shard.state()
             snapshots.write(folder, state)  # the log can be applied to these values only
         shard.load(state)
-        self.snapshot_version = state.version
-        """Of the last snapshot that was begun."""
+        self.snapshot_version = self._saved_version = state.version
+        """Of the last snapshot that was begun, whether it could be written or not."""
         for message in write_ahead.read_back(folder, state.version):
             shard.apply(self.gradient(message), message.lease)
         self._log = WriteAheadLog(folder, shard.version, fsync=fsync)
@@ -113,16 +113,17 @@ class DurableShard:
             return self.shard.state()
 
     def take(self) -> ShardState | None:
-        """A copy of the state, from where on the log begins a new segment; None if no push came behind the last snapshot."""
+        """A copy of the state, from where on the log begins a new segment; None if no push came behind the last snapshot that is there."""
         with self.shard.lock:
-            if self._failure or self.shard.version == self.snapshot_version:
+            if self._failure or self.shard.version == self._saved_version:
                 return None
             self.snapshot_version = self.shard.version
             self._log.begin(self.shard.version)
             return self.shard.state()
 
-    def saved(self) -> None:
-        """Remove what the two latest snapshots stand for."""
+    def saved(self, version: int) -> None:
+        """Note that the snapshot of a version is there, and remove what the two latest ones stand for."""
+        self._saved_version = version
         write_ahead.forget(self.folder, snapshots.keep_latest(self.folder))
 
     def look_up(self, lookups: Lookups) -> tuple[int, Tensor]:

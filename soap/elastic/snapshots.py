@@ -26,7 +26,7 @@ from soap.elastic.faults import ElasticError
 from soap.elastic.ledger import Ledger
 from soap.elastic.messages import Array, Kind, Message, decode, encode, size_bytes
 from soap.elastic.shard import ShardState
-from soap.errors import SoapWarning
+from soap.errors import SoapWarning, first_line
 from soap.files import synchronize_folder, write_parts_atomically
 
 KEPT = 2
@@ -149,10 +149,10 @@ class Source(Protocol):
     folder: Path
 
     def take(self) -> ShardState | None:
-        """A copy of its state, from where on the log begins a new segment; None if no push came behind the last one."""
+        """A copy of its state, from where on the log begins a new segment; None if no push came behind the last snapshot."""
 
-    def saved(self) -> None:
-        """Told when that is on the disk."""
+    def saved(self, version: int) -> None:
+        """Told when the snapshot of a version is on the disk."""
 
 
 class Snapshotter:
@@ -219,9 +219,13 @@ class Snapshotter:
                 return
             with self._writing:
                 write(source.folder, state, self._give_way)
-            source.saved()
+            source.saved(state.version)
             self._warned = False
-        except (ElasticError, OSError) as cause:
+        except Exception as cause:  # want of memory, too: without this thread logs would grow for ever
             if not (self._warned or self._closing):
                 self._warned = True
-                warnings.warn(f"no snapshot was taken: {cause}; training goes on with the older one and the log", SoapWarning, stacklevel=1)
+                warnings.warn(
+                    f"no snapshot was taken: {first_line(cause)}; training goes on with the older one and the log",
+                    SoapWarning,
+                    stacklevel=1,
+                )

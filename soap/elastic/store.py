@@ -135,7 +135,9 @@ class Store:
     def _let_go(self) -> None:
         for own in self._shards:
             own.close()
-        os.close(self._lock)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
     def _shard(self, partition: int) -> DurableShard:
         if not 0 <= partition < len(self._shards):

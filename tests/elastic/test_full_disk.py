@@ -55,6 +55,7 @@ def test_training_goes_on_without_room_for_a_snapshot(small_disk: Path) -> None:
     assert "no space left on device" in str(warning.message) and str(warning.message).endswith(
         "training goes on with the older one and the log"
     )
+    store.save()
     left = sorted(os.listdir(small_disk / "store" / "partition-000000"))
     assert [name for name in left if not name.startswith("log-")] == ["snapshot-000000000000"]
     state = store.state()[0]
@@ -63,6 +64,23 @@ def test_training_goes_on_without_room_for_a_snapshot(small_disk: Path) -> None:
     assert (again.state()[0].version, again.state()[0].values[:2].tolist()) == (40, [[40.0], [0.0]])
     assert torch.equal(again.state()[0].values, state.values)
     again.close()
+
+
+def test_a_snapshot_that_failed_is_taken_when_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = opened(tmp_path)
+    store.push(0, 0, ROW)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched, pytest.warns(SoapWarning, match="no snapshot was taken"):
+        patched.setattr("soap.files.os.fsync", full)
+        store.save()
+    assert not (tmp_path / "partition-000000" / "snapshot-000000000001").exists()
+    store.save()
+    assert (tmp_path / "partition-000000" / "snapshot-000000000001").exists()
+    store.close()
+    store.close()
 
 
 def test_a_push_without_room_does_not_count_until_there_is_some(small_disk: Path) -> None:
