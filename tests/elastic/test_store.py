@@ -7,6 +7,7 @@ import shutil
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,19 @@ def test_pulls_wait_for_versions(store: Store) -> None:
     kept = values.clone()
     store.push(BIAS, 1, torch.ones(3).double())
     assert version == 1 and torch.equal(values, kept), "a copy"
+
+
+@pytest.mark.parametrize("place", [TABLE[0], BIAS])
+def test_who_reads_waits_for_updates(store: Store, place: int) -> None:
+    ids = Lookups.padded(torch.tensor([[0]]))
+    act = partial(store.look_up, place, ids) if place in TABLE else partial(store.pull, place)
+    reader = threading.Thread(target=act)
+    with store._shards[place].shard.lock:
+        reader.start()
+        reader.join(0.05)
+        assert reader.is_alive()
+    reader.join(60)
+    assert not reader.is_alive()
 
 
 def test_messages_do_the_same(store: Store, tmp_path: Path) -> None:
