@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -51,6 +52,12 @@ def write_text_atomically(path: str | Path, text: str, *, error: type[SoapError]
 
 def write_bytes_atomically(path: str | Path, data: bytes, *, error: type[SoapError] = SoapError) -> None:
     """Write bytes to ``path``. If that fails, raise ``error`` in one line; the old file stays. The folder must exist."""
+    write_parts_atomically(path, [data], error=error)
+
+
+def write_parts_atomically(path: str | Path, parts: Iterable[bytes | memoryview], *, error: type[SoapError] = SoapError) -> None:
+    """Write bytes that come in parts, as ``write_bytes_atomically`` does. What making the parts raises, other than an OSError or a
+    ValueError, is passed on; the old file stays then, too."""
     path = Path(path)
     temporary = None
     try:
@@ -58,7 +65,7 @@ def write_bytes_atomically(path: str | Path, data: bytes, *, error: type[SoapErr
         target = Path(os.path.realpath(path))  # follow links, as an ordinary write does
         descriptor, temporary = _open_beside(target)
         with os.fdopen(descriptor, "wb") as stream:
-            stream.write(data)
+            stream.writelines(parts)
             stream.flush()
             os.fsync(stream.fileno())
         if target.exists():
@@ -71,6 +78,16 @@ def write_bytes_atomically(path: str | Path, data: bytes, *, error: type[SoapErr
         if temporary is not None:
             with suppress(OSError):
                 os.unlink(temporary)
+
+
+def synchronize_folder(folder: Path) -> None:
+    """Flush the folder's entries to the disk, where the system offers it."""
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _open_beside(path: Path) -> tuple[int, str]:

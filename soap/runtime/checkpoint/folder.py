@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from soap.errors import CheckpointError
-from soap.files import reason
+from soap.files import reason, synchronize_folder
 
 MANIFEST = "soap.json"
 """The file that makes a folder a checkpoint."""
@@ -94,9 +94,9 @@ def publish(temporary: Path, step: int, keep: int | None) -> Path:
     with _writing(folder):
         number = max((entry.number + 1 for entry in complete(folder) if entry.step == step), default=0)
         final = folder / (f"step-{step:08}-{number}" if number else f"step-{step:08}")
-        _synchronize(temporary)
+        synchronize_folder(temporary)
         os.rename(temporary, final)
-        _synchronize(folder)
+        synchronize_folder(folder)
         for old in _superfluous(complete(folder), keep):
             doomed = _temporary(folder, old.step)
             os.rename(old.path, doomed)
@@ -118,16 +118,6 @@ def _superfluous(found: list[Complete], keep: int | None) -> list[Complete]:
 
 def _temporary(folder: Path, step: int) -> Path:
     return folder / f".step-{step:08}.{secrets.token_hex(8)}.tmp"
-
-
-def _synchronize(folder: Path) -> None:
-    """Flush the folder's entries to the disk, where the system offers it."""
-    if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 @contextmanager

@@ -1,0 +1,106 @@
+"""How far workers may be apart: synchronous, bounded or asynchronous training.
+
+A worker's *clock* is the number of waves that it has finished; a *wave* is so many minibatches (1: each by itself). Stale synchronous
+parallel training (Ho et al., NIPS 2013) lets a worker begin only if no worker's clock is more than D behind its own; wave synchronous
+parallel training (Park et al., "HetPipe", ATC 2020) does so for workers that are pipelines with a wave of minibatches in flight.
+
+A worker that has left, or has nothing to do, counts as infinitely far ahead. So the slowest one never waits, and nobody waits for ever.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+
+from soap.elastic.faults import ElasticError
+
+SYNC = 0
+"""Bound of synchronous training."""
+ASYNC = None
+"""No bound."""
+
+
+@dataclass
+class _Progress:
+    """Minibatches of a worker."""
+
+    started: int
+    finished: int
+
+
+class Clocks:
+    """``bound``: D, in waves; None for asynchronous training. ``wave``: minibatches of a wave, which a worker has in flight at most.
+
+    ``missing``: for each minibatch that was started, how many earlier ones of the slowest other worker were not finished in whole waves,
+    and so perhaps not in the values that it reads: number -> how often. It is at most ``most_missing``.
+    """
+
+    def __init__(self, workers: Iterable[Hashable] = (), bound: int | None = SYNC, wave: int = 1) -> None:
+        if (bound is not None and bound < 0) or wave < 1:
+            raise ElasticError(f"a bound of {bound} and waves of {wave}; expected a bound from 0 on or none, and waves of at least 1")
+        self.bound, self.wave = bound, wave
+        self._active: dict[Hashable, _Progress] = {}
+        self._floor = 0
+        self.missing: Counter[int] = Counter()
+        for worker in workers:
+            self.joined(worker)
+
+    @property
+    def most_missing(self) -> int | None:
+        """What ``missing`` may not exceed: (D + 1) waves, and those in flight; None without a bound."""
+        return None if self.bound is None else (self.bound + 2) * self.wave - 2
+
+    @property
+    def slowest(self) -> int:
+        """The least clock: all active workers have finished so many waves. If there are none, what it was when the last one left."""
+        return min((own.finished // self.wave for own in self._active.values()), default=self._floor)
+
+    def clock(self, worker: Hashable) -> int:
+        """How many waves a worker has finished, counted from where it joined."""
+        return self._of(worker).finished // self.wave
+
+    def joined(self, worker: Hashable) -> None:
+        """A worker is there (again), at the clock of the slowest: it holds nobody up more than that one does."""
+        if worker not in self._active:
+            at = self.slowest * self.wave
+            self._active[worker] = _Progress(at, at)
+
+    def left(self, worker: Hashable) -> None:
+        """A worker is gone, or has nothing to do until it joins again: nobody waits for it. What it had in flight does not count."""
+        self._floor = max(self._floor, self.slowest)
+        self._active.pop(worker, None)
+        self._floor = max(self._floor, self.slowest)
+
+    def may_start(self, worker: Hashable) -> bool:
+        """Whether a worker may begin its next minibatch."""
+        own = self._of(worker)
+        in_flight = own.started - own.finished
+        return in_flight < self.wave and (self.bound is None or self.slowest >= self._needed(own))
+
+    def _needed(self, own: _Progress) -> int:
+        """The clock that all must have reached before the next minibatch: what is certain to be finished of its own, less the bound."""
+        assert self.bound is not None
+        return (own.started + 1) // self.wave - 1 - self.bound
+
+    def started(self, worker: Hashable) -> None:
+        """A worker begins a minibatch. ElasticError if it may not."""
+        own = self._of(worker)
+        if not self.may_start(worker):
+            raise ElasticError(f"worker {worker!r} begins minibatch {own.started + 1} before it may; ask may_start first")
+        others = [other.finished // self.wave for name, other in self._active.items() if name != worker]
+        self.missing[max(0, own.started - min(others) * self.wave) if others else 0] += 1
+        own.started += 1
+
+    def finished(self, worker: Hashable) -> None:
+        """A worker has finished a minibatch, and its push is acknowledged. ElasticError if it has begun none."""
+        own = self._of(worker)
+        if own.finished == own.started:
+            raise ElasticError(f"worker {worker!r} finishes a minibatch that it has not begun; call started first")
+        own.finished += 1
+
+    def _of(self, worker: Hashable) -> _Progress:
+        try:
+            return self._active[worker]
+        except KeyError:
+            raise ElasticError(f"worker {worker!r} is not there; expected one of {', '.join(map(repr, self._active))}") from None

@@ -1,0 +1,118 @@
+"""Who works on which batch: batches are dealt to workers in leases, and dealt again if a worker is lost.
+
+A lease's number says which batch of which epoch it is, and the seed in which order samples come, so a dealer's state is little: how many
+leases were dealt, and which are done. Each sample comes in each epoch at least once, exactly once if no worker is lost; a batch that is
+dealt again keeps its number, so that servers count it once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from heapq import heapify, heappop, heappush
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from soap.elastic.faults import ElasticError
+from soap.elastic.ledger import Ledger
+
+
+@dataclass(frozen=True, eq=False)
+class Lease:
+    """The right and duty to work on a batch. ``number``: its own, the same if the batch is dealt again. ``indices``: of its samples."""
+
+    number: int
+    epoch: int
+    indices: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """All batches of all epochs are done."""
+
+
+class Dealer:
+    """Deals ``samples`` in batches of ``batch`` (the last one of an epoch may be smaller), ``epochs`` times, each time in another order
+    that follows from ``seed``. An epoch begins when all batches of the one before are dealt, done or not."""
+
+    def __init__(self, samples: int, batch: int, epochs: int, seed: int = 0) -> None:
+        if samples < 1 or batch < 1 or epochs < 0:
+            raise ElasticError(f"{samples} samples in batches of {batch}, {epochs} epochs; expected at least 1, 1 and 0")
+        self.samples, self.batch, self.epochs, self.seed = samples, batch, epochs, seed
+        self.batches = -(-samples // batch)
+        """A number of batches per epoch."""
+        self._next, self._done = 0, Ledger()
+        self._again: list[int] = []
+        self._held: dict[Hashable, set[int]] = {}
+        self._order = lru_cache(maxsize=2)(self._shuffled)
+
+    @property
+    def total(self) -> int:
+        """Leases of all epochs."""
+        return self.batches * self.epochs
+
+    def deal(self, worker: Hashable) -> Lease | Finished | None:
+        """A lease; ``Finished`` if all is done; None if all that is left is in other workers' hands, so that it should ask again."""
+        number = self._take()
+        if number is None:
+            return Finished() if len(self._done) == self.total else None
+        self._held.setdefault(worker, set()).add(number)
+        return self.lease(number)
+
+    def _take(self) -> int | None:
+        """The lowest number that must be dealt again, or else the next new one."""
+        while self._again:
+            number = heappop(self._again)
+            if number not in self._done:  # its former holder may have finished it after all
+                return number
+        if self._next == self.total:
+            return None
+        self._next += 1
+        return self._next - 1
+
+    def lease(self, number: int) -> Lease:
+        """The lease with this number, whoever has it."""
+        self._check(number)
+        epoch, place = divmod(number, self.batches)
+        return Lease(number, epoch, self._order(epoch)[place * self.batch : (place + 1) * self.batch])
+
+    def done(self, number: int) -> bool:
+        """Note that a lease is done, by whomever. False if it was done before."""
+        self._check(number)
+        for held in self._held.values():
+            held.discard(number)
+        return self._done.add(number)
+
+    def lost(self, worker: Hashable) -> int:
+        """Note that a worker is gone: what it held will be dealt again. Returns how many leases these are."""
+        held = self._held.pop(worker, set())
+        for number in held:
+            heappush(self._again, number)
+        return len(held)
+
+    def state(self) -> dict[str, Any]:
+        """What a dealer goes on from, for JSON. Leases in workers' hands are no part of it: they are dealt again."""
+        return {**self._plan, "next": self._next, "done": [list(pair) for pair in self._done.intervals]}
+
+    @property
+    def _plan(self) -> dict[str, int]:
+        return {"samples": self.samples, "batch": self.batch, "epochs": self.epochs, "seed": self.seed}
+
+    @staticmethod
+    def restored(state: Mapping[str, Any]) -> Dealer:
+        """The dealer that ``state`` is of."""
+        dealer = Dealer(state["samples"], state["batch"], state["epochs"], state["seed"])
+        dealer._next, dealer._done = state["next"], Ledger((start, stop) for start, stop in state["done"])
+        dealer._again = [number for number in range(dealer._next) if number not in dealer._done]
+        heapify(dealer._again)
+        return dealer
+
+    def _check(self, number: int) -> None:
+        if not 0 <= number < self._next:
+            raise ElasticError(f"lease {number} was never dealt; expected 0 to {self._next - 1}")
+
+    def _shuffled(self, epoch: int) -> NDArray[np.int64]:
+        return np.random.default_rng([self.seed, epoch]).permutation(self.samples)

@@ -1,0 +1,115 @@
+"""What a batch asks of a sparse layer: for each sample, ids and their values; in other words, a sparse matrix by rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from soap.elastic.faults import ElasticError
+
+SMALL = 2**31
+"""Ids and offsets below it travel as int32."""
+_WHOLE = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True)
+class Lookups:
+    """A ragged batch: sample b has the ids ``ids[offsets[b]:offsets[b + 1]]``.
+
+    ``ids``: (entries,), int32 or int64; an id may come twice, and then counts twice. ``offsets``: (samples + 1,) of the same type, from 0
+    to the number of entries. ``values``: (entries,), by which the ids' rows are multiplied; None where all are 1.
+    """
+
+    ids: Tensor
+    offsets: Tensor
+    values: Tensor | None = None
+
+    @staticmethod
+    def ragged(ids: Tensor, starts: Tensor, values: Tensor | None = None) -> Lookups:
+        """From torch's form of a bag: ``starts`` (samples,) without the end of the last one."""
+        return Lookups(ids, torch.cat([starts, starts.new_tensor([len(ids)])]), values)
+
+    @staticmethod
+    def padded(ids: Tensor, values: Tensor | None = None) -> Lookups:
+        """From equally many ids a sample: ``ids``, ``values`` of shape (samples, ids)."""
+        samples, each = ids.shape
+        offsets = torch.arange(samples + 1, dtype=ids.dtype) * each
+        return Lookups(ids.reshape(-1), offsets, None if values is None else values.reshape(-1))
+
+    @staticmethod
+    def coordinates(samples: Tensor, ids: Tensor, values: Tensor | None, count: int) -> Lookups:
+        """From a matrix's entries in any order: entry k is ``values[k]`` at (``samples[k]``, ``ids[k]``). ``count``: of all samples."""
+        if len(samples) and not 0 <= int(samples.min()) <= int(samples.max()) < count:
+            wrong = int(samples.min()) if int(samples.min()) < 0 else int(samples.max())
+            raise ElasticError(f"an entry is of sample {wrong}; expected samples 0 to {count - 1}: check the batch's coordinates")
+        order = torch.argsort(samples, stable=True)
+        offsets = torch.zeros(count + 1, dtype=ids.dtype)
+        offsets[1:] = torch.bincount(samples, minlength=count).cumsum(0)
+        return Lookups(ids[order], offsets, None if values is None else values[order])
+
+    @property
+    def samples(self) -> int:
+        """How many samples there are, those without ids included."""
+        return len(self.offsets) - 1
+
+    @property
+    def entries(self) -> int:
+        """How many ids there are in all samples together."""
+        return len(self.ids)
+
+    def counts(self) -> Tensor:
+        """(samples,), int64: how many ids each sample has."""
+        return (self.offsets[1:] - self.offsets[:-1]).long()
+
+    def owners(self) -> Tensor:
+        """(entries,), int64: of which sample each entry is."""
+        return torch.repeat_interleave(torch.arange(self.samples), self.counts(), output_size=self.entries)
+
+    def checked(self, rows: int) -> Lookups:
+        """Itself, if all ids are below ``rows`` and offsets fit. ElasticError in one line otherwise; what peers send is checked so."""
+        if self.ids.dim() != 1 or self.ids.dtype not in _WHOLE or self.offsets.dtype is not self.ids.dtype:
+            raise ElasticError(
+                f"ids are {_told(self.ids)} and offsets {_told(self.offsets)}; expected one dimension and one of int32, int64 for both"
+            )
+        if self.offsets.dim() != 1 or not len(self.offsets) or int(self.offsets[0]) != 0 or int(self.offsets[-1]) != self.entries:
+            raise ElasticError(f"offsets {_told(self.offsets)} do not lead from 0 to {self.entries}; expected samples + 1 of them")
+        if self.samples and int((self.offsets[1:] - self.offsets[:-1]).min()) < 0:
+            raise ElasticError("offsets fall; expected each sample's entries behind those of the sample before")
+        if self.values is not None and (self.values.shape != self.ids.shape or not self.values.is_floating_point()):
+            raise ElasticError(f"values are {_told(self.values)}; expected a floating-point number for each of {self.entries} ids")
+        if self.entries:
+            least, most = int(self.ids.min()), int(self.ids.max())
+            if least < 0 or most >= rows:
+                raise ElasticError(
+                    f"id {least if least < 0 else most} is out of range; expected ids from 0 to {rows - 1}: make the layer larger, or "
+                    "take ids modulo its size"
+                )
+        return self
+
+    def without_ones(self) -> Lookups:
+        """The same without values if all of them are 1, which need not travel then."""
+        return Lookups(self.ids, self.offsets) if self.values is not None and bool((self.values == 1).all()) else self
+
+    def narrowed(self, rows: int) -> Lookups:
+        """The same with ids and offsets of the smallest type that holds those of a layer with so many rows: int32 below 2^31."""
+        small = rows <= SMALL and self.entries < SMALL
+        dtype = torch.int32 if small else torch.int64
+        return Lookups(self.ids.to(dtype), self.offsets.to(dtype), self.values)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What travels: ids, offsets, and values if there are any."""
+        return (self.ids, self.offsets) if self.values is None else (self.ids, self.offsets, self.values)
+
+    @staticmethod
+    def of(tensors: Sequence[Tensor]) -> Lookups:
+        """What has travelled, not yet checked. ElasticError if there are neither two nor three tensors."""
+        if len(tensors) not in (2, 3):
+            raise ElasticError(f"look-ups of {len(tensors)} arrays; expected ids, offsets and perhaps values")
+        return Lookups(*tensors)
+
+
+def _told(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {list(tensor.shape)}"
