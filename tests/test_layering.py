@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "soap.elastic": ("soap.elastic", *RUNTIME),
     "soap.measure": ("soap.measure", "soap.emulation.reference_work", *RUNTIME),
     "soap.profiles": ("soap.profiles", "soap.measure", "soap.emulation.reference_work", "soap.simulator", *PLANNING),
-    "soap.preprocessing": ("soap.preprocessing", *GROUND_FLOOR),
+    "soap.preprocessing": ("soap.preprocessing", "soap.elastic.session", "soap.elastic.faults", *GROUND_FLOOR),
     "soap.data": ("soap.data", *GROUND_FLOOR),
     "soap.api": EVERYTHING,
     "soap.runner": EVERYTHING,

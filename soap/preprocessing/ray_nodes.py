@@ -15,7 +15,8 @@ from threading import Lock
 from typing import Any
 from uuid import uuid4
 
-from soap.errors import first_line
+from soap.elastic.faults import ElasticError
+from soap.elastic.session import AUTO, join, module, shown
 from soap.files import write_text_atomically
 from soap.preprocessing.container import PreprocessError
 from soap.preprocessing.engine import Options
@@ -25,12 +26,9 @@ from soap.preprocessing.processes import Processes
 from soap.preprocessing.resources import Machine
 from soap.preprocessing.work import Done, Task, Work
 
-AUTO = "auto"
-"""The address of the cluster that this machine belongs to."""
 NEWS = "news"
 """Calls of an actor that are answered while its tasks run."""
 CLOSE_S = 10.0
-REACH_S = 5.0
 TOKEN = "token"
 
 Told = Callable[[dict[str, Any]], None]
@@ -104,8 +102,11 @@ class RayNodes:
     ) -> None:
         self._told, self._seen = told, seen
         self._members: list[Any] = []
-        self._ray = _module()
-        self._joined = _join(self._ray, address)
+        try:
+            self._ray = module()
+            self._joined = join(address)
+        except ElasticError as cause:
+            raise PreprocessError(str(cause)) from None
         try:
             self._start(work, options, count)
         except BaseException:
@@ -163,7 +164,7 @@ class RayNodes:
         try:
             faults = ray.get([member.fault.remote(token) for member in self._members])
         except ray.exceptions.RayError as cause:
-            raise PreprocessError(f"a node of the Ray cluster cannot take part: {_shown(cause)}; is SOAP installed on it?") from None
+            raise PreprocessError(f"a node of the Ray cluster cannot take part: {shown(cause)}; is SOAP installed on it?") from None
         for fault in filter(None, faults):
             raise PreprocessError(f"{fault}; expected all nodes to share inputs and output, at the same paths")
 
@@ -173,7 +174,7 @@ class RayNodes:
         with suppress(self._ray.exceptions.RayError):
             self._ray.kill(member)  # it may live, out of reach
         if not self._members:
-            why = f"all nodes of the Ray cluster are lost: {_shown(lost)}"
+            why = f"all nodes of the Ray cluster are lost: {shown(lost)}"
             raise PreprocessError(f"{why}; the same command goes on from what is done") from None
         return self._members[-1]
 
@@ -185,38 +186,3 @@ class RayNodes:
                     self._seen(done, limits)  # type: ignore[misc]
                 for facts in told if self._told is not None else ():
                     self._told(facts)  # type: ignore[misc]
-
-
-def _module() -> Any:
-    try:
-        import ray
-        import ray.exceptions
-    except ImportError:
-        raise PreprocessError("several nodes need Ray: pip install 'soap-search[elastic]', or leave --ray out") from None
-    return ray
-
-
-def _join(ray: Any, address: str) -> bool:
-    """Whether this process was in no cluster before."""
-    if ray.is_initialized():
-        return False
-    try:
-        _reach(address)
-        ray.init(address=address, logging_level="ERROR", log_to_driver=False)
-    except (ConnectionError, ValueError, RuntimeError, OSError) as cause:
-        raise PreprocessError(
-            f"no Ray cluster at {address!r}: {_shown(cause)}; start one by 'ray start --head', and by "
-            "'ray start --address=HOST:6379' on the other machines"
-        ) from None
-    return True
-
-
-def _reach(address: str) -> None:
-    """OSError if nobody answers at HOST:PORT. Ray itself would try for a minute, and say much meanwhile."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if host and port.isdigit():
-        socket.create_connection((host.strip("[]"), int(port)), REACH_S).close()
-
-
-def _shown(cause: BaseException) -> str:
-    return first_line(cause).rstrip(".")[:200]

@@ -7,7 +7,6 @@ import os
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ import soap
 from soap.cli.preprocess import main
 from soap.preprocessing.container import PreprocessError
 from soap.preprocessing.engine import Options, run
-from soap.preprocessing.ray_nodes import RayNodes, _join
+from soap.preprocessing.ray_nodes import RayNodes
 from soap.preprocessing.work import INDEX, Done, Task, Work
 from tests.preprocessing.reference import reference
 from tests.preprocessing.running import result, same
@@ -72,11 +71,15 @@ def test_result_is_the_reference_s(ray: Any, tmp_path: Path, nodes: int, files: 
     assert {one.task.node for one in seen if one.task.step == INDEX} == set(range(nodes))
 
 
-def test_address_where_nobody_answers_is_one_line() -> None:
+def test_address_where_nobody_answers_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray", reason="nodes of a cluster are served by Ray (the extra 'elastic')")
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    paths, _ = _days(tmp_path, 1, 5, seed=0)
     said = r"no Ray cluster at '127\.0\.0\.1:\d+': .*refused; start one by 'ray start"
     with socket.socket() as unused, pytest.raises(PreprocessError, match=said):
         unused.bind(("127.0.0.1", 0))
-        _join(SimpleNamespace(is_initialized=lambda: False), f"127.0.0.1:{unused.getsockname()[1]}")
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        run(SPEC, paths, tmp_path / "out", Options(workers=1), lambda work: RayNodes(work, Options(workers=1), address))
 
 
 class Losing(RayNodes):

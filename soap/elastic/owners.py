@@ -1,0 +1,156 @@
+"""What a worker asks of the owners of partitions: sums of rows, values of dense variables, and to count its gradients.
+
+Each partition has a connection of its own, so that those of one server are worked on at the same time; all are asked before any answer is
+read. An owner that is lost is asked again where it comes back: look-ups change nothing, and a push that has counted counts no second time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from soap.elastic.faults import ElasticError
+from soap.elastic.layout import Layout, Place
+from soap.elastic.lookups import Lookups
+from soap.elastic.messages import Kind, Message, decode, encode
+from soap.elastic.partitions import combine, divide, route
+from soap.elastic.transport import Connection, PeerLost, connect
+
+PATIENCE_S = 120.0
+"""How long a server may be away before its workers give up."""
+PAUSE_S = 0.05
+
+Address = Callable[[int], tuple[str, int]]
+"""Where a server listens now; waits while it is being started anew."""
+
+
+class Owners:
+    """The owners of a layout's partitions, as one worker sees them. ``addresses``: asked whenever a connection is made."""
+
+    def __init__(self, layout: Layout, addresses: Address, secret: bytes) -> None:
+        self._layout, self._addresses, self._secret = layout, addresses, secret
+        self._connections: dict[tuple[int, int], Connection] = {}
+        self._sent = self._received = 0
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of all frames sent."""
+        return self._sent + sum(peer.sent_bytes for peer in self._connections.values())
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of all frames received."""
+        return self._received + sum(peer.received_bytes for peer in self._connections.values())
+
+    def look_up(self, lookups: Mapping[str, Lookups]) -> dict[str, Tensor]:
+        """By table, (samples, columns): what its rows add up to."""
+        asked = [
+            (place, Message.of(Kind.LOOK_UP, place.number, own.tensors()))
+            for table, whole in lookups.items()
+            for place, own in zip(self._layout.tables[table], self._route(table, whole), strict=True)
+        ]
+        answers = iter(self._ask(asked, Kind.SUMS))
+        found = {}
+        for table in lookups:
+            places = self._layout.tables[table]
+            found[table] = combine([place.partition for place in places], [next(answers).tensors()[0] for _ in places])
+        return found
+
+    def pull(self) -> dict[str, Tensor]:
+        """The dense variables, as they are now."""
+        places = self._layout.dense
+        if not places:
+            return {}
+        return self._layout.apart(whole(places, self.values(places)))
+
+    def push(self, lease: int, lookups: Mapping[str, Lookups], sums: Mapping[str, Tensor], dense: Mapping[str, Tensor]) -> None:
+        """Count a lease's gradients, of the sums and of the dense variables, everywhere. Returns when all owners have written them down."""
+        asked = []
+        for table, whole in lookups.items():
+            places = self._layout.tables[table]
+            parts = divide([place.partition for place in places], sums[table])
+            for place, own, part in zip(places, self._route(table, whole), parts, strict=True):
+                asked.append((place, Message.of(Kind.PUSH_OUTPUTS, place.number, (part, *own.tensors()), lease=lease)))
+        vector = self._layout.joined(dense) if self._layout.dense else None
+        for place in self._layout.dense:
+            assert vector is not None
+            asked.append((place, Message.of(Kind.PUSH, place.number, [place.partition.of(vector)], lease=lease)))
+        self._ask(asked, Kind.VERSION)
+
+    def values(self, places: Sequence[Place]) -> list[Tensor]:
+        """The values of these partitions. Those of tables are asked for at the end of training alone."""
+        return [answer.tensors()[0] for answer in self._ask([(at, Message(Kind.PULL, at.number)) for at in places], Kind.VALUES)]
+
+    def close(self) -> None:
+        """End all connections."""
+        for key in [*self._connections]:
+            self._drop(key)
+
+    def _route(self, table: str, lookups: Lookups) -> tuple[Lookups, ...]:
+        return route([place.partition for place in self._layout.tables[table]], lookups)
+
+    def _ask(self, asked: Sequence[tuple[Place, Message]], expected: Kind) -> list[Message]:
+        """All answers, in order. ElasticError if one is an error, or an owner stays away."""
+        answers: dict[int, Message] = {}
+        deadline = time.monotonic() + PATIENCE_S
+        try:
+            while True:
+                left = [number for number in range(len(asked)) if number not in answers]
+                under_way = [number for number in left if self._sent_to(*asked[number])]
+                for number in under_way:
+                    answer = self._answer_of(asked[number][0])
+                    if answer is not None:
+                        answers[number] = _checked(answer, expected)
+                if len(answers) == len(asked):
+                    return [answers[number] for number in range(len(asked))]
+                if time.monotonic() > deadline:
+                    away = sorted({asked[number][0].server for number in left if number not in answers})
+                    raise ElasticError(
+                        f"servers {', '.join(map(str, away))} are away for {PATIENCE_S:g} s; expected Ray to start them again"
+                    )
+                time.sleep(PAUSE_S)
+        except BaseException:
+            self.close()  # answers may be under way
+            raise
+
+    def _sent_to(self, place: Place, message: Message) -> bool:
+        """Whether the question is under way; else the owner is away."""
+        key = (place.server, place.number)
+        try:
+            if key not in self._connections:
+                self._connections[key] = connect(*self._addresses(place.server), self._secret)
+            self._connections[key].send(encode(message))
+        except PeerLost:
+            self._drop(key)
+            return False
+        return True
+
+    def _answer_of(self, place: Place) -> Message | None:
+        key = (place.server, place.number)
+        try:
+            return decode(self._connections[key].receive())
+        except PeerLost:
+            self._drop(key)
+            return None
+
+    def _drop(self, key: tuple[int, int]) -> None:
+        peer = self._connections.pop(key, None)
+        if peer is not None:
+            self._sent, self._received = self._sent + peer.sent_bytes, self._received + peer.received_bytes
+            peer.close()
+
+
+def whole(places: Sequence[Place], values: Sequence[Tensor]) -> Tensor:
+    """A parameter from the values of all its partitions, in their order."""
+    return values[0] if len(values) == 1 else torch.cat(list(values), places[0].partition.axis)
+
+
+def _checked(answer: Message, expected: Kind) -> Message:
+    if answer.kind is Kind.ERROR:
+        raise ElasticError(bytes(answer.arrays[0]).decode("utf-8", "replace"))
+    if answer.kind is not expected:
+        raise ElasticError(f"a server has answered {answer.kind.name}; expected {expected.name}: are all processes of one version?")
+    return answer

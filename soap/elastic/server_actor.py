@@ -1,0 +1,66 @@
+"""A server: the store of its partitions behind a listener. Killed and started anew by Ray, it recovers from its folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from soap.elastic.layout import Layout
+from soap.elastic.messages import Buffer, decode, encode
+from soap.elastic.session import module
+from soap.elastic.store import Store
+from soap.elastic.transport import Listener
+from soap.elastic.worker import Source
+from soap.runtime.updates.optimizers import OptimizerFactory
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """How servers keep their partitions, see ``Store``. ``folder``: each server has one below it, on its own machine's disk."""
+
+    folder: str
+    optimizer: OptimizerFactory
+    lazy: bool = False
+    fsync: bool = False
+    snapshot_every_pushes: int | None = 1000
+    snapshot_every_s: float | None = None
+
+    def store(self, server: int, layout: Layout, source: Source) -> Store:
+        """The server's store, as its folder has it, or as the model begins."""
+        model = source.load()
+        return Store(
+            Path(self.folder) / f"server-{server}",
+            layout.of_server(server),
+            layout.initial(server, model.parameters),
+            self.optimizer,
+            lazy=self.lazy,
+            fsync=self.fsync,
+            snapshot_every_pushes=self.snapshot_every_pushes,
+            snapshot_every_s=self.snapshot_every_s,
+        )
+
+
+class Server:
+    """In an actor. ``host``: the address to listen on; None: that by which Ray knows this machine."""
+
+    def __init__(self, server: int, layout: Layout, source: Source, keeping: Keeping, secret: bytes, host: str | None = None) -> None:
+        self._store = keeping.store(server, layout, source)
+        self._listener = Listener(self._answer, secret, host or str(module().util.get_node_ip_address()))
+
+    def address(self) -> tuple[str, int]:
+        """Where it listens."""
+        return self._listener.host, self._listener.port
+
+    def process(self) -> int:
+        """This process's number."""
+        return os.getpid()
+
+    def close(self) -> None:
+        """Answer nobody any more, and let the store go."""
+        self._listener.close()
+        self._store.close()
+
+    def _answer(self, frame: memoryview) -> Sequence[Buffer]:
+        return encode(self._store.answer(decode(frame)))

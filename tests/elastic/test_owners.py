@@ -1,0 +1,184 @@
+"""Workers and owners over TCP in one process: training as one process does it, whoever is lost meanwhile, and each byte accounted for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from soap.elastic import owners
+from soap.elastic.faults import ElasticError
+from soap.elastic.layout import DENSE, Layout, lay_out
+from soap.elastic.messages import Kind, Message, size_bytes
+from soap.elastic.owners import Owners, whole
+from soap.elastic.server_actor import Keeping, Server
+from soap.elastic.transport import HEADER
+from soap.elastic.worker import InMemory, Source, Worker
+from tests.elastic.models import in_float64, trained_alone
+
+SECRET = b"k" * 32
+ADAGRAD = partial(torch.optim.Adagrad, lr=0.05)
+SOURCE = Source("zoo:full_sparse:tiny", "float64", seed=3)
+
+
+class Servers:
+    """Servers of this process, which can be ended and started anew."""
+
+    def __init__(self, layout: Layout, folder: Path) -> None:
+        self._layout, self._keeping = layout, Keeping(str(folder), ADAGRAD, snapshot_every_pushes=3)
+        self.running: dict[int, Server] = {}
+        for number in range(layout.servers):
+            self.start(number)
+
+    def start(self, number: int) -> None:
+        self.running[number] = Server(number, self._layout, SOURCE, self._keeping, SECRET, "127.0.0.1")
+
+    def end(self, number: int) -> None:
+        self.running.pop(number).close()
+
+    def address(self, number: int) -> tuple[str, int]:
+        if number not in self.running:
+            self.start(number)
+        return self.running[number].address()
+
+
+def layout_of(servers: int, partitions: int, axis: int) -> Layout:
+    model = SOURCE.load()
+    shapes = {name: tuple(value.shape) for name, value in model.parameters.items()}
+    tables = {name: shape for name, shape in shapes.items() if name in model.graph.sparse}
+    dense = {name: shape for name, shape in shapes.items() if name not in tables}
+    return lay_out(tables, dense, servers, partitions=partitions, axis=axis)
+
+
+@contextmanager
+def serving(layout: Layout, folder: Path) -> Iterator[Servers]:
+    servers = Servers(layout, folder)
+    try:
+        yield servers
+    finally:
+        for number in [*servers.running]:
+            servers.end(number)
+
+
+def samples(count: int) -> InMemory:
+    draw = torch.Generator().manual_seed(5)
+    ids = torch.randint(50, (count, 2, 3), generator=draw)
+    values = torch.rand(count, 2, 3, generator=draw, dtype=torch.float64)
+    return InMemory((ids, values, torch.randint(2, (count,), generator=draw).double()))
+
+
+def final(layout: Layout, servers: Servers) -> dict[str, Tensor]:
+    asking = Owners(layout, servers.address, SECRET)
+    found = {name: whole(places, asking.values(places)) for name, places in layout.tables.items()}
+    found.update(layout.apart(whole(layout.dense, asking.values(layout.dense))))
+    asking.close()
+    return found
+
+
+@pytest.mark.parametrize(("count", "partitions", "axis"), [(1, 1, 0), (2, 3, 0), (3, 3, 1)])
+def test_trains_like_one_process_though_a_server_is_lost(count: int, partitions: int, axis: int, tmp_path: Path) -> None:
+    """Batches of 8, 8 and 3 samples; a server is ended after the first one."""
+    data, layout = samples(19), layout_of(count, partitions, axis)
+    leases = [range(8), range(8, 16), range(16, 19)]
+    alone = trained_alone(SOURCE.spec, "float64", SOURCE.seed, [in_float64(data.batch(one)) for one in leases], ADAGRAD)
+    with serving(layout, tmp_path) as servers:
+        worker = Worker(SOURCE, data, layout, servers.address, SECRET)
+        losses = []
+        for number, lease in enumerate(leases):
+            losses.append(worker.work(number, lease).loss)
+            if number == 0:
+                servers.end(count - 1)
+        assert losses == pytest.approx(alone[0], rel=1e-9)
+        found = final(layout, servers)
+    assert {*found} == {*alone[1]}
+    for name, value in alone[1].items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12)
+
+
+def test_lease_that_another_worker_does_again_counts_once(tmp_path: Path) -> None:
+    data, layout = samples(16), layout_of(2, 2, 0)
+    with serving(layout, tmp_path / "once") as servers:
+        first, second = (Worker(SOURCE, data, layout, servers.address, SECRET) for _ in range(2))
+        first.work(0, range(8))
+        second.work(1, range(8, 16))
+        wanted = final(layout, servers)
+    with serving(layout, tmp_path / "twice") as servers:
+        first, second = (Worker(SOURCE, data, layout, servers.address, SECRET) for _ in range(2))
+        first.work(0, range(8))
+        second.work(0, range(8))
+        second.work(1, range(8, 16))
+        first.work(1, range(8, 16))
+        found = final(layout, servers)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_bytes_of_a_lease_are_those_of_its_messages(axis: int, tmp_path: Path) -> None:
+    """Weights of tables never travel: no message holds more than ids, sums and gradients of sums."""
+    data, layout = samples(8), layout_of(2, 2, axis)
+    with serving(layout, tmp_path) as servers:
+        worker = Worker(SOURCE, data, layout, servers.address, SECRET)
+        report = worker.work(0, range(8))
+        cut, inputs = worker._cut(data.batch(range(8))), data.batch(range(8))
+        asked, answered = 0, 0
+        for table, lookups in cut.look_ups(inputs).items():
+            places = layout.tables[table]
+            for place, own in zip(places, owners.route([one.partition for one in places], lookups), strict=True):
+                columns = place.partition.cell[1]
+                out = torch.zeros(8, columns, dtype=torch.float64)
+                asked += size_bytes(Message.of(Kind.LOOK_UP, place.number, own.tensors())) + HEADER.size
+                answered += size_bytes(Message.of(Kind.SUMS, place.number, [out])) + HEADER.size
+                asked += size_bytes(Message.of(Kind.PUSH_OUTPUTS, place.number, (out, *own.tensors()))) + HEADER.size
+                answered += size_bytes(Message(Kind.VERSION, place.number)) + HEADER.size
+        for place in layout.dense:
+            piece = torch.zeros(place.partition.cell, dtype=torch.float64)
+            asked += (
+                size_bytes(Message(Kind.PULL, place.number)) + size_bytes(Message.of(Kind.PUSH, place.number, [piece])) + 2 * HEADER.size
+            )
+            answered += size_bytes(Message.of(Kind.VALUES, place.number, [piece])) + size_bytes(Message(Kind.VERSION, 0)) + 2 * HEADER.size
+    assert (report.sent_bytes, report.received_bytes) == (asked, answered)
+
+
+def test_owner_that_stays_away_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owners, "PATIENCE_S", 0.2)
+    layout = layout_of(1, 1, 0)
+    with serving(layout, tmp_path) as servers:
+        address = servers.address(0)
+        servers.end(0)
+        asking = Owners(layout, lambda server: address, SECRET)
+        with pytest.raises(ElasticError, match=r"servers 0 are away for 0\.2 s; expected Ray to start them again"):
+            asking.pull()
+
+
+def test_what_an_owner_refuses_is_told_and_training_can_go_on(tmp_path: Path) -> None:
+    layout = layout_of(2, 2, 0)
+    bad = samples(8)
+    bad.inputs[0][5] = 50
+    with serving(layout, tmp_path) as servers:
+        with pytest.raises(ElasticError, match=r"id 50 is out of range; expected ids from 0 to 49"):
+            Worker(SOURCE, bad, layout, servers.address, SECRET).work(0, range(8))
+        asking = Owners(layout, servers.address, SECRET)
+        with pytest.raises(ElasticError, match=r"gradient float32\[\d+\] for partition"):
+            asking._ask(
+                [(layout.dense[0], Message.of(Kind.PUSH, layout.dense[0].number, [torch.zeros(layout.dense[0].partition.cell)]))],
+                Kind.VERSION,
+            )
+        assert len(asking.pull()) == len(layout.shapes)
+        asking.close()
+
+
+def test_partitions_are_dealt_out_in_turn() -> None:
+    layout = lay_out({"a": (10, 4), "b": (2, 4)}, {"w": (3, 2), "s": ()}, 3, partitions=4)
+    assert [place.server for place in layout.tables["a"]] == [0, 1, 2, 0]
+    assert [place.server for place in layout.tables["b"]] == [1, 2]
+    assert [(place.server, place.partition.cell) for place in layout.dense] == [(0, (4,)), (1, (3,))]
+    assert [partition.name for partition in layout.of_server(0)] == ["a/0", "a/3", f"{DENSE}/0"]
+    values = {"w": torch.arange(6.0).view(3, 2), "s": torch.tensor(9.0), "a": torch.rand(10, 4), "b": torch.rand(2, 4)}
+    assert layout.joined(values).tolist() == [0, 1, 2, 3, 4, 5, 9]
+    assert {name: value.tolist() for name, value in layout.apart(layout.joined(values)).items()} == {"w": values["w"].tolist(), "s": 9.0}
+    assert [tuple(value.shape) for value in layout.initial(1, values)] == [(3, 4), (1, 4), (3,)]
