@@ -100,7 +100,7 @@ class Trainer:
             keep_if_there_is_room(most, topology.memory_limits[self.rank])
         self._place_values(joined_names(plan, tried), options.take_over)
         self._batch_compared = False
-        self.sizes = BatchSizes(self, topology)
+        self.sizes = BatchSizes(self, topology, options.take_over)
         self._prepare_updates(tuple(tried.scopes))
         self._refresh_copies()
 

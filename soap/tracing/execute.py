@@ -118,11 +118,11 @@ class ExecutableModel:
 
     def let_go(self, names: Sequence[str]) -> None:
         """See ``TracedModel.let_go``. What the model was traced from lets go of them, too."""
-        assert isinstance(self.parameters, dict)
-        for name in names:
-            self.parameters[name] = self.parameters[name].detach().to("meta")
+        for own in (self.parameters, self.constants, self.program.constants):
+            assert isinstance(own, dict)
+            own.update({name: own[name].detach().to("meta") for name in names if name in own})
         if self.source is not None:
-            self.source.let_go({*names})
+            self.source.let_go(self.parameters.keys() & names)
 
     def reference_loss(self, inputs: Sequence[torch.Tensor], parameters: Mapping[str, torch.Tensor], context: TileContext) -> torch.Tensor:
         """See ``TracedModel.reference_loss``: plain calls on whole tensors, sharing nothing with the tiled execution but random numbers."""

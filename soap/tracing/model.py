@@ -116,7 +116,7 @@ class TracedModel(Protocol):
         """Whether tiles of an operator are functions of their operands alone: no random numbers, nothing noted for the end of the step."""
 
     def let_go(self, names: Sequence[str]) -> None:
-        """Free the values of these parameters; meta tensors take their places."""
+        """Free the values of these parameters and constants; meta tensors take their places."""
 
     def reference_loss(self, inputs: Sequence[torch.Tensor], parameters: Mapping[str, torch.Tensor], context: TileContext) -> torch.Tensor:
         """The scalar loss by running the whole exported program in this process, call by call: the oracle for checks. Differentiable."""
@@ -142,8 +142,9 @@ class PlainModel(TracedModel):
 
     def let_go(self, names: Sequence[str]) -> None:
         """Nobody else has them."""
-        assert isinstance(self.parameters, dict)
-        self.parameters.update({name: self.parameters[name].detach().to("meta") for name in names})
+        for own in (self.parameters, self.constants):
+            assert isinstance(own, dict)
+            own.update({name: own[name].detach().to("meta") for name in names if name in own})
 
     def rows_asked_for(
         self, tile: Tile, parameter: int, inputs: Sequence[torch.Tensor | None], context: TileContext

@@ -11,7 +11,7 @@ import torch
 
 from soap.cluster.presets import local_topology
 from soap.errors import StrategyError
-from soap.model.graph import OperatorGraph
+from soap.model.graph import OperatorGraph, TensorKind
 from soap.model.micro_batches import MicroBatches
 from soap.plan.planning import build_plan
 from soap.runtime.trainer import Trainer
@@ -133,15 +133,19 @@ def test_uneven_batches_train_as_a_plain_loop(four: Pool, tmp_path: Path, name: 
         assert worst(results[0], expected) < TOLERANCE, (schedule, worst(results[0], expected))
 
 
-def lost_by(path: str, strategy: Strategy) -> tuple[set[str], bool]:
-    """Run on each rank: the parameters of which the model has no values any more, and whether the state dict is what was loaded."""
+def lost_by(path: str, strategy: Strategy) -> tuple[set[str], bool, set[str]]:
+    """Run on each rank: the parameters of which the model has no values any more, whether the state dict is what was loaded, and the
+    constants that the rank has."""
     model = load_model(path, dtype="float64")
     before = {name: tensor.detach().clone() for name, tensor in model.parameters.items()}
     with Trainer(model, (strategy, FOUR), take_over=True) as trainer:
         state = trainer.state_dict()
         same = all(torch.equal(state[name], tensor) for name, tensor in before.items()) if trainer.rank == 0 else True
         trainer.step(*model.example_inputs)
-        return {name for name, tensor in model.parameters.items() if tensor.is_meta}, same
+        kept = {name: tensor for name, tensor in model.constants.items() if not tensor.is_meta}
+        own = trainer.sizes.of(model.example_inputs).constants
+        assert {name: t.data_ptr() for name, t in own.items()} == {name: t.data_ptr() for name, t in kept.items()}  # once
+        return {name for name, tensor in model.parameters.items() if tensor.is_meta}, same, {*own}
 
 
 def test_ranks_let_go_of_the_other_stages(four: Pool) -> None:
@@ -151,9 +155,12 @@ def test_ranks_let_go_of_the_other_stages(four: Pool) -> None:
     strategy = replace(by_hand(graph, borders, [(0,), (1,), (2,), (3,)], "1f1b"), microbatches=4)
     plan = build_plan(graph, strategy, FOUR)
     names = {tensor.name for tensor in graph.parameters}
-    for rank, (lost, same) in enumerate(four.run(lost_by, spec, strategy)):
+    constants = {tensor.name for tensor in graph.tensors.values() if tensor.kind is TensorKind.CONSTANT}
+    assert constants
+    for rank, (lost, same, kept) in enumerate(four.run(lost_by, spec, strategy)):
         assert lost == names - {shard.parameter for shard in plan.shards if rank in shard.devices} and same
         assert 0 < len(lost) < len(names)
+        assert kept == (constants if rank == 0 else set())  # places of words
 
 
 @pytest.mark.slow
