@@ -29,6 +29,7 @@ from soap.tracing.footprints import find_footprints
 from soap.tracing.fuse import Fuser
 from soap.tracing.grouped import find_grouped_queries
 from soap.tracing.labels import batch_dimensions, gradients
+from soap.tracing.loss_terms import find_loss_terms
 from soap.tracing.match import Group, compose_all, simplified, unsplit
 from soap.tracing.naming import anchor, canonical_names, group_outputs, operator_names, tensor_names
 from soap.tracing.reader import Reader
@@ -98,7 +99,7 @@ def import_program(
         transient=frozenset(name for name in program.buffers if name not in exported.state_dict),
         unchanged={n: _converted(t, dtype) for n, t in _unchanged(exported, program, graph).items()},
     )
-    model.graph = replace(graph, footprints=find_footprints(model), sparse=measured_by_examples(model))
+    model.graph = replace(graph, footprints=find_footprints(model), sparse=measured_by_examples(model), loss_terms=find_loss_terms(model))
     return model
 
 

@@ -109,9 +109,6 @@ class TracedModel(Protocol):
     def unread(self, tiles: Sequence[Tile]) -> frozenset[str]:
         """Values that no tile of a plan reads, for ``TileContext``: batch norm's statistics if each tile sees all of its channels."""
 
-    def is_linear(self, operator: int) -> bool:
-        """Whether an operator only adds its inputs up, or scales them by constants."""
-
     def is_pure(self, operator: int) -> bool:
         """Whether tiles of an operator are functions of their operands alone: no random numbers, nothing noted for the end of the step."""
 
@@ -166,10 +163,6 @@ class PlainModel(TracedModel):
     def unread(self, tiles: Sequence[Tile]) -> frozenset[str]:
         """All is looked at."""
         return frozenset()
-
-    def is_linear(self, operator: int) -> bool:
-        """Not that anybody knows."""
-        return False
 
     def is_pure(self, operator: int) -> bool:
         """Not that anybody knows."""

@@ -100,6 +100,39 @@ def test_values_stay_for_weight_gradients_that_need_them(four: Pool, tmp_path: P
     assert result.passed and result.tolerance == TOLERANCE, result.worst
 
 
+class Auxiliary(torch.nn.Module):
+    """Layers each of which has a loss of its own, as routers of experts do; the loss is their sum, each scaled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        total: torch.Tensor | float = 0.0
+        for place, layer in enumerate(self.layers):
+            x = layer(x).tanh()
+            total = total + 0.1 * (place + 1) * x.square().mean()
+        return torch.nn.functional.mse_loss(x, y) + total / 2
+
+
+@pytest.mark.parametrize("schedule", often(list(SCHEDULES), ["1f1b"], pytest.mark.slow))
+def test_losses_of_several_stages(four: Pool, tmp_path: Path, schedule: str) -> None:
+    """They are no barrier: the gradient by each is known before their sum is."""
+    path = str(tmp_path / "auxiliary.pt2")
+    torch.manual_seed(1)
+    export_model(Auxiliary(), (torch.randn(8, 6), torch.randn(8, 6)), path=path)
+    graph = traced(path, "float64").graph
+    assert len(graph.loss_terms) == 5 and not MicroBatches(graph, 4).barriers
+    named = [op.name for op in graph.operators if op.name.startswith("layers.")]
+    groups = [(0, 1), (2, 3)] if schedule == "interleaved:2" else [(0,), (1,), (2,), (3,)]
+    for count in (3, 4)[: so_many(1, 2)]:
+        strategy = replace(by_hand(graph, named[1:4], groups, schedule), microbatches=count)
+        result = four.run(checked, path, "float64", strategy, FOUR)[0]
+        assert result.passed and result.tolerance == TOLERANCE, (count, result.worst)
+    for count in range(4, 4 + so_many(0, 3)):
+        require_exact(four, path, schedule, count, "auxiliary")
+
+
 FAMILIES = [(name, schedule) for name in MODELS for schedule in SCHEDULES]
 
 
