@@ -226,15 +226,21 @@ def test_every_action_comes_after_what_it_needs(case: tuple[OperatorGraph, Topol
 
 def _check_forward(program: Program, places: dict[tuple[ActionKind, int], int]) -> None:
     plan = program.plan
+    summed = {number: places[ActionKind.REDUCE_NUMBERS, i] for i, own in enumerate(program.number_sums) for number in own}
+    summed |= {number: place for (kind, number), place in places.items() if kind is ActionKind.REDUCE}
+    unrun = plan.graph.epilogue if program.known else frozenset()
     for (kind, number), carrier in program.index.moves.items():
+        if any(plan.tiles[tile].operator in unrun for tile, _ in plan.fetches[carrier.parts[0][0]].consumers):
+            assert (FORTH[kind], number) not in places
+            continue
         here = places[FORTH[kind], number]
         for fetch, piece in carrier.parts:
             held = plan.holdings[plan.fetches[fetch].pieces[piece].holding]
-            made = places[ActionKind.TILE, held.tile] if held.reduction is None else places[ActionKind.REDUCE, held.reduction]
+            made = places[ActionKind.TILE, held.tile] if held.reduction is None else summed[held.reduction]
             assert made < here
             assert all(here < places[ActionKind.TILE, tile] for tile, _ in plan.fetches[fetch].consumers)
     for number, reduction in enumerate(plan.reductions):
-        assert all(places[ActionKind.TILE, tile] < places[ActionKind.REDUCE, number] for tile in reduction.tiles)
+        assert all(places[ActionKind.TILE, tile] < summed[number] for tile in reduction.tiles)
 
 
 def _check_backward(program: Program, places: dict[tuple[ActionKind, int], int]) -> None:
