@@ -23,14 +23,16 @@ class GraphBuilder:
         self.operators: list[Operator] = []
         self.lookups: dict[str, list[Lookup]] = {}
 
-    def build(self, loss: str, alpha: float | None = None) -> OperatorGraph:
-        """``alpha``: share of the rows of each sparse parameter that a batch touches, as far as it looks up so many."""
+    def build(self, loss: str, alpha: float | None = None, terms: Sequence[str] = ()) -> OperatorGraph:
+        """``alpha``: share of the rows of each sparse parameter that a batch touches, as far as it looks up so many. ``terms``: numbers of
+        which the loss is the sum."""
         sparse = {}
         for name, lookups in self.lookups.items():
             if len(lookups) == sum(operand.tensor == name for op in self.operators for operand in op.parameters):
                 access = uniform(self.shape(name)[0], lookups)
                 sparse[name] = access if alpha is None else scaled(access, min(alpha, access.indices / access.rows))
-        return OperatorGraph(self.name, tuple(self.operators), dict(self.tensors), loss, sparse=sparse)
+        known = dict.fromkeys(terms, 1.0)
+        return OperatorGraph(self.name, tuple(self.operators), dict(self.tensors), loss, sparse=sparse, loss_terms=known)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self.tensors[name].shape
@@ -172,6 +174,10 @@ class GraphBuilder:
         later = [DimMap(i, 1, -at, 1 - at) if i == dim else m for i, m in enumerate(dims)]
         low, high = ([size if i == dim else n for i, n in enumerate(shape)] for size in (at, shape[dim] - at))
         return self.operator("chunk", self._outer(shape), [(x, dims)], [], [(low, dims), (high, later)])
+
+    def sum(self, *xs: str, name: str | None = None) -> str:
+        """The sum of numbers."""
+        return self.operator("sum", [], [(x, []) for x in xs], [], [((), ())], name=name)[0]
 
     def batch_mean(self, x: str) -> str:
         """Mean over the batch: a summed sample factor, and an output without batch dimension."""

@@ -55,11 +55,12 @@ def graphs(
         _move(g, values, draw, moves)
     read = {operand.tensor for op in g.operators for operand in op.inputs}
     losses = [g.mean(value) for value in values if value not in read]
-    loss = losses[0] if len(losses) == 1 else _sum_scalars(g, losses)
+    loss = losses[0] if len(losses) == 1 else g.sum(*losses)
+    terms = losses if len(losses) > 1 and draw(st.booleans()) else ()
     held = [tensor.name for tensor in g.tensors.values() if tensor.kind is TensorKind.CONSTANT]
     if held:
         g.state(*(op.outputs[0].tensor for op in g.operators if any(operand.tensor in held for operand in op.inputs)))
-    return g.build(loss, draw(st.sampled_from((None, 0.2, 0.7))))
+    return g.build(loss, draw(st.sampled_from((None, 0.2, 0.7))), terms)
 
 
 def _move(g: GraphBuilder, values: list[str], draw: st.DrawFn, moves: Sequence[str]) -> None:
@@ -116,10 +117,6 @@ def _parameter_copy(g: GraphBuilder, s: int, d: int) -> str:
     table = g.parameter(f"table{len(g.operators)}", s + 1, d)
     factors = [Factor("s", s, ATTRIBUTE), Factor("d", d, ATTRIBUTE)]
     return g.operator("copy", factors, [], [(table, [DimMap(0), DimMap(1)])], [((s, d), [DimMap(0), DimMap(1)])])[0]
-
-
-def _sum_scalars(g: GraphBuilder, scalars: list[str]) -> str:
-    return g.operator("sum", [], [(x, []) for x in scalars], [], [((), ())])[0]
 
 
 @st.composite

@@ -16,7 +16,7 @@ CLASSES = {"OpConfig": OpConfig, "SyncConfig": SyncConfig, "Strategy": Strategy}
 MADE_ANEW = {
     "cli.wanted",  # read from a table
     "measure.neighbours", "measure.step_chains", "measure.upkeep_timing", "plan.tiling",
-    "runtime.step.loss_epilogue", "runtime.sync.look_ups",
+    "runtime.sync.look_ups",
     "search.compiled.estimates", "search.dynamic", "search.oracles.exhaustive", "search.space",
     "strategy.classical", "strategy.config", "strategy.grids", "strategy.json_file", "strategy.sync", "tracing.footprints",
 }  # fmt: skip

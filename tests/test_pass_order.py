@@ -19,8 +19,8 @@ from tests.graph_builder import GraphBuilder
 from tests.strategies import cluster
 
 
-def chain(samples: int = 7, *, centered: bool = False, summed: bool = False) -> OperatorGraph:
-    """Three layers and a loss; with a mean over the batch between two of them; with a loss that is a sum of two."""
+def chain(samples: int = 7, *, centered: bool = False, summed: bool = False, known: bool = True) -> OperatorGraph:
+    """Three layers and a loss; with a mean over the batch between two of them; with a loss that is a sum of two, which is ``known``."""
     g = GraphBuilder()
     x = g.linear(g.input("x", samples, 3, 4), 4, name="first")
     if centered:
@@ -29,7 +29,8 @@ def chain(samples: int = 7, *, centered: bool = False, summed: bool = False) -> 
     z = g.linear(y, 4, name="third")
     if not summed:
         return g.build(g.mean(z))
-    return g.build(g.operator("sum", [], [(loss, []) for loss in (g.mean(z), g.mean(g.elementwise(y)))], [], [((), ())])[0])
+    terms = g.mean(z), g.mean(g.elementwise(y))
+    return g.build(g.sum(*terms, name="sum"), terms=terms if known else ())
 
 
 def test_all_operators_are_cut_at_the_same_samples() -> None:
@@ -59,6 +60,18 @@ def order_of(graph: OperatorGraph, count: int, schedule: str | None = None, **st
 def test_usual_order_is_one_micro_batch_after_the_other() -> None:
     assert order_of(chain(), 2) == "0F0 0B0 0F1 0B1"
     assert order_of(chain(), 2, second=1) == "0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1"
+
+
+def test_a_sum_of_losses_waits_for_nobody() -> None:
+    """Its epilogue runs behind all passes: each term begins its own backward pass."""
+    graph = chain(summed=True)
+    cut = MicroBatches(graph, 3)
+    assert cut.barriers == () and not any(cut.phases)
+    assert graph.epilogue == {graph.index["sum"]} and graph.known_gradients == {graph.producers[name][0] for name in graph.loss_terms}
+    assert order_of(graph, 2, "1f1b", second=1) == order_of(chain(), 2, "1f1b", second=1)
+    order = Orders(graph).order(Strategy({}, microbatches=2))
+    assert order is not None and order.rank("F", graph.index["sum"], 0) == len(order.actions)
+    assert MicroBatches(chain(summed=True, known=False), 3).barriers == ("sum",)
 
 
 def test_with_a_barrier_all_micro_batches_pass_it_together() -> None:

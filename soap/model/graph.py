@@ -268,6 +268,9 @@ class OperatorGraph:
     ``sums_of``: by tensor of batch norm's sums, the tensor that they are of. Nobody reads sums if the tiles of their readers see all of
     that tensor, or all of some channels (dimension 1): these find them by themselves, and nobody makes the sums either.
 
+    ``loss_terms``: if the loss is a sum of scaled numbers, by number the loss's gradient by it; only the *epilogue*, which adds them up,
+    reads these. With micro-batches the backward pass begins there. Empty for any other loss.
+
     ``copies_of``: the graph of which this one has some of its equal copies (``soap.plan.copies``); micro-batches are cut as there.
     """
 
@@ -280,6 +283,7 @@ class OperatorGraph:
     footprints: Mapping[str, tuple[Footprint, ...]] = field(default_factory=dict)
     sparse: Mapping[str, RowAccess] = field(default_factory=dict)
     sums_of: Mapping[str, str] = field(default_factory=dict)
+    loss_terms: Mapping[str, float] = field(default_factory=dict)
     copies_of: OperatorGraph | None = None
 
     def __post_init__(self) -> None:
@@ -339,6 +343,22 @@ class OperatorGraph:
                 found.add(position)
                 wanted.update(operand.tensor for operand in op.inputs)
         return frozenset(found)
+
+    @cached_property
+    def epilogue(self) -> frozenset[int]:
+        """Positions of the operators that make the loss of its terms; none if it has none."""
+        wanted, found = {self.loss} - self.loss_terms.keys(), set()
+        for position in range(len(self.operators) - 1, -1, -1) if self.loss_terms else ():
+            if any(out.tensor in wanted for out in self.operators[position].outputs):
+                found.add(position)
+                wanted.update(o.tensor for o in self.operators[position].inputs if o.tensor not in self.loss_terms)
+        return frozenset(found)
+
+    @cached_property
+    def known_gradients(self) -> frozenset[int]:
+        """Positions of the operators that make a number by which the loss's gradient is known: a term of the loss, or the loss."""
+        names = (name for name in self.loss_terms or (self.loss,) if name in self.producers and self.tensors[name].requires_grad)
+        return frozenset(self.producers[name][0] for name in names)
 
     @cached_property
     def shares(self) -> dict[tuple[str, tuple[int, ...], int], int]:

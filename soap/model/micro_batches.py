@@ -2,8 +2,8 @@
 
 An operator that follows the samples is cut along its sample factor, at the same samples as all others: its *parts*. What reads only its own
 part of its inputs goes through by itself. An operator that needs several parts at once is a *barrier*: batch norm over the batch, in-batch
-negatives, whatever has no sample factor. So operators have *phases*, the number of barriers before them: an operator waits for all parts of
-what it reads across a barrier.
+negatives, whatever has no sample factor. (Not the loss's epilogue: it runs behind all passes.) So operators have *phases*, the number of
+barriers before them: an operator waits for all parts of what it reads across a barrier.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class MicroBatches:
     def keeps_apart(self, maker: int, output: int, reader: int, operand: Operand) -> bool:
         """Whether each part of the reader reads only what the same part of the maker makes."""
         made, read = self.factors[maker], self.factors[reader]
-        if made is None:
+        if made is None or reader in self.graph.epilogue:  # which runs behind all passes
             return True
         dims = self.graph.operators[maker].outputs[output].dims
         place = next((d for d, dim in enumerate(dims) if dim.factor == made), None)

@@ -95,7 +95,8 @@ class _Finding:
             shape = list(tensors[name].shape)
             shape[dim] = shape[dim] // self._count * LEFT
             tensors[name] = replace(tensors[name], shape=tuple(shape))
-        graph = OperatorGraph(self._graph.name, operators, tensors, self._graph.loss, self._graph.aliases, copies_of=self._graph)
+        whole = self._graph
+        graph = OperatorGraph(whole.name, operators, tensors, whole.loss, whole.aliases, loss_terms=whole.loss_terms, copies_of=whole)
         return Copies(images, graph, replace(strategy, operators=configs), devices, self._folded, frozenset(self._everywhere))
 
     def _operator(self, position: int, op: Operator, config: OpConfig) -> tuple[tuple[int, ...], int, Sequence[int] | Ints]:

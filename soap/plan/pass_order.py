@@ -5,7 +5,8 @@ backward pass in two, input gradients (``I``) and weight gradients (``W``: ``str
 each for its own tiles; inside an action tiles run in the order of the model, backward in the reverse. The lists of several device groups,
 each with chunks of its own, are one list as soon as actions come behind those that they wait for (``soap.plan.scheduling``).
 
-An operator that is not cut runs forward with the first micro-batch, and backward with the last.
+An operator that is not cut runs forward with the first micro-batch, and backward with the last. The loss's epilogue, if it has one
+(``OperatorGraph.loss_terms``), runs behind all actions, and not backward.
 """
 
 from __future__ import annotations
@@ -82,7 +83,10 @@ class PassOrder:
         return frozenset(i for i, op in enumerate(graph.operators if self.splits else ()) if is_divided(graph, op))
 
     def rank(self, own: Pass, position: int, part: int) -> int:
-        """The place of the action to which a pass of a part of an operator belongs. ``part``: 0 if the operator is not cut."""
+        """The place of the action to which a pass of a part of an operator belongs; of the loss's epilogue, the place behind all.
+        ``part``: 0 if the operator is not cut."""
+        if position in self.cut.graph.epilogue:
+            return len(self.actions)
         if self.cut.parts(position) == 1:
             part = 0 if own == "F" else self.cut.count - 1
         return self.ranks[PassAction(self.backward[position] if own == "B" else own, self.chunks[position], part)]

@@ -14,6 +14,7 @@ from soap.cluster.topology import Topology
 from soap.errors import ModelError, RuntimeFailure
 from soap.model.dtypes import replaced
 from soap.model.graph import OperatorGraph
+from soap.plan.plan import Plan
 from soap.runtime.inputs import Tensors, check_types, other_shape, shapes_of
 from soap.runtime.program.program import Program, compile_program
 from soap.runtime.program.resizing import resized_program
@@ -60,10 +61,11 @@ class SizedProgram:
 
 
 class BatchSizes:
-    """The programs, by the shapes of their inputs. ``gradients``: shared by all of them."""
+    """The programs, by the shapes of their inputs. ``gradients``: shared by all of them. ``take_over``: the first one uses the model's own
+    constants, and those that this rank does not read are freed."""
 
-    def __init__(self, trainer: Trainer, topology: Topology) -> None:
-        self.trainer, self._topology = trainer, topology
+    def __init__(self, trainer: Trainer, topology: Topology, take_over: bool = False) -> None:
+        self.trainer, self._topology, self._take_over = trainer, topology, take_over
         model = trainer.model
         self._own: Shapes = tuple(model.graph.tensors[name].shape for name in model.input_names)
         self._models: dict[Shapes, TracedModel] = {self._own: model}
@@ -110,6 +112,21 @@ class BatchSizes:
         trainer = self.trainer
         dtype_of = partial(run_dtype, model.graph, dtype=trainer.dtype)
         runner = StepRunner(program, model, trainer.comm, shards, dtype_of, None, gradients, trainer.compiled, trainer.compressing)
-        fixed = {name: tensor for name, tensor in model.constants.items() if name not in model.state}
-        constants = {name: trainer.place(t).clone(memory_format=torch.contiguous_format) for name, t in fixed.items()}
-        return SizedProgram(trainer, model, program, runner, constants, model.unread(program.plan.tiles))
+        return SizedProgram(trainer, model, program, runner, self._constants(model, program.plan), model.unread(program.plan.tiles))
+
+    def _constants(self, model: TracedModel, plan: Plan) -> dict[str, torch.Tensor]:
+        """The constants that this rank reads, in full, on its device. Where nobody else uses the model they are its own."""
+        trainer, read = self.trainer, constants_read(plan, self.trainer.rank)
+        fixed = {name: trainer.place(tensor) for name, tensor in model.constants.items() if name in read and name not in model.state}
+        if model is trainer.model and not self._take_over:  # whose tensors are the user's
+            return {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in fixed.items()}
+        model.let_go([name for name in model.constants if name not in read])
+        return {name: tensor.contiguous() for name, tensor in fixed.items()}
+
+
+def constants_read(plan: Plan, rank: int) -> frozenset[str]:
+    """Names of the tensors that a rank's tiles read, or that say which rows of sparse parameters any rank looks up."""
+    graph = plan.graph
+    own = {tile.operator for tile in plan.tiles if tile.device == rank}
+    asked = {use.operator for access in graph.sparse.values() for use in access.lookups}
+    return frozenset(operand.tensor for position in own | asked for operand in graph.operators[position].inputs)

@@ -27,7 +27,6 @@ from soap.runtime.inputs import compare_ranks, micro_batches
 from soap.runtime.program.fused_tiles import missing_compiler
 from soap.runtime.program.program import compile_program
 from soap.runtime.sizes import BatchSizes, run_dtype
-from soap.runtime.step.loss_epilogue import find_epilogue
 from soap.runtime.step.micro_batch import MicroBatch
 from soap.runtime.step.step_end import StepEnd
 from soap.runtime.sync.look_ups import note_rows
@@ -82,7 +81,7 @@ class Trainer:
         self.recipe = options.recipe
         self.gradient_norm: float | None = None
         self.steps = 0
-        self.program = compile_program(plan, order, epilogue=find_epilogue(model))
+        self.program = compile_program(plan, order)
         self.plan = plan = self.program.plan
         if self.clip_norm is not None and compressed_names(plan):
             require_clippable(plan, self.clip_norm)
@@ -100,7 +99,7 @@ class Trainer:
             keep_if_there_is_room(most, topology.memory_limits[self.rank])
         self._place_values(joined_names(plan, tried), options.take_over)
         self._batch_compared = False
-        self.sizes = BatchSizes(self, topology)
+        self.sizes = BatchSizes(self, topology, options.take_over)
         self._prepare_updates(tuple(tried.scopes))
         self._refresh_copies()
 

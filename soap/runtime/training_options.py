@@ -51,7 +51,7 @@ class TrainingOptions:
     a micro-batch with few tokens weighs as much as one with many. ``seed``: of dropout. ``dtype``: compute in this floating-point type
     instead of the model's own. ``compiled``: use ``torch.compile``, which makes the first step slow. ``take_over``: train in the model's
     own memory where a rank keeps a parameter whole; ``model.parameters`` then follow the training, and all others become meta tensors, so
-    that a rank of a pipeline does not hold the other stages.
+    that a rank of a pipeline does not hold the other stages. Nor does it hold constants that it does not read, or others twice.
 
     ``backend``: ``gloo``, ``nccl``, or ``auto`` (by the devices). ``device_kind``: kind of the ranks' devices; None: the cluster's.
     ``timeout_s``: seconds to wait for ranks that do not answer.

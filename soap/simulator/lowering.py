@@ -311,13 +311,13 @@ class _Lowering:
 
     def _loss_start(self, tile: Tile) -> tuple[int, ...]:
         """The tasks after which a tile of the loss starts the backward pass with gradient 1: those that make the loss. Replica 0 only.
-        With micro-batches its own part of the loss is enough, as the gradient of a sum is known."""
+        With micro-batches its own part of the loss, or of a term of it, is enough, as the gradient of a sum is known."""
         graph = self.plan.graph
+        if self.plan.order is not None:
+            return (self._forward[self._place(tile)],) if tile.operator in graph.known_gradients and tile.replica == 0 else ()
         producer, output = graph.producers.get(graph.loss, (-1, 0))
         if tile.operator != producer or tile.replica != 0:
             return ()
-        if self.plan.order is not None:
-            return (self._forward[self._place(tile)],)
         for place in self._index.reductions[producer]:
             reduction = self.plan.reductions[place]
             if reduction.output == output and self._place(tile) in reduction.tiles:

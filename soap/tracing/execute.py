@@ -106,10 +106,6 @@ class ExecutableModel:
                 found[sums] = found.get(sums, True) and all(seen for i, seen in enumerate(dims) if i != 1)
         return frozenset(sums for sums, always in found.items() if always)
 
-    def is_linear(self, operator: int) -> bool:
-        """See ``TracedModel.is_linear``."""
-        return all(_is_linear(step.call) for step in self.programs[self.graph.operators[operator].name].steps)
-
     def is_pure(self, operator: int) -> bool:
         """See ``TracedModel.is_pure``."""
         calls = [step.call for step in self.programs[self.graph.operators[operator].name].steps]
@@ -118,11 +114,11 @@ class ExecutableModel:
 
     def let_go(self, names: Sequence[str]) -> None:
         """See ``TracedModel.let_go``. What the model was traced from lets go of them, too."""
-        assert isinstance(self.parameters, dict)
-        for name in names:
-            self.parameters[name] = self.parameters[name].detach().to("meta")
+        for own in (self.parameters, self.constants, self.program.constants):
+            assert isinstance(own, dict)
+            own.update({name: own[name].detach().to("meta") for name in names if name in own})
         if self.source is not None:
-            self.source.let_go({*names})
+            self.source.let_go(self.parameters.keys() & names)
 
     def reference_loss(self, inputs: Sequence[torch.Tensor], parameters: Mapping[str, torch.Tensor], context: TileContext) -> torch.Tensor:
         """See ``TracedModel.reference_loss``: plain calls on whole tensors, sharing nothing with the tiled execution but random numbers."""
@@ -242,11 +238,3 @@ def _plain_batch_norm(x: torch.Tensor, affine: Sequence[torch.Tensor], kwargs: d
     if x.numel() == x.shape[1]:  # which torch.nn.functional refuses
         mean = var = None
     return torch.batch_norm(x, weight, bias, mean, var, True, kwargs["momentum"], kwargs["eps"], True)
-
-
-def _is_linear(call: Call) -> bool:
-    """Sums and differences of any tensors; products and quotients of one tensor and a number."""
-    if call.kind in ("add", "sub", "neg"):
-        return all(isinstance(arg, Ref) for arg in call.args)
-    scaled = call.kind in ("mul", "div") and isinstance(call.args[0], Ref) and not any(isinstance(arg, Ref) for arg in call.args[1:])
-    return scaled and "rounding_mode" not in call.kwargs

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from soap.errors import ModelError, first_line
@@ -15,7 +17,7 @@ def fold(program: Program, *, plan_only: bool) -> None:
     known = set(program.constants)
     kept: list[Call] = []
     for call in program.calls:
-        if is_random(call) or call.kind in (NEXT_STATE, KEEP_STATE) or not all(name in known for name in call.operands):
+        if not is_computable(call) or not all(name in known for name in call.operands):
             kept.append(call)
             continue
         known.update(call.outputs)
@@ -31,22 +33,32 @@ def fold(program: Program, *, plan_only: bool) -> None:
     program.constants = {name: tensor for name, tensor in program.constants.items() if name in used}
 
 
-def evaluate(call: Call, program: Program) -> list[torch.Tensor]:
-    """The outputs of a call whose operands are constants."""
+def is_computable(call: Call) -> bool:
+    """Whether a call is the same in every step if its operands are."""
+    return not is_random(call) and call.kind not in (NEXT_STATE, KEEP_STATE)
+
+
+def results_of(call: Call, values: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """The outputs of a call by the values of its operands."""
 
     def change(leaf: object) -> object:
-        return program.constants[leaf.name] if isinstance(leaf, Ref) else leaf
+        return values[leaf.name] if isinstance(leaf, Ref) else leaf
 
+    with torch.no_grad():
+        result = on_whole(call, substitute(call.args, change), substitute(dict(call.kwargs), change))
+    outputs = list(result) if isinstance(result, (tuple, list)) else [result]
+    return [t for t in outputs if isinstance(t, torch.Tensor)]
+
+
+def evaluate(call: Call, program: Program) -> list[torch.Tensor]:
+    """The outputs of a call whose operands are constants."""
     try:
-        with torch.no_grad():
-            result = on_whole(call, substitute(call.args, change), substitute(dict(call.kwargs), change))
+        return [t.clone() for t in results_of(call, program.constants)]
     except RuntimeError as error:  # the constant has no input behind it: in most cases it is a number that its type cannot hold
         dtype = str(program.values[call.outputs[0]].dtype).removeprefix("torch.")
         said = first_line(error).removesuffix(".")
         message = f"call {call.name!r} of {call.kind} cannot be computed in {dtype}: {said}: expected another constant or type"
         raise ModelError(message) from None
-    outputs = list(result) if isinstance(result, (tuple, list)) else [result]
-    return [t.clone() for t in outputs if isinstance(t, torch.Tensor)]
 
 
 def needed(calls: list[Call], wanted: set[str]) -> list[Call]:

@@ -19,6 +19,7 @@ from soap.tracing.autocast import Caster, ListOf
 from soap.tracing.bags import find_equal_bags
 from soap.tracing.buffers import canonical_buffers
 from soap.tracing.calls import Program
+from soap.tracing.causal import find_causal_masks
 from soap.tracing.compiled import OperatorProgram, ProgramStep
 from soap.tracing.decompose import decompose
 from soap.tracing.execute import ExecutableModel
@@ -26,7 +27,9 @@ from soap.tracing.experts import unsort_experts
 from soap.tracing.fold import fold
 from soap.tracing.footprints import find_footprints
 from soap.tracing.fuse import Fuser
+from soap.tracing.grouped import find_grouped_queries
 from soap.tracing.labels import batch_dimensions, gradients
+from soap.tracing.loss_terms import find_loss_terms
 from soap.tracing.match import Group, compose_all, simplified, unsplit
 from soap.tracing.naming import anchor, canonical_names, group_outputs, operator_names, tensor_names
 from soap.tracing.reader import Reader
@@ -71,6 +74,8 @@ def import_program(
     program = Reader(exported, dtype, caster=caster, local_statistics=batch_norm == "local").read()
     find_equal_bags(program)
     unsort_experts(program)
+    find_causal_masks(program)
+    find_grouped_queries(program)
     fold(program, plan_only=plan_only)
     decompose(program)
     fold(program, plan_only=plan_only)  # what parts of a call need beside its operands
@@ -94,7 +99,7 @@ def import_program(
         transient=frozenset(name for name in program.buffers if name not in exported.state_dict),
         unchanged={n: _converted(t, dtype) for n, t in _unchanged(exported, program, graph).items()},
     )
-    model.graph = replace(graph, footprints=find_footprints(model), sparse=measured_by_examples(model))
+    model.graph = replace(graph, footprints=find_footprints(model), sparse=measured_by_examples(model), loss_terms=find_loss_terms(model))
     return model
 
 

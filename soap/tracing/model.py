@@ -109,14 +109,11 @@ class TracedModel(Protocol):
     def unread(self, tiles: Sequence[Tile]) -> frozenset[str]:
         """Values that no tile of a plan reads, for ``TileContext``: batch norm's statistics if each tile sees all of its channels."""
 
-    def is_linear(self, operator: int) -> bool:
-        """Whether an operator only adds its inputs up, or scales them by constants."""
-
     def is_pure(self, operator: int) -> bool:
         """Whether tiles of an operator are functions of their operands alone: no random numbers, nothing noted for the end of the step."""
 
     def let_go(self, names: Sequence[str]) -> None:
-        """Free the values of these parameters; meta tensors take their places."""
+        """Free the values of these parameters and constants; meta tensors take their places."""
 
     def reference_loss(self, inputs: Sequence[torch.Tensor], parameters: Mapping[str, torch.Tensor], context: TileContext) -> torch.Tensor:
         """The scalar loss by running the whole exported program in this process, call by call: the oracle for checks. Differentiable."""
@@ -142,8 +139,9 @@ class PlainModel(TracedModel):
 
     def let_go(self, names: Sequence[str]) -> None:
         """Nobody else has them."""
-        assert isinstance(self.parameters, dict)
-        self.parameters.update({name: self.parameters[name].detach().to("meta") for name in names})
+        for own in (self.parameters, self.constants):
+            assert isinstance(own, dict)
+            own.update({name: own[name].detach().to("meta") for name in names if name in own})
 
     def rows_asked_for(
         self, tile: Tile, parameter: int, inputs: Sequence[torch.Tensor | None], context: TileContext
@@ -165,10 +163,6 @@ class PlainModel(TracedModel):
     def unread(self, tiles: Sequence[Tile]) -> frozenset[str]:
         """All is looked at."""
         return frozenset()
-
-    def is_linear(self, operator: int) -> bool:
-        """Not that anybody knows."""
-        return False
 
     def is_pure(self, operator: int) -> bool:
         """Not that anybody knows."""

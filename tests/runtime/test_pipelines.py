@@ -11,7 +11,7 @@ import torch
 
 from soap.cluster.presets import local_topology
 from soap.errors import StrategyError
-from soap.model.graph import OperatorGraph
+from soap.model.graph import OperatorGraph, TensorKind
 from soap.model.micro_batches import MicroBatches
 from soap.plan.planning import build_plan
 from soap.runtime.trainer import Trainer
@@ -100,6 +100,39 @@ def test_values_stay_for_weight_gradients_that_need_them(four: Pool, tmp_path: P
     assert result.passed and result.tolerance == TOLERANCE, result.worst
 
 
+class Auxiliary(torch.nn.Module):
+    """Layers each of which has a loss of its own, as routers of experts do; the loss is their sum, each scaled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        total: torch.Tensor | float = 0.0
+        for place, layer in enumerate(self.layers):
+            x = layer(x).tanh()
+            total = total + 0.1 * (place + 1) * x.square().mean()
+        return torch.nn.functional.mse_loss(x, y) + total / 2
+
+
+@pytest.mark.parametrize("schedule", often(list(SCHEDULES), ["1f1b"], pytest.mark.slow))
+def test_losses_of_several_stages(four: Pool, tmp_path: Path, schedule: str) -> None:
+    """They are no barrier: the gradient by each is known before their sum is."""
+    path = str(tmp_path / "auxiliary.pt2")
+    torch.manual_seed(1)
+    export_model(Auxiliary(), (torch.randn(8, 6), torch.randn(8, 6)), path=path)
+    graph = traced(path, "float64").graph
+    assert len(graph.loss_terms) == 5 and not MicroBatches(graph, 4).barriers
+    named = [op.name for op in graph.operators if op.name.startswith("layers.")]
+    groups = [(0, 1), (2, 3)] if schedule == "interleaved:2" else [(0,), (1,), (2,), (3,)]
+    for count in (3, 4)[: so_many(1, 2)]:
+        strategy = replace(by_hand(graph, named[1:4], groups, schedule), microbatches=count)
+        result = four.run(checked, path, "float64", strategy, FOUR)[0]
+        assert result.passed and result.tolerance == TOLERANCE, (count, result.worst)
+    for count in range(4, 4 + so_many(0, 3)):
+        require_exact(four, path, schedule, count, "auxiliary")
+
+
 FAMILIES = [(name, schedule) for name in MODELS for schedule in SCHEDULES]
 
 
@@ -133,15 +166,19 @@ def test_uneven_batches_train_as_a_plain_loop(four: Pool, tmp_path: Path, name: 
         assert worst(results[0], expected) < TOLERANCE, (schedule, worst(results[0], expected))
 
 
-def lost_by(path: str, strategy: Strategy) -> tuple[set[str], bool]:
-    """Run on each rank: the parameters of which the model has no values any more, and whether the state dict is what was loaded."""
+def lost_by(path: str, strategy: Strategy) -> tuple[set[str], bool, set[str]]:
+    """Run on each rank: the parameters of which the model has no values any more, whether the state dict is what was loaded, and the
+    constants that the rank has."""
     model = load_model(path, dtype="float64")
     before = {name: tensor.detach().clone() for name, tensor in model.parameters.items()}
     with Trainer(model, (strategy, FOUR), take_over=True) as trainer:
         state = trainer.state_dict()
         same = all(torch.equal(state[name], tensor) for name, tensor in before.items()) if trainer.rank == 0 else True
         trainer.step(*model.example_inputs)
-        return {name for name, tensor in model.parameters.items() if tensor.is_meta}, same
+        kept = {name: tensor for name, tensor in model.constants.items() if not tensor.is_meta}
+        own = trainer.sizes.of(model.example_inputs).constants
+        assert {name: t.data_ptr() for name, t in own.items()} == {name: t.data_ptr() for name, t in kept.items()}  # once
+        return {name for name, tensor in model.parameters.items() if tensor.is_meta}, same, {*own}
 
 
 def test_ranks_let_go_of_the_other_stages(four: Pool) -> None:
@@ -151,9 +188,12 @@ def test_ranks_let_go_of_the_other_stages(four: Pool) -> None:
     strategy = replace(by_hand(graph, borders, [(0,), (1,), (2,), (3,)], "1f1b"), microbatches=4)
     plan = build_plan(graph, strategy, FOUR)
     names = {tensor.name for tensor in graph.parameters}
-    for rank, (lost, same) in enumerate(four.run(lost_by, spec, strategy)):
+    constants = {tensor.name for tensor in graph.tensors.values() if tensor.kind is TensorKind.CONSTANT}
+    assert constants
+    for rank, (lost, same, kept) in enumerate(four.run(lost_by, spec, strategy)):
         assert lost == names - {shard.parameter for shard in plan.shards if rank in shard.devices} and same
         assert 0 < len(lost) < len(names)
+        assert kept == (constants if rank == 0 else set())  # places of words
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ from soap.plan.syncs.bucketing import sums_of_one
 from soap.runtime.program.actions import LAST_ONLY, ActionKind, part_of
 from soap.runtime.program.program import Program, compile_program
 from soap.runtime.program.sync_schedule import sync_schedule
-from soap.runtime.step.loss_epilogue import find_epilogue
 from soap.simulator.lowering import build_plan
 from soap.simulator.tasks import ExecutionOrder
 from soap.strategy.config import OpConfig, Strategy
@@ -173,15 +172,14 @@ def test_replica_of_the_loss_has_no_backward_pass() -> None:
 
 
 def test_epilogue_is_not_run_where_every_rank_has_what_enters_it() -> None:
-    model = traced("zoo:rnnlm:tiny", "float64")
-    epilogue, graph = find_epilogue(model), model.graph
-    assert [graph.operators[position].name for position in epilogue.operators] == ["add"]
-    everywhere, partly = (compile_program(plan_of(graph, split((0, 1), b=2), devices), epilogue=epilogue) for devices in (2, 3))
+    graph = traced("zoo:rnnlm:tiny", "float64").graph
+    assert [graph.operators[position].name for position in graph.epilogue] == ["add"]
+    everywhere, partly = (compile_program(plan_of(graph, split((0, 1), b=2), devices)) for devices in (2, 3))
     assert (everywhere.known, partly.known, len(everywhere.number_sums)) == (True, False, 1)
-    (last,) = [number for number, tile in enumerate(partly.plan.tiles) if tile.operator in epilogue.operators]
+    (last,) = [number for number, tile in enumerate(partly.plan.tiles) if tile.operator in graph.epilogue]
     runs = [[action.subject for action in program.backward if action.kind is ActionKind.TILE] for program in (everywhere, partly)]
     assert runs == [[], [last]]
-    assert not compile_program(everywhere.plan).known
+    assert not compile_program(everywhere.plan, single_tiles=True).known  # as simulated, where each tile has both passes
 
 
 def test_shards_for_what_no_tile_reads() -> None:
@@ -228,15 +226,21 @@ def test_every_action_comes_after_what_it_needs(case: tuple[OperatorGraph, Topol
 
 def _check_forward(program: Program, places: dict[tuple[ActionKind, int], int]) -> None:
     plan = program.plan
+    summed = {number: places[ActionKind.REDUCE_NUMBERS, i] for i, own in enumerate(program.number_sums) for number in own}
+    summed |= {number: place for (kind, number), place in places.items() if kind is ActionKind.REDUCE}
+    unrun = plan.graph.epilogue if program.known else frozenset()
     for (kind, number), carrier in program.index.moves.items():
+        if any(plan.tiles[tile].operator in unrun for tile, _ in plan.fetches[carrier.parts[0][0]].consumers):
+            assert (FORTH[kind], number) not in places
+            continue
         here = places[FORTH[kind], number]
         for fetch, piece in carrier.parts:
             held = plan.holdings[plan.fetches[fetch].pieces[piece].holding]
-            made = places[ActionKind.TILE, held.tile] if held.reduction is None else places[ActionKind.REDUCE, held.reduction]
+            made = places[ActionKind.TILE, held.tile] if held.reduction is None else summed[held.reduction]
             assert made < here
             assert all(here < places[ActionKind.TILE, tile] for tile, _ in plan.fetches[fetch].consumers)
     for number, reduction in enumerate(plan.reductions):
-        assert all(places[ActionKind.TILE, tile] < places[ActionKind.REDUCE, number] for tile in reduction.tiles)
+        assert all(places[ActionKind.TILE, tile] < summed[number] for tile in reduction.tiles)
 
 
 def _check_backward(program: Program, places: dict[tuple[ActionKind, int], int]) -> None:

@@ -34,15 +34,19 @@ from tests.strategies import CPU, cluster
 STAGES, COUNT = 4, 6
 
 
-def layers(samples: int = 12, *, entry: bool = False) -> OperatorGraph:
-    """Stages of equal work; the loss costs nothing (``Even``), nor does an ``entry``, with which all layers' inputs need gradients."""
+def layers(samples: int = 12, *, entry: bool = False, auxiliary: bool = False) -> OperatorGraph:
+    """Stages of equal work; the loss costs nothing (``Even``), nor does an ``entry``, with which all layers' inputs need gradients.
+    ``auxiliary``: the loss is a sum of one of each stage's."""
     g = GraphBuilder()
     x = g.input("x", samples, 2, 4)
     if entry:
         x = g.linear(x, 4, name="entry")
+    losses = []
     for stage in range(STAGES):
         x = g.linear(x, 4, name=f"layer.{stage}")
-    return g.build(g.mean(x))
+        losses += [g.mean(x)] if auxiliary and stage < STAGES - 1 else []
+    losses.append(g.mean(x))
+    return g.build(g.sum(*losses, name="sum"), terms=losses) if auxiliary else g.build(*losses)
 
 
 class Even:
@@ -52,8 +56,10 @@ class Even:
     updates_rows_alone = True
 
     def forward_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType) -> int:
+        if not graph.operators[tile.operator].name.startswith("layer"):
+            return 1
         start, stop = tile.intervals[0]
-        return 1000 * (stop - start) if graph.operators[tile.operator].name.startswith("layer") else 1
+        return 1000 * (stop - start)
 
     def backward_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType) -> int:
         return self.forward_ns(graph, tile, device)
@@ -127,6 +133,23 @@ def test_a_pipeline_has_the_bubble_of_the_formula(schedule: str, stages: int, pa
     for device in range(stages):
         idle_ns = found.makespan_ns - found.busy_ns[PIPELINE.devices[device].name]
         assert Fraction(idle_ns, found.makespan_ns) == Fraction(parts - COUNT * STAGES // stages, parts)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+def test_losses_of_each_stage_cost_no_time(schedule: str) -> None:
+    """They are added up behind all passes, and no backward pass waits for that."""
+    graph = layers(auxiliary=True)
+    one, several = (simulated(pipeline(schedule, graph=own), free=True, graph=own) for own in (GRAPH, graph))
+    assert several.makespan_ns == one.makespan_ns
+    assert [passes(several, device) for device in range(STAGES)] == [passes(one, device) for device in range(STAGES)]
+    ends = dict(zip((task.name for task in several.tasks.tasks), several.schedule.end_ns.tolist(), strict=True))
+    (last,) = (name for name in ends if name.startswith("forward sum"))
+    assert not any("backward sum" in name for name in ends)
+    on_last = [task.name for task in several.tasks.tasks if task.tile is not None and task.resources == (STAGES - 1,)]
+    assert ends[last] == max(ends[name] for name in on_last)
+    engine = Engine(graph, PIPELINE, EVEN)
+    engine.load(pipeline(schedule, graph=graph))
+    assert engine.simulate() == simulated(pipeline(schedule, graph=graph), graph=graph).makespan_ns
 
 
 @pytest.mark.parametrize("count", [STAGES, COUNT])

@@ -1,13 +1,13 @@
 """The loss epilogue in the order of actions. Pure data, no torch.
 
 *Invariant*: no action before the end of the backward pass waits for a number that only the epilogue reads. The epilogue's own tiles and
-messages run after the backward pass, in their original order. (``soap.runtime.step.loss_epilogue`` finds a model's epilogue.)
+messages run after the backward pass, in their original order. (``soap.tracing.loss_terms`` finds a model's epilogue.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from soap.model.graph import OperatorGraph
 from soap.plan.flows import reduced_tensor
@@ -29,14 +29,19 @@ def no_epilogue(graph: OperatorGraph) -> LossEpilogue:
     return LossEpilogue(frozenset(), {graph.loss: 1.0})
 
 
-def usable_epilogue(plan: Plan, epilogue: LossEpilogue | None) -> LossEpilogue:
+def epilogue_of(graph: OperatorGraph) -> LossEpilogue:
+    """The epilogue of a graph's loss; an empty one if the loss is no sum of terms."""
+    return LossEpilogue(graph.epilogue, graph.loss_terms) if graph.loss_terms else no_epilogue(graph)
+
+
+def usable_epilogue(plan: Plan, epilogue: LossEpilogue) -> LossEpilogue:
     """The epilogue, or an empty one if it stays where it is: on a single device, which waits for nobody, or if a message mixes its tensors
-    with others."""
-    if epilogue is None or plan.device_count == 1:
-        return no_epilogue(plan.graph)
+    with others. With micro-batches the backward pass begins at the loss's terms even so."""
     closing = closing_tensors(plan, epilogue)
     mixes = any(len({plan.fetches[fetch].tensor in closing for fetch, _ in message.parts}) > 1 for message in plan.messages)
-    return no_epilogue(plan.graph) if mixes else epilogue
+    if plan.order is not None:
+        return replace(epilogue, operators=frozenset()) if mixes else epilogue
+    return no_epilogue(plan.graph) if mixes or plan.device_count == 1 else epilogue
 
 
 def closing_tensors(plan: Plan, epilogue: LossEpilogue) -> set[str]:

@@ -37,7 +37,7 @@ from soap.runtime.program.activity import (
     find_activity,
 )
 from soap.runtime.program.backward_order import backward_turns, by_action
-from soap.runtime.program.epilogue import LossEpilogue, set_apart, usable_epilogue
+from soap.runtime.program.epilogue import epilogue_of, no_epilogue, set_apart, usable_epilogue
 from soap.runtime.program.forward_order import forward_order, places_of
 from soap.runtime.program.number_sums import NumberSums, everyone_knows, sum_together
 from soap.runtime.program.second_runs import second_runs
@@ -116,17 +116,17 @@ def compile_program(
     order: ExecutionOrder | Sequence[int] | None = None,
     *,
     single_tiles: bool = False,
-    epilogue: LossEpilogue | None = None,
 ) -> Program:
     """The program of a plan. Raises RuntimeFailure if ``order`` is no topological order of all tiles.
 
     ``order``: all tiles in a topological order; None for the plan's own. If it says nothing of the backward pass, that runs in reverse.
-    ``single_tiles``: make every tile a segment of its own, so that each task can be timed.
-    ``epilogue``: what may run after the backward pass (see ``usable_epilogue``).
+    ``single_tiles``: make every tile a segment of its own, so that each task can be timed: the tasks of a simulation, where without
+    micro-batches the loss's epilogue has both passes.
     """
     if not isinstance(order, ExecutionOrder):
         order = ExecutionOrder(tuple(range(len(plan.tiles)) if order is None else order))
-    index, epilogue = PlanIndex(plan), usable_epilogue(plan, epilogue)
+    apart = not single_tiles or plan.order is not None
+    index, epilogue = PlanIndex(plan), usable_epilogue(plan, epilogue_of(plan.graph) if apart else no_epilogue(plan.graph))
     order = forward_order(plan, index, order, epilogue)
     places = places_of(order.forward)
     activity = find_activity(plan, index, epilogue.seeds)

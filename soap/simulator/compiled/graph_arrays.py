@@ -39,7 +39,8 @@ class GraphTables(NamedTuple):
     sparse ones ``touched`` from ``touched_ptr`` on: how many rows a batch looks up, how many rows there are, ``RowAccess.touched``.
     ``bucket_kinds``: (number of dtypes, four times that of methods); a bucket has one of each, one copy or several, and all or nothing
     frozen. ``gather_limit``: ``bucketing.gather_limit``. ``backward``: whether any output has a gradient. ``loss``: operator and output
-    that make the loss. ``solid``: whether at least one replica of every tile has a backward pass under every strategy.
+    that make the loss. ``known``: whether an operator makes the loss or a term of it (``OperatorGraph.known_gradients``).
+    ``solid``: whether at least one replica of every tile has a backward pass under every strategy.
     """
 
     read_ptr: Ints
@@ -72,6 +73,7 @@ class GraphTables(NamedTuple):
     touched: Longs
     backward: Ints
     loss: Ints
+    known: Ints
     solid: Ints
 
 
@@ -194,6 +196,7 @@ def graph_tables(graph: OperatorGraph, topology: Topology) -> GraphTables:
         touched=np.array([count for own in touched for count in own], np.int64),
         backward=np.array([graph.needs_backward(op) for op in graph.operators], np.int32),
         loss=np.array(graph.producers.get(graph.loss, (-1, 0)), np.int32),
+        known=np.array([position in graph.known_gradients for position in range(len(graph.operators))], np.int32),
         solid=np.array(_solid(graph), np.int32),
     )
 
@@ -203,8 +206,8 @@ def _touched(access: RowAccess | None) -> tuple[int, ...]:
 
 
 def _solid(graph: OperatorGraph) -> list[bool]:
-    """For each operator, whether it is solid (``GraphTables``): it makes the loss, or a solid operator reads the whole of an output, and
-    every tile makes a part of that output."""
+    """For each operator, whether it is solid (``GraphTables``): it makes the loss, or a term of it, or a solid operator reads the whole of
+    an output, and every tile makes a part of that output. The loss's epilogue has no backward pass with micro-batches."""
     solid = [False] * len(graph.operators)
     for position in range(len(graph.operators) - 1, -1, -1):
         op = graph.operators[position]
@@ -215,7 +218,7 @@ def _solid(graph: OperatorGraph) -> list[bool]:
             made &= all(dim.exact or (dim.factor is None and dim.scale != 0) for dim in out.dims)
             if not (made and tensor.requires_grad):
                 continue
-            solid[position] |= out.tensor == graph.loss
+            solid[position] |= out.tensor in (graph.loss_terms or (graph.loss,))
             for reader, k in graph.consumers.get(out.tensor, ()):
                 other = graph.operators[reader]
                 read = other.inputs[k].box([(0, factor.size) for factor in other.factors], tensor.shape)

@@ -225,7 +225,8 @@ def _backward(W, op, own, own_slot):  # type: ignore[no-untyped-def]
                 _edge(S, S.gradient_task[node], target + S.h_tile[hold])
                 got[S.h_tile[hold]] += 1
                 node = S.gradient_next[node]
-    if op == G.loss[0]:
+    starts = op == G.loss[0] if W.order.count[0] == 1 else G.known[op] == 1
+    if starts:
         _start_from_loss(W, cells, own, target, got)
         if C.marked[op]:  # it needs what it makes again, or has offloaded, when the loss is ready
             _start_from_loss(W, cells, own, target + count, got)
@@ -237,7 +238,7 @@ def _backward(W, op, own, own_slot):  # type: ignore[no-untyped-def]
         if C.divided[op]:
             C.alive[weights_slot(C, op) + tile] = alive
     if C.marked[op]:
-        changed |= need_tiles(W, op, cells, own, op == G.loss[0])
+        changed |= need_tiles(W, op, cells, own, starts)
         if C.marked[op] == RECOMPUTED:
             link_second_runs(W, op)
     return changed

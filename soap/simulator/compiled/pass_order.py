@@ -27,7 +27,8 @@ from soap.strategy.config import OpConfig
 class PassTables(NamedTuple):
     """The actions of an order: ``kind`` (FORWARD, BACKWARD: whole backward passes or input gradients, WEIGHTS), ``part`` (micro-batch),
     ``chunk``. Chunk c has the operators ``operator[ptr[c]:ptr[c + 1]]``, ascending. ``count``: micro-batches; 1 if there is no order.
-    By operator: ``divided``, whether its backward pass is in two; ``late``, whether it is one, and takes place with weight gradients."""
+    By operator: ``divided``, whether its backward pass is in two; ``late``, whether it is one, and takes place with weight gradients.
+    ``epilogue``: the operators of the loss's, which run behind all actions."""
 
     count: Ints  # type: ignore[assignment]  # not tuple's method
     kind: Ints
@@ -37,6 +38,7 @@ class PassTables(NamedTuple):
     operator: Ints
     divided: Ints
     late: Ints
+    epilogue: Ints
 
 
 FORWARD, BACKWARD, WEIGHTS = range(3)
@@ -48,9 +50,10 @@ def pass_tables(order: PassOrder | None, operators: int) -> PassTables:
     ints = lambda values: np.array(list(values), np.int32)  # noqa: E731
     if order is None:
         whole = ints([0] * operators)
-        return PassTables(ints([1]), ints([]), ints([]), ints([]), ints([0]), ints([]), whole, whole)
+        return PassTables(ints([1]), ints([]), ints([]), ints([]), ints([0]), ints([]), whole, whole, ints([]))
     chunks = sorted({*order.chunks})
-    members = [[position for position, chunk in enumerate(order.chunks) if chunk == own] for own in chunks]
+    behind = order.cut.graph.epilogue
+    members = [[position for position, chunk in enumerate(order.chunks) if chunk == own and position not in behind] for own in chunks]
     numbers = {chunk: number for number, chunk in enumerate(chunks)}
     return PassTables(
         count=ints([order.cut.count]),
@@ -61,6 +64,7 @@ def pass_tables(order: PassOrder | None, operators: int) -> PassTables:
         operator=ints(position for own in members for position in own),
         divided=ints(position in order.divided for position in range(operators)),
         late=ints(kind == "W" for kind in order.backward),
+        epilogue=ints(sorted(order.cut.graph.epilogue)),
     )
 
 
@@ -119,6 +123,8 @@ def link_passes(W: World) -> None:
                     continue
                 part = 0
             _link_tiles(C, S, op, block, cells, part * (cells // parts), (part + 1) * (cells // parts))
+    for op in A.epilogue:
+        _link_tiles(C, S, op, C.tile_slot[op], V.rows[C.variant[op], CELLS], 0, V.rows[C.variant[op], CELLS])
 
 
 @compiled

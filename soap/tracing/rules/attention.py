@@ -12,10 +12,14 @@ from soap.tracing.calls import argument
 from soap.tracing.rules.notation import Local, Maps, Scope, Tiled, View, blocks, broadcast
 from soap.tracing.rules.random import dropped, keep_mask
 from soap.tracing.rules.registry import rule
+from soap.tracing.types import LOWER_TYPES
 
 
 def run_attention(local: Local) -> torch.Tensor:
-    """Attention of some of the queries. The triangle of a causal mask, and dropout's mask, have their positions in the whole."""
+    """Attention of some of the queries. The triangle of a causal mask, and dropout's mask, have their positions in the whole.
+
+    On GPUs kernels that never write the weights take groups in 16 bits alone: for others keys and values are repeated.
+    """
     q, k, v = local.tensors[:3]
     mask = local.get("attn_mask")
     dropout, scale, grouped = local.get("dropout_p", 0.0), local.get("scale"), bool(local.get("enable_gqa", False))
@@ -24,10 +28,10 @@ def run_attention(local: Local) -> torch.Tensor:
     if causal and rows[0] > 0:  # the triangle begins at this tile's first query
         mask = torch.arange(*rows, device=q.device).unsqueeze(1) >= torch.arange(k.shape[-2], device=q.device)
         causal = False
+    if grouped and (dropout != 0.0 or (q.is_cuda and q.dtype not in LOWER_TYPES)):
+        k, v, grouped = *(t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v)), False
     if dropout == 0.0:
         return F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=grouped)
-    if grouped:
-        k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
     weights = q @ k.transpose(-2, -1) * (scale if scale is not None else q.shape[-1] ** -0.5)
     if causal:
         mask = torch.ones(weights.shape[-2:], dtype=torch.bool, device=q.device).tril()
@@ -83,5 +87,6 @@ def attention(view: View) -> Tiled:
         saved_bytes=saved,
         skipped_share=0.5 if argument(view.call, "is_causal") else 0.0,
         drawn=prod(q[:-1]) * k[-2] if argument(view.call, "dropout_p") else 0,
+        lean=bool(argument(view.call, "enable_gqa")),
         fused_bytes=0 if argument(view.call, "dropout_p") else saved,  # with dropout ``run_attention`` writes the weights
     )

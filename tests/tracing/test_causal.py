@@ -1,0 +1,123 @@
+"""Causal masks that programs compute become ``is_causal``; all others stay."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from soap.model.graph import TensorKind
+from soap.strategy.config import OpConfig
+from soap.tracing import causal
+from soap.tracing.calls import argument
+from soap.tracing.execute import ExecutableModel
+from soap.tracing.importer import import_program
+from soap.tracing.model import TileContext
+from tests.tracing.emulation import compare, draw_configs
+from tests.tracing.programs import Lambda, export, imported
+
+N = 5
+Mask = Callable[[Any, Tensor], Tensor]
+
+
+def _ranges(_: Any, x: Tensor) -> Tensor:
+    """As ``transformers`` writes it."""
+    query, key = torch.arange(N)[None, None, :, None] + 0, torch.arange(N)[None, None, None, :] + 0
+    return (key <= query).expand(x.shape[0], -1, N, N)
+
+
+CAUSAL: dict[str, Mask] = {
+    "ranges": _ranges,
+    "tril": lambda m, x: torch.ones(N, N, dtype=torch.bool).tril(),
+    "added": lambda m, x: torch.full((N, N), float("-inf")).triu(1),
+    "filled": lambda m, x: torch.zeros(N, N).masked_fill(torch.ones(N, N).triu(1) > 0, float("-inf"))[None, None],
+    "buffer": lambda m, x: m.seen[:, :, :N, :N],
+}
+OTHERS: dict[str, Mask] = {
+    "strict": lambda m, x: torch.ones(N, N, dtype=torch.bool).tril(-1),
+    "ahead": lambda m, x: torch.ones(N, N, dtype=torch.bool).tril(1),
+    "window": lambda m, x: torch.ones(N, N, dtype=torch.bool).tril().triu(-2),
+    "one head differs": lambda m, x: torch.ones(2, N, N).tril() + torch.eye(2)[:, :1, None] > 0,
+    "large, not infinite": lambda m, x: torch.full((N, N), -1e9).triu(1),
+    "biased": lambda m, x: torch.full((N, N), float("-inf")).triu(1) + torch.arange(N),
+    "padding": lambda m, x: torch.ones(N, N, dtype=torch.bool).tril() & (x[:, None, None, :, 0] > -9.0),
+    "learned": lambda m, x: m.bias,
+    "drawn": lambda m, x: (torch.rand(N, N) >= 0.0).tril(),
+    "one row": lambda m, x: torch.ones(1, N, dtype=torch.bool),
+}
+
+
+def attentive(mask: Mask) -> tuple[Lambda, Tensor]:
+    """Two layers of self-attention with one mask, and samples."""
+
+    def run(self: Any, x: Tensor) -> Tensor:
+        seen = mask(self, x)
+        for layer in (self.first, self.second):
+            q, k, v = layer(x).view(*x.shape[:2], 3, 2, 3).permute(2, 0, 3, 1, 4)
+            x = x + F.scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(1, 2).flatten(2)
+        return (x.square() * torch.arange(N)[:, None]).mean()
+
+    torch.manual_seed(0)
+    seen = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()
+    module = Lambda(run, first=nn.Linear(6, 18), second=nn.Linear(6, 18), seen=seen, bias=nn.Parameter(torch.zeros(N, N).tril()))
+    return module.double(), torch.randn(4, N, 6, dtype=torch.float64)
+
+
+def attentions(model: ExecutableModel) -> list[tuple[bool, bool]]:
+    """Of each attention: (whether it has a mask, whether it is causal)."""
+    calls = [call for call in model.program.calls if call.kind == "scaled_dot_product_attention"]
+    return [(argument(call, "attn_mask") is not None, bool(argument(call, "is_causal"))) for call in calls]
+
+
+@pytest.mark.parametrize("mask", CAUSAL.values(), ids=CAUSAL)
+def test_causal_masks_are_not_kept(mask: Mask) -> None:
+    module, x = attentive(mask)
+    model = imported(module, x)
+    assert attentions(model) == [(False, True)] * 2
+    shapes = {t.shape[-2:] for t in model.graph.tensors.values() if t.kind is TensorKind.CONSTANT}
+    assert (N, N) not in shapes and shapes == {tensor.shape[-2:] for tensor in model.constants.values()}
+    assert {tuple(op.skipped_share for op in model.graph.operators if op.kind == "scaled_dot_product_attention")} == {(0.5, 0.5)}
+
+
+@pytest.mark.parametrize("mask", CAUSAL.values(), ids=CAUSAL)
+def test_they_compute_the_same_by_tiles(mask: Mask) -> None:
+    module, x = attentive(mask)
+    model = imported(module, x)
+    compare(model, draw_configs(model.graph, random.Random(1)))
+    configs = {op.name: OpConfig((1,) * len(op.factors), (0,)) for op in model.graph.operators}
+    for op in model.graph.operators:
+        if op.kind == "scaled_dot_product_attention":
+            configs[op.name] = OpConfig(tuple(3 if factor.name == "q" else 1 for factor in op.factors), (0,) * 3)
+    compare(model, configs)
+    loss = module(x)
+    loss.backward()
+    parameters = {name: p.detach().clone().requires_grad_() for name, p in model.parameters.items()}
+    found = model.reference_loss([x], parameters, TileContext())
+    found.backward()
+    torch.testing.assert_close(found, loss, rtol=1e-12, atol=0.0)
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(parameter.grad, module.get_parameter(name).grad, rtol=1e-9, atol=1e-15)
+
+
+@pytest.mark.parametrize("mask", OTHERS.values(), ids=OTHERS)
+def test_other_masks_stay(mask: Mask) -> None:
+    module, x = attentive(mask)
+    assert attentions(imported(module, x)) == [(True, False)] * 2
+
+
+def test_a_plan_knows_them_as_well() -> None:
+    exported = export(*attentive(CAUSAL["ranges"]))
+    plan, full = (import_program(exported, name="m", plan_only=only) for only in (True, False))
+    assert attentions(plan) == attentions(full) == [(False, True)] * 2
+    assert plan.graph.hash == full.graph.hash
+
+
+def test_masks_that_would_take_too_much_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(causal, "LARGEST", N * N - 1)
+    module, x = attentive(CAUSAL["tril"])
+    assert attentions(imported(module, x)) == [(True, False)] * 2
