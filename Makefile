@@ -21,6 +21,9 @@ WORKERS ?= 2
 # The tests start many processes on few cores; a thread pool in each would only make them wait for each other.
 test test-all quick: export OMP_NUM_THREADS ?= 1
 
+# They start hundreds of processes, each of which would otherwise compile all modules that it imports.
+test test-all quick: export PYTHONDONTWRITEBYTECODE :=
+
 # How much of each suite: tests/extent.py, docs/testing.md
 test test-all quick: export SOAP_TESTS ?= $(@:test-all=all)
 PYTEST = $(PY) -m pytest -n $(WORKERS) --dist worksteal
