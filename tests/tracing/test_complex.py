@@ -19,7 +19,7 @@ from soap.tracing.importer import import_program
 from soap.tracing.load import load_model
 from soap.tracing.model import TileContext
 from tests.complex_modules import EXAMPLES, FILES, batches, module_of
-from tests.extent import so_many
+from tests.extent import often, so_many
 from tests.tracing.emulation import compare, draw_configs, graded, kept_bytes
 from tests.tracing.programs import Lambda, export
 from tests.tracing.random_complex import random_plane
@@ -222,7 +222,7 @@ def _random(seed: int) -> None:
         compare(model, draw_configs(model.graph, random.Random(f"{seed}/{number}")), reference=reference)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", often(range(12), range(4)))
 def test_random_modules_by_tiles_equal_the_module(seed: int) -> None:
     _random(seed)
 
