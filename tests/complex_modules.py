@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from soap.tracing.export import export_model
+from tests.kept_models import ModelFiles
+
 Batch = tuple[torch.Tensor, ...]
 SAMPLES = 6
 
@@ -190,6 +193,8 @@ def converted(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return tensor.to(dtype.to_complex())
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
+
+FILES = ModelFiles("complex", lambda name, path: export_model(module_of(name), batches(name, 1)[0], path=path))
 
 OptimizerFactory = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, OptimizerFactory] = {

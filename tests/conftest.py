@@ -20,14 +20,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.extent import load_profile
-from tests.kept_models import keep_zoo_models
+from tests.kept_models import CACHE, keep_zoo_models
 
 if TYPE_CHECKING:
     from tests.runtime.pool import Pool
 
 MARK = "SOAP_TESTS_OF"
 PATIENCE_S = 10.0
-CACHE = "SOAP_TESTS_CACHE"
 QUICK_ON_RANKS = ("test_exactness.py", "test_exchanges.py", "test_training.py", "test_trainer.py")
 
 
@@ -42,10 +41,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before marks are asked for
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Four ranks take some seconds of both cores to start, so only few of the tests that have them are quick."""
-    for item in items:
-        if "four" in getattr(item, "fixturenames", ()) and item.path.name not in QUICK_ON_RANKS:
+    """Four ranks take some seconds of both cores to start, so only few of the tests that have them are quick. Files with such tests come
+    first: of two workers one begins with them, and the other, which takes from the end of what is left, does without ranks of its own."""
+    on_ranks = [item for item in items if "four" in getattr(item, "fixturenames", ())]
+    for item in on_ranks:
+        if item.path.name not in QUICK_ON_RANKS:
             item.add_marker(pytest.mark.slow)
+    files = {item.path for item in on_ranks}
+    items.sort(key=lambda item: item.path not in files)
 
 
 def forget_cache() -> None:
@@ -106,6 +109,8 @@ def no_process_stays_behind() -> Iterator[None]:
     os.environ[MARK] = mark
     yield
     del os.environ[MARK]
+    if (server := sys.modules.get("multiprocessing.forkserver")) is not None:
+        server._forkserver._stop()  # of ``tests.runtime.pool``; it would end with this process
     end = time.monotonic() + PATIENCE_S
     while left := marked(mark):
         if time.monotonic() > end:

@@ -10,6 +10,8 @@ from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+from tests.sources import statements
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "soap"
 
@@ -86,10 +88,14 @@ def _is_type_checking(node: ast.stmt) -> bool:
 
 
 @cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
 def _imports(path: Path) -> list[str]:
     """All imports of a file, wherever they stand."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    return [name for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom)) for name in _names(node)]
+    return [name for node in statements(_tree(path)) for name in _names(node)]
 
 
 def _imports_at_start(body: list[ast.stmt]) -> Iterator[str]:
@@ -127,7 +133,7 @@ def test_links_at_the_root_are_never_imported() -> None:
 def test_no_cycle_among_modules() -> None:
     graph = {}
     for module, path in MODULES.items():
-        imported = _imports_at_start(ast.parse(path.read_text(encoding="utf-8")).body)
+        imported = _imports_at_start(_tree(path).body)
         graph[module] = {name for name in imported if name in MODULES and name != module}
     assert len(list(TopologicalSorter(graph).static_order())) >= len(MODULES)  # raises CycleError, naming the cycle
 

@@ -20,6 +20,7 @@ MEASURED = {name: (10 + place) * 10**6 for place, name in enumerate(NAMES)}
 ROUND = Round("gpt", "200Mbit/s", 0, {name: time * 102 // 100 for name, time in MEASURED.items()}, MEASURED, "a box", 0.05)
 
 
+@pytest.mark.long
 def test_plans_are_pipelines_of_the_model_on_all_hosts(tmp_path: Path) -> None:
     graph = api.load(export_model(pipeline_accuracy.MODEL, tmp_path), plan_only=True).graph
     topology = api.load_cluster("emulated:4x1@1Gbit/s")

@@ -37,6 +37,7 @@ def test_chunks_begin_with_layers(graph: OperatorGraph) -> None:
     assert {*layer_chunks(graph, 4)} == {0, 1, 2, 3}
 
 
+@pytest.mark.long
 def test_a_published_pipeline_has_neighbours_in_its_stages(graph: OperatorGraph) -> None:
     """Tensor parallelism by two, and two stages: all four devices of a stage's host."""
     row, topology = made(strategy="pipeline+recompute", tensor=2, pipeline=2, microbatches=2, batch=8), cluster([4, 4])

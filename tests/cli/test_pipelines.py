@@ -14,7 +14,7 @@ from soap.cli.simulate import main
 from soap.errors import StrategyError
 from tests.cli.refusals import assert_refused
 
-MODEL, CLUSTER = "zoo:gpt:tiny", "local:4"
+MODEL, CLUSTER = "zoo:gpt:tiny", "v100-4"
 
 
 @pytest.fixture(scope="module")

@@ -125,7 +125,7 @@ def test_draws_the_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert_refused(capsys, main, [MODEL, "--cluster", CLUSTER, "-o", str(out), "--plot", str(out)], 2, "--plot", "--output")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_explains_to_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert search("-o", str(tmp_path / "s.json"), "--explain") == 0
     out = capsys.readouterr().out
@@ -190,7 +190,7 @@ def test_other_synchronizations_are_refused(method: str, said: str, tmp_path: Pa
     assert_refused(capsys, main, [MODEL, "--cluster", CLUSTER, "-o", str(tmp_path / "s.json"), "--sync", method], 2, "--sync", said)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_bound_is_of_what_is_allowed() -> None:
     free, pinned = (soap.find(MODEL, CLUSTER, soap.SearchOptions(budget=5, pins=pins)) for pins in ({}, {"*": "@0"}))
     assert free.bound is not None and pinned.bound is not None

@@ -5,6 +5,7 @@ Whatever happens, a run ends in bounded time, a failing rank's traceback is in t
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import signal
@@ -14,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing import parent_process
+from multiprocessing import forkserver, parent_process
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +23,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+from tests.kept_models import keep_zoo_models
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 120.0
@@ -130,8 +133,8 @@ class Pool:
     def _start(self) -> None:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._folder = tempfile.TemporaryDirectory(prefix="soap-pool-")
-        context = mp.get_context("spawn")
         for rank in range(self.size):
+            context = mp.get_context("spawn") if rank == 0 else _forks()
             ours, theirs = context.Pipe()
             args = (rank, self._store.port, self.timeout_s, theirs, os.path.join(self._folder.name, str(rank)))
             process = context.Process(target=_serve, args=args, daemon=True)
@@ -154,6 +157,16 @@ class FirstOf(Pool):
         return self._pool.run(function, *args, ranks=self.size if ranks is None else ranks)
 
 
+def _forks() -> Any:
+    """Starts processes that have imported what ranks need, which takes each of them five seconds of a core otherwise. Rank 0 does so by
+    itself: it hashes texts in another way than the others, so that what depends on the order of a set is seen."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["hypothesis", __name__, "tests.runtime.traced"])
+    with contextlib.chdir(ROOT):  # where the server finds them
+        forkserver.ensure_running()
+    return context
+
+
 def _serve(rank: int, port: int, timeout_s: float, pipe: Connection, stacks: str) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.chdir(ROOT)  # a test may have been in a folder of its own when ``multiprocessing``, which goes there, was imported
@@ -172,6 +185,7 @@ def _serve(rank: int, port: int, timeout_s: float, pipe: Connection, stacks: str
                 if job.world != world:
                     _join(store, rank, job, timeout_s / 2)  # so that a rank left alone tells where it waits
                     world = job.world
+                keep_zoo_models()  # pickled functions have imported what they need
                 pipe.send((True, job.function(*job.args)))
             except Exception:
                 pipe.send((False, f"rank {rank}: {traceback.format_exc()}"))

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from soap.tracing.export import export_model
+from tests.kept_models import ModelFiles
 from tests.runtime.exact_modules import Batch, Trained
 
 ROWS = 23
@@ -66,6 +68,10 @@ def batch_of(samples: int, step: int = 0, rows: int = ROWS) -> Batch:
     weights = torch.rand(samples, 7, generator=generator, dtype=torch.float64)
     return tokens, weights, torch.randint(0, 5, (samples,), generator=generator)
 
+
+FILES = ModelFiles("sparse", lambda name, path: export_model(module_of(name), batch_of(6), path=path, dynamic_batch=True))
+OF_SIX = ModelFiles("sparse, of six", lambda name, path: export_model(module_of(name), batch_of(6), path=path))
+"""For batches of any size, and of six samples alone."""
 
 Optimizer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -26,11 +25,10 @@ from soap.runtime.updates.optimizers import OPTIMIZERS as OFFERED
 from soap.strategy.classical import CLASSICAL, random_strategy
 from soap.strategy.config import OpConfig, Strategy
 from soap.strategy.sync import fitted, parameter_server
-from soap.tracing.execute import ExecutableModel
 from soap.tracing.export import export_model
-from soap.tracing.load import load_model
 from tests.complex_modules import (
     EXAMPLES,
+    FILES,
     OPTIMIZERS,
     WITH_COMPLEX_PARAMETERS,
     Batch,
@@ -42,7 +40,7 @@ from tests.complex_modules import (
 )
 from tests.extent import ALL, often, so_many
 from tests.runtime.pool import Pool
-from tests.runtime.traced import DEVICE
+from tests.runtime.traced import DEVICE, traced
 from tests.tracing.random_complex import random_plane
 
 TOLERANCE = 1e-9
@@ -51,18 +49,8 @@ FOUR = local_topology(4)
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    folder = tmp_path_factory.mktemp("complex")
-    for name in EXAMPLES:
-        export_model(module_of(name), batches(name, 1)[0], path=folder / f"{name}.pt2")
-    return {name: str(folder / f"{name}.pt2") for name in EXAMPLES}
-
-
-@lru_cache(maxsize=16)
-def loaded(path: str, dtype: str | None = "float64") -> ExecutableModel:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return load_model(path, dtype=dtype)
+def files() -> dict[str, str]:
+    return FILES
 
 
 def train(
@@ -75,7 +63,7 @@ def train(
     going_on: str | None = None,
 ) -> Trained:
     """What a rank does; ``saving``: a folder for a checkpoint at the end, ``going_on``: one to begin with."""
-    with Trainer(loaded(path), (strategy, FOUR), optimizer=OPTIMIZERS[optimizer], **(options or {})) as trainer:
+    with Trainer(traced(path), (strategy, FOUR), optimizer=OPTIMIZERS[optimizer], **(options or {})) as trainer:
         if going_on is not None:
             trainer.load(going_on)
         losses, gradients = [], []
@@ -88,7 +76,7 @@ def train(
 
 
 def checked(path: str, strategy: Strategy, steps: Sequence[Batch], dtype: str | None, optimizer: str = "sgd") -> CheckResult:
-    with Trainer(loaded(path, dtype), (strategy, FOUR), optimizer=OPTIMIZERS[optimizer], device_kind=DEVICE) as trainer:
+    with Trainer(traced(path, dtype), (strategy, FOUR), optimizer=OPTIMIZERS[optimizer], device_kind=DEVICE) as trainer:
         return check(trainer, steps.__getitem__, OPTIMIZERS[optimizer], len(steps))
 
 
@@ -117,7 +105,7 @@ def strategies(graph: OperatorGraph, randoms: int) -> dict[str, Strategy]:
 def test_every_model_trains_as_a_plain_loop(four: Pool, files: dict[str, str], name: str) -> None:
     steps = batches(name, 3, DOUBLE)
     expected = train_plainly(module_of(name, DOUBLE), steps)
-    for kind, strategy in strategies(loaded(files[name]).graph, so_many(1, 8)).items():
+    for kind, strategy in strategies(traced(files[name]).graph, so_many(1, 8)).items():
         results = four.run(train, files[name], strategy, steps)
         assert all(result.losses == results[0].losses for result in results)
         assert worst(results[0], expected) < TOLERANCE, (kind, worst(results[0], expected))
@@ -131,7 +119,7 @@ def _random_on_four_ranks(four: Pool, folder: Path, seed: int) -> None:
         export_model(module, inputs, path=path)
     steps = [random_plane(seed, DOUBLE)[1]] * 2
     expected = train_plainly(random_plane(seed, DOUBLE)[0], steps)
-    graph = loaded(path).graph
+    graph = traced(path).graph
     for strategy in (scattered(graph), random_strategy(graph, FOUR, random.Random(seed))):
         found = four.run(train, path, strategy, steps)[0]
         assert worst(found, expected) < TOLERANCE, module.steps
@@ -154,17 +142,17 @@ def test_many_random_modules_train_as_a_plain_loop(four: Pool, tmp_path: Path, s
 def test_complex_activations_travel(files: dict[str, str]) -> None:
     """What the test above is about."""
     for name in ("operator", "plane", "in place"):
-        graph = loaded(files[name]).graph
+        graph = traced(files[name]).graph
         own = [t for t in graph.tensors.values() if t.dtype == "complex128" and t.kind is TensorKind.ACTIVATION]
         assert own and all(t.requires_grad and t.itemsize == 16 for t in own)
-    assert {t.dtype for t in loaded(files["operator"]).graph.parameters} == {"complex128", "float64"}
+    assert {t.dtype for t in traced(files["operator"]).graph.parameters} == {"complex128", "float64"}
 
 
-@pytest.mark.parametrize("name", WITH_COMPLEX_PARAMETERS)
+@pytest.mark.parametrize("name", often(WITH_COMPLEX_PARAMETERS, ["plane"]))
 def test_adam_clipping_and_micro_batches(four: Pool, files: dict[str, str], name: str) -> None:
     steps = batches(name, 2, DOUBLE)
     expected = train_plainly(module_of(name, DOUBLE), steps, "adam", clip_norm=0.1)
-    for kind, strategy in strategies(loaded(files[name]).graph, 1).items():
+    for kind, strategy in strategies(traced(files[name]).graph, 1).items():
         found = four.run(train, files[name], strategy, steps, "adam", {"clip_norm": 0.1})[0]
         assert worst(Trained(found.losses, [], found.state), Trained(expected.losses, [], expected.state)) < 1e-7, kind
 
@@ -173,7 +161,7 @@ def test_adam_clipping_and_micro_batches(four: Pool, files: dict[str, str], name
 def test_a_checkpoint_goes_on_under_another_plan(four: Pool, files: dict[str, str], tmp_path: Path, optimizer: str) -> None:
     steps = batches("operator", 4, DOUBLE)
     expected = train_plainly(module_of("operator", DOUBLE), steps, optimizer)
-    graph = loaded(files["operator"]).graph
+    graph = traced(files["operator"]).graph
     first, second = CLASSICAL["data_parallel"](graph, FOUR), scattered(graph)
     four.run(train, files["operator"], first, steps[:2], optimizer, None, str(tmp_path))
     found = four.run(train, files["operator"], second, steps[2:], optimizer, None, None, str(tmp_path))[0]
@@ -192,14 +180,14 @@ def test_the_check_passes(four: Pool, files: dict[str, str], dtype: str | None) 
     """In complex64 and in complex128, of which the tolerances are those of their parts; Adam's on all numbers as torch has it."""
     for name in ("spectral", "plane", "operator", "short time") if ALL else ("plane", "operator"):
         steps = batches(name, 2, DOUBLE if dtype else torch.float32)
-        for kind, strategy in strategies(loaded(files[name], dtype).graph, 1).items():
+        for kind, strategy in strategies(traced(files[name], dtype).graph, 1).items():
             found = four.run(checked, files[name], strategy, steps, dtype, "adam")[0]
             assert found.passed and found.tolerance == (1e-9 if dtype else 1e-4), (name, kind, found.worst)
 
 
 def _lossy(path: str, strategy: Strategy, steps: Sequence[Batch]) -> CheckResult:
     """A rank that loses the imaginary part of a gradient."""
-    with Trainer(loaded(path), (strategy, FOUR), optimizer=OPTIMIZERS["sgd"]) as trainer:
+    with Trainer(traced(path), (strategy, FOUR), optimizer=OPTIMIZERS["sgd"]) as trainer:
         whole = trainer.gradients
         trainer.gradients = lambda: {n: g.real.to(g.dtype) for n, g in whole().items()}  # type: ignore[method-assign]
         return check(trainer, steps.__getitem__, OPTIMIZERS["sgd"], 1)
@@ -209,7 +197,7 @@ def _lossy(path: str, strategy: Strategy, steps: Sequence[Batch]) -> CheckResult
 def test_compiled_steps(files: dict[str, str]) -> None:
     """Torch's compiler leaves complex numbers to torch itself."""
     steps = batches("operator", 2, DOUBLE)
-    model = loaded(files["operator"])
+    model = traced(files["operator"])
     expected = train_plainly(module_of("operator", DOUBLE), steps)
     with Trainer(model, (CLASSICAL["data_parallel"](model.graph, local_topology(1)), local_topology(1)), compiled=True) as trainer:
         losses = [trainer.step(*batch) for batch in steps[:1]]
@@ -219,13 +207,13 @@ def test_compiled_steps(files: dict[str, str]) -> None:
 
 
 def test_the_check_sees_imaginary_parts(four: Pool, files: dict[str, str]) -> None:
-    strategy = CLASSICAL["data_parallel"](loaded(files["plane"]).graph, FOUR)
+    strategy = CLASSICAL["data_parallel"](traced(files["plane"]).graph, FOUR)
     found = four.run(_lossy, files["plane"], strategy, batches("plane", 1, DOUBLE))[0]
     assert not found.passed and found.worst.error > 0.05 and "gradient" in found.worst.kind
 
 
 def test_one_line_for_a_type_that_has_no_complex_numbers(files: dict[str, str]) -> None:
-    model = loaded(files["plane"], None)
+    model = traced(files["plane"], None)
     with pytest.raises(RuntimeFailure) as caught:
         Trainer(model, (CLASSICAL["data_parallel"](model.graph, FOUR), FOUR), dtype=torch.bfloat16)
     assert str(caught.value) == "dtype bfloat16: the model has complex tensors, for which torch has float32 and float64 alone"
@@ -252,7 +240,7 @@ def test_the_optimizers_that_are_offered_take_complex_tensors() -> None:
 
 
 def test_tiles_are_timed_on_complex_operands(files: dict[str, str]) -> None:
-    model = loaded(files["plane"], None)
+    model = traced(files["plane"], None)
     operands = TileOperands(model, torch.device("cpu"))
     timer = TileTimer(model, torch.device("cpu"))
     seen = 0

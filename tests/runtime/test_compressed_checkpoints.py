@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from collections.abc import Sequence
 from functools import partial
@@ -19,16 +20,16 @@ from soap.strategy.compression import Compression, Rgc
 from soap.strategy.config import OpConfig, Strategy
 from soap.strategy.sync import compressed
 from soap.tracing.execute import ExecutableModel
-from soap.tracing.export import export_model
 from tests.extent import every
 from tests.runtime.compressed_training import SAMPLES
 from tests.runtime.exact_modules import Trained
 from tests.runtime.pool import Pool
-from tests.runtime.sparse_modules import batch_of, module_of
+from tests.runtime.sparse_modules import OF_SIX, batch_of
 from tests.runtime.sparse_plans import by_samples, hosts
 from tests.runtime.test_compressed_sync import METHODS as ALL
-from tests.runtime.test_compressed_sync import loaded, table_momentum
+from tests.runtime.test_compressed_sync import table_momentum
 from tests.runtime.test_sync_state import cut_strategy
+from tests.runtime.traced import traced
 
 METHODS = ALL | {"sampled": Rgc(0.2, "sampled")}
 CORRECTED = CompressedTraining(Momentum(0.9), WarmUp(2, 3))
@@ -69,7 +70,7 @@ def go_on(
     compressing: CompressedTraining = AS_IT_IS,
 ) -> tuple[Trained, dict[str, torch.Tensor], list[str]]:
     """Steps from a checkpoint to another; all ranks' residuals and momenta behind the loading, added up; warnings."""
-    model = loaded(path)
+    model = traced(path)
     how = None if method is None else METHODS[method]
     plan = strategy_of(model, how, ranks, cut), hosts(*[1] * ranks)
     uncompressed = {} if how is None or compressing.momentum is None else {"groups": partial(table_momentum, compressing.momentum)}
@@ -94,10 +95,8 @@ def go_on(
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    found = tmp_path_factory.mktemp("models") / "words.pt2"
-    export_model(module_of("words"), batch_of(SAMPLES), path=found)
-    return str(found)
+def path() -> str:
+    return OF_SIX["words"]
 
 
 RESUMED = [
@@ -220,6 +219,14 @@ def test_another_momentum_correction_or_warm_up_is_refused(
             assert line.startswith("parameter 'layer.weight' was saved with momentum 0, another of its group with 0.9; expected the groups")
 
 
+@pytest.fixture(scope="module")
+def saved_at_two(four: Pool, path: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of two steps, to be copied."""
+    folder = tmp_path_factory.mktemp("saved")
+    four.run(go_on, path, "exact", range(2), None, str(folder), ranks=4)
+    return folder
+
+
 def failing(path: str, folder: str) -> str:
     with pytest.raises(CheckpointError) as found:
         go_on(path, "exact", [], folder)
@@ -242,8 +249,10 @@ def failing(path: str, folder: str) -> str:
         ("method", 3),
     ],
 )
-def test_damaged_manifests_are_refused_in_one_line(four: Pool, path: str, tmp_path: Path, place: str, value: object) -> None:
-    four.run(go_on, path, "exact", range(2), None, str(tmp_path), ranks=4)
+def test_damaged_manifests_are_refused_in_one_line(
+    four: Pool, path: str, saved_at_two: Path, tmp_path: Path, place: str, value: object
+) -> None:
+    shutil.copytree(saved_at_two, tmp_path, dirs_exist_ok=True)
     [manifest] = tmp_path.glob("step-*/soap.json")
     document = json.loads(manifest.read_text())
     document["rank_states"]["layer.weight"][place] = value

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -27,13 +26,12 @@ from soap.strategy.compression import Bf16, Chunked, Compression, Int8, PowerSgd
 from soap.strategy.config import OpConfig, Strategy
 from soap.strategy.sync import compressed
 from soap.tracing.execute import ExecutableModel
-from soap.tracing.export import export_model
-from soap.tracing.load import load_model
 from tests.runtime.compressed_training import RANKS, SAMPLES, train_compressed
 from tests.runtime.exact_modules import Batch, Trained, worst
 from tests.runtime.pool import Pool
-from tests.runtime.sparse_modules import OPTIMIZERS, batch_of, module_of
+from tests.runtime.sparse_modules import OF_SIX, OPTIMIZERS, batch_of, module_of
 from tests.runtime.sparse_plans import by_samples, hosts
+from tests.runtime.traced import traced
 
 FOUR = hosts(2, 2)
 METHODS: dict[str, Compression] = {
@@ -53,17 +51,8 @@ TOLERANCE = 1e-9
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    found = tmp_path_factory.mktemp("models") / "words.pt2"
-    export_model(module_of("words"), batch_of(SAMPLES), path=found)
-    return str(found)
-
-
-@lru_cache(maxsize=4)
-def loaded(path: str) -> ExecutableModel:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return load_model(path, dtype="float64")
+def path() -> str:
+    return OF_SIX["words"]
 
 
 def strategy_of(model: ExecutableModel, how: Compression) -> Strategy:
@@ -77,7 +66,7 @@ def batches(count: int) -> list[Batch]:
 
 def trained(path: str, method: str, steps: int, compressing: CompressedTraining, correct: bool) -> tuple[Trained, dict[int, torch.Tensor]]:
     """With ``correct`` compressed parameters have no momentum in the optimizer, and the table has the same as they before."""
-    model = loaded(path)
+    model = traced(path)
     more = {"groups": partial(table_momentum, compressing.momentum)} if correct else {}
     optimizer = (lambda p: torch.optim.SGD(p, lr=0.1)) if correct else OPTIMIZERS["sgd"]
     with Trainer(model, (strategy_of(model, METHODS[method]), FOUR), optimizer=optimizer, compressing=compressing, **more) as trainer:
@@ -103,7 +92,7 @@ def test_ranks_lose_what_the_compressors_lose(four: Pool, path: str, method: str
     """And their replicas are equal to the bit."""
     results = four.run(trained, path, method, 7, CompressedTraining(), False, ranks=RANKS)
     require_equal_replicas(results)
-    graph, module = loaded(path).graph, module_of("words")
+    graph, module = traced(path).graph, module_of("words")
     how = {t.name: settled(graph, t.name, METHODS[method]) for t in graph.parameters if t.name not in graph.sparse}
     expected = train_compressed(module, [[batch] for batch in batches(7)], OPTIMIZERS["sgd"], how)
     assert worst(results[0][0], expected) < TOLERANCE
@@ -127,7 +116,7 @@ def test_momentum_correction_and_warm_up(four: Pool, path: str, nesterov: bool, 
 
 
 def refused(path: str) -> list[str]:
-    model = loaded(path)
+    model = traced(path)
     lines = []
     plain, rule = lambda p: torch.optim.SGD(p, lr=0.1), CompressedTraining(Momentum())
     nested = lambda name, shape: {} if name != "words.weight" else {"momentum": 0.9, "nesterov": True}  # noqa: E731
@@ -157,7 +146,7 @@ def test_momentum_is_applied_once_to_each_parameter(four: Pool, path: str) -> No
 
 def refused_everywhere(path: str) -> str:
     """Of a plan whose only compressed parameter is on ranks 0 and 1."""
-    model = loaded(path)
+    model = traced(path)
     strategy = by_samples(model.graph, range(RANKS), SAMPLES).with_changes(parameters={"head.weight": compressed(METHODS["exact"])})
     [op] = [op for op in model.graph.operators if any(use.tensor == "head.weight" for use in op.parameters)]
     first = next(number for number, factor in enumerate(op.factors) if factor.size == SAMPLES)
@@ -175,7 +164,7 @@ def test_ranks_without_the_parameter_refuse_it_too(four: Pool, path: str) -> Non
 
 def disagreeing(path: str, name: str, own: object) -> str:
     """Rank 1 has another value of an option than the others."""
-    model, more = loaded(path), {name: own} if dist.get_rank() == 1 else {}
+    model, more = traced(path), {name: own} if dist.get_rank() == 1 else {}
     with pytest.raises(RuntimeFailure) as found:
         Trainer(model, (strategy_of(model, METHODS["exact"]), FOUR), timeout_s=10, **more)  # type: ignore[arg-type]
     return str(found.value)
@@ -200,7 +189,7 @@ def test_ranks_that_train_otherwise_are_refused(four: Pool, path: str, name: str
 
 def counted(path: str) -> tuple[int, list[list[int]]]:
     """Bytes of compressed gradients that a rank has moved in three steps; of each step the lengths of its messages."""
-    model, lengths = loaded(path), []
+    model, lengths = traced(path), []
     with Trainer(model, (strategy_of(model, METHODS["ragged"]), FOUR), optimizer=OPTIMIZERS["sgd"]) as trainer:
         own = trainer.sizes.gradients.compressed
         assert own is not None
@@ -213,7 +202,7 @@ def counted(path: str) -> tuple[int, list[list[int]]]:
 
 def test_only_real_lengths_travel(four: Pool, path: str) -> None:
     """Each rank sends its messages to three others, and gets theirs; behind the sizes, of eight bytes each."""
-    model = loaded(path)
+    model = traced(path)
     plan = build_plan(model.graph, strategy_of(model, METHODS["ragged"]), FOUR)
     layouts = []
     for shard, sync in compressed_shards(plan).items():
@@ -231,7 +220,7 @@ def test_only_real_lengths_travel(four: Pool, path: str) -> None:
 
 def checked(path: str, method: str, spoilt: bool) -> CheckResult:
     """``spoilt``: rank 2 adds something of its own to what it sends in the second step."""
-    model = loaded(path)
+    model = traced(path)
     with Trainer(model, (strategy_of(model, METHODS[method]), FOUR), optimizer=OPTIMIZERS["sgd"]) as trainer:
         trainer.step(*batch_of(SAMPLES, 9))
         whole = peers.Peer.course

@@ -25,14 +25,14 @@ from soap.simulator.simulate import Simulator
 from soap.simulator.tasks import TaskKind
 from soap.strategy.compression import Rgc
 from soap.strategy.sync import SPARSE_ALL_GATHER, compressed, parameter_server
-from soap.tracing.export import export_model
 from tests.extent import often
 from tests.runtime.compressed_training import RANKS, SAMPLES
 from tests.runtime.pool import Pool
-from tests.runtime.sparse_modules import batch_of, module_of
+from tests.runtime.sparse_modules import OF_SIX, batch_of, module_of
 from tests.runtime.sparse_plans import by_samples, hosts
-from tests.runtime.test_compressed_sync import METHODS, loaded
+from tests.runtime.test_compressed_sync import METHODS
 from tests.runtime.test_sync_state import cut_strategy
+from tests.runtime.traced import traced
 
 FOUR, STEPS = hosts(2, 2), 8
 PARTLY = ("layer.weight", "head.weight")
@@ -44,16 +44,14 @@ def words(step: int) -> list[torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    found = tmp_path_factory.mktemp("models") / "words.pt2"
-    export_model(module_of("words"), batch_of(SAMPLES), path=found)
-    return str(found)
+def path() -> str:
+    return OF_SIX["words"]
 
 
 def job_of(
     path: str, names: tuple[str, ...], momentum: float | None, optimizer: str = "sgd", *, checked: bool = False, clip: float | None = None
 ) -> Job:
-    model = loaded(path)
+    model = traced(path)
     strategy = by_samples(model.graph, range(RANKS), SAMPLES)
     chosen = strategy.with_changes(parameters=dict.fromkeys(names, compressed(METHODS["exact"])))
     plan = build_plan(model.graph, chosen, FOUR)
@@ -106,7 +104,7 @@ def test_ranks_clip_their_own_gradients_as_the_emulation_does(four: Pool, path: 
 
 def clipped_apart(path: str) -> tuple[list[float], list[float], list[str]]:
     """Losses with micro-batches, and of traced steps; lines of what is refused."""
-    model, lines = loaded(path), []
+    model, lines = traced(path), []
     strategy = by_samples(model.graph, range(RANKS), SAMPLES).with_changes(parameters=dict.fromkeys(PARTLY, compressed(METHODS["exact"])))
     options = {"optimizer": lambda p: torch.optim.SGD(p, lr=0.1), "clip_norm": 0.05}
     with Trainer(model, (strategy, FOUR), accumulate=2, **options) as trainer:  # type: ignore[arg-type]
@@ -140,7 +138,7 @@ def test_clipping_waits_for_the_last_micro_batch(four: Pool, path: str) -> None:
 def test_with_clipping_everything_is_sent_behind_the_backward_pass(path: str) -> None:
     """In plans and simulations: selections, and all-reduces of what is not compressed. Without it they begin before. (Other densities
     travel in other buckets.)"""
-    graph = loaded(path).graph
+    graph = traced(path).graph
     ways = {name: compressed(Rgc(density, "exact")) for name, density in zip(PARTLY, (0.3, 0.2), strict=True)}
     strategy = by_samples(graph, range(RANKS), SAMPLES).with_changes(parameters=ways)
     for clip in (None, 1.0):
@@ -159,7 +157,7 @@ def test_with_clipping_everything_is_sent_behind_the_backward_pass(path: str) ->
 
 
 def decaying(path: str, steps: range, source: str | None, target: str | None) -> list[float]:
-    model = loaded(path)
+    model = traced(path)
     strategy = by_samples(model.graph, range(RANKS), SAMPLES).with_changes(parameters=dict.fromkeys(PARTLY, compressed(METHODS["exact"])))
     groups = lambda name, shape: {"momentum": 0.0 if name in PARTLY else 0.9, "weight_decay": 0.2}  # noqa: E731
     rule = CompressedTraining(Momentum(0.9))
@@ -180,7 +178,7 @@ def test_momentum_of_weight_decay_is_in_checkpoints(four: Pool, path: str, tmp_p
 
 def test_a_parameter_with_two_rules_is_refused(path: str) -> None:
     """Of a layer in two parts, one is compressed, and the other one has a single reader."""
-    model = loaded(path)
+    model = traced(path)
     strategy = cut_strategy(model, 4).with_changes(parameters=dict.fromkeys(PARTLY, compressed(METHODS["exact"])))
     plan = build_plan(model.graph, strategy, FOUR)
     require_correctable(plan)

@@ -25,8 +25,9 @@ from tests.runtime.mixtures import marked
 from tests.runtime.pool import Pool
 from tests.runtime.sparse_modules import OPTIMIZERS
 from tests.runtime.sparse_plans import by_samples, random_synchronized
-from tests.runtime.test_sharded_state import MODELS, batch_of, in_columns, loaded, trained
+from tests.runtime.test_sharded_state import MODELS, batch_of, in_columns, trained
 from tests.runtime.test_sharded_state import files as files  # a fixture
+from tests.runtime.traced import traced
 from tests.strategies import CPU, GPU, cluster
 
 TWO, FOUR, UNEVEN = cluster([2], GPU), cluster([2, 2], GPU), cluster([2, 1], GPU)
@@ -56,7 +57,7 @@ def require_collectives(plan: Plan, *, padded: bool) -> None:
 @pytest.mark.parametrize(("name", "topology"), rows_often([("odd", FOUR), ("shared", FOUR), ("odd", UNEVEN)], [("odd", FOUR)]))
 def test_trains_like_one_process(four: Pool, files: dict[str, str], name: str, topology: Topology, sync: SyncConfig) -> None:
     """With Adam, clipping and micro-batches, of different sizes in one case; rows that do not divide, fewer rows than ranks, a number."""
-    graph = loaded(files[name]).graph
+    graph = traced(files[name]).graph
     strategy = by(sync, graph, by_samples(graph, range(topology.device_count), 6))
     require_collectives(build_plan(graph, strategy, topology), padded=topology is UNEVEN)
     sizes = ((6, 4),) * 3 if name == "shared" else ((6, 6),) * 3
@@ -65,7 +66,7 @@ def test_trains_like_one_process(four: Pool, files: dict[str, str], name: str, t
 
 @pytest.mark.parametrize("sync", WAYS[:2], ids=["zero", "fsdp"])
 def test_tensor_parallel_shards(four: Pool, files: dict[str, str], sync: SyncConfig) -> None:
-    graph = loaded(files["odd"]).graph
+    graph = traced(files["odd"]).graph
     strategy = by(sync, graph, in_columns(graph, by_samples(graph, range(4), 6), (3, 0, 2, 1)))
     plan = build_plan(graph, strategy, FOUR)
     assert len({own.readers for own in plan.syncs if own.contract.owned_in_parts}) > 1
@@ -75,12 +76,12 @@ def test_tensor_parallel_shards(four: Pool, files: dict[str, str], sync: SyncCon
 @WAY
 def test_small_buckets_and_queues(four: Pool, files: dict[str, str], sync: SyncConfig) -> None:
     """Where each region travels alone, and what is under way is waited for as soon as two are."""
-    graph = loaded(files["odd"]).graph
+    graph = traced(files["odd"]).graph
     trained(four, files, "odd", by(sync, graph, by_samples(graph, range(4), 6), 0), FOUR, most_bytes=1, device_kind="cpu")
 
 
 def test_with_recomputation(four: Pool, files: dict[str, str]) -> None:
-    graph = loaded(files["odd"]).graph
+    graph = traced(files["odd"]).graph
     strategy = marked(graph, by(SHARDED, graph, by_samples(graph, range(4), 6)), random.Random(1))
     assert any(config.recompute for config in strategy.operators.values())
     trained(four, files, "odd", strategy, FOUR, clip_norm=0.05, device_kind="cpu")
@@ -90,7 +91,7 @@ def test_with_recomputation(four: Pool, files: dict[str, str]) -> None:
 def test_any_configurations(four: Pool, files: dict[str, str], seed: int) -> None:
     """Some parameters by other methods, each on its own devices."""
     rng, name = random.Random(seed), MODELS[seed % len(MODELS)]
-    graph, topology = loaded(files[name]).graph, (TWO, FOUR, UNEVEN)[seed // 3 % 3]
+    graph, topology = traced(files[name]).graph, (TWO, FOUR, UNEVEN)[seed // 3 % 3]
     strategy = random_synchronized(graph, topology, rng)
     for tensor in graph.parameters:
         if tensor.requires_grad and rng.random() < 0.7:
@@ -115,7 +116,7 @@ def called(path: str, strategy: Strategy, topology: Topology) -> tuple[dict[str,
         for name in counts:
             patch.setattr(even_parts.dist, name, counted(name, getattr(even_parts.dist, name)))
         options = {"optimizer": OPTIMIZERS["momentum"], "dtype": torch.bfloat16, "device_kind": "cpu"}
-        with Trainer(loaded(path), (strategy, topology), **options) as trainer:  # type: ignore[arg-type]
+        with Trainer(traced(path), (strategy, topology), **options) as trainer:  # type: ignore[arg-type]
             x, labels = batch_of("odd", 6, 0)
             counts.update(dict.fromkeys(counts, 0))
             return counts, types, [trainer.step(x.bfloat16(), labels) for _ in range(2)]
@@ -123,7 +124,7 @@ def called(path: str, strategy: Strategy, topology: Topology) -> tuple[dict[str,
 
 def test_gradients_are_summed_in_their_own_type(four: Pool, files: dict[str, str]) -> None:
     """Two gathers and a scatter of each group in a step, of bfloat16 where the gradients are; processors call neither."""
-    graph = loaded(files["odd"]).graph
+    graph = traced(files["odd"]).graph
     strategy = by(SHARDED, graph, by_samples(graph, range(4), 6))
     groups = sum(sync.contract.owned_in_parts for sync in build_plan(graph, strategy, FOUR).syncs)
     for counts, types, losses in four.run(called, files["odd"], strategy, FOUR):

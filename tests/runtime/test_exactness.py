@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,34 +18,27 @@ from soap.runtime.trainer import Trainer
 from soap.strategy.classical import CLASSICAL, random_strategy
 from soap.strategy.config import Strategy
 from soap.strategy.recomputation import recomputed, repeatable
-from soap.tracing.execute import ExecutableModel
 from soap.tracing.export import export_model
-from soap.tracing.load import load_model
 from tests.extent import ALL, often, so_many
+from tests.kept_models import ModelFiles
 from tests.runtime.exact_modules import EXAMPLES, Batch, Trained, batches, converted, module_of, sgd, train_plainly, with_local_norms, worst
 from tests.runtime.pool import Pool
+from tests.runtime.traced import traced as loaded
 
 TOLERANCE = 1e-9
 FOUR = local_topology(4)
 SOME = ("data_parallel", "three", "recompute", "megatron", "random 0")
 """Samples over four ranks and, unevenly, over three; all of it run twice; cut parameters; anything."""
 Options = Mapping[str, Any]
+FILES = ModelFiles(
+    "exact", lambda name, path: export_model(module_of(name), batches(name, [6])[0], path=path, dynamic_batch=True)
+)
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def files() -> dict[str, str]:
     """Each example exported with 6 samples, for batches of any size."""
-    folder = tmp_path_factory.mktemp("models")
-    for name in EXAMPLES:
-        export_model(module_of(name), batches(name, [6])[0], path=folder / f"{name}.pt2", dynamic_batch=True)
-    return {name: str(folder / f"{name}.pt2") for name in EXAMPLES}
-
-
-@lru_cache(maxsize=16)
-def loaded(path: str, dtype: str | None, options: tuple[tuple[str, str], ...]) -> ExecutableModel:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return load_model(path, dtype=dtype, **dict(options))  # type: ignore[arg-type]
+    return FILES
 
 
 def train(
@@ -143,7 +134,7 @@ def test_batches_of_other_sizes(four: Pool, files: dict[str, str], name: str) ->
 def test_uneven_shards_of_a_loss(four: Pool, tmp_path: Path, samples: int) -> None:
     path = tmp_path / "weighted.pt2"
     export_model(module_of("weighted"), batches("weighted", [samples])[0], path=path)
-    assert_exact(four, str(path), "weighted", [[samples], [samples]])
+    assert_exact(four, str(path), "weighted", [[samples], [samples]], few=True)
 
 
 @pytest.mark.long
@@ -156,7 +147,8 @@ def test_gradients_clipped_by_their_global_norm(four: Pool, files: dict[str, str
 def test_accumulated_gradients(four: Pool, files: dict[str, str]) -> None:
     """Micro-batches of one size, of several, and fewer of them at the end."""
     options = {"accumulate": 3, "clip_norm": 0.2}
-    assert_exact(four, files["shared"], "shared", [[6, 6, 6], [6, 4, 6], [6, 1]], options, few=True)
+    sizes = [[6, 6, 6], [6, 4, 6], [6, 1]] if ALL else [[6, 6, 6], [6, 1]]
+    assert_exact(four, files["shared"], "shared", sizes, options, few=True)
     if ALL:
         assert_exact(four, files["conv norm"], "conv norm", [[6, 6, 6], [3, 6]], {"accumulate": 3})
 
@@ -208,7 +200,7 @@ def test_autocast_computes_as_torch_does(four: Pool, files: dict[str, str]) -> N
             assert outcome.passed and outcome.tolerance == 5e-2, (kind, outcome.worst)
 
 
-@pytest.mark.slow
+@pytest.mark.long  # ``test_types`` trains in bfloat16, too
 def test_everything_in_bfloat16(four: Pool, files: dict[str, str]) -> None:
     for name in ("shared", "weighted") if ALL else ("weighted",):
         graph = loaded(files[name], "bfloat16", ()).graph

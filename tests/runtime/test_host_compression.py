@@ -24,14 +24,14 @@ from soap.strategy.compression import Compression, Int8, PowerSgd, Rgc, RgcAsq
 from soap.strategy.config import Strategy, SyncConfig
 from soap.strategy.sync import compressed
 from soap.tracing.execute import ExecutableModel
-from soap.tracing.export import export_model
 from tests.runtime.compressed_training import RANKS, SAMPLES
 from tests.runtime.exact_modules import Trained, worst
 from tests.runtime.pool import Pool
-from tests.runtime.sparse_modules import batch_of, module_of
+from tests.runtime.sparse_modules import OF_SIX, batch_of, module_of
 from tests.runtime.sparse_plans import by_samples, hosts
-from tests.runtime.test_compressed_sync import TOLERANCE, batches, loaded, require_equal_replicas
+from tests.runtime.test_compressed_sync import TOLERANCE, batches, require_equal_replicas
 from tests.runtime.test_sync_methods import planned_bytes
+from tests.runtime.traced import traced
 
 EVEN, UNEVEN = hosts(2, 2), hosts(3, 1)
 METHODS: dict[str, Compression] = {"exact": Rgc(0.3, "exact"), "asq": RgcAsq(0.2, "search"), "powersgd": PowerSgd(2), "int8": Int8()}
@@ -41,10 +41,8 @@ SGD = lambda p: torch.optim.SGD(p, lr=0.1)  # noqa: E731
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    found = tmp_path_factory.mktemp("models") / "words.pt2"
-    export_model(module_of("words"), batch_of(SAMPLES), path=found)
-    return str(found)
+def path() -> str:
+    return OF_SIX["words"]
 
 
 def strategy_of(model: ExecutableModel, sync: SyncConfig, names: tuple[str, ...] = LAYERS) -> Strategy:
@@ -56,7 +54,7 @@ def momentum_of_others(rule: Momentum, name: str, shape: tuple[int, ...]) -> dic
 
 
 def trainer_of(path: str, sync: SyncConfig, topology: Topology, compressing: CompressedTraining = AS_IT_IS, **more: Any) -> Trainer:
-    model = loaded(path)
+    model = traced(path)
     if compressing.momentum is not None:
         more["groups"] = partial(momentum_of_others, compressing.momentum)
     return Trainer(model, (strategy_of(model, sync), topology), optimizer=SGD, compressing=compressing, **more)
@@ -74,7 +72,7 @@ def trained(
 def emulated(
     path: str, method: str, per_host: int, steps: int, compressing: CompressedTraining, clip: float | None = None
 ) -> Trained:
-    module, graph = module_of("words"), loaded(path).graph
+    module, graph = module_of("words"), traced(path).graph
     how = {name: settled(graph, name, METHODS[method]) for name in LAYERS}  # the output layer's values are not averaged
     training = Training(0.1, compressing.momentum, warm_up=compressing.warm_up, clip_norm=clip)
     alone = Emulation(module, lambda own, part: own(*part), how, RANKS, training, per_host)
@@ -95,7 +93,7 @@ def test_hosts_lose_what_the_emulation_loses(
     require_equal_replicas([(found, own) for found, own, _ in results])
     assert worst(results[0][0], emulated(path, method, per_host, 8, compressing)) < TOLERANCE
     if compressing is AS_IT_IS:
-        model = loaded(path)
+        model = traced(path)
         strategy = strategy_of(model, compressed(METHODS[method], "host"))
         plan = build_plan(model.graph, strategy, topology)
         sent = [own.compressed_bytes + own.handed_bytes + own.synchronized_bytes for *_, own in results]
@@ -112,7 +110,7 @@ def test_hosts_clip_their_sums(four: Pool, path: str, clip: float, topology: Top
 
 
 def refused(path: str) -> str:
-    model = loaded(path)
+    model = traced(path)
     strategy = strategy_of(model, compressed(METHODS["exact"], "host")).with_parameter("head.weight", compressed(METHODS["exact"]))
     with pytest.raises(RuntimeFailure) as found:
         Trainer(model, (strategy, EVEN), optimizer=SGD, clip_norm=1.0)

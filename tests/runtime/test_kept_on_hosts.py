@@ -31,7 +31,7 @@ from tests.runtime.pool import Pool
 from tests.runtime.sparse_modules import OPTIMIZERS
 from tests.runtime.sparse_plans import by_samples
 from tests.runtime.test_recomputation import FOUR as LOCAL
-from tests.runtime.test_sharded_state import FOUR, TWO, batch_of, files, in_columns, loaded, sharded, trained
+from tests.runtime.test_sharded_state import FOUR, TWO, batch_of, files, in_columns, sharded, trained
 from tests.runtime.test_training import NAMED, assert_equal_to_one_process
 from tests.runtime.traced import checked, traced
 from tests.strategies import CPU, cases, cluster
@@ -75,17 +75,17 @@ def test_random_strategies_train_like_one_process(pool: Pool, case: tuple[Operat
 
 def test_with_parts_of_parameters_and_of_batches(four: Pool, files: dict[str, str]) -> None:
     """With Adam, clipping, sharded states, tensor-parallel shards and accumulation; and with micro-batches."""
-    graph = loaded(files["odd"]).graph
+    graph = traced(files["odd"]).graph
     split = in_columns(graph, by_samples(graph, range(4), 6), (3, 0, 2, 1))
     trained(four, files, "odd", sharded(graph, mixed(graph, split, random.Random(1))), FOUR, clip_norm=0.05)
-    graph = loaded(files["shared"]).graph
+    graph = traced(files["shared"]).graph
     strategy = in_micro_batches(graph, by_samples(graph, range(2), 6), 2, random.Random(0), 2)
     trained(four, files, "shared", with_offload(strategy, offloadable(graph), True), TWO)
 
 
 def told(path: str, strategy: Strategy, topology: Topology) -> tuple[list[int], list[tuple[str, TaskKind]]]:
     """Of this rank the bytes that two steps have copied to the host and back, and the tasks of a traced step."""
-    with Trainer(loaded(path), (strategy, topology), optimizer=OPTIMIZERS["adam"]) as trainer:
+    with Trainer(traced(path), (strategy, topology), optimizer=OPTIMIZERS["adam"]) as trainer:
         for step in range(2):
             trainer.step(*batch_of("odd", 6, step))
         found = [trainer.traffic.offloaded_bytes, trainer.traffic.restored_bytes]
@@ -95,7 +95,7 @@ def told(path: str, strategy: Strategy, topology: Topology) -> tuple[list[int], 
 
 def test_bytes_and_tasks_are_the_planned_ones(four: Pool, files: dict[str, str]) -> None:
     """One lowering: what is simulated of offloading is what ranks do."""
-    graph = loaded(files["odd"]).graph
+    graph = traced(files["odd"]).graph
     strategy = with_offload(by_samples(graph, range(2), 6), offloadable(graph), True)
     plan = build_plan(graph, strategy, TWO)
     results = four.run(told, files["odd"], strategy, TWO, ranks=2)

@@ -36,10 +36,13 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-def test_every_rank_returns_its_result(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_ranks_go_to_their_places_reach_the_launcher_by_its_address_and_return_a_result(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = dict(os.environ), signal.getsignal(signal.SIGINT)
-    assert launch(2, add_ranks, (5,)) == {0: 11, 1: 11}
+    found = launch(2, tell_mark, place=Mark("at"), address="127.0.0.1")
+    assert found == {rank: (f"at {rank} False", "127.0.0.1") for rank in (0, 1)}
     assert (dict(os.environ), signal.getsignal(signal.SIGINT)) == before
     assert list(tmp_path.iterdir()) == []  # the launcher's logs and error files are gone
 
@@ -59,12 +62,6 @@ def test_training_on_launched_ranks() -> None:
     outcomes = launch(2, train_launched, (halves(),))
     assert outcomes[0].losses == outcomes[1].losses
     assert outcomes[0].gradient_error < 1e-10
-
-
-@pytest.mark.slow
-def test_ranks_go_to_their_places_first_and_reach_the_launcher_by_its_address() -> None:
-    found = launch(2, tell_mark, place=Mark("at"), address="127.0.0.1")
-    assert found == {rank: (f"at {rank} False", "127.0.0.1") for rank in (0, 1)}
 
 
 @pytest.mark.long

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import gc
 import random
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,8 @@ from tests.runtime.pool import Pool
 from tests.runtime.traced import sgd
 from tests.strategies import CPU, cluster
 
+Export = Callable[[str], str]
+"""Name of a model -> its file."""
 STATES = 1
 MOST_OVER = 1.07
 """Of which 4.5% are an allowance for what comes later than simulated."""
@@ -182,7 +186,7 @@ def counted(path: str, autocast: str | None, strategy: Strategy, topology: Topol
 
 
 PLANS = ("single_device", "data_parallel", "zero1", "fsdp", "recompute", "data_parallel+selective", "data_parallel+offload", "fsdp+offload")
-SAVING = ("recompute", "data_parallel+selective", "fsdp+offload")
+SAVING = ("recompute", "fsdp+offload")
 OFTEN = {("convolutions", "bfloat16", "single_device"), *(("attention", None, plan) for plan in SAVING)}
 CASES = [
     pytest.param(*case, marks=() if case in OFTEN else pytest.mark.long)
@@ -190,17 +194,25 @@ CASES = [
 ]
 
 
-def exported(name: str, folder: Path) -> str:
-    torch.manual_seed(0)
-    module, inputs = MODELS[name]()
-    path = str(folder / "model.pt2")
-    soap.export(module.train(), inputs, path=path, verify=False)
-    return path
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Export:
+    """Exports each model once."""
+    folder = tmp_path_factory.mktemp("models")
+
+    @cache
+    def export(name: str) -> str:
+        torch.manual_seed(0)
+        module, inputs = MODELS[name]()
+        path = str(folder / f"{name}.pt2")
+        soap.export(module.train(), inputs, path=path, verify=False)
+        return path
+
+    return export
 
 
 @pytest.mark.parametrize(("name", "autocast", "plan"), CASES)
-def test_predicted_is_counted(name: str, autocast: str | None, plan: str, pool: Pool, tmp_path: Path) -> None:
-    path = exported(name, tmp_path)
+def test_predicted_is_counted(name: str, autocast: str | None, plan: str, pool: Pool, exported: Export) -> None:
+    path = exported(name)
     ranks = 1 if plan == "single_device" else 2
     topology = local_topology(ranks)
     graph = api.load(path, plan_only=True, autocast=autocast).graph
@@ -225,11 +237,10 @@ def counted_as_they_lie(*args: Any) -> int:
         return counted(*args)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("plan", ["zero1", "fsdp"])
-def test_what_travels_as_it_lies_is_predicted(plan: str, pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("plan", often(["zero1", "fsdp"], ["fsdp"], pytest.mark.slow))
+def test_what_travels_as_it_lies_is_predicted(plan: str, pool: Pool, exported: Export) -> None:
     """No buffers are counted for it; values are in their places from the beginning of the gather on."""
-    path, topology = exported("attention", tmp_path), local_topology(2)
+    path, topology = exported("attention"), local_topology(2)
     graph = api.load(path, plan_only=True).graph
     simulator = api.simulator_for(graph, topology, optimizer_states=STATES, costs="estimate")
     strategy = api.classical(plan, graph, topology)
@@ -242,10 +253,10 @@ def test_what_travels_as_it_lies_is_predicted(plan: str, pool: Pool, tmp_path: P
     assert all(most <= peak <= MOST_OVER * most for most, peak in zip(found, predicted, strict=True)), (found, predicted)
 
 
-@pytest.mark.slow
-def test_what_is_recomputed_is_not_held(pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.long
+def test_what_is_recomputed_is_not_held(pool: Pool, exported: Export) -> None:
     """A plan that recomputes its runs holds much less than the same plan that keeps all; predicted are both."""
-    path, topology = exported("unfused", tmp_path), local_topology(1)
+    path, topology = exported("unfused"), local_topology(1)
     graph = api.load(path, plan_only=True).graph
     usual = api.classical("single_device", graph, topology)
     (kept,), (kept_predicted,) = shown(path, usual, topology, pool)
@@ -255,9 +266,9 @@ def test_what_is_recomputed_is_not_held(pool: Pool, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_selective_recomputation_is_predicted(pool: Pool, tmp_path: Path) -> None:
+def test_selective_recomputation_is_predicted(pool: Pool, exported: Export) -> None:
     """All operators of the layers, with those that have a product light."""
-    path, topology = exported("gated", tmp_path), local_topology(1)
+    path, topology = exported("gated"), local_topology(1)
     graph = api.load(path, plan_only=True).graph
     usual = api.classical("single_device", graph, topology)
     names = [op.name for op in graph.operators if "layers" in op.name and refusal(graph, op) is None]
@@ -268,8 +279,8 @@ def test_selective_recomputation_is_predicted(pool: Pool, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("plan", often(["fsdp", "zero1"], ["fsdp"], pytest.mark.slow))
-def test_what_is_gathered_for_micro_batches_is_predicted(plan: str, pool: Pool, tmp_path: Path) -> None:
-    path, topology = exported("attention", tmp_path), local_topology(2)
+def test_what_is_gathered_for_micro_batches_is_predicted(plan: str, pool: Pool, exported: Export) -> None:
+    path, topology = exported("attention"), local_topology(2)
     graph = api.load(path, plan_only=True).graph
     found, predicted = shown(path, replace(api.classical(plan, graph, topology), microbatches=4), topology, pool)
     assert all(most <= peak <= 1.15 * most for most, peak in zip(found, predicted, strict=True)), (found, predicted)
@@ -277,9 +288,9 @@ def test_what_is_gathered_for_micro_batches_is_predicted(plan: str, pool: Pool, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", often(["attention", "unfused", "convolutions"], []))
-def test_of_micro_batches_one_is_held(name: str, pool: Pool, tmp_path: Path) -> None:
+def test_of_micro_batches_one_is_held(name: str, pool: Pool, exported: Export) -> None:
     """Where no operator is a barrier, as batch norm is."""
-    path, topology = exported(name, tmp_path), local_topology(2)
+    path, topology = exported(name), local_topology(2)
     graph = api.load(path, plan_only=True).graph
     usual = api.classical("data_parallel", graph, topology)
     whole, _ = shown(path, usual, topology, pool)
@@ -293,9 +304,9 @@ def test_of_micro_batches_one_is_held(name: str, pool: Pool, tmp_path: Path) -> 
 HELD = ["1f1b", "zb-h1", "gpipe", "interleaved:2", "accumulation"]
 
 
-@pytest.mark.parametrize("schedule", often(HELD, ["1f1b", "zb-h1"], pytest.mark.slow))
-def test_what_pipelines_hold_is_predicted(schedule: str, pool: Pool, tmp_path: Path) -> None:
-    path, topology = exported("attention", tmp_path), local_topology(2)
+@pytest.mark.parametrize("schedule", often(HELD, ["zb-h1"], pytest.mark.slow))
+def test_what_pipelines_hold_is_predicted(schedule: str, pool: Pool, exported: Export) -> None:
+    path, topology = exported("attention"), local_topology(2)
     graph = api.load(path, plan_only=True).graph
     count = 4 if schedule == "interleaved:2" else 2
     borders = [graph.operators[len(graph.operators) * part // count].name for part in range(1, count)]
@@ -307,9 +318,9 @@ def test_what_pipelines_hold_is_predicted(schedule: str, pool: Pool, tmp_path: P
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", ["attention", "unfused", "gated"])
-def test_backward_passes_in_two_are_predicted(name: str, seed: int, four: Pool, tmp_path: Path) -> None:
+def test_backward_passes_in_two_are_predicted(name: str, seed: int, four: Pool, exported: Export) -> None:
     """Stages of one device or two, and whichever operators are recomputed or offload."""
-    path, topology, draw = exported(name, tmp_path), local_topology(4), random.Random(seed)
+    path, topology, draw = exported(name), local_topology(4), random.Random(seed)
     graph = api.load(path, plan_only=True).graph
     devices = [(0,), (1,), (2,), (3,)] if seed % 2 else [(0, 1), (2, 3)]
     borders = [graph.operators[len(graph.operators) * part // len(devices)].name for part in range(1, len(devices))]
@@ -325,9 +336,9 @@ def test_backward_passes_in_two_are_predicted(name: str, seed: int, four: Pool, 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("name", MODELS)
-def test_any_marks_are_predicted(name: str, seed: int, pool: Pool, tmp_path: Path) -> None:
+def test_any_marks_are_predicted(name: str, seed: int, pool: Pool, exported: Export) -> None:
     """Never less is predicted than is counted, whichever operators are recomputed or offload."""
-    path, topology, draw = exported(name, tmp_path), local_topology(1 + seed % 2), random.Random(seed)
+    path, topology, draw = exported(name), local_topology(1 + seed % 2), random.Random(seed)
     graph = api.load(path, plan_only=True).graph
     usual = api.classical("data_parallel" if seed % 2 else "single_device", graph, topology)
     names = [own for own in sorted(repeatable(graph)) if draw.random() < draw.choice((0.3, 0.6, 0.9))]
@@ -338,11 +349,11 @@ def test_any_marks_are_predicted(name: str, seed: int, pool: Pool, tmp_path: Pat
     assert all(most <= peak for most, peak in zip(found, predicted, strict=True)), [b / a for a, b in zip(found, predicted, strict=True)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", often(MODELS, ["attention"]))
-def test_what_is_offloaded_is_predicted(name: str, pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.long
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_offloaded_is_predicted(name: str, pool: Pool, exported: Export) -> None:
     """A CPU has it twice for a while."""
-    path, topology = exported(name, tmp_path), local_topology(1)
+    path, topology = exported(name), local_topology(1)
     graph = api.load(path, plan_only=True).graph
     for strategy in (away(graph, usual := api.classical("single_device", graph, topology)), with_offload(usual, offloadable(graph), True)):
         found, predicted = shown(path, strategy, topology, pool)

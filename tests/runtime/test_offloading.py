@@ -24,9 +24,10 @@ from tests.micro_batches import in_micro_batches
 from tests.runtime.pool import Pool
 from tests.runtime.sparse_modules import OPTIMIZERS
 from tests.runtime.sparse_plans import by_samples, random_synchronized
-from tests.runtime.test_sharded_state import FOUR, MODELS, TWO, batch_of, files, gone_on, in_columns, loaded, trained
+from tests.runtime.test_sharded_state import FOUR, MODELS, TWO, batch_of, files, gone_on, in_columns, trained
 from tests.runtime.test_within_hosts import FOUR as TWO_HOSTS
 from tests.runtime.test_within_hosts import STATE_IN_HOSTS
+from tests.runtime.traced import traced
 
 __all__ = ["files"]  # a fixture
 
@@ -43,20 +44,20 @@ def away(graph: OperatorGraph, strategy: Strategy, method: str = "allreduce") ->
 @pytest.mark.parametrize("name", often(MODELS, ["odd"]))
 def test_trains_like_one_process(four: Pool, files: dict[str, str], name: str, method: str) -> None:
     """With Adam, clipping and micro-batches."""
-    graph, topology = loaded(files[name]).graph, TWO if name == "shared" else FOUR
+    graph, topology = traced(files[name]).graph, TWO if name == "shared" else FOUR
     strategy = away(graph, by_samples(graph, range(topology.device_count), 6), method)
     trained(four, files, name, strategy, topology, sizes=((6, 6),) * 3, clip_norm=0.05)
 
 
 def test_tensor_parallel_shards(four: Pool, files: dict[str, str]) -> None:
-    graph = loaded(files["odd"]).graph
+    graph = traced(files["odd"]).graph
     trained(four, files, "odd", away(graph, in_columns(graph, by_samples(graph, range(4), 6), (3, 0, 2, 1)), "zero"), FOUR, clip_norm=0.05)
 
 
 @pytest.mark.parametrize("method", often(["hsdp", "zero+local"], ["hsdp"]))
 def test_copies_of_hosts(four: Pool, files: dict[str, str], method: str) -> None:
     """Each host has a copy in parts, whose owners sum gradients between hosts before they copy them down."""
-    graph = loaded(files["odd"]).graph
+    graph = traced(files["odd"]).graph
     strategy = away(graph, by_samples(graph, range(4), 6), method)
     syncs = [sync for sync in build_plan(graph, strategy, TWO_HOSTS).syncs if len(sync.readers) > 1]
     assert all(sync.offload and sync.aggregated for sync in syncs) and syncs
@@ -66,7 +67,7 @@ def test_copies_of_hosts(four: Pool, files: dict[str, str], method: str) -> None
 @pytest.mark.parametrize("method", often(["allreduce", "zero"], ["zero"]))
 def test_micro_batches(four: Pool, files: dict[str, str], method: str) -> None:
     """Hosts update once a step, when the last part's gradients are there."""
-    graph = loaded(files["shared"]).graph
+    graph = traced(files["shared"]).graph
     strategy = in_micro_batches(graph, away(graph, by_samples(graph, range(2), 6), method), 2, random.Random(0), 2)
     assert strategy.microbatches == 2 and build_plan(graph, strategy, TWO).offloaded
     trained(four, files, "shared", strategy, TWO, clip_norm=0.05)
@@ -75,7 +76,7 @@ def test_micro_batches(four: Pool, files: dict[str, str], method: str) -> None:
 @pytest.mark.parametrize("seed", often(range(8), (0, 1), pytest.mark.slow))
 def test_mixtures(four: Pool, files: dict[str, str], seed: int) -> None:
     """Any plan, some of whose parameters are offloaded, with any optimizer, on one host and on two."""
-    rng, graph, topology = random.Random(seed), loaded(files["odd"]).graph, (FOUR, TWO_HOSTS)[seed % 2]
+    rng, graph, topology = random.Random(seed), traced(files["odd"]).graph, (FOUR, TWO_HOSTS)[seed % 2]
     strategy = random_synchronized(graph, topology, rng)
     names = [tensor.name for tensor in graph.parameters if strategy.sync(tensor.name).contract.offloads]
     strategy = strategy.with_changes(parameters={n: replace(strategy.sync(n), offload=True) for n in names if rng.random() < 0.7})
@@ -86,7 +87,7 @@ def test_mixtures(four: Pool, files: dict[str, str], seed: int) -> None:
 def kept(path: str, strategy: Strategy, topology: Topology) -> tuple[int, int, bool]:
     """(bytes of states that are not beside the device's own tensors, bytes of host copies, whether all values are equal to the device's)
     of this rank, and the events of a traced step."""
-    with Trainer(loaded(path), (strategy, topology), optimizer=OPTIMIZERS["adam"]) as trainer:
+    with Trainer(traced(path), (strategy, topology), optimizer=OPTIMIZERS["adam"]) as trainer:
         trainer.step(*batch_of("odd", 6, 0))
         assert trainer.optimizer is not None
         on_device = {id(tensor) for tensor in trainer.shards.tensors.values()}
@@ -98,7 +99,7 @@ def kept(path: str, strategy: Strategy, topology: Topology) -> tuple[int, int, b
 
 
 def test_what_is_updated_is_on_the_host(four: Pool, files: dict[str, str]) -> None:
-    graph = loaded(files["odd"]).graph
+    graph = traced(files["odd"]).graph
     strategy = away(graph, by_samples(graph, range(4), 6), "zero")
     plan = build_plan(graph, strategy, FOUR)
     found = four.run(kept, files["odd"], strategy, FOUR)
@@ -106,8 +107,8 @@ def test_what_is_updated_is_on_the_host(four: Pool, files: dict[str, str]) -> No
     assert [(beside, same) for beside, _, same in found] == [(0, True)] * 4
 
 
-def traced(path: str, strategy: Strategy, topology: Topology) -> list[str]:
-    with Trainer(loaded(path), (strategy, topology), optimizer=OPTIMIZERS["adam"]) as trainer:
+def told_names(path: str, strategy: Strategy, topology: Topology) -> list[str]:
+    with Trainer(traced(path), (strategy, topology), optimizer=OPTIMIZERS["adam"]) as trainer:
         trainer.step(*batch_of("odd", 6, 0))
         events = trainer.trace(*batch_of("odd", 6, 1))
     return [event.name for event in events]
@@ -115,9 +116,9 @@ def traced(path: str, strategy: Strategy, topology: Topology) -> list[str]:
 
 def test_traces_have_the_simulated_tasks(four: Pool, files: dict[str, str]) -> None:
     """One lowering: what is simulated of offloading is what ranks do."""
-    graph = loaded(files["odd"]).graph
+    graph = traced(files["odd"]).graph
     strategy = away(graph, by_samples(graph, range(2), 6))
-    (names, _) = four.run(traced, files["odd"], strategy, TWO, ranks=2)
+    (names, _) = four.run(told_names, files["odd"], strategy, TWO, ranks=2)
     simulated = [task.name for task in lower(build_plan(graph, strategy, TWO), TWO, RooflineCosts(TWO)).tasks]
     wanted = [name(device) for device in range(2) for name in (to_host_name, host_update_name, from_host_name)]
     assert {*wanted} <= {*names} and {*wanted} <= {*simulated}
@@ -126,7 +127,7 @@ def test_traces_have_the_simulated_tasks(four: Pool, files: dict[str, str]) -> N
 @pytest.mark.slow
 def test_checkpoints_load_with_and_without(four: Pool, files: dict[str, str], tmp_path: Path) -> None:
     """Training goes on from a checkpoint alike, whether states were on hosts before, or are now."""
-    graph = loaded(files["odd"]).graph
+    graph = traced(files["odd"]).graph
     usual = by_samples(graph, range(4), 6)
     ways = [(away(graph, usual, "zero"), FOUR), (data_parallel(graph, TWO), TWO), (away(graph, by_samples(graph, range(2), 6)), TWO)]
     for i, (first, then) in enumerate(((0, 1), (1, 2), (2, 0), (0, 0))):
@@ -141,14 +142,14 @@ def test_checkpoints_load_with_and_without(four: Pool, files: dict[str, str], tm
 
 def refusal(path: str, strategy: Strategy, topology: Topology) -> str:
     try:
-        Trainer(loaded(path), (strategy, topology), optimizer=OPTIMIZERS["adam"], lazy_sparse=True).close()
+        Trainer(traced(path), (strategy, topology), optimizer=OPTIMIZERS["adam"], lazy_sparse=True).close()
     except RuntimeFailure as error:
         return str(error)
     return ""
 
 
 def test_lazy_tables_are_refused(four: Pool, files: dict[str, str]) -> None:
-    graph = loaded(files["shared"]).graph
+    graph = traced(files["shared"]).graph
     strategy = away(graph, by_samples(graph, range(2), 6))
     lines = four.run(refusal, files["shared"], strategy, TWO, ranks=2)
     assert len({*lines}) == 1 and ("leave lazy_sparse out" in lines[0]) == bool(graph.sparse)

@@ -110,7 +110,7 @@ def test_rank_that_waits_in_vain_shows_where(two: Pool) -> None:
         two.run(leave_early_in_rank_one)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_rank_that_dies_is_named(two: Pool) -> None:
     with pytest.raises(RankError, match=r"(?m)^rank 1 died of SIGKILL$"):
         two.run(die_in_rank_one)

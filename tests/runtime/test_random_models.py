@@ -11,7 +11,6 @@ import torch
 
 from soap.cluster.presets import local_topology
 from soap.strategy.classical import random_strategy
-from tests.extent import often
 from tests.runtime.pool import Pool
 from tests.runtime.random_modules import random_model
 from tests.runtime.traced import checked, traced
@@ -40,7 +39,8 @@ def test_random_models(four: Pool, seed: int, tmp_path: Path) -> None:
     examples(four, seed, tmp_path)
 
 
-@pytest.mark.parametrize("seed", often(range(1, 31), range(1, 2), pytest.mark.slow))
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(1, 31))
 def test_many_random_models(four: Pool, seed: int, tmp_path: Path) -> None:
     """With the one above: 31 models, 124 examples."""
     examples(four, seed, tmp_path)

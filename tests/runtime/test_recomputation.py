@@ -42,7 +42,10 @@ def recomputed(plan: Plan, seed: int = 0, share: float = 0.7) -> Plan:
     return build_plan(plan.graph, strategy, cluster([plan.device_count], CPU))
 
 
-@pytest.mark.parametrize("name", NAMED)
+NAMED_OFTEN = ("column then row", "replicas on one device", "grids on any devices", "attention heads", "buffers")
+
+
+@pytest.mark.parametrize("name", often([*NAMED], NAMED_OFTEN))
 def test_named_strategies_train_like_one_process(pool: Pool, name: str) -> None:
     for share in (0.6, 1.0):
         assert_equal_to_one_process(pool.run(train, recomputed(NAMED[name], len(name), share)))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-import warnings
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 from unittest.mock import patch
 
@@ -26,16 +24,17 @@ from soap.simulator.lowering import build_plan
 from soap.strategy.classical import fsdp
 from soap.strategy.config import Strategy
 from soap.strategy.sync import SHARDED
-from soap.tracing.execute import ExecutableModel
 from soap.tracing.export import export_model
 from soap.tracing.load import load_model
 from tests.extent import often, rows_often
+from tests.kept_models import ModelFiles
 from tests.micro_batches import in_micro_batches
 from tests.runtime.exact_modules import Batch, Trained, worst
 from tests.runtime.pool import Pool
 from tests.runtime.sparse_modules import OPTIMIZERS, train_alone
 from tests.runtime.sparse_plans import by_samples, hosts, random_synchronized
-from tests.runtime.test_sharded_state import MODELS, assert_go_on_alike, batch_of, in_columns, module_of, trained
+from tests.runtime.test_sharded_state import FILES, MODELS, assert_go_on_alike, batch_of, in_columns, trained
+from tests.runtime.traced import traced
 from tests.simulator.test_sharded import layers
 
 TOLERANCE = 1e-9
@@ -66,20 +65,12 @@ def views() -> nn.Module:
     return Views().double().train()
 
 
+VIEWS = ModelFiles("sharded", lambda name, path: export_model(views(), views_batch(0), path=path))
+
+
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    folder = tmp_path_factory.mktemp("models")
-    for name in MODELS:
-        export_model(module_of(name), batch_of(name, 6, 0), path=folder / f"{name}.pt2", dynamic_batch=True)
-    export_model(views(), views_batch(0), path=folder / "views.pt2")
-    return {name: str(folder / f"{name}.pt2") for name in (*MODELS, "views")}
-
-
-@lru_cache(maxsize=4)
-def loaded(path: str) -> ExecutableModel:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return load_model(path, dtype="float64")
+def files() -> dict[str, str]:
+    return FILES
 
 
 def all_sharded(graph: OperatorGraph, strategy: Strategy, prefetch: int = 1) -> Strategy:
@@ -94,7 +85,7 @@ def all_sharded(graph: OperatorGraph, strategy: Strategy, prefetch: int = 1) -> 
 )
 def test_trains_like_one_process(four: Pool, files: dict[str, str], name: str, topology: Topology, prefetch: int) -> None:
     """With Adam, clipping and micro-batches, of different sizes in one case."""
-    graph = loaded(files[name]).graph
+    graph = traced(files[name]).graph
     strategy = all_sharded(graph, by_samples(graph, range(topology.device_count), 6), prefetch)
     plan = build_plan(graph, strategy, topology)
     several = [sync for sync in plan.syncs if len(sync.readers) > 1]
@@ -104,7 +95,7 @@ def test_trains_like_one_process(four: Pool, files: dict[str, str], name: str, t
 
 @pytest.mark.parametrize("name", often(MODELS, ["odd"]))
 def test_tensor_parallel_shards(four: Pool, files: dict[str, str], name: str) -> None:
-    graph = loaded(files[name]).graph
+    graph = traced(files[name]).graph
     strategy = all_sharded(graph, in_columns(graph, by_samples(graph, range(4), 6), (3, 0, 2, 1)))
     assert len({sync.readers for sync in build_plan(graph, strategy, FOUR).syncs if sync.method == "sharded"}) > 1
     trained(four, files, name, strategy, FOUR, clip_norm=0.05)
@@ -114,21 +105,21 @@ def test_tensor_parallel_shards(four: Pool, files: dict[str, str], name: str) ->
 def test_any_configurations(four: Pool, files: dict[str, str], seed: int) -> None:
     rng, name = random.Random(seed), MODELS[seed % len(MODELS)]
     topology = (TWO, FOUR, hosts(1, 2))[seed % 3]
-    graph = loaded(files[name]).graph
+    graph = traced(files[name]).graph
     strategy = all_sharded(graph, random_synchronized(graph, topology, rng), rng.randrange(3))
     trained(four, files, name, strategy, topology, rng.choice(list(OPTIMIZERS)), clip_norm=0.05)
 
 
 def train_views(path: str, strategy: Strategy) -> Trained:
-    with Trainer(loaded(path), (strategy, TWO), optimizer=OPTIMIZERS["adam"]) as trainer:
+    with Trainer(traced(path), (strategy, TWO), optimizer=OPTIMIZERS["adam"]) as trainer:
         losses = [trainer.step(*views_batch(step)) for step in range(3)]
         return Trained(losses, trainer.state_dict())
 
 
-def test_what_is_a_view_of_values_outlives_them(four: Pool, files: dict[str, str]) -> None:
-    graph = loaded(files["views"]).graph
+def test_what_is_a_view_of_values_outlives_them(four: Pool) -> None:
+    graph = traced(path := VIEWS["views"]).graph
     strategy = all_sharded(graph, by_samples(graph, range(2), 8), 0)
-    result = four.run(train_views, files["views"], strategy, ranks=2)[0]
+    result = four.run(train_views, path, strategy, ranks=2)[0]
     assert worst(result, train_alone(views(), [[views_batch(step)] for step in range(3)], OPTIMIZERS["adam"])) < TOLERANCE
 
 
@@ -169,7 +160,7 @@ def together(plan: Plan, operators: set[int]) -> int:
 
 @pytest.mark.parametrize("prefetch", often([0, 3], [3]))
 def test_values_are_there_only_while_they_are_used(four: Pool, files: dict[str, str], prefetch: int) -> None:
-    graph = loaded(files["odd"]).graph
+    graph = traced(files["odd"]).graph
     strategy = all_sharded(graph, by_samples(graph, range(4), 6), prefetch)
     size = sum(tensor.bytes for tensor in graph.parameters)
     with patch.object(bucketing, "LEAST_GROUPS", MANY):
@@ -185,7 +176,7 @@ def test_values_are_there_only_while_they_are_used(four: Pool, files: dict[str, 
 
 def test_with_micro_batches_values_stay_for_the_step(four: Pool, files: dict[str, str]) -> None:
     """All of them at once, and none behind it; gradients of all micro-batches are those of one process."""
-    graph = loaded(files["odd"]).graph
+    graph = traced(files["odd"]).graph
     strategy = in_micro_batches(graph, all_sharded(graph, by_samples(graph, range(2), 6)), 3, random.Random(0), 2)
     plan = build_plan(graph, strategy, TWO)
     values = sum(gradient_bytes(plan, sync) for sync in plan.syncs if sync.contract.gathers_values and len(sync.readers) > 1)
@@ -222,7 +213,7 @@ def test_gathers_come_behind_what_they_wait_for() -> None:
 
 def test_checkpoints_fit_any_plan_and_number_of_ranks(four: Pool, files: dict[str, str], tmp_path: Path) -> None:
     """Four ranks, two, three by any methods, four by tensor parallelism, and back to sharded states."""
-    graph, path = loaded(files["odd"]).graph, files["odd"]
+    graph, path = traced(files["odd"]).graph, files["odd"]
     ways = [
         (all_sharded(graph, by_samples(graph, range(4), 6)), FOUR),
         (by_samples(graph, range(2), 6), TWO),

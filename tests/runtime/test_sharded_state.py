@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -27,14 +25,15 @@ from soap.runtime.trainer import Trainer
 from soap.simulator.lowering import build_plan
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
 from soap.strategy.sync import SHARDED, SHARDED_IN_HOSTS, SHARDED_STATE
-from soap.tracing.execute import ExecutableModel
 from soap.tracing.export import export_model
 from soap.tracing.load import load_model
 from tests.extent import often, rows_often
+from tests.kept_models import ModelFiles
 from tests.runtime.exact_modules import EXAMPLES, Batch, Trained, worst
 from tests.runtime.pool import Pool
 from tests.runtime.sparse_modules import OPTIMIZERS, WHOLE, train_alone
 from tests.runtime.sparse_plans import by_samples, hosts, random_synchronized
+from tests.runtime.traced import traced
 
 TOLERANCE = 1e-9
 TWO, FOUR = hosts(1, 1), hosts(2, 2)
@@ -72,19 +71,14 @@ def batch_of(name: str, samples: int, step: int) -> Batch:
     return odd_batch(samples, step) if name == "odd" else EXAMPLES[name].batch(samples, step)
 
 
+FILES = ModelFiles(
+    "sharded", lambda name, path: export_model(module_of(name), batch_of(name, 6, 0), path=path, dynamic_batch=True)
+)
+
+
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    folder = tmp_path_factory.mktemp("models")
-    for name in MODELS:
-        export_model(module_of(name), batch_of(name, 6, 0), path=folder / f"{name}.pt2", dynamic_batch=True)
-    return {name: str(folder / f"{name}.pt2") for name in MODELS}
-
-
-@lru_cache(maxsize=4)
-def loaded(path: str) -> ExecutableModel:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return load_model(path, dtype="float64")
+def files() -> dict[str, str]:
+    return FILES
 
 
 def sharded(graph: OperatorGraph, strategy: Strategy) -> Strategy:
@@ -119,7 +113,7 @@ def train(
         limits.append((large_parts, "LARGE_BYTES"))
         for module, name in limits if most_bytes is not None else ():
             patches.enter_context(patch.object(module, name, most_bytes))
-        trainer = patches.enter_context(Trainer(loaded(path), (strategy, topology), optimizer=OPTIMIZERS[optimizer], **options))
+        trainer = patches.enter_context(Trainer(traced(path), (strategy, topology), optimizer=OPTIMIZERS[optimizer], **options))
         losses = [trainer.step(*(t for part in parts for t in part)) for parts in steps]
         return Trained(losses, trainer.state_dict())
 
@@ -151,7 +145,7 @@ def trained(
 )
 def test_trains_like_one_process(four: Pool, files: dict[str, str], name: str, topology: Topology) -> None:
     """With Adam, clipping and micro-batches, of different sizes in one case."""
-    graph = loaded(files[name]).graph
+    graph = traced(files[name]).graph
     strategy = sharded(graph, by_samples(graph, range(topology.device_count), 6))
     assert {sync.method for sync in build_plan(graph, strategy, topology).syncs if len(sync.readers) > 1} == {"sharded_state"}
     trained(four, files, name, strategy, topology, sizes=((6, 4),) * 3 if name == "shared" else ((6, 6),) * 3, clip_norm=0.05)
@@ -160,7 +154,7 @@ def test_trains_like_one_process(four: Pool, files: dict[str, str], name: str, t
 @pytest.mark.parametrize("name", often(MODELS, ["odd"]))
 def test_tensor_parallel_shards(four: Pool, files: dict[str, str], name: str) -> None:
     """Regions of a parameter have readers of their own, of which each owns a part."""
-    graph = loaded(files[name]).graph
+    graph = traced(files[name]).graph
     strategy = sharded(graph, in_columns(graph, by_samples(graph, range(4), 6), (3, 0, 2, 1)))
     owned = [shard for shard in build_plan(graph, strategy, FOUR).shards if shard.trainable and len(shard.devices) == 1 and shard.uses]
     assert len({shard.devices for shard in owned}) == 4
@@ -171,7 +165,7 @@ def test_tensor_parallel_shards(four: Pool, files: dict[str, str], name: str) ->
 def test_mixtures_of_methods(four: Pool, files: dict[str, str], seed: int) -> None:
     rng, name = random.Random(seed), MODELS[seed % len(MODELS)]
     topology = (TWO, FOUR, hosts(1, 2))[seed % 3]
-    graph = loaded(files[name]).graph
+    graph = traced(files[name]).graph
     strategy = random_synchronized(graph, topology, rng)
     trained(four, files, name, strategy, topology, rng.choice(list(OPTIMIZERS)), clip_norm=0.05)
 
@@ -179,7 +173,7 @@ def test_mixtures_of_methods(four: Pool, files: dict[str, str], seed: int) -> No
 def test_what_waits_to_be_added_up_changes_nothing(four: Pool, files: dict[str, str]) -> None:
     """If buckets are single parameters that travel as they lie, and one exchange alone may be under way, each waits for the one before;
     equal runs give equal bits."""
-    graph = loaded(files["odd"]).graph
+    graph = traced(files["odd"]).graph
     strategy = sharded(graph, by_samples(graph, range(4), 6))
     one, same, other = (trained(four, files, "odd", strategy, FOUR, most_bytes=most) for most in (None, None, 1))
     for found in (same, other):
@@ -205,7 +199,7 @@ def moved(path: str, strategy: Strategy, topology: Topology, large_bytes: int) -
 
     with ExitStack() as patches:
         patches.enter_context(patch.object(large_parts, "LARGE_BYTES", large_bytes))
-        trainer = patches.enter_context(Trainer(loaded(path), (strategy, topology), optimizer=OPTIMIZERS["adam"], accumulate=2))
+        trainer = patches.enter_context(Trainer(traced(path), (strategy, topology), optimizer=OPTIMIZERS["adam"], accumulate=2))
         patches.enter_context(patch.object(sharded_state, "exchange_pieces", noted))
         patches.enter_context(patch.object(sharded_state, "pack", packed))
         losses = [trainer.step(*batch_of("odd", 6, step), *batch_of("odd", 6, step + 2)) for step in range(2)]
@@ -215,7 +209,7 @@ def moved(path: str, strategy: Strategy, topology: Topology, large_bytes: int) -
 @pytest.mark.parametrize("owners", [SHARDED_STATE, SHARDED, SHARDED_IN_HOSTS], ids=["zero", "fsdp", "hsdp"])
 def test_large_parts_travel_as_they_lie(four: Pool, files: dict[str, str], owners: SyncConfig) -> None:
     """The same bytes, in a message for each part, without copies; and the same bits come of it."""
-    graph = loaded(files["odd"]).graph
+    graph = traced(files["odd"]).graph
     strategy = by_samples(graph, range(4), 6).with_changes(parameters={tensor.name: owners for tensor in graph.parameters})
     large, small = (four.run(moved, files["odd"], strategy, FOUR, size) for size in (1, 2**40))
     assert large[0][3].losses == small[0][3].losses
@@ -239,7 +233,7 @@ def kept(path: str, strategy: Strategy, topology: Topology) -> tuple[int, int]:
 
 
 def test_each_rank_keeps_the_states_of_its_parts(four: Pool, files: dict[str, str]) -> None:
-    graph = loaded(files["odd"]).graph
+    graph = traced(files["odd"]).graph
     found = four.run(kept, files["odd"], sharded(graph, by_samples(graph, range(4), 6)), FOUR)
     whole = 2 * sum(tensor.bytes for tensor in graph.parameters if tensor.requires_grad)
     assert sum(size for size, _ in found) == whole
@@ -249,21 +243,21 @@ def test_each_rank_keeps_the_states_of_its_parts(four: Pool, files: dict[str, st
 
 def refused(path: str, strategy: Strategy, topology: Topology) -> str:
     try:
-        Trainer(loaded(path), (strategy, topology), optimizer=WHOLE["adafactor"]).close()
+        Trainer(traced(path), (strategy, topology), optimizer=WHOLE["adafactor"]).close()
     except RuntimeFailure as error:
         return str(error)
     return ""
 
 
 def test_an_optimizer_that_needs_whole_parameters_is_refused(four: Pool, files: dict[str, str]) -> None:
-    graph = loaded(files["odd"]).graph
+    graph = traced(files["odd"]).graph
     lines = four.run(refused, files["odd"], sharded(graph, by_samples(graph, range(2), 6)), TWO, ranks=2)
     assert len({*lines}) == 1 and "its readers own parts of it (zero, fsdp, hsdp); synchronize it by allreduce, or use" in lines[0]
 
 
 def gone_on(path: str, strategy: Strategy, topology: Topology, source: str | None, target: str | None, steps: Sequence[int]) -> Trained:
     """Train some steps, from a checkpoint and to one."""
-    with Trainer(loaded(path), (strategy, topology), optimizer=OPTIMIZERS["adam"]) as trainer:
+    with Trainer(traced(path), (strategy, topology), optimizer=OPTIMIZERS["adam"]) as trainer:
         if source is not None:
             trainer.load(source)
         losses = [trainer.step(*batch_of("odd", 6, step)) for step in steps]
@@ -286,7 +280,7 @@ def assert_go_on_alike(four: Pool, path: str, ways: Sequence[tuple[Strategy, Top
 
 def test_checkpoints_fit_any_plan_and_number_of_ranks(four: Pool, files: dict[str, str], tmp_path: Path) -> None:
     """Four ranks, two, three by tensor parallelism and all-reduces, four again."""
-    graph, path = loaded(files["odd"]).graph, files["odd"]
+    graph, path = traced(files["odd"]).graph, files["odd"]
     ways = [
         (sharded(graph, by_samples(graph, range(4), 6)), FOUR),
         (sharded(graph, by_samples(graph, range(2), 6)), TWO),

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -22,12 +21,11 @@ from soap.runtime.comm.traffic import Traffic
 from soap.runtime.trainer import Trainer
 from soap.strategy.config import Strategy, SyncConfig
 from soap.strategy.sync import SPARSE_ALL_GATHER, parameter_server
-from soap.tracing.execute import ExecutableModel
 from soap.tracing.export import export_model
-from soap.tracing.load import load_model
 from tests.extent import ALL
 from tests.runtime.pool import Pool
 from tests.runtime.sparse_plans import by_samples, hosts, synchronized
+from tests.runtime.traced import traced
 
 ROWS, COLUMNS, TOUCHED, STEPS = 24, 4, 3, 2
 ROW_BYTES = 8 * COLUMNS
@@ -70,13 +68,8 @@ class Case:
         return tokens_of(self.topology.device_count)
 
 
-@lru_cache(maxsize=8)
-def loaded(path: str) -> ExecutableModel:
-    return load_model(path, dtype="float64")
-
-
 def train(case: Case) -> Traffic:
-    model = loaded(case.path)
+    model = traced(case.path)
     devices = case.topology.device_count
     strategy: Strategy = by_samples(model.graph, range(devices), 2 * devices)
     assert len(model.graph.sparse) == sum(1 for t in model.graph.parameters) // 2

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -22,31 +20,21 @@ from soap.strategy.classical import CLASSICAL
 from soap.strategy.config import Strategy, SyncConfig
 from soap.strategy.sync import SPARSE_ALL_GATHER, parameter_server
 from soap.tracing.execute import ExecutableModel
-from soap.tracing.export import export_model
 from soap.tracing.load import load_model
 from tests.extent import often, rows_often
 from tests.runtime.exact_modules import Trained, worst
 from tests.runtime.pool import Pool
-from tests.runtime.sparse_modules import MODULES, OPTIMIZERS, ROWS, WHOLE, batch_of, module_of, train_alone
+from tests.runtime.sparse_modules import FILES, OPTIMIZERS, ROWS, WHOLE, batch_of, module_of, train_alone
 from tests.runtime.sparse_plans import SYNCS, by_samples, hosts, synchronized
+from tests.runtime.traced import traced
 
 FOUR_HOSTS, TWO_HOSTS = hosts(1, 1, 1, 1), hosts(2, 1)
 SERVED = parameter_server(2)
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    folder = tmp_path_factory.mktemp("models")
-    for name in MODULES:
-        export_model(module_of(name), batch_of(6), path=folder / f"{name}.pt2", dynamic_batch=True)
-    return {name: str(folder / f"{name}.pt2") for name in MODULES}
-
-
-@lru_cache(maxsize=4)
-def loaded(path: str) -> ExecutableModel:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return load_model(path, dtype="float64")
+def files() -> dict[str, str]:
+    return FILES
 
 
 @dataclass(frozen=True)
@@ -62,11 +50,11 @@ class Way:
 
     @property
     def strategy(self) -> Strategy:
-        graph = loaded(self.path).graph
+        graph = traced(self.path).graph
         return synchronized(by_samples(graph, range(self.topology.device_count), 6), graph, self.sparse, self.dense)
 
     def trainer(self, model: ExecutableModel | None = None, **options: bool) -> Trainer:
-        model = model or loaded(self.path)
+        model = model or traced(self.path)
         factory = {**OPTIMIZERS, **WHOLE}[self.optimizer]
         return Trainer(model, (self.strategy, self.topology), optimizer=factory, lazy_sparse=self.lazy, **options)  # type: ignore[arg-type]
 
@@ -178,7 +166,7 @@ def test_a_check_sees_a_wrong_row(four: Pool, files: dict[str, str]) -> None:
     assert not result.passed and result.worst.name == "words.weight"
 
 
-def traced(way: Way) -> tuple[list[Event], dict[str, torch.Tensor]]:
+def traced_step(way: Way) -> tuple[list[Event], dict[str, torch.Tensor]]:
     with way.trainer() as trainer:
         trainer.step(*batch_of(6, 0))
         events = trainer.trace(*batch_of(6, 1))
@@ -190,10 +178,10 @@ def test_a_trace_names_what_is_pulled_pushed_and_served(four: Pool, files: dict[
     topology = hosts(1, 2, 1)
     for sync in ("servers", "local"):
         way = Way(files["words"], topology, SYNCS[sync], parameter_server(2, "host" if sync == "local" else "none"))
-        results = four.run(traced, way)
+        results = four.run(traced_step, way)
         events = {(event.name, event.kind) for event in results[0][0]}
         assert all({(e.name, e.kind) for e in other} == events for other, _ in results)
-        plan = build_plan(loaded(files["words"]).graph, way.strategy, topology)
+        plan = build_plan(traced(files["words"]).graph, way.strategy, topology)
         for own in (sync for sync in plan.syncs if sync.contract.has_servers):
             name = f"{own.parameter}[{own.index}]"
             served = {f"serve {name}/{number}" for number in range(len(own.shards))}
@@ -204,7 +192,7 @@ def test_a_trace_names_what_is_pulled_pushed_and_served(four: Pool, files: dict[
 
 
 def test_a_trace_names_what_is_gathered(four: Pool, files: dict[str, str]) -> None:
-    events, _ = four.run(traced, Way(files["words"], FOUR_HOSTS, SYNCS["allgather"], None))[0]
+    events, _ = four.run(traced_step, Way(files["words"], FOUR_HOSTS, SYNCS["allgather"], None))[0]
     assert ("gather words.weight[0]", TaskKind.SYNC) in {(event.name, event.kind) for event in events}
 
 
@@ -272,7 +260,7 @@ def test_one_line_for_rows_that_are_not_there_and_models_without_values(four: Po
 
 
 def zoo_checked(name: str, topology: Topology, sync: SyncConfig) -> CheckResult:
-    model = loaded(f"zoo:{name}:tiny")
+    model = traced(f"zoo:{name}:tiny")
     strategy = synchronized(CLASSICAL["data_parallel"](model.graph, topology), model.graph, sync)
     with Trainer(model, (strategy, topology), optimizer=OPTIMIZERS["adagrad"]) as trainer:
         assert any(sync.contract.by_rows for sync in trainer.plan.syncs)

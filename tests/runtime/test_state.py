@@ -22,6 +22,7 @@ from soap.strategy.config import OpConfig, Strategy, settled, settled_config
 from soap.tracing.export import export_model
 from soap.tracing.load import load_model
 from tests.extent import often, so_many
+from tests.kept_models import ModelFiles
 from tests.runtime.exact_modules import train_plainly, worst
 from tests.runtime.pool import Pool
 from tests.runtime.state_modules import EXAMPLES, SAMPLES, Noisy, batches_of, checked, go_on, module_of, train
@@ -31,14 +32,17 @@ FIXED = ("codebook",)
 """Of whose number of samples torch.export makes a fact."""
 
 
+def export_example(name: str, path: Path) -> None:
+    export_model(module_of(name), batches_of(name, [SAMPLES])[0], path=path, dynamic_batch=name not in FIXED)
+
+
+FILES = ModelFiles("state", export_example)
+
+
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def files() -> dict[str, str]:
     """Each example exported in float64."""
-    folder = tmp_path_factory.mktemp("state")
-    for name in EXAMPLES:
-        path = folder / f"{name}.pt2"
-        export_model(module_of(name), batches_of(name, [SAMPLES])[0], path=path, dynamic_batch=name not in FIXED)
-    return {name: str(folder / f"{name}.pt2") for name in EXAMPLES}
+    return FILES
 
 
 def strategies(graph: OperatorGraph, ranks: int, randoms: int) -> dict[str, Strategy]:

@@ -6,11 +6,9 @@ exact method's is a plain loop, a lossy one's does the same loss.
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -35,13 +33,14 @@ from soap.strategy.sync import ALL_REDUCE, SHARDED, SHARDED_IN_HOSTS, SHARDED_ST
 from soap.strategy.sync_contracts import METHODS, Contract, named
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.export import export_model
-from soap.tracing.load import load_model
 from tests.extent import often
+from tests.kept_models import ModelFiles
 from tests.runtime.compressed_training import LOSSY, train_compressed
 from tests.runtime.exact_modules import Batch, Trained, worst
 from tests.runtime.pool import Pool
-from tests.runtime.sparse_modules import OPTIMIZERS, Optimizer, batch_of, module_of, train_alone
+from tests.runtime.sparse_modules import FILES, OPTIMIZERS, Optimizer, batch_of, module_of, train_alone
 from tests.runtime.sparse_plans import by_samples, hosts, synchronized
+from tests.runtime.traced import traced
 from tests.strategies import GPU, cluster
 
 TOLERANCE = 1e-9
@@ -82,6 +81,10 @@ CASES: dict[str, Case] = {
 }
 
 
+SAVED = often([*CASES], [name for name in CASES if "GPUs" not in name])
+"""Plans for GPUs have even parts; ``test_even_parts`` saves such ones, too."""
+
+
 def contract_of(case: str) -> Contract:
     """Of the method that a case is of."""
     return named(case.partition(" ")[0])
@@ -104,19 +107,12 @@ def spread_tokens() -> torch.Tensor:
     return torch.tensor([[device + 8 * half, device + 4 + 8 * half] for device in range(4) for half in range(2)])
 
 
+SPREAD = ModelFiles("sync methods", lambda name, path: export_model(Spread(), (spread_tokens(),), path=path))
+
+
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    folder = tmp_path_factory.mktemp("models")
-    export_model(module_of("words"), batch_of(6), path=folder / "words.pt2", dynamic_batch=True)
-    export_model(Spread(), (spread_tokens(),), path=folder / "spread.pt2")
-    return {name: str(folder / f"{name}.pt2") for name in ("words", "spread")}
-
-
-@lru_cache(maxsize=4)
-def loaded(path: str) -> ExecutableModel:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return load_model(path, dtype="float64")
+def files() -> dict[str, str]:
+    return {"words": FILES["words"], "spread": SPREAD["spread"]}
 
 
 def batches(steps: Sequence[int], accumulate: int = 1) -> list[list[Batch]]:
@@ -124,7 +120,7 @@ def batches(steps: Sequence[int], accumulate: int = 1) -> list[list[Batch]]:
 
 
 def trainer_of(path: str, case: Case, optimizer: str, **options: Any) -> Trainer:
-    model = loaded(path)
+    model = traced(path)
     plan = case.strategy(model, 6), case.topology
     return Trainer(model, plan, optimizer=OPTIMIZERS[optimizer], device_kind="cpu", **options)
 
@@ -152,7 +148,7 @@ def test_the_case_is_of_the_method(files: dict[str, str], method: str) -> None:
     """It synchronizes what the method can, and no other method but the default does."""
     case, contract = CASES[method], contract_of(method)
     for name, samples in (("words", 6), ("spread", 8)):
-        model = loaded(files[name])
+        model = traced(files[name])
         plan = build_plan(model.graph, case.strategy(model, samples), case.topology)
         assert {sync.method for sync in plan.syncs} == {METHODS[0].name, contract.name}
     assert case.oracle is train_alone or not contract.exact
@@ -171,7 +167,7 @@ def test_ranks_train_like_one_process(four: Pool, files: dict[str, str], method:
 
 
 def traffic(path: str, method: str) -> Traffic:
-    model, case = loaded(path), CASES[method]
+    model, case = traced(path), CASES[method]
     with Trainer(model, (case.strategy(model, 8), case.topology), device_kind="cpu") as trainer:
         for _ in range(2):
             trainer.step(spread_tokens())
@@ -198,8 +194,8 @@ def planned_bytes(plan: Plan) -> list[int]:
 @pytest.mark.parametrize("method", CASES)
 def test_bytes_counted_are_the_plans(four: Pool, files: dict[str, str], method: str) -> None:
     """On a batch of which the plan knows exactly how many rows each part of it touches."""
-    case, graph = CASES[method], loaded(files["spread"]).graph
-    strategy = case.strategy(loaded(files["spread"]), 8)
+    case, graph = CASES[method], traced(files["spread"]).graph
+    strategy = case.strategy(traced(files["spread"]), 8)
     (name,) = graph.sparse
     access = replace(graph.sparse[name], touched=(16, 8, 4))
     assert access.indices == 16
@@ -237,7 +233,7 @@ def on_by(path: str, method: str | None, source: str, target: str | None, steps:
         return Trained(losses, trainer.state_dict())
 
 
-@pytest.mark.parametrize("method", CASES)
+@pytest.mark.parametrize("method", SAVED)
 def test_checkpoints_go_on_as_if_nothing_had_happened(four: Pool, files: dict[str, str], tmp_path: Path, method: str) -> None:
     case, path, folders = CASES[method], files["words"], [str(tmp_path / name) for name in "ab"]
     results = everywhere(four, case, saved_and_on, path, method, folders[0])
@@ -267,7 +263,7 @@ def early_or_late(path: str, method: str, early: bool) -> tuple[Trained, int]:
     return result, sum(len(keys) for schedule in schedules for keys in schedule.follow.values())
 
 
-@pytest.mark.parametrize("method", CASES)
+@pytest.mark.parametrize("method", SAVED)
 def test_exchanges_that_start_early_change_nothing(four: Pool, files: dict[str, str], method: str) -> None:
     case = CASES[method]
     early, late = (everywhere(four, case, early_or_late, files["words"], method, way) for way in (True, False))

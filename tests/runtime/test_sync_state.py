@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 
@@ -22,12 +21,11 @@ from soap.runtime.trainer import Trainer
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
 from soap.strategy.sync_contracts import METHODS, Contract
 from soap.tracing.execute import ExecutableModel
-from soap.tracing.export import export_model
-from soap.tracing.load import load_model
 from tests.runtime.exact_modules import Trained, worst
 from tests.runtime.pool import Pool
-from tests.runtime.sparse_modules import OPTIMIZERS, batch_of, module_of
+from tests.runtime.sparse_modules import OF_SIX, OPTIMIZERS, batch_of
 from tests.runtime.sparse_plans import by_samples, hosts
+from tests.runtime.traced import traced
 
 FEEDBACK = Contract(
     name="feedback",
@@ -89,11 +87,6 @@ def registered() -> Iterator[None]:
             del sys.modules[name]
 
 
-@lru_cache(maxsize=1)
-def loaded(path: str) -> ExecutableModel:
-    return load_model(path, dtype="float64")
-
-
 def cut_strategy(model: ExecutableModel, ranks: int) -> Strategy:
     """By samples on two ranks; on four, layers are cut by their outputs as well, so that shards and buffers are others."""
     strategy = by_samples(model.graph, range(ranks), 6)
@@ -116,7 +109,7 @@ def go_on(
 ) -> tuple[Trained, float]:
     """Steps from a checkpoint to another; the largest residual behind them. ``forget``: what was kept is left out."""
     with registered():
-        model = loaded(path)
+        model = traced(path)
         topology = TWO if ranks == 2 else FOUR
         with Trainer(model, (strategy_of(model, ranks), topology), optimizer=OPTIMIZERS["momentum"]) as trainer:
             if source is not None:
@@ -132,10 +125,8 @@ def go_on(
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    found = tmp_path_factory.mktemp("models") / "words.pt2"
-    export_model(module_of("words"), batch_of(6), path=found)
-    return str(found)
+def path() -> str:
+    return OF_SIX["words"]
 
 
 def test_what_is_kept_goes_on(four: Pool, path: str, tmp_path: Path) -> None:
@@ -158,7 +149,7 @@ def test_what_is_kept_goes_on(four: Pool, path: str, tmp_path: Path) -> None:
 
 def plain(path: str, source: str | None, target: str) -> str:
     """What a trainer whose methods keep nothing says of a checkpoint, and leaves in another."""
-    model = loaded(path)
+    model = traced(path)
     with Trainer(model, (by_samples(model.graph, range(2), 6), TWO), optimizer=OPTIMIZERS["momentum"]) as trainer:
         if source is not None:
             try:

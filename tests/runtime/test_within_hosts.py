@@ -21,8 +21,9 @@ from tests.runtime.mixtures import marked
 from tests.runtime.pool import Pool
 from tests.runtime.sparse_modules import OPTIMIZERS
 from tests.runtime.sparse_plans import by_samples, hosts, random_synchronized
-from tests.runtime.test_sharded_state import MODELS, assert_go_on_alike, batch_of, in_columns, loaded, trained
+from tests.runtime.test_sharded_state import MODELS, assert_go_on_alike, batch_of, in_columns, trained
 from tests.runtime.test_sharded_state import files as files  # a fixture
+from tests.runtime.traced import traced
 
 FOUR, UNEVEN = hosts(2, 2), hosts(2, 1)
 STATE_IN_HOSTS = replace(SHARDED_STATE, within="host")
@@ -41,7 +42,7 @@ def in_hosts(graph: OperatorGraph, strategy: Strategy, sync: SyncConfig = SHARDE
 )
 def test_trains_like_one_process(four: Pool, files: dict[str, str], name: str, topology: Topology, sync: SyncConfig) -> None:
     """With Adam, clipping and micro-batches, of different sizes in one case; unlike hosts share one copy."""
-    graph = loaded(files[name]).graph
+    graph = traced(files[name]).graph
     strategy = in_hosts(graph, by_samples(graph, range(topology.device_count), 6), sync)
     several = [own for own in build_plan(graph, strategy, topology).syncs if len(own.readers) > 1]
     assert {own.method for own in several} == {sync.contract.name} and {own.aggregated for own in several} == {topology is FOUR}
@@ -51,7 +52,7 @@ def test_trains_like_one_process(four: Pool, files: dict[str, str], name: str, t
 @pytest.mark.parametrize("devices", often([(0, 2, 1, 3), (0, 1, 2, 3), (3, 0, 2, 1)], [(3, 0, 2, 1)]))
 def test_tensor_parallel_shards(four: Pool, files: dict[str, str], devices: tuple[int, ...]) -> None:
     """Halves of weights, read on one host or on both; other parameters have a copy on each host."""
-    graph = loaded(files["odd"]).graph
+    graph = traced(files["odd"]).graph
     strategy = in_hosts(graph, in_columns(graph, by_samples(graph, range(4), 6), devices))
     plan = build_plan(graph, strategy, FOUR)
     assert any(len(own.readers) == 2 for own in plan.syncs) and any(own.aggregated for own in plan.syncs)
@@ -61,12 +62,12 @@ def test_tensor_parallel_shards(four: Pool, files: dict[str, str], devices: tupl
 @BOTH
 def test_small_buckets_and_queues(four: Pool, files: dict[str, str], sync: SyncConfig) -> None:
     """Where each region travels alone, and owners add up as soon as two wait."""
-    graph = loaded(files["odd"]).graph
+    graph = traced(files["odd"]).graph
     trained(four, files, "odd", in_hosts(graph, by_samples(graph, range(4), 6), sync, 0), FOUR, most_bytes=1)
 
 
 def test_with_recomputation(four: Pool, files: dict[str, str]) -> None:
-    graph = loaded(files["odd"]).graph
+    graph = traced(files["odd"]).graph
     strategy = marked(graph, in_hosts(graph, by_samples(graph, range(4), 6)), random.Random(1))
     assert any(config.recompute for config in strategy.operators.values())
     trained(four, files, "odd", strategy, FOUR, clip_norm=0.05)
@@ -76,7 +77,7 @@ def test_with_recomputation(four: Pool, files: dict[str, str]) -> None:
 def test_any_configurations(four: Pool, files: dict[str, str], seed: int) -> None:
     """Some parameters by other methods, each on its own devices."""
     rng, name = random.Random(seed), MODELS[seed % len(MODELS)]
-    graph = loaded(files[name]).graph
+    graph = traced(files[name]).graph
     topology = (FOUR, UNEVEN)[seed // 3 % 2]
     strategy = random_synchronized(graph, topology, rng)
     for tensor in graph.parameters:
@@ -87,7 +88,7 @@ def test_any_configurations(four: Pool, files: dict[str, str], seed: int) -> Non
 
 def test_frozen_values_are_shared_on_each_host(four: Pool, files: dict[str, str]) -> None:
     """They come for their passes, and nothing goes back."""
-    graph = loaded(files["odd"]).graph
+    graph = traced(files["odd"]).graph
     strategy = in_hosts(graph, by_samples(graph, range(4), 6))
     plan = build_plan(graph, strategy, FOUR)
     frozen = [sync for sync in plan.syncs if plan.is_frozen(sync)]
@@ -100,7 +101,7 @@ def test_frozen_values_are_shared_on_each_host(four: Pool, files: dict[str, str]
 
 
 def parts_after(path: str, strategy: Strategy) -> dict[int, torch.Tensor]:
-    with Trainer(loaded(path), (strategy, FOUR), optimizer=OPTIMIZERS["adam"]) as trainer:
+    with Trainer(traced(path), (strategy, FOUR), optimizer=OPTIMIZERS["adam"]) as trainer:
         for step in range(3):
             trainer.step(*batch_of("odd", 6, step))
         return {shard: tensor.detach().clone() for shard, tensor in trainer.shards.tensors.items()}
@@ -108,7 +109,7 @@ def parts_after(path: str, strategy: Strategy) -> dict[int, torch.Tensor]:
 
 @BOTH
 def test_copies_stay_equal(four: Pool, files: dict[str, str], sync: SyncConfig) -> None:
-    graph = loaded(files["odd"]).graph
+    graph = traced(files["odd"]).graph
     strategy = in_hosts(graph, by_samples(graph, range(4), 6), sync)
     found = four.run(parts_after, files["odd"], strategy)
     shards = build_plan(graph, strategy, FOUR).shards
@@ -121,7 +122,7 @@ def test_copies_stay_equal(four: Pool, files: dict[str, str], sync: SyncConfig) 
 
 def test_checkpoints_fit_any_plan_and_number_of_ranks(four: Pool, files: dict[str, str], tmp_path: Path) -> None:
     """Two copies, one over three ranks, any methods, states alone, one process' parameters, and back."""
-    graph, path = loaded(files["odd"]).graph, files["odd"]
+    graph, path = traced(files["odd"]).graph, files["odd"]
     whole = by_samples(graph, range(4), 6)
     ways = [
         (in_hosts(graph, whole), FOUR),

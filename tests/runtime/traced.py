@@ -23,12 +23,20 @@ DEVICE: DeviceKind = "cuda" if os.environ.get("SOAP_TESTS_DEVICE") == "cuda" els
 """Where ranks that are checked compute. On a machine with one GPU they share it."""
 
 
-@functools.lru_cache(maxsize=8)
-def traced(spec: str, dtype: str | None) -> ExecutableModel:
+Reading = tuple[tuple[str, str], ...]
+"""Options of ``load_model`` and their values."""
+
+
+def traced(spec: str, dtype: str | None = "float64", reading: Reading = ()) -> ExecutableModel:
     """A model that each rank loads once."""
+    return _read(spec, dtype, reading)
+
+
+@functools.lru_cache(maxsize=32)
+def _read(spec: str, dtype: str | None, reading: Reading) -> ExecutableModel:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return load_model(spec, dtype=dtype)
+        return load_model(spec, dtype=dtype, **dict(reading))  # type: ignore[arg-type]
 
 
 def adam(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:

@@ -12,6 +12,7 @@ from soap.search.oracles.exhaustive import all_strategies
 from soap.search.proposals import Kernel, Proposal
 from soap.search.space import build_space
 from soap.strategy.config import OpConfig, Strategy
+from tests.extent import often
 from tests.search.toys import Both, TableCosts, key_of, layers
 
 BETA = 10.0
@@ -34,8 +35,7 @@ def distance(counts: Counter[object], weights: dict[object, float]) -> float:
     return sum(abs(counts[key] / steps - w / total) for key, w in weights.items()) / 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("move", [None, "redraw", "informed"])
+@pytest.mark.parametrize("move", often([None, "redraw", "informed"], [None], pytest.mark.slow))
 def test_visits_follow_the_boltzmann_distribution(move: str | None) -> None:
     graph = layers(2)
     reference = Strategy({op.name: OpConfig((2,), (0, 1)) for op in graph.operators})
@@ -54,7 +54,7 @@ def test_wrong_temperature_would_be_noticed() -> None:
     assert distance(visits(Kernel(space), costs, states[0], 40_000), wrong) > 0.05
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_shuffled_placements_are_visited_by_their_weight() -> None:
     space = build_space(layers(2), 2, shuffled=0.5)
     own = space.operators[0]

@@ -72,8 +72,12 @@ def test_a_pipeline_is_found_where_sums_of_gradients_are_dear() -> None:
     assert usual.cost_ns <= usual.start_costs[PIPELINE][0] < plain.cost_ns
     assert simulator().run(usual.strategy).makespan_ns == usual.cost_ns
     assert {row.move for row in usual.rows if row.phase == PIPELINE} <= {*PIPELINE_MOVES}
-    again = found()
-    assert again.strategy == usual.strategy and again.rows == usual.rows
+
+
+@pytest.mark.long
+def test_equal_searches_find_the_same() -> None:
+    one, other = found(), found()
+    assert one.strategy == other.strategy and one.rows == other.rows
 
 
 @pytest.mark.long

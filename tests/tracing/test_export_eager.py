@@ -284,8 +284,8 @@ def test_rounding_is_judged_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 ZOO = [name if ":" in name else f"{name}:tiny" for name in zoo.names()]
-LARGE = {"inception_v3:tiny", "resnet101:tiny", "resnet152:tiny", "vgg19:tiny"}
-"""``resnet50`` and ``vgg16`` have their blocks."""
+LARGE = {"inception_v3:tiny", "resnet101:tiny", "resnet152:tiny", "vgg16:tiny", "vgg19:tiny"}
+"""``resnet50`` and ``alexnet`` have their blocks."""
 
 
 @pytest.mark.parametrize("name", often(ZOO, {*ZOO} - LARGE, pytest.mark.slow))

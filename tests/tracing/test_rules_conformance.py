@@ -82,12 +82,12 @@ def _equals_module(model: ExecutableModel, module: nn.Module, inputs: tuple[Tens
 
 
 def _marked() -> list[ParameterSet]:
-    """The first case of every kind of call is quick, the second slow; other forms of it are drawn, too (``test_rules_drawn``)."""
+    """The first case of every kind of call; other forms of it are drawn, too (``test_rules_drawn``)."""
     seen: Counter[str] = Counter()
     result = []
     for case in CASES:
         kind = re.split("[, ]", case.name)[0]
-        result.append(pytest.param(case, id=case.name, marks=[[], [pytest.mark.slow], [pytest.mark.long]][min(2, seen[kind])]))
+        result.append(pytest.param(case, id=case.name, marks=pytest.mark.long if seen[kind] else ()))
         seen[kind] += 1
     return result
 

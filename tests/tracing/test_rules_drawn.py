@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from soap.tracing.rules import notation, registered, registry
-from tests.extent import ALL, CHOSEN
+from tests.extent import ALL, CHOSEN, so_many
 from tests.tracing import draws
 from tests.tracing.drawing import DRAWS, Draw, Drawn, in_the_plane
 from tests.tracing.tile_check import Problem, check, follows, kept_bytes, linear, problem, splits
 
-SEEDS = range({"quick": 2, "test": 5, "all": 14}[CHOSEN])
+SEEDS = range({"quick": 2, "test": 3, "all": 14}[CHOSEN])
 NEVER_SPLIT = {"aten.max.default", "aten.min.default", "soap.keep_state", "soap.next_state"}
 """Rules that say that all of a tensor is needed at once."""
 
@@ -118,7 +118,7 @@ IN_THE_PLANE = {
 @pytest.mark.parametrize("name", registered())
 def test_drawn_calls_on_complex_numbers_by_tiles(name: str) -> None:
     tried = 0
-    for seed in range(4):
+    for seed in range(so_many(2, 4)):
         d = Draw(f"{name} {seed} in the plane")
         drawn = in_the_plane(d, DRAWS[name](d, name))
         if drawn is None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 
 from soap.errors import ModelError
 from soap.tracing.importer import import_program
@@ -75,26 +78,34 @@ CALLS: dict[str, Make] = {
 }
 
 
+@cache
+def exported(name: str) -> tuple[nn.Module, Tensor, ExportedProgram]:
+    """A module around calls, its first input, and its program."""
+    layer = nn.Linear(4, 3)
+    module = Lambda(lambda self, x, ids, lengths: CALLS[name](self.layer(x), ids, lengths).square().mean(), layer=layer)
+    x = torch.arange(32.0).reshape(8, 4).sin()
+    return module, x, export(module, x, WHICH, LENGTHS)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the program does not read input")
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("name", CALLS)
 def test_a_program_in_another_type_is_eager_with_that_default(name: str, dtype: torch.dtype) -> None:
-    layer = nn.Linear(4, 3)
-    module = Lambda(lambda self, x, ids, lengths: CALLS[name](self.layer(x), ids, lengths).square().mean(), layer=layer)
-    x = torch.arange(32.0).reshape(8, 4).sin()
-    model = import_program(export(module, x, WHICH, LENGTHS), name="model", dtype=dtype)
+    module, x, program = exported(name)
+    model = import_program(program, name="model", dtype=dtype)
     parameters = {n: p.clone().requires_grad_() for n, p in model.parameters.items()}
     loss = model.reference_loss(model.example_inputs, parameters, TileContext())
     loss.backward()
     with default_type(dtype):
-        expected = module.to(dtype)(x.to(dtype), WHICH, LENGTHS)
+        own = copy.deepcopy(module).to(dtype)
+        expected = own(x.to(dtype), WHICH, LENGTHS)
         expected.backward()
     assert {tensor.dtype for tensor in model.constants.values()} <= {dtype, torch.int64, torch.bool}
     assert loss.dtype == dtype
     assert loss.item() == expected.item()
-    for own, parameter in parameters.items():
-        assert torch.equal(parameter.grad, layer.get_parameter(own.removeprefix("layer.")).grad)
+    for parameter, value in parameters.items():
+        assert torch.equal(value.grad, own.get_parameter(parameter).grad)
 
 
 def test_a_program_means_the_same_whatever_the_default_type_is_by_then() -> None:

@@ -195,7 +195,7 @@ def test_tables_are_found_to_be_sparse_and_every_call_has_a_rule(name: str) -> N
     assert all(op.partitionable for op in graph.operators)
 
 
-@pytest.mark.parametrize("name", often(list(SPARSE), ["dlrm", "lm1b"], pytest.mark.slow))
+@pytest.mark.parametrize("name", often(list(SPARSE), ["lm1b"], pytest.mark.slow))
 def test_data_touches_the_share_of_rows_that_is_asked_for(name: str) -> None:
     spec = f"zoo:{name}:emulation"
     model = soap.load(spec, plan_only=True)

@@ -45,8 +45,8 @@ def keys(tensor: torch.Tensor, sign: int) -> torch.Tensor:
 def expected(tensor: torch.Tensor, count: int, sign: int) -> list[int]:
     """The largest keys, of equal ones the first; with a sign no zeros."""
     own = keys(tensor, sign)
-    order = torch.sort(own, descending=True, stable=True).indices[:count]
-    return sorted(i for i in order.tolist() if sign == 0 or own[i] > 0)
+    first = torch.sort(own, descending=True, stable=True).indices[:count]
+    return (first if sign == 0 else first[own[first] > 0]).sort().values.tolist()
 
 
 @pytest.fixture(params=[0, device_selection.LEAST_IN_BLOCKS], ids=["blocks", "whole"])

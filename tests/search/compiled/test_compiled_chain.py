@@ -243,7 +243,7 @@ def test_what_does_not_fit_is_never_accepted() -> None:
     limit = sorted(peaks.values())[len(peaks) // 2]
     fitting = {key for key, peak in peaks.items() if peak <= limit}
     assert 100 < len(fitting) < len(peaks) - 100
-    proposals, beta, start_ns = 60_000, 12.0, 160_000
+    proposals, beta, start_ns = 30_000, 12.0, 160_000
     start = next(strategy for strategy in all_strategies(case.space) if key_of(strategy) in fitting)
     poor = cluster([2], replace(CPU, memory_bytes=limit), 1e9, 1e-6)
     chain = CompiledChain(CompiledSpace(case.space, poor, case.costs), start, seed=5, proposals=proposals, start_ns=start_ns)
