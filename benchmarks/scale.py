@@ -35,7 +35,8 @@ from soap.plan.copies import LEFT
 from soap.profiles.roofline import RooflineCosts
 from soap.simulator.engine import Engine
 from soap.simulator.folded import FoldedSimulation
-from soap.simulator.folding import FoldedCosts, fold
+from soap.simulator.folded_prices import FoldedCosts
+from soap.simulator.folding import fold
 from soap.simulator.lowering import lower
 from soap.simulator.reference import simulate
 from soap.strategy.classical import hybrid

@@ -194,9 +194,9 @@ class _Ways:
 
     def _played(self, name: str, strategy: Strategy, share: float | None) -> Way:
         """A way, played in full. ``share``: the estimate of its peak by the limit, to learn from."""
-        begin_s = time.process_time()
+        begin_s, tiles = time.process_time(), self._played_tiles(strategy)
         way = _way(self._simulator, name, strategy)
-        self._tile_s = max(self._tile_s, (time.process_time() - begin_s) / tile_count(strategy))
+        self._tile_s = max(self._tile_s, (time.process_time() - begin_s) / tiles)
         if share and share < inf:
             self._ratios.append(way.peak_bytes / way.available_bytes / share)
         return way
@@ -220,7 +220,12 @@ class _Ways:
 
     def _expected_s(self, strategy: Strategy) -> float:
         """About what it takes to play a strategy in full, if it takes as long for each tile as the slowest one did."""
-        return self._tile_s * tile_count(strategy)
+        return self._tile_s * self._played_tiles(strategy)
+
+    def _played_tiles(self, strategy: Strategy) -> int:
+        """How many tiles are played: those of two copies if it is made of equal ones."""
+        folding = self._simulator.folding(strategy, nearly=True)
+        return tile_count(strategy) if isinstance(folding, str) else strategy.microbatches * len(folding.undivided.tiles)
 
     def _candidates(self) -> list[_Candidate]:
         """The ways."""
@@ -309,8 +314,8 @@ def _by_savings(name: str) -> tuple[int, bool]:
 
 
 def _way(simulator: Simulator, name: str, strategy: Strategy, micro_batches: int = 1) -> Way:
-    """A strategy, played in full; two of its copies if it is made of equal ones."""
-    folded, topology = "" if micro_batches > 1 else simulator.run_folded(strategy), simulator.topology
+    """A strategy, played in full; two of its copies if it is made of nearly equal ones."""
+    folded, topology = "" if micro_batches > 1 else simulator.run_folded(strategy, nearly=True), simulator.topology
     found = simulator.run(strategy) if isinstance(folded, str) else folded
     peaks, kinds, step_ns = list(found.peak_bytes), [dict(own) for own in found.peak_by_kind], found.makespan_ns
     lacking = found.overflow_bytes

@@ -65,8 +65,7 @@ Part = tuple[int, int]
 class Message:
     """Pieces that one device sends another together, because all are ready at the same time.
 
-    ``parts`` have one dtype and come from holdings of one tile, or of reductions over the same tiles. In the backward pass their gradients
-    return together.
+    ``parts`` have one dtype and come from holdings of one tile, or of reductions over the same tiles. Their gradients return together.
     """
 
     source: int
@@ -153,10 +152,11 @@ class ShardSync:
     """Regions of parameters that one method synchronizes together, and who reads them.
 
     ``method``: its name in ``sync_contracts``. ``parameter``, ``index``: name it in reports: the first region's parameter, and the number
-    of the region among the parameter's. ``regions``: those whose gradients share one buffer, in the buffer's order. The ``devices`` of
-    their shards are the owners. ``readers``: the devices (sorted, distinct) whose tiles read them. ``leaders``: for each reader, the device
-    through which it communicates: with local aggregation the first reader on its host, else the reader itself. ``compression``: how each
-    region's gradient is compressed, with a selection that suits the layer. ``offload``: whether owners update in their host's memory.
+    of the region among its. ``regions``: those whose gradients share one buffer, in its order. Their shards' ``devices`` are the owners.
+    ``readers``: the devices (sorted, distinct) whose tiles read them. ``leaders``: for each reader, the device through which it
+    communicates: with local aggregation the first reader on its host, else the reader itself. ``compression``: how each region's gradient
+    is compressed, with a selection that suits the layer. ``offload``: whether owners update in their host's memory. ``cluster_readers``:
+    if set, the plan is folded, and parts are those of so many readers.
     """
 
     method: str
@@ -167,6 +167,7 @@ class ShardSync:
     leaders: tuple[int, ...]
     compression: Compression | None = None
     offload: bool = False
+    cluster_readers: int | None = None
 
     @property
     def contract(self) -> Contract:
@@ -209,8 +210,7 @@ class Plan:
     ``first_tile[i]``: the position of operator i's first tile; its tiles follow in index order. ``accelerators``: devices that are not
     CPUs; a server beside such a device keeps its parameters in the host's memory. ``sparse_lookups``: operators whose tiles look rows up
     (``row_counts.sparse_lookup_operators``). ``strategy``: what the plan was built from; for a folded plan, the strategy of two copies.
-    ``training``: what training adds to compressed parameters. ``order``: in which order devices run the passes of micro-batches; None
-    without micro-batches, as each pass begins when it can.
+    ``training``: what it adds to compressed parameters. ``order``: in which devices run the passes of micro-batches; None without them.
     """
 
     strategy: Strategy

@@ -25,6 +25,7 @@ from soap.plan.row_counts import sparse_lookup_operators
 from soap.plan.scattering import choose_cells
 from soap.plan.scheduling import Orders
 from soap.plan.syncs.keeping import Cell, Keeping
+from soap.plan.syncs.represented import Represented
 from soap.plan.tiling import Tile, tiles_of
 from soap.strategy.config import OpConfig, Strategy
 
@@ -71,8 +72,10 @@ class PlanBuilder:
         topology: Topology,
         training: PlannedTraining = PLAIN,
         microbatches: int = 1,
+        represented: Represented | None = None,
     ) -> None:
-        """``microbatches``: of the strategies that are built most often; for others it makes builders of their own."""
+        """``microbatches``: of the strategies that are built most often; for others it makes builders of their own. ``represented``: of
+        plans of two copies, for which devices of the cluster theirs stand."""
         self.graph = graph
         self.topology = topology
         self.training = training
@@ -86,12 +89,13 @@ class PlanBuilder:
         self._cells = lru_cache(size)(self._make_cells)
         self._distances = lru_cache(None)(self._make_distances)
         self._accelerators = frozenset(number for number, device in enumerate(topology.devices) if device.type.kind != "cpu")
-        self._keeping = Keeping(graph, topology)
+        self._represented = represented
+        self._keeping = Keeping(graph, topology, represented)
         self._readers = [_readers(graph, position) for position in range(len(graph.operators))]
 
     def __reduce__(self) -> tuple[object, ...]:
         # another process starts with empty caches
-        return (PlanBuilder, (self.graph, self.topology, self.training, self.microbatches))
+        return (PlanBuilder, (self.graph, self.topology, self.training, self.microbatches, self._represented))
 
     def build(self, strategy: Strategy, *, empty_tiles: bool = False) -> Plan:
         """The plan of a strategy. StrategyError if it does not fit the graph or the cluster. ``empty_tiles``: see ``Strategy.validate``."""
@@ -156,7 +160,7 @@ class PlanBuilder:
     def _other(self, microbatches: int) -> PlanBuilder:
         """A builder of plans with another number of micro-batches."""
         if microbatches not in self._others:
-            self._others[microbatches] = PlanBuilder(self.graph, self.topology, self.training, microbatches)
+            self._others[microbatches] = PlanBuilder(self.graph, self.topology, self.training, microbatches, self._represented)
         return self._others[microbatches]
 
     def _make_part(self, position: int, config: OpConfig) -> OperatorPart:

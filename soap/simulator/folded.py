@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from soap.cluster.topology import Topology
 from soap.plan.copies import LEFT
-from soap.simulator.analysis.timeline import critical_path_ns, sum_groups, task_links
+from soap.simulator.analysis.timeline import collectives_of, critical_path_ns, sum_groups, task_links
 from soap.simulator.communication.algorithms import Algorithm
-from soap.simulator.communication.allreduce import allreduce_bytes, link_shares
+from soap.simulator.communication.allreduce import allreduce_bytes, link_shares, parted_link_bytes
 from soap.simulator.folding import Folding
 from soap.simulator.memory.ledger import MemoryCurve
 from soap.simulator.memory.peaks import MemoryUse, lacking_bytes, memory_use
@@ -127,12 +127,19 @@ class FoldedSimulation:
     @cached_property
     def link_bytes(self) -> dict[str, int]:
         """Bytes that cross each link of the cluster, by name."""
-        communication, groups = self.folding.communication, self._groups
+        communication, groups, collectives = self.folding.communication, self._groups, collectives_of(self.tasks.plan)
         local = np.zeros(len(self.folding.topology.links) + 1, np.int64)
         carried = np.zeros(len(self.topology.links), np.int64)
         shares: dict[tuple[tuple[int, ...], Algorithm], tuple[Longs, Longs, int]] = {}
         for task, copy in zip(self.tasks.tasks, self._copy, strict=True):
-            if task.bytes and copy != COMMON:
+            parted = collectives.get(task.name)
+            if parted is not None:
+                chosen = (local, self.folding.topology, groups[task.name])
+                if copy == COMMON:
+                    chosen = (carried, self.topology, communication.common[groups[task.name]].devices)
+                for link, size in parted_link_bytes(*chosen[1:], parted.size_bytes).items() if task.bytes else ():
+                    chosen[0][link] += size
+            elif task.bytes and copy != COMMON:
                 for link, size in task_links(communication, task, groups):
                     local[link] += size
             elif task.bytes:
@@ -201,7 +208,9 @@ class FoldedSimulation:
 
     @cached_property
     def _groups(self) -> Mapping[str, tuple[int, ...]]:
-        return sum_groups(self.tasks.plan)
+        """Name of each sum, and of each collective of equal parts -> its devices."""
+        plan = self.tasks.plan
+        return {**sum_groups(plan), **{name: own.groups[0] for name, own in collectives_of(plan).items()}}
 
     @cached_property
     def _with_an_idle_device(self) -> TaskGraph:

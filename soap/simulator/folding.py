@@ -9,7 +9,9 @@ copy, or *common*: a sum over all copies. ``fold`` checks these conditions, and 
 2. activations without a folded dimension are read on the device that holds them, so only common sums travel between copies;
 3. if a common sum (by any algorithm) holds a local link of copy 1, it holds the corresponding link of every copy j > 1, and vice versa;
 4. neither parameter servers (which belong to the host of one device) nor a sparse all-gather are used;
-5. no device of the cluster is idle if the training clips: the sum for the norm, a common one, is over all of them.
+5. no device of the cluster is idle if the training clips: the sum for the norm, a common one, is over all of them;
+6. what readers own in parts (``syncs.represented``) all of them share, as one copy, and are GPUs, so that values and gradients move in
+   collectives of equal parts, which are common sums as well.
 
 Why the result is exact. Let F be the simulation of two copies, in which a common sum takes as long as it takes over the devices of all D.
 The claim: a task of copy j > 1 is ready, starts and ends when the corresponding task of copy 1 does in F; every other task when it does
@@ -27,13 +29,16 @@ itself in F. The proof is by induction on the ready time.
   have from the same stages, schedule and barriers, and inside an action from the places of tiles in their operator: those of one copy come
   micro-batch by micro-batch, in the same order as in F.
 
-Common sums are never reduce-scatters: at least half of the devices would want the same cell, or nothing. Buckets hold the same shards,
-because distinct sets of devices of two copies correspond to distinct sets of devices of all copies.
+If rows of what is owned in parts do not divide evenly among readers, copy 1 owns a row more of some regions than others do. Then it may
+hold more than they, by that, and update and communicate longer: the folding is no longer *exact*, but says no less than the whole.
+
+Common sums of activations are never reduce-scatters: at least half of the devices would want the same cell, or nothing. Buckets hold the
+same shards, because distinct sets of devices of two copies correspond to distinct sets of devices of all copies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 
@@ -41,97 +46,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from soap.cluster.overheads import NO_COLD_PENALTY
-from soap.cluster.topology import Device, DeviceType, Host, Topology
+from soap.cluster.topology import Device, Host, Topology
 from soap.model.graph import OperatorGraph
 from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.plan.copies import LEFT, Copies, UnfoldableError, candidates, find_copies
 from soap.plan.plan import Plan
 from soap.plan.planning import PlanBuilder
 from soap.plan.syncs.clipping import sums_norm
-from soap.plan.tiling import Tile
+from soap.plan.syncs.even_parts import is_even
+from soap.plan.syncs.represented import Represented
 from soap.simulator.chunks import shortest_chunk_ns
-from soap.simulator.communication.allreduce import allreduce_bytes, allreduce_options
+from soap.simulator.communication.allreduce import allreduce_options, parted_options
 from soap.simulator.communication.options import AllReduceOption
-from soap.simulator.communication.prices import Communication
-from soap.simulator.costs import CostModel, half_ns, launch_ns, light_ns
 from soap.simulator.draws import links_between_hosts
+from soap.simulator.folded_prices import CommonSums, FoldedCommunication
 from soap.strategy.config import Strategy
-from soap.strategy.division import Half
 
 Ints = NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class CommonSums:
-    """An all-reduce over all copies. ``devices``: those of the cluster, ascending. ``options``: with the cluster's links. ``small``: with
-    the links of the small topology that represent these."""
-
-    devices: tuple[int, ...]
-    options: tuple[AllReduceOption, ...]
-    small: tuple[AllReduceOption, ...]
-
-
-class FoldedCommunication(Communication):
-    """Prices of communication on the small topology. A sum over both copies costs what the sum over all copies does.
-
-    ``common``: devices of the small topology -> the sum over all copies.
-    """
-
-    def __init__(self, topology: Topology, common: Mapping[tuple[int, ...], CommonSums]) -> None:
-        super().__init__(topology)
-        self.common = common
-
-    def allreduce_options(self, devices: tuple[int, ...]) -> tuple[AllReduceOption, ...]:
-        """The options for an all-reduce over these devices of the small topology."""
-        common = self.common.get(devices)
-        return super().allreduce_options(devices) if common is None else common.small
-
-    def allreduce_bytes(self, reduced_bytes: int, devices: tuple[int, ...]) -> int:
-        """Bytes on all hops together."""
-        common = self.common.get(devices)
-        return allreduce_bytes(reduced_bytes, len(devices if common is None else common.devices))
-
-
-@dataclass(frozen=True)
-class FoldedCosts:
-    """A cost model that is asked about tiles of two copies' graph, and passes the question on with the whole graph."""
-
-    graph: OperatorGraph
-    costs: CostModel
-
-    @property
-    def description(self) -> str:
-        """Where the numbers come from."""
-        return self.costs.description
-
-    @property
-    def hash(self) -> str:
-        """As the cost model's own."""
-        return self.costs.hash
-
-    def forward_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType) -> int:
-        """Forward pass of a tile."""
-        return self.costs.forward_ns(self.graph, tile, device)
-
-    def backward_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType) -> int:
-        """Backward pass of a tile."""
-        return self.costs.backward_ns(self.graph, tile, device)
-
-    def light_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType) -> int:
-        """Forward pass of a tile without its product."""
-        return light_ns(self.costs, self.graph, tile, device)
-
-    def half_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType, half: Half) -> int:
-        """Input or weight gradients of a tile that has both."""
-        return half_ns(self.costs, self.graph, tile, device, half)
-
-    def launch_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType, *, backward: bool) -> int:
-        """Launching one pass of a tile."""
-        return launch_ns(self.costs, self.graph, tile, device, backward=backward)
-
-    def update_ns(self, parameter_bytes: int, device: DeviceType) -> int:
-        """Optimizer update of a shard."""
-        return self.costs.update_ns(parameter_bytes, device)
 
 
 @dataclass(frozen=True)
@@ -157,14 +88,26 @@ class Folding:
     local: Ints
     alike: Ints
     between_hosts: NDArray[np.bool_]
+    represented: Represented
 
     @property
     def plan(self) -> Plan:
         """The plan of two copies, with the whole graph. With many micro-batches it is large, and made whenever it is asked for."""
         plan, strategy = self.undivided, self.copies.strategy
         if strategy.microbatches > 1:
-            plan = PlanBuilder(self.copies.graph, self.planned_on, plan.training).build(strategy)
+            plan = PlanBuilder(self.copies.graph, self.planned_on, plan.training, represented=self.represented).build(strategy)
         return replace(plan, graph=self.graph)
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether readers own parts of what is synchronized."""
+        return any(sync.cluster_readers for sync in self.undivided.syncs)
+
+    @property
+    def exact(self) -> bool:
+        """Whether the others do exactly as copy 1: what readers own in parts is cut into equal ones."""
+        parts = ((sync.cluster_readers, region.box) for sync in self.undivided.syncs for region in sync.regions)
+        return not any(count and (not box or (box[0][1] - box[0][0]) % count) for count, box in parts)
 
     @property
     def count(self) -> int:
@@ -172,11 +115,16 @@ class Folding:
         return len(self.copies.images)
 
 
-def fold(graph: OperatorGraph, topology: Topology, strategy: Strategy, training: PlannedTraining = PLAIN) -> Folding | str:
-    """The strategy folded over as many copies as possible, or the reason why it cannot be folded, in one line. It must be legal."""
+def fold(
+    graph: OperatorGraph, topology: Topology, strategy: Strategy, training: PlannedTraining = PLAIN, *, nearly: bool = False
+) -> Folding | str:
+    """The strategy folded over as many copies as possible, or the reason why it cannot be folded, in one line. It must be legal.
+    ``nearly``: also if that is not exact."""
     for sync in strategy.parameters.values():
         if sync.contract.folding or sync.offload:
             return sync.contract.folding or "optimizer states are offloaded"
+        if sync.contract.owned_in_parts and sync.within != "none":
+            return "each host has a copy in parts"
     if any(config.offload for config in strategy.operators.values()):
         return "what operators keep is offloaded"
     if topology.ports:
@@ -190,7 +138,8 @@ def fold(graph: OperatorGraph, topology: Topology, strategy: Strategy, training:
         try:
             copies = find_copies(graph, strategy, count)
             reasons = unlike_copies
-            return _Folding(graph, topology, copies, training).fold()
+            found = _Folding(graph, topology, copies, training).fold()
+            return found if nearly or found.exact else "readers own unequal parts of parameters"
         except UnfoldableError as error:
             reasons.append(str(error))
     return next(iter(unlike_copies + no_copies), f"at most {LEFT} devices in use")
@@ -201,7 +150,7 @@ class _Folding:
 
     def __init__(self, graph: OperatorGraph, topology: Topology, copies: Copies, training: PlannedTraining) -> None:
         self.graph, self.topology, self.copies, self.training = graph, topology, copies, training
-        self.images = copies.images
+        self.images, self._represented = copies.images, Represented(copies.images, copies.devices)
         self._between = links_between_hosts(topology)
 
     def fold(self) -> Folding:
@@ -210,30 +159,37 @@ class _Folding:
         near = set(local[:LEFT].ravel().tolist())
         bridge = {*self._route(0, 1), *self._route(1, 0)}
         before = self._small_topology(near | bridge)
-        builder = PlanBuilder(self.copies.graph, before, self.training)
+        builder = PlanBuilder(self.copies.graph, before, self.training, represented=self._represented)
         self._check_fetches(builder)
         # which devices sum together does not depend on micro-batches, and without them a plan is soon made
         plan = builder.build(replace(self.copies.strategy, microbatches=1))
+        if any(sync.cluster_readers and not is_even(plan, sync) for sync in plan.syncs):
+            raise UnfoldableError("readers own parts of parameters, and are no GPUs")
         groups = _common_groups(plan, self.images[0], self.copies.devices)
         if sums_norm(plan):
             if len(np.unique(self.images)) < self.topology.device_count:
                 raise UnfoldableError("gradients are clipped by a norm that idle devices wait for, too")
             groups.append(tuple(range(plan.device_count)))
-        found = {devices: self._sum_over_all(devices) for devices in groups}
-        signatures = self._signatures(options for _, options in found.values())
+        parted = {sync.readers for sync in plan.syncs if sync.cluster_readers}
+        found = {devices: self._sum_over_all(devices, parted=devices in parted) for devices in groups}
+        signatures = self._signatures((*sums.options, *sums.parted) for sums in found.values())
         if (signatures[local[2:]] != signatures[local[1]]).any():
             raise UnfoldableError(f"sums over {len(self.images)} copies do not hold corresponding links in all of them")
         kept, alike = self._stand_ins(local, signatures, near | bridge)
         small = self._small_topology(kept)
         common = {
-            devices: CommonSums(everyone, options, tuple(_on_small(option, alike) for option in options))
-            for devices, (everyone, options) in found.items()
+            devices: replace(
+                sums,
+                small=tuple(_on_small(option, alike) for option in sums.options),
+                parted=tuple(_on_small(option, alike) for option in sums.parted),
+            )
+            for devices, sums in found.items()
         }
         between = np.zeros(len(small.links), bool)
         represented = alike >= 0
         np.logical_or.at(between, alike[represented], self._between[represented])
-        communication = FoldedCommunication(small, common)
-        return Folding(self.graph, self.topology, self.copies, small, plan, before, communication, local, alike, between)
+        communication, links = FoldedCommunication(small, common), (local, alike, between)
+        return Folding(self.graph, self.topology, self.copies, small, plan, before, communication, *links, self._represented)
 
     def _check_devices(self) -> None:
         devices = self.topology.devices
@@ -311,13 +267,12 @@ class _Folding:
                         f"tensor {fetch.tensor!r} is the same in {len(self.images)} copies, but is read on a device that does not hold it"
                     )
 
-    def _sum_over_all(self, devices: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[AllReduceOption, ...]]:
-        """The devices of all copies that correspond to these of both copies, and the options for an all-reduce over them."""
-        place = {device: i for i, device in enumerate(self.images[1].tolist())}
-        members = {self.copies.devices[device] for device in devices}
-        columns = [place[device] for device in members if device in place]
-        everyone = tuple(sorted({*(members - place.keys()), *self.images[1:, columns].ravel().tolist()}))
-        return everyone, allreduce_options(self.topology, everyone)
+    def _sum_over_all(self, devices: tuple[int, ...], *, parted: bool) -> CommonSums:
+        """Sums over the devices of all copies that correspond to these of both copies; what represents their links is not known yet.
+        ``parted``: they also gather and scatter equal parts."""
+        everyone = self._represented.everyone(devices)
+        of_parts = parted_options(self.topology, everyone) if parted else ()
+        return CommonSums(everyone, allreduce_options(self.topology, everyone), (), of_parts)
 
     def _signatures(self, sums: Iterable[Sequence[AllReduceOption]]) -> Ints:
         """Link -> a number, equal for links that the same options of common sums hold; 0 if none holds the link."""

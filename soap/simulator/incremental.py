@@ -15,7 +15,8 @@ from soap.simulator.drawn_engine import make_engine
 from soap.simulator.drawn_times import reference_times_ns
 from soap.simulator.draws import Draws, cost_ns
 from soap.simulator.engine import Engine
-from soap.simulator.folding import FoldedCosts, Folding
+from soap.simulator.folded_prices import FoldedCosts
+from soap.simulator.folding import Folding
 from soap.simulator.memory.bound import MemoryBound
 from soap.simulator.memory.hosts import hosts_may_lack
 from soap.simulator.simulate import CACHED_STRATEGIES, REFUSED_BYTES, Simulation, Simulator, is_large
@@ -169,10 +170,10 @@ class IncrementalSimulator:
 
     def _folded_ns(self, folding: Folding, strategy: Strategy) -> int:
         simulator = self._simulator
-        if self.draws is not None:
+        if self.draws is not None or folding.has_parts:  # an engine knows no other readers than those of two copies
             folded = simulator.run_folded(strategy)
             assert not isinstance(folded, str)
-            return cost_ns(reference_times_ns(folded, self.draws), self.draws.risk)
+            return folded.makespan_ns if self.draws is None else cost_ns(reference_times_ns(folded, self.draws), self.draws.risk)
         costs = FoldedCosts(simulator.graph, simulator.costs)
         engine = Engine(folding.copies.graph, folding.topology, costs, folding.communication, training=simulator.training)
         engine.load(folding.copies.strategy)

@@ -196,24 +196,26 @@ class Simulator:
         folded = self.run_folded(strategy) if is_large(strategy) else ""
         return self.run(strategy) if isinstance(folded, str) else folded
 
-    def run_folded(self, strategy: Strategy) -> FoldedSimulation | str:
-        """The full outcome from two of many equal copies, or the reason why it cannot be folded, in one line. Keeps the last answers."""
-        key = self.key(strategy)
+    def run_folded(self, strategy: Strategy, *, nearly: bool = False) -> FoldedSimulation | str:
+        """The full outcome from two of many equal copies, or the reason why it cannot be folded, in one line. Keeps the last answers.
+        ``nearly``: see ``folding``."""
+        key = self.key(strategy), nearly
         found = self._folded.get(key)
         if found is None:
-            found = self._run_folding(self.folding(strategy))
+            found = self._run_folding(self.folding(strategy, nearly=nearly))
             if isinstance(found, str) or len(found.tasks.tasks) <= MOST_KEPT_TASKS:
                 self._folded[key] = found
             if len(self._folded) > KEPT_FOLDED:
                 self._folded.popitem(last=False)
         return found
 
-    def folding(self, strategy: Strategy) -> Folding | str:
-        """A strategy as two of many equal copies, or the reason why it cannot be folded, in one line. Keeps the last answers."""
+    def folding(self, strategy: Strategy, *, nearly: bool = False) -> Folding | str:
+        """A strategy as two of many equal copies, or the reason why it cannot be folded, in one line. Keeps the last answers.
+        ``nearly``: copy 1 may own some rows more than others; then times and memory may be above those of all devices, by little."""
         strategy.validate(self.graph, self.topology.device_count)
-        key = self.key(strategy)
+        key = self.key(strategy), nearly
         if key not in self._foldings:
-            self._foldings[key] = fold(self.graph, self.topology, strategy, self.training)
+            self._foldings[key] = fold(self.graph, self.topology, strategy, self.training, nearly=nearly)
             if len(self._foldings) > KEPT_FOLDED:
                 self._foldings.popitem(last=False)
         return self._foldings[key]

@@ -44,8 +44,9 @@ class Contract:
     used only if the user names it. ``within``: what it can do inside hosts. ``most_partitions``: on servers. ``wire_bits``: bits that an
     element of a gradient takes on its way, if not the width of its type. ``state``: tensors that it keeps from step to step (a residual),
     which checkpoints must hold. ``offloads``: whether owners may keep the optimizer's state in their host's memory and update there
-    (``SyncConfig.offload``). ``folding``: why plans with it cannot be folded over copies; empty if they can. ``host_word``: its word if
-    something is done inside hosts first, if it has one; else that is said beside ``word``.
+    (``SyncConfig.offload``). ``folding``: why plans with it cannot be folded over copies; empty if they can (if readers own parts, between
+    GPUs that share one copy). ``host_word``: its word if something is done inside hosts first, if it has one; else that is said beside
+    ``word``.
     """
 
     name: str
@@ -174,7 +175,7 @@ METHODS: list[Contract] = [
         exact=True,
         within=("none", "host"),
         offloads=True,
-        folding="readers own parts of parameters",
+        folding="",
     ),
     Contract(
         name="sharded",
@@ -187,7 +188,7 @@ METHODS: list[Contract] = [
         within=("none", "host"),
         host_word="hsdp",
         offloads=True,
-        folding="readers own parts of parameters",
+        folding="",
     ),
 ]
 """All methods, the default first. Their positions here are their numbers in compiled code."""

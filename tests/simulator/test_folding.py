@@ -27,10 +27,10 @@ from soap.simulator.reference import simulate
 from soap.simulator.simulate import Simulator
 from soap.simulator.tasks import Task, TaskGraph, TaskKind
 from soap.strategy.classical import data_parallel, hybrid, megatron
-from soap.strategy.config import OpConfig, Strategy
+from soap.strategy.config import OpConfig, Strategy, SyncConfig
 from soap.strategy.megatron import staged
 from soap.strategy.stages import stages_of
-from soap.strategy.sync import parameter_server
+from soap.strategy.sync import SHARDED, SHARDED_IN_HOSTS, SHARDED_STATE, parameter_server
 from tests.extent import MANY, rows_often
 from tests.graph_builder import GraphBuilder, mlp, transformer
 from tests.simulator.copied import Case, copied
@@ -148,6 +148,53 @@ def _on(configs: Mapping[str, OpConfig], before: int, after: int) -> dict[str, O
     }
 
 
+SHARED = [SHARDED_STATE, SHARDED]
+
+
+def shared(strategy: Strategy, graph: OperatorGraph, sync: SyncConfig) -> Strategy:
+    """All parameters so."""
+    return strategy.with_changes(parameters={tensor.name: sync for tensor in graph.parameters})
+
+
+@pytest.mark.parametrize("sync", SHARED, ids=["zero", "fsdp"])
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_equal_parts_are_folded_exactly(sync: SyncConfig, tensor: int) -> None:
+    """Each reader owns as many rows of everything, among six devices or, where matrices are cut in two, among three."""
+    g, topology = GraphBuilder(), cluster([2, 2, 2], GPU)
+    x = g.elementwise(g.linear(g.input("x", 12, 24), 48, name="first"), name="act")
+    graph = g.build(g.mean(g.linear(g.linear(x, 24, name="second"), 12, name="third"), name="loss"))
+    strategy = shared(hybrid(graph, topology, tensor=tensor, pipeline=1), graph, sync)
+    folding = fold(graph, topology, strategy)
+    assert isinstance(folding, Folding) and folding.exact and folding.count == 6 // tensor
+    readers = {(sync.readers, sync.cluster_readers) for sync in folding.plan.syncs}
+    assert readers == ({((0, 1), 6)} if tensor == 1 else {((0, 2), 3), ((1, 3), 3), ((0, 1, 2, 3), 6)})
+    check(graph, topology, strategy, folding)
+    check_outcome(graph, topology, strategy, folding)
+
+
+@settings(MANY, suppress_health_check=list(HealthCheck))
+@given(copied(), st.sampled_from(SHARED))
+def test_unequal_parts_are_folded_to_no_less(case: Case, sync: SyncConfig) -> None:
+    """Copy 1 owns a row more of each region than others at most, and nothing is below what the whole simulation says."""
+    graph, topology, strategy = case
+    strategy = shared(strategy, graph, sync)
+    folding = fold(graph, topology, strategy, nearly=True)
+    if isinstance(folding, str):
+        return
+    if folding.exact:
+        check(graph, topology, strategy, folding)
+        check_outcome(graph, topology, strategy, folding)
+        return
+    assert _reason(graph, topology, strategy) == "readers own unequal parts of parameters"
+    simulator = Simulator(graph, topology, RooflineCosts(topology))
+    whole, folded = simulator.run(strategy), simulator.run_folded(strategy, nearly=True)
+    assert isinstance(folded, FoldedSimulation)
+    rows = [graph.tensors[p.name].bytes // max(1, p.shape[0] if p.shape else 1) for p in graph.parameters]
+    assert folded.task_count == len(whole.tasks.tasks) and folded.makespan_ns >= whole.makespan_ns
+    for mine, all_of_it in zip(folded.memory, whole.memory, strict=True):
+        assert 0 <= mine.total - all_of_it.total <= 16 * sum(rows)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("tensor", "pipeline", "copies"), [(1, 1, 16), (2, 1, 8), (1, 4, 4), (2, 2, 4), (4, 1, 4)])
 def test_a_transformer_in_three_dimensions(tensor: int, pipeline: int, copies: int) -> None:
@@ -262,6 +309,10 @@ def test_reasons_why_not() -> None:
     assert isinstance(fold(graph, topology, spread), Folding)
     assert _reason(graph, topology, spread.with_parameter(parameter, parameter_server(1))) == "parameters on servers"
     assert _reason(graph, cluster([2]), data_parallel(graph, cluster([2]))) == "at most 2 devices in use"
+    assert _reason(graph, topology, spread.with_parameter(parameter, SHARDED_IN_HOSTS)) == "each host has a copy in parts"
+    processors = cluster([1, 1, 1, 1], CPU)
+    own = spread.with_parameter(parameter, SHARDED)
+    assert _reason(graph, processors, own) == "readers own parts of parameters, and are no GPUs"
     turned = spread.with_operator(name, replace(spread.operators[name], devices=(1, 0, 2, 3)))
     assert _reason(graph, topology, turned) == "4 copies share devices"
     whole = spread.with_operator(name, spread.operators[name].placed((1,) * len(spread.operators[name].degrees), (0,)))

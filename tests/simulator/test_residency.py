@@ -13,14 +13,16 @@ from soap.plan.memory_kinds import ALLOWANCE, MemoryKind
 from soap.plan.syncs.parameter_server import METHOD
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.memory import transit
-from soap.simulator.memory.ledger import MemoryCurve
+from soap.simulator.memory.ledger import Ledger, MemoryCurve
 from soap.simulator.memory.parameters import is_away, kept_shards
 from soap.simulator.memory.peaks import MemoryUse, kept_bytes, memory_use, peak_bytes
 from soap.simulator.memory.residency import expected_peaks, memory_over_time, peaks_by_kind
 from soap.simulator.memory.transit import Send, packed_by_source, send_spans
 from soap.simulator.reference import simulate
 from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
-from soap.strategy.config import Strategy
+from soap.strategy.classical import data_parallel
+from soap.strategy.config import Strategy, SyncConfig
+from soap.strategy.sync import SHARDED, SHARDED_STATE
 from tests.extent import MANY
 from tests.graph_builder import GraphBuilder
 from tests.simulator.examples import PointCosts, batch_split, chain, on, pairwise_cluster, strategy, units
@@ -50,6 +52,49 @@ def test_a_pipeline_by_hand() -> None:
     rise = {0: batch, 24: batch + l1, 72: batch + l1 + loss, 76: batch + 2 * l1 + loss}
     assert points(second) == {**rise, 84: batch + l1, 181: 0}
     assert (first.peak_bytes, second.peak_bytes) == (always + tile + l1 + 2 * weight, batch + 2 * l1 + loss)
+
+
+def test_what_is_made_and_what_makes_room_at_one_moment() -> None:
+    """From what ends late the early ones are made; what leaves begins to before others are freed."""
+    tasks, _ = played(chain(4, 2, 3), strategy(l1=on(0, degrees=(1, 1, 1)), loss=on(0, degrees=(1,))))
+    ledger = Ledger(tasks.plan, 20)
+    for start, end, size, order in ((0, 10, 1, {}), (0, 10, 2, {"late": True}), (0, 10, 4, {"freed": True})):
+        ledger.hold(0, start, end, size, MemoryKind.VALUES, **order)
+    ledger.hold(0, 10, 20, 8, MemoryKind.KEPT, early=True)
+    ledger.hold(0, 10, 20, 16, MemoryKind.BUFFERS)
+    curve, _ = ledger.curves()
+    assert dict(zip(curve.times_ns.tolist(), curve.bytes_held.tolist(), strict=True)) == {0: 7, 10: 8 + 16, 20: 0}
+    made_of = {kind: size for kind, size in curve.at_peak.items() if size}
+    assert made_of == {MemoryKind.KEPT: 8, MemoryKind.BUFFERS: 16}
+    ledger.hold(0, 10, 20, 32, MemoryKind.STATES, leaves=True)
+    ledger.hold(0, 5, 10, 64, MemoryKind.STATES, freed=True)
+    curve, _ = ledger.curves()
+    assert curve.peak_bytes == 2 + 4 + 32 + 64 and sum(curve.at_peak.values()) == curve.peak_bytes
+
+
+@pytest.mark.parametrize("sync", [SHARDED_STATE, SHARDED], ids=["zero", "fsdp"])
+def test_autograd_adds_up_what_a_segment_gives_to_one_region(sync: SyncConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight that is used three times: its gradient is handed on when the last of them, the first layer's, has gone back."""
+    g = GraphBuilder()
+    weight, x = g.parameter("weight", 8, 8), g.input("x", 4, 8)
+    for place in range(3):
+        x = g.linear(x, 8, name=f"layer{place}", weight=weight, bias=False)
+    graph = g.build(g.mean(x, name="loss"))
+    tasks, schedule = played(graph, data_parallel(graph, TWO).with_parameter("weight", sync))
+    ends = {tasks.tasks[i].name: end for i, end in enumerate(schedule.end_ns.tolist())}
+    held: list[tuple[int, int]] = []
+    usual = Ledger.hold
+
+    def noting(self: Ledger, device: int, start: int, end: int, size: int, kind: MemoryKind, **order: bool) -> None:
+        if (device, size, kind) == (0, 8 * 8 * 4, MemoryKind.GRADIENTS):
+            held.append((start, end))
+        usual(self, device, start, end, size, kind, **order)
+
+    monkeypatch.setattr(Ledger, "hold", noting)
+    memory_over_time(tasks, schedule, 2)
+    first, second, last = (ends[f"backward layer{place}[0]"] for place in (2, 1, 0))
+    assert (first, second) in held and (second, last) in held  # sums beside what comes
+    assert min(start for start, end in held if end >= last and start not in (first, second)) == last
 
 
 def test_an_allowance_is_made_below_the_bound() -> None:

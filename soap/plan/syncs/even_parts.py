@@ -23,16 +23,18 @@ Kind = Literal["all_gather", "reduce_scatter"]
 @dataclass(frozen=True, slots=True)
 class Collective:
     """A collective of equal parts over the devices of each group, in all groups at once. ``size_bytes``: all parts of one group with their
-    padding, what an all-gather leaves on each device and a reduce-scatter takes from it. ``groups``: have equally many devices."""
+    padding, what an all-gather leaves on each device and a reduce-scatter takes from it. ``groups``: have equally many devices,
+    ``members``; of the whole cluster's in a folded plan."""
 
     kind: Kind
     size_bytes: int
     groups: tuple[Group, ...]
+    members: int
 
     @property
     def moved_bytes(self) -> int:
         """Bytes on all hops together: each part passes all devices of its group but one."""
-        return sum(len(group) - 1 for group in self.groups) * self.size_bytes
+        return len(self.groups) * (self.members - 1) * self.size_bytes
 
 
 def is_even(plan: Plan, sync: ShardSync) -> bool:
@@ -57,4 +59,4 @@ def bucket_bytes(plan: Plan, sync: ShardSync) -> int:
 
 def collective(plan: Plan, sync: ShardSync, kind: Kind) -> Collective:
     """All parts of what is synchronized, gathered or scattered in each copy."""
-    return Collective(kind, room_bytes(plan, sync), tuple(copies_of(sync)))
+    return Collective(kind, room_bytes(plan, sync), tuple(copies_of(sync)), sharers(sync))

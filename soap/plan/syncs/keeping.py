@@ -12,6 +12,7 @@ from soap.model.regions import Box
 from soap.plan.compression.policy import settled
 from soap.plan.placement import first_readers, first_servers, server_devices
 from soap.plan.plan import ReadRegion, Shard, ShardSync
+from soap.plan.syncs.represented import Represented
 from soap.plan.syncs.seam import Places, SyncMethod, method_of
 from soap.plan.tiling import Tile
 from soap.strategy.config import Strategy
@@ -25,10 +26,11 @@ Cell = tuple[Box, tuple[int, ...], tuple[tuple[int, int, int], ...]]
 class Keeping:
     """Lays out shards and synchronizations for one graph on one cluster."""
 
-    def __init__(self, graph: OperatorGraph, topology: Topology) -> None:
+    def __init__(self, graph: OperatorGraph, topology: Topology, represented: Represented | None = None) -> None:
+        """``represented``: see ``Places``."""
         self._graph, self._topology = graph, topology
         devices = server_devices(topology)
-        self._places = Places(devices, first_servers(graph, len(devices)), first_readers(graph))
+        self._places = Places(devices, first_servers(graph, len(devices)), first_readers(graph), represented)
 
     def keep(
         self, tiles: Sequence[Tile], first_tile: Sequence[int], regions: Iterable[tuple[str, Sequence[Cell]]], strategy: Strategy
@@ -60,7 +62,8 @@ class Keeping:
                 name = method.contract.name
                 how = None if used.compression is None else settled(self._graph, parameter, used.compression)
                 region, away = ReadRegion(parameter, box, numbers, places), trainable and used.offload
-                syncs.setdefault(name, []).append(ShardSync(name, parameter, index, (region,), readers, leaders, how, away))
+                made = ShardSync(name, parameter, index, (region,), readers, leaders, how, away, self._cluster_readers(method, readers))
+                syncs.setdefault(name, []).append(made)
         groups = [method.groups(self._graph, tiles, shards, syncs[method.contract.name]) for method in self._in_order(syncs)]
         return tuple(shards), tuple(chain.from_iterable(groups))
 
@@ -69,6 +72,11 @@ class Keeping:
         """The methods that are used, in the registry's order."""
         used = set(syncs)
         return [method_of(contract) for contract in METHODS if contract.name in used]
+
+    def _cluster_readers(self, method: SyncMethod, readers: Sequence[int]) -> int | None:
+        """``ShardSync.cluster_readers``."""
+        stand_ins = self._places.represented
+        return len(stand_ins.everyone(readers)) if stand_ins is not None and method.contract.owned_in_parts else None
 
     def _leaders(self, devices: Sequence[int]) -> tuple[int, ...]:
         """For each of these devices (ascending), the first of them on its host."""

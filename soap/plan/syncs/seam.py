@@ -21,6 +21,7 @@ from soap.plan.memory_kinds import MemoryKind
 from soap.plan.placement import owner_of
 from soap.plan.plan import Plan, Shard, ShardSync
 from soap.plan.syncs.even_parts import Collective
+from soap.plan.syncs.represented import Represented
 from soap.plan.tiling import Tile
 from soap.strategy.compression import Compression
 from soap.strategy.config import SyncConfig
@@ -133,11 +134,13 @@ class Hold:
 @dataclass(frozen=True, slots=True)
 class Places:
     """Where owners of parts are. ``servers``: for each server the device beside it. ``first_server``: parameter -> the server of its first
-    partition. ``first_reader``: parameter -> the reader of its first part (``placement.first_readers``)."""
+    partition. ``first_reader``: parameter -> the reader of its first part (``placement.first_readers``). ``represented``: of a folded plan,
+    for which devices its readers stand."""
 
     servers: tuple[int, ...]
     first_server: Mapping[str, int]
     first_reader: Mapping[str, int]
+    represented: Represented | None = None
 
     def server(self, parameter: str, region: int, partition: int) -> int:
         """The device of the server that owns a partition of a parameter's region."""

@@ -45,7 +45,9 @@ class ShardedState(SyncMethod):
     def owners(
         self, parameter: str, region: int, box: Box, readers: tuple[int, ...], leaders: tuple[int, ...], sync: SyncConfig, places: Places
     ) -> Sequence[tuple[Box, tuple[int, ...]]]:
-        """The parts, on the readers of each copy in turn."""
+        """The parts, on the readers of each copy in turn; those of a folded plan share one copy."""
+        if places.represented is not None:
+            return places.represented.parts(box, places.first_reader[parameter] + region, readers)
         groups = sharing_groups(readers, leaders)
         found = []
         for number, part in enumerate(cut_rows(box, len(groups[0]))):

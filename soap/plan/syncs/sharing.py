@@ -33,8 +33,8 @@ def copies_of(sync: ShardSync) -> list[Group]:
 
 
 def sharers(sync: ShardSync) -> int:
-    """How many readers share a copy."""
-    return len(copies_of(sync)[0])
+    """How many readers share a copy; in a folded plan, of the whole cluster's."""
+    return sync.cluster_readers or len(copies_of(sync)[0])
 
 
 def holders(sync: ShardSync) -> Iterator[Group]:

@@ -19,7 +19,8 @@ class Layout:
 
     ``readers``: those of this rank's copy. ``holders``: the devices that own the same parts as this rank, itself included; this rank alone
     if there is one copy. ``owned``: reader -> its shards, large ones first. ``mine``: shard that this rank owns -> its elements among
-    ``owned_elements``, which lie in that order. ``large``: the shards of regions all of whose parts are large.
+    ``owned_elements``, which lie in that order. ``whole_elements``: of all that travels, with padding. ``large``: the shards of regions all
+    of whose parts are large.
 
     The others share a buffer, one owner after the other. ``places``: shard -> its elements there. ``spans``: reader -> the elements that it
     owns. ``size``: of the buffer. ``room``: elements of each reader's place in it, if all have as many; then nothing is large.
@@ -47,6 +48,7 @@ class Layout:
             self.spans[reader] = slice(self.size, self.size + sum(sizes[shard] for shard in small))
             self.size = self.size + self.room if self.room else self.spans[reader].stop
         self._sizes = sizes
+        self.whole_elements = self.size if self.room else sum(sizes.values())
         self.small_of_others = [shard for reader in self.readers if reader != rank for shard in self.small_of(reader)]
         self.sizes_of_others = self.sizes_of(self.small_of_others)
         self._large_of = {reader: [shard for shard in own if shard in self.large] for reader, own in self.owned.items()}

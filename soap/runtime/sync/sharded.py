@@ -79,9 +79,19 @@ class Sharded(ShardedState):
             coming.pending.wait()
             self.free(number)
 
+    def _make_room(self, number: int) -> None:
+        """So much is under way at most, what begins now included."""
+        layout = self._layouts[number]
+        whole, own = (count * self._leaves[number][0].itemsize for count in (layout.whole_elements, layout.owned_elements))
+        coming = whole if layout.room else whole + (len(layout.readers) - 1) * own
+        while self._scattering:
+            size = coming + sum(one.sent_bytes + one.received_bytes for one in self._scattering)
+            if len(self._scattering) < UNDER_WAY and size <= SENT_BYTES:
+                break
+            self._add_up(self._scattering.popleft())
+
     def _too_much(self) -> bool:
-        size = sum(one.sent_bytes + one.received_bytes for one in self._scattering)
-        return len(self._scattering) > UNDER_WAY or (len(self._scattering) > 1 and size > SENT_BYTES)
+        return False  # there was room
 
     def _add_up(self, scattered: Scattering) -> None:
         """Others have begun to receive when theirs has come, so what this rank sends leaves soon: wait for that, too, so that its memory is

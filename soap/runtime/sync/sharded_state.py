@@ -158,6 +158,7 @@ class ShardedState(RankSync):
 
     def _scatter(self, number: int, kind: ActionKind) -> None:
         """Send the owners their parts, and begin to receive the others' gradients of this rank's own parts."""
+        self._make_room(number)
         layout, (buffer, large) = self._layouts[number], self._gradients[number].take()
         if layout.room:
             total, moved = buffer.new_empty(layout.room), 2 * (buffer.nbytes - buffer.nbytes // len(layout.readers))
@@ -272,6 +273,9 @@ class ShardedState(RankSync):
     def _views_of(self, number: int, region: ReadRegion, leaf: torch.Tensor) -> Iterable[tuple[int, torch.Tensor]]:
         """(shard, its place in a copy), flat; the copy has memory now. Autograd is told nothing of what is written there."""
         return zip(region.shards, torch.split(leaf.data.view(-1), self._layouts[number].sizes_of(region.shards)), strict=True)
+
+    def _make_room(self, number: int) -> None:
+        """Wait for gradients that are under way before those of a synchronization begin to be."""
 
     def _too_much(self) -> bool:
         """Whether more gradients are under way than may be at a time."""

@@ -70,6 +70,7 @@ class GradientResidency:
                     shared.setdefault((self.spans.segment[number], o.tensor, box), []).append(((start, end), size))
             for begun, over in {span, (start, end)}:
                 self.hold(tile.device, begun, over, peaks.passing_bytes(plan, tile)[1], MemoryKind.WORKSPACE)
+        thirds: dict[tuple[int, int], int] = {}
         for (segment, name, box), uses in shared.items():
             device = plan.tiles[segment].device
             uses.sort()
@@ -77,8 +78,12 @@ class GradientResidency:
                 self.hold(device, start, end, size, MemoryKind.GRADIENTS)
             for ((_, begun), _), ((_, end), size) in pairwise(uses if (name, box) not in alone else ()):
                 self.hold(device, begun, end, size, MemoryKind.GRADIENTS)
-            if len(uses) > 1 and name not in graph.sparse:  # the first sum may be of views, and is then a third tensor
-                self.hold(device, *uses[1][0], uses[1][1], MemoryKind.GRADIENTS)
+            if len(uses) > 1 and name not in graph.sparse:  # both are still there while they are added up
+                (_, end), size = uses[1]
+                self.hold(device, end, end, 2 * size, MemoryKind.GRADIENTS, early=True)
+                thirds[device, end] = max(thirds.get((device, end), 0), size)
+        for (device, end), size in thirds.items():  # the first sum may be of views, and is then a third tensor, one at a time
+            self.hold(device, end, end, size, MemoryKind.GRADIENTS, early=True)
 
     def _collected(self, holding: int, made: int | None, apart: bool) -> None:
         """A holding's gradient. From ``made`` on it is what the local readers have left on a leaf. If other parts come separately

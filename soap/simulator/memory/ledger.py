@@ -15,7 +15,7 @@ from soap.plan.plan import Plan
 from soap.plan.syncs.gathering import UNDER_WAY
 from soap.simulator.memory.transit import Send, send_spans
 
-ENDS, EARLY, LATE, BEGINS = range(4)
+ENDS, LEAVES, FREED, EARLY, LATE, BEGINS = range(6)
 """The order of changes at the same time."""
 
 Change = tuple[int, int, int, MemoryKind]
@@ -48,13 +48,25 @@ class Ledger:
         self._few: list[list[Send]] = [[] for _ in range(plan.device_count)]
 
     def hold(
-        self, device: int, start_ns: int, end_ns: int, size: int, kind: MemoryKind, *, early: bool = False, late: bool = False
+        self,
+        device: int,
+        start_ns: int,
+        end_ns: int,
+        size: int,
+        kind: MemoryKind,
+        *,
+        early: bool = False,
+        late: bool = False,
+        leaves: bool = False,
+        freed: bool = False,
     ) -> None:
         """A device holds ``size`` bytes of a kind from ``start_ns`` to ``end_ns``. At the same time, ends come before beginnings, but what
-        begins ``early`` is made from what ends ``late``, so both are held for that moment."""
+        begins ``early`` is made from what ends ``late``, so both are held for that moment. Before all that, what ``leaves`` begins to, and
+        then something is ``freed``."""
         if size and end_ns >= start_ns + (not (early or late)):
-            ends = LATE if late or end_ns == start_ns else ENDS
-            self._changes[device] += [(start_ns, EARLY if early else BEGINS, size, kind), (end_ns, ends, -size, kind)]
+            ends = LATE if late or end_ns == start_ns else FREED if freed else ENDS
+            begins = LEAVES if leaves else EARLY if early else BEGINS
+            self._changes[device] += [(start_ns, begins, size, kind), (end_ns, ends, -size, kind)]
 
     def send(self, device: int, start_ns: int, answer_ns: int, size: int, held: int | None = None) -> None:
         """A device sends ``size`` bytes, and keeps them until ``answer_ns`` or until later sends push them out. ``held``: see ``Send``;
@@ -74,8 +86,8 @@ class Ledger:
         """The curve of each device."""
         for queues, most in ((self._sends, None), (self._receives, None), (self._few, UNDER_WAY)):
             for device, moving in enumerate(queues):
-                for start, end, size in send_spans(moving, most):
-                    self.hold(device, start, end, size, MemoryKind.BUFFERS)
+                for start, end, size in send_spans(moving, most):  # gradients of gathered values may leave while these are there
+                    self.hold(device, start, end, size, MemoryKind.BUFFERS, leaves=queues is self._few)
                 moving.clear()
         return tuple(_curve(changes) for changes in self._changes)
 
@@ -84,14 +96,14 @@ def _curve(changes: Sequence[Change]) -> MemoryCurve:
     level, points = 0, {0: 0}
     peak, peak_at = 0, (0, ENDS)
     for time_ns, together in groupby(sorted(changes), key=itemgetter(0)):
-        most = 0
+        most, most_at = 0, ENDS
         for _, order, change, _ in together:
             level += change
-            if order == EARLY:
-                most = level
+            if change > 0 and level >= most:
+                most, most_at = level, order
         points[time_ns] = max(level, most)
         if points[time_ns] > peak:
-            peak, peak_at = points[time_ns], (time_ns, EARLY if most > level else BEGINS)
+            peak, peak_at = points[time_ns], (time_ns, most_at)
     at_peak = dict.fromkeys(MemoryKind, 0)
     for time_ns, order, change, kind in changes:
         if (time_ns, order) <= peak_at:

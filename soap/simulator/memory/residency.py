@@ -138,24 +138,29 @@ class _Values:
         """What is there for passes that use it, or until the first of them has begun, or from then on to the last one."""
         assert own.used
         first, last = self.spans.passes({tile for tile, _ in sync.uses}, own.device, own.used)
+        leaving = own.used != "forward"  # gradients may leave before what they are of is freed
         if own.throughout:
-            self.hold(own.device, begun, max(begun, last), own.size_bytes, own.kind, early=True)
+            self.hold(own.device, begun, max(begun, last), own.size_bytes, own.kind, early=True, freed=leaving)
         elif own.since:
             self.hold(own.device, begun, max(begun, first), own.size_bytes, own.kind, late=True)
         elif last >= first:
-            self.hold(own.device, first, last, own.size_bytes, own.kind, early=True)
+            self.hold(own.device, first, last, own.size_bytes, own.kind, early=True, freed=leaving)
 
     def _hold_gradients(self, sync: ShardSync, own: Hold, done: int) -> None:
-        """Gradients of regions, from when a tile has made the first one."""
-        regions, backward = [sync.regions[place] for place in own.gradients_of], self.spans.backward
-        uses = ((region, tile) for region in regions for tile, _ in region.uses)
-        own_uses = [(r, tile) for r, tile in uses if tile in backward and self.plan.tiles[tile].device == own.device]
-        made = [(self.spans.weighed(tile)[1], tile, r) for r, tile in own_uses]
+        """Gradients of regions, from when a segment has made the first one: autograd adds up what its tiles give to one region."""
+        made: dict[tuple[int, int], int] = {}
+        for place in own.gradients_of:
+            for tile, _ in sync.regions[place].uses:
+                if tile in self.spans.backward and self.plan.tiles[tile].device == own.device:
+                    key = self.spans.segment[tile], place
+                    made[key] = max(made.get(key, 0), self.spans.weighed(tile)[1])
         if made:
-            begun, first, _ = min(made, key=lambda each: each[:2])
-            self.hold(own.device, begun, max(begun, done), own.size_bytes, own.kind, early=True)
+            begun = min(made.values())
+            if done > begun or not sync.contract.gathers_values:  # else it leaves at once, as part of what is under way
+                self.hold(own.device, begun, max(begun, done), own.size_bytes, own.kind, early=True)
             if own.copied:
-                single = max(box_bytes(self.plan, r.parameter, r.box) for _, tile, r in made if tile == first)
+                regions = (sync.regions[place] for (_, place), ended in made.items() if ended == begun)
+                single = max(box_bytes(self.plan, region.parameter, region.box) for region in regions)
                 self.hold(own.device, begun, begun, single, MemoryKind.GRADIENTS, early=True)
 
     def values(self) -> None:
