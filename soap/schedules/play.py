@@ -7,9 +7,11 @@ the other, beside all computation.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 
 from soap.errors import ScheduleError
 from soap.schedules.checking import check
@@ -104,6 +106,31 @@ def play(table: Table, durations: Durations, barriers: Sequence[Barrier] = ()) -
             messages.send(node, ends_ns[node])
     first_ns = min(starts_ns)
     return Played(table, _by_stage(table, starts_ns, first_ns), _by_stage(table, ends_ns, first_ns))
+
+
+def least_ns(table: Table, durations: Durations) -> tuple[int, ...]:
+    """For each stage a time in ns before which not all stages can have ended, in a table that can be executed. Much quicker than ``play``.
+
+    A stage begins when its first chunk's first micro-batch can be there, and then has all of its actions to do. Its last input gradient
+    is of its first chunk, and those of all chunks before follow.
+    """
+    _require_durations(table, durations)
+    actions_ns, crossing = durations.actions_ns, [a != b for a, b in pairwise(table.placement)]
+    counts = [Counter((kind, chunk) for kind, chunk, _ in own) for own in table.stages]
+    kinds = {kind for own in counts for kind, _ in own}
+    back_ns = [min(actions_ns[kind][chunk] for kind in kinds & {"B", "I"}) for chunk in range(table.chunk_count)]
+    fill_ns, drain_ns = [0], [0]
+    for chunk, crosses in enumerate(crossing):
+        there, back = (own[chunk] if own and crosses else 0 for own in (durations.forward_ns, durations.backward_ns))
+        fill_ns.append(fill_ns[-1] + actions_ns["F"][chunk] + there)
+        drain_ns.append(drain_ns[-1] + back_ns[chunk] + back)
+    found = []
+    for stage, own in enumerate(counts):
+        first = table.placement.index(stage)
+        by_kind = {kind: sum(count * actions_ns[kind][chunk] for (one, chunk), count in own.items() if one == kind) for kind in kinds}
+        work_ns = sum(by_kind.values())
+        found.append(fill_ns[first] + max(work_ns, work_ns - by_kind.get("W", 0) + drain_ns[first]))
+    return tuple(found)
 
 
 class _Messages:

@@ -20,7 +20,7 @@ from soap.model.graph import OperatorGraph
 from soap.model.micro_batches import MicroBatches
 from soap.schedules.in_flight import in_flight, peaks
 from soap.schedules.named import SCHEDULES, NamedSchedule
-from soap.schedules.play import Durations, play
+from soap.schedules.play import Durations, least_ns, play
 from soap.schedules.table import Kind, Table
 from soap.search.constraints import Allowed
 from soap.search.stage_costs import StageCosts, StagePrices
@@ -89,8 +89,8 @@ def pipelines(
                 own = prices.costs(groups, tensor, shape.cut)
                 shapes.append((_equal_shares_ns(own, shape, max(CHUNKS)), len(shapes), shape, own))
     found = _Known()
-    for least_ns, _, shape, own in sorted(shapes, key=lambda one: one[:2]):
-        if least_ns <= min(at_most_ns, found.worth_ns):
+    for equal_ns, _, shape, own in sorted(shapes, key=lambda one: one[:2]):
+        if equal_ns <= min(at_most_ns, found.worth_ns):
             found.pipelines += _scheduled(shape, own, found)
     return sorted(found.pipelines, key=lambda own: own.score)
 
@@ -161,8 +161,9 @@ def _scheduled(shape: _Shape, costs: StageCosts, found: _Known) -> Iterator[Pipe
             except ScheduleError:  # too many actions
                 continue
             cut = cut_into_stages(costs, groups, table, chunks, shape.banned(costs.firsts))
-            if cut is not None:
-                yield _judged(shape, costs, named, table, cut)
+            judged = None if cut is None else _judged(shape, costs, named, table, cut, found.worth_ns)
+            if judged is not None:
+                yield judged
 
 
 def cut_into_stages(
@@ -188,8 +189,10 @@ def cut_into_stages(
     return None
 
 
-def _judged(shape: _Shape, costs: StageCosts, named: NamedSchedule, table: Table, cut: Partition) -> Pipeline:
-    """A pipeline with what it is expected to take and to lack."""
+def _judged(
+    shape: _Shape, costs: StageCosts, named: NamedSchedule, table: Table, cut: Partition, at_most_ns: float
+) -> Pipeline | None:
+    """A pipeline with what it is expected to take and to lack; None if it certainly takes longer than ``at_most_ns``."""
     count, stages, chain = shape.cut.count, len(table.stages), costs.chain
     bounds = (*cut.firsts, chain.layer_count)
     spans = list(zip(cut.kinds, bounds, bounds[1:], strict=False))
@@ -201,7 +204,10 @@ def _judged(shape: _Shape, costs: StageCosts, named: NamedSchedule, table: Table
     forward, backward = ([own // count for own in by_chunk(values)] for values in (costs.forward_ns, costs.backward_ns))
     half = [-(-own // 2) for own in backward]  # of both kinds of gradients, roughly
     actions: dict[Kind, Sequence[int]] = {"F": forward, "B": backward, "I": half, "W": half}
-    played = play(table, Durations(actions_ns=actions, forward_ns=borders, backward_ns=borders))
+    durations = Durations(actions_ns=actions, forward_ns=borders, backward_ns=borders)
+    if max(least_ns(table, durations)) > at_most_ns:
+        return None
+    played = play(table, durations)
     upkeep, kept = [0] * stages, [0] * stages
     for chunk, (own_ns, own_bytes) in enumerate(zip(by_chunk(costs.upkeep_ns), by_chunk(chain.kept_bytes), strict=True)):
         upkeep[table.placement[chunk]] += own_ns

@@ -83,7 +83,7 @@ def test_shows_what_is_known(capsys: Capsys) -> None:
     of_two = [*(2 * [Operation.STEP_MESSAGE]), Operation.STEP_SUM, *(3 * [Operation.STEP_COLD_PENALTY]), *(3 * [Operation.STEP_WAIT])]
     assert in_steps == [(operation.value, [0, 1]) for operation in of_two]
     assert [row.split()[0] for row in rows[9:16]] == ["within", *(2 * ["step_message"]), "step_sum", *(3 * ["step_restart"])]
-    assert "quicker than by links" in rows[18]
+    assert "quicker than by links" in rows[21]
     elsewhere = told(capsys, ["--cluster", EMULATED, "--show"])
     assert elsewhere["measured"] == 0 and list(elsewhere["foreign"].values()) == [29]
 

@@ -142,3 +142,14 @@ def test_random_strategies_train_like_one_process(pool: Pool, case: tuple[Operat
 @settings(suppress_health_check=list(HealthCheck))
 def test_many_random_strategies(pool: Pool, case: tuple[OperatorGraph, Topology, Strategy], rng: random.Random) -> None:
     check_random(pool, case, rng)
+
+
+def test_ranks_without_a_device_know_the_loss(pool: Pool) -> None:
+    """Both terms of the loss are one sum over all devices of the plan, from which these know the loss; the third rank has no device."""
+    g = GraphBuilder("terms")
+    x = g.linear(g.input("x", 2, 4), 4)
+    terms = g.mean(x, name="mean"), g.mean(g.elementwise(x), name="other")
+    loss = g.sum(*terms)
+    halves = dict.fromkeys(("mean", "other"), split((0, 1), d1=2))
+    outcomes = pool.run(train, plan_of(g.build(loss, None, terms), split((0,)), device_count=2, **halves))
+    assert_equal_to_one_process(outcomes)

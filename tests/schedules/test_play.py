@@ -11,7 +11,7 @@ from soap.errors import ScheduleError
 from soap.schedules.dependencies import Barrier
 from soap.schedules.in_flight import in_flight
 from soap.schedules.named import parse
-from soap.schedules.play import Durations, Played, equal, play
+from soap.schedules.play import Durations, Played, equal, least_ns, play
 from soap.schedules.table import KINDS, Action, Table
 from tests.extent import MANY
 from tests.schedules.tables import barriers_of, can_be_executed, tables
@@ -208,3 +208,25 @@ def test_refuses_what_cannot_be_executed() -> None:
 def test_a_table_that_takes_no_time_has_no_bubble() -> None:
     found = played("1f1b", 2, 2, 0, 0, 0)
     assert (found.makespan_ns, found.bubble) == (0, 0)
+
+
+@MANY
+@given(tables(), st.data())
+def test_no_table_is_over_before_its_least_time(table: Table, data: st.DataObject) -> None:
+    """And tables of equal stages without messages end just then: GPipe, 1F1B."""
+    if not can_be_executed(table):
+        return
+    chunks = table.chunk_count
+    each = st.lists(times, min_size=chunks, max_size=chunks)
+    borders = st.lists(times, min_size=chunks - 1, max_size=chunks - 1)
+    durations = Durations(
+        actions_ns={kind: data.draw(each) for kind in KINDS}, forward_ns=data.draw(borders), backward_ns=data.draw(borders)
+    )
+    assert max(least_ns(table, durations)) <= play(table, durations).makespan_ns
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_equal_stages_take_their_least_time(name: str) -> None:
+    table = parse(name).table(4, 6)
+    durations = equal(4, forward_ns=3, input_ns=2, weight_ns=2)
+    assert max(least_ns(table, durations)) == play(table, durations).makespan_ns == (6 + 3) * 7

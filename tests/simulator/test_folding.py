@@ -190,7 +190,8 @@ def test_unequal_parts_are_folded_to_no_less(case: Case, sync: SyncConfig) -> No
     whole, folded = simulator.run(strategy), simulator.run_folded(strategy, nearly=True)
     assert isinstance(folded, FoldedSimulation)
     rows = [graph.tensors[p.name].bytes // max(1, p.shape[0] if p.shape else 1) for p in graph.parameters]
-    assert folded.task_count == len(whole.tasks.tasks) and folded.makespan_ns >= whole.makespan_ns
+    assert folded.task_count >= len(whole.tasks.tasks)  # an empty part has no task
+    assert folded.makespan_ns >= whole.makespan_ns
     for mine, all_of_it in zip(folded.memory, whole.memory, strict=True):
         assert 0 <= mine.total - all_of_it.total <= 16 * sum(rows)
 

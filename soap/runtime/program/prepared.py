@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from soap.errors import RuntimeFailure
 from soap.model.graph import Operator, TensorKind
 from soap.model.regions import Box, lengths, relative, volume, whole
 from soap.plan.flows import reduced_tensor
@@ -152,6 +153,18 @@ class PreparedTile:
     frees: tuple[int, ...] = ()
     light: bool = False
     checked: bool = False
+
+    def check(self, outputs: Sequence[torch.Tensor | None]) -> None:
+        """RuntimeFailure if these outputs have not the planned shapes and types, which are the same in every step: looks once."""
+        if self.checked:
+            return
+        for operand, expected, output in zip(self.operator.outputs, self.made, outputs, strict=True):
+            if output is not None and (output.shape, output.dtype) != expected:
+                raise RuntimeFailure(
+                    f"tile {self.tile.index} of operator {self.operator.name!r} made {operand.tensor!r} as {tuple(output.shape)} "
+                    f"{output.dtype}; expected {expected[0]} {expected[1]}: this is a defect of the operator's rule, please report it"
+                )
+        self.checked = True
 
 
 class PreparedTiles:

@@ -18,7 +18,6 @@ from dataclasses import replace
 
 import torch
 
-from soap.errors import RuntimeFailure
 from soap.model.regions import lengths
 from soap.plan.departures import sending_pass
 from soap.plan.plan import ASK_NAME, message_name, recompute_name, reduce_name, remote_parts
@@ -87,9 +86,7 @@ class ForwardPass:
         outputs = self._outputs(tile)
         if tile.gathered:
             outputs = self._without_values(tile, outputs)
-        if not tile.checked:  # shapes and types are the same in every step
-            _check_outputs(tile, outputs)
-            tile.checked = True
+        tile.check(outputs)
         if tile.held:
             self._keep_held(tile, outputs)
         if tile.summands:
@@ -246,18 +243,25 @@ class ForwardPass:
 
     def tell_loss(self, holding: int) -> None:
         """Make the loss known to every rank: broadcast it from the holding's device unless all ranks know it already."""
+        comm = self.state.comm
         if self.program.known:
+            if comm.world_size > self.plan.device_count:  # ranks without a device
+                known = self._loss() if self.state.rank < self.plan.device_count else 0.0
+                self._broadcast_loss(torch.tensor(known, dtype=torch.float64, device=comm.device), 0)
             return
         own = self.program.losses.get(self.state.rank)
         if own is not None:
             reduction = self.plan.holdings[own].reduction
             loss = (self._numbers[own] if reduction is None else self._reducing[reduction].wait()).reshape(())
         else:
-            loss = torch.zeros((), dtype=self.state.dtype_of(self.state.graph.loss), device=self.state.comm.device)
-        if len(self.program.losses) == self.state.comm.world_size:
+            loss = torch.zeros((), dtype=self.state.dtype_of(self.state.graph.loss), device=comm.device)
+        if len(self.program.losses) == comm.world_size:
             self._loss = lambda: float(loss)
             return
-        telling = self.state.comm.broadcast(loss.clone(), self.plan.holdings[holding].device)
+        self._broadcast_loss(loss.clone(), self.plan.holdings[holding].device)
+
+    def _broadcast_loss(self, loss: torch.Tensor, source: int) -> None:
+        telling = self.state.comm.broadcast(loss, source)
         self._loss = lambda: float(telling.wait())
 
     def loss_value(self) -> float:
@@ -384,15 +388,6 @@ class ForwardPass:
             build = self.state.empty(parameter.region.box, parameter.tensor) if parameter.empty else self.shards.build(parameter.region)
             region = self._regions[parameter.place] = build
         return region
-
-
-def _check_outputs(tile: PreparedTile, outputs: Outputs) -> None:
-    for operand, expected, output in zip(tile.operator.outputs, tile.made, outputs, strict=True):
-        if output is not None and (output.shape, output.dtype) != expected:
-            raise RuntimeFailure(
-                f"tile {tile.tile.index} of operator {tile.operator.name!r} made {operand.tensor!r} as {tuple(output.shape)} "
-                f"{output.dtype}; expected {expected[0]} {expected[1]}: this is a defect of the operator's rule, please report it"
-            )
 
 
 def _cut(tensor: torch.Tensor, part: Part) -> torch.Tensor:

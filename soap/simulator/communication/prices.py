@@ -47,7 +47,10 @@ class Communication:
         links = [[float(link.bandwidth_bytes_per_second), float(link.latency_seconds), *_name(link)] for link in self.topology.links]
         devices = [[device.type.kind, float(device.type.memory_bandwidth_bytes_per_second)] for device in self.topology.devices]
         ports = [asdict(port) for port in self.topology.ports]
-        measured = [ports, asdict(self.topology.cpu_overhead), asdict(self.topology.latency_factor), asdict(self.topology.cold_penalty)]
+        cold = asdict(self.topology.cold_penalty)
+        if not cold["behind_messages"]:  # figures are the same as before there were any
+            del cold["behind_messages"]
+        measured = [ports, asdict(self.topology.cpu_overhead), asdict(self.topology.latency_factor), cold]
         text = json.dumps(["communication", VERSION, REDUCE_TRAFFIC, links, devices, *measured, *self._nccl_figures()])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
