@@ -112,10 +112,14 @@ class ColdPenalty:
                 if after <= before or more < less:
                     raise TopologyError(f"cold penalty of a device: {(after, more)} behind {(before, less)}; expected more of both")
 
+    def points_behind(self, *, message: bool) -> tuple[tuple[int, int], ...]:
+        """The points that hold behind a message, or behind anything else."""
+        return (self.behind_messages if message else ()) or self.points
+
     def longer_ns(self, computed_ns: int, *, behind_message: bool = False) -> int:
         """How much longer so many ns of tiles take together."""
         before = less = 0
-        for after, more in (self.behind_messages if behind_message else ()) or self.points:
+        for after, more in self.points_behind(message=behind_message):
             if computed_ns < after:
                 return less + (more - less) * (computed_ns - before) // (after - before)
             before, less = after, more

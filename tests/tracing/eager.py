@@ -64,3 +64,15 @@ def equals_eager(module: nn.Module, *inputs: Tensor) -> None:
     for name, p in module.named_parameters():
         if name in parameters:
             torch.testing.assert_close(parameters[name].grad, p.grad)
+
+
+def assert_equal_steps(module: nn.Module, model: ExecutableModel, x: Tensor) -> None:
+    """A program in float64 computes the module's loss and gradients but for the last digits."""
+    loss = module(x)
+    loss.backward()
+    parameters = {name: p.detach().clone().requires_grad_() for name, p in model.parameters.items()}
+    found = model.reference_loss([x], parameters, TileContext())
+    found.backward()
+    torch.testing.assert_close(found, loss, rtol=1e-12, atol=0.0)
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(parameter.grad, module.get_parameter(name).grad, rtol=1e-9, atol=1e-15)

@@ -17,7 +17,7 @@ from soap.tracing import causal
 from soap.tracing.calls import argument
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.importer import import_program
-from soap.tracing.model import TileContext
+from tests.tracing.eager import assert_equal_steps
 from tests.tracing.emulation import compare, draw_configs
 from tests.tracing.programs import Lambda, export, imported
 
@@ -94,14 +94,7 @@ def test_they_compute_the_same_by_tiles(mask: Mask) -> None:
         if op.kind == "scaled_dot_product_attention":
             configs[op.name] = OpConfig(tuple(3 if factor.name == "q" else 1 for factor in op.factors), (0,) * 3)
     compare(model, configs)
-    loss = module(x)
-    loss.backward()
-    parameters = {name: p.detach().clone().requires_grad_() for name, p in model.parameters.items()}
-    found = model.reference_loss([x], parameters, TileContext())
-    found.backward()
-    torch.testing.assert_close(found, loss, rtol=1e-12, atol=0.0)
-    for name, parameter in parameters.items():
-        torch.testing.assert_close(parameter.grad, module.get_parameter(name).grad, rtol=1e-9, atol=1e-15)
+    assert_equal_steps(module, model, x)
 
 
 @pytest.mark.parametrize("mask", OTHERS.values(), ids=OTHERS)

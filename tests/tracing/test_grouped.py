@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from soap.tracing.calls import argument
 from soap.tracing.execute import ExecutableModel
-from soap.tracing.model import TileContext
+from tests.tracing.eager import assert_equal_steps
 from tests.tracing.emulation import compare, draw_configs
 from tests.tracing.programs import Lambda, imported
 
@@ -65,14 +65,7 @@ def test_repeated_heads_are_groups(seed: int) -> None:
 def test_they_compute_what_the_module_does() -> None:
     module, x = attentive(repeated, repeated)
     model = imported(module, x)
-    loss = module(x)
-    loss.backward()
-    parameters = {name: p.detach().clone().requires_grad_() for name, p in model.parameters.items()}
-    found = model.reference_loss([x], parameters, TileContext())
-    found.backward()
-    torch.testing.assert_close(found, loss, rtol=1e-12, atol=0.0)
-    for name, parameter in parameters.items():
-        torch.testing.assert_close(parameter.grad, module.get_parameter(name).grad, rtol=1e-9, atol=1e-15)
+    assert_equal_steps(module, model, x)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ class DeviceGroups:
         self._shortest_chunk_ns = np.array([shortest_chunk_ns(communication.topology)], np.int64)
         cold = communication.topology.cold_penalty
         self._cold_penalty, self._cold_behind_messages = (
-            np.array([(0, 0), *points], np.int64).ravel() for points in (cold.points, cold.behind_messages or cold.points)
+            np.array([(0, 0), *cold.points_behind(message=message)], np.int64).ravel() for message in (False, True)
         )
         self.arrays = self._make()
 
