@@ -7,24 +7,24 @@ import pytest
 import soap
 from soap.model.batch import samples_of, tokens_of
 from soap.model.graph import WHOLE, DimMap, OperatorGraph
+from tests.extent import every
 from tests.graph_builder import SAMPLE, Factor, GraphBuilder, convnet, transformer
 
+ZOO = [
+    ("zoo:gpt:tiny", 8, 8 * 12),
+    ("zoo:gpt:tiny@3", 3, 3 * 12),
+    ("zoo:rnnlm:tiny", 8, 8 * 6),
+    ("zoo:nmt:tiny", 8, 8 * 8),  # of 7 source and 8 target steps, read in chunks
+    ("zoo:dlrm:tiny", 8, None),  # columns of one input, one for each table
+    ("zoo:alexnet:tiny", 8, None),
+    ("zoo:lm1b:tiny", 8, 8 * 4),  # labels are looked up as well
+    ("zoo:nmt_gnmt:tiny", 8, 8 * 4),  # of 4 source and 3 target steps
+    ("zoo:rnntc:tiny", 8, 8 * 7),  # the last chunk has one step
+    ("zoo:full_sparse:tiny", 8, None),  # bags of features
+]
 
-@pytest.mark.parametrize(
-    ("model", "samples", "tokens"),
-    [
-        ("zoo:gpt:tiny", 8, 8 * 12),
-        ("zoo:gpt:tiny@3", 3, 3 * 12),
-        ("zoo:rnnlm:tiny", 8, 8 * 6),
-        ("zoo:nmt:tiny", 8, 8 * 8),  # of 7 source and 8 target steps, read in chunks
-        ("zoo:dlrm:tiny", 8, None),  # columns of one input, one for each table
-        ("zoo:alexnet:tiny", 8, None),
-        ("zoo:lm1b:tiny", 8, 8 * 4),  # labels are looked up as well
-        ("zoo:nmt_gnmt:tiny", 8, 8 * 4),  # of 4 source and 3 target steps
-        ("zoo:rnntc:tiny", 8, 8 * 7),  # the last chunk has one step
-        ("zoo:full_sparse:tiny", 8, None),  # bags of features
-    ],
-)
+
+@pytest.mark.parametrize(("model", "samples", "tokens"), every(3, ZOO))
 def test_models_of_the_zoo(model: str, samples: int, tokens: int | None) -> None:
     graph = soap.load(model, plan_only=True).graph
     assert (samples_of(graph), tokens_of(graph)) == (samples, tokens)

@@ -10,10 +10,11 @@ import torch
 
 from soap.tracing.load import Options, ZooSource, load_model
 from soap.tracing.model import TileContext
+from tests.extent import every
 from tests.kept_models import ModelFiles, keep_zoo_models, made_once
 
 
-@pytest.mark.parametrize("name", ["gpt", "dlrm"])
+@pytest.mark.parametrize("name", every(2, ["dlrm", "gpt"]))
 def test_a_kept_model_of_the_zoo_is_the_one_that_is_read(name: str) -> None:
     keep_zoo_models()
     spec = f"zoo:{name}:tiny"

@@ -57,6 +57,7 @@ class Deadly(InMemory):
         return super().batch(indices)
 
 
+@pytest.mark.long
 def test_killed_worker_and_killed_server_lose_nothing(cluster: Session, additive: tuple[Source, InMemory], tmp_path: Path) -> None:
     """The worker with a lease in hand, the server while workers are at work."""
     source, data = additive

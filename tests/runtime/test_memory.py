@@ -265,7 +265,7 @@ def test_what_is_recomputed_is_not_held(pool: Pool, exported: Export) -> None:
     assert kept <= kept_predicted and again <= again_predicted <= MOST_OVER * again
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_selective_recomputation_is_predicted(pool: Pool, exported: Export) -> None:
     """All operators of the layers, with those that have a product light."""
     path, topology = exported("gated"), local_topology(1)

@@ -31,7 +31,7 @@ from soap.strategy.config import OpConfig, Strategy, SyncConfig
 from soap.strategy.megatron import staged
 from soap.strategy.stages import stages_of
 from soap.strategy.sync import SHARDED, SHARDED_IN_HOSTS, SHARDED_STATE, parameter_server
-from tests.extent import MANY, rows_often
+from tests.extent import MANY, USUAL, every, rows_often
 from tests.graph_builder import GraphBuilder, mlp, transformer
 from tests.simulator.copied import Case, copied
 from tests.simulator.examples import ExampleSpreads, LaunchedCosts
@@ -172,7 +172,7 @@ def test_equal_parts_are_folded_exactly(sync: SyncConfig, tensor: int) -> None:
     check_outcome(graph, topology, strategy, folding)
 
 
-@settings(MANY, suppress_health_check=list(HealthCheck))
+@settings(USUAL, suppress_health_check=list(HealthCheck))
 @given(copied(), st.sampled_from(SHARED))
 def test_unequal_parts_are_folded_to_no_less(case: Case, sync: SyncConfig) -> None:
     """Copy 1 owns a row more of each region than others at most, and nothing is below what the whole simulation says."""
@@ -197,7 +197,7 @@ def test_unequal_parts_are_folded_to_no_less(case: Case, sync: SyncConfig) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("tensor", "pipeline", "copies"), [(1, 1, 16), (2, 1, 8), (1, 4, 4), (2, 2, 4), (4, 1, 4)])
+@pytest.mark.parametrize(("tensor", "pipeline", "copies"), every(3, [(2, 2, 4), (1, 1, 16), (2, 1, 8), (1, 4, 4), (4, 1, 4)]))
 def test_a_transformer_in_three_dimensions(tensor: int, pipeline: int, copies: int) -> None:
     graph, topology = api.load("zoo:gpt:tiny@16", plan_only=True).graph, api.load_cluster("p100-4x4")
     strategy = hybrid(graph, topology, tensor=tensor, pipeline=pipeline)

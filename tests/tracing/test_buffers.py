@@ -24,6 +24,7 @@ from soap.tracing.execute import ExecutableModel
 from soap.tracing.importer import import_program
 from soap.tracing.load import load_model
 from soap.tracing.model import TileContext
+from tests.extent import every
 from tests.runtime.state_modules import EXAMPLES, batches_of, module_of
 from tests.tracing.programs import Lambda, export, imported
 
@@ -54,7 +55,7 @@ def assert_trains_as_eager(model: ExecutableModel, eager: nn.Module, batches: li
             torch.testing.assert_close(buffer, state[name], rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", every(2, [*EXAMPLES]))
 def test_examples_train_as_eager_does(name: str, tmp_path: Path) -> None:
     """Read from memory and from a file."""
     batches = batches_of(name, [4] * 4)

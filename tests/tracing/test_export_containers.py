@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from soap.errors import ModelError
 from soap.tracing.containers import plainly
 from soap.tracing.load import load_model
+from tests.extent import every
 
 Batch = namedtuple("Batch", "x y")  # as loaders make them
 
@@ -106,8 +107,7 @@ CASES: dict[str, tuple[Any, Callable[[Any], tuple[Tensor, Tensor]], tuple[str, s
 }
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "dynamic"), every(3, [(case, dynamic) for case in CASES for dynamic in (False, True)]))
 def test_inputs_in_classes_of_their_own(case: str, dynamic: bool, tmp_path: Path) -> None:
     import soap
 
