@@ -72,7 +72,8 @@ def export_model(
     record = replace(record, imports=tuple(imports), tied=tied_without_values(exported.state_dict))
     del traced_model
     buffer = io.BytesIO()
-    with quiet_torch():
+    with warnings.catch_warnings(), quiet_torch():
+        warnings.simplefilter("ignore")  # torch wonders about tensors without values
         torch.export.save(exported, buffer, extra_files={NAME: dumps(record)})
     write_bytes_atomically(path, buffer.getvalue())
 
