@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from soap.runtime.training_options import TrainingOptions
     from soap.search.options import SearchOptions
     from soap.strategy.config import OpConfig, Strategy, SyncConfig
+    from soap.tracing.without_values import without_weights
 
 __version__ = "0.1.0"
 
@@ -56,6 +57,7 @@ _HOME = {
     "partitioner": "soap.runner.partitioner",
     "shard": "soap.runner.sharding",
     "tune": "soap.runner.tuning",
+    "without_weights": "soap.tracing.without_values",
     "RunnerConfig": "soap.runner.config",
     "Trainer": "soap.runtime.trainer",
     "TrainingOptions": "soap.runtime.training_options",
@@ -91,6 +93,7 @@ __all__ = [  # noqa: RUF022 - verbs, then values, then errors
     "shard",
     "simulate",
     "tune",
+    "without_weights",
     "RunnerConfig",
     "SearchOptions",
     "SearchOutcome",

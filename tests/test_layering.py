@@ -18,7 +18,7 @@ PACKAGE = ROOT / "soap"
 GROUND_FLOOR = tuple(sorted(f"soap.{path.stem}" for path in PACKAGE.glob("*.py") if path.stem != "__init__"))
 """Errors, units, files and logs."""
 PLANNING = ("soap.model", "soap.cluster", "soap.schedules", "soap.strategy", "soap.plan", *GROUND_FLOOR)
-RUNTIME = ("soap.runtime", "soap.tracing", "soap.simulator", *PLANNING)
+RUNTIME = ("soap.runtime", "soap.tracing", "soap.simulator", "soap.weights", *PLANNING)
 EVERYTHING = ("soap",)
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(GROUND_FLOOR, GROUND_FLOOR),
@@ -42,6 +42,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "soap.profiles": ("soap.profiles", "soap.measure", "soap.emulation.reference_work", "soap.simulator", *PLANNING),
     "soap.preprocessing": ("soap.preprocessing", "soap.elastic.session", "soap.elastic.faults", *GROUND_FLOOR),
     "soap.data": ("soap.data", *GROUND_FLOOR),
+    "soap.weights": ("soap.weights", "soap.tracing", *PLANNING),
     "soap.api": EVERYTHING,
     "soap.runner": EVERYTHING,
     "soap.cli": EVERYTHING,

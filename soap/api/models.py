@@ -68,6 +68,7 @@ def load(
     batch_norm: str = "global",
     matmul_precision: str | None = None,
     imports: Sequence[str] = (),
+    weights: str | Path | None = None,
 ) -> TracedModel:
     """Load a model from a ``.pt2`` file or the zoo (``zoo:NAME[:SIZE][@BATCH]``): a graph of operators that can be computed tile by tile.
 
@@ -80,17 +81,27 @@ def load(
     ``matmul_precision``: ``highest``, ``high`` or ``medium``, as for ``torch.set_float32_matmul_precision``, which is set for this process
     (None: left as it is). Products of float32 matrices are priced by it.
     ``imports``: modules that define custom operators of the model, imported first.
+    ``weights``: a safetensors file, or a folder with such files, as Hugging Face writes it. Parameters then stay in the files until a rank
+    reads its parts; without, they are those that the model was exported with. Not with ``plan_only``.
 
-    ModelError in one line if the model cannot be read or planned.
+    ModelError in one line if the model cannot be read or planned, or the weights are not its.
     """
     from soap.tracing.load import load_model
 
     if str(spec) and Path(spec).is_dir():
         raise ModelError(f"model {str(spec)!r} is a folder; expected a .pt2 file or zoo:NAME: name the file in it")
-    return load_model(
+    model = load_model(
         str(spec), plan_only=plan_only, batch_dims=batch_dims, dtype=dtype, autocast=autocast, autocast_device=autocast_device,
         batch_norm=batch_norm, matmul_precision=matmul_precision, imports=imports,
     )
+    if weights is not None:
+        if plan_only:
+            raise ModelError(f"weights {str(weights)!r} with plan_only, which reads none; leave one of them out")
+        from soap.weights.fitting import give
+        from soap.weights.spec import open_weights
+
+        give(model, open_weights(weights))
+    return model
 
 
 def measure_rows(model: TracedModel | str | Path, batches: Iterable[Sequence[Any]]) -> OperatorGraph:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from soap.cli.command import Parser, UsageError
 from soap.cli.options import positive
 from soap.runtime.checkpoint.folder import check_place, resolve
 from soap.runtime.checkpoint.manifest import read_manifest
+from soap.weights.places import check_place_of_weights
 
 if TYPE_CHECKING:
     from soap.runtime.trainer import Trainer
@@ -17,7 +20,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """``resume``: the checkpoint to go on from, saved after ``resumed_at`` steps with ``seed``. ``save``: the folder for new ones."""
+    """``resume``: the checkpoint to go on from, saved after ``resumed_at`` steps with ``seed``. ``save``: the folder for new ones.
+    ``weights``: the folder for weights alone after the last step, by ``names`` (those in the model -> those to write)."""
 
     resume: str | None = None
     resumed_at: int = 0
@@ -25,6 +29,8 @@ class Checkpoints:
     save: str | None = None
     save_every: int | None = None
     keep: int | None = None
+    weights: str | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
 
 
 def add_checkpoints(parser: Parser) -> None:
@@ -34,6 +40,8 @@ def add_checkpoints(parser: Parser) -> None:
     parser.add_argument("--keep", metavar="N", type=positive, help="with --save: keep only the last N checkpoints (default: all)")
     resume_help = "go on from the latest checkpoint in this folder, or from this checkpoint; whatever strategy it was saved under"
     parser.add_argument("--resume", metavar="DIR", help=resume_help)
+    weights_help = "write the trained weights into this folder as safetensors after the last step, by the names of --weights or the model's"
+    parser.add_argument("--save-weights", metavar="DIR", help=weights_help)
 
 
 def chosen(args: argparse.Namespace) -> Checkpoints:
@@ -47,7 +55,9 @@ def chosen(args: argparse.Namespace) -> Checkpoints:
         step, seed = manifest.step, manifest.seed
     if args.save is not None:
         check_place(args.save, step)
-    return Checkpoints(None if resume is None else str(resume), step, seed, args.save, args.save_every, args.keep)
+    if args.save_weights is not None:
+        check_place_of_weights(Path(args.save_weights))
+    return Checkpoints(None if resume is None else str(resume), step, seed, args.save, args.save_every, args.keep, args.save_weights)
 
 
 class Saver:
@@ -64,3 +74,5 @@ class Saver:
         due = trainer.steps == self._last_step or (every is not None and trainer.steps % every == 0)
         if self._options.save is not None and due:
             self.saved = str(trainer.save(self._options.save, keep=self._options.keep))
+        if self._options.weights is not None and trainer.steps == self._last_step:
+            trainer.save_weights(self._options.weights, self._options.names)

@@ -16,6 +16,7 @@ from soap.cli import compressing, emulation, figures, warm_up
 from soap.cli.checkpoints import add_checkpoints, chosen
 from soap.cli.command import Parser, UsageError, note, run_command
 from soap.cli.options import (
+    Reading,
     add_backend,
     add_cluster,
     add_compressed_training,
@@ -35,7 +36,7 @@ from soap.cli.report import crowded, resting, shared_cores
 from soap.cli.timelines import measured_text, not_as_priced
 from soap.cli.updating import Updating, add_updating
 from soap.cluster.presets import says_all
-from soap.errors import RuntimeFailure, SoapWarning, StrategyError
+from soap.errors import ModelError, RuntimeFailure, SoapWarning, StrategyError
 from soap.files import check_writable, write_text_atomically
 from soap.simulator.reference import execution_order
 from soap.simulator.simulate import Simulation
@@ -45,6 +46,8 @@ from soap.units import format_bytes
 if TYPE_CHECKING:
     from soap.cli.training import Job, Outcome
     from soap.emulation.hosts import HostLimits
+    from soap.model.graph import OperatorGraph
+    from soap.tracing.record import ExportRecord
 
 Argument = TypeVar("Argument")
 Result = TypeVar("Result")
@@ -99,6 +102,8 @@ def add_training(parser: Parser) -> None:
         "are taken as they are)"
     )
     parser.add_argument("--data", metavar="PKG.MOD:CALLABLE", type=data_spec, help=data_help)
+    weights_help = "a safetensors file, or a folder as Hugging Face writes it: the model's values (default: those in MODEL)"
+    parser.add_argument("--weights", metavar="PATH", help=weights_help)
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -138,9 +143,7 @@ def prepare(args: argparse.Namespace) -> tuple[Job, Mapping[str, Simulation], di
     topology = api.load_cluster(args.cluster or _recorded_cluster(args.strategy))
     args.model = sized(args.model, folder_of(args.data))
     read = reading(args, topology)
-    model = api.load(args.model, plan_only=True, **read)
-    graph, record = model.graph, getattr(model, "record", None)
-    del model
+    graph, record, names = _read(args, read)
     strategies = {STRATEGY: api.load_strategy(args.strategy, graph, topology), BASELINE: api.classical(BASELINE, graph, topology)}
     checkpoints = chosen(args)
     if args.dtype:  # the strategy was made for the model's own type; the model in the other type is what runs and is predicted
@@ -154,10 +157,10 @@ def prepare(args: argparse.Namespace) -> tuple[Job, Mapping[str, Simulation], di
     from soap.runtime.updates.trial import optimizer_states  # needed from here on anyway
 
     tried = updating.tried(graph)
-    states = optimizer_states(tried, sparse=bool(graph.sparse))
     planned = compressing.training_of(args.correct_momentum, args.warm_up, args.clip_norm).planned
     if planned.kept and updating.decays:  # which has a momentum of its own
         planned = replace(planned, kept=planned.kept + 1)
+    states = optimizer_states(tried, sparse=bool(graph.sparse))
     simulator = api.simulator_for(
         graph, topology, optimizer_states=states, costs=args.costs, measured_updates=tried.measured, training=planned
     )
@@ -191,17 +194,33 @@ def prepare(args: argparse.Namespace) -> tuple[Job, Mapping[str, Simulation], di
         compressed={name: tuple(sorted(compressed_names(predicted[name].plan))) for name in trained},
         compiled=args.compile,
         data=args.data,
+        weights=args.weights,
         backend=args.backend,
         device_kind=None if args.device == "auto" else args.device,
         checked=args.check,
         traced=args.timeline is not None,
         weighed=args.memory,
-        checkpoints=checkpoints,
+        checkpoints=replace(checkpoints, names=names),
         emulated=args.emulate,
         record=record,
     )
     phases = warm_up.document(simulator, strategies[STRATEGY], args.warm_up, args.accumulate)
     return job, predicted, {**api.costs_record(simulator, predicted[STRATEGY].tasks), **({"warm_up": phases} if phases else {})}
+
+
+def _read(args: argparse.Namespace, read: Reading) -> tuple[OperatorGraph, ExportRecord | None, Mapping[str, str]]:
+    """The model's graph, what its file says of its export, and what its parameters are called in the weights. Before ranks are started:
+    ModelError in one line if these are not the model's, or if it has none."""
+    from soap.weights.fitting import matched
+    from soap.weights.spec import open_weights
+
+    model = api.load(args.model, plan_only=True, **read)
+    record: ExportRecord | None = getattr(model, "record", None)
+    if args.weights is not None:
+        return model.graph, record, matched(model, open_weights(args.weights))
+    if record is not None and not record.has_values and args.resume is None:
+        raise ModelError(f"model {args.model!r} was exported without weights; expected --weights PATH: safetensors, as Hugging Face writes")
+    return model.graph, record, {}
 
 
 def start(job: Job, hosts: Sequence[HostLimits] = (), limit_s: float | None = None) -> Outcome | None:
@@ -277,6 +296,7 @@ def document(
         "costs": {key: value for key, value in costs.items() if key != "warm_up"},
         "resumed_at": job.checkpoints.resumed_at,
         "checkpoint": outcome.saved,
+        "weights": job.checkpoints.weights,
         "strategies": strategies,
         "compressed": compressing.count(predicted[STRATEGY]),
         "warm_up": [{**own, "predicted_ns": round(own["predicted_ns"] / scale)} for own in costs.get("warm_up", ())],
@@ -324,8 +344,7 @@ def text(report: Mapping[str, Any]) -> str:
     facts.append(("throughput", _throughput(own["throughput"], report["emulation"])))
     if report["warm_up"]:
         facts.append(("predicted warm-up", warm_up.text(report["warm_up"], own["predicted_ns"])))
-    if report["checkpoint"]:
-        facts.append(("checkpoint", report["checkpoint"]))
+    facts += [(what, report[what]) for what in ("checkpoint", "weights") if report[what]]
     if report["check"]:
         facts.append(("check", _checked(report["check"], lossy=report["compressed"] > 0)))
     head = f"{report['model']} on {report['cluster']}: {report['processes']} processes, {report['backend']}, {report['steps']} steps"

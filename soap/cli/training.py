@@ -32,6 +32,7 @@ from soap.simulator.tasks import ExecutionOrder
 from soap.strategy.config import Strategy
 from soap.tracing.model import TracedModel
 from soap.tracing.record import ExportRecord
+from soap.weights.fitting import make_room
 
 TRACED_STEPS = 5
 WEIGHED_STEPS = 3
@@ -64,6 +65,7 @@ class Job:
     compressed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     compiled: bool = False
     data: str | None = None
+    weights: str | None = None
     backend: str = "auto"
     device_kind: DeviceKind | None = None
     checked: bool = False
@@ -105,7 +107,9 @@ def train(job: Job) -> Outcome:
     """Train by each strategy in turn, each from the model's own parameters."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SoapWarning)  # the command has shown the warnings, once for all ranks
-        model = api.load(job.model, dtype=job.dtype, **job.reading)
+        model = api.load(job.model, dtype=job.dtype, weights=job.weights, **job.reading)
+    if job.checkpoints.resume is not None:
+        make_room(model)
     batches = batches_of(job, model)
     kind = job.device_kind or job.topology.devices[0].type.kind
     world = open_world(job.topology.device_count, kind, job.backend)  # once for all trainers

@@ -22,7 +22,7 @@ from soap.model.regions import whole
 from soap.plan.syncs.compressed import compressed_names
 from soap.runtime.alone import Alone, step_alone
 from soap.runtime.compressed_check import EmulatedSums, LocalGradients
-from soap.runtime.sizes import run_dtype
+from soap.runtime.run_types import run_dtype
 from soap.runtime.sync.row_update import Updater
 from soap.runtime.trainer import Trainer
 from soap.runtime.updates.momentum import DecayMomentum

@@ -6,18 +6,17 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from soap.cluster.topology import Topology
 from soap.errors import ModelError, RuntimeFailure
-from soap.model.dtypes import replaced
-from soap.model.graph import OperatorGraph
 from soap.plan.plan import Plan
 from soap.runtime.inputs import Tensors, check_types, other_shape, shapes_of
 from soap.runtime.program.program import Program, compile_program
 from soap.runtime.program.resizing import resized_program
+from soap.runtime.run_types import run_dtype
 from soap.runtime.step.gradients import Gradients
 from soap.runtime.step.step import StepRunner
 from soap.runtime.sync.shards import ShardStore
@@ -28,13 +27,6 @@ if TYPE_CHECKING:
     from soap.runtime.trainer import Trainer
 
 Shapes = tuple[tuple[int, ...], ...]
-
-
-def run_dtype(graph: OperatorGraph, name: str, dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype of a graph's tensor at run time: its own, or ``dtype`` in place of a floating-point one."""
-    own: Any = getattr(torch, graph.tensors[name].dtype)
-    assert isinstance(own, torch.dtype)
-    return replaced(own, dtype)
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,13 @@ from soap.plan.syncs.compressed import compressed_names
 from soap.runtime.comm.position import HERE
 from soap.runtime.comm.redistribute import Communicator
 from soap.runtime.comm.traffic import Traffic
+from soap.runtime.comm.whole import home_of, whole_buffers, whole_parameters
 from soap.runtime.comm.world import close_world, open_world
 from soap.runtime.inputs import compare_ranks, micro_batches
 from soap.runtime.program.fused_tiles import missing_compiler
 from soap.runtime.program.program import compile_program
-from soap.runtime.sizes import BatchSizes, run_dtype
+from soap.runtime.run_types import run_dtype
+from soap.runtime.sizes import BatchSizes
 from soap.runtime.step.micro_batch import MicroBatch
 from soap.runtime.step.step_end import StepEnd
 from soap.runtime.sync.look_ups import note_rows
@@ -110,10 +112,10 @@ class Trainer:
         if take_over:
             self._forget_values()
         self.shards.agree(self.comm)
-        self.buffers = {name: self._own(tensor) for name, tensor in self.model.buffers.items()}
+        self.buffers = {name: self.own_copy(tensor) for name, tensor in self.model.buffers.items()}
         for tensor in self.buffers.values():
             self.comm.broadcast(tensor, 0).wait()
-        self._first_buffers = {name: tensor.clone() for name, tensor in self.buffers.items() if name not in self.model.state.values()}
+        self.first_buffers = {name: tensor.clone() for name, tensor in self.buffers.items() if name not in self.model.state.values()}
 
     def _prepare_updates(self, trained: Sequence[str]) -> None:
         """Make the optimizer of this rank's parts, the schedule and the end of a step. RuntimeFailure, the same on all ranks, if the
@@ -217,7 +219,7 @@ class Trainer:
         wanted = sorted(self.plan.synchronized)
         full: dict[str, torch.Tensor] = {}
         for name in dict.fromkeys(self.plan.shards[shard].parameter for shard in wanted):
-            full[name] = torch.zeros(self.plan.graph.tensors[name].shape, dtype=self.dtype_of(name), device=self._home(name))
+            full[name] = torch.zeros(self.plan.graph.tensors[name].shape, dtype=self.dtype_of(name), device=home_of(self, name))
         gather_regions(self.comm, self.plan, self.sizes.gradients.whole(self.plan), wanted, full)
         return full if self.rank == 0 else {}
 
@@ -230,17 +232,11 @@ class Trainer:
 
     def whole_state(self) -> dict[str, torch.Tensor]:
         """``state_dict``, plus the buffers that the model's own state dict leaves out."""
-        full: dict[str, torch.Tensor] = {}
-        for name, tensor in (*self.model.parameters.items(), *self.model.unchanged.items()) if self.rank == 0 else ():
-            if tensor.is_meta:
-                full[name] = torch.empty(tensor.shape, dtype=self.dtype_of(name), device=self._home(name))
-            else:
-                full[name] = self._own(tensor.detach()).to(tensor.device)
-        wanted = list(range(len(self.plan.shards)))
-        gather_regions(self.comm, self.plan, self.shards.tensors, wanted, full)
-        buffers = self._gather_buffers()
+        full = {name: tensor for name, tensor in whole_parameters(self) if tensor is not None}
+        buffers = whole_buffers(self)
         if self.rank != 0:
             return {}
+        full |= {name: self.own_copy(tensor.detach()).to(tensor.device) for name, tensor in self.model.unchanged.items()}
         full |= buffers
         return full | {alias: full[name] for alias, name in self.plan.graph.aliases.items() if name in full}
 
@@ -264,7 +260,14 @@ class Trainer:
         """
         from soap.runtime.checkpoint.checkpoint import save_checkpoint  # loads much of torch that training does not need
 
-        return save_checkpoint(folder, self._training(), self.steps, self.seed, self._gather_buffers(), keep)
+        return save_checkpoint(folder, self._training(), self.steps, self.seed, whole_buffers(self), keep)
+
+    def save_weights(self, folder: str | Path, names: Mapping[str, str] | None = None) -> Path:
+        """Write all parameters and buffers as safetensors into a folder, on all ranks at once; rank 0 has one of them in memory at a time.
+        ``names``: other names to write (``soap.weights.fitting.matched``). SoapError in one line if they cannot be written."""
+        from soap.runtime.checkpoint.weights import save_weights
+
+        return save_weights(self, Path(folder), names or {})
 
     def load(self, path: str | Path) -> None:
         """Go on from a checkpoint, or the latest in a folder; called on all ranks at once. It may come from any plan and number of ranks.
@@ -316,28 +319,8 @@ class Trainer:
 
     def _set_buffer(self, name: str, value: torch.Tensor) -> None:
         self.buffers[name].copy_(value)
-        if name in self._first_buffers:
-            self._first_buffers[name].copy_(value)
-
-    def _gather_buffers(self) -> dict[str, torch.Tensor]:
-        """Full buffers by name, on rank 0. Tiles change only their own region of their rank's copy, so each element is taken from a rank
-        that has changed it. State is the same on all ranks."""
-        full: dict[str, torch.Tensor] = {}
-        kept = set(self.model.state.values())
-        for tag, (name, own) in enumerate(self.buffers.items()):
-            if name in kept:
-                full[name] = own.clone()
-                continue
-            if self.rank != 0:
-                self.comm.send(own, 0, tag)
-                continue
-            merged, first = own.clone(), self._first_buffers[name]
-            for source in range(1, self.world.size):
-                other = self.comm.receive(torch.empty_like(own), source, tag).wait()
-                merged = torch.where(merged == first, other, merged)
-            full[name] = merged
-        self.comm.finish_sends()
-        return full
+        if name in self.first_buffers:
+            self.first_buffers[name].copy_(value)
 
     def _check_agreement(self) -> None:
         """RuntimeFailure unless all ranks have the same program and options: otherwise they would wait for each other forever, or add up
@@ -354,7 +337,7 @@ class Trainer:
                     told = f"rank {rank} trains with {name} {options[name]}, rank 0 with {first}"
                     raise RuntimeFailure(f"{told}; expected the same on all ranks")
 
-    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+    def own_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of the tensor on this rank's device, in the dtype that is computed in."""
         return self.place(tensor).clone(memory_format=torch.contiguous_format)
 
@@ -366,9 +349,6 @@ class Trainer:
         """The dtype that a tensor of the graph is computed in."""
         return run_dtype(self.plan.graph, name, self.dtype)
 
-    def _home(self, name: str) -> torch.device:
-        own = self.model.parameters[name]
-        return torch.device("cpu") if own.is_meta else own.device
 
 
 def _refuse_impossible(model: TracedModel, options: TrainingOptions) -> None:

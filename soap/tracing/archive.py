@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from soap.errors import ModelError
+from soap.tracing.mapped_weights import MappedWeights
 from soap.tracing.operators import unknown_operator
 from soap.tracing.record import NAME, ExportRecord, loads
 from soap.tracing.rules.experts import LIBRARY_OPERATORS
@@ -55,25 +56,26 @@ MAX_EXPRESSION_LENGTH = 10_000
 MAX_ARCHIVE_ENTRIES = 1_000_000
 
 
-def plain_archive(path: Path) -> io.BytesIO:
-    """The archive's content, checked and rewritten; raises ModelError in one line if loading it could run code."""
+def plain_archive(path: Path) -> tuple[io.BytesIO, MappedWeights]:
+    """The archive's content, checked and rewritten, and the weights that it lacks therefore. ModelError in one line if loading it could run
+    code."""
     if not path.is_file() or not zipfile.is_zipfile(path):
         raise ModelError(f"model file {str(path)!r} is not a .pt2 archive; expected a file that torch.export.save wrote")
     result = io.BytesIO()
     with zipfile.ZipFile(path) as archive, zipfile.ZipFile(result, "w", zipfile.ZIP_STORED) as plain:
         names = archive.namelist()
         _check_names(path, names)
-        pickled = _pickled_parts(path, archive)
+        pickled, weights = _pickled_parts(path, archive), MappedWeights(path, archive)
         record = next((loads(archive.read(name)) for name in names if name.endswith(f"/extra/{NAME}")), ExportRecord())
         for name in names:
-            leaf, content = name.rsplit("/", 1)[-1], archive.read(name)
+            leaf, content = name.rsplit("/", 1)[-1], b"" if name in weights.payloads else weights.without_values(name, archive.read(name))
             if content and (leaf in pickled or leaf.endswith(".pt")):
                 _weights_only(path, leaf, content)
             if "/models/" in name:
                 content = _plain_program(path, content, record)
             plain.writestr(name, content)
     result.seek(0)
-    return result
+    return result, weights
 
 
 def _check_names(path: Path, names: Sequence[str]) -> None:

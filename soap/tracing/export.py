@@ -26,6 +26,7 @@ from soap.tracing.operators import refuse_custom_operators
 from soap.tracing.quiet import quiet_torch
 from soap.tracing.record import NAME, ExportRecord, dumps
 from soap.tracing.tracebacks import chain, user_line
+from soap.tracing.without_values import Room, tied_without_values
 
 if TYPE_CHECKING:
     from soap.tracing.execute import ExecutableModel
@@ -68,10 +69,11 @@ def export_model(
         warnings.simplefilter("ignore")  # rules that are missing are reported when the file is planned
         traced_model = import_program(exported, name=type(model).__name__, plan_only=judge is None)
     record = ExportRecord(False, unjudged) if judge is None else judge(exported, traced_model)
-    record = replace(record, imports=tuple(imports))
+    record = replace(record, imports=tuple(imports), tied=tied_without_values(exported.state_dict))
     del traced_model
     buffer = io.BytesIO()
-    with quiet_torch():
+    with warnings.catch_warnings(), quiet_torch():
+        warnings.simplefilter("ignore")  # torch wonders about tensors without values
         torch.export.save(exported, buffer, extra_files={NAME: dumps(record)})
     write_bytes_atomically(path, buffer.getvalue())
 
@@ -88,12 +90,14 @@ def exported_program(
     plain, rebuild = plain_arguments(args, kwargs or {})
     take = None if rebuild is None else lambda args, kwargs: rebuild((args, kwargs))
     module = model if loss is None and take is None else adapted(model, loss, take)
-    separate, named = _separate(*plain)
     try:
-        sizes = _symbolic_batch(module, separate, named, dynamic_batch) if dynamic_batch else None
-        exported = _writable(module, separate, named, sizes)
-        if exported is None:  # its output is of a class that files do not hold
-            exported = traced(adapted(model, lambda output: plainly(output, "the output")[0], take), separate, named, sizes)
+        with Room(module) as room:
+            separate, named = _separate(*torch.utils._pytree.tree_map(room.of, plain))
+            sizes = _symbolic_batch(module, separate, named, dynamic_batch) if dynamic_batch else None
+            exported = _writable(module, separate, named, sizes)
+            if exported is None:  # its output is of a class that files do not hold
+                exported = traced(adapted(model, lambda output: plainly(output, "the output")[0], take), separate, named, sizes)
+            room.leave(exported)
         return exported
     except ModelError:
         raise

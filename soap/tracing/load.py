@@ -29,6 +29,7 @@ from soap.tracing.quiet import quiet_torch
 from soap.tracing.record import NAME, ExportRecord, loads
 from soap.tracing.row_counting import measure_rows
 from soap.tracing.sizes import Shapes, is_dynamic
+from soap.tracing.without_values import tie_again
 
 LOWER = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 """Types to which autocast may cast. Float16 is priced alone: to train in it would need gradient scaling."""
@@ -208,11 +209,14 @@ def read_pt2(path: Path) -> tuple[ExportedProgram, ExportRecord]:
             f"model file {str(path)!r} does not exist; expected a .pt2 file made by soap.export or torch.export.save, or zoo:NAME"
         )
     try:
-        archive = plain_archive(path)
+        archive, weights = plain_archive(path)
         with warnings.catch_warnings(), quiet_torch(), _weights_only(), _blocks_without_results():
             warnings.simplefilter("ignore")
             extra = {NAME: ""}
-            return torch.export.load(archive, extra_files=extra), loads(extra[NAME])
+            exported, record = torch.export.load(archive, extra_files=extra), loads(extra[NAME])
+            weights.give(exported.state_dict)
+            tie_again(exported.state_dict, record.tied)
+            return exported, replace(record, has_values=not any(tensor.is_meta for tensor in exported.state_dict.values()))
     except ModelError:
         raise
     except Exception as error:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 NAME = "soap.json"
@@ -22,11 +22,15 @@ OF_THE_ZOO = "a program of the zoo, all of which the tests of this package compa
 @dataclass(frozen=True, slots=True)
 class ExportRecord:
     """``compared``: whether loss and gradients of one step were found equal to eager PyTorch's. ``reason``: why not, if they were not.
-    ``imports``: the modules that define the program's custom operators, as named at export."""
+    ``imports``: the modules that define the program's custom operators, as named at export. ``tied``: of parameters without values, which
+    torch's archives tell apart by nothing: name -> the first name of the same parameter. ``has_values``: of all parameters; it is seen in
+    the file, which says nothing of it."""
 
     compared: bool = False
     reason: str = BY_TORCH
     imports: tuple[str, ...] = ()
+    tied: Mapping[str, str] = field(default_factory=dict)
+    has_values: bool = True
 
     @property
     def text(self) -> str:
@@ -39,7 +43,8 @@ class ExportRecord:
 def dumps(record: ExportRecord) -> str:
     """The record as JSON."""
     eager = {"compared": record.compared, "reason": record.reason}
-    return json.dumps({"format": 1, "eager": eager, "imports": list(record.imports)})
+    tied = {"tied": dict(record.tied)} if record.tied else {}
+    return json.dumps({"format": 1, "eager": eager, "imports": list(record.imports), **tied})
 
 
 def loads(text: str | bytes) -> ExportRecord:
@@ -51,10 +56,15 @@ def loads(text: str | bytes) -> ExportRecord:
     eager = found.get("eager") if isinstance(found, dict) else None
     if not isinstance(found, dict) or not isinstance(eager, dict):
         return ExportRecord()
-    imports = module_names(found.get("imports"))
+    imports, tied = module_names(found.get("imports")), _names(found.get("tied"))
     if eager.get("compared") is True:
-        return ExportRecord(True, "", imports)
-    return ExportRecord(False, " ".join(str(eager.get("reason", "")).split())[:200] or BY_TORCH, imports)
+        return ExportRecord(True, "", imports, tied)
+    return ExportRecord(False, " ".join(str(eager.get("reason", "")).split())[:200] or BY_TORCH, imports, tied)
+
+
+def _names(found: Any) -> dict[str, str]:
+    """The entries of a mapping from text to text."""
+    return {name: first for name, first in found.items() if isinstance(first, str)} if isinstance(found, dict) else {}
 
 
 def module_names(found: Any) -> tuple[str, ...]:

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 
 from soap.errors import RuntimeFailure
-from soap.model.dtypes import replaced
 from soap.model.regions import Box, lengths, relative, whole
 from soap.plan.plan import Plan, ShardSync
 from soap.runtime.comm.redistribute import Communicator, assemble, cut
+from soap.runtime.run_types import run_dtype
 from soap.runtime.sync.layout import Layout
 from soap.runtime.sync.roles import pieces, pieces_read, uses_of_pieces
 
@@ -65,13 +65,16 @@ class ShardStore:
                 continue
             full = parameters[shard.parameter].detach()
             if full.is_meta:
-                raise RuntimeFailure(f"parameter {shard.parameter!r} has no values; expected a model that has them: load it again")
+                raise RuntimeFailure(
+                    f"parameter {shard.parameter!r} has no values; expected a model that has them: load it again, or with weights "
+                    "(soap-run --weights, soap.load(..., weights=...)) if it was exported without"
+                )
             region = cut(full, whole(full.shape), shard.box)
             if number in self.tensors:
                 with torch.no_grad():
                     self.tensors[number].copy_(region)
                 continue
-            kind = _kind(full, dtype)
+            kind = run_dtype(self.plan.graph, shard.parameter, dtype)  # files of weights may have another type
             if number in copied:
                 own = copied[number]
                 own.copy_(region)
@@ -98,7 +101,7 @@ class ShardStore:
                 continue
             for region, piece in zip(own.regions, read, strict=True):
                 full = parameters[region.parameter].detach()
-                kind = _kind(full, dtype)
+                kind = run_dtype(self.plan.graph, region.parameter, dtype)
                 if own.contract.gathers_values:
                     leaf = torch.empty(lengths(region.box), dtype=kind, device=device)
                     self.leaves[piece] = leaf.requires_grad_(self.plan.shards[region.shards[0]].trainable)
@@ -128,7 +131,7 @@ class ShardStore:
             if self.rank in shard.devices and shard.parameter in self._whole:
                 full = parameters[shard.parameter]
                 if shard.parameter not in self.joined:
-                    room = torch.empty(full.shape, dtype=_kind(full, dtype), device=device)
+                    room = torch.empty(full.shape, dtype=run_dtype(self.plan.graph, shard.parameter, dtype), device=device)
                     self.joined[shard.parameter] = room.requires_grad_()
                 places[number] = cut(self.joined[shard.parameter].detach(), whole(full.shape), shard.box)
         return places
@@ -168,11 +171,6 @@ def keep_memory(leaf: torch.Tensor, *, kept: bool) -> None:
 def _is_kept_so(full: torch.Tensor, kind: torch.dtype, device: torch.device) -> bool:
     """Whether a tensor may be a shard as it is."""
     return (full.dtype, full.device) == (kind, device) and full.is_contiguous()
-
-
-def _kind(full: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype that a parameter is kept in."""
-    return replaced(full.dtype, dtype)
 
 
 def gather_regions(

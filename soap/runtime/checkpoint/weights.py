@@ -1,0 +1,52 @@
+"""Writing a trainer's parameters and buffers as safetensors, for other programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from soap.errors import RuntimeFailure, SoapError
+from soap.files import reason
+from soap.runtime.comm.whole import whole_buffers, whole_parameters
+from soap.weights.seam import Kind
+from soap.weights.writing import require_writable, write_weights
+
+if TYPE_CHECKING:
+    from soap.runtime.trainer import Trainer
+
+
+def save_weights(trainer: Trainer, folder: Path, names: Mapping[str, str]) -> Path:
+    """See ``Trainer.save_weights``. A parameter of several names is written under one of them."""
+    model = trainer.model
+    kinds = {name: Kind(tuple(tensor.shape), trainer.dtype_of(name)) for name, tensor in model.parameters.items()}
+    saved = [name for name in model.buffers if name not in model.transient]
+    kinds |= {name: Kind(tuple(trainer.buffers[name].shape), trainer.buffers[name].dtype) for name in saved}
+    others = {name: tensor for name, tensor in model.unchanged.items() if not tensor.is_meta}
+    kinds |= {name: Kind(tuple(tensor.shape), trainer.place(tensor).dtype) for name, tensor in others.items()}
+    require_writable(kinds)
+    buffers, parameters = whole_buffers(trainer), whole_parameters(trainer)
+
+    def tensors() -> Iterator[torch.Tensor]:
+        for _, whole in parameters:
+            assert whole is not None
+            yield whole
+        yield from (buffers[name] for name in saved)
+        yield from map(trainer.place, others.values())
+
+    failure = ""
+    if trainer.rank == 0:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_weights(folder, {names.get(name, name): kind for name, kind in kinds.items()}, tensors())
+        except SoapError as error:
+            failure = str(error)
+        except OSError as error:
+            failure = f"cannot write weights into {str(folder)!r}: {reason(error)}; choose another folder"
+    for _ in parameters:  # others send theirs, whether they can be written or not
+        pass
+    if failure := next(filter(None, trainer.comm.gather(failure)), ""):
+        raise RuntimeFailure(failure)
+    return folder

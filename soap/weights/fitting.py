@@ -1,0 +1,90 @@
+"""Whether weights are those of a model, and giving them to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from soap.errors import ModelError
+from soap.tracing.model import TracedModel
+from soap.weights.seam import Weights
+
+TOLD = 5
+
+
+def give(model: TracedModel, weights: Weights) -> None:
+    """Give a model these values. Parameters stay in their files until they are used; buffers are copied. ModelError in one line unless
+    ``matched`` finds them, and each constant has a value."""
+    places = matched(model, weights)
+    parameters = {name: weights.tensor(places[name]).requires_grad_(before.requires_grad) for name, before in model.parameters.items()}
+    known = {name: before for name, before in model.buffers.items() if name in places}
+    buffers = {name: weights.tensor(places[name]).to(before.dtype, copy=True) for name, before in known.items()}
+    model.parameters, model.buffers = {**model.parameters, **parameters}, {**model.buffers, **buffers}
+    _require_others(model)
+
+
+def matched(model: TracedModel, weights: Weights) -> dict[str, str]:
+    """A model's parameters and buffers -> their names in the weights. ModelError in one line unless each parameter is there, in its shape.
+
+    Names are the model's own, or have a prefix of one or two words more or less (``model.``). A parameter of several names may have any of
+    these. What the model does not have is ignored, as heads for other tasks are.
+    """
+    saved = {name: tensor for name, tensor in model.buffers.items() if name not in model.transient}
+    own = {**model.parameters, **saved}
+    names = {name: [name] for name in own}
+    for alias, name in model.graph.aliases.items():
+        names.get(name, []).append(alias)
+    places = _places(names, weights)
+    if lacking := [name for name in model.parameters if name not in places]:
+        raise ModelError(f"weights {weights.said!r} lack {_some(lacking)}; expected those of {model.graph.name!r}: check the names")
+    kinds = {name: weights.kinds[place] for name, place in places.items()}
+    wrong = [f"{name} {[*kind.shape]} instead of {[*own[name].shape]}" for name, kind in kinds.items() if kind.shape != own[name].shape]
+    if wrong:
+        raise ModelError(f"weights {weights.said!r} have other shapes: {_some(wrong)}; expected those of {model.graph.name!r}")
+    kept = [name for name, kind in kinds.items() if kind.dtype.is_floating_point != own[name].is_floating_point()]
+    if kept:
+        raise ModelError(f"weights {weights.said!r} have another kind of numbers in {_some(kept)}; expected the model's")
+    return places
+
+
+def make_room(model: TracedModel) -> None:
+    """Give parameters without values memory that nobody has touched: a checkpoint fills what a rank keeps."""
+    room = {name: torch.empty_like(own, device="cpu") for name, own in model.parameters.items() if own.is_meta}
+    model.parameters = {**model.parameters, **room}
+    _require_others(model)
+
+
+def _require_others(model: TracedModel) -> None:
+    """ModelError in one line if values are missing that no file of weights has."""
+    lacking = [name for known in (model.buffers, model.constants) for name, tensor in known.items() if tensor.is_meta]
+    if lacking:
+        raise ModelError(
+            f"model {model.graph.name!r} was exported without the values of {_some(lacking)}; make the module under "
+            "soap.without_weights(), where buffers have values, and export it again"
+        )
+
+
+def _places(names: Mapping[str, Sequence[str]], weights: Weights) -> dict[str, str]:
+    """Name in the model -> name in the weights, by the way of writing names that finds most."""
+    theirs = {name: name for name in weights.kinds}
+    ours = [other for known in names.values() for other in known]
+    ways = [theirs]
+    ways += [{name.removeprefix(prefix): name for name in theirs if name.startswith(prefix)} for prefix in _prefixes(theirs)]
+    ways += [{prefix + name: name for name in theirs} for prefix in _prefixes(ours)]
+    return max((_found(names, way) for way in ways), key=len)
+
+
+def _found(names: Mapping[str, Sequence[str]], way: Mapping[str, str]) -> dict[str, str]:
+    first = ((name, next((way[other] for other in known if other in way), None)) for name, known in names.items())
+    return {name: place for name, place in first if place is not None}
+
+
+def _prefixes(names: Iterable[str]) -> list[str]:
+    """The beginnings of one and of two words: ``model.`` and ``model.base.``."""
+    words = [name.split(".") for name in names]
+    return sorted({".".join(own[:count]) + "." for own in words for count in (1, 2) if len(own) > count})
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:TOLD]) + (f" and {len(names) - TOLD} more" if len(names) > TOLD else "")

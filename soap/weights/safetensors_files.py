@@ -1,0 +1,86 @@
+"""Weights in safetensors files: one file, or a folder as Hugging Face writes it, with an index if there are several files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from soap.errors import ModelError, first_line
+from soap.files import read_text
+from soap.weights.places import INDEX, SINGLE, SUFFIX
+from soap.weights.seam import Kind
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64, "I32": torch.int32,
+    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool, "C64": torch.complex64,
+}  # fmt: skip
+"""Those of the format that models here may have."""
+
+
+class SafetensorsFiles:
+    """See ``Weights``."""
+
+    def __init__(self, path: Path) -> None:
+        self.said = str(path)
+        self.kinds: Mapping[str, Kind] = {}
+        self._files: dict[str, Any] = {}
+        for file, expected in _files(path).items():
+            self._open(file, expected)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """See ``Weights``."""
+        found: torch.Tensor = self._files[name].get_tensor(name)
+        return found
+
+    def _open(self, path: Path, expected: frozenset[str]) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            opened: Any = safe_open(path, framework="pt", device="cpu")
+            names = frozenset(opened.keys())
+        except (OSError, SafetensorError) as error:
+            said = first_line(error)
+            raise ModelError(f"weights file {str(path)!r} cannot be read ({said}); expected a whole safetensors file") from None
+        if missing := sorted(expected - names):
+            raise ModelError(f"weights file {str(path)!r} lacks {missing[0]!r}, which {INDEX} says it has; copy the folder again")
+        found: dict[str, Kind] = {}
+        for name in sorted(names):
+            part = opened.get_slice(name)
+            if part.get_dtype() not in DTYPES:
+                raise ModelError(f"weights file {str(path)!r}: {name!r} has type {part.get_dtype()}; expected one of {', '.join(DTYPES)}")
+            found[name] = Kind(tuple(part.get_shape()), DTYPES[part.get_dtype()])
+            self._files[name] = opened
+        self.kinds = {**self.kinds, **found}
+
+
+def _files(path: Path) -> Mapping[Path, frozenset[str]]:
+    """The files, and what each must have."""
+    if path.is_file():
+        return {path: frozenset()}
+    if (path / INDEX).is_file():
+        return _indexed(path)
+    if (path / SINGLE).is_file():
+        return {path / SINGLE: frozenset()}
+    found = sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else []
+    if len(found) != 1:
+        what = f"has {len(found)} {SUFFIX} files and no {INDEX}" if path.is_dir() else "does not exist"
+        raise ModelError(f"weights {str(path)!r} {what}; expected a {SUFFIX} file, or a folder with {SINGLE} or {INDEX}")
+    return {found[0]: frozenset()}
+
+
+def _indexed(folder: Path) -> dict[Path, frozenset[str]]:
+    text = read_text(folder / INDEX, what="index of weights", error=ModelError)
+    try:
+        places = json.loads(text)["weight_map"]
+        by_file: dict[str, set[str]] = {}
+        for name, file in places.items():
+            if Path(file).name != file or not file.endswith(SUFFIX):  # files come from outside: none beyond the folder
+                raise ModelError(f"index of weights {str(folder / INDEX)!r}: file {file!r}; expected the name of a file in its folder")
+            by_file.setdefault(file, set()).add(name)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"index of weights {str(folder / INDEX)!r} is no index ({first_line(error)}); expected a weight_map") from None
+    return {folder / file: frozenset(names) for file, names in by_file.items()}
