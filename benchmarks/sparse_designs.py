@@ -35,7 +35,7 @@ MACHINE = DeviceType(
     "assumed: half of what 8 cores of 3 GHz with 16 operations a cycle can do, and of two channels of DDR4-2400",
 )  # fmt: skip
 LATENCY_SECONDS = 50e-6
-MACHINES = (4, 8, 16)
+MACHINES = (4, 8, 12)
 INTRO = """# Three designs of a cluster for sparse models
 
 Simulated steady states of `{model}` ({weights:.1f} million weights) in batches of {batch} samples, asynchronous, on machines that send

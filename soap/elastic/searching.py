@@ -28,8 +28,8 @@ from soap.strategy.consistency import Consistency
 
 MOST_PLANS = 400
 """Up to so many plans all of them are looked at."""
-SEARCHED_LEASES = 64
-"""Leases of each worker that a plan is played with at most while others are compared with it."""
+SEARCHED_LEASES, SEARCHED_TASKS = 64, 50_000
+"""Limits of what a plan is played with while others are compared with it (``simulate``)."""
 NOISE = 0.01
 """By how much a simulated rate that has not settled may be above its bound."""
 FACTORS = (1, 2)
@@ -70,7 +70,7 @@ def find(
     keep beside it. ElasticError in one line if there is none: fewer than two machines, no table, or tables that fit on no servers."""
     search = Search(graph, topology, costs, batch, consistency, delays, optimizer_states)
     best = search.exhaustive() if search.count <= most_plans else search.descent()
-    return Found(search.plan(best), search.steady(best, None), len(search.rates), search.count)
+    return Found(search.plan(best), search.steady(best, quickly=False), len(search.rates), search.count)
 
 
 class Search:
@@ -137,7 +137,7 @@ class Search:
     def rate(self, choice: Choice) -> float:
         """Samples per second."""
         if choice not in self.rates:
-            self.rates[choice] = self.steady(choice, SEARCHED_LEASES).samples_per_second
+            self.rates[choice] = self.steady(choice, quickly=True).samples_per_second
         return self.rates[choice]
 
     def plan(self, choice: Choice) -> ElasticPlan:
@@ -150,11 +150,12 @@ class Search:
             workers = tuple(device for device in everyone if device not in servers)
         return bipartite(self._graph, workers, servers, self._batch, self._consistency, partitions=choice.partitions, axis=axes)
 
-    def steady(self, choice: Choice, most_leases: int | None) -> Steady:
-        """How a choice trains."""
+    def steady(self, choice: Choice, *, quickly: bool) -> Steady:
+        """How a choice trains. ``quickly``: played with fewer leases, if it does not settle before."""
         traffic, work = self._asked(choice)
-        limits = {} if most_leases is None else {"most_leases": most_leases}
-        return simulate(self._topology, traffic, work, delays=self._delays, **limits)
+        if quickly:
+            return simulate(self._topology, traffic, work, delays=self._delays, most_leases=SEARCHED_LEASES, most_tasks=SEARCHED_TASKS)
+        return simulate(self._topology, traffic, work, delays=self._delays)
 
     def _asked(self, choice: Choice) -> tuple[Traffic, EstimatedWork]:
         design = design_of(self.plan(choice), self._graph)

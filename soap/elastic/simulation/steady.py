@@ -21,6 +21,8 @@ from soap.elastic.simulation.work import Work
 from soap.simulator.reference import play
 
 FIRST_LEASES, MOST_LEASES = 16, 256
+MOST_TASKS = 400_000
+"""Leases are not doubled beyond so many tasks, which take seconds."""
 SETTLED = 0.002
 """Relative change of the rate when twice as many leases are played, below which it counts as settled."""
 
@@ -72,10 +74,11 @@ def simulate(
     *,
     delays: Delays = NO_DELAYS,
     most_leases: int = MOST_LEASES,
+    most_tasks: int = MOST_TASKS,
     settled: float = SETTLED,
 ) -> Steady:
-    """The steady state of a design's training. Plays 16, 32, … leases of each lane, at most ``most_leases``, until what happens repeats
-    or the rate changes by less than ``settled``."""
+    """The steady state of a design's training. Plays 16, 32, … leases of each lane, at most ``most_leases`` and, but for the first ones,
+    ``most_tasks`` tasks, until what happens repeats or the rate changes by less than ``settled``."""
     leases = min(FIRST_LEASES, most_leases)
     before: float | None = None
     while True:
@@ -83,7 +86,7 @@ def simulate(
         rate = played.samples_per_second
         change = None if before is None else abs(rate / before - 1)
         done = played.period is not None or (change is not None and change < settled)
-        if done or leases >= most_leases:
+        if done or leases >= most_leases or 2 * played.tasks > most_tasks:
             return played.steady(leases, settled=done)
         leases, before = min(2 * leases, most_leases), rate
 
@@ -94,6 +97,7 @@ class _Played:
     def __init__(self, topology: Topology, traffic: Traffic, unrolled: Unrolled) -> None:
         self._topology, self._design, self._unrolled = topology, traffic.design, unrolled
         schedule = play(unrolled.tasks, topology)
+        self.tasks = len(unrolled.tasks)
         self._start_ns, self._end_ns = schedule.start_ns, schedule.end_ns
         self._finished = [self._end_ns[list(own)] for own in unrolled.ends]
         self.end_ns = int(min(own[-1] for own in self._finished))
