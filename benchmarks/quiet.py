@@ -16,14 +16,16 @@ class Watch:
     def __init__(self) -> None:
         self._start = _counts()
 
-    def others_share(self) -> float | None:
-        """Share of all cores' time that other programs used; None where it cannot be known."""
+    def others_share(self, running_seconds: float = 0.0) -> float | None:
+        """Share of all cores' time that other programs used; None where it cannot be known. ``running_seconds``: processor time since then
+        of children that still run."""
         if self._start is None:
             return None
         end = _counts()
         assert end is not None
         all_seconds, busy_seconds, own_seconds = (b - a for a, b in zip(self._start, end, strict=True))
-        return min(1.0, max(0.0, busy_seconds - own_seconds) / max(all_seconds, 1e-9))  # differences of sums round: a hair over 1 otherwise
+        others = max(0.0, busy_seconds - own_seconds - running_seconds)
+        return min(1.0, others / max(all_seconds, 1e-9))  # differences of sums round: a hair over 1 otherwise
 
 
 def wait_until_quiet(limit: float, deadline: float) -> bool:

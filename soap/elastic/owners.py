@@ -18,6 +18,7 @@ from soap.elastic.lookups import Lookups
 from soap.elastic.messages import Kind, Message, decode, encode
 from soap.elastic.partitions import combine, divide, route
 from soap.elastic.transport import Connection, PeerLost, connect
+from soap.runtime.system import clock
 
 PATIENCE_S = 120.0
 """How long a server may be away before its workers give up."""
@@ -94,6 +95,13 @@ class Owners:
 
     def _ask(self, asked: Sequence[tuple[Place, Message]], expected: Kind) -> list[Message]:
         """All answers, in order. ElasticError if one is an error, or an owner stays away."""
+        clock.catch_up()
+        try:
+            return self._answers(asked, expected)
+        finally:
+            clock.resume()
+
+    def _answers(self, asked: Sequence[tuple[Place, Message]], expected: Kind) -> list[Message]:
         answers: dict[int, Message] = {}
         deadline = time.monotonic() + PATIENCE_S
         try:

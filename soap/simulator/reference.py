@@ -21,15 +21,21 @@ than its first kernel is launched, and ends no earlier than its last one is. If 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 
 import numpy as np
 
-from soap.simulator.tasks import ExecutionOrder, Schedule, TaskGraph, TaskKind
+from soap.cluster.topology import Topology
+from soap.simulator.tasks import ExecutionOrder, Schedule, Task, TaskGraph, TaskKind
 
 
 def simulate(tasks: TaskGraph) -> Schedule:
     """Start and end of every task."""
-    todo = tasks.tasks
+    return play(tasks.tasks, tasks.topology)
+
+
+def play(todo: Sequence[Task], topology: Topology) -> Schedule:
+    """The same of tasks that are no iteration's, predecessors first. Resources beyond those of ``Task`` may have any numbers."""
     successors: list[list[int]] = [[] for _ in todo]
     for position, task in enumerate(todo):
         for predecessor in task.predecessors:
@@ -38,8 +44,8 @@ def simulate(tasks: TaskGraph) -> Schedule:
     ready, start, end = [0] * len(todo), [0] * len(todo), [0] * len(todo)
     free: dict[int, int] = {}
     launched: dict[int, int] = {}
-    clock = tasks.topology.device_clock()
-    ports = {tasks.topology.device_count + port.link: port.device for port in tasks.topology.ports}
+    clock = topology.device_clock()
+    ports = {topology.device_count + port.link: port.device for port in topology.ports}
     queue = [(0, task.id, position) for position, task in enumerate(todo) if not task.predecessors]
     heapq.heapify(queue)
     while queue:

@@ -11,6 +11,7 @@ from soap.plan.flows import Round
 from soap.plan.syncs.even_parts import Collective
 from soap.simulator.chunks import chunk_count, parts, shortest_chunk_ns
 from soap.simulator.communication.prices import Communication
+from soap.simulator.costs import nanoseconds
 from soap.simulator.task_ids import check_id
 from soap.simulator.tasks import Task, TaskKind
 
@@ -89,15 +90,44 @@ class TaskList:
             after = (self.add(own, name, kind, resources, part_ns, after, told, flows=all_flows, cpu_overhead_ns=busy_ns),)
         return len(self.tasks) - 1
 
-    def message(
-        self, place: tuple[int, ...], name: str, kind: TaskKind, source: int, target: int, size: int, after: Iterable[int]
-    ) -> int:
+    def message(self, place: tuple[int, ...], name: str, kind: TaskKind, source: int, target: int, size: int, after: Iterable[int]) -> int:
         """Add a message of ``size`` bytes from one device to another."""
         resources = self._link_resources(self.topology.route(source, target))
         duration_ns = self.communication.transfer_ns(size, source, target)
         latency_ns = self.communication.latency_ns(duration_ns, source, target)
         cpu_overhead_ns = self.communication.message_share(source, target).busy_ns(duration_ns - latency_ns)
         return self.add(place, name, kind, resources, duration_ns, after, size, latency_ns=latency_ns, cpu_overhead_ns=cpu_overhead_ns)
+
+    def streamed(
+        self,
+        place: tuple[int, ...],
+        name: str,
+        kind: TaskKind,
+        source: int,
+        target: int,
+        size: int,
+        after: Iterable[int],
+        shortest_chunk_ns: int,
+    ) -> tuple[int, ...]:
+        """Add a message that holds each link of its route by itself, as packets do that a switch keeps until the next link is free: in
+        chunks (``chunks``) of at least so long. A chunk may hold the next link as soon as the one before it has passed this one. If all
+        links are free it takes as long as ``message``. Returns the tasks at whose ends it has arrived. The third part of ``place`` must
+        be 0."""
+        route, first, after = self.topology.route(source, target), len(self.tasks), tuple(after)
+        duration_ns = self.communication.transfer_ns(size, source, target)
+        latency_ns = self.communication.latency_ns(duration_ns, source, target)
+        cpu_overhead_ns = self.communication.message_share(source, target).busy_ns(duration_ns - latency_ns)
+        count = chunk_count(duration_ns - latency_ns, shortest_chunk_ns)
+        for at, link in enumerate(route):
+            held_ns = min(duration_ns - latency_ns, nanoseconds(size / self.topology.effective_bandwidths[link]))
+            times = zip(parts(held_ns, count), parts(cpu_overhead_ns, count), strict=True)
+            for chunk, (part_ns, busy_ns) in enumerate(times):
+                own = (*place[:2], at, *place[3:], chunk)
+                earlier = [first + before * count + chunk - 1 for before in range(max(0, at - 1), at + 1)] if chunk else after
+                told = size if chunk == count - 1 else 0
+                self.add(own, name, kind, self._link_resources((link,)), part_ns, earlier, told, cpu_overhead_ns=busy_ns)
+        ends = tuple(first + at * count + count - 1 for at in range(len(route))) or after
+        return (self.add(place, name, kind, (), latency_ns, ends),) if latency_ns or not route else ends
 
     def exchange(
         self,

@@ -1,0 +1,163 @@
+"""Who does what in a training with servers and workers, as the simulator takes it: lanes that leases run along, and where partitions are.
+
+A *lane* is what works on one lease after the other: a worker, which reads the batch and computes the rest of the model on one device. In
+the *naive* design these are two devices. Twitter's three designs ("Distributed training of sparse machine learning models", parts 1 and 2)
+differ in nothing but which devices lanes and partitions have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from soap.elastic.faults import ElasticError
+from soap.elastic.layout import DENSE, Layout, Place
+from soap.elastic.partitions import Partition, cut
+from soap.elastic.plan import ElasticPlan, TableCut
+from soap.model.graph import OperatorGraph
+from soap.strategy.consistency import Consistency
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Lane:
+    """``front``: the device that reads the batch and asks; ``rest``: the one that gets the sums and computes the rest of the model."""
+
+    front: int
+    rest: int
+
+
+@dataclass(frozen=True)
+class Design:
+    """``servers``: by number, the device; ``layout``: which server has what. ``in_flight``: leases of a lane at once, a wave (``Clocks``).
+    ``batch``: samples of a lease."""
+
+    lanes: tuple[Lane, ...]
+    servers: tuple[int, ...]
+    layout: Layout
+    batch: int
+    consistency: Consistency
+    in_flight: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.lanes or not self.servers or self.batch < 1 or self.in_flight < 1:
+            raise ElasticError(
+                f"{len(self.lanes)} workers, {len(self.servers)} servers, leases of {self.batch} samples, {self.in_flight} at once; "
+                "expected at least 1 of each"
+            )
+
+    def device(self, place: Place) -> int:
+        """The device of a partition's owner."""
+        return self.servers[place.server]
+
+    @property
+    def stateful(self) -> tuple[int, ...]:
+        """Devices whose loss is a loss of state."""
+        return tuple(sorted({self.device(place) for place in self.layout.places}))
+
+    @property
+    def roles(self) -> Mapping[int, str]:
+        """By device, what it is: in the naive design "input" and "rest" instead of "worker". Who has dense variables alone beside another
+        role is no server."""
+        found: dict[int, list[str]] = {}
+        for lane in self.lanes:
+            for device, role in ((lane.front, "input"), (lane.rest, "rest")) if lane.front != lane.rest else ((lane.rest, "worker"),):
+                found.setdefault(device, []).append(role)
+        tables = {self.device(place) for places in self.layout.tables.values() for place in places}
+        for device in self.servers:
+            if device in tables or device not in found:
+                found.setdefault(device, []).append("server")
+        return {device: " and ".join(dict.fromkeys(roles)) for device, roles in sorted(found.items())}
+
+
+def shapes_of(graph: OperatorGraph, tables: Sequence[str]) -> tuple[Shapes, Shapes]:
+    """(tables, dense variables): shapes by name. ElasticError in one line for a table that the graph does not look up."""
+    for name in tables:
+        if name not in graph.sparse:
+            raise ElasticError(f"{name!r} is no table that is looked up; expected some of {', '.join(graph.sparse) or 'none'}")
+    trained = [tensor for tensor in graph.parameters if tensor.requires_grad]
+    dense = {tensor.name: tensor.shape for tensor in trained if tensor.name not in tables}
+    return {name: graph.tensors[name].shape for name in tables}, dense
+
+
+def layout_of(plan: ElasticPlan, tables: Shapes, dense: Shapes) -> Layout:
+    """Which server owns what, as a plan says. ElasticError in one line for a server that it does not have."""
+    numbers = [0] * len(plan.servers)
+
+    def placed(partition: Partition, server: int) -> Place:
+        if not 0 <= server < len(numbers):
+            raise ElasticError(f"partition {partition.name!r} is at server {server}; expected 0 to {len(numbers) - 1}")
+        numbers[server] += 1
+        return Place(partition, server, numbers[server] - 1)
+
+    if {*plan.tables} != {*tables}:
+        raise ElasticError(f"a plan of tables {', '.join(plan.tables)}; expected {', '.join(tables)}")
+    found = {}
+    for name, own in plan.tables.items():
+        cells = cut(name, tables[name], len(own.servers), own.axis)
+        found[name] = tuple(placed(cell, server) for cell, server in zip(cells, own.servers, strict=True))
+    size = sum(map(prod, dense.values()))
+    if size and not plan.dense:
+        raise ElasticError(f"{size} dense values have no server; expected at least 1")
+    owners = plan.dense[:size]
+    pieces = cut(DENSE, (size,), len(owners)) if size else ()
+    vector = tuple(placed(piece, server) for piece, server in zip(pieces, owners, strict=True))
+    return Layout(len(plan.servers), found, vector, dict(dense))
+
+
+def design_of(plan: ElasticPlan, graph: OperatorGraph) -> Design:
+    """A plan, as the simulator takes it."""
+    lanes = tuple(Lane(device, device) for device in plan.workers)
+    layout = layout_of(plan, *shapes_of(graph, [*plan.tables]))
+    return Design(lanes, plan.servers, layout, plan.batch, plan.consistency)
+
+
+def bipartite(
+    graph: OperatorGraph,
+    workers: Sequence[int],
+    servers: Sequence[int],
+    batch: int,
+    consistency: Consistency,
+    *,
+    partitions: int | None = None,
+    axis: int | Mapping[str, int] = 0,
+    dense_servers: int = 2,
+) -> ElasticPlan:
+    """Workers on these devices, and on those, servers: each table in so many partitions (default: one a server), dealt out in turn, each
+    table going on where the last one has ended; dense variables on the first ``dense_servers``. A table with fewer positions than
+    partitions has as many as positions."""
+    tables, turn = {}, 0
+    for name in graph.sparse:
+        along = axis if isinstance(axis, int) else axis.get(name, 0)
+        count = min(partitions or len(servers), graph.tensors[name].shape[along])
+        tables[name] = TableCut(along, tuple((turn + k) % len(servers) for k in range(count)))
+        turn += count
+    return ElasticPlan(tuple(workers), tuple(servers), tables, tuple(range(min(dense_servers, len(servers)))), batch, consistency)
+
+
+def fully_connected(
+    graph: OperatorGraph, devices: Sequence[int], batch: int, consistency: Consistency, *, axis: int | Mapping[str, int] = 0
+) -> ElasticPlan:
+    """Each device is a worker and has a partition of each table."""
+    return bipartite(graph, devices, devices, batch, consistency, axis=axis)
+
+
+def naive(
+    graph: OperatorGraph,
+    inputs: Sequence[int],
+    servers: Sequence[int],
+    rests: Sequence[int],
+    batch: int,
+    consistency: Consistency,
+    *,
+    axis: int | Mapping[str, int] = 0,
+) -> Design:
+    """Nodes of their own for input, partitions, and the rest of the model, whose variables are there, too. It is simulated alone."""
+    partitioned = bipartite(graph, inputs, servers, batch, consistency, axis=axis)
+    dense = tuple(len(servers) + k for k in range(len(rests)))
+    plan = ElasticPlan(partitioned.workers, (*servers, *rests), partitioned.tables, dense, batch, consistency)
+    layout = layout_of(plan, *shapes_of(graph, [*plan.tables]))
+    lanes = tuple(Lane(device, rests[number % len(rests)]) for number, device in enumerate(inputs))
+    return Design(lanes, plan.servers, layout, batch, consistency)

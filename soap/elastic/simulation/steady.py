@@ -1,0 +1,186 @@
+"""A training in its steady state: more and more leases are unrolled and played until they repeat, or their rate settles."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from soap.cluster.topology import Topology
+from soap.elastic.clocks import Clocks
+from soap.elastic.simulation.delays import NO_DELAYS, Delays
+from soap.elastic.simulation.design import Design
+from soap.elastic.simulation.traffic import Traffic
+from soap.elastic.simulation.unroll import Unrolled, unroll
+from soap.elastic.simulation.work import Work
+from soap.simulator.reference import play
+
+FIRST_LEASES, MOST_LEASES = 16, 256
+MOST_TASKS = 400_000
+"""Leases are not doubled beyond so many tasks, which take seconds."""
+SETTLED = 0.002
+"""Relative change of the rate when twice as many leases are played, below which it counts as settled."""
+
+
+class Period(NamedTuple):
+    """``leases`` of each lane are done every ``duration_ns``, again and again."""
+
+    leases: int
+    duration_ns: int
+
+
+@dataclass(frozen=True)
+class Steady:
+    """``samples_per_second``: of all lanes; exact if there is a ``period``. ``leases``: of each lane that were played; ``settled``: whether
+    the rate had settled by then, or repeats. ``idle``: by device, the share of time in which it computes nothing. ``waiting_ns``: by
+    lane, for how long a lease waits on average for other lanes, because the bound demands it. ``staleness``: ``Clocks.missing`` of the
+    leases begun. ``link_bytes``: by link, of one lease of each lane. ``link_busy``: by link, the share of time in which it is held.
+    """
+
+    design: Design
+    samples_per_second: float
+    period: Period | None
+    leases: int
+    settled: bool
+    idle: Mapping[int, float]
+    waiting_ns: tuple[float, ...]
+    staleness: Mapping[int, int]
+    link_bytes: tuple[int, ...]
+    link_busy: tuple[float, ...]
+
+    @property
+    def idle_by_role(self) -> Mapping[str, float]:
+        """The mean over the devices of each kind."""
+        found: dict[str, list[float]] = {}
+        for device, role in self.design.roles.items():
+            found.setdefault(role, []).append(self.idle[device])
+        return {role: sum(own) / len(own) for role, own in found.items()}
+
+    @property
+    def stateful(self) -> int:
+        """How many devices hold state."""
+        return len(self.design.stateful)
+
+
+def simulate(
+    topology: Topology,
+    traffic: Traffic,
+    work: Work,
+    *,
+    delays: Delays = NO_DELAYS,
+    most_leases: int = MOST_LEASES,
+    most_tasks: int = MOST_TASKS,
+    settled: float = SETTLED,
+) -> Steady:
+    """The steady state of a design's training. Plays 16, 32, … leases of each lane, at most ``most_leases`` and, but for the first ones,
+    ``most_tasks`` tasks, until what happens repeats or the rate changes by less than ``settled``."""
+    leases = min(FIRST_LEASES, most_leases)
+    before: float | None = None
+    while True:
+        played = _Played(topology, traffic, unroll(topology, traffic, work, leases, delays))
+        rate = played.samples_per_second
+        change = None if before is None else abs(rate / before - 1)
+        done = played.period is not None or (change is not None and change < settled)
+        if done or leases >= most_leases or 2 * played.tasks > most_tasks:
+            return played.steady(leases, settled=done)
+        leases, before = min(2 * leases, most_leases), rate
+
+
+class _Played:
+    """Unrolled leases with their times. What comes after ``end_ns``, when a lane has no more leases, says nothing of the steady state."""
+
+    def __init__(self, topology: Topology, traffic: Traffic, unrolled: Unrolled) -> None:
+        self._topology, self._design, self._unrolled = topology, traffic.design, unrolled
+        schedule = play(unrolled.tasks, topology)
+        self.tasks = len(unrolled.tasks)
+        self._start_ns, self._end_ns = schedule.start_ns, schedule.end_ns
+        self._finished = [self._end_ns[list(own)] for own in unrolled.ends]
+        self.end_ns = int(min(own[-1] for own in self._finished))
+        self._counted = [own[own <= self.end_ns] for own in self._finished]
+        self.period = _period(self._counted)
+        self._begin_ns = self._window()
+
+    @property
+    def samples_per_second(self) -> float:
+        """Of all lanes, each by the leases that it has finished behind the warm-up."""
+        batch = self._design.batch
+        if self.period is not None:
+            per_ns = Fraction(self.period.leases * batch * len(self._design.lanes), self.period.duration_ns)
+            return float(per_ns * 10**9)
+        return 1e9 * batch * sum(_rate(own, self._begin_ns) for own in self._counted)
+
+    def _window(self) -> int:
+        """From when on it counts: the latter half, of whole periods if there are any."""
+        if self.period is None:
+            return self.end_ns // 2
+        return self.end_ns - max(1, self.end_ns // 2 // self.period.duration_ns) * self.period.duration_ns
+
+    def steady(self, leases: int, *, settled: bool) -> Steady:
+        """All figures."""
+        length = self.end_ns - self._begin_ns
+        devices, links = self._topology.device_count, len(self._topology.links)
+        busy, sizes = np.zeros(devices + links, np.int64), np.zeros(links, np.int64)
+        ports = {devices + port.link: port.device for port in self._topology.ports}
+        for position, task in enumerate(self._unrolled.tasks):
+            held = min(int(self._end_ns[position]) - task.latency_ns, self.end_ns) - max(int(self._start_ns[position]), self._begin_ns)
+            for resource in task.resources:
+                if resource < devices + links:
+                    busy[resource] += max(0, held)
+                if devices <= resource < devices + links:
+                    sizes[resource - devices] += task.bytes
+            for own in {ports.get(resource) for resource in task.resources} if held > 0 else ():
+                if own is not None:
+                    busy[own] += task.cpu_overhead_ns
+        idle = {device: max(0.0, 1 - int(busy[device]) / length) for device in self._design.roles}
+        waiting = tuple(self._waiting_ns(lane) for lane in range(len(self._design.lanes)))
+        moved, held_share = tuple((sizes // leases).tolist()), tuple((busy[devices:] / length).tolist())
+        rate = self.samples_per_second
+        return Steady(self._design, rate, self.period, leases, settled, idle, waiting, self._staleness(), moved, held_share)
+
+    def _waiting_ns(self, lane: int) -> float:
+        """Mean time between the end of what a lane itself waits for and a lease's start."""
+        own = [
+            (int(self._start_ns[start]), 0 if before < 0 else int(self._end_ns[before]))
+            for start, before in zip(self._unrolled.starts[lane], self._unrolled.own[lane], strict=True)
+        ]
+        counted = [start - before for start, before in own if self._begin_ns <= start <= self.end_ns]
+        return sum(counted) / len(counted) if counted else 0.0
+
+    def _staleness(self) -> Counter[int]:
+        """By the clocks themselves, which refuse a lease that may not begin."""
+        starts, ends = self._unrolled.starts, self._unrolled.ends
+        events = [(int(self._end_ns[task]), 0, lane) for lane, own in enumerate(ends) for task in own]
+        events += [(int(self._start_ns[task]), 1, lane) for lane, own in enumerate(starts) for task in own]
+        clocks = Clocks(range(len(starts)), self._design.consistency.bound, self._design.in_flight)
+        before: Counter[int] | None = None
+        for time_ns, begins, lane in sorted(events):
+            if time_ns > self.end_ns:
+                break
+            if time_ns >= self._begin_ns and before is None:
+                before = clocks.missing.copy()
+            (clocks.started if begins else clocks.finished)(lane)
+        return clocks.missing - (before or Counter())
+
+
+def _rate(finished_ns: NDArray[np.int64], begin_ns: int) -> float:
+    """Leases per nanosecond of one lane, between its first and its last one that is finished behind ``begin_ns``."""
+    own = finished_ns[finished_ns >= begin_ns]
+    if len(own) < 2:
+        own = finished_ns[-2:] if len(finished_ns) > 1 else np.array([0, finished_ns[-1]])
+    return (len(own) - 1) / max(1, int(own[-1] - own[0]))
+
+
+def _period(finished_ns: Sequence[NDArray[np.int64]]) -> Period | None:
+    """The shortest one that all lanes have kept to over their last leases: a quarter of them, and at least two periods."""
+    count = min(map(len, finished_ns))
+    for leases in range(1, count // 4 + 1):
+        last = max(count // 4, 2 * leases)
+        steps = np.concatenate([(own[leases:] - own[:-leases])[-last:] for own in finished_ns])
+        if (steps == steps[0]).all():
+            return Period(leases, int(steps[0]))
+    return None
