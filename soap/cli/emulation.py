@@ -76,6 +76,11 @@ def limits(topology: Topology, scale: float, device_kind: DeviceKind | None = No
     return host_limits(topology, scale, cpu_cores())
 
 
+def asked_hosts(args: argparse.Namespace, topology: Topology, device_kind: DeviceKind | None = None) -> tuple[HostLimits, ...]:
+    """``limits`` at the scale that is asked for; none without ``--emulate``."""
+    return limits(topology, asked_scale(args), device_kind) if args.emulate else ()
+
+
 @contextmanager
 def cluster(hosts: Sequence[HostLimits]) -> Iterator[Placed]:
     """Arguments of ``launch`` while the hosts exist; the usual ones if there are none to emulate."""

@@ -9,10 +9,11 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from soap import api
-from soap.cli import compressing, emulation, figures, warm_up
+from soap.cli import compressing, emulation, figures, restarting, warm_up
 from soap.cli.checkpoints import add_checkpoints, chosen
 from soap.cli.command import Parser, UsageError, note, run_command
 from soap.cli.options import (
@@ -45,6 +46,7 @@ from soap.units import format_bytes
 
 if TYPE_CHECKING:
     from soap.cli.training import Job, Outcome
+    from soap.cluster.topology import Topology
     from soap.emulation.hosts import HostLimits
     from soap.model.graph import OperatorGraph
     from soap.tracing.record import ExportRecord
@@ -80,6 +82,7 @@ def make_parser() -> Parser:
     parser.add_argument("--seed", metavar="S", type=not_negative, help="of data and dropout (default: the checkpoint's, or 0)")
     emulation.add_emulation(parser)
     add_checkpoints(parser)
+    restarting.add_restarts(parser)
     add_outputs(parser, timeline="write an iteration for Perfetto and soap-compare, predicted and measured side by side")
     return parser
 
@@ -116,19 +119,18 @@ def execute(args: argparse.Namespace) -> int:
     if args.timeline:
         check_writable(args.timeline)
     emulation.check_possible(args)
-    job, predicted, costs = prepare(args)
-    scale = emulation.asked_scale(args)
-    hosts = emulation.limits(job.topology, scale, job.device_kind) if args.emulate else ()
-    outcome = start(job, hosts)
+    restarting.check_possible(args)
+    (job, predicted, costs), outcome, restarts = restarting.train(args, prepare, start, partial(note, PROG))
     if outcome is None:  # under torchrun, on a rank that does not report
         return 0
+    scale, hosts = emulation.asked_scale(args), emulation.asked_hosts(args, job.topology, job.device_kind)
     if args.timeline:
         measured = outcome.measured[STRATEGY].median_ns
         strategy, _ = job.strategies[STRATEGY]
         made = {"costs_hash": costs["hash"], "not_as_priced": not_as_priced(job, scale)}
         picture = measured_text(strategy, predicted[STRATEGY], outcome.iterations, measured, job.accumulate, scale=scale, **made)
         write_text_atomically(args.timeline, picture)
-    report = document(job, predicted, outcome, costs, hosts, scale)
+    report = {**document(job, predicted, outcome, costs, hosts, scale), "restarts": [asdict(one) for one in restarts]}
     print(json.dumps(report, indent=2) if args.json else text(report))
     if args.timeline and not args.json:
         print(f"\nwrote {args.timeline}")
@@ -137,10 +139,10 @@ def execute(args: argparse.Namespace) -> int:
     return 0
 
 
-def prepare(args: argparse.Namespace) -> tuple[Job, Mapping[str, Simulation], dict[str, Any]]:
+def prepare(args: argparse.Namespace, topology: Topology | None = None) -> tuple[Job, Mapping[str, Simulation], dict[str, Any]]:
     """The job for the ranks, the prediction for each strategy, and where these numbers come from, with the phases of a warm-up if there is
-    one (``warm_up``)."""
-    topology = api.load_cluster(args.cluster or _recorded_cluster(args.strategy))
+    one (``warm_up``). ``topology``: instead of the one that the options name."""
+    topology = topology or api.load_cluster(args.cluster or _recorded_cluster(args.strategy))
     args.model = sized(args.model, folder_of(args.data))
     read = reading(args, topology)
     graph, record, names = _read(args, read)
@@ -345,6 +347,7 @@ def text(report: Mapping[str, Any]) -> str:
     if report["warm_up"]:
         facts.append(("predicted warm-up", warm_up.text(report["warm_up"], own["predicted_ns"])))
     facts += [(what, report[what]) for what in ("checkpoint", "weights") if report[what]]
+    facts += restarting.facts(report)
     if report["check"]:
         facts.append(("check", _checked(report["check"], lossy=report["compressed"] > 0)))
     head = f"{report['model']} on {report['cluster']}: {report['processes']} processes, {report['backend']}, {report['steps']} steps"

@@ -7,10 +7,11 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from soap import api
 from soap.api import ahead
-from soap.cli import at_hand, clusters, explain, report, rows, search_report
+from soap.cli import at_hand, clusters, explain, report, rows, search_report, spare_plans
 from soap.cli.clusters import Candidate
 from soap.cli.command import Parser, UsageError, note, run_command
 from soap.cli.first_measuring import Measured
@@ -24,6 +25,8 @@ from soap.cluster.presets import LOCAL, family
 from soap.cluster.topology import Topology
 from soap.errors import RuntimeFailure, StoppedBySignal, StrategyError
 from soap.files import check_writable, write_text_atomically
+from soap.model.graph import OperatorGraph
+from soap.search.options import SearchOptions
 from soap.search.plot import check_plot
 
 PROG = "soap-search"
@@ -61,6 +64,8 @@ def make_parser() -> Parser:
     add_budget(parser)
     add_choices(parser)
     add_optimizer(parser, default="adam: as many states in memory, and an elementwise update")
+    spare_help = "write a plan for the cluster without one of its devices, for each of them that differs, for soap-run --restarts"
+    parser.add_argument("--spare-plans", metavar="DIR", help=spare_help)
     parser.add_argument("--plot", metavar="FILE", help="draw best cost, starts and acceptance (.png, .svg, .pdf); needs matplotlib")
     add_outputs(parser, timeline="write the predicted iteration as a trace for Perfetto")
     return parser
@@ -74,6 +79,8 @@ def execute(args: argparse.Namespace) -> int:
     args.output = _usual_output() if args.output is None else args.output
     clusters.check_different(args.cluster)
     if len(args.cluster) > 1:
+        if args.spare_plans:
+            raise UsageError("--spare-plans with several clusters; expected one, whose devices may be lost")
         at_hand.check_none_asked(args.profile, args.verify)
     else:
         at_hand.check_asked(args.cluster[0], args.profile, args.verify, args.costs)
@@ -132,7 +139,7 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
     measured: Measured | None = None
     if wish.profile_s:
         measured, wish = at_hand.profile(PROG, args.model, reading(args, topology), graph, topology, wish, stopping, options)
-    outcome = _decided(api.find(graph, topology, options, progress=True, stopped=lambda: stopping.number is not None), stopping)
+    outcome = _decided_for(graph, options, stopping, topology)
     interrupted = outcome.result.interrupted or stopping.number is not None
     verified_s: float | None = None
     if wish.finalists and not interrupted:
@@ -147,10 +154,18 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
             raise RuntimeFailure(f"{error}; what the search chose by its predictions is in {args.output}") from None
     _save(args, outcome, stopping)
     _report(args, outcome, measured, verified_s)
+    if args.spare_plans and not interrupted:
+        spare = partial(_decided_for, graph, options, stopping)
+        written = spare_plans.write(args.spare_plans, topology, spare, lambda: stopping.number is not None)
+        note(PROG, f"wrote {len(written)} plans for one device less into {args.spare_plans}")
     if interrupted:
         note(PROG, f"interrupted after {outcome.result.evaluations} evaluations: the best strategy so far is in {args.output}")
         return stopping.exit_code
     return 0
+
+
+def _decided_for(graph: OperatorGraph, options: SearchOptions, stopping: Stopping, topology: Topology) -> api.SearchOutcome:
+    return _decided(api.find(graph, topology, options, progress=True, stopped=lambda: stopping.number is not None), stopping)
 
 
 def _search_several(args: argparse.Namespace, stopping: Stopping) -> int:

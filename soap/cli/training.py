@@ -12,7 +12,7 @@ import torch
 from tqdm import tqdm
 
 from soap import api
-from soap.cli import compressing
+from soap.cli import compressing, journal
 from soap.cli.batches import Batches, ConvertedBatches, DrawnBatches, JoinedBatches, UserBatches
 from soap.cli.checkpoints import Checkpoints, Saver
 from soap.cli.options import Reading
@@ -48,7 +48,7 @@ class Job:
     updating; what it leaves open is taken from the checkpoint, if the job goes on from one. ``emulated``: whether ranks are on emulated
     hosts. ``correct_momentum``, ``warm_up``: see ``--correct-momentum`` and ``--warm-up``. ``compressed``: name of a
     strategy -> parameters that it compresses, in order. ``weighed``: whether peak memory is measured.
-    ``record``: what the model's file says of its export."""
+    ``record``: what the model's file says of its export. ``journal``: the file for each step's loss (``soap.cli.journal``)."""
 
     model: str
     reading: Reading
@@ -74,6 +74,7 @@ class Job:
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
     emulated: bool = False
     record: ExportRecord | None = None
+    journal: str | None = None
 
     @property
     def updating(self) -> Updating:
@@ -144,6 +145,8 @@ def _measure(job: Job, model: TracedModel, name: str, batches: Batches, saver: S
 
         def after(step: int, loss: float) -> None:
             _show(bar, loss)
+            if saver is not None and job.journal is not None and trainer.rank == 0:
+                journal.append(job.journal, step, loss)  # before a checkpoint says that the step is done
             if saver is not None:
                 saver.after_step(trainer)
 

@@ -23,9 +23,9 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 class DurableShard:
     """``shard`` as its ``folder`` has it: the latest snapshot, and the log behind that; a new folder begins with a snapshot of the shard
-    as it is. ``fsync``: of the log. ElasticError in one line if the folder is damaged."""
+    as it is. ``fsync``: of the log. ``crashed``: whether the machine may have since. ElasticError in one line if the folder is damaged."""
 
-    def __init__(self, folder: Path, shard: Shard, *, fsync: bool = False) -> None:
+    def __init__(self, folder: Path, shard: Shard, *, fsync: bool = False, crashed: bool = True) -> None:
         self.folder, self.shard = folder, shard
         self._failure = ""
         folder.mkdir(exist_ok=True)
@@ -38,7 +38,7 @@ class DurableShard:
         shard.load(state)
         self.snapshot_version = self._saved_version = state.version
         """Of the last snapshot that was begun, whether it could be written or not."""
-        for message in write_ahead.read_back(folder, state.version):
+        for message in write_ahead.read_back(folder, state.version, crashed=crashed):
             shard.apply(self.gradient(message), message.lease)
         self._log = WriteAheadLog(folder, shard.version, fsync=fsync)
 

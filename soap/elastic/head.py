@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from soap.elastic.processes import die_with_parent
 from soap.elastic.session import as_told
 from soap.errors import first_line
+from soap.runtime.system.parent import die_with_parent
 
 
 def start(folder: Path, interface: str, cpus: int, object_store_bytes: int) -> str:

@@ -2,8 +2,9 @@
 
 It starts a head (``soap.elastic.head``), passes on what that says, and waits. When its standard input ends (the session's holder has closed
 it, or is gone, killed or not), it ends all processes below itself and removes the folder; whatever loses its parent down there becomes its
-child. A lock in the folder says that it lives. A folder whose lock nobody holds was left by a keeper that was killed, and the next session
-removes it.
+child. It does so as well if a process of Ray's head is gone: without one of them the others would wait for a minute, and then fail in
+pages of text. A lock in the folder says that it lives. A folder whose lock nobody holds was left by a keeper that was killed, and the next
+session removes it.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from soap.elastic.processes import adopt_orphans, end_all
+from soap.elastic.processes import adopt_orphans, descendants, end_all, lives, name_of
 
 PATIENCE_S = 3.0
 """How long Ray's processes may take to end by themselves."""
 POLL_S = 1.0
+PARTS = ("/gcs_server", "/raylet")
+"""Programs without which a cluster is none."""
 LOCK = "lock"
 """Name of the file in the folder of which a living keeper holds the lock."""
 
@@ -33,10 +36,12 @@ def keep(holder: int, arguments: list[str]) -> None:
     words = [sys.executable, "-m", "soap.elastic.head", *arguments]
     head = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
     assert head.stdout is not None
+    answer = head.stdout.readline()
+    parts = [head.pid, *(one for one in descendants(head.pid) if any(word in name_of(one).partition(" ")[0] for word in PARTS))]
     with suppress(BrokenPipeError):
-        os.write(1, head.stdout.readline())
+        os.write(1, answer)
     os.close(1)
-    while os.getppid() == holder and head.poll() is None:  # somebody may have inherited the other end of standard input
+    while os.getppid() == holder and all(map(lives, parts)):  # somebody may have inherited the other end of standard input
         ready, _, _ = select.select([0], [], [], POLL_S)
         if ready and not os.read(0, 1):
             return

@@ -11,6 +11,7 @@ import json
 import re
 import secrets
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,11 +26,13 @@ from soap.elastic.faults import ElasticError
 from soap.elastic.layout import Layout, lay_out
 from soap.elastic.leases import Dealer, Finished, Lease
 from soap.elastic.owners import Owners, whole
+from soap.elastic.places import hosts, node
+from soap.elastic.pulse import Pulse
 from soap.elastic.server_actor import Keeping, Server
 from soap.elastic.session import module
 from soap.elastic.transport import PeerLost
 from soap.elastic.worker import Batches, Report, Source, Worker
-from soap.errors import SoapError, first_line
+from soap.errors import SoapError, SoapWarning, first_line
 from soap.files import read_text, write_text_atomically
 
 TICK_S = 0.5
@@ -126,8 +129,10 @@ class Run:
 
     def __init__(self, source: Source, batches: Batches, keeping: Keeping, options: Options, layout: Layout) -> None:
         self._ray, self._layout, self._options = module(), layout, options
+        self._pulse = Pulse(str(self._ray.get_runtime_context().gcs_address))
         self._notes = Path(keeping.folder) / LEASES
-        self._dealer = _dealer(self._notes, len(batches), options)
+        self._dealer, noted = _dealer(self._notes, len(batches), options)
+        self._hosts = hosts(self._ray, layout.servers, noted)
         self._clocks = Clocks((), options.bound)
         self._secret = secrets.token_bytes(32)
         self.outcome = Outcome()
@@ -136,9 +141,11 @@ class Run:
         self._leases: dict[Any, tuple[int, Lease]] = {}
         self._coming: dict[Any, int] = {}
         self._idle: set[int] = set()
+        self._asked: dict[Any, int] = {}
         self._gone = ""
         try:
             self._start_servers(source, keeping)
+            self._note()  # where they are
             self._start_workers(source, batches)
         except BaseException:
             self.close()
@@ -150,6 +157,7 @@ class Run:
         while not self._deal() or self._leases:
             waiting = [*self._leases, *self._coming]
             if not waiting:
+                self._pulse.check()
                 why = f"all {len(self.workers)} workers are lost for good, the last one since {self._gone}"
                 raise ElasticError(f"{why}; the same call goes on from what is done")
             ready, _ = self._ray.wait(waiting, num_returns=1, timeout=TICK_S)
@@ -159,7 +167,9 @@ class Run:
                 else:
                     self._take(reference, told)
             if time.monotonic() > noted_s + NOTE_S:
+                self._pulse.check()
                 self._note()
+                self._hear()
                 noted_s = time.monotonic()
         self._note()
 
@@ -176,34 +186,47 @@ class Run:
 
     def close(self) -> None:
         """End all actors. What was acknowledged is in the servers' folders."""
+        try:
+            self._pulse.check()
+        except ElasticError:  # nobody is there who could end them; they end by themselves
+            return
         with suppress(self._ray.exceptions.RayError):
-            closing = [server.close.remote() for server in self.servers]
-            self._ray.wait(closing, num_returns=len(closing), timeout=CLOSE_S) if closing else None
+            closing = {server.close.remote(): number for number, server in enumerate(self.servers)}
+            ready, _ = self._ray.wait([*closing], num_returns=len(closing), timeout=CLOSE_S) if closing else ([], [])
+            for reference in ready:
+                self._warn(closing[reference], reference)
         for actor in (*self.workers, *self.servers):
             with suppress(self._ray.exceptions.RayError):
                 self._ray.kill(actor)
         self.workers, self.servers = [], []
 
     def _start_servers(self, source: Source, keeping: Keeping) -> None:
-        """Each on a node of its own if there are enough, and always there, where its folder is."""
+        """Each where its folder is."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        nodes = sorted(node["NodeID"] for node in self._ray.nodes() if node["Alive"])
         actor = self._ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(Server)
-        for number in range(self._layout.servers):
-            place = NodeAffinitySchedulingStrategy(node_id=nodes[number % len(nodes)], soft=False)
+        for number, host in enumerate(self._hosts):
+            place = NodeAffinitySchedulingStrategy(node_id=node(self._ray, host), soft=False)
             self.servers.append(actor.options(scheduling_strategy=place).remote(number, self._layout, source, keeping, self._secret))
         try:
-            self._ray.get([server.address.remote() for server in self.servers])
+            self._get([server.address.remote() for server in self.servers])
         except self._ray.exceptions.RayError as cause:
             raise ElasticError(f"a server cannot start: {said(cause)}") from None
 
     def _start_workers(self, source: Source, batches: Batches) -> None:
         actor = self._ray.remote(num_cpus=0, max_restarts=RESTARTS, scheduling_strategy="SPREAD")(Worker)
-        addresses, data = Addresses(tuple(self.servers)), self._ray.put(batches)
+        addresses, self._batches = Addresses(tuple(self.servers)), self._ray.put(batches)  # kept for workers that are started anew
         for number in range(self._options.workers):
-            self.workers.append(actor.remote(source, data, self._layout, addresses, self._secret))
+            self.workers.append(actor.remote(source, self._batches, self._layout, addresses, self._secret))
             self._await(number)
+
+    def _get(self, references: Any) -> Any:
+        """What Ray gets, however long it takes, while its head is there."""
+        while True:
+            try:
+                return self._ray.get(references, timeout=NOTE_S)
+            except self._ray.exceptions.GetTimeoutError:
+                self._pulse.check()
 
     def _await(self, worker: int) -> None:
         """Notice when the worker is there."""
@@ -256,18 +279,33 @@ class Run:
             told(lease.number, report)
 
     def _note(self) -> None:
-        write_text_atomically(self._notes, json.dumps(self._dealer.state()), error=ElasticError)
+        noted = {**self._dealer.state(), "hosts": self._hosts}
+        write_text_atomically(self._notes, json.dumps(noted), error=ElasticError)
+
+    def _hear(self) -> None:
+        """Warn of what servers have warned of since they were last asked, and ask again."""
+        ready, _ = self._ray.wait([*self._asked], num_returns=len(self._asked), timeout=0) if self._asked else ([], [])
+        for reference in ready:
+            self._warn(self._asked.pop(reference), reference)
+        for number, server in enumerate(self.servers):
+            if number not in self._asked.values():
+                self._asked[server.warnings.remote()] = number
+
+    def _warn(self, number: int, reference: Any) -> None:
+        with suppress(self._ray.exceptions.RayError):  # it is lost, and with it what it would have said
+            for line in self._ray.get(reference):
+                warnings.warn(f"server {number}: {line}", SoapWarning, stacklevel=1)
 
 
-def _dealer(notes: Path, samples: int, options: Options) -> Dealer:
-    """A new dealer, or the one that is noted."""
+def _dealer(notes: Path, samples: int, options: Options) -> tuple[Dealer, list[str] | None]:
+    """A new dealer, or the one that is noted, and the machine that each server was on."""
     dealer = Dealer(samples, options.batch, options.epochs, options.seed)
     if not notes.exists():
         notes.parent.mkdir(parents=True, exist_ok=True)
-        return dealer
+        return dealer, None
     try:
         noted = json.loads(read_text(notes, what="leases", error=ElasticError))
-        before = Dealer.restored(noted)
+        before, where = Dealer.restored(noted), [str(host) for host in noted["hosts"]]
     except (ValueError, KeyError, TypeError) as cause:
         raise ElasticError(
             f"leases {str(notes)!r} are damaged: {first_line(cause)}; bring the file back, or choose another folder"
@@ -278,7 +316,9 @@ def _dealer(notes: Path, samples: int, options: Options) -> Dealer:
                 f"{str(notes.parent)!r} is of a run with {name} {getattr(before, name)}, not {getattr(dealer, name)}; expected the same, "
                 "or an empty folder"
             )
-    return before
+    if len(where) != options.servers:
+        raise ElasticError(f"{str(notes.parent)!r} is of a run with {len(where)} servers, not {options.servers}; expected as many")
+    return before, where
 
 
 def said(cause: BaseException) -> str:

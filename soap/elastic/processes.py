@@ -17,7 +17,7 @@ PROC = Path("/proc")
 LISTENING = "0A"
 """State of a listening socket in ``/proc/net/tcp``."""
 POLL_S = 0.02
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +27,6 @@ class Listener:
     process: int
     address: IPv4Address | IPv6Address
     port: int
-
-
-def die_with_parent() -> None:
-    """From now on the kernel kills this process when the thread that has started it ends."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def adopt_orphans() -> None:
@@ -45,14 +40,37 @@ def descendants(process: int) -> list[int]:
     for entry in PROC.iterdir():
         if entry.name.isdigit():
             with suppress(OSError, ValueError, IndexError):  # it has ended meanwhile
-                after_name = (entry / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-                children.setdefault(int(after_name[1]), []).append(int(entry.name))
+                children.setdefault(int(_status(int(entry.name))[1]), []).append(int(entry.name))
     found, wanted = [], [process]
     while wanted:
         below = children.get(wanted.pop(), [])
         found += below
         wanted += below
     return found
+
+
+def lives(process: int) -> bool:
+    """Whether a process is there, and has not ended without its parent having noticed yet."""
+    try:
+        return _status(process)[0] not in ("Z", "X")
+    except (OSError, IndexError):
+        return False
+
+
+def started_at(process: int) -> int:
+    """When a process was started, in ticks since the machine was: with its number that tells it from all others. 0 if it is gone."""
+    try:
+        return int(_status(process)[19])
+    except (OSError, IndexError):
+        return 0
+
+
+def name_of(process: int) -> str:
+    """A process's command line; empty if it is gone."""
+    try:
+        return (PROC / str(process) / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace").strip()
+    except OSError:
+        return ""
 
 
 def listeners(processes: Collection[int]) -> list[Listener]:
@@ -102,6 +120,11 @@ def _left(process: int) -> list[int]:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
     return descendants(process)
+
+
+def _status(process: int) -> list[str]:
+    """The fields of ``/proc/N/stat`` behind the name: state, parent, ... OSError if there is no such process."""
+    return (PROC / str(process) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
 
 
 def _sockets(process: int) -> set[str]:

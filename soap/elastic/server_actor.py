@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from soap.elastic.session import module
 from soap.elastic.store import Store
 from soap.elastic.transport import Listener
 from soap.elastic.worker import Source
+from soap.errors import SoapWarning
 from soap.runtime.updates.optimizers import OptimizerFactory
 
 
@@ -46,6 +48,9 @@ class Server:
     """In an actor. ``host``: the address to listen on; None: that by which Ray knows this machine."""
 
     def __init__(self, server: int, layout: Layout, source: Source, keeping: Keeping, secret: bytes, host: str | None = None) -> None:
+        self._warned: list[str] = []
+        warnings.simplefilter("always", SoapWarning)
+        warnings.showwarning = lambda message, *_, **__: self._warned.append(str(message))  # the launcher shows them
         self._store = keeping.store(server, layout, source)
         self._listener = Listener(self._answer, secret, host or str(module().util.get_node_ip_address()))
 
@@ -53,14 +58,20 @@ class Server:
         """Where it listens."""
         return self._listener.host, self._listener.port
 
+    def warnings(self) -> list[str]:
+        """What there was to warn of since this was last asked."""
+        said, self._warned = self._warned, []
+        return said
+
     def process(self) -> int:
         """This process's number."""
         return os.getpid()
 
-    def close(self) -> None:
-        """Answer nobody any more, and let the store go."""
+    def close(self) -> list[str]:
+        """Answer nobody any more, and let the store go. Returns what ``warnings`` does."""
         self._listener.close()
         self._store.close()
+        return self.warnings()
 
     def _answer(self, frame: memoryview) -> Sequence[Buffer]:
         return encode(self._store.answer(decode(frame)))

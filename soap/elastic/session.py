@@ -37,6 +37,8 @@ LEAST_VERSION = (2, 60)
 OBJECT_STORE_BYTES = 100 * 2**20
 """Tensors do not travel by Ray's object store (docs/elastic.md), so a small one does."""
 REACH_S = 5.0
+LEVEL, QUIET = "RAY_BACKEND_LOG_LEVEL", "fatal"
+"""What Ray's native part writes to standard error, and the least that one can have."""
 WAIT, WAIT_S = "RAY_gcs_server_port_wait_time_s", 3
 """How often Ray tries to be let in, once a second. By itself it would try for twenty, with a line each time."""
 END_S = PATIENCE_S + 10.0
@@ -120,7 +122,7 @@ def session(
 
 def module() -> Any:
     """Ray; ElasticError if it is missing or too old."""
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "error")  # read once, when Ray is imported; warnings repeat what we say in one line
+    os.environ.setdefault(LEVEL, QUIET)  # what goes wrong is told by exceptions, which we tell in one line
     try:
         import ray
         import ray.exceptions
@@ -144,7 +146,8 @@ def join(address: str, interface: str | None = None) -> bool:
         host = _reach(address)
         reached = host is not None
         wait = {} if WAIT in os.environ else {WAIT: str(WAIT_S)}
-        with _environment(wait), as_told(interface or host):
+        _untold()
+        with _environment(wait), as_told(interface or host), _silent():
             ray.init(address=address, logging_level="ERROR", log_to_driver=False, **own)
     except (ray.exceptions.AuthenticationError, ConnectionError, ValueError, RuntimeError, OSError) as cause:
         raise _refused(address, reached, cause) from None
@@ -167,6 +170,31 @@ def as_told(interface: str | None) -> Iterator[None]:
         yield
     finally:
         inner.resolve_ip_for_localhost = before
+
+
+def _untold() -> None:
+    """Keep Ray from printing on standard output, in pages, that a worker was lost: it is started again, and what matters of it we tell."""
+    import ray._private.worker as worker
+
+    inner: Any = worker
+    inner.print_to_stdstream = lambda data, ignore_prefix: None
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Within the context nothing is written to standard error, where ``QUIET`` holds: Ray says there that it will be quiet."""
+    if os.environ.get(LEVEL) != QUIET:
+        yield
+        return
+    sys.stderr.flush()
+    before, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
+        os.close(nowhere)
 
 
 def _refused(address: str, reached: bool, cause: BaseException) -> ElasticError:

@@ -156,15 +156,16 @@ class Source(Protocol):
 
 
 class Snapshotter:
-    """The thread that writes snapshots: of those that are asked for, and every so many seconds of all. If one cannot be written, it warns
-    once, and training goes on with the older one and a longer log."""
+    """The thread that writes snapshots: of those that are asked for, and every so many seconds of all. If some cannot be written, it warns
+    once until all of them were, and training goes on with the older ones and longer logs."""
 
     def __init__(self, sources: Sequence[Source], every_s: float | None = None) -> None:
         self._sources, self._every_s = sources, every_s
         self._asked: dict[int, None] = {}
         self._wake = threading.Condition()
         self._give_way, self._writing = threading.Event(), threading.Lock()
-        self._closing = self._busy = self._warned = False
+        self._closing = self._busy = False
+        self._failed: set[int] = set()
         self._thread = threading.Thread(target=self._run, name="soap-snapshots", daemon=True)
         self._thread.start()
 
@@ -208,11 +209,12 @@ class Snapshotter:
                 last, numbers = time.monotonic(), list(range(len(self._sources)))
             for number in numbers:
                 if not self._closing:
-                    self._save(self._sources[number])
+                    self._save(number)
             if self._closing:
                 return
 
-    def _save(self, source: Source) -> None:
+    def _save(self, number: int) -> None:
+        source = self._sources[number]
         try:
             state = source.take()
             if state is None:
@@ -220,10 +222,11 @@ class Snapshotter:
             with self._writing:
                 write(source.folder, state, self._give_way)
             source.saved(state.version)
-            self._warned = False
+            self._failed.discard(number)
         except Exception as cause:  # want of memory, too: without this thread logs would grow for ever
-            if not (self._warned or self._closing):
-                self._warned = True
+            first = not self._failed
+            self._failed.add(number)
+            if first and not self._closing:
                 warnings.warn(
                     f"no snapshot was taken: {first_line(cause)}; training goes on with the older one and the log",
                     SoapWarning,

@@ -22,6 +22,7 @@ from soap.elastic.partitions import Partition
 from soap.elastic.shard import Gradient, Shard, ShardState, check_optimizer
 from soap.elastic.snapshots import Snapshotter
 from soap.elastic.store_folder import agree, described, locked
+from soap.elastic.write_ahead import may_have_crashed, note_boot
 from soap.errors import SoapError
 from soap.files import reason
 from soap.runtime.sync.row_gradient import RowGradient
@@ -67,9 +68,12 @@ class Store:
         self._shards: list[DurableShard] = []
         try:
             agree(self.folder, described(self.partitions, initial, optimizer, lazy))
+            crashed = may_have_crashed(self.folder)
             for number, (partition, values) in enumerate(zip(self.partitions, initial, strict=True)):
                 shard = Shard(partition, values, optimizer, lazy=lazy)
-                self._shards.append(DurableShard(self.folder / f"partition-{number:06}", shard, fsync=fsync))
+                self._shards.append(DurableShard(self.folder / f"partition-{number:06}", shard, fsync=fsync, crashed=crashed))
+            if crashed:
+                note_boot(self.folder)
         except OSError as cause:
             self._let_go()
             raise ElasticError(

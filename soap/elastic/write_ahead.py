@@ -3,6 +3,10 @@
 A log is a few files, *segments*, in a folder: ``log-N`` begins behind the N-th push. A record is `header | encoded message`; the header
 holds the message's length, its push's version and lease, and checksums of both. A process that is killed leaves at most the beginning of
 one record at the end of the last segment: that one was never acknowledged, and is dropped. What is damaged elsewhere is an error.
+
+A machine that crashes may also leave a last record of full length of which some pages were never written. It looks like one that was
+damaged later. So a store's folder says since which start of the machine its logs are written: if that is still the same, nothing but a
+beginning can be the work of a kill, and the rest is an error; else such a record is dropped, with a warning.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import os
 import re
 import struct
+import warnings
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +24,8 @@ from pathlib import Path
 
 from soap.elastic.faults import ElasticError
 from soap.elastic.messages import Buffer, Message, decode, encode, size_bytes
-from soap.files import reason, synchronize_folder
+from soap.errors import SoapWarning
+from soap.files import reason, synchronize_folder, write_text_atomically
 
 _MAGIC = b"PUSH"
 _HEADER = struct.Struct("<4sIqqq")
@@ -28,6 +34,8 @@ _CHECK = struct.Struct("<II")
 """Checksum of the header, and zeros."""
 HEADER_BYTES = _HEADER.size + _CHECK.size
 _NAME = re.compile(r"log-(\d{12,18})")
+BOOT, BOOT_ID = "boot", Path("/proc/sys/kernel/random/boot_id")
+"""A file in the store's folder, and where Linux says what it holds: a name that each start of a machine draws."""
 
 
 class WriteAheadLog:
@@ -111,9 +119,29 @@ def segments(folder: Path) -> list[Segment]:
     return sorted((Segment(int(found[1]), folder / entry) for found, entry in named), key=lambda one: one.version)
 
 
-def read_back(folder: Path, version: int) -> Iterator[Message]:
-    """The pushes behind a version, in their order. The beginning of a record at the end of the last segment is cut off. ElasticError in one
-    line if something else is damaged or missing."""
+def boot_id() -> str:
+    """The name of this start of the machine; empty where the system does not say."""
+    try:
+        return BOOT_ID.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+def note_boot(folder: Path) -> None:
+    """Note that the logs below are written since this start of the machine."""
+    write_text_atomically(folder / BOOT, boot_id(), error=ElasticError)
+
+
+def may_have_crashed(folder: Path) -> bool:
+    """Whether the machine was started, or may have been, since the logs below were last written to."""
+    path, now = folder / BOOT, boot_id()
+    return not now or not path.exists() or path.read_text(encoding="ascii", errors="replace") != now
+
+
+def read_back(folder: Path, version: int, *, crashed: bool = True) -> Iterator[Message]:
+    """The pushes behind a version, in their order. The beginning of a record at the end of the last segment is cut off, and one of full
+    length that does not match its checksum, if the machine may have ``crashed``. ElasticError in one line if something else is damaged or
+    missing."""
     found = segments(folder)
     needed = found[max((number for number, one in enumerate(found) if one.version <= version), default=0) :]
     if needed and needed[0].version > version:
@@ -125,7 +153,7 @@ def read_back(folder: Path, version: int) -> Iterator[Message]:
     for one in needed:
         if one.version != at:
             raise _damaged(one.path, f"it begins behind push {one.version}, and the segment before it ends with push {at}")
-        for message in _records(one, last=one is needed[-1]):
+        for message in _records(one, last=one is needed[-1], crashed=crashed):
             if message.version != at + 1:
                 raise _damaged(one.path, f"push {message.version} comes behind push {at}")
             at += 1
@@ -141,7 +169,7 @@ def forget(folder: Path, version: int) -> None:
             one.path.unlink(missing_ok=True)
 
 
-def _records(segment: Segment, *, last: bool) -> Iterator[Message]:
+def _records(segment: Segment, *, last: bool, crashed: bool) -> Iterator[Message]:
     with segment.path.open("rb") as stream:
         end = os.fstat(stream.fileno()).st_size
         at = 0
@@ -151,6 +179,15 @@ def _records(segment: Segment, *, last: bool) -> Iterator[Message]:
             except _TornError as torn:
                 if not last:
                     raise _damaged(segment.path, f"it ends inside a record, at byte {at}") from torn
+                if torn.whole:
+                    if not crashed:
+                        raise _damaged(segment.path, f"{torn.whole}, and the machine has not been started since") from torn
+                    warnings.warn(
+                        f"log {str(segment.path)!r}: {torn.whole}; it is left out: the machine crashed while it was written, or the disk "
+                        "is damaged",
+                        SoapWarning,
+                        stacklevel=2,
+                    )
                 os.truncate(segment.path, at)
                 return
             yield message
@@ -158,7 +195,11 @@ def _records(segment: Segment, *, last: bool) -> Iterator[Message]:
 
 
 class _TornError(Exception):
-    """The rest of a file is the beginning of a record."""
+    """The rest of a file is the beginning of a record. ``whole``: what it is, if it has a record's full length."""
+
+    def __init__(self, whole: str = "") -> None:
+        super().__init__()
+        self.whole = whole
 
 
 def _record(stream: BufferedReader, path: Path, at: int, end: int) -> Message:
@@ -169,7 +210,7 @@ def _record(stream: BufferedReader, path: Path, at: int, end: int) -> Message:
     (header_check, _) = _CHECK.unpack_from(header, _HEADER.size)
     if magic != _MAGIC or zlib.crc32(header[: _HEADER.size]) != header_check:
         if not any(header) and _is_zero(stream):  # a machine that crashed may have made the file longer before its contents were written
-            raise _TornError
+            raise _TornError(f"there are zeros from byte {at} on")
         raise _damaged(path, f"no record begins at byte {at}")
     if size > end - at - HEADER_BYTES:
         raise _TornError
@@ -177,7 +218,7 @@ def _record(stream: BufferedReader, path: Path, at: int, end: int) -> Message:
     stream.readinto(body)
     if zlib.crc32(body) != check:
         if at + HEADER_BYTES + size == end:  # likewise
-            raise _TornError
+            raise _TornError(f"its last record, of push {version} at byte {at}, does not match its checksum")
         raise _damaged(path, f"the record of push {version} at byte {at} does not match its checksum")
     message = decode(body)
     if (message.version, message.lease) != (version, lease):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,9 +16,9 @@ from soap.emulation.quota import join, move_thread, own_group
 from soap.emulation.support import require_support
 from soap.errors import RuntimeFailure
 from soap.runtime.system.gloo_threads import GLOO_WORKERS, THREADS, be_prompt, thread_name
+from soap.runtime.system.parent import die_with_parent
 
 CLONE_NEWNET = 0x40000000
-PR_SET_PDEATHSIG = 1
 FREE_GROUP = "SOAP_EMULATED_FREE_GROUP"
 """Environment variable of a placed rank: the control group without a quota."""
 QUOTA_GROUP = "SOAP_EMULATED_QUOTA_GROUP"
@@ -55,7 +54,7 @@ class Placement:
         libc = ctypes.CDLL(None, use_errno=True)
         if self.cores:
             os.sched_setaffinity(0, self.cores[rank])
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        die_with_parent()
         try:
             (Path(self.free_group or group) / "cgroup.procs").write_text(str(os.getpid()), encoding="ascii")
             descriptor = os.open(NAMESPACES / namespace, os.O_RDONLY | os.O_CLOEXEC)

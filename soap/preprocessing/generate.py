@@ -1,8 +1,10 @@
-"""Made-up data in Criteo's format, for tests and demonstrations: counts like theirs, categories by Zipf's law."""
+"""Made-up data in Criteo's format, for tests and demonstrations: counts like theirs, categories by Zipf's law, clicks by a known model
+(``clicks``)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from soap.files import reason
+from soap.preprocessing.clicks import probabilities
 from soap.preprocessing.container import PreprocessError
 
 KINDS = ("criteo-like",)
@@ -22,7 +25,7 @@ ROWS = (
 NUMBERS = 13
 EXPONENT = 1.05
 """Of Zipf's law: a few values are most of a column, most are rare."""
-CLICKS, MISSING_NUMBERS, MISSING_CATEGORIES = 0.25, 0.1, 0.03
+MISSING_NUMBERS, MISSING_CATEGORIES = 0.1, 0.03
 BLOCK_ROWS = 50_000
 """Rows that are drawn together: file and block decide what they are, not how many there are."""
 _HEX = np.frombuffer(b"".join(b"%02x" % i for i in range(256)), np.uint8).reshape(256, 2)
@@ -46,7 +49,7 @@ def generate(
             with begun[-1].open("wb") as stream:
                 for begin in range(first, last, BLOCK_ROWS):
                     count = min(BLOCK_ROWS, last - begin)
-                    stream.write(_block(np.random.Generator(np.random.Philox(key=[seed, begin])), count, categories))
+                    stream.write(_block(draw_rows(seed, begin, count, categories)))
                     wrote(count)
     except BaseException as cause:
         for path in begun:
@@ -56,15 +59,42 @@ def generate(
         raise
 
 
-def _block(draw: np.random.Generator, rows: int, categories: int | None) -> bytes:
-    """Rows as lines of text."""
-    fields = [_texts((draw.random(rows) < CLICKS).astype(np.int64), np.zeros(rows, bool))]
+@dataclass(frozen=True)
+class Rows:
+    """``probabilities``: of a click, by the known model (``clicks``); ``clicks``: drawn from these. ``numbers``: (rows, 13); ``ids``:
+    (rows, 26), of 32 bits; ``no_number``, ``no_id``: where the field is empty."""
+
+    probabilities: NDArray[np.float64]
+    clicks: NDArray[np.bool_]
+    numbers: NDArray[np.int64]
+    no_number: NDArray[np.bool_]
+    ids: NDArray[np.int64]
+    no_id: NDArray[np.bool_]
+
+
+def draw_rows(seed: int, begin: int, rows: int, categories: int | None = None) -> Rows:
+    """The rows from ``begin`` on that ``generate`` writes as one block."""
+    draw = np.random.Generator(np.random.Philox(key=[seed, begin]))
+    luck = draw.random(rows)
+    numbers, no_number = np.empty((rows, NUMBERS), np.int64), np.empty((rows, NUMBERS), np.bool_)
     for i in range(NUMBERS):
-        numbers = np.floor(np.exp(draw.normal(1.5 + 0.3 * (i % 5), 1.6, rows))).astype(np.int64) - (2 if i == 1 else 0)
-        fields.append(_texts(np.minimum(numbers, 2**31 - 1), draw.random(rows) < MISSING_NUMBERS))
+        own = np.floor(np.exp(draw.normal(1.5 + 0.3 * (i % 5), 1.6, rows))).astype(np.int64) - (2 if i == 1 else 0)
+        numbers[:, i], no_number[:, i] = np.minimum(own, 2**31 - 1), draw.random(rows) < MISSING_NUMBERS
+    ids, no_id = np.empty((rows, len(ROWS)), np.int64), np.empty((rows, len(ROWS)), np.bool_)
     for i, count in enumerate(ROWS):
-        ids = _ids(draw, rows, min(count, categories or count), i)
-        fields.append((_HEX[ids.astype(">u4").view(np.uint8)].reshape(rows, 8), np.where(draw.random(rows) < MISSING_CATEGORIES, 0, 8)))
+        ids[:, i], no_id[:, i] = _ids(draw, rows, min(count, categories or count), i), draw.random(rows) < MISSING_CATEGORIES
+    chances = probabilities(numbers, no_number, ids, no_id)
+    return Rows(chances, luck < chances, numbers, no_number, ids, no_id)
+
+
+def _block(made: Rows) -> bytes:
+    """Rows as lines of text."""
+    rows = len(made.clicks)
+    fields = [_texts(made.clicks.astype(np.int64), np.zeros(rows, bool))]
+    fields += [_texts(made.numbers[:, i], made.no_number[:, i]) for i in range(NUMBERS)]
+    for i in range(len(ROWS)):
+        text = _HEX[np.ascontiguousarray(made.ids[:, i]).astype(">u4").view(np.uint8)].reshape(rows, 8)
+        fields.append((text, np.where(made.no_id[:, i], 0, 8)))
     return _lines(fields)
 
 

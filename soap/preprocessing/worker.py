@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
@@ -14,8 +13,7 @@ from pathlib import Path
 
 from soap.errors import SoapError
 from soap.preprocessing.work import Task, Work
-
-PR_SET_PDEATHSIG = 1
+from soap.runtime.system.parent import die_with_parent
 
 
 def serve(connection: Connection) -> None:
@@ -66,8 +64,7 @@ def _status(name: str) -> int:
 def main() -> None:
     """Entry point."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all processes of a terminal; the one that started us decides
-    with suppress(OSError, AttributeError):  # where the system offers it, die with the process that started us
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     with suppress(OSError):  # if memory runs out after all, it is a worker that ends, and its task is done again
         Path("/proc/self/oom_score_adj").write_text("900", encoding="ascii")
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):

@@ -83,6 +83,33 @@ def test_a_snapshot_that_failed_is_taken_when_there_is_room(tmp_path: Path, monk
     store.close()
 
 
+def test_several_partitions_without_room_are_warned_of_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if others of the server have room meanwhile; and again behind a snapshot of all."""
+    store = Store(tmp_path, cut("t", (4, 1), 3), [torch.zeros(n, 1) for n in (2, 1, 1)], lambda t: torch.optim.SGD(t, lr=1.0))
+    write, full = snapshots.write, {0, 1}
+
+    def unless_full(folder: Path, *others: object) -> None:
+        if int(folder.name[-1]) in full:
+            raise ElasticError("full")
+        write(folder, *others)  # type: ignore[arg-type]
+
+    def save(lease: int) -> int:
+        for partition in range(3):
+            store.push(partition, lease, RowGradient(torch.tensor([0]), torch.ones(1, 1)))
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            store.save()
+        return len(said)
+
+    monkeypatch.setattr(snapshots, "write", unless_full)
+    assert [save(0), save(1)] == [1, 0]
+    full.clear()
+    assert save(2) == 0
+    full.add(2)
+    assert [save(3), save(4)] == [1, 0]
+    store.close()
+
+
 def test_a_push_without_room_does_not_count_until_there_is_some(small_disk: Path) -> None:
     store = opened(small_disk / "store")
     filler = small_disk / "filler"

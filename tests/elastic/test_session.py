@@ -19,7 +19,7 @@ import pytest
 
 from soap.elastic import session as sessions
 from soap.elastic.faults import ElasticError
-from soap.elastic.processes import listeners
+from soap.elastic.processes import listeners, lives
 from soap.elastic.session import LOOPBACK, PREFIX, Session, join, module, session
 
 ROOT = Path(__file__).parent.parent.parent
@@ -65,24 +65,13 @@ def test_one_process_is_in_one_cluster(cluster: Session) -> None:
 def test_wrong_or_no_token_is_one_line(cluster: Session, tmp_path: Path, token: str) -> None:
     (tmp_path / "token").write_text(token, encoding="ascii")
     authentication = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token")} if token else {"RAY_AUTH_MODE": "disabled"}
-    program = """
-import sys
-from soap.elastic.faults import ElasticError
-from soap.elastic.session import join
-try:
-    join(sys.argv[1])
-except ElasticError as error:
-    print(error)
-else:
-    print("let in")
-"""
     done = subprocess.run(
-        [sys.executable, "-c", program, cluster.address],
+        [sys.executable, "-m", "tests.elastic.joiner", cluster.address],
         cwd=ROOT, env={**os.environ, **authentication}, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     lines = done.stdout.splitlines()
     said = "does not accept the token in" if token else "does not accept us without a token"
-    assert len(lines) == 1 and said in lines[0] and "RAY_AUTH_TOKEN_PATH" in lines[0], done.stdout + done.stderr
+    assert len(lines) == 1 and said in lines[0] and "RAY_AUTH_TOKEN_PATH" in lines[0] and not done.stderr, done.stdout + done.stderr
 
 
 def test_old_or_missing_ray_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +128,7 @@ def left(said: dict[str, Any]) -> list[str]:
     """What is there of a session yet, after so long that nothing should be."""
     until = time.monotonic() + LEFT_S
     while True:
-        found = [str(process) for process in said["processes"] if _lives(process)]
+        found = [str(process) for process in said["processes"] if lives(process)]
         found += [said["folder"]] if Path(said["folder"]).exists() else []
         found += sorted(_shared_memory().difference(said["before"]))
         if not found or time.monotonic() > until:
@@ -150,13 +139,6 @@ def left(said: dict[str, Any]) -> list[str]:
 def _shared_memory() -> set[str]:
     """Files of Ray's in memory; others of this box's programs come and go."""
     return {path.name for path in Path("/dev/shm").iterdir() if "plasma" in path.name or "ray" in path.name}
-
-
-def _lives(process: int) -> bool:
-    try:
-        return (Path("/proc") / str(process) / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def end(held: subprocess.Popen[str], said: dict[str, Any], how: str) -> None:
@@ -176,7 +158,7 @@ def end(held: subprocess.Popen[str], said: dict[str, Any], how: str) -> None:
 )
 def test_nothing_is_left_however_it_ends(hold: Callable[[str], tuple[subprocess.Popen[str], dict[str, Any]]], how: str) -> None:
     held, said = hold(how if how in ("leave", "fail") else "wait")
-    assert len(said["processes"]) > 3 and all(map(_lives, said["processes"]))
+    assert len(said["processes"]) > 3 and all(map(lives, said["processes"]))
     end(held, said, how)
     assert left(said) == []
     code = held.wait(LEFT_S)

@@ -15,6 +15,7 @@ from soap.elastic import write_ahead
 from soap.elastic.faults import ElasticError
 from soap.elastic.messages import Kind, Message, size_bytes
 from soap.elastic.write_ahead import HEADER_BYTES, WriteAheadLog, forget, read_back, segments
+from soap.errors import SoapWarning
 
 
 def push(version: int, size: int = 3) -> Message:
@@ -79,7 +80,23 @@ def test_zeros_at_the_end_are_dropped(tmp_path: Path, size: int) -> None:
     written(tmp_path, range(1, 4))
     with segments(tmp_path)[-1].path.open("ab") as stream:
         stream.write(bytes(size))
+    if size >= HEADER_BYTES:
+        with pytest.raises(ElasticError, match="there are zeros from byte"):
+            list(read_back(tmp_path, 0, crashed=False))
+        with pytest.warns(SoapWarning, match="there are zeros from byte"):
+            assert versions(tmp_path) == [1, 2, 3]
     assert versions(tmp_path) == [1, 2, 3]
+
+
+def test_a_start_of_the_machine_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert write_ahead.may_have_crashed(tmp_path), "nothing is noted"
+    write_ahead.note_boot(tmp_path)
+    assert not write_ahead.may_have_crashed(tmp_path)
+    monkeypatch.setattr(write_ahead, "boot_id", lambda: "another")
+    assert write_ahead.may_have_crashed(tmp_path)
+    monkeypatch.setattr(write_ahead, "boot_id", lambda: "")
+    write_ahead.note_boot(tmp_path)
+    assert write_ahead.may_have_crashed(tmp_path), "it is not known"
 
 
 @given(data=st.data())
@@ -93,7 +110,11 @@ def test_a_changed_byte_is_never_passed_on(tmp_path_factory: pytest.TempPathFact
     content[place] ^= data.draw(st.integers(1, 255))
     path.write_bytes(content)
     if place >= start + HEADER_BYTES:
-        assert versions(folder) == [1, 2, 3]
+        with pytest.raises(ElasticError, match=r"its last record, of push 4 at byte .* and the machine has not been started since"):
+            list(read_back(folder, 0, crashed=False))
+        assert path.read_bytes() == content
+        with pytest.warns(SoapWarning, match=r"its last record, of push 4 at byte .* does not match its checksum; it is left out"):
+            assert versions(folder) == [1, 2, 3]
     elif (place - HEADER_BYTES + 4) % (end // 4) < 4 and place % (end // 4) >= HEADER_BYTES - 4 and place % (end // 4) < HEADER_BYTES:
         assert versions(folder) == [1, 2, 3, 4], "padding of the header"
     else:

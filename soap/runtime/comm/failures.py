@@ -63,6 +63,14 @@ _NATIVE = re.compile(r"\n(?:Exception raised from|C\+\+ CapturedTraceback|frame 
 _SOURCE = re.compile(r"\[\S*gloo\S*:\d+\] ")
 
 
+class RankLost(RuntimeFailure):
+    """A rank ended without saying why, or is not heard of any more. ``rank``: its number, if it is known."""
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
 class Kind(IntEnum):
     """The kind of a rank's error. The smaller, the closer to the cause."""
 
@@ -209,19 +217,18 @@ class Folder:
             rank = next(iter(silent or failures))
             crash = self.crash(rank)
             shown = crash if os.environ.get("SOAP_DEBUG") else ""
-            return _failure(f"rank {rank} failed: {_silent_end(failures[rank].exitcode, crash)}", shown)
+            return _noted(RankLost(f"rank {rank} failed: {_silent_end(failures[rank].exitcode, crash)}", rank), shown)
         first = reports[0]
-        text = f"rank {first.rank} failed: {first.message}"
-        if first.kind is Kind.AFTERMATH:
-            text = f"rank {first.rank} lost another rank, which did not say why: {first.message}"
-        elif first.kind is Kind.LATE:
+        if first.kind is Kind.OWN:
+            return _noted(RuntimeFailure(f"rank {first.rank} failed: {first.message}"), first.trace)
+        text = f"rank {first.rank} lost another rank, which did not say why: {first.message}"
+        if first.kind is Kind.LATE:
             text = f"rank {first.rank} has waited in vain: {told_positions(first.positions, self.ranks)} ({first.message})"
-        return _failure(text, first.trace)
+        return _noted(RankLost(text), first.trace)
 
 
-def _failure(text: str, trace: str) -> RuntimeFailure:
+def _noted(failure: RuntimeFailure, trace: str) -> RuntimeFailure:
     """The error, with the rank's own traceback as a note if there is one."""
-    failure = RuntimeFailure(text)
     if trace:
         failure.add_note(f"rank's own:\n{trace}")
     return failure
