@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from soap import api
-from soap.cli import compressing, emulation, figures, warm_up
+from soap.cli import compressing, emulation, figures, stale_run, warm_up
 from soap.cli.checkpoints import add_checkpoints, chosen
 from soap.cli.command import Parser, UsageError, note, run_command
 from soap.cli.options import (
@@ -77,6 +77,7 @@ def make_parser() -> Parser:
     parser.add_argument("--seed", metavar="S", type=not_negative, help="of data and dropout (default: the checkpoint's, or 0)")
     emulation.add_emulation(parser)
     add_checkpoints(parser)
+    stale_run.add_stale_run(parser)
     add_outputs(parser, timeline="write an iteration for Perfetto and soap-compare, predicted and measured side by side")
     return parser
 
@@ -110,6 +111,8 @@ def execute(args: argparse.Namespace) -> int:
         warnings.simplefilter("ignore", SoapWarning)
     if args.timeline:
         check_writable(args.timeline)
+    if stale_run.is_asked(args):
+        return stale_run.execute(args, api.load_cluster(args.cluster or _recorded_cluster(args.strategy)), PROG)
     emulation.check_possible(args)
     job, predicted, costs = prepare(args)
     scale = emulation.asked_scale(args)

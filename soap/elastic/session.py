@@ -120,7 +120,7 @@ def session(
 
 def module() -> Any:
     """Ray; ElasticError if it is missing or too old."""
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "error")  # read once, when Ray is imported; warnings repeat what we say in one line
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # read once, when Ray is imported; the rest repeats what we say in one line
     try:
         import ray
         import ray.exceptions
