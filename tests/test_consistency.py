@@ -23,7 +23,7 @@ from soap.strategy.consistency import MAX_BOUND, Consistency, parse
 from soap.strategy.diff import compare
 from soap.strategy.json_file import dumps, load_contents, strategy_hash
 from tests.graph_builder import mlp
-from tests.strategies import cases, cluster
+from tests.strategies import cluster
 
 GRAPH, CLUSTER = mlp(), cluster([2, 2])
 USUAL = data_parallel(GRAPH, CLUSTER)
@@ -77,11 +77,8 @@ def delta(graph: OperatorGraph, topology: Topology, strategy: Strategy) -> objec
 
 
 @pytest.mark.parametrize("simulate", [reference, engine, whole, delta])
-@given(case=cases(max_moves=3, max_tiles=4, servers=True), word=st.sampled_from(("bounded:0", "async")))
-def test_what_is_stale_has_no_step_to_simulate(
-    simulate: Callable[[OperatorGraph, Topology, Strategy], object], case: tuple[OperatorGraph, Topology, Strategy], word: str
-) -> None:
+def test_what_is_stale_has_no_step_to_simulate(simulate: Callable[[OperatorGraph, Topology, Strategy], object]) -> None:
     """Nothing takes a stale strategy for the exact one that it looks like."""
-    graph, topology, strategy = case
-    with pytest.raises(StrategyError, match=rf"^consistency {word}: the strategy is stale"):
-        simulate(graph, topology, replace(strategy, consistency=word))
+    for word in ("bounded:0", "async"):
+        with pytest.raises(StrategyError, match=rf"^consistency {word}: the strategy is stale"):
+            simulate(GRAPH, CLUSTER, replace(USUAL, consistency=word))
