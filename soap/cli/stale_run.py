@@ -6,7 +6,7 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -176,6 +176,7 @@ def document(
         "resumed_at": resumed_at,
         "checkpoint": args.save or args.resume,
         "losses": [outcome.step_losses[step] for step in sorted(outcome.step_losses)],
+        "loss_steps": [step + 1 for step in sorted(outcome.step_losses)],  # of some an earlier run has seen a part
         "leases": len(outcome.losses),
         "throughput": {"samples_per_second": seen.samples_per_second},
         "staleness": {"missing": {str(missing): count for missing, count in sorted(outcome.missing.items())}},
@@ -192,8 +193,8 @@ def document(
 
 def text(report: Mapping[str, Any]) -> str:
     """The document in a few lines."""
-    losses, before, speed = report["losses"], report["resumed_at"], report["throughput"]["samples_per_second"]
-    facts = [("loss", _curve(losses, before))]
+    speed = report["throughput"]["samples_per_second"]
+    facts = [("loss", _curve(report["losses"], report["loss_steps"]))]
     facts.append(("throughput", "one lease alone says none" if speed is None else f"{rate(speed)} samples/s behind the first lease"))
     missing = ", ".join(f"{number}: {count}" for number, count in report["staleness"]["missing"].items())
     facts.append(("earlier minibatches that leases may lack", f"{missing} (number: leases)"))
@@ -209,13 +210,13 @@ def text(report: Mapping[str, Any]) -> str:
     return "\n\n".join([f"{head(report)}\n{first}", listed(facts)])
 
 
-def _curve(losses: list[float], before: int) -> str:
+def _curve(losses: Sequence[float], steps: Sequence[int]) -> str:
     """Some losses from the first to the last, evenly spaced."""
     if not losses:
         return "no step was seen whole"
     last = len(losses) - 1
     places = sorted({round(place * last / (SHOWN_LOSSES - 1)) for place in range(SHOWN_LOSSES)})
-    return ", ".join(f"{losses[place]:.6g} in step {before + place + 1}" for place in places)
+    return ", ".join(f"{losses[place]:.6g} in step {steps[place]}" for place in places)
 
 
 def _refuse(args: argparse.Namespace) -> None:

@@ -79,7 +79,7 @@ def test_stale_strategy_trains(folder: Path) -> None:
     words = ("async.json", "--optimizer", ADAGRAD, "--json")
     found = read(run(*words, "--steps", "5", "--save", "kept"))
     assert (found["consistency"], found["leases"], found["lost_workers"], found["dealt_again"]) == ("async", 10, 0, 0)
-    assert len(found["losses"]) == 5 and all(0 < loss < 2 for loss in found["losses"]) and found["resumed_at"] == 0
+    assert found["loss_steps"] == [1, 2, 3, 4, 5] and all(0 < loss < 2 for loss in found["losses"]) and found["resumed_at"] == 0
     assert sum(found["staleness"]["missing"].values()) == 10 and found["checkpoint"] == "kept"
     assert found["bytes"]["sent"] == 10 * found["bytes"]["sent_per_lease"] > 0
     assert found["reduce"] == {"dense": "mean", "sparse": "mean"} and found["throughput"]["samples_per_second"] > 0
@@ -102,7 +102,8 @@ def test_in_step_servers_train_as_one_process_does(folder: Path) -> None:
 @pytest.mark.long
 def test_interrupted_run_says_how_to_go_on(folder: Path) -> None:
     needs_ray()
-    process = run("async.json", "--steps", "100000", "--save", "kept", "--fsync")
+    assert simulate_main([MODEL, *COMMON[2:], "--builtin", "bipartite:1+bounded:0", "-o", "bounded.json"]) == 0
+    process = run("bounded.json", "--steps", "100000", "--save", "kept", "--fsync")
     deadline, notes = time.monotonic() + 120, Path("kept/leases.json")
     while time.monotonic() < deadline and not any(first == 0 and stop > 3 for first, stop in noted(notes)):
         time.sleep(0.5)
@@ -111,8 +112,8 @@ def test_interrupted_run_says_how_to_go_on(folder: Path) -> None:
     assert err.startswith("soap-run: interrupted after ") and "--resume kept --steps " in err and err.count("\n") == 1
     done = int(err.split("after ")[1].split()[0])
     assert noted(notes)[0][1] // 2 == done > 1
-    out, _ = ended(run("async.json", "--steps", "2", "--resume", "kept"))
-    assert out.startswith("stale (async): 2 workers with 4 samples each, 1 servers\n") and f"in step {done + 2}" in out
+    out, _ = ended(run("bounded.json", "--steps", "2", "--resume", "kept"))
+    assert out.startswith("stale (bounded:0): 2 workers with 4 samples each, 1 servers\n") and f"in step {done + 2}" in out
 
 
 @pytest.mark.parametrize(
