@@ -16,6 +16,7 @@ from soap.model.regions import Box
 from soap.schedules.named import parse
 from soap.strategy.compression import Int8, PowerSgd, Rgc, RgcAsq
 from soap.strategy.config import FLOATING, OpConfig, Strategy, SyncConfig, settled_config
+from soap.strategy.consistency import SYNC
 from soap.strategy.kept import OFFLOADED, with_mark
 from soap.strategy.kept import refusal as may_not_offload
 from soap.strategy.recomputation import LIGHT, RECOMPUTED, STAYS, level_at, refusal
@@ -140,9 +141,7 @@ def topologies(draw: st.DrawFn, *, max_devices: int = 4, ports: bool = True) -> 
     return replace(made, ports=tuple(own_ports), cpu_overhead=overhead, latency_factor=latency_factor, cold_penalty=penalty)
 
 
-def cluster(
-    counts: list[int], kind: DeviceType = GPU, bandwidth_bytes_per_second: float = 1e9, latency_seconds: float = 1e-5
-) -> Topology:
+def cluster(counts: list[int], kind: DeviceType = GPU, bandwidth_bytes_per_second: float = 1e9, latency_seconds: float = 1e-5) -> Topology:
     """Hosts with so many devices each; links between hosts are ten times slower than inside."""
     hosts = tuple(Host(f"host{i}", 4, 2**34) for i in range(len(counts)))
     places = [(host, k) for host, count in enumerate(counts) for k in range(count)]
@@ -207,12 +206,15 @@ def configs(
     return with_mark(OpConfig(tuple(degrees), tuple(devices), replicas), draw(st.sampled_from(marks)))
 
 
+CONSISTENCIES = st.sampled_from(("sync", "bounded:0", "bounded:4", "async"))
+
+
 @st.composite
 def strategies_for(
-    draw: st.DrawFn, graph: OperatorGraph, device_count: int, *, max_tiles: int = 8, servers: bool = False
+    draw: st.DrawFn, graph: OperatorGraph, device_count: int, *, max_tiles: int = 8, servers: bool = False, stale: bool = False
 ) -> Strategy:
     """Any legal strategy for this graph; with ``servers`` any synchronization of its parameters, any number of micro-batches, and any
-    stages with any schedule of them, too."""
+    stages with any schedule of them, too. With ``stale`` any consistency."""
     most = samples_of(graph) or 1
     count = draw(st.sampled_from([1, 1, *range(2, min(4, most) + 1)])) if servers else 1
     cut = MicroBatches(graph, count)
@@ -225,7 +227,8 @@ def strategies_for(
         operators[op.name] = draw(configs(op, device_count, max_tiles=max_tiles, graph=graph, cut=cut, among=own))
     chosen = {parameter.name: draw(syncs(graph, parameter.name)) for parameter in graph.parameters} if servers else {}
     prefetch = draw(st.sampled_from((0, 1, 2, 4096))) if servers else 1
-    return Strategy(operators, {name: sync for name, sync in chosen.items() if sync != SyncConfig()}, prefetch, count, stages, schedule)
+    other = {name: sync for name, sync in chosen.items() if sync != SyncConfig()}
+    return Strategy(operators, other, prefetch, count, stages, schedule, draw(CONSISTENCIES) if stale else SYNC)
 
 
 @st.composite
@@ -263,9 +266,16 @@ def syncs(graph: OperatorGraph, parameter: str) -> st.SearchStrategy[SyncConfig]
 
 @st.composite
 def cases(
-    draw: st.DrawFn, *, max_moves: int = 6, max_devices: int = 4, max_tiles: int = 8, servers: bool = False, ports: bool = False
+    draw: st.DrawFn,
+    *,
+    max_moves: int = 6,
+    max_devices: int = 4,
+    max_tiles: int = 8,
+    servers: bool = False,
+    ports: bool = False,
+    stale: bool = False,
 ) -> tuple[OperatorGraph, Topology, Strategy]:
     """A graph, a topology, and a legal strategy for both."""
     graph = draw(graphs(max_moves=max_moves))
     topology = draw(topologies(max_devices=max_devices, ports=ports))
-    return graph, topology, draw(strategies_for(graph, topology.device_count, max_tiles=max_tiles, servers=servers))
+    return graph, topology, draw(strategies_for(graph, topology.device_count, max_tiles=max_tiles, servers=servers, stale=stale))

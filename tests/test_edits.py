@@ -78,7 +78,8 @@ def new_sync(sync: SyncConfig, mark: str) -> NewSyncConfig:
 def marked(graph: OperatorGraph, strategy: Strategy) -> NewStrategy:
     operators = {name: new_config(config, name) for name, config in strategy.operators.items()}
     syncs = {tensor.name: new_sync(strategy.sync(tensor.name), tensor.name) for tensor in graph.parameters}
-    return NewStrategy(operators, syncs, strategy.prefetch, strategy.microbatches, strategy.stages, strategy.schedule, WHOLE)
+    pipeline = strategy.microbatches, strategy.stages, strategy.schedule
+    return NewStrategy(operators, syncs, strategy.prefetch, *pipeline, strategy.consistency, WHOLE)
 
 
 def is_marked(strategy: Strategy) -> bool:

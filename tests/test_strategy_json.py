@@ -47,7 +47,7 @@ def changed(edit: Callable[[dict[str, Any]], object]) -> str:
     return refused(json.dumps(data))
 
 
-@given(cases(max_moves=4, servers=True))
+@given(cases(max_moves=4, servers=True, stale=True))
 def test_what_is_written_is_read_back(case: tuple[OperatorGraph, Topology, Strategy]) -> None:
     graph, topology, strategy = case
     text = dumps(strategy, graph, topology, {"seed": 1})

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from soap import api
-from soap.cli import compressing, emulation, figures, restarting, warm_up
+from soap.cli import compressing, emulation, figures, restarting, stale_run, warm_up
 from soap.cli.checkpoints import add_checkpoints, chosen
 from soap.cli.command import Parser, UsageError, note, run_command
 from soap.cli.options import (
@@ -83,6 +83,7 @@ def make_parser() -> Parser:
     emulation.add_emulation(parser)
     add_checkpoints(parser)
     restarting.add_restarts(parser)
+    stale_run.add_stale_run(parser)
     add_outputs(parser, timeline="write an iteration for Perfetto and soap-compare, predicted and measured side by side")
     return parser
 
@@ -118,6 +119,8 @@ def execute(args: argparse.Namespace) -> int:
         warnings.simplefilter("ignore", SoapWarning)
     if args.timeline:
         check_writable(args.timeline)
+    if stale_run.is_asked(args):
+        return stale_run.execute(args, api.load_cluster(args.cluster or _recorded_cluster(args.strategy)), PROG)
     emulation.check_possible(args)
     restarting.check_possible(args)
     (job, predicted, costs), outcome, restarts = restarting.train(args, prepare, start, partial(note, PROG))

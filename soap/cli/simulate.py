@@ -11,7 +11,7 @@ from typing import Any
 
 from soap import api
 from soap.api.fitting import MOST_WAYS
-from soap.cli import explanation, fits, iteration, report, rows, sensitivity
+from soap.cli import explanation, fits, iteration, report, rows, sensitivity, stale_plan
 from soap.cli.command import Parser, UsageError, run_command
 from soap.cli.options import (
     add_cluster,
@@ -104,6 +104,8 @@ def execute(args: argparse.Namespace) -> int:
     made_for = _made_for(args, topology) if args.what_if else None
     simulator = api.simulator_for(graph, topology, costs=args.costs)
     strategy = api.simulated_name(args.builtin, simulator) if strategy is None else strategy
+    if strategy.stale:
+        return _report_stale(args, strategy, graph, topology)
     simulation = simulator.predict(strategy)
     explained = _whole(simulation) if args.explain else None
     if args.timeline:
@@ -141,6 +143,22 @@ def execute(args: argparse.Namespace) -> int:
 def _report_fit(args: argparse.Namespace, fit: api.Fit, graph: OperatorGraph, topology: Topology) -> int:
     found = fits.document(fit, args, graph, topology)
     print(report.dump(found) if args.json else fits.text(found))
+    return 0
+
+
+def _report_stale(args: argparse.Namespace, strategy: Strategy, graph: OperatorGraph, topology: Topology) -> int:
+    """Say what a stale strategy plans, and write it. No iteration of the whole batch is predicted, as there is none."""
+    from soap.elastic.planned import plan_of  # torch
+
+    for option, asked in (("--timeline", args.timeline), ("--explain", args.explain), ("--sensitivity", args.sensitivity)):
+        if asked:
+            raise UsageError(
+                f"{option} with a stale strategy ({strategy.consistency}), which has no iteration of the whole batch; leave it out"
+            )
+    plan = stale_plan.describe(plan_of(strategy, graph), topology)
+    if args.output:
+        api.save_strategy(args.output, strategy, graph, topology)
+    print(report.dump({"model": graph.name, "cluster": topology.name, **plan}) if args.json else stale_plan.text(plan, topology))
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import json
 import os
 import sys
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from soap import api
 from soap.cli import emulation
-from soap.cli.command import Parser, note, one_line, run_command
+from soap.cli.command import Parser, UsageError, note, one_line, run_command
 from soap.cli.options import add_cluster, add_costs, add_json, add_model, not_negative, positive, refuse_overwriting
 from soap.cli.plain_text import aligned, listed, milliseconds
 from soap.cli.report import crowded, shared_cores
@@ -28,6 +29,7 @@ from soap.simulator.simulate import Simulation
 if TYPE_CHECKING:
     from soap.cli.partition_runs import Trial
     from soap.emulation.hosts import HostLimits
+    from soap.runner.tuning import Range
 
 PROG = "soap-tune"
 OUT_OF_MEMORY = ("out of memory", "enough memory", "allocate memory", "memoryerror")
@@ -42,7 +44,7 @@ def make_parser() -> Parser:
     """The command's options."""
     parser = Parser(
         PROG,
-        f"Choose the number of partitions of the sparse parameters that a strategy has on servers, one for all of them, from at most "
+        f"Choose the number of partitions of the sparse parameters that a strategy has on servers, one for each group, from at most "
         f"{MOST_SAMPLES} short runs: from as many as there are hosts on, doubled and then halved until the time rises. Nothing is trained.",
         f"{PROG} strategy.json --model zoo:lm1b:tiny -o tuned.json",
     )
@@ -61,6 +63,13 @@ def make_parser() -> Parser:
     )
     parser.add_argument(
         "--batches", metavar="N", type=positive, default=BATCHES, help="the first N batches, in turn, for all runs (default %(default)s)"
+    )
+    parser.add_argument(
+        "--group",
+        metavar="GLOB",
+        action="append",
+        default=[],
+        help="parameters with these names get a number of their own, from runs of their own (repeatable; default: one for all)",
     )
     add_training(parser)
     parser.add_argument("--seed", metavar="S", type=not_negative, default=0, help="of data and dropout (default %(default)s)")
@@ -81,15 +90,20 @@ def execute(args: argparse.Namespace) -> int:
     from soap.cli.partition_runs import Trial  # torch is loaded by now
     from soap.runner.tuning import tuned_range, with_partitions
 
-    strategy, _ = job.strategies[STRATEGY]
+    strategy, order = job.strategies[STRATEGY]
     given = predicted[STRATEGY]
     graph, topology = given.plan.graph, job.topology
     wanted = tuned_range(strategy, graph, topology)
     scale = emulation.asked_scale(args)
     hosts = emulation.limits(topology, scale, job.device_kind) if args.emulate else ()
-    tuning = sample(Trial(job, wanted, args.batches), hosts)
-    if tuning is None:  # under torchrun, on a rank that does not report
-        return 0
+    chosen = strategy
+    tunings: list[tuple[Range, Tuning]] = []
+    for own in grouped(wanted, args.group):
+        tuning = sample(Trial(replace(job, strategies={STRATEGY: (chosen, order)}), own, args.batches), hosts)
+        if tuning is None:  # under torchrun, on a rank that does not report
+            return 0
+        tunings.append((own, tuning))
+        chosen = with_partitions(chosen, own.parameters, tuning.partitions)
     known = job.updating.tried(graph).measured
     simulator = api.simulator_for(
         graph,
@@ -99,15 +113,20 @@ def execute(args: argparse.Namespace) -> int:
         measured_updates=known,
         training=given.plan.training,
     )
-    tried = sorted({*(sample.partitions for sample in tuning.samples), tuning.partitions})
-    simulations = {count: simulator.run(with_partitions(strategy, wanted.parameters, count)) for count in tried}
+    documents, held = [], strategy
+    for own, tuning in tunings:
+        tried = sorted({*(sample.partitions for sample in tuning.samples), tuning.partitions})
+        predicted_ns = {
+            count: round(simulator.run(with_partitions(held, own.parameters, count)).step_ns(job.accumulate) / scale) for count in tried
+        }
+        documents.append({"parameters": list(own.parameters), **document(tuning, predicted_ns)})
+        held = with_partitions(held, own.parameters, tuning.partitions)
     before = {name: strategy.sync(name).partitions for name in wanted.parameters}
-    predicted_ns = {count: round(simulation.step_ns(job.accumulate) / scale) for count, simulation in simulations.items()}
-    found = {**document(tuning, predicted_ns), "iterations": job.steps, "batches": args.batches, "before": before}
-    record = {**api.load_strategy_contents(args.strategy).record, **_predicted(simulations[tuning.partitions]), "costs": costs}
+    only = {key: value for key, value in documents[0].items() if key != "parameters"} if len(documents) == 1 else {"groups": documents}
+    found = {**only, "iterations": job.steps, "batches": args.batches, "before": before}
+    record = {**api.load_strategy_contents(args.strategy).record, **_predicted(simulator.run(chosen)), "costs": costs}
     for of_the_found in ("measured", "decision", "guard"):  # which the tuned strategy no longer is; older files have a guard
         record.pop(of_the_found, None)
-    chosen = with_partitions(strategy, wanted.parameters, tuning.partitions)
     api.save_strategy(args.output, chosen, graph, topology, {**record, "tuning": found})
     report = {
         "model": job.model,
@@ -121,6 +140,21 @@ def execute(args: argparse.Namespace) -> int:
     }
     print(json.dumps(report, indent=2) if args.json else text(report))
     return 0
+
+
+def grouped(wanted: Range, patterns: Sequence[str]) -> list[Range]:
+    """What is tuned one after the other. UsageError for a pattern without a parameter, and for several groups under torchrun."""
+    from soap.runner.tuning import divided
+    from soap.runtime.comm.world import under_launcher
+
+    for pattern in patterns:
+        if not fnmatch.filter(wanted.parameters, pattern):
+            some = ", ".join(wanted.parameters[:3])
+            raise UsageError(f"--group {pattern}: no sparse parameter on servers has such a name; expected some of {some}")
+    found = divided(wanted, [fnmatch.filter(wanted.parameters, pattern) for pattern in patterns])
+    if len(found) > 1 and under_launcher(os.environ):
+        raise UsageError("--group under torchrun, whose processes run once; expected one number for all, or ranks that this command starts")
+    return found
 
 
 def sample(trial: Trial, hosts: Sequence[HostLimits] = ()) -> Tuning | None:
@@ -179,18 +213,23 @@ def text(report: Mapping[str, Any]) -> str:
     head = f"{report['model']} on {report['cluster']}: {_counted(len(names), 'sparse parameter')} on {_counted(servers, 'server')}"
     if report["shared_cores"]:
         head += "\n" + crowded(report["processes"], report["shared_cores"])
+    groups = report.get("groups") or [{**report, "parameters": names}]
+    taken = f"{report['iterations']} iterations per run, the first half dropped; {_counted(report['batches'], 'batch', 'batches')} in turn"
+    sections = [section for own in groups for section in _sections(own, report["before"], taken)]
+    return "\n\n".join([head, *sections, f"wrote {report['strategy']}"])
+
+
+def _sections(own: Mapping[str, Any], earlier: Mapping[str, int], taken: str) -> tuple[str, str]:
+    """The runs of parameters that have one number, and what was chosen."""
     rows: list[tuple[str, ...]] = [("partitions", "measured", "fitted", "predicted")]
-    for sample in report["samples"]:
+    for sample in own["samples"]:
         measured, fitted = sample["measured_ns"], sample["fitted_ns"]
         cells = ("failed" if measured is None else milliseconds(measured), "" if fitted is None else milliseconds(fitted))
         rows.append((str(sample["partitions"]), *cells, milliseconds(sample["predicted_ns"])))
-    before = sorted(set(report["before"].values()))
+    before = sorted({earlier[name] for name in own["parameters"]})
     were = ", ".join(map(str, before)) + (" until now" if len(before) == 1 else " until now, which differed between parameters")
-    facts = [("fit", _fit(report["fit"])), ("chosen", f"{_counted(report['partitions'], 'partition')}; {were}")]
-    facts.append(("of", ", ".join(names)))
-    taken = f"{report['iterations']} iterations per run, the first half dropped; {_counted(report['batches'], 'batch', 'batches')} in turn"
-    facts.append(("runs", taken))
-    return "\n\n".join([head, aligned(rows), listed(facts), f"wrote {report['strategy']}"])
+    facts = [("fit", _fit(own["fit"])), ("chosen", f"{_counted(own['partitions'], 'partition')}; {were}")]
+    return aligned(rows), listed([*facts, ("of", ", ".join(own["parameters"])), ("runs", taken)])
 
 
 def _fit(fit: Mapping[str, float] | None) -> str:

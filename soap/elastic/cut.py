@@ -10,7 +10,7 @@ Averages leave the worker as sums and are divided by the bags' lengths in the re
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -30,12 +30,18 @@ EMBEDDING, BAG, EQUAL_BAGS = "embedding", "embedding_bag", "equal_bags"
 
 @dataclass(frozen=True, slots=True)
 class _Use:
-    """One call that looks rows up; ``shape``: of its result."""
+    """One call that looks rows up; ``shape``: of its result. ``padding``: the row of an embedding that is read but takes no gradient."""
 
     call: Call
     table: str
     mode: str
     shape: tuple[int, ...]
+    padding: int | None = None
+
+    @property
+    def bags(self) -> int:
+        """How many bags it looks up."""
+        return prod(self.shape[:-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,26 +54,32 @@ class Gradients:
 
 
 class Cut:
-    """A model for batches of one shape. ``tables``: parameters that servers compute with; ``dense``: all others that are trained;
-    ``frozen``: those that are not. ``refused``: by sparse parameter that stays dense, why.
+    """A model for batches of one shape. ``tables``: parameters that servers compute with, all that can be unless some are ``wanted``;
+    ``dense``: all others that are trained; ``frozen``: those that are not. ``refused``: by sparse parameter that stays dense, why.
 
-    ElasticError if the model has no sparse layer that can be cut out, or keeps state in buffers.
+    ElasticError if the model has no sparse layer that can be cut out, or not those that are wanted, or keeps state in buffers.
     """
 
-    def __init__(self, model: ExecutableModel) -> None:
+    def __init__(self, model: ExecutableModel, wanted: Collection[str] | None = None) -> None:
         program = model.program
         if program.state or program.end_step or program.buffers:
             kept = ", ".join(sorted({*program.state.values(), *program.buffers})) or "step counters"
             raise ElasticError(f"the model keeps {kept} from step to step; workers hold no state: leave batch norm and the like out")
         self.refused: dict[str, str] = {}
         self._uses = _find_uses(model, self.refused)
+        for table in wanted or ():
+            if table not in self._uses:
+                reason = self.refused.get(table, "it is no parameter that ids of the batch alone look up")
+                raise ElasticError(f"table {table!r} cannot be computed at servers: {reason}; plan it as a dense variable")
+        if wanted is not None:
+            self._uses = {table: uses for table, uses in self._uses.items() if table in wanted}
         self.tables: tuple[str, ...] = tuple(self._uses)
         if not self.tables:
             why = "; ".join(f"{name}: {reason}" for name, reason in self.refused.items()) or "no parameter is looked up by ids of the batch"
             raise ElasticError(f"no sparse layer can be computed at servers ({why}); expected an embedding, or a bag of one")
-        trained = {tensor.name: tensor.requires_grad for tensor in model.graph.parameters if tensor.name not in self._uses}
-        self.dense = tuple(name for name, wanted in trained.items() if wanted)
-        self.frozen = tuple(name for name, wanted in trained.items() if not wanted)
+        rest = [tensor for tensor in model.graph.parameters if tensor.name not in self._uses]
+        self.dense = tuple(tensor.name for tensor in rest if tensor.requires_grad)
+        self.frozen = tuple(tensor.name for tensor in rest if not tensor.requires_grad)
         self.input_names = tuple(program.inputs)
         self._front, self._rest = _divide(program, [use for uses in self._uses.values() for use in uses])
         self._constants = program.constants
@@ -104,6 +116,8 @@ class Cut:
         for ((kind, name), leaf), gradient in zip(wanted.items(), found, strict=True):
             own = result.sums if kind == "sums" else result.dense
             own[name] = torch.zeros_like(leaf) if gradient is None else gradient
+        for table, uses in self._uses.items():
+            result.sums[table] = _without_padding(uses, lookups[table], result.sums[table])
         return result
 
     def _results(self, lookups: Mapping[str, Lookups], sums: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
@@ -113,7 +127,7 @@ class Cut:
             means = arithmetic.means(sums[table], lookups[table]) if any(use.mode == MEAN for use in uses) else sums[table]
             first = 0
             for use in uses:
-                last = first + prod(use.shape[:-1])
+                last = first + use.bags
                 found.append((means if use.mode == MEAN else sums[table])[first:last].reshape(use.shape))
                 first = last
         return found
@@ -133,7 +147,8 @@ def _find_uses(model: ExecutableModel, refused: dict[str, str]) -> dict[str, lis
         if reasons or not calls:
             refused[parameter] = reasons[0] if reasons else "nothing looks it up"
             continue
-        found[parameter] = [_Use(call, parameter, _mode(call), tuple(program.values[call.outputs[0]].shape)) for call in calls]
+        shapes = [tuple(program.values[call.outputs[0]].shape) for call in calls]
+        found[parameter] = [_Use(call, parameter, _mode(call), shape, _padding(call)) for call, shape in zip(calls, shapes, strict=True)]
     return found
 
 
@@ -155,11 +170,28 @@ def _obstacle(call: Call, ready: set[str]) -> str | None:
         return f"a bag's {_mode(call)} is no sum"
     if not ready.issuperset(call.operands[1:]):
         return "its ids or values do not follow from the batch alone"
-    if call.kind == EMBEDDING and int(argument(call, "padding_idx", -1)) >= 0:
-        return "its padding row is read and takes no gradient"
     if call.kind == BAG and argument(call, "scale_grad_by_freq"):
         return "gradients that depend on how often an id occurs"
     return None
+
+
+def _padding(call: Call) -> int | None:
+    """The padding row of an embedding; bags leave theirs out altogether."""
+    row = int(argument(call, "padding_idx", -1)) if call.kind == EMBEDDING else -1
+    return row if row >= 0 else None
+
+
+def _without_padding(uses: Sequence[_Use], lookups: Lookups, gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient of the sums, with zeros for bags that are a padding row: an embedding's bags have one row each."""
+    first = 0
+    for use in uses:
+        if use.padding is not None:
+            begin = int(lookups.offsets[first])
+            read = lookups.ids[begin : begin + use.bags] == use.padding
+            gradient = gradient.clone()
+            gradient[first : first + use.bags][read] = 0
+        first += use.bags
+    return gradient
 
 
 def _mode(call: Call) -> str:

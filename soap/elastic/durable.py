@@ -13,7 +13,7 @@ from soap.elastic import arithmetic, snapshots, write_ahead
 from soap.elastic.faults import ElasticError
 from soap.elastic.lookups import Lookups
 from soap.elastic.messages import Kind, Message
-from soap.elastic.shard import Gradient, Shard, ShardState
+from soap.elastic.shard import Gradient, Shard, ShardState, TooOld
 from soap.elastic.write_ahead import WriteAheadLog
 from soap.errors import first_line
 from soap.runtime.sync.row_gradient import RowGradient
@@ -75,8 +75,26 @@ class DurableShard:
                 raise ElasticError(self._failure)
             if message.lease in self.shard.counted:
                 return self.shard.version
+            if self.shard.steps is not None:
+                self._bring_to(self.shard.steps.of(message.lease))
             self._write_and_apply(replace(message, version=self.shard.version + 1), gradient, make_room)
             return self.shard.version
+
+    def _bring_to(self, step: int) -> None:
+        """Make the updates of the steps before this one, under the lock. They follow from what is in the log, so nothing is written."""
+        if self._failure:
+            raise ElasticError(self._failure)
+        name = self.shard.partition.name
+        self._failure = f"partition {name!r} was interrupted in an update; start the server again, which recovers it"
+        try:
+            self.shard.bring_to(step)
+        except TooOld:
+            self._failure = ""
+            raise
+        except Exception as error:  # whatever a user's optimizer does
+            self._failure = f"partition {name!r} failed in an update: {first_line(error)}; start the server again, which recovers it"
+            raise ElasticError(self._failure) from error
+        self._failure = ""
 
     def _write_and_apply(self, message: Message, gradient: Gradient, make_room: Callable[[], None]) -> None:
         """If it is interrupted, log and values may not agree, or half of the cell may be updated: then nothing more is counted."""
@@ -126,11 +144,21 @@ class DurableShard:
         self._saved_version = version
         write_ahead.forget(self.folder, snapshots.keep_latest(self.folder))
 
-    def look_up(self, lookups: Lookups) -> tuple[int, Tensor]:
-        """(version, sums): what ``arithmetic.forward`` gives of the cell's rows."""
+    def look_up(self, lookups: Lookups, step: int = 0) -> tuple[int, Tensor]:
+        """(version, sums): what ``arithmetic.forward`` gives of the cell's rows, with the updates of the steps before ``step``, if they are
+        those of steps."""
         self.check_lookups(lookups)
         with self.shard.lock:
+            self._bring_to(step)
             return self.shard.version, arithmetic.forward(self.shard.values, lookups)
+
+    def pull(self, least: int = 0) -> tuple[int, Tensor]:
+        """(version, a copy of the values), with the updates of the first ``least`` pushes, or steps, at least. ``TooOld`` without."""
+        with self.shard.lock:
+            self._bring_to(least)
+            if self.shard.steps is None and self.shard.version < least:
+                raise TooOld(self.shard.partition.name, least, self.shard.version)
+            return self.shard.version, self.shard.values.clone()
 
     def close(self) -> None:
         """Close the log, when no push is under way."""

@@ -7,33 +7,34 @@ Ray starts it anew, it recovers from its folder, and workers ask it again. If th
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
-from soap.elastic.clocks import SYNC, Clocks
+from soap.elastic import notes
+from soap.elastic.clocks import ASYNC, SYNC, Clocks
 from soap.elastic.cut import Cut
 from soap.elastic.faults import ElasticError
-from soap.elastic.layout import Layout, lay_out
+from soap.elastic.layout import Layout, lay_out, lay_out_planned
 from soap.elastic.leases import Dealer, Finished, Lease
 from soap.elastic.owners import Owners, whole
 from soap.elastic.places import hosts, node
+from soap.elastic.plan import TableCut
 from soap.elastic.pulse import Pulse
 from soap.elastic.server_actor import Keeping, Server
 from soap.elastic.session import module
+from soap.elastic.steps import Steps
 from soap.elastic.transport import PeerLost
 from soap.elastic.worker import Batches, Report, Source, Worker
 from soap.errors import SoapError, SoapWarning, first_line
-from soap.files import read_text, write_text_atomically
 
 TICK_S = 0.5
 NOTE_S = 2.0
@@ -42,16 +43,24 @@ ADDRESS_S = 30.0
 CLOSE_S = 10.0
 RESTARTS = 20
 """Ray starts a worker anew so often at most: one that ends at once, for want of memory, would be started for ever."""
-LEASES = "leases.json"
 
+Reduction = Literal["mean", "sum"]
+"""How the gradients of a step's leases count: by their shares of its samples, or each as it is."""
 Told = Callable[[int, Report], None]
 """Called with a lease's number and what its worker says of it."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """``partitions`` of each table (default: one per server), cut along ``axis`` (0: rows, 1: columns; for all tables or by name).
-    ``bound``: see ``Clocks``: 0 (synchronous), D, or None (asynchronous). ``batch``: samples of a lease."""
+    """``partitions`` of each table (default: one per server), cut along ``axis`` (0: rows, 1: columns; for all tables or by name); with
+    ``tables`` (where each is cut, and placed) and ``dense`` (servers with a piece of the dense variables) these stand instead.
+    ``worker_machines``, ``server_machines``: by number, a machine of the cluster, modulo how many there are.
+
+    ``bound``: see ``Clocks``: 0, D, or None (asynchronous). ``averaged``: synchronous training instead: as many leases as there are workers
+    are a step; they read the same values, and one update follows. ``reduce_dense``, ``reduce_sparse``: gradients of a step's leases count
+    by their share of its samples (``mean``), so that if all read the same values their sum is the gradient of the step's mean loss; or
+    each as it is (``sum``). ``batch``: samples of a lease. ``steps``: at most so many of all workers, if epochs are longer. ``shuffled``:
+    samples come in another order in each epoch, which follows from ``seed``."""
 
     batch: int
     epochs: int = 1
@@ -61,16 +70,36 @@ class Options:
     axis: int | Mapping[str, int] = 0
     bound: int | None = SYNC
     seed: int = 0
+    tables: Mapping[str, TableCut] | None = None
+    dense: tuple[int, ...] = ()
+    worker_machines: tuple[int, ...] | None = None
+    server_machines: tuple[int, ...] | None = None
+    averaged: bool = False
+    reduce_dense: Reduction = "mean"
+    reduce_sparse: Reduction = "mean"
+    steps: int | None = None
+    shuffled: bool = True
+
+    def steps_of(self, samples: int) -> Steps:
+        """Which leases of so many samples are a step."""
+        return Steps(-(-samples // self.batch), self.workers)
 
 
 @dataclass
 class Outcome:
-    """``losses``: by lease, those of this launcher. ``lost_workers``: how often a worker was lost; ``dealt_again``: leases dealt anew for
-    that. ``parameters``: whole, if asked for."""
+    """``losses``: by lease, those of this launcher; ``step_losses``: by step, of those whose leases it has all seen, by their shares of the
+    samples. ``lost_workers``: how often a worker was lost; ``dealt_again``: leases dealt anew for that. ``missing``: how many earlier
+    minibatches of the slowest other worker a lease may not have seen -> how often (``Clocks``). ``samples``: of the leases; bytes: of all
+    frames between workers and servers. ``parameters``: whole, if asked for."""
 
     losses: dict[int, float] = field(default_factory=dict)
+    step_losses: dict[int, float] = field(default_factory=dict)
     lost_workers: int = 0
     dealt_again: int = 0
+    missing: Counter[int] = field(default_factory=Counter)
+    samples: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
     parameters: dict[str, Tensor] | None = None
 
 
@@ -102,17 +131,7 @@ def train(
 ) -> Outcome:
     """Train in the Ray cluster that this process is in (``session``). ``parameters``: bring all values here at the end. ``started``: called
     once with the run when its actors are there. ElasticError in one line for what goes wrong."""
-    model = source.load(plan_only=True)
-    cut = Cut(model)
-    shapes = {name: model.graph.tensors[name].shape for name in (*cut.tables, *cut.dense)}
-    layout = lay_out(
-        {name: shapes[name] for name in cut.tables},
-        {name: shapes[name] for name in cut.dense},
-        options.servers,
-        partitions=options.partitions,
-        axis=options.axis,
-    )
-    run = Run(source, batches, keeping, options, layout)
+    run = Run(source, batches, keeping, options, laid_out(source, options))
     try:
         if started is not None:
             started(run)
@@ -124,16 +143,26 @@ def train(
         run.close()
 
 
+def laid_out(source: Source, options: Options) -> Layout:
+    """Which server has what of a model. ElasticError if it has no such tables."""
+    model = source.load(plan_only=True)
+    cut = Cut(model, options.tables)
+    tables, dense = ({name: model.graph.tensors[name].shape for name in names} for names in (cut.tables, cut.dense))
+    if options.tables is not None:
+        return lay_out_planned(tables, dense, options.servers, options.tables, options.dense)
+    return lay_out(tables, dense, options.servers, partitions=options.partitions, axis=options.axis)
+
+
 class Run:
     """Servers and workers of one training, and the dealer of its leases. ``servers``, ``workers``: their actors."""
 
     def __init__(self, source: Source, batches: Batches, keeping: Keeping, options: Options, layout: Layout) -> None:
         self._ray, self._layout, self._options = module(), layout, options
         self._pulse = Pulse(str(self._ray.get_runtime_context().gcs_address))
-        self._notes = Path(keeping.folder) / LEASES
-        self._dealer, noted = _dealer(self._notes, len(batches), options)
-        self._hosts = hosts(self._ray, layout.servers, noted)
-        self._clocks = Clocks((), options.bound)
+        self._folder, self._steps = keeping.folder, options.steps_of(len(batches))
+        self._dealer, noted = _dealer(self._folder, len(batches), options)
+        self._hosts = hosts(self._ray, layout.servers, noted, options.server_machines)
+        self._clocks = Clocks((), ASYNC if options.averaged else options.bound)  # averaged: the dealer holds back what is not due
         self._secret = secrets.token_bytes(32)
         self.outcome = Outcome()
         self.servers: list[Any] = []
@@ -143,6 +172,7 @@ class Run:
         self._idle: set[int] = set()
         self._asked: dict[Any, int] = {}
         self._gone = ""
+        self._data: Any = None
         try:
             self._start_servers(source, keeping)
             self._note()  # where they are
@@ -150,6 +180,11 @@ class Run:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def first_left(self) -> int:
+        """The first step that is not done."""
+        return self._steps.of(self._dealer.first_left)
 
     def work(self, told: Told | None = None) -> None:
         """Until all leases are done."""
@@ -177,15 +212,18 @@ class Run:
         """All values, whole. Weights of tables travel for it."""
         owners = Owners(self._layout, Addresses(tuple(self.servers)), self._secret)
         try:
-            found = {name: whole(places, owners.values(places)) for name, places in self._layout.tables.items()}
+            step = self.first_left if self._options.averaged else 0
+            found = {name: whole(places, owners.values(places, step)) for name, places in self._layout.tables.items()}
             if self._layout.dense:
-                found.update(self._layout.apart(whole(self._layout.dense, owners.values(self._layout.dense))))
+                found.update(owners.pull(step))
         finally:
             owners.close()
         return found
 
     def close(self) -> None:
         """End all actors. What was acknowledged is in the servers' folders."""
+        with suppress(ElasticError):
+            self._note()
         try:
             self._pulse.check()
         except ElasticError:  # nobody is there who could end them; they end by themselves
@@ -198,26 +236,35 @@ class Run:
         for actor in (*self.workers, *self.servers):
             with suppress(self._ray.exceptions.RayError):
                 self._ray.kill(actor)
-        self.workers, self.servers = [], []
+        self.workers, self.servers, self._data = [], [], None
 
     def _start_servers(self, source: Source, keeping: Keeping) -> None:
         """Each where its folder is."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         actor = self._ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(Server)
+        own = (source, keeping, self._secret, None, self._steps if self._options.averaged else None)
         for number, host in enumerate(self._hosts):
             place = NodeAffinitySchedulingStrategy(node_id=node(self._ray, host), soft=False)
-            self.servers.append(actor.options(scheduling_strategy=place).remote(number, self._layout, source, keeping, self._secret))
+            self.servers.append(actor.options(scheduling_strategy=place).remote(number, self._layout, *own))
         try:
             self._get([server.address.remote() for server in self.servers])
         except self._ray.exceptions.RayError as cause:
             raise ElasticError(f"a server cannot start: {said(cause)}") from None
 
     def _start_workers(self, source: Source, batches: Batches) -> None:
-        actor = self._ray.remote(num_cpus=0, max_restarts=RESTARTS, scheduling_strategy="SPREAD")(Worker)
-        addresses, self._batches = Addresses(tuple(self.servers)), self._ray.put(batches)  # kept for workers that are started anew
+        """Where they are planned, or spread over the machines; one whose machine is lost comes back on another."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        machines = self._options.worker_machines
+        there = None if machines is None else hosts(self._ray, self._options.workers, machines=machines)
+        actor = self._ray.remote(num_cpus=0, max_restarts=RESTARTS)(Worker)
+        addresses, self._data = Addresses(tuple(self.servers)), self._ray.put(batches)  # held: workers that start again read it again
         for number in range(self._options.workers):
-            self.workers.append(actor.remote(source, self._batches, self._layout, addresses, self._secret))
+            place: Any = "SPREAD"
+            if there is not None:
+                place = NodeAffinitySchedulingStrategy(node_id=node(self._ray, there[number]), soft=True)
+            self.workers.append(actor.options(scheduling_strategy=place).remote(source, self._data, self._layout, addresses, self._secret))
             self._await(number)
 
     def _get(self, references: Any) -> Any:
@@ -243,11 +290,12 @@ class Run:
 
     def _deal(self) -> bool:
         """Give leases to idle workers that may begin. Returns whether all is done."""
+        due = self._steps.members(self.first_left).stop if self._options.averaged else None
         for worker in sorted(self._idle):
             self._clocks.joined(worker)
             if not self._clocks.may_start(worker):
                 continue
-            lease = self._dealer.deal(worker)
+            lease = self._dealer.deal(worker, due)
             if not isinstance(lease, Lease):
                 self._clocks.left(worker)  # nobody is to wait for it
                 if isinstance(lease, Finished):
@@ -255,8 +303,16 @@ class Run:
                 continue
             self._clocks.started(worker)
             self._idle.remove(worker)
-            self._leases[self.workers[worker].work.remote(lease.number, lease.indices)] = worker, lease
+            step, share = self._steps.of(lease.number), self._share(lease.number)
+            scales = [share if reduce == "mean" else 1.0 for reduce in (self._options.reduce_dense, self._options.reduce_sparse)]
+            reference = self.workers[worker].work.remote(lease.number, lease.indices, *scales, step if self._options.averaged else 0)
+            self._leases[reference] = worker, lease
         return False
+
+    def _share(self, lease: int) -> float:
+        """A lease's share of its step's samples."""
+        whole = sum(self._dealer.size(number) for number in self._steps.members(self._steps.of(lease)))
+        return self._dealer.size(lease) / whole
 
     def _take(self, reference: Any, told: Told | None) -> None:
         """What has become of a lease."""
@@ -274,13 +330,21 @@ class Run:
         self._clocks.finished(worker)
         self._dealer.done(lease.number)
         self._idle.add(worker)
-        self.outcome.losses[lease.number] = report.loss
+        self._count(lease, report)
         if told is not None:
             told(lease.number, report)
 
+    def _count(self, lease: Lease, report: Report) -> None:
+        own, members = self.outcome, self._steps.members(self._steps.of(lease.number))
+        own.losses[lease.number] = report.loss
+        own.samples += len(lease.indices)
+        own.sent_bytes, own.received_bytes = own.sent_bytes + report.sent_bytes, own.received_bytes + report.received_bytes
+        own.missing = Counter({0: len(own.losses)}) if self._options.averaged else self._clocks.missing
+        if all(number in own.losses for number in members):
+            own.step_losses[self._steps.of(lease.number)] = sum(self._share(number) * own.losses[number] for number in members)
+
     def _note(self) -> None:
-        noted = {**self._dealer.state(), "hosts": self._hosts}
-        write_text_atomically(self._notes, json.dumps(noted), error=ElasticError)
+        notes.note(self._folder, self._dealer, self._hosts)
 
     def _hear(self) -> None:
         """Warn of what servers have warned of since they were last asked, and ask again."""
@@ -297,28 +361,11 @@ class Run:
                 warnings.warn(f"server {number}: {line}", SoapWarning, stacklevel=1)
 
 
-def _dealer(notes: Path, samples: int, options: Options) -> tuple[Dealer, list[str] | None]:
-    """A new dealer, or the one that is noted, and the machine that each server was on."""
-    dealer = Dealer(samples, options.batch, options.epochs, options.seed)
-    if not notes.exists():
-        notes.parent.mkdir(parents=True, exist_ok=True)
-        return dealer, None
-    try:
-        noted = json.loads(read_text(notes, what="leases", error=ElasticError))
-        before, where = Dealer.restored(noted), [str(host) for host in noted["hosts"]]
-    except (ValueError, KeyError, TypeError) as cause:
-        raise ElasticError(
-            f"leases {str(notes)!r} are damaged: {first_line(cause)}; bring the file back, or choose another folder"
-        ) from None
-    for name in ("samples", "batch", "epochs", "seed"):
-        if getattr(before, name) != getattr(dealer, name):
-            raise ElasticError(
-                f"{str(notes.parent)!r} is of a run with {name} {getattr(before, name)}, not {getattr(dealer, name)}; expected the same, "
-                "or an empty folder"
-            )
-    if len(where) != options.servers:
-        raise ElasticError(f"{str(notes.parent)!r} is of a run with {len(where)} servers, not {options.servers}; expected as many")
-    return before, where
+def _dealer(folder: str, samples: int, options: Options) -> tuple[Dealer, list[str] | None]:
+    """A new dealer, or the one that is noted, and then the machine that each server was on."""
+    most = None if options.steps is None else options.steps_of(samples).members(options.steps).start
+    wanted = Dealer(samples, options.batch, options.epochs, options.seed, shuffled=options.shuffled, most=most)
+    return notes.continued(folder, wanted, options.servers)
 
 
 def said(cause: BaseException) -> str:

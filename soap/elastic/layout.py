@@ -15,11 +15,11 @@ from torch import Tensor
 
 from soap.elastic.faults import ElasticError
 from soap.elastic.partitions import Partition, cut
+from soap.elastic.plan import TableCut
+from soap.strategy.served import DENSE_SERVERS
 
 DENSE = "dense variables"
 """Name of the vector."""
-DENSE_SERVERS = 2
-"""At most so many servers have a piece of it."""
 
 
 @dataclass(frozen=True)
@@ -75,24 +75,46 @@ def lay_out(
     axis: int | Mapping[str, int] = 0,
 ) -> Layout:
     """Cut tables of these shapes into so many partitions along an axis (for each table, or all), and deal these out in turn: each table
-    goes on where the last one has ended. A table with fewer positions than ``partitions`` (default: the number of servers) is cut into as
-    many as it has."""
+    goes on where the last one has ended, and the pieces of the dense variables behind the last table. A table with fewer positions than
+    ``partitions`` (default: the number of servers) is cut into as many as it has."""
     if servers < 1:
         raise ElasticError(f"{servers} servers; expected at least 1")
-    count = partitions or servers
-    found: dict[str, tuple[Place, ...]] = {}
-    numbers, turn = [0] * servers, 0
-
-    def placed(partition: Partition) -> Place:
-        nonlocal turn
-        server, turn = turn % servers, turn + 1
-        numbers[server] += 1
-        return Place(partition, server, numbers[server] - 1)
-
+    count, turn = partitions or servers, 0
+    cuts: dict[str, TableCut] = {}
     for name, shape in tables.items():
         along = axis if isinstance(axis, int) else axis.get(name, 0)
         size = shape[along] if 0 <= along < len(shape) else 1
-        found[name] = tuple(placed(partition) for partition in cut(name, shape, min(count, max(1, size)), along))
+        parts = min(count, max(1, size))
+        cuts[name] = TableCut(along, tuple((turn + part) % servers for part in range(parts)))
+        turn += parts
+    return lay_out_planned(tables, dense, servers, cuts, [(turn + piece) % servers for piece in range(min(servers, DENSE_SERVERS))])
+
+
+def lay_out_planned(
+    tables: Mapping[str, Sequence[int]],
+    dense: Mapping[str, Sequence[int]],
+    servers: int,
+    cuts: Mapping[str, TableCut],
+    dense_servers: Sequence[int],
+) -> Layout:
+    """Tables of these shapes cut and placed as ``cuts`` says, and the dense variables with a piece on each of ``dense_servers``, as far as
+    they have numbers enough. ElasticError in one line for servers that do not exist, or where a table is missing."""
+    numbers = [0] * servers
+
+    def placed(partition: Partition, server: int) -> Place:
+        if not 0 <= server < servers:
+            raise ElasticError(f"{partition.name!r} is on server {server}; expected 0 to {servers - 1}")
+        numbers[server] += 1
+        return Place(partition, server, numbers[server] - 1)
+
+    found: dict[str, tuple[Place, ...]] = {}
+    for name, shape in tables.items():
+        if name not in cuts:
+            raise ElasticError(f"table {name!r} has no servers; expected some for each of {', '.join(tables)}")
+        own = cuts[name]
+        found[name] = tuple(map(placed, cut(name, shape, len(own.servers), own.axis), own.servers))
     size = sum(prod(shape) for shape in dense.values())
-    pieces = cut(DENSE, (size,), min(servers, DENSE_SERVERS, size)) if size else ()
-    return Layout(servers, found, tuple(map(placed, pieces)), {name: tuple(shape) for name, shape in dense.items()})
+    if size and not dense_servers:
+        raise ElasticError(f"{next(iter(dense))!r} has no server; expected one at least for the dense variables")
+    pieces = cut(DENSE, (size,), min(len(dense_servers), size)) if size else ()
+    return Layout(servers, found, tuple(map(placed, pieces, dense_servers)), {name: tuple(shape) for name, shape in dense.items()})

@@ -36,12 +36,13 @@ class Finished:
 
 class Dealer:
     """Deals ``samples`` in batches of ``batch`` (the last one of an epoch may be smaller), ``epochs`` times, each time in another order
-    that follows from ``seed``. An epoch begins when all batches of the one before are dealt, done or not."""
+    that follows from ``seed``; if not ``shuffled``, each time as they come. An epoch begins when all batches of the one before are dealt,
+    done or not. ``most``: of all leases, if these are not all of all epochs."""
 
-    def __init__(self, samples: int, batch: int, epochs: int, seed: int = 0) -> None:
+    def __init__(self, samples: int, batch: int, epochs: int, seed: int = 0, *, shuffled: bool = True, most: int | None = None) -> None:
         if samples < 1 or batch < 1 or epochs < 0:
             raise ElasticError(f"{samples} samples in batches of {batch}, {epochs} epochs; expected at least 1, 1 and 0")
-        self.samples, self.batch, self.epochs, self.seed = samples, batch, epochs, seed
+        self.samples, self.batch, self.epochs, self.seed, self.shuffled, self.most = samples, batch, epochs, seed, shuffled, most
         self.batches = -(-samples // batch)
         """A number of batches per epoch."""
         self._next, self._done = 0, Ledger()
@@ -51,24 +52,35 @@ class Dealer:
 
     @property
     def total(self) -> int:
-        """Leases of all epochs."""
-        return self.batches * self.epochs
+        """Leases that are dealt in all."""
+        return self.batches * self.epochs if self.most is None else min(self.most, self.batches * self.epochs)
 
-    def deal(self, worker: Hashable) -> Lease | Finished | None:
-        """A lease; ``Finished`` if all is done; None if all that is left is in other workers' hands, so that it should ask again."""
-        number = self._take()
+    @property
+    def first_left(self) -> int:
+        """The lowest number that is not done."""
+        intervals = self._done.intervals
+        return intervals[0][1] if intervals and intervals[0][0] == 0 else 0
+
+    def size(self, number: int) -> int:
+        """How many samples a lease has."""
+        place = number % self.batches
+        return min(self.batch, self.samples - place * self.batch)
+
+    def deal(self, worker: Hashable, below: int | None = None) -> Lease | Finished | None:
+        """A lease, if one is left ``below`` this number; ``Finished`` if all is done; else None: the worker should ask again."""
+        number = self._take(self.total if below is None else below)
         if number is None:
-            return Finished() if len(self._done) == self.total else None
+            return Finished() if len(self._done) >= max(self.total, self._next) else None
         self._held.setdefault(worker, set()).add(number)
         return self.lease(number)
 
-    def _take(self) -> int | None:
+    def _take(self, below: int) -> int | None:
         """The lowest number that must be dealt again, or else the next new one."""
-        while self._again:
+        while self._again and (self._again[0] < below or self._again[0] in self._done):
             number = heappop(self._again)
             if number not in self._done:  # its former holder may have finished it after all
                 return number
-        if self._next == self.total:
+        if self._next >= min(self.total, below):
             return None
         self._next += 1
         return self._next - 1
@@ -77,7 +89,10 @@ class Dealer:
         """The lease with this number, whoever has it."""
         self._check(number)
         epoch, place = divmod(number, self.batches)
-        return Lease(number, epoch, self._order(epoch)[place * self.batch : (place + 1) * self.batch])
+        first = place * self.batch
+        if not self.shuffled:
+            return Lease(number, epoch, np.arange(first, first + self.size(number)))
+        return Lease(number, epoch, self._order(epoch)[first : first + self.batch])
 
     def done(self, number: int) -> bool:
         """Note that a lease is done, by whomever. False if it was done before."""
@@ -98,13 +113,15 @@ class Dealer:
         return {**self._plan, "next": self._next, "done": [list(pair) for pair in self._done.intervals]}
 
     @property
-    def _plan(self) -> dict[str, int]:
-        return {"samples": self.samples, "batch": self.batch, "epochs": self.epochs, "seed": self.seed}
+    def _plan(self) -> dict[str, Any]:
+        fixed = {"samples": self.samples, "batch": self.batch, "epochs": self.epochs, "seed": self.seed}
+        return {**fixed, "shuffled": self.shuffled, "most": self.most}
 
     @staticmethod
     def restored(state: Mapping[str, Any]) -> Dealer:
         """The dealer that ``state`` is of."""
-        dealer = Dealer(state["samples"], state["batch"], state["epochs"], state["seed"])
+        plan = {name: state[name] for name in ("samples", "batch", "epochs", "seed", "shuffled", "most")}
+        dealer = Dealer(**plan)
         dealer._next, dealer._done = state["next"], Ledger((start, stop) for start, stop in state["done"])
         dealer._again = [number for number in range(dealer._next) if number not in dealer._done]
         heapify(dealer._again)

@@ -37,7 +37,7 @@ MOST_ARRAYS, MOST_DIMS, MOST_BYTES = 64, 8, 2**40
 class Kind(IntEnum):
     """What a message asks or answers. Numbers are part of the format."""
 
-    LOOK_UP = 1  # ids, offsets[, values] -> SUMS
+    LOOK_UP = 1  # ids, offsets[, values]; version: the least of steps, where these count -> SUMS or TOO_OLD
     SUMS = 2  # sums
     PULL = 3  # version: the least that will do -> VALUES or TOO_OLD
     VALUES = 4  # values
@@ -53,7 +53,8 @@ class Kind(IntEnum):
 @dataclass(frozen=True, eq=False)
 class Message:
     """``partition``: its number at the server. ``lease``: whose gradient it is, 0 where there is none. ``version``: pushes that are
-    counted; of a PULL, the least that will do. ``arrays``: of types int32, int64, float32, float64 and uint8."""
+    counted; of a PULL, the least that will do; where updates are those of steps, of a PULL or LOOK_UP these. ``arrays``: of types int32,
+    int64, float32, float64 and uint8."""
 
     kind: Kind
     partition: int

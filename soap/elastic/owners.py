@@ -26,6 +26,8 @@ PAUSE_S = 0.05
 
 Address = Callable[[int], tuple[str, int]]
 """Where a server listens now; waits while it is being started anew."""
+Routed = Mapping[str, Sequence[Lookups]]
+"""By table, the look-ups of each of its partitions."""
 
 
 class Owners:
@@ -46,12 +48,16 @@ class Owners:
         """Bytes of all frames received."""
         return self._received + sum(peer.received_bytes for peer in self._connections.values())
 
-    def look_up(self, lookups: Mapping[str, Lookups]) -> dict[str, Tensor]:
-        """By table, (samples, columns): what its rows add up to."""
+    def route(self, lookups: Mapping[str, Lookups]) -> Routed:
+        """By table, what each of its partitions is asked for."""
+        return {table: route([place.partition for place in self._layout.tables[table]], whole) for table, whole in lookups.items()}
+
+    def look_up(self, lookups: Routed, step: int = 0) -> dict[str, Tensor]:
+        """By table, (samples, columns): what its rows add up to. ``step``: of the lease, where updates are those of steps."""
         asked = [
-            (place, Message.of(Kind.LOOK_UP, place.number, own.tensors()))
-            for table, whole in lookups.items()
-            for place, own in zip(self._layout.tables[table], self._route(table, whole), strict=True)
+            (place, Message.of(Kind.LOOK_UP, place.number, own.tensors(), version=step))
+            for table, parts in lookups.items()
+            for place, own in zip(self._layout.tables[table], parts, strict=True)
         ]
         answers = iter(self._ask(asked, Kind.SUMS))
         found = {}
@@ -60,20 +66,20 @@ class Owners:
             found[table] = combine([place.partition for place in places], [next(answers).tensors()[0] for _ in places])
         return found
 
-    def pull(self) -> dict[str, Tensor]:
-        """The dense variables, as they are now."""
+    def pull(self, step: int = 0) -> dict[str, Tensor]:
+        """The dense variables, as they are now; ``step``: of the lease."""
         places = self._layout.dense
         if not places:
             return {}
-        return self._layout.apart(whole(places, self.values(places)))
+        return self._layout.apart(whole(places, self.values(places, step)))
 
-    def push(self, lease: int, lookups: Mapping[str, Lookups], sums: Mapping[str, Tensor], dense: Mapping[str, Tensor]) -> None:
+    def push(self, lease: int, lookups: Routed, sums: Mapping[str, Tensor], dense: Mapping[str, Tensor]) -> None:
         """Count a lease's gradients, of the sums and of the dense variables, everywhere. Returns when all owners have written them down."""
         asked = []
-        for table, whole in lookups.items():
+        for table, routed in lookups.items():
             places = self._layout.tables[table]
             parts = divide([place.partition for place in places], sums[table])
-            for place, own, part in zip(places, self._route(table, whole), parts, strict=True):
+            for place, own, part in zip(places, routed, parts, strict=True):
                 asked.append((place, Message.of(Kind.PUSH_OUTPUTS, place.number, (part, *own.tensors()), lease=lease)))
         vector = self._layout.joined(dense) if self._layout.dense else None
         for place in self._layout.dense:
@@ -81,17 +87,15 @@ class Owners:
             asked.append((place, Message.of(Kind.PUSH, place.number, [place.partition.of(vector)], lease=lease)))
         self._ask(asked, Kind.VERSION)
 
-    def values(self, places: Sequence[Place]) -> list[Tensor]:
+    def values(self, places: Sequence[Place], step: int = 0) -> list[Tensor]:
         """The values of these partitions. Those of tables are asked for at the end of training alone."""
-        return [answer.tensors()[0] for answer in self._ask([(at, Message(Kind.PULL, at.number)) for at in places], Kind.VALUES)]
+        asked = [(place, Message(Kind.PULL, place.number, version=step)) for place in places]
+        return [answer.tensors()[0] for answer in self._ask(asked, Kind.VALUES)]
 
     def close(self) -> None:
         """End all connections."""
         for key in [*self._connections]:
             self._drop(key)
-
-    def _route(self, table: str, lookups: Lookups) -> tuple[Lookups, ...]:
-        return route([place.partition for place in self._layout.tables[table]], lookups)
 
     def _ask(self, asked: Sequence[tuple[Place, Message]], expected: Kind) -> list[Message]:
         """All answers, in order. ElasticError if one is an error, or an owner stays away."""
@@ -159,6 +163,10 @@ def whole(places: Sequence[Place], values: Sequence[Tensor]) -> Tensor:
 def _checked(answer: Message, expected: Kind) -> Message:
     if answer.kind is Kind.ERROR:
         raise ElasticError(bytes(answer.arrays[0]).decode("utf-8", "replace"))
+    if answer.kind is Kind.TOO_OLD:
+        raise ElasticError(
+            f"partition {answer.partition} of a server lacks updates of earlier steps (it has {answer.version}); is its folder whole?"
+        )
     if answer.kind is not expected:
         raise ElasticError(f"a server has answered {answer.kind.name}; expected {expected.name}: are all processes of one version?")
     return answer

@@ -9,11 +9,11 @@ from typing import Any
 from soap.elastic.faults import ElasticError
 
 
-def hosts(ray: Any, servers: int, noted: Sequence[str] | None = None) -> list[str]:
-    """The address of each server's machine: the noted ones, or each a machine of its own if there are enough. ElasticError in one line if
-    a noted one is not there: its server's folder is."""
+def hosts(ray: Any, servers: int, noted: Sequence[str] | None = None, machines: Sequence[int] | None = None) -> list[str]:
+    """The address of each server's machine: the noted ones, or those of these numbers, modulo how many there are, or each one of its own if
+    there are enough. ElasticError in one line if a noted one is not there: its server's folder is."""
     there = sorted(_nodes(ray), key=lambda address: (ip_address(address).version, ip_address(address)))
-    found = list(noted or [there[number % len(there)] for number in range(servers)])
+    found = list(noted or [there[number % len(there)] for number in machines or range(servers)])
     for number, address in enumerate(found):
         if address not in there and not ip_address(address).is_loopback:
             raise ElasticError(

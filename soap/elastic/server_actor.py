@@ -11,6 +11,7 @@ from pathlib import Path
 from soap.elastic.layout import Layout
 from soap.elastic.messages import Buffer, decode, encode
 from soap.elastic.session import module
+from soap.elastic.steps import Steps
 from soap.elastic.store import Store
 from soap.elastic.transport import Listener
 from soap.elastic.worker import Source
@@ -29,8 +30,8 @@ class Keeping:
     snapshot_every_pushes: int | None = 1000
     snapshot_every_s: float | None = None
 
-    def store(self, server: int, layout: Layout, source: Source) -> Store:
-        """The server's store, as its folder has it, or as the model begins."""
+    def store(self, server: int, layout: Layout, source: Source, steps: Steps | None = None) -> Store:
+        """The server's store, as its folder has it, or as the model begins. ``steps``: if an update is that of a whole step."""
         model = source.load()
         return Store(
             Path(self.folder) / f"server-{server}",
@@ -41,17 +42,27 @@ class Keeping:
             fsync=self.fsync,
             snapshot_every_pushes=self.snapshot_every_pushes,
             snapshot_every_s=self.snapshot_every_s,
+            steps=steps,
         )
 
 
 class Server:
-    """In an actor. ``host``: the address to listen on; None: that by which Ray knows this machine."""
+    """In an actor. ``host``: the address to listen on; None: that by which Ray knows this machine. ``steps``: see ``Keeping.store``."""
 
-    def __init__(self, server: int, layout: Layout, source: Source, keeping: Keeping, secret: bytes, host: str | None = None) -> None:
+    def __init__(
+        self,
+        server: int,
+        layout: Layout,
+        source: Source,
+        keeping: Keeping,
+        secret: bytes,
+        host: str | None = None,
+        steps: Steps | None = None,
+    ) -> None:
         self._warned: list[str] = []
         warnings.simplefilter("always", SoapWarning)
         warnings.showwarning = lambda message, *_, **__: self._warned.append(str(message))  # the launcher shows them
-        self._store = keeping.store(server, layout, source)
+        self._store = keeping.store(server, layout, source, steps)
         self._listener = Listener(self._answer, secret, host or str(module().util.get_node_ip_address()))
 
     def address(self) -> tuple[str, int]:

@@ -20,14 +20,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from soap.elastic.faults import ElasticError
 from soap.elastic.ledger import Ledger
 from soap.elastic.messages import Array, Kind, Message, decode, encode, size_bytes
-from soap.elastic.shard import ShardState
+from soap.elastic.shard import Gradient, ShardState
 from soap.errors import SoapWarning, first_line
 from soap.files import synchronize_folder, write_parts_atomically
+from soap.runtime.sync.row_gradient import RowGradient
 
 KEPT = 2
 PIECE_BYTES = 2**20
@@ -104,15 +106,24 @@ def read(path: Path) -> ShardState:
 
 
 def packed(state: ShardState) -> Message:
-    """A state as a message: a text that names the optimizer's state, then the ledger, the values and the state's tensors."""
+    """A state as a message: a text that names the optimizer's state and the pending leases, then the ledger, the values, the state's
+    tensors, and the pending gradients, those of rows one after the other."""
     tensors = {key: value for key, value in state.optimizer.items() if isinstance(value, Tensor)}
     others = {key: value for key, value in state.optimizer.items() if key not in tensors}
     for key, value in others.items():
         if not (value is None or isinstance(value, (bool, int, float, str))):
             raise ElasticError(f"optimizer state {key!r} is a {type(value).__name__}; expected tensors and numbers: use another optimizer")
-    text = json.dumps({"tensors": list(tensors), "others": others}).encode()
+    rows = {lease: own for lease, own in state.pending.items() if isinstance(own, RowGradient)}
+    whole = {lease: own for lease, own in state.pending.items() if isinstance(own, Tensor)}
+    pending = {"rows": [[lease, len(own.rows)] for lease, own in rows.items()], "whole": list(whole)}
+    text = json.dumps({"tensors": list(tensors), "others": others, **pending}).encode()
     arrays: list[Array] = [np.frombuffer(text, np.uint8), state.counted.array(), state.values.numpy()]
-    return Message(Kind.SNAPSHOT, 0, 0, state.version, (*arrays, *(tensor.numpy() for tensor in tensors.values())))
+    arrays += [tensor.numpy() for tensor in tensors.values()]
+    if rows:
+        arrays += [torch.cat([own[part] for own in rows.values()]).numpy() for part in (0, 1)]
+    if whole:
+        arrays.append(torch.stack([*whole.values()]).numpy())
+    return Message(Kind.SNAPSHOT, 0, 0, state.version, tuple(arrays))
 
 
 def unpacked(message: Message) -> ShardState:
@@ -120,9 +131,16 @@ def unpacked(message: Message) -> ShardState:
     names: dict[str, Any] = json.loads(message.arrays[0].tobytes())
     values, *kept = message.tensors()[2:]
     counted = Ledger.of(message.arrays[1].astype(np.int64))
-    return ShardState(
-        message.version, counted, values, {**dict(zip(names["tensors"], map(Tensor.clone, kept), strict=True)), **names["others"]}
-    )
+    given = iter(map(Tensor.clone, kept))
+    optimizer = {**{key: next(given) for key in names["tensors"]}, **names["others"]}
+    pending: dict[int, Gradient] = {}
+    if rows := names.get("rows"):
+        lengths = [length for _, length in rows]
+        parts = zip(torch.split(next(given), lengths), torch.split(next(given), lengths), strict=True)
+        pending.update({lease: RowGradient(*own) for (lease, _), own in zip(rows, parts, strict=True)})
+    if whole := names.get("whole"):
+        pending.update(zip(whole, next(given).unbind(), strict=True))
+    return ShardState(message.version, counted, values, optimizer, pending)
 
 
 def _pieces(message: Message, give_way: threading.Event | None) -> Iterator[bytes | memoryview]:

@@ -19,8 +19,9 @@ from soap.elastic.faults import ElasticError
 from soap.elastic.lookups import Lookups
 from soap.elastic.messages import Kind, Message
 from soap.elastic.partitions import Partition
-from soap.elastic.shard import Gradient, Shard, ShardState, check_optimizer
+from soap.elastic.shard import Gradient, Shard, ShardState, TooOld, check_optimizer
 from soap.elastic.snapshots import Snapshotter
+from soap.elastic.steps import Steps
 from soap.elastic.store_folder import agree, described, locked
 from soap.elastic.write_ahead import may_have_crashed, note_boot
 from soap.errors import SoapError
@@ -29,21 +30,13 @@ from soap.runtime.sync.row_gradient import RowGradient
 from soap.runtime.updates.optimizers import OptimizerFactory
 
 
-class TooOld(ElasticError):
-    """A version was asked for that is not there yet; the caller waits. ``version``: the one that is."""
-
-    def __init__(self, partition: str, least: int, version: int) -> None:
-        super().__init__(f"partition {partition!r} is at version {version}; expected at least {least}: ask again when more has been pushed")
-        self.version = version
-
-
 class Store:
     """Partitions, each named by its place in ``partitions``. Safe to call from several threads; calls for different partitions run at once.
 
-    ``initial``: values of each cell, used where the folder does not hold it yet. ``optimizer``: makes the optimizer of one cell; its update
-    must be elementwise. ``lazy``: see ``Shard``. ``fsync``: pushes outlive a crash of the machine, not only of the process. Snapshots are
-    taken every so many pushes of a partition, and every so many seconds, by a thread. ElasticError in one line if the folder is in use,
-    damaged, or another store's.
+    ``initial``: values of each cell, used where the folder does not hold it yet. ``optimizer``: makes the optimizer of one cell; its
+    update must be elementwise. ``lazy``, ``steps``: see ``Shard``. ``fsync``: pushes outlive a crash of the machine, not only of the
+    process. Snapshots are taken every so many pushes of a partition, and every so many seconds, by a thread. ElasticError in one line if
+    the folder is in use, damaged, or another store's.
     """
 
     def __init__(
@@ -57,6 +50,7 @@ class Store:
         fsync: bool = False,
         snapshot_every_pushes: int | None = 1000,
         snapshot_every_s: float | None = None,
+        steps: Steps | None = None,
     ) -> None:
         self.folder, self.partitions = Path(folder), tuple(partitions)
         self._every_pushes = snapshot_every_pushes
@@ -67,10 +61,10 @@ class Store:
         self._lock = locked(self.folder)
         self._shards: list[DurableShard] = []
         try:
-            agree(self.folder, described(self.partitions, initial, optimizer, lazy))
+            agree(self.folder, described(self.partitions, initial, optimizer, lazy, steps))
             crashed = may_have_crashed(self.folder)
             for number, (partition, values) in enumerate(zip(self.partitions, initial, strict=True)):
-                shard = Shard(partition, values, optimizer, lazy=lazy)
+                shard = Shard(partition, values, optimizer, lazy=lazy, steps=steps)
                 self._shards.append(DurableShard(self.folder / f"partition-{number:06}", shard, fsync=fsync, crashed=crashed))
             if crashed:
                 note_boot(self.folder)
@@ -84,17 +78,14 @@ class Store:
             raise
         self._snapshotter = Snapshotter(self._shards, snapshot_every_s)
 
-    def look_up(self, partition: int, lookups: Lookups) -> tuple[int, Tensor]:
-        """(version, sums (samples, outputs)): for each sample the sum of the cell's rows that it names, each times its value."""
-        return self._shard(partition).look_up(lookups)
+    def look_up(self, partition: int, lookups: Lookups, step: int = 0) -> tuple[int, Tensor]:
+        """(version, sums (samples, outputs)): for each sample the sum of the cell's rows that it names, each times its value. ``step``: of
+        the reader; with ``steps`` the updates of all before it are made."""
+        return self._shard(partition).look_up(lookups, step)
 
     def pull(self, partition: int, least_version: int = 0) -> tuple[int, Tensor]:
-        """(version, a copy of the values). ``TooOld`` if the version is below ``least_version``."""
-        shard = self._shard(partition).shard
-        with shard.lock:
-            if shard.version < least_version:
-                raise TooOld(shard.partition.name, least_version, shard.version)
-            return shard.version, shard.values.clone()
+        """(version, a copy of the values). ``TooOld`` if the version is below ``least_version``; with ``steps`` these are counted."""
+        return self._shard(partition).pull(least_version)
 
     def push(self, partition: int, lease: int, gradient: Gradient) -> int:
         """Count a lease's gradient, durably; a lease that has counted already changes nothing. Returns the version.
@@ -157,7 +148,7 @@ class Store:
 
 
 def _look_up(store: Store, message: Message) -> Message:
-    version, sums = store.look_up(message.partition, Lookups.of(message.tensors()))
+    version, sums = store.look_up(message.partition, Lookups.of(message.tensors()), message.version)
     return Message.of(Kind.SUMS, message.partition, [sums], lease=message.lease, version=version)
 
 

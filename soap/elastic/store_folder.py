@@ -14,6 +14,7 @@ from torch import Tensor
 
 from soap.elastic.faults import ElasticError
 from soap.elastic.partitions import Partition
+from soap.elastic.steps import Steps
 from soap.files import read_text, reason, write_text_atomically
 from soap.runtime.updates.optimizers import OptimizerFactory, recorded_name
 
@@ -37,7 +38,9 @@ def locked(folder: Path) -> int:
     return file
 
 
-def described(partitions: Sequence[Partition], initial: Sequence[Tensor], make: OptimizerFactory, lazy: bool) -> dict[str, Any]:
+def described(
+    partitions: Sequence[Partition], initial: Sequence[Tensor], make: OptimizerFactory, lazy: bool, steps: Steps | None = None
+) -> dict[str, Any]:
     """What a store is of, as JSON gives it back."""
     made = make([torch.zeros(1, 1)])
     return {
@@ -47,6 +50,7 @@ def described(partitions: Sequence[Partition], initial: Sequence[Tensor], make: 
         "optimizer": recorded_name(made),
         "options": [{key: repr(value) for key, value in group.items() if key != "params"} for group in made.param_groups],
         "lazy": lazy,
+        "steps": None if steps is None else [steps.leases, steps.workers],
     }
 
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -67,16 +67,18 @@ class OfDataset:
 
 @dataclass(frozen=True)
 class Source:
-    """The model as every process of a run loads it: a file or a zoo model; ``seed`` decides a zoo model's initial values."""
+    """The model as every process of a run loads it: a file or a zoo model; ``seed``: of what it draws (dropout). ``reading``: further
+    arguments of ``load_model``."""
 
     spec: str
     dtype: str | None = None
     seed: int = 0
+    reading: Mapping[str, Any] = field(default_factory=dict)
 
     def load(self, *, plan_only: bool = False) -> ExecutableModel:
         """The model with all its values; ``plan_only``: with none."""
         torch.manual_seed(self.seed)
-        return load_model(self.spec, dtype=self.dtype, plan_only=plan_only)
+        return load_model(self.spec, dtype=self.dtype, plan_only=plan_only, **self.reading)
 
 
 @dataclass(frozen=True)
@@ -94,25 +96,36 @@ class Worker:
 
     def __init__(self, source: Source, batches: Batches, layout: Layout, addresses: Address, secret: bytes) -> None:
         self._source, self._batches = source, batches
-        self._model = source.load()
-        cut = Cut(self._model)
+        self._model, self._tables = source.load(), tuple(layout.tables)
+        cut = Cut(self._model, self._tables)
         self._frozen = {name: self._model.parameters[name] for name in cut.frozen}
         self._cuts = {_shapes(self._model.example_inputs): cut}
         self._model.let_go([*cut.tables, *cut.dense])
         self._owners = Owners(layout, addresses, secret)
 
-    def work(self, number: int, indices: Sequence[int]) -> Report:
-        """Do a lease: its number, and the samples of its batch. Returns when all owners have counted its gradients."""
+    def work(self, number: int, indices: Sequence[int], dense_scale: float = 1.0, sparse_scale: float = 1.0, step: int = 0) -> Report:
+        """Do a lease: its number, and the samples of its batch. Returns when all owners have counted its gradients, those of the dense
+        variables and of tables each times its scale. ``step``: the lease's, where updates are those of steps."""
+        begin = time.perf_counter()
+        found = self.work_on(number, self._batches.batch(indices), dense_scale, sparse_scale, step)
+        return replace(found, seconds=time.perf_counter() - begin)
+
+    def work_on(self, number: int, inputs: Sequence[Tensor], dense_scale: float, sparse_scale: float, step: int = 0) -> Report:
+        """The same with a batch that is here."""
         begin = time.perf_counter()
         sent, received = self._owners.sent_bytes, self._owners.received_bytes
-        inputs = self._batches.batch(indices)
         cut = self._cut(inputs)
         lookups = cut.look_ups(inputs)
-        sums, dense = self._owners.look_up(lookups), self._owners.pull()
+        routed = self._owners.route(lookups)
+        sums, dense = self._owners.look_up(routed, step), self._owners.pull(step)
         found = cut.gradients(inputs, lookups, sums, {**dense, **self._frozen}, seed=self._source.seed, step=number)
-        self._owners.push(number, lookups, found.sums, found.dense)
+        self._owners.push(number, routed, _scaled(found.sums, sparse_scale), _scaled(found.dense, dense_scale))
         moved = self._owners.sent_bytes - sent, self._owners.received_bytes - received
         return Report(found.loss, time.perf_counter() - begin, *moved)
+
+    def close(self) -> None:
+        """End all connections."""
+        self._owners.close()
 
     def process(self) -> int:
         """This process's number."""
@@ -125,8 +138,12 @@ class Worker:
             known = next(iter(self._cuts))
             if [len(shape) for shape in shapes] != [len(shape) for shape in known]:
                 raise ElasticError(f"a batch has inputs of shapes {[*shapes]}; expected as many dimensions as {[*known]}: check the data")
-            self._cuts[shapes] = Cut(self._model.resized(shapes))
+            self._cuts[shapes] = Cut(self._model.resized(shapes), self._tables)
         return self._cuts[shapes]
+
+
+def _scaled(gradients: Mapping[str, Tensor], scale: float) -> Mapping[str, Tensor]:
+    return gradients if scale == 1 else {name: gradient * scale for name, gradient in gradients.items()}
 
 
 def _shapes(inputs: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:

@@ -63,3 +63,14 @@ def _lookups(graph: OperatorGraph) -> Iterator[tuple[Operator, str, Operand]]:
 
 def _is_sample(op: Operator, dim: DimMap) -> bool:
     return dim.factor is not None and op.factors[dim.factor].kind is FactorKind.SAMPLE
+
+
+def sample_dims(graph: OperatorGraph) -> dict[str, int]:
+    """By input, its dimension of samples; inputs that are not divided among samples are left out."""
+    found: dict[str, int] = {}
+    for op in graph.operators:
+        for operand in op.inputs:
+            if graph.tensors[operand.tensor].kind is TensorKind.INPUT:
+                own = [d for d, dim in enumerate(operand.dims) if _is_sample(op, dim)]
+                found |= {operand.tensor: own[0]} if own else {}
+    return found

@@ -98,7 +98,9 @@ class PlanBuilder:
         return (PlanBuilder, (self.graph, self.topology, self.training, self.microbatches, self._represented))
 
     def build(self, strategy: Strategy, *, empty_tiles: bool = False) -> Plan:
-        """The plan of a strategy. StrategyError if it does not fit the graph or the cluster. ``empty_tiles``: see ``Strategy.validate``."""
+        """The plan of a strategy. StrategyError if it is stale, or does not fit the graph or the cluster. ``empty_tiles``: see
+        ``Strategy.validate``."""
+        strategy.require_exact()
         strategy.validate(self.graph, self.topology.device_count, empty_tiles=empty_tiles)
         if strategy.microbatches != self.microbatches:
             return self._other(strategy.microbatches).build(strategy, empty_tiles=empty_tiles)

@@ -9,14 +9,17 @@ from typing import Literal
 
 import torch
 
-from soap.errors import RuntimeFailure
+from soap.errors import RuntimeFailure, StrategyError
 from soap.runtime.training_options import TrainingOptions
 from soap.runtime.updates.optimizers import GroupOptions, Optimizers, Recipe, ScheduleFactory, plain_sgd
 from soap.search.options import DEFAULT_BUDGET
 from soap.simulator.costs import CostSource
+from soap.strategy.consistency import SYNC, parse
 
 RunOption = Literal["hybrid", "ps", "allreduce"]
 RUN_OPTIONS: tuple[RunOption, ...] = ("hybrid", "ps", "allreduce")
+Reduction = Literal["mean", "sum"]
+REDUCTIONS: tuple[Reduction, ...] = ("mean", "sum")
 TIMEOUT_S = 1800.0
 """Long, because ranks wait for the one that searches."""
 
@@ -33,6 +36,12 @@ class RunnerConfig:
 
     ``checkpoint``: a folder. Training goes on from its latest checkpoint; a new one is written every ``save_every`` steps and at the end,
     and the last ``keep`` stay. ``sharded``: each rank passes its own part of a batch; False: every rank passes the whole batch.
+
+    ``consistency``: ``sync`` trains as one process with the whole batch; with ``bounded:D`` or ``async`` (``soap.strategy.consistency``)
+    each rank is a worker that trains on its own part, and a server of a part of the model: no step of all is computed, nothing is
+    searched, and losses are the rank's own. The model must have a table that servers can compute with (docs/elastic.md).
+    ``reduce_dense``, ``reduce_sparse``: gradients of dense and of sparse parameters are the mean over ranks, which is exact, or their sum,
+    which is as many times as large (behind clipping).
 
     ``optimizer``, ``groups``, ``schedule``, ``clip_norm``, ``seed``, ``backend``: see ``soap.TrainingOptions``; the searched plan does not
     cut parameters that the optimizer needs whole. ``loss``, ``dynamic_batch``: see ``soap.export``. ``budget``, ``costs``: see
@@ -63,6 +72,9 @@ class RunnerConfig:
     seed: int = 0
     timeout_s: float = TIMEOUT_S
     verify: bool = True
+    consistency: str = SYNC
+    reduce_dense: Reduction = "mean"
+    reduce_sparse: Reduction = "mean"
 
     @property
     def recipe(self) -> Recipe:
@@ -89,3 +101,27 @@ class RunnerConfig:
         if self.tuning_iterations < 0 or (self.tuning_iterations and not self.search_partitions):
             wrong = f"tuning_iterations {self.tuning_iterations}, search_partitions {self.search_partitions}"
             raise RuntimeFailure(f"{wrong}: expected iterations of at least 0, and search_partitions if there are any")
+        for name in ("reduce_dense", "reduce_sparse"):
+            if getattr(self, name) not in REDUCTIONS:
+                raise RuntimeFailure(f"{name} {getattr(self, name)!r}: expected one of {', '.join(REDUCTIONS)}")
+        self._check_consistency()
+
+    @property
+    def stale(self) -> bool:
+        """Whether ranks may be apart."""
+        return parse(self.consistency).stale
+
+    def _check_consistency(self) -> None:
+        try:
+            stale = self.stale
+        except StrategyError as error:
+            raise RuntimeFailure(str(error)) from None
+        if not stale:
+            return
+        if not self.sharded:
+            raise RuntimeFailure(f"consistency {self.consistency!r} with sharded=False: expected each rank's own part of a batch")
+        others = {name: getattr(self, name) for name in ("checkpoint", "groups", "schedule", "clip_norm", "tuning_iterations")}
+        others["optimizer"] = self.optimizer if isinstance(self.optimizer, Mapping) else None
+        for name, value in others.items():
+            if value:
+                raise RuntimeFailure(f"consistency {self.consistency!r} with {name}: workers that are apart do not know it; leave it out")

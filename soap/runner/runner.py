@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from soap.runner.batches import joined
 from soap.runner.config import RunnerConfig
 from soap.runner.partitioner import groups
 from soap.runner.planning import planned
+from soap.runner.reductions import with_reductions
 from soap.runner.sharding import rank_and_count
 from soap.runner.tuning import served_sparse, tune
 from soap.runtime.checkpoint.folder import complete
@@ -32,6 +33,10 @@ from soap.tracing.execute import ExecutableModel
 from soap.tracing.export import exported_program
 from soap.tracing.load import load_program
 
+if TYPE_CHECKING:
+    from soap.runner.stale import StaleTraining
+
+T = TypeVar("T")
 Batch = torch.Tensor | Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
 """Arguments of the module's ``forward``: one tensor, several in order, or tensors by name."""
 
@@ -50,14 +55,18 @@ class Runner:
         kind = topology.devices[0].type.kind
         self.world = open_world(topology.device_count, kind, config.backend, config.timeout_s)
         self._saved_at = 0
+        self._stale: StaleTraining | None = None
 
     def run(self, batch: Batch) -> float:
-        """One training step. Returns the loss of the whole batch, the same on all ranks. The first call exports the model and plans.
+        """One training step. Returns the loss of the whole batch, the same on all ranks; if ranks may be apart
+        (``RunnerConfig.consistency``) that of this rank's part. The first call exports the model and plans.
 
         ``batch``: this rank's part of the batch, which may have no samples; the whole batch if the configuration has ``sharded=False``.
         SoapError in one line, the same on all ranks, if the model cannot be exported, planned or trained.
         """
         tensors = [batch] if isinstance(batch, torch.Tensor) else list(batch.values() if isinstance(batch, Mapping) else batch)
+        if self.config.stale:
+            return self._run_stale(tensors, dict(batch) if isinstance(batch, Mapping) else None)
         if self.config.sharded:
             wire = self.world.device if self.world.backend == "nccl" else torch.device("cpu")
             tensors = joined(tensors, wire)
@@ -75,12 +84,16 @@ class Runner:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """All trained values by the module's names, on rank 0 (empty elsewhere); called on all ranks at once. RuntimeFailure before the
         first batch."""
+        if self._stale is not None:
+            return self._stale.state_dict()
         if self.trainer is None:
             raise RuntimeFailure("the runner has not seen a batch yet; expected run(batch) before state_dict()")
         return self.trainer.state_dict()
 
     def close(self) -> None:
         """Write the last checkpoint if there is a folder for it. Leave the process group if the runner has opened it."""
+        if self._stale is not None:
+            self._stale.close()
         if self.trainer is not None:
             if self.config.checkpoint is not None and self.trainer.steps > self._saved_at:
                 self._save(self.trainer)
@@ -94,15 +107,14 @@ class Runner:
         if error is None:
             self.close()
         else:  # the other ranks may be anywhere: nothing can be saved together
+            if self._stale is not None:
+                self._stale.close(together=False)
             close_world(self.world)
 
     def _start(self, tensors: Sequence[torch.Tensor], named: Mapping[str, torch.Tensor] | None) -> Trainer:
-        config = self.config
-        arguments = (tuple(tensors), {}) if named is None else ((), dict(named))
-        exported = exported_program(self.model, *arguments, loss=config.loss, dynamic_batch=config.dynamic_batch)
-        model = load_program(exported, type(self.model).__name__)
-        self._names = model.input_names
-        self.strategy, order = self._agreed(model, exported, Example(self.model, *arguments, config.loss))
+        model, exported, example = self._traced(tensors, named)
+        config = with_reductions(self.config, model.graph.sparse, self.world.size)
+        self.strategy, order = self._agreed(model, exported, example, config)
         if config.tuning_iterations and served_sparse(self.strategy, model.graph):
             self.strategy = tune(
                 model,
@@ -112,6 +124,7 @@ class Runner:
                 order,
                 config.training,
                 iterations=config.tuning_iterations,
+                together=groups(self.model),
             ).strategy
         self.trainer = Trainer(model, (self.strategy, self.topology), order, config.training)
         if config.checkpoint is not None and Path(config.checkpoint).is_dir() and complete(Path(config.checkpoint)):
@@ -119,23 +132,54 @@ class Runner:
         self._saved_at = self.trainer.steps
         return self.trainer
 
-    def _agreed(self, model: ExecutableModel, exported: ExportedProgram, example: Example) -> tuple[Strategy, ExecutionOrder]:
+    def _traced(
+        self, tensors: Sequence[torch.Tensor], named: Mapping[str, torch.Tensor] | None
+    ) -> tuple[ExecutableModel, ExportedProgram, Example]:
+        arguments = (tuple(tensors), {}) if named is None else ((), dict(named))
+        exported = exported_program(self.model, *arguments, loss=self.config.loss, dynamic_batch=self.config.dynamic_batch)
+        model = load_program(exported, type(self.model).__name__)
+        self._names = model.input_names
+        return model, exported, Example(self.model, *arguments, self.config.loss)
+
+    def _run_stale(self, tensors: Sequence[torch.Tensor], named: Mapping[str, torch.Tensor] | None) -> float:
+        if self._stale is None:
+            from soap.runner.stale import StaleTraining
+
+            traced = self._traced(tensors, named)
+            self._on_first(lambda: self._judge(*traced))
+            self._stale = StaleTraining(traced[0], self.world, self.config)
+        return self._stale.step(tensors if named is None else [named[name] for name in self._names])
+
+    def _agreed(
+        self, model: ExecutableModel, exported: ExportedProgram, example: Example, config: RunnerConfig
+    ) -> tuple[Strategy, ExecutionOrder]:
         """The strategy and order that rank 0 plans for all ranks, because measured costs differ between hosts. Rank 0 also compares the
         program with eager PyTorch. An error there is raised on all ranks."""
+
+        def plan() -> tuple[Strategy, ExecutionOrder]:
+            self._judge(model, exported, example)
+            return planned(model.graph, self.topology, config, groups(self.model))
+
+        return self._on_first(plan)
+
+    def _judge(self, model: ExecutableModel, exported: ExportedProgram, example: Example) -> None:
+        judge = eager_judge(example) if self.config.verify else None
+        if judge is not None:
+            judge(exported, model)
+
+    def _on_first(self, ask: Callable[[], T]) -> T:
+        """What rank 0 answers, on all ranks; its errors, too."""
         answer: list[Any] = [None]
         if self.world.rank == 0:
             try:
-                judge = eager_judge(example) if self.config.verify else None
-                if judge is not None:
-                    judge(exported, model)
-                answer[0] = planned(model.graph, self.topology, self.config, groups(self.model))
+                answer[0] = ask()
             except SoapError as error:
                 answer[0] = error
         dist.broadcast_object_list(answer, 0)
         if isinstance(answer[0], SoapError):
             raise answer[0]
-        strategy, order = answer[0]
-        return strategy, order
+        found: T = answer[0]
+        return found
 
     def _save(self, trainer: Trainer) -> None:
         assert self.config.checkpoint is not None

@@ -6,7 +6,7 @@ and each begins with the model's own values. So the runs use up no data and chan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -43,11 +43,17 @@ class Range:
 
 @dataclass(frozen=True)
 class Tuned:
-    """The strategy with the chosen number of partitions, and the runs that led to it."""
+    """The strategy with the chosen numbers of partitions, and the runs that led to them: ``tunings`` by the parameters that have the same
+    number, in the order in which they were tuned."""
 
     strategy: Strategy
     parameters: tuple[str, ...]
-    tuning: Tuning
+    tunings: Mapping[tuple[str, ...], Tuning]
+
+    @property
+    def tuning(self) -> Tuning:
+        """Of the first of them; all there is without groups."""
+        return next(iter(self.tunings.values()))
 
 
 @dataclass(frozen=True)
@@ -69,9 +75,13 @@ def tune(
     options: TrainingOptions = DEFAULT_TRAINING,
     *,
     iterations: int = ITERATIONS,
+    together: Sequence[Sequence[str]] = (),
     **named: Unpack[TrainingKeywords],
 ) -> Tuned:
     """Choose the number of partitions of the strategy's sparse parameters on servers by at most five short runs.
+
+    ``together``: groups of parameters that get a number of their own (``soap.partitioner``), each by at most five runs, one group after
+    the other; first come those in no group, together.
 
     Called on all ranks at once, under torchrun, with equal arguments. ``batches``: whole batches, as for ``Trainer.step``; at most
     ``BATCHES`` are taken. ``order``, ``options`` and its fields by name: as for ``Trainer``, but the model keeps its values (no
@@ -90,10 +100,20 @@ def tune(
     kind = options.device_kind or topology.devices[0].type.kind
     world = open_world(topology.device_count, kind, options.backend, options.timeout_s)  # once for all trainers
     try:
-        tuning = sample_runs(strategy, wanted, trainer_for, lambda step: kept[step % len(kept)], iterations)
+        found: dict[tuple[str, ...], Tuning] = {}
+        for own in divided(wanted, together):
+            found[own.parameters] = sample_runs(strategy, own, trainer_for, lambda step: kept[step % len(kept)], iterations)
+            strategy = with_partitions(strategy, own.parameters, found[own.parameters].partitions)
     finally:
         close_world(world)
-    return Tuned(with_partitions(strategy, wanted.parameters, tuning.partitions), wanted.parameters, tuning)
+    return Tuned(strategy, wanted.parameters, found)
+
+
+def divided(wanted: Range, groups: Sequence[Sequence[str]]) -> list[Range]:
+    """What is tuned, by groups: those parameters that are in none, and each group's."""
+    own = [tuple(name for name in wanted.parameters if name in group) for group in groups]
+    rest = tuple(name for name in wanted.parameters if not any(name in group for group in own))
+    return [replace(wanted, parameters=names) for names in (rest, *own) if names]
 
 
 def served_sparse(strategy: Strategy, graph: OperatorGraph) -> tuple[str, ...]:

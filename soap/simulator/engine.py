@@ -100,7 +100,8 @@ class Engine:
         self._make_state()
 
     def load(self, strategy: Strategy) -> None:
-        """Hold a strategy, and lower it. StrategyError if it does not fit the graph or the cluster."""
+        """Hold a strategy, and lower it. StrategyError if it is stale, or does not fit the graph or the cluster."""
+        strategy.require_exact()
         strategy.validate(self.graph, self.topology.device_count)
         self._loaded = strategy
         self._set_order(strategy)

@@ -292,7 +292,7 @@ class Simulator:
         syncs = tuple(strategy.sync(name) for name in self._parameters)
         unknown = tuple(sorted(strategy.parameters.keys() - self._parameters.keys()))
         pipeline = strategy.microbatches, tuple(sorted(strategy.stages.items())), strategy.schedule
-        return configs, len(strategy.operators), syncs, unknown, strategy.prefetch, *pipeline
+        return configs, len(strategy.operators), syncs, unknown, strategy.prefetch, *pipeline, strategy.consistency
 
 
 def _is_refused(plan: Plan) -> bool:

@@ -15,6 +15,7 @@ from soap.errors import StrategyError
 from soap.model.graph import KEEP_STATE, LOCAL_BATCH_NORM, NEXT_STATE, Operator, OperatorGraph
 from soap.model.micro_batches import MAX_MICROBATCHES, MicroBatches
 from soap.schedules.named import parse
+from soap.strategy import consistency as consistencies
 from soap.strategy.compression import COMPRESSIONS, Compression
 from soap.strategy.kept import require_kept
 from soap.strategy.recomputation import LEVELS, STAYS
@@ -141,8 +142,9 @@ class Strategy:
     ``microbatches``: in how many parts along the samples each device runs a step (``soap.model.micro_batches``). ``stages``: by the name of
     the operator that it begins with, a chunk of a pipeline (``soap.strategy.stages``). ``schedule``: the order in which devices run the
     passes of micro-batches, such as ``1f1b`` or ``interleaved:2`` (``soap.schedules.named``); None: one micro-batch after the other, or all
-    together through operators that need several of them. StrategyError unless prefetch is 0 to ``MAX_PREFETCH``, microbatches 1 to
-    ``MAX_MICROBATCHES``, and the schedule one that plans can follow.
+    together through operators that need several of them. ``consistency``: how far the tiles of the samples may be apart, each a worker with
+    batches of its own (``soap.strategy.consistency``); ``sync``: not at all, which is one exact step of all. StrategyError unless prefetch
+    is 0 to ``MAX_PREFETCH``, microbatches 1 to ``MAX_MICROBATCHES``, schedule and consistency some that are known.
     """
 
     operators: Mapping[str, OpConfig]
@@ -151,8 +153,10 @@ class Strategy:
     microbatches: int = 1
     stages: Mapping[str, int] = field(default_factory=dict)
     schedule: str | None = None
+    consistency: str = consistencies.SYNC
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "consistency", str(consistencies.parse(self.consistency)))
         if not 1 <= self.microbatches <= MAX_MICROBATCHES:
             raise StrategyError(f"microbatches {self.microbatches}: expected 1 to {MAX_MICROBATCHES}, parts of a step's samples")
         if not 0 <= self.prefetch <= MAX_PREFETCH:
@@ -185,6 +189,19 @@ class Strategy:
     def sync(self, parameter: str) -> SyncConfig:
         """The parameter's synchronization."""
         return self.parameters.get(parameter, SyncConfig())
+
+    @property
+    def stale(self) -> bool:
+        """Whether workers may read values that lack others' updates: no step of the whole batch is computed then."""
+        return consistencies.parse(self.consistency).stale
+
+    def require_exact(self) -> None:
+        """StrategyError if it is stale."""
+        if self.stale:
+            raise StrategyError(
+                f"consistency {self.consistency}: the strategy is stale, so that no step of the whole batch is computed; expected "
+                f"{consistencies.SYNC} here: soap-run trains stale ones with servers and workers"
+            )
 
     def validate(self, graph: OperatorGraph, device_count: int, *, empty_tiles: bool = False) -> None:
         """Raise StrategyError naming the first thing that is illegal for this graph and number of devices.

@@ -82,6 +82,7 @@ STRATEGY_FIELDS: tuple[OptionalField, ...] = (
     OptionalField("microbatches", _count(MAX_MICROBATCHES), int),
     OptionalField("stages", _stages, _read_stages, write=dict, say=_say_stages),
     OptionalField("schedule", lambda: {"type": "string", "minLength": 1, "maxLength": 40}, str),
+    OptionalField("consistency", lambda: {"type": "string", "minLength": 1, "maxLength": 40}, str),
 )
 """Of ``Strategy``, beside its operators and parameters."""
 

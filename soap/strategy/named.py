@@ -7,6 +7,7 @@ mixtures save memory, for searches and for ``soap.fits``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from itertools import product
 from types import MappingProxyType
 
@@ -15,9 +16,11 @@ from soap.errors import StrategyError
 from soap.model.graph import OperatorGraph
 from soap.strategy.classical import NAMED, SYNCHRONIZED, hybrid
 from soap.strategy.config import Strategy
+from soap.strategy.consistency import ASYNC, BOUNDED, parse
 from soap.strategy.grids import tensor_parallel_width
 from soap.strategy.kept import away
 from soap.strategy.recomputation import recomputed, selectively_recomputed
+from soap.strategy.served import SERVED
 from soap.strategy.sync import offloaded, shares_in_hosts
 
 JOIN, WIDTH = "+", ":"
@@ -93,19 +96,31 @@ def check_name(name: str) -> None:
     """StrategyError in one line if no strategy has this name."""
     first, *rest = name.split(JOIN)
     base, found, width = first.partition(WIDTH)
-    if found and (base != MEGATRON or not _is_count(width)):
-        raise StrategyError(f"strategy {name[:80]!r}: {first[:80]!r}; expected {MEGATRON}{WIDTH}N, in groups of N devices")
-    if base not in (*NAMED, PIPELINE):
+    if found and (base not in (MEGATRON, *SERVED) or not _is_count(width)):
+        raise StrategyError(f"strategy {name[:80]!r}: {first[:80]!r}; expected {MEGATRON}{WIDTH}N, in groups of N devices, or {_counted()}")
+    if base not in (*NAMED, PIPELINE, *SERVED):
         raise StrategyError(f"no strategy is named {name[:80]!r}; expected one of {forms()}")
     for added in rest:
-        if added not in ADDED:
+        if added.startswith((ASYNC, BOUNDED)):
+            if base not in SERVED:
+                raise StrategyError(f"strategy {name[:80]!r}: {added[:80]!r} is for servers and workers; expected it behind {_counted()}")
+            parse(added)
+        elif added not in ADDED:
             known = ", ".join(ADDED)
             raise StrategyError(f"strategy {name[:80]!r}: {added[:80]!r} cannot be put on top of another one; expected one of {known}")
 
 
 def forms() -> str:
     """All that ``check_name`` accepts, in words."""
-    return f"{', '.join((*NAMED, PIPELINE))}; {MEGATRON}{WIDTH}N (in groups of N devices); with {JOIN}{f' or {JOIN}'.join(ADDED)} behind it"
+    stale = f"{_counted()}, stale with {JOIN}{ASYNC} or {JOIN}{BOUNDED}D behind it"
+    return (
+        f"{', '.join((*NAMED, PIPELINE))}; {MEGATRON}{WIDTH}N (in groups of N devices); {stale}; with {JOIN}{f' or {JOIN}'.join(ADDED)} "
+        "behind it"
+    )
+
+
+def _counted() -> str:
+    return " or ".join(f"{name}[{WIDTH}N]" for name in SERVED)
 
 
 def named(name: str, graph: OperatorGraph, topology: Topology, pipeline: Strategy | None = None) -> Strategy:
@@ -118,10 +133,12 @@ def named(name: str, graph: OperatorGraph, topology: Topology, pipeline: Strateg
         if pipeline is None:
             raise StrategyError(f"strategy {name!r} is found by simulating; expected soap-simulate --builtin {name}, or --start {PIPELINE}")
         strategy = pipeline
+    elif base in SERVED:
+        strategy = SERVED[base](graph, topology, int(width) if found else None)
     else:
         strategy = hybrid(graph, topology, tensor=int(width)) if found else NAMED[base](graph, topology)
     for added in rest:
-        strategy = ADDED[added](graph, topology, strategy)
+        strategy = ADDED[added](graph, topology, strategy) if added in ADDED else replace(strategy, consistency=added)
     return strategy
 
 

@@ -102,6 +102,18 @@ def test_the_strategy_is_written_with_the_chosen_number(folder: Path, capsys: py
     assert left == others | {"out.json"}
 
 
+@pytest.mark.long
+def test_each_group_gets_a_number_of_its_own(folder: Path, capsys: pytest.CaptureFixture[str], kept_ranks: None) -> None:
+    options = ["--iterations", "4", "--group", TABLES[1], "--json"]
+    assert main(["s.json", "--model", MODEL, "-o", "out.json", *options]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [own["parameters"] for own in report["groups"]] == [[TABLES[0]], [TABLES[1]]] and "samples" not in report
+    after = soap.load_strategy("out.json", soap.load(MODEL, plan_only=True), soap.load_cluster(CLUSTER))
+    assert [after.sync(name).partitions for name in TABLES] == [own["partitions"] for own in report["groups"]]
+    assert main(["s.json", "--model", MODEL, "-o", "out.json", "--group", "none*"]) == 2
+    assert "--group none*: no sparse parameter on servers has such a name; expected some of" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_runs_begin_alike_and_leave_nothing(ranks: int, four: Pool) -> None:
     """Each with the same losses as the others: the same weights and batches. The choice is that of the times that they are said to take."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from soap.elastic import arithmetic
@@ -61,6 +62,26 @@ def test_cut_bags_of_all_kinds_are_the_whole_model(tmp_path: Path) -> None:
     assert lookups["first.weight"].counts().tolist() == [3, 0, 1, 5]
     assert 2 not in lookups["second.weight"].ids and lookups["second.weight"].values is None
     assert lookups["shared.weight"].counts().tolist() == [1] * 4 + [2] * 4  # both uses, for one push
+
+
+class Padded(nn.Module):
+    """A table that is looked up with a padding row, with another one, and without any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.top = nn.Embedding(7, 3, padding_idx=2), nn.Linear(3, 2)
+
+    def forward(self, ids: Tensor, others: Tensor) -> Tensor:
+        rows = self.table(ids).sum(1) + F.embedding(others, self.table.weight) * F.embedding(others, self.table.weight, padding_idx=4)
+        return torch.tanh(self.top(rows)).square().mean()
+
+
+def test_padding_rows_are_read_but_take_no_gradient(tmp_path: Path) -> None:
+    torch.manual_seed(4)
+    inputs = [torch.tensor([[2, 1], [2, 2], [0, 6], [4, 2]]), torch.tensor([4, 2, 4, 0])]
+    model = load_model(exported(Padded(), inputs, tmp_path / "padded.pt2"), dtype="float64")
+    nn.init.normal_(model.parameters["table.weight"])
+    assert not compare(model, inputs).refused
 
 
 def test_batch_of_another_size_is_cut_alike() -> None:

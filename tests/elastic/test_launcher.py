@@ -9,17 +9,19 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from soap.elastic.faults import ElasticError
 from soap.elastic.launcher import Options, Outcome, Run, train
-from soap.elastic.leases import Dealer
+from soap.elastic.leases import Dealer, Lease
 from soap.elastic.server_actor import Keeping
 from soap.elastic.session import Session, module
 from soap.elastic.worker import InMemory, Report, Source
 from tests.elastic.models import Additive, additive_samples, exported, in_float64, trained_alone
+from tests.elastic.test_owners import samples
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 SAMPLES, BATCH = 38, 4
@@ -61,7 +63,7 @@ class Deadly(InMemory):
 def test_killed_worker_and_killed_server_lose_nothing(cluster: Session, additive: tuple[Source, InMemory], tmp_path: Path) -> None:
     """The worker with a lease in hand, the server while workers are at work."""
     source, data = additive
-    options = Options(batch=BATCH, epochs=2, workers=2, servers=2, partitions=3, bound=None)
+    options = Options(batch=BATCH, epochs=2, workers=2, servers=2, partitions=3, bound=None, reduce_dense="sum", reduce_sparse="sum")
     runs: list[Run] = []
     servers: list[int] = []
 
@@ -78,11 +80,42 @@ def test_killed_worker_and_killed_server_lose_nothing(cluster: Session, additive
     cluster.check_listeners()
 
 
+def test_averaged_steps_with_a_killed_worker_train_like_one_process(cluster: Session, tmp_path: Path) -> None:
+    """As one process that takes whole steps, with Adagrad: whoever does a lease, and whenever."""
+    source, adagrad = Source("zoo:full_sparse:tiny", "float64"), partial(torch.optim.Adagrad, lr=0.05)
+    options = Options(batch=4, epochs=2, workers=2, servers=2, averaged=True)
+    data = Deadly(samples(22).inputs, str(tmp_path / "mark"))
+    outcome = train(source, data, Keeping(str(tmp_path / "run"), adagrad), options, parameters=True)
+    dealer, steps = Dealer(22, 4, 2), options.steps_of(22)
+    leases = [dealer.deal("") for _ in range(dealer.total)]
+    indices = [one.indices for one in leases if isinstance(one, Lease)]
+    batches = [data.batch(np.concatenate([indices[lease] for lease in steps.members(step)])) for step in range(6)]
+    losses, values = trained_alone(source.spec, "float64", source.seed, batches, adagrad)
+    assert (outcome.lost_workers, outcome.dealt_again, outcome.samples) == (1, 1, 44) and outcome.missing == {0: 12}
+    assert [outcome.step_losses[step] for step in range(6)] == pytest.approx(losses, rel=1e-9)
+    assert outcome.parameters is not None and outcome.sent_bytes > 0 < outcome.received_bytes
+    for name, value in values.items():
+        torch.testing.assert_close(outcome.parameters[name], value, rtol=1e-9, atol=1e-12)
+
+
+def test_leases_count_by_their_share_of_a_step(cluster: Session, additive: tuple[Source, InMemory], tmp_path: Path) -> None:
+    """Values of a loss that is linear do not depend on staleness: asynchronous leases by their shares are the synchronous steps."""
+    source, data = additive
+    options = Options(batch=BATCH, workers=3, servers=1, bound=None, reduce_sparse="sum", steps=3, shuffled=False)
+    outcome = train(source, data, Keeping(str(tmp_path / "run"), SGD), options, parameters=True)
+    whole = [data.batch(range(first, first + 3 * BATCH)) for first in range(0, 9 * BATCH, 3 * BATCH)]
+    _, values = trained_alone(source.spec, "float64", source.seed, whole, SGD)
+    begin = source.load().parameters
+    assert outcome.parameters is not None and len(outcome.losses) == 9 and sum(outcome.missing.values()) == 9
+    for name, times in (("weight", 1), ("bag.weight", 3)):
+        torch.testing.assert_close(outcome.parameters[name] - begin[name], times * (values[name] - begin[name]), rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("axis", "bound"), [(0, 0), (1, 1)])
 def test_bounds_and_axes_train_alike(cluster: Session, additive: tuple[Source, InMemory], tmp_path: Path, axis: int, bound: int) -> None:
     source, data = additive
-    options = Options(batch=BATCH, epochs=2, workers=3, servers=2, axis=axis, bound=bound)
+    options = Options(batch=BATCH, epochs=2, workers=3, servers=2, axis=axis, bound=bound, reduce_dense="sum", reduce_sparse="sum")
     outcome = train(source, data, Keeping(str(tmp_path / "run"), SGD), options, parameters=True)
     assert len(outcome.losses) == 20 and not outcome.lost_workers
     check(source, data, options, outcome)
@@ -91,7 +124,8 @@ def test_bounds_and_axes_train_alike(cluster: Session, additive: tuple[Source, I
 @pytest.mark.long
 def test_launcher_that_is_stopped_goes_on_from_its_folder(cluster: Session, additive: tuple[Source, InMemory], tmp_path: Path) -> None:
     source, data = additive
-    options, keeping = Options(batch=BATCH, epochs=2, workers=2, servers=2), Keeping(str(tmp_path / "run"), SGD)
+    options = Options(batch=BATCH, epochs=2, workers=2, servers=2, reduce_dense="sum", reduce_sparse="sum")
+    keeping = Keeping(str(tmp_path / "run"), SGD)
 
     def stop(number: int, report: Report) -> None:
         if number == 7:

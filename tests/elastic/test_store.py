@@ -22,8 +22,8 @@ from soap.elastic.faults import ElasticError
 from soap.elastic.lookups import Lookups
 from soap.elastic.messages import Kind, Message
 from soap.elastic.partitions import Partition, cut, divide, route
-from soap.elastic.shard import Shard, ShardState
-from soap.elastic.store import Store, TooOld
+from soap.elastic.shard import Shard, ShardState, TooOld
+from soap.elastic.store import Store
 from soap.errors import SoapWarning
 from soap.runtime.sync.row_gradient import RowGradient
 from tests.elastic.drawn import batches, drawn

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,10 @@ class Model(nn.Module):
         return F.mse_loss(self.head(rows).squeeze(1), targets)
 
 
+def plain_sgd(tensors: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(tensors, lr=0.1)
+
+
 def sgd(tensors: list[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.SGD(tensors, lr=0.1, momentum=0.9)
 
@@ -94,6 +100,29 @@ def tuned(ranks: int) -> tuple[list[float], dict[str, Tensor], dict[str, int]]:
             return losses, runner.state_dict(), {name: sync.partitions for name, sync in runner.strategy.parameters.items()}
     finally:
         tuning.choose = real  # type: ignore[attr-defined]
+
+
+def apart(ranks: int, consistency: str, steps: int) -> tuple[list[float], dict[str, Tensor], dict[int, int]]:
+    """Ranks that are apart, one of which takes its time: losses of this rank, trained values, and what steps may have missed."""
+    loader = DataLoader(soap.shard(Words()), batch_size=4)
+    plain = soap.RunnerConfig(consistency=consistency, optimizer=plain_sgd, costs="estimate")
+    with soap.get_runner(Model(), f"emulated:{ranks}x1@200Mbit/s", plain) as runner:
+        losses = []
+        for batch in islice(cycle(loader), steps):
+            if runner.world.rank:
+                time.sleep(0.05)
+            losses.append(runner.run(batch))
+        assert runner._stale is not None
+        return losses, runner.state_dict(), dict(runner._stale.missing)
+
+
+def reduced(ranks: int, dense: str, sparse: str) -> dict[str, Tensor]:
+    """Values behind one step."""
+    options: Any = {"reduce_dense": dense, "reduce_sparse": sparse, "optimizer": plain_sgd}
+    chosen = soap.RunnerConfig(run_option="ps", costs="estimate", **options)
+    with soap.get_runner(Model(), f"emulated:{ranks}x1@200Mbit/s", chosen) as runner:
+        runner.run(next(iter(DataLoader(soap.shard(Words()), batch_size=6))))
+        return runner.state_dict()
 
 
 def whole_batches(ranks: int) -> list[float]:

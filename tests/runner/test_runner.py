@@ -17,12 +17,13 @@ import soap
 from soap.errors import RuntimeFailure
 from soap.runner.partitioner import groups
 from soap.runner.planning import adapted, alike
+from soap.runner.tuning import Range, divided
 from soap.runtime.updates.optimizers import Recipe
 from soap.runtime.updates.trial import optimizer_states, try_optimizer
 from soap.simulator.simulate import Simulator
 from soap.strategy.config import Strategy, SyncConfig
 from soap.strategy.sync import parameter_server
-from tests.extent import often
+from tests.extent import often, rows_often
 from tests.runner import ranks
 from tests.runner.ranks import ITEMS, Model, Stream, Words, sgd
 from tests.runtime.pool import FirstOf, Pool
@@ -68,6 +69,48 @@ def test_tuned_partitions_cost_neither_data_nor_weights(two: Pool) -> None:
     assert counts == same
     assert counts["table.weight"] == counts["other.weight"] == 3
     assert counts["head.weight"] == 2
+
+
+def test_each_group_of_tables_is_tuned_by_itself() -> None:
+    wanted = Range(("a", "b", "c", "d"), 2, 9)
+    assert [own.parameters for own in divided(wanted, [])] == [("a", "b", "c", "d")]
+    found = divided(wanted, [("c", "a", "dense"), ("other",), ("d",)])
+    assert [own.parameters for own in found] == [("b",), ("a", "c"), ("d",)] and {(own.servers, own.most) for own in found} == {(2, 9)}
+
+
+@pytest.mark.parametrize(("consistency", "most"), rows_often([("bounded:0", 0), ("bounded:2", 2), ("async", 6)], [("bounded:2", 2)]))
+def test_ranks_that_are_apart(two: Pool, consistency: str, most: int) -> None:
+    """The quick one is ahead by as much as it may be, and all values are rank 0's at first."""
+    (losses, trained, missing), (others, nothing, _) = two.run(ranks.apart, 2, consistency, 6)
+    assert len(losses) == len(others) == 6 == sum(missing.values()) and not nothing
+    assert max(missing) <= most and (not most or max(missing) > 0)
+    first = Model()(*next(iter(DataLoader(soap.shard(Words(), 0, 2), batch_size=4))))
+    assert losses[0] == pytest.approx(first.item(), rel=1e-9)
+    assert trained.keys() == Model().state_dict().keys()
+
+
+def test_one_rank_that_is_apart_from_none_trains_as_one_process() -> None:
+    losses, trained, missing = ranks.apart(1, "async", 6)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for expected, (ids, targets) in zip(losses, DataLoader(Words(), batch_size=4), strict=True):
+        optimizer.zero_grad()
+        loss = model(ids, targets)
+        loss.backward()
+        optimizer.step()
+        assert expected == pytest.approx(loss.item(), rel=1e-9)
+    assert missing == {0: 6}
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(trained[name], tensor, rtol=1e-9, atol=1e-12)
+
+
+def test_gradients_of_ranks_may_be_summed(two: Pool) -> None:
+    begin = Model().state_dict()
+    mean, dense, sparse = (two.run(ranks.reduced, 2, *how)[0] for how in (("mean", "mean"), ("sum", "mean"), ("mean", "sum")))
+    for name, value in begin.items():
+        table = not name.startswith("head")
+        for found, times in ((dense, 1 if table else 2), (sparse, 2 if table else 1)):
+            torch.testing.assert_close(found[name] - value, times * (mean[name] - value), rtol=1e-9, atol=1e-14)
 
 
 def test_tuning_must_be_allowed() -> None:
@@ -212,6 +255,10 @@ def test_configuration_overrules_the_search() -> None:
     [
         ({"run_option": "mpi"}, "run_option 'mpi': expected one of hybrid, ps, allreduce"),
         ({"save_every": 3}, "save_every 3: expected at least 1 step, and a folder as checkpoint"),
+        ({"consistency": "bounded"}, "consistency 'bounded': expected sync, bounded:D with D from 0 to 1000000, or async"),
+        ({"reduce_dense": "max"}, "reduce_dense 'max': expected one of mean, sum"),
+        ({"consistency": "async", "sharded": False}, "consistency 'async' with sharded=False: expected each rank's own part of a batch"),
+        ({"consistency": "async", "clip_norm": 1.0}, "consistency 'async' with clip_norm: workers that are apart .* leave it out"),
     ],
 )
 def test_wrong_configuration(options: dict[str, Any], message: str) -> None:
