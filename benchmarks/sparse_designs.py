@@ -38,10 +38,10 @@ LATENCY_SECONDS = 50e-6
 MACHINES = (4, 8, 12)
 INTRO = """# Three designs of a cluster for sparse models
 
-Simulated steady states of `{model}` ({weights:.1f} million weights) in batches of {batch} samples, asynchronous, on machines that send
-150 MB/s each, by Twitter's bytes (20 for an entry, sent once) and by ours (8, sent again with the gradients). Servers have one partition of
-each layer each, cut by rows. Batches per second; idle shares of the machines of each kind; how many hold state. Machines are assumed ones
-(8 cores of an older server), so batches per second are no prediction of Twitter's, whose tables of results cannot be read any more.
+Simulated steady states of `{model}` ({weights:.1f} million weights) in batches of {batch} samples, asynchronous, on machines that send and
+receive 150 MB/s each, by Twitter's bytes (20 for an entry, sent once) and by ours (8, sent again with the gradients). Servers have one
+partition of each layer each, cut by rows. Batches per second; idle shares of the machines of each kind; how many hold state. Machines are
+assumed ones (8 cores of an older server), so batches per second are no prediction of Twitter's, whose tables are lost.
 
     python -m benchmarks.sparse_designs --write docs/results/sparse_designs.md
 """
