@@ -97,6 +97,10 @@ def samples(settings: Settings) -> Paced:
     return Paced((ids, torch.ones(SAMPLES, DENSE, dtype=torch.float64)), settings.pause_s, str(Path(settings.folder) / HURRY))
 
 
+COUNTED: dict[str, Any] = {"reduce_dense": "sum", "reduce_sparse": "sum"}
+"""A push counts whole, not by its share of a step."""
+
+
 def counted(parameters: Mapping[str, Tensor]) -> dict[str, Any]:
     """``samples``: how often -> how many samples counted so often, as all columns say. ``others``: the largest value of rows of no sample.
     ``pushes``: by element of the dense variable."""
@@ -135,7 +139,7 @@ def run(settings: Settings) -> None:
             Source(str(Path(settings.folder) / MODEL), "float64"),
             samples(settings),
             Keeping(settings.kept, partial(torch.optim.SGD, lr=1.0), snapshot_every_pushes=settings.snapshot_every_pushes),
-            Options(BATCH, settings.epochs, settings.workers, settings.servers, settings.partitions, bound=None),
+            Options(BATCH, settings.epochs, settings.workers, settings.servers, settings.partitions, bound=None, **COUNTED),
             parameters=True,
             told=told,
             started=started,

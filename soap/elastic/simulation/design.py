@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 
 from soap.elastic.faults import ElasticError
-from soap.elastic.layout import DENSE, Layout, Place
-from soap.elastic.partitions import Partition, cut
+from soap.elastic.layout import Layout, Place, lay_out_planned
 from soap.elastic.plan import ElasticPlan, TableCut
 from soap.model.graph import OperatorGraph
 from soap.strategy.consistency import Consistency
@@ -82,35 +80,15 @@ def shapes_of(graph: OperatorGraph, tables: Sequence[str]) -> tuple[Shapes, Shap
     return {name: graph.tensors[name].shape for name in tables}, dense
 
 
-def layout_of(plan: ElasticPlan, tables: Shapes, dense: Shapes) -> Layout:
+def layout_of(plan: ElasticPlan, graph: OperatorGraph) -> Layout:
     """Which server owns what, as a plan says. ElasticError in one line for a server that it does not have."""
-    numbers = [0] * len(plan.servers)
-
-    def placed(partition: Partition, server: int) -> Place:
-        if not 0 <= server < len(numbers):
-            raise ElasticError(f"partition {partition.name!r} is at server {server}; expected 0 to {len(numbers) - 1}")
-        numbers[server] += 1
-        return Place(partition, server, numbers[server] - 1)
-
-    if {*plan.tables} != {*tables}:
-        raise ElasticError(f"a plan of tables {', '.join(plan.tables)}; expected {', '.join(tables)}")
-    found = {}
-    for name, own in plan.tables.items():
-        cells = cut(name, tables[name], len(own.servers), own.axis)
-        found[name] = tuple(placed(cell, server) for cell, server in zip(cells, own.servers, strict=True))
-    size = sum(map(prod, dense.values()))
-    if size and not plan.dense:
-        raise ElasticError(f"{size} dense values have no server; expected at least 1")
-    owners = plan.dense[:size]
-    pieces = cut(DENSE, (size,), len(owners)) if size else ()
-    vector = tuple(placed(piece, server) for piece, server in zip(pieces, owners, strict=True))
-    return Layout(len(plan.servers), found, vector, dict(dense))
+    return lay_out_planned(*shapes_of(graph, [*plan.tables]), len(plan.servers), plan.tables, plan.dense)
 
 
 def design_of(plan: ElasticPlan, graph: OperatorGraph) -> Design:
     """A plan, as the simulator takes it."""
     lanes = tuple(Lane(device, device) for device in plan.workers)
-    layout = layout_of(plan, *shapes_of(graph, [*plan.tables]))
+    layout = layout_of(plan, graph)
     return Design(lanes, plan.servers, layout, plan.batch, plan.consistency)
 
 
@@ -158,6 +136,6 @@ def naive(
     partitioned = bipartite(graph, inputs, servers, batch, consistency, axis=axis)
     dense = tuple(len(servers) + k for k in range(len(rests)))
     plan = ElasticPlan(partitioned.workers, (*servers, *rests), partitioned.tables, dense, batch, consistency)
-    layout = layout_of(plan, *shapes_of(graph, [*plan.tables]))
+    layout = layout_of(plan, graph)
     lanes = tuple(Lane(device, rests[number % len(rests)]) for number, device in enumerate(inputs))
     return Design(lanes, plan.servers, layout, batch, consistency)
