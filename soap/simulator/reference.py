@@ -24,7 +24,8 @@ import heapq
 
 import numpy as np
 
-from soap.simulator.tasks import ExecutionOrder, Schedule, TaskGraph, TaskKind
+from soap.plan.running.execution_order import ExecutionOrder
+from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
 
 
 def simulate(tasks: TaskGraph) -> Schedule:
