@@ -31,12 +31,12 @@ from soap.cluster.presets import local_topology
 from soap.cluster.topology import Topology
 from soap.measure.memory import PeakMemory, peak_memory
 from soap.model.graph import OperatorGraph
+from soap.plan.running.execution_order import ExecutionOrder
 from soap.runtime.comm.launch import launch
 from soap.runtime.comm.world import close_world, open_world
 from soap.runtime.trainer import Trainer
 from soap.runtime.updates.optimizers import OPTIMIZERS
 from soap.simulator.reference import execution_order
-from soap.simulator.tasks import ExecutionOrder
 from soap.strategy.classical import random_strategy
 from soap.strategy.config import Strategy
 from soap.strategy.named import named

@@ -23,7 +23,7 @@ from soap.plan.plan import Plan
 from soap.plan.syncs.bucketing import sums_of_one
 from soap.search.options import OPTIMIZER_STATES
 from soap.search.recomputing import recompute_to_fit
-from soap.search.to_fit import Budgeted
+from soap.search.to_fit import LEAST_OF_ESTIMATE, Budgeted, Judge, hardly_fits
 from soap.simulator.costs import CostSource
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.memory.hosts import lacking_on_hosts
@@ -44,12 +44,8 @@ MUCH = 2
 """If the asked strategy needs this many times what a device has, ways that save most are looked at first, as time may not do for all."""
 MICRO_BATCHES = (2, 4, 8)
 """In how many batches data parallelism is tried to take its samples."""
-LEAST_OF_ESTIMATE = 0.7
-"""Exact peaks were 0.75 to 1.1 of estimates (``compiled.memory_estimate``): ways whose estimate is further above the limit come last."""
 MOST_OF_ESTIMATE = 0.9
 """Ways whose estimate is further below the limit do not have to save more."""
-UNCLEAR = 0.1
-"""An estimate that is corrected by earlier answers is believed if it is further from the limit than this share of it."""
 TO_FIT = 0.6
 """When more than this share of the time is over, it is not found out how little has to be recomputed for a way to fit."""
 READING_SECONDS = 0.08
@@ -148,7 +144,7 @@ class _Candidate(NamedTuple):
     @property
     def unlikely(self) -> bool:
         """Whether it hardly fits."""
-        return self.share is not None and self.share * LEAST_OF_ESTIMATE > 1
+        return hardly_fits(self.share)
 
     @property
     def may_fit(self) -> bool:
@@ -269,16 +265,19 @@ class _Ways:
             return []
         self._tried.append(name)
 
-        def overflow_bytes(strategy: Strategy) -> int:
-            """By an estimate where that is clear, as an exact answer takes a second for a large cluster."""
-            evaluator.makespan_ns(strategy)
-            share = evaluator.estimated_share(strategy)
-            expected = share * median(self._ratios) if share is not None and self._ratios else 1.0
-            clear = abs(expected - 1) > UNCLEAR or self._spent(1, 2 * self._expected_s(strategy))  # the last one is played in any case
-            return int(expected > 1) if clear else self._played(name, strategy, share).lacking_bytes
+        def estimated_share(strategy: Strategy) -> float | None:
+            evaluator.makespan_ns(strategy)  # then it knows the strategy
+            return evaluator.estimated_share(strategy)
 
-        own = self._simulator
-        made = recompute_to_fit(own.graph, own.topology, base.strategy, own.costs, overflow_bytes)
+        def peak_share(strategy: Strategy) -> float:
+            way = self._played(name, strategy, None)
+            return way.peak_bytes / way.available_bytes if way.fits == (way.peak_bytes <= way.available_bytes) else inf
+
+        def has_time(strategy: Strategy) -> bool:
+            return not self._spent(1, 2 * self._expected_s(strategy))  # the last one is played in any case
+
+        own, judge = self._simulator, Judge(estimated_share, peak_share, self._ratios, has_time)
+        made = recompute_to_fit(own.graph, own.topology, base.strategy, own.costs, judge)
         return [replace(_way(own, name, made.strategy), budgeted=made, base=base.name)]
 
     def _in_parts(self) -> list[Way]:

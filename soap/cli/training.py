@@ -22,13 +22,13 @@ from soap.emulation.placement import card_counters, run_evenly
 from soap.errors import RuntimeFailure, SoapWarning
 from soap.measure.iteration import WARM_UP_STEPS, StepTimes, measure_steps
 from soap.measure.memory import peak_memory
+from soap.plan.running.execution_order import ExecutionOrder
 from soap.runtime.check import CheckResult, check
 from soap.runtime.comm.world import close_world, open_world
 from soap.runtime.system import clock
 from soap.runtime.trainer import Trainer
 from soap.runtime.training_options import TrainingOptions
 from soap.simulator.analysis.timeline import MeasuredEvent
-from soap.simulator.tasks import ExecutionOrder
 from soap.strategy.config import Strategy
 from soap.tracing.model import TracedModel
 from soap.tracing.record import ExportRecord

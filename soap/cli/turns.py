@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from soap.plan.running.execution_order import ExecutionOrder
 from soap.simulator.reference import execution_order
 from soap.simulator.simulate import Simulation
-from soap.simulator.tasks import ExecutionOrder
 from soap.strategy.config import Strategy
 
 if TYPE_CHECKING:

@@ -10,12 +10,12 @@ from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.model.sparse_shares import with_alphas
 from soap.plan.compression.training import PlannedTraining
+from soap.plan.running.execution_order import ExecutionOrder
 from soap.runner.config import RunnerConfig
 from soap.runtime.updates.trial import optimizer_states, try_optimizer
 from soap.search.options import SearchOptions
 from soap.simulator.reference import execution_order
 from soap.simulator.simulate import Simulator
-from soap.simulator.tasks import ExecutionOrder
 from soap.strategy.config import Strategy, SyncConfig
 from soap.strategy.sync import in_one_partition
 

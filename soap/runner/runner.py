@@ -15,6 +15,7 @@ from torch.export import ExportedProgram
 from soap import api
 from soap.cluster.topology import Topology
 from soap.errors import RuntimeFailure, SoapError
+from soap.plan.running.execution_order import ExecutionOrder
 from soap.runner.batches import joined
 from soap.runner.config import RunnerConfig
 from soap.runner.partitioner import groups
@@ -26,7 +27,6 @@ from soap.runtime.checkpoint.folder import complete
 from soap.runtime.comm.world import close_world, open_world
 from soap.runtime.eager import eager_judge
 from soap.runtime.trainer import Trainer
-from soap.simulator.tasks import ExecutionOrder
 from soap.strategy.config import Strategy
 from soap.tracing.example import Example
 from soap.tracing.execute import ExecutableModel

@@ -19,11 +19,11 @@ from soap.cluster.topology import Topology
 from soap.errors import RuntimeFailure, StrategyError
 from soap.measure.iteration import measure_steps
 from soap.model.graph import OperatorGraph
+from soap.plan.running.execution_order import ExecutionOrder
 from soap.runtime.comm.world import close_world, open_world
 from soap.runtime.trainer import Trainer
 from soap.runtime.training_options import DEFAULT_TRAINING, TrainingKeywords, TrainingOptions
 from soap.search.partition_tuning import BATCHES, ITERATIONS, Sample, Tuning, choose, next_partitions, settled_ns
-from soap.simulator.tasks import ExecutionOrder
 from soap.strategy.config import Strategy
 from soap.strategy.sync import server_count
 from soap.strategy.sync_contracts import MAX_PARTITIONS

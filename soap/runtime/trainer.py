@@ -18,6 +18,7 @@ from soap.errors import RuntimeFailure, SoapWarning
 from soap.model.dtypes import has_complex, is_complex, name_of, replaced
 from soap.model.regions import volume
 from soap.plan.plan import Plan
+from soap.plan.running.execution_order import ExecutionOrder
 from soap.plan.syncs.compressed import compressed_names
 from soap.runtime.comm.position import HERE
 from soap.runtime.comm.redistribute import Communicator
@@ -44,7 +45,6 @@ from soap.runtime.updates.schedules import Schedule
 from soap.runtime.updates.trial import try_optimizer
 from soap.simulator.lowering import build_plan
 from soap.simulator.memory.peaks import memory_use
-from soap.simulator.tasks import ExecutionOrder
 from soap.strategy.config import Strategy
 from soap.tracing.model import TileContext, TracedModel
 

@@ -38,5 +38,12 @@ class Able(Protocol):
     def bounds_overflow_bytes(self, strategy: Strategy) -> int:
         """An upper bound of it, without playing the strategy."""
 
+    def estimated_share(self, strategy: Strategy) -> float | None:
+        """An estimate of the peak by the limit, of the device that is filled most; 0 or infinite where bounds decide. None unless this is
+        the last strategy whose time was asked for."""
+
+    def peak_share(self, strategy: Strategy) -> float:
+        """The same exactly; infinite if a host lacks memory."""
+
     def probably_lacks(self, strategy: Strategy) -> bool:
         """Whether devices lack memory by an estimate that has learned from earlier answers."""

@@ -18,7 +18,7 @@ from soap.search.recomputing import recompute_to_fit, recomputing_starts, with_r
 from soap.search.record import Recorder
 from soap.search.sharing import shared_starts
 from soap.search.space import Space
-from soap.search.to_fit import lacks
+from soap.search.to_fit import judge_of
 from soap.strategy.config import Strategy
 from soap.strategy.named import OFFLOAD, OFFLOAD_KEPT, PIPELINE, RECOMPUTE, named, on_top
 
@@ -73,7 +73,7 @@ def _pipelines_that_save(
         return space
     if options.recompute is not False:
         space, name = with_recomputation(space), f"{PIPELINE}, recompute"
-        made = recompute_to_fit(graph, topology, base, cast(Able, evaluator).engine_costs, lambda strategy: lacks(evaluator, strategy))
+        made = recompute_to_fit(graph, topology, base, cast(Able, evaluator).engine_costs, judge_of(evaluator))
         if is_legal(space, topology, made.strategy):
             recorder.budgeted = {**recorder.budgeted, name: made}
             evaluate(name, made.strategy)

@@ -5,7 +5,7 @@ A plan that fits never gains time by recomputing, so this is a part of the space
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from typing import cast
@@ -16,7 +16,7 @@ from soap.plan.tiling import made_bytes, tiles_of
 from soap.search.metropolis import Evaluator
 from soap.search.space import Marked, Space
 from soap.search.starts import Start, are_allowed
-from soap.search.to_fit import Budgeted, Step, bases_of, fewest, lacks
+from soap.search.to_fit import Budgeted, Judge, Step, bases_of, fewest, judge_of
 from soap.simulator.costs import CostModel, light_ns
 from soap.simulator.memory.footprint import kept_share, product_share
 from soap.strategy.classical import RECOMPUTED as STARTS
@@ -37,11 +37,8 @@ def with_recomputation(space: Space) -> Space:
     return replace(space, recompute=tuple(dict.fromkeys(own for own in chosen if own)))
 
 
-def recompute_to_fit(
-    graph: OperatorGraph, topology: Topology, base: Strategy, costs: CostModel, overflow_bytes: Callable[[Strategy], int]
-) -> Budgeted:
-    """``base`` with as much recomputed as it takes to fit, run by run: all of a run, or all but its products (``to_fit.fewest``).
-    ``overflow_bytes``: what a strategy lacks."""
+def recompute_to_fit(graph: OperatorGraph, topology: Topology, base: Strategy, costs: CostModel, judge: Judge) -> Budgeted:
+    """``base`` with as much recomputed as it takes to fit, run by run: all of a run, or all but its products (``to_fit.fewest``)."""
     levels = {extent: run_levels(graph, extent) for extent in (RECOMPUTED, LIGHT)}
     pairs = enumerate(zip(levels[LIGHT], levels[RECOMPUTED], strict=True))
     steps = [step for number, (light, whole) in pairs for step in _steps(graph, topology, base, number, light, whole, costs)]
@@ -50,7 +47,7 @@ def recompute_to_fit(
         chosen = (levels[extent][run] for run, extent in extents.items())
         return with_repeatable_levels(graph, base, {name: level for own in chosen for name, level in own.items()})
 
-    return fewest(steps, len(levels[RECOMPUTED]), made, overflow_bytes)
+    return fewest(steps, len(levels[RECOMPUTED]), made, judge)
 
 
 def _steps(
@@ -114,8 +111,9 @@ def recomputing_starts(
         if are_allowed(saving.parameters, space.syncs):
             found[name] = saving
     if costs is not None:
+        judge = judge_of(evaluator)
         for start in bases_of(starts, evaluator, lambda strategy: recomputed(graph, strategy)):
-            made = recompute_to_fit(graph, topology, start.strategy, costs, lambda strategy: lacks(evaluator, strategy))
+            made = recompute_to_fit(graph, topology, start.strategy, costs, judge)
             found[f"{start.name}, recompute"] = made.strategy
             budgeted[f"{start.name}, recompute"] = made
     return found, budgeted

@@ -111,6 +111,10 @@ class IncrementalSimulator:
         for."""
         return next((found for holder in self._engines if (found := holder.estimated_share(strategy)) is not None), None)
 
+    def peak_share(self, strategy: Strategy) -> float:
+        """As ``Simulator.peak_share``."""
+        return self._simulator.peak_share(strategy)
+
     def memory_of(self, engine: Engine) -> MemoryBound:
         """Bounds and estimates of the memory of what an engine holds or proposes."""
         return MemoryBound(engine, self._simulator.topology.memory_limits, self._simulator.optimizer_states)

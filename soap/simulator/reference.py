@@ -26,7 +26,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from soap.cluster.topology import Topology
-from soap.simulator.tasks import ExecutionOrder, Schedule, Task, TaskGraph, TaskKind
+from soap.plan.running.execution_order import ExecutionOrder
+from soap.simulator.tasks import Schedule, Task, TaskGraph, TaskKind
 
 
 def simulate(tasks: TaskGraph) -> Schedule:

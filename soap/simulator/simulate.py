@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,6 +47,10 @@ REFUSED_BYTES = 2**60
 
 MANY_TILES = 2**14
 """A strategy with this many tiles or more is folded if possible: simulating all of it would take seconds."""
+
+FOLDED_TILES = 2**11
+"""A strategy with this many tiles or more is folded if possible where only its memory is asked for: the plan of all tiles, played, takes a
+second."""
 
 MOST_KEPT_TASKS = 2**18
 """Folded outcomes of more tasks are not kept: each takes gigabytes."""
@@ -248,8 +253,9 @@ class Simulator:
         answer = self._answers.get(self.key(strategy))
         if answer is not None:
             return answer[1]
-        if is_large(strategy) and not isinstance(self.folding(strategy), str):
-            return self.cost(strategy)[1]
+        folded = self._folded_memory(strategy)
+        if not isinstance(folded, str):
+            return folded.overflow_bytes
         plan = self._builder.build(strategy)
         if _is_refused(plan):
             return REFUSED_BYTES
@@ -259,16 +265,29 @@ class Simulator:
         )
         return on_devices + self._lacking_on_hosts(plan)
 
+    def peak_share(self, strategy: Strategy) -> float:
+        """The expected peak by the limit, of the device that is filled most; infinite if hosts lack memory, or the training cannot clip."""
+        folded = self._folded_memory(strategy)
+        outcome = self.run(strategy) if isinstance(folded, str) else folded
+        refused = isinstance(outcome, Simulation) and _is_refused(outcome.plan)
+        if refused or lacking_on_hosts(outcome.host_memory, self.topology):
+            return inf
+        return max(peak / limit for peak, limit in zip(outcome.peak_bytes, self.topology.memory_limits, strict=True))
+
     def bounds_overflow_bytes(self, strategy: Strategy) -> int:
         """``overflow_bytes`` if only the bounds for any order count: at least as much, and found without a simulation."""
         if self.is_refused(strategy):
             return REFUSED_BYTES
-        folded = self.run_folded(strategy) if is_large(strategy) else ""
+        folded = self._folded_memory(strategy)
         if not isinstance(folded, str):
             return overflow_bytes([use.total for use in folded.memory], self.topology)
         plan = self._builder.build(strategy)
         uses = memory_use(plan, self.optimizer_states)
         return overflow_bytes([use.total for use in uses], self.topology) + self._lacking_on_hosts(plan)
+
+    def _folded_memory(self, strategy: Strategy) -> FoldedSimulation | str:
+        """A strategy folded, if that answers questions of memory sooner; else why not."""
+        return self.run_folded(strategy) if tile_count(strategy) >= FOLDED_TILES else "it has few tiles"
 
     def _lacking_on_hosts(self, plan: Plan) -> int:
         return lacking_on_hosts(host_use(plan, self.topology, self.optimizer_states), self.topology)

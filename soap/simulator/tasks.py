@@ -91,12 +91,3 @@ class Schedule:
     def makespan_ns(self) -> int:
         """The time of one training iteration."""
         return int(self.end_ns.max(initial=0))
-
-
-@dataclass(frozen=True)
-class ExecutionOrder:
-    """Tiles (positions in ``Plan.tiles``) in the order in which their passes begin. ``forward``: all tiles. ``backward``: the tiles that
-    have a backward pass; if empty, the forward order is reversed."""
-
-    forward: tuple[int, ...]
-    backward: tuple[int, ...] = ()

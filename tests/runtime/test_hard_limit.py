@@ -22,12 +22,12 @@ from soap.cli.search import main
 from soap.cluster.memory_budget import with_memory_budget
 from soap.cluster.topology import Topology
 from soap.errors import RuntimeFailure
+from soap.plan.running.execution_order import ExecutionOrder
 from soap.runtime.check import CheckResult, check
 from soap.runtime.comm.launch import launch
 from soap.runtime.comm.world import close_world, open_world
 from soap.runtime.trainer import Trainer
 from soap.simulator.reference import execution_order
-from soap.simulator.tasks import ExecutionOrder
 from soap.strategy.config import Strategy
 from soap.zoo.gpt import GPT, GPTConfig
 from soap.zoo.recipe import tokens

@@ -28,12 +28,12 @@ from soap import api
 from soap.cluster.presets import local_topology
 from soap.cluster.topology import Topology
 from soap.model.micro_batches import MicroBatches
+from soap.plan.running.execution_order import ExecutionOrder
 from soap.plan.syncs import large_parts
 from soap.runtime.sync import sharded
 from soap.runtime.sync.shards import keep_memory
 from soap.runtime.trainer import Trainer
 from soap.simulator.reference import execution_order
-from soap.simulator.tasks import ExecutionOrder
 from soap.strategy.config import Strategy
 from soap.strategy.kept import OFFLOADED, away, offloadable, with_each_mark, with_offload
 from soap.strategy.recomputation import LIGHT, RECOMPUTED, level_at, recomputed, refusal, repeatable, with_levels

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from soap.cluster.topology import Topology
 from soap.errors import RuntimeFailure
 from soap.model.graph import OperatorGraph
+from soap.plan.running.execution_order import ExecutionOrder
 from soap.plan.syncs.bucketing import sums_of_one
 from soap.runtime.program.actions import LAST_ONLY, ActionKind, part_of
 from soap.runtime.program.program import Program, compile_program
 from soap.runtime.program.sync_schedule import sync_schedule
 from soap.simulator.lowering import build_plan
-from soap.simulator.tasks import ExecutionOrder
 from soap.strategy.config import OpConfig, Strategy
 from soap.strategy.sync import SPARSE_ALL_GATHER, parameter_server
 from tests.graph_builder import GraphBuilder, convnet, mlp

@@ -12,22 +12,22 @@ from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.plan.plan import Plan
 from soap.plan.recomputation import find_recomputation
-from soap.runtime.program.action_order import forward_entries, in_order
-from soap.runtime.program.actions import ActionKind
-from soap.runtime.program.activity import PlanIndex, find_activity
-from soap.runtime.program.epilogue import LossEpilogue, no_epilogue, set_apart, usable_epilogue
-from soap.runtime.program.forward_order import (
+from soap.plan.running.activity import PlanIndex, answered_from_afar, find_activity
+from soap.plan.running.epilogue import LossEpilogue, no_epilogue, usable_epilogue
+from soap.plan.running.execution_order import ExecutionOrder
+from soap.plan.running.forward_order import (
     epilogue_last,
     forward_order,
     model_order_if_nothing_travels,
     places_of,
     sources_late,
 )
+from soap.plan.running.segments import cut_segments
+from soap.runtime.program.action_order import forward_entries, in_order
+from soap.runtime.program.actions import ActionKind
+from soap.runtime.program.epilogue_apart import set_apart
 from soap.runtime.program.number_sums import everyone_knows, sum_together
-from soap.runtime.program.segments import cut_segments
 from soap.simulator.lowering import build_plan
-from soap.simulator.memory.transit import answered_from_afar
-from soap.simulator.tasks import ExecutionOrder
 from soap.strategy.config import Strategy
 from tests.graph_builder import mlp
 from tests.runtime.plans import plan_of, random_order, split

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from soap.runtime.program.activity import PlanIndex, ValueKey, count_takers
+from soap.plan.running.activity import PlanIndex, ValueKey, count_takers
 from soap.runtime.program.program import compile_program
 from soap.runtime.step.value_store import ValueStore
 from tests.graph_builder import mlp

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from soap.cluster.overheads import ColdPenalty, Port
+from soap.plan.running.execution_order import ExecutionOrder
 from soap.simulator.communication.prices import Communication
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.reference import execution_order, simulate
-from soap.simulator.tasks import ExecutionOrder, Schedule, Task, TaskGraph, TaskKind
+from soap.simulator.tasks import Schedule, Task, TaskGraph, TaskKind
 from tests.simulator.examples import UNIT_NS, PointCosts, batch_split, chain, on, pairwise_cluster, strategy, units
 
 TWO = pairwise_cluster(1, 1)

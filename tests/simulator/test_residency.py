@@ -13,6 +13,7 @@ from soap.plan.memory_kinds import ALLOWANCE, MemoryKind
 from soap.plan.syncs.parameter_server import METHOD
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.memory import transit
+from soap.simulator.memory.as_run import as_run
 from soap.simulator.memory.ledger import Ledger, MemoryCurve
 from soap.simulator.memory.parameters import is_away, kept_shards
 from soap.simulator.memory.peaks import MemoryUse, kept_bytes, memory_use, peak_bytes
@@ -123,6 +124,21 @@ def test_what_is_sent_is_held_until_it_is_answered_pushed_out_or_the_end(monkeyp
     assert sorted(send_spans(sends)) == [(0, 1, 10), (1, 3, 10), (4, 5, 0), (5, 9, 10)]
 
 
+def test_what_is_received_is_added_up_one_after_the_other() -> None:
+    """Each sum of 2 is there from when what was received for it, 6, is let go: before the third where two may be under way, else at 20."""
+    tasks, _ = played(chain(4, 2, 3), strategy(l1=on(0, degrees=(1, 1, 1)), loss=on(0, degrees=(1,))))
+    found = []
+    for few in (True, False):
+        ledger = Ledger(tasks.plan, 30)
+        for start in (0, 4, 10):
+            ledger.receive(0, start, 20, 6, few=few, sum_bytes=2)
+        curve, _ = ledger.curves()
+        found.append(dict(zip(curve.times_ns.tolist(), curve.bytes_held.tolist(), strict=True)))
+        assert curve.at_peak[MemoryKind.BUFFERS] + curve.at_peak[MemoryKind.GRADIENTS] == curve.peak_bytes
+    assert found[0] == {0: 6, 4: 12, 9: 14, 10: 14, 18: 16, 19: 12, 30: 0}
+    assert found[1] == {0: 6, 4: 12, 10: 18, 17: 20, 18: 16, 19: 12, 30: 0}
+
+
 def test_gradients_that_are_summed_have_their_buffers_all_the_time() -> None:
     graph = chain(4, 2, 3)
     tasks, schedule = played(graph, batch_split(graph, [0, 1]))
@@ -158,7 +174,8 @@ def test_a_device_gives_itself_its_part_of_the_only_region_that_comes(regions: i
 def test_between_what_tasks_need_and_the_bound(case: tuple[OperatorGraph, Topology, Strategy]) -> None:
     graph, topology, chosen = case
     tasks, schedule = played(graph, chosen, topology)
-    plan, curves = tasks.plan, memory_over_time(tasks, schedule, 2)
+    plan, curves, run = tasks.plan, memory_over_time(tasks, schedule, 2), as_run(tasks, schedule)
+    tasks, schedule = run.tasks, run.schedule
     for curve, bound in zip(curves, peak_bytes(plan, 2), strict=True):
         assert curve.times_ns[0] == 0 and (curve.times_ns[1:] > curve.times_ns[:-1]).all()
         assert (curve.bytes_held >= 0).all() and curve.peak_bytes <= bound

@@ -114,7 +114,8 @@ class Hold:
     the first one on, or with ``since`` until the first one has begun, with ``throughout`` from ``since`` to the last one; a backward pass
     lasts as long as its segment's. ``queue``: if set, the device learns late that the memory is free: it then waits for the oldest in the
     queue where too much is held (``simulator.memory.transit``), with ``few`` where it is the third one; what is sent may be free only when
-    the device updates. ``kind``: what it is held for; a queue's is ``BUFFERS``.
+    the device updates. ``sum_bytes``: of a queue's, bytes of the sum that is made of it before it is free, and that stays. ``kind``: what
+    it is held for; a queue's is ``BUFFERS``, a sum's ``GRADIENTS``.
     """
 
     device: int
@@ -128,6 +129,7 @@ class Hold:
     used: Uses | Literal[""] = ""
     throughout: bool = False
     queue: Literal["", "sent", "received", "few"] = ""
+    sum_bytes: int = 0
     kind: MemoryKind = MemoryKind.BUFFERS
 
 

@@ -73,9 +73,10 @@ class Sharded(ShardedState):
             if plan.is_frozen(sync):
                 continue
             scatter = scatter_name(sync)
-            moving = bucket_bytes(plan, sync) if even else whole + received_bytes(sync, own)
-            yield Hold(reader, moving, since=scatter, until=update_name(reader), before=True, queue="few")
-            yield Hold(reader, part_bytes(plan, sync) if even else own, since=scatter, kind=MemoryKind.GRADIENTS)
+            received = received_bytes(sync, own)
+            moving, later = (bucket_bytes(plan, sync), 0) if even else (whole + received, own if received and not sync.aggregated else 0)
+            yield Hold(reader, moving, since=scatter, until=update_name(reader), before=True, queue="few", sum_bytes=later)
+            yield Hold(reader, part_bytes(plan, sync) if even else own - later, since=scatter, kind=MemoryKind.GRADIENTS)
 
     @staticmethod
     def _gathered(plan: Plan, sync: ShardSync) -> tuple[tuple[str, Uses], ...]:

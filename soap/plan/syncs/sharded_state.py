@@ -95,7 +95,7 @@ class ShardedState(SyncMethod):
                 yield reader, (count + 1) * owned.get(reader, 0) + copied[reader]
 
     def holds(self, plan: Plan, sync: ShardSync) -> Iterator[Hold]:
-        """Gradients from the first one on until they have left; what others send until it is added up; the sum till the end, where two
+        """Gradients from the first one on until they have left; what others send until it is added up; from then on the sum, where two
         readers add up in what has come. What a collective reads and fills is there until it is waited for.
 
         Values pass through buffers when they are brought, but for large ones. A reader is ready for others' values as soon as it has
@@ -114,8 +114,10 @@ class ShardedState(SyncMethod):
                 yield Hold(reader, bucket, since=ready, until=gather, queue="received")
                 continue
             yield Hold(reader, bucket, since=scatter, until=scatter, queue="sent")
-            yield Hold(reader, received_bytes(sync, own), since=scatter, until=update, before=True, queue="received")
-            yield Hold(reader, own, since=scatter, kind=MemoryKind.GRADIENTS)
+            received = received_bytes(sync, own)
+            later = own if received and not sync.aggregated else 0
+            yield Hold(reader, received, since=scatter, until=update, before=True, queue="received", sum_bytes=later)
+            yield Hold(reader, own - later, since=scatter, kind=MemoryKind.GRADIENTS)
             mine = small.get(reader, 0)
             yield Hold(reader, mine, since=update, until=gather, queue="sent")
             yield Hold(reader, packed - mine, since=ready, until=gather, queue="received")

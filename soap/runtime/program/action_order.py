@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from soap.plan.plan import Part, Plan
+from soap.plan.running.activity import Activity, Carrier, PlanIndex
+from soap.plan.running.backward_order import Turns
+from soap.plan.running.forward_order import part_ready
+from soap.plan.running.segments import Segment
 from soap.runtime.program.actions import Action, ActionKind
-from soap.runtime.program.activity import Activity, Carrier, PlanIndex
-from soap.runtime.program.backward_order import Turns
-from soap.runtime.program.forward_order import part_ready
-from soap.runtime.program.segments import Segment
 
 Entry = tuple[tuple[int, ...], Action]
 """(sort key, action). The key begins with the place (forward) or turn (backward)."""

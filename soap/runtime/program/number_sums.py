@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 
 from soap.plan.flows import reduced_tensor
 from soap.plan.plan import Plan
+from soap.plan.running.epilogue import LossEpilogue
 from soap.runtime.program.actions import Action, ActionKind
-from soap.runtime.program.epilogue import LossEpilogue
 
 NumberSums = tuple[tuple[int, ...], ...]
 """Reductions that are summed together."""

@@ -12,9 +12,9 @@ from soap.model.graph import Operator, TensorKind
 from soap.model.regions import Box, lengths, relative, volume, whole
 from soap.plan.flows import reduced_tensor
 from soap.plan.plan import forward_name, local_pieces
+from soap.plan.running.activity import ValueKey
 from soap.plan.tiling import Tile
 from soap.runtime.program.actions import Action, ActionKind, part_of
-from soap.runtime.program.activity import ValueKey
 from soap.runtime.program.program import Program
 from soap.runtime.program.sync_actions import uses_of_gathered
 from soap.runtime.sync.roles import pieces_read

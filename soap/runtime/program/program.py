@@ -9,10 +9,9 @@ With micro-batches (``Plan.order``) both passes take turns: ``Program.interleave
 *Segments.* Consecutive tiles of a rank form one autograd graph until something has to be received or summed for the next tile, or a
 gradient has to be received. Segments can run backward by decreasing start.
 
-Each of these modules decides on one part of the order, and states its invariant: ``epilogue`` (what runs after the backward pass),
-``forward_order`` (tiles), ``segments``, ``backward_order`` (turns of segments), ``action_order`` (what follows tiles and segments),
-``second_runs`` (recomputed segments),
-``number_sums`` and ``sync_actions`` (keeping parameters in step).
+In which order tiles and segments run is ``plan.running``'s. Each of these modules decides on one part of the rest, and states its
+invariant: ``epilogue_apart`` (what runs after the backward pass), ``action_order`` (what follows tiles and segments), ``second_runs``
+(recomputed segments), ``number_sums`` and ``sync_actions`` (keeping parameters in step).
 """
 
 from __future__ import annotations
@@ -23,28 +22,26 @@ from functools import cached_property
 
 from soap.plan.offloading import come_back_with
 from soap.plan.plan import Plan
-from soap.plan.recomputation import dropped_holdings, find_recomputation
-from soap.plan.syncs.bucketing import idle_shards
-from soap.runtime.program.action_order import backward_entries, forward_entries, in_order, interleaved
-from soap.runtime.program.actions import Action, ActionKind
-from soap.runtime.program.activity import (
+from soap.plan.recomputation import dropped_holdings
+from soap.plan.running.activity import (
     Activity,
     PlanIndex,
     ValueKey,
     count_readers,
     count_second_readers,
     count_takers,
-    find_activity,
 )
-from soap.runtime.program.backward_order import backward_turns, by_action
-from soap.runtime.program.epilogue import epilogue_of, no_epilogue, set_apart, usable_epilogue
-from soap.runtime.program.forward_order import forward_order, places_of
+from soap.plan.running.execution_order import ExecutionOrder
+from soap.plan.running.forward_order import places_of
+from soap.plan.running.run_order import run_order
+from soap.plan.running.segments import Segment, answered_elsewhere, read_elsewhere
+from soap.plan.syncs.bucketing import idle_shards
+from soap.runtime.program.action_order import backward_entries, forward_entries, in_order, interleaved
+from soap.runtime.program.actions import Action, ActionKind
+from soap.runtime.program.epilogue_apart import set_apart
 from soap.runtime.program.number_sums import NumberSums, everyone_knows, sum_together
 from soap.runtime.program.second_runs import second_runs
-from soap.runtime.program.segments import Segment, answered_elsewhere, cut_segments, read_elsewhere
 from soap.runtime.program.sync_actions import after_backward, after_update, before_forward, gather_entries, groups
-from soap.simulator.memory.transit import answered_from_afar
-from soap.simulator.tasks import ExecutionOrder
 
 
 @dataclass(frozen=True)
@@ -56,7 +53,7 @@ class Program:
     activity: Activity
     order: ExecutionOrder
     segments: tuple[Segment, ...]
-    segment_of: dict[int, int]
+    segment_of: Mapping[int, int]
     """Tile -> its segment."""
     kept: frozenset[int]
     """Holdings whose values outlive their segment: another segment or device reads them. The loss is among them."""
@@ -125,20 +122,10 @@ def compile_program(
     """
     if not isinstance(order, ExecutionOrder):
         order = ExecutionOrder(tuple(range(len(plan.tiles)) if order is None else order))
-    apart = not single_tiles or plan.order is not None
-    index, epilogue = PlanIndex(plan), usable_epilogue(plan, epilogue_of(plan.graph) if apart else no_epilogue(plan.graph))
-    order = forward_order(plan, index, order, epilogue)
-    places = places_of(order.forward)
-    activity = find_activity(plan, index, epilogue.seeds)
-    answered = answered_from_afar(plan, activity.fetches, activity.reductions)
-    again = find_recomputation(plan, activity.tiles)
-    segments = cut_segments(
-        plan, index, order.forward, single_tiles=single_tiles, epilogue=epilogue.operators, answered=answered, run=again.run
-    )
-    segment_of = {tile: i for i, segment in enumerate(segments) for tile in segment.tiles}
-    possible = backward_turns(plan, index, activity, segment_of, [segment.start for segment in segments], order.backward)
-    turns = by_action(plan, segments, possible)
-    repeated = tuple(second_runs(again, segments, segment_of, turns.backward))
+    run = run_order(plan, order, single_tiles=single_tiles)
+    index, epilogue, order, activity, turns = run.index, run.epilogue, run.order, run.activity, run.turns
+    segments, segment_of, places = run.segments, run.segment_of, places_of(order.forward)
+    repeated = tuple(second_runs(run))
     gathered = gather_entries(plan, activity.tiles, segment_of, turns.backward, places, repeated)
     entries = (*forward_entries(plan, places), *gathered.forward)
     forward = set_apart(plan, epilogue, in_order(entries))
@@ -166,8 +153,8 @@ def compile_program(
         segment_of,
         frozenset(read_elsewhere(plan, segment_of)) | {i for i, held in enumerate(plan.holdings) if held.tensor == plan.graph.loss},
         frozenset(answered_elsewhere(plan, segment_of, activity)),
-        again.tiles,
-        dropped_holdings(plan, again, activity.tiles),
+        run.recomputation.tiles,
+        dropped_holdings(plan, run.recomputation, activity.tiles),
         come_back_with(plan, activity.tiles),
         idle_shards(plan),
         losses,

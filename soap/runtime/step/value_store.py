@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 import torch
 
-from soap.runtime.program.activity import ValueKey
+from soap.plan.running.activity import ValueKey
 
 NOTHING: Mapping[ValueKey, int] = MappingProxyType({})
 """No readers."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from soap.plan.memory_kinds import MemoryKind
 from soap.plan.plan import Plan
 from soap.plan.syncs.gathering import UNDER_WAY
-from soap.simulator.memory.transit import Send, send_spans
+from soap.simulator.memory.transit import Send, send_spans, until_free
 
 ENDS, LEAVES, FREED, EARLY, LATE, BEGINS = range(6)
 """The order of changes at the same time."""
@@ -73,10 +73,10 @@ class Ledger:
         None means all of it."""
         self._sends[device].append(Send(start_ns, answer_ns, size, size if held is None else held))
 
-    def receive(self, device: int, start_ns: int, end_ns: int, size: int, *, few: bool = False) -> None:
+    def receive(self, device: int, start_ns: int, end_ns: int, size: int, *, few: bool = False, sum_bytes: int = 0) -> None:
         """A device receives ``size`` bytes for itself, and keeps them until ``end_ns`` or until later ones push them out, as for sends;
-        with ``few`` until ``UNDER_WAY`` later ones do."""
-        (self._few if few else self._receives)[device].append(Send(start_ns, end_ns, size, size))
+        with ``few`` until ``UNDER_WAY`` later ones do. Of that it then makes ``sum_bytes``, which stay."""
+        (self._few if few else self._receives)[device].append(Send(start_ns, end_ns, size, size, sum_bytes))
 
     def arrived(self, device: int, end_ns: int) -> int:
         """When the runtime learns that a send that ends at ``end_ns`` is over: on CPUs only at the end, when it asks the library."""
@@ -84,12 +84,27 @@ class Ledger:
 
     def curves(self) -> tuple[MemoryCurve, ...]:
         """The curve of each device."""
-        for queues, most in ((self._sends, None), (self._receives, None), (self._few, UNDER_WAY)):
+        for device, moving in enumerate(self._sends):
+            for start, end, size in send_spans(moving):
+                self.hold(device, start, end, size, MemoryKind.BUFFERS)
+            moving.clear()
+        for queues, most in ((self._receives, None), (self._few, UNDER_WAY)):
             for device, moving in enumerate(queues):
-                for start, end, size in send_spans(moving, most):  # gradients of gathered values may leave while these are there
-                    self.hold(device, start, end, size, MemoryKind.BUFFERS, leaves=queues is self._few)
+                self._received(device, moving, most)
                 moving.clear()
         return tuple(_curve(changes) for changes in self._changes)
+
+    def _received(self, device: int, moving: Sequence[Send], most: int | None) -> None:
+        """What a device receives, and the sums that it makes of that: one after the other, the oldest first. Where few may be under way it
+        adds up before there is room for others (gradients of gathered values may leave while these are there), else when they are there."""
+        spans = list(until_free(moving, most))
+        left = sorted(own for own in spans if own[0].sum_bytes and own[1] == own[0].answer_ns)
+        turns = {send: place - len(left) for place, (send, _) in enumerate(left)}
+        for send, end in spans:
+            if send.sum_bytes:
+                end = max(send.start_ns, end + turns.get(send, 1 if most is None else -1))
+                self.hold(device, end, self._end_ns, send.sum_bytes, MemoryKind.GRADIENTS, early=True)
+            self.hold(device, send.start_ns, end, send.held, MemoryKind.BUFFERS, leaves=most is not None, late=send.sum_bytes > 0)
 
 
 def _curve(changes: Sequence[Change]) -> MemoryCurve:

@@ -36,6 +36,7 @@ from soap.plan.syncs.bucketing import idle_shards, sums_of_one
 from soap.plan.syncs.seam import Hold, method_for
 from soap.plan.tiling import made_bytes
 from soap.simulator.memory import peaks
+from soap.simulator.memory.as_run import as_run
 from soap.simulator.memory.gradient_residency import GradientResidency
 from soap.simulator.memory.ledger import Ledger, MemoryCurve
 from soap.simulator.memory.parameters import assembled_regions, compact_parameters, host_copies, is_away, kept_shards, updating_bytes
@@ -45,14 +46,15 @@ from soap.simulator.memory.transit import copied_to_send, is_remote, packed_by_s
 from soap.simulator.tasks import Schedule, TaskGraph
 
 ALLOWANCE = 0.045
-"""A device may hold this share more than simulated, because real tasks run in another order where no task depends on that: a library frees
-what it has summed when its thread gets to it, and segments run backward one after the other. Measured: ``docs/benchmarks.md``."""
+"""A device may hold this share more than simulated, because real tasks run at other times where no task depends on that: a library frees
+what it has summed when its thread gets to it. Measured: ``docs/benchmarks.md``."""
 
 
 def memory_over_time(tasks: TaskGraph, schedule: Schedule, optimizer_states: int = 2) -> tuple[MemoryCurve, ...]:
     """The curve of each device. ``optimizer_states``: tensors of a parameter's size that the optimizer keeps for it."""
-    spans = TaskSpans(tasks, schedule)
-    ledger = Ledger(tasks.plan, schedule.makespan_ns)
+    run = as_run(tasks, schedule)
+    spans = TaskSpans(run.tasks, run.schedule, run.order)
+    ledger = Ledger(tasks.plan, run.schedule.makespan_ns)
     held = _Values(spans, ledger)
     held.always(optimizer_states)
     held.synchronized()
@@ -129,7 +131,7 @@ class _Values:
             over = self.ledger.arrived(own.device, done)
             self.ledger.send(own.device, begun, max(done, min(over, update)) if begun < update else over, own.size_bytes)
         elif own.queue:
-            self.ledger.receive(own.device, begun, done, own.size_bytes, few=own.queue == "few")
+            self.ledger.receive(own.device, begun, done, own.size_bytes, few=own.queue == "few", sum_bytes=own.sum_bytes)
         else:
             last = max((self.spans.last(tile) for tile, _ in sync.uses), default=0) if own.with_uses else 0
             self.hold(own.device, begun, max(done, last), own.size_bytes, own.kind)

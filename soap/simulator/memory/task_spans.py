@@ -7,14 +7,15 @@ from functools import cached_property
 
 from soap.model.graph import TensorKind
 from soap.plan.departures import Route, sending_pass, waited_for
-from soap.plan.division import apart
 from soap.plan.offloading import kept_from_host_name, kept_to_host_name
 from soap.plan.plan import Exchange, Fetch, Message, Part, Plan, Reduction, exchange_name, message_name, need_name, reduce_name
 from soap.plan.recomputation import dropped_holdings, find_recomputation, remade
+from soap.plan.running.run_order import RunOrder, run_order
 from soap.plan.syncs.seam import Uses
 from soap.plan.tiling import Tile
 from soap.simulator.memory.footprint import kept_places
-from soap.simulator.memory.transit import answered_from_afar, is_remote
+from soap.simulator.memory.transit import is_remote
+from soap.simulator.reference import execution_order
 from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
 
 Span = tuple[int, int]
@@ -49,7 +50,9 @@ class TaskSpans:
     its gradient. ``segment``: tile -> the first tile of its segment. ``begun``: first tile of a segment -> start of its backward pass.
     """
 
-    def __init__(self, tasks: TaskGraph, schedule: Schedule) -> None:
+    def __init__(self, tasks: TaskGraph, schedule: Schedule, order: RunOrder | None = None) -> None:
+        """``order``: in which ranks run passes; by default that of this schedule."""
+        order = order or run_order(tasks.plan, execution_order(tasks, schedule))
         self.plan, self.end_ns = tasks.plan, schedule.makespan_ns
         self.forward: dict[int, Span] = {}
         self.backward: dict[int, Span] = {}
@@ -71,7 +74,8 @@ class TaskSpans:
         self.dropped = dropped_holdings(self.plan, self.recomputation, self.backward)
         self.unread = frozenset(_unread(self.plan))
         self.away, self.back = self._copies()
-        self.segment = self._segments()
+        segments = order.segments
+        self.segment = {tile: segments[own].tiles[0] for tile, own in order.segment_of.items()}
         self.begun: dict[int, int] = {}
         for tile, (start, _) in self.backward.items():
             self.begun[self.segment[tile]] = min(start, self.begun.get(self.segment[tile], start))
@@ -290,40 +294,6 @@ class TaskSpans:
         remote = [self.returned[number, k][0] for k in range(len(fetch.pieces)) if (number, k) in self.returned]
         local = [self.wanted(piece.holding)[0] for piece in fetch.pieces if not is_remote(self.plan, fetch, piece)]
         return max([*remote, *local], default=0)
-
-    def _segments(self) -> list[int]:
-        """Tile -> the first tile of its segment. As in the runtime, a segment begins where something received or summed is first read, or
-        values of parameters that were gathered, and ends after a tile that gets a gradient from another device. Recomputed tiles of one run
-        share no segment with others, and neither do micro-batches."""
-        plan = self.plan
-        first, current = [0] * len(plan.tiles), [-1] * plan.device_count
-        reads: dict[int, list[int]] = {}
-        for number, fetch in enumerate(plan.fetches):
-            holdings = [plan.holdings[piece.holding] for piece in fetch.pieces]
-            if any(held.device != fetch.device or held.reduction is not None for held in holdings):
-                for tile, _ in fetch.consumers:
-                    reads.setdefault(tile, []).append(number)
-        for number, sync in enumerate(plan.syncs):
-            for tile, _ in sync.uses if sync.contract.gathers_values else ():
-                reads.setdefault(tile, []).append(~(number * plan.device_count + plan.tiles[tile].device))  # below the fetches' numbers
-        active = [number for number, fetch in enumerate(plan.fetches) if self._is_active(fetch)]
-        names = [reduce_name(plan.graph.operators[own.operator], own, gradient=True) for own in plan.reductions]
-        answered = answered_from_afar(plan, active, [number for number, name in enumerate(names) if name in self.named])
-        started: set[int] = set()
-        run = self.recomputation.run
-        for tile in sorted(range(len(plan.tiles)), key=lambda tile: (self.forward[tile][0], tile)):
-            device, new = plan.tiles[tile].device, set(reads.get(tile, ())) - started
-            if new or current[device] < 0 or run.get(current[device]) != run.get(tile) or apart(plan, current[device], tile):
-                current[device] = tile
-            started |= new
-            first[tile] = current[device]
-            if tile in answered:
-                current[device] = -1
-        return first
-
-    def _is_active(self, fetch: Fetch) -> bool:
-        """Whether a gradient of the fetched region is computed."""
-        return self.plan.graph.tensors[fetch.tensor].requires_grad and any(tile in self.backward for tile, _ in fetch.consumers)
 
     def _name(self, carrier: Message | Exchange, *, gradient: bool) -> str:
         if isinstance(carrier, Exchange):

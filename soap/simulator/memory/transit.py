@@ -32,19 +32,6 @@ def fetched_bytes(plan: Plan) -> list[int]:
     return result
 
 
-def answered_from_afar(plan: Plan, fetches: Iterable[int], reductions: Iterable[int]) -> set[int]:
-    """Tiles whose outputs, or partial results, get gradients from other devices. ``fetches``, ``reductions``: those with a gradient."""
-    found: set[int] = set()
-    for number in fetches:
-        fetch = plan.fetches[number]
-        holdings = [plan.holdings[piece.holding] for piece in fetch.pieces if is_remote(plan, fetch, piece)]
-        found.update(held.tile for held in holdings if held.reduction is None)
-    for number in reductions:
-        if len(plan.reductions[number].devices) > 1:
-            found.update(plan.reductions[number].tiles)
-    return found
-
-
 def received_apart(plan: Plan) -> set[Part]:
     """Parts that are received into a buffer of their own and then copied into their region."""
     alone = {part for message in plan.messages if len(message.parts) == 1 for part in message.parts}
@@ -69,17 +56,23 @@ SENT_TENSORS = 64
 
 class Send(NamedTuple):
     """A send of ``size`` bytes that starts at ``start_ns``. ``held``: bytes that the device holds only for this send. ``answer_ns``: when
-    the device knows that they have arrived."""
+    the device knows that they have arrived. ``sum_bytes``: of what is received, and added up before it is free: of the sum, which stays."""
 
     start_ns: int
     answer_ns: int
     size: int
     held: int
+    sum_bytes: int = 0
 
 
 def send_spans(sends: Iterable[Send], most: int | None = None) -> Iterator[tuple[int, int, int]]:
-    """(start, end, bytes) of what one device holds for its sends: each until its answer, or until later sends push it out. ``most``:
-    tensors at a time.
+    """(start, end, bytes) of what one device holds for its sends, as ``until_free`` has them."""
+    for send, end in until_free(sends, most):
+        yield send.start_ns, end, send.held
+
+
+def until_free(sends: Iterable[Send], most: int | None = None) -> Iterator[tuple[Send, int]]:
+    """What one device sends, and until when it holds that: until its answer, or until later sends push it out. ``most``: tensors at a time.
 
     The rule is that of ``Communicator.keep``, except that a send that has been answered leaves at once.
     """
@@ -89,15 +82,15 @@ def send_spans(sends: Iterable[Send], most: int | None = None) -> Iterator[tuple
         for other in [other for other in queue if other.answer_ns <= send.start_ns]:
             queue.remove(other)
             size -= other.size
-            yield other.start_ns, other.answer_ns, other.held
+            yield other, other.answer_ns
         queue.append(send)
         size += send.size
         while len(queue) > most or (len(queue) > 1 and size > SENT_BYTES):
             pushed_out = queue.popleft()
             size -= pushed_out.size
-            yield pushed_out.start_ns, send.start_ns, pushed_out.held
+            yield pushed_out, send.start_ns
     for left in queue:
-        yield left.start_ns, left.answer_ns, left.held
+        yield left, left.answer_ns
 
 
 def packed_by_source(plan: Plan, exchange: Exchange) -> dict[int, int]:

@@ -21,6 +21,7 @@ from soap.strategy.config import Strategy
 from soap.strategy.named import named
 from soap.strategy.recomputation import recomputed, runs_of
 from soap.strategy.sync import sync_choices
+from tests.exactly import exactly
 from tests.extent import often
 from tests.graph_builder import transformer
 from tests.strategies import CPU, GPU, cluster
@@ -109,7 +110,7 @@ def test_learns_from_answers() -> None:
 def test_an_estimating_chain_asks_less_and_its_best_fits(saving: bool) -> None:
     topology = limited(0.7)
     simulator = Simulator(GRAPH, topology, RooflineCosts(topology))
-    start = recompute_to_fit(GRAPH, topology, data_parallel(GRAPH, topology), simulator.costs, simulator.overflow_bytes).strategy
+    start = recompute_to_fit(GRAPH, topology, data_parallel(GRAPH, topology), simulator.costs, exactly(simulator)).strategy
     syncs = sync_choices(GRAPH, topology, saving=True) if saving else {}
     space = CompiledSpace(with_recomputation(build_space(GRAPH, 2, syncs=syncs)), topology, simulator.costs)
     asked: dict[bool, int] = {}

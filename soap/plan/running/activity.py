@@ -148,3 +148,16 @@ def count_readers(plan: Plan, index: PlanIndex, rank: int) -> dict[ValueKey, int
     for carrier in index.moves.values():
         add("holding", (holding for source, _, _, holding in remote_parts(plan, carrier.parts) if source == rank))
     return counts
+
+
+def answered_from_afar(plan: Plan, fetches: Iterable[int], reductions: Iterable[int]) -> set[int]:
+    """Tiles whose outputs, or partial results, get gradients from other devices. ``fetches``, ``reductions``: those with a gradient."""
+    found: set[int] = set()
+    for number in fetches:
+        fetch = plan.fetches[number]
+        holdings = [plan.holdings[piece.holding] for piece in fetch.pieces]
+        found.update(held.tile for held in holdings if held.device != fetch.device and held.reduction is None)
+    for number in reductions:
+        if len(plan.reductions[number].devices) > 1:
+            found.update(plan.reductions[number].tiles)
+    return found

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 
 from soap.errors import RuntimeFailure
 from soap.plan.plan import Part, Plan
-from soap.runtime.program.activity import PlanIndex
-from soap.runtime.program.epilogue import LossEpilogue, closing_tensors
-from soap.simulator.tasks import ExecutionOrder
+from soap.plan.running.activity import PlanIndex
+from soap.plan.running.epilogue import LossEpilogue, closing_tensors
+from soap.plan.running.execution_order import ExecutionOrder
 
 
 def forward_order(plan: Plan, index: PlanIndex, order: ExecutionOrder, epilogue: LossEpilogue) -> ExecutionOrder:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from soap.plan.division import is_divided
 from soap.plan.plan import Plan
-from soap.runtime.program.activity import Activity, PlanIndex
-from soap.runtime.program.segments import Segment
+from soap.plan.running.activity import Activity, PlanIndex
+from soap.plan.running.segments import Segment
 
 
 def backward_turns(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from soap.plan.division import apart
 from soap.plan.plan import Fetch, Plan
-from soap.runtime.program.activity import Activity, PlanIndex
+from soap.plan.running.activity import Activity, PlanIndex
 
 
 @dataclass(frozen=True, slots=True)

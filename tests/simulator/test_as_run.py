@@ -1,0 +1,79 @@
+"""Memory is predicted of the order in which ranks run: segments as wholes, in the turns of the runtime's program."""
+
+from __future__ import annotations
+
+from hypothesis import event, given
+
+from soap.cluster.topology import Topology
+from soap.model.graph import OperatorGraph
+from soap.runtime.program.actions import ActionKind
+from soap.runtime.program.program import compile_program
+from soap.simulator.memory.as_run import as_run
+from soap.simulator.reference import execution_order
+from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
+from soap.strategy.config import Strategy
+from tests.extent import MANY
+from tests.graph_builder import GraphBuilder
+from tests.simulator.examples import on, pairwise_cluster, strategy
+from tests.simulator.test_residency import played
+from tests.strategies import cases
+
+PASSES = {ActionKind.TILE: TaskKind.FORWARD, ActionKind.RECOMPUTE: TaskKind.RECOMPUTE, ActionKind.SEGMENT: TaskKind.BACKWARD}
+
+
+def passes_of(tasks: TaskGraph, schedule: Schedule) -> list[list[tuple[TaskKind, int]]]:
+    """By device: (kind, tile) of all passes, in the order in which they run."""
+    found: list[list[tuple[int, TaskKind, int]]] = [[] for _ in range(tasks.plan.device_count)]
+    for task, start in zip(tasks.tasks, schedule.start_ns.tolist(), strict=True):
+        if task.tile is not None and task.kind in PASSES.values():
+            found[tasks.plan.tiles[task.tile].device].append((start, task.kind, task.tile))
+    return [[(kind, tile) for _, kind, tile in sorted(own, key=lambda each: each[0])] for own in found]
+
+
+@MANY
+@given(cases(servers=True))
+def test_passes_run_in_the_order_of_the_program(case: tuple[OperatorGraph, Topology, Strategy]) -> None:
+    graph, topology, chosen = case
+    tasks, schedule = played(graph, chosen, topology)
+    run = as_run(tasks, schedule)
+    assert (run.schedule.end_ns > 0).all()  # nothing waits for itself
+    for task, old, start in zip(run.tasks.tasks, tasks.tasks, run.schedule.start_ns.tolist(), strict=True):
+        assert all(run.schedule.end_ns[other] <= start for other in task.predecessors)
+        if old.tile is not None or old.kind in (TaskKind.TRANSFER, TaskKind.EXCHANGE, TaskKind.REDUCE):  # those wait for what they need
+            assert {*old.predecessors} <= {*task.predecessors}
+    if chosen.microbatches > 1:
+        return
+    event("as simulated" if run.tasks is tasks else "in another order")
+    program = compile_program(tasks.plan, execution_order(tasks, schedule))
+    expected: list[list[tuple[TaskKind, int]]] = [[] for _ in range(topology.device_count)]
+    for action in (*program.forward, *program.backward):
+        if action.kind is ActionKind.TILE and tasks.plan.tiles[action.subject].operator not in graph.epilogue:
+            expected[tasks.plan.tiles[action.subject].device].append((TaskKind.FORWARD, action.subject))
+        elif action.kind in (ActionKind.RECOMPUTE, ActionKind.SEGMENT):
+            tiles = [tile for tile in program.segments[action.subject].tiles if tile in program.activity.tiles]
+            own = tiles if action.kind is ActionKind.RECOMPUTE else tiles[::-1]
+            expected[program.segments[action.subject].device] += [(PASSES[action.kind], tile) for tile in own]
+    of_both = {own for device in passes_of(tasks, schedule) for own in device} & {own for device in expected for own in device}
+    for found, own in zip(passes_of(run.tasks, run.schedule), expected, strict=True):
+        if any(marked in graph.epilogue for marked in tasks.plan.recomputed_operators):  # then a second run may come with it
+            found, own = ([(kind, tile) for kind, tile in each if kind is not TaskKind.RECOMPUTE] for each in (found, own))
+        assert [each for each in found if each in of_both] == [each for each in own if each in of_both]
+
+
+def test_a_segment_is_not_left_for_another() -> None:
+    """Two branches on device 1 read layers of device 0. Tiles take turns; ranks first finish the segment that begins with layer b1."""
+    g = GraphBuilder()
+    x, ends = g.input("x", 4, 8), []
+    for branch in "ab":
+        value = x
+        for layer in range(3):
+            value = g.linear(value, 8, name=f"{branch}{layer}")
+        ends.append(g.mean(value, name=f"{branch}3"))
+    graph = g.build(g.elementwise(*ends, name="sum"))
+    configs = {op.name: on(0 if op.name in ("a0", "b0") else 1, degrees=(1,) * len(op.factors)) for op in graph.operators}
+    tasks, schedule = played(graph, strategy(**configs), pairwise_cluster(1, 1))
+    run, names = as_run(tasks, schedule), [graph.operators[tile.operator].name for tile in tasks.plan.tiles]
+    passes = [passes_of(*own)[1] for own in ((tasks, schedule), (run.tasks, run.schedule))]
+    simulated, kept = ([names[tile] for kind, tile in own if kind is TaskKind.BACKWARD] for own in passes)
+    assert simulated == ["sum", "b3", "a3", "b2", "a2", "b1", "a1"]
+    assert kept == ["sum", "b3", "b2", "a3", "b1", "a2", "a1"]
