@@ -96,7 +96,15 @@ def bound_memory(W: World, M: MemoryTables) -> int:
 @compiled
 def hosts_fit(M, C):  # type: ignore[no-untyped-def]
     """Whether hosts certainly have enough memory for the strategy."""
-    return M.fixed[3] == 0 and not (M.fixed[4] != 0 and _any_offloads(C))
+    return not (M.fixed[3] != 0 and _any_servers(C)) and not (M.fixed[4] != 0 and _any_offloads(C))
+
+
+@compiled
+def _any_servers(C):  # type: ignore[no-untyped-def]
+    found = False
+    for code in C.sync:
+        found |= has_server(code)
+    return found
 
 
 @compiled

@@ -62,7 +62,8 @@ class MemoryBound:
     def __init__(self, engine: Engine, limits_bytes: Sequence[int], optimizer_states: int = 2, *, played: bool = True) -> None:
         """``limits_bytes``: each device's memory. ``optimizer_states``: tensors of a parameter's size that the optimizer keeps for it.
         ``played``: whether a strategy fits if the order that is played does; if not, the upper bound decides and no verdict is UNKNOWN.
-        But where a host may lack memory for parameter servers, which is not bounded here, no verdict is FITS: UNKNOWN stands for it."""
+        But where a host may lack memory for parameter servers or for what it keeps, which is not bounded here, no verdict on strategies
+        with these is FITS: UNKNOWN stands for it."""
         self._engine = engine
         self._graph = graph = engine.graph.copies_of or engine.graph  # of all copies, whose footprints are known
         self._rows, self._data, self._cut_ptr, self._cut = Growing(np.int64), Growing(np.int64), Growing(np.int64), Growing(np.int32)

@@ -27,7 +27,8 @@ from soap.simulator.memory.bound import MemoryBound
 from soap.simulator.memory.residency import memory_over_time
 from soap.simulator.reference import simulate
 from soap.simulator.simulate import Simulator
-from soap.strategy.config import Strategy
+from soap.strategy.config import OpConfig, Strategy
+from soap.strategy.stages import chunks_of, devices_of_stages, stages_of_chunks
 from tests.graph_builder import transformer
 from tests.micro_batches import by_hand, drawn_pipeline
 from tests.simulator.copied import Case, copied
@@ -87,6 +88,33 @@ def test_never_below_what_a_pipeline_holds(schedule: str) -> None:
     graph, topology = transformer(), cluster([2, 2], CPU)
     for seed in range(4):
         check(graph, topology, drawn_pipeline(graph, schedule, 4, random.Random(seed), 4), seed)
+
+
+@settings(suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 2**16), schedule=st.sampled_from(SCHEDULES))
+def test_of_proposals_as_of_what_is_loaded(seed: int, schedule: str) -> None:
+    """Whether they are taken or not, and whatever was held before."""
+    graph, topology, draw = transformer(), cluster([2, 2], CPU), random.Random(seed)
+    strategy = drawn_pipeline(graph, schedule, 4, draw, 4)
+    engine = Engine(graph, topology, RooflineCosts(topology))
+    engine.load(strategy)
+    engine.simulate()
+    memory, devices = MemoryBound(engine, [1 << 60] * 4), devices_of_stages(graph, strategy)
+    stage_of = stages_of_chunks(max(strategy.stages.values()) + 1, schedule)
+    for _ in range(6):
+        position = draw.randrange(len(graph.operators))
+        op = graph.operators[position]
+        own = sorted(devices[stage_of[chunks_of(graph, strategy.stages)[position]]])
+        config = OpConfig((1,) * len(op.factors), (draw.choice(own),))
+        proposed = strategy.with_operator(op.name, config)
+        engine.propose(op.name, config)
+        assert memory.in_order_bytes() == loaded(graph, topology, proposed).in_order_bytes()
+        if draw.random() < 0.5:
+            engine.accept()
+            strategy = proposed
+        else:
+            engine.reject()
+        assert memory.in_order_bytes() == loaded(graph, topology, strategy).in_order_bytes()
 
 
 def even_pipeline(schedule: str) -> tuple[OperatorGraph, Topology, Strategy]:
