@@ -24,7 +24,7 @@ from soap.schedules.named import parse
 from soap.search.pipelines import pipelines
 from soap.search.pipelining import pipelined
 from soap.simulator.incremental import IncrementalSimulator
-from soap.simulator.simulate import Simulator, tile_count
+from soap.simulator.simulate import Simulator, is_planned, tile_count
 from soap.strategy.config import Strategy
 from soap.units import format_bytes
 
@@ -54,9 +54,10 @@ class Clock:
         return step_ns
 
     def fits(self, name: str, simulator: IncrementalSimulator, strategy: Strategy) -> bool:
-        """Asks whether it fits into memory, which takes longer."""
+        """Asks whether it fits into memory; of plans that are too large to be made, the bounds say what is missing at most."""
         lacking = simulator.overflow_bytes(strategy)
-        self.say(f"{name}: {f'{format_bytes(lacking)} missing' if lacking else 'fits'}")
+        most = "" if is_planned(strategy) else " at most"
+        self.say(f"{name}: {f'{format_bytes(lacking)} missing{most}' if lacking else 'fits'}")
         return lacking == 0
 
 

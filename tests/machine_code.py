@@ -29,6 +29,7 @@ from soap.simulator.compiled.task_keys import FORWARD, task_key
 from soap.simulator.compiled.walking import walk
 from soap.simulator.engine import Engine
 from soap.simulator.memory.bound import MemoryBound
+from soap.simulator.memory.ordered import ordered_bytes
 from soap.strategy.config import OpConfig, Strategy
 from tests.graph_builder import mlp
 from tests.strategies import CPU, cluster
@@ -71,7 +72,9 @@ def compile_all() -> None:
         end()
     walk(engine, {op.name: [OpConfig((1,) * len(op.factors), (device,)) for device in range(2)]}, 10, 1e-6)
     engine.proposed_tasks()
-    estimate_memory(engine.world, MemoryBound(engine, topology.memory_limits).handle(), engine.last_trial(), True)
+    memory = MemoryBound(engine, topology.memory_limits)
+    estimate_memory(engine.world, memory.handle(), engine.last_trial(), True)
+    ordered_bytes(engine, memory.handle())
     task_key(FORWARD, 0, 1, 0, 0, 0)
     for dtype in (torch.float32, torch.float64):
         surveyed = Surveyed.of(torch.arange(10, dtype=dtype))

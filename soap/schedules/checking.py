@@ -103,7 +103,7 @@ def _require_own_order(table: Table) -> None:
 
 def _without_circle(table: Table, barriers: Sequence[Barrier]) -> Dependencies:
     known = dependencies(table, barriers)
-    done = set(known.order())
+    done = set(known.order)
     if len(done) < len(known.needs):
         circle = _find_circle(known, done)
         gate = next((i for i, node in enumerate(circle) if node >= len(known.actions)), None)

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from soap.schedules.table import Action, Table
@@ -38,7 +39,7 @@ class Place(NamedTuple):
     position: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Dependencies:
     """The actions of a table as nodes, row by row, and behind them a gate for each direction of each barrier, which takes no time.
 
@@ -51,6 +52,7 @@ class Dependencies:
     needs: tuple[tuple[int, ...], ...]
     gates: tuple[Barrier, ...]
 
+    @cached_property
     def order(self) -> list[int]:
         """All nodes, each behind those that it waits for; fewer if some wait for each other."""
         waiting = [len(needed) for needed in self.needs]

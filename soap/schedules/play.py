@@ -84,15 +84,16 @@ class Played:
         return found
 
 
-def play(table: Table, durations: Durations, barriers: Sequence[Barrier] = ()) -> Played:
-    """When each action takes place. ScheduleError in one line if the table cannot be executed, or a time is missing or negative."""
-    known = check(table, barriers)
+def play(table: Table, durations: Durations, barriers: Sequence[Barrier] = (), known: Dependencies | None = None) -> Played:
+    """When each action takes place. ScheduleError in one line if the table cannot be executed, or a time is missing or negative.
+    ``known``: what ``check`` has said of the table with these barriers, if it was asked; that takes longer than all else."""
+    known = check(table, barriers) if known is None else known
     _require_durations(table, durations)
     ends_ns = [0] * len(known.needs)
     starts_ns = [0] * len(known.actions)
     messages = _Messages(table, known, durations)
     gated = {node for gate in range(len(known.actions), len(known.needs)) for node in known.needs[gate]}
-    for node in known.order():
+    for node in known.order:
         if node >= len(known.actions):
             ends_ns[node] = max(ends_ns[other] for other in known.needs[node])
             for other in sorted(known.needs[node]):  # in the order of their stage

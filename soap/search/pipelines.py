@@ -18,6 +18,8 @@ from soap.cluster.topology import Topology
 from soap.errors import ScheduleError
 from soap.model.graph import OperatorGraph
 from soap.model.micro_batches import MicroBatches
+from soap.schedules.checking import check
+from soap.schedules.dependencies import Dependencies
 from soap.schedules.in_flight import in_flight, peaks
 from soap.schedules.named import SCHEDULES, NamedSchedule
 from soap.schedules.play import Durations, least_ns, play
@@ -34,6 +36,8 @@ PER_STAGE = 8
 """Up to so many micro-batches for each stage: with S of them 1F1B idles less than (S - 1) / (8 S) of the time, so that more gain little."""
 CHUNKS = (1, 2, 4)
 """On each stage, for schedules that allow several."""
+KEPT_TABLES = 64
+"""Of schedules; shapes that differ in tensor parallelism alone have the same ones."""
 MOST_KEPT = 64
 """When so many pipelines are known, only those are worked out that may be faster than the last of them: more than are ever simulated."""
 
@@ -73,9 +77,9 @@ def pipelines(
     allowed: Sequence[Allowed | None] = (),
     at_most_ns: float = inf,
 ) -> list[Pipeline]:
-    """The best pipeline of every shape, the most promising first; none on one device, or without samples. Of more than ``MOST_KEPT``
-    without those that are certainly slower than so many others. ``allowed``: by operator, what the user leaves to it, of which only stages
-    count here. ``at_most_ns``: without shapes that would take longer if all devices had an equal share of the work."""
+    """The best pipeline of every shape, the most promising first; none on one device, or without samples. Of more than ``MOST_KEPT`` that
+    fit without some of those that are slower than so many others, or lack memory. ``allowed``: by operator, what the user leaves to it, of
+    which only stages count here. ``at_most_ns``: without shapes that would take longer if all devices had an equal share of the work."""
     samples = MicroBatches(graph, 1).samples
     if topology.device_count == 1 or samples is None:
         return []
@@ -95,11 +99,28 @@ def pipelines(
     return sorted(found.pipelines, key=lambda own: own.score)
 
 
+class _Tables:
+    """Tables of schedules by stages and micro-batches, and what their actions wait for."""
+
+    def __init__(self) -> None:
+        self.table = lru_cache(KEPT_TABLES)(NamedSchedule.table)
+        self.dependencies = lru_cache(KEPT_TABLES)(self._dependencies)
+
+    def _dependencies(self, named: NamedSchedule, stages: int, count: int) -> Dependencies:
+        return check(self.table(named, stages, count))
+
+
 @dataclass
 class _Known:
     """The pipelines that are worked out."""
 
     pipelines: list[Pipeline] = field(default_factory=list)
+    tables: _Tables = field(default_factory=_Tables)
+
+    @property
+    def enough(self) -> bool:
+        """Whether ``MOST_KEPT`` fit; then what lacks memory is of no use."""
+        return self.worth_ns < inf
 
     @property
     def worth_ns(self) -> float:
@@ -157,24 +178,25 @@ def _scheduled(shape: _Shape, costs: StageCosts, found: _Known) -> Iterator[Pipe
                 continue
             named = NamedSchedule(schedule, chunks)
             try:
-                table = named.table(len(groups.devices), shape.cut.count)
+                table = found.tables.table(named, len(groups.devices), shape.cut.count)
             except ScheduleError:  # too many actions
                 continue
-            cut = cut_into_stages(costs, groups, table, chunks, shape.banned(costs.firsts))
-            judged = None if cut is None else _judged(shape, costs, named, table, cut, found.worth_ns)
+            cut = cut_into_stages(costs, groups, table, chunks, shape.banned(costs.firsts), fitting=found.enough)
+            judged = None if cut is None else _judged(shape, costs, named, table, cut, found)
             if judged is not None:
                 yield judged
 
 
 def cut_into_stages(
-    costs: StageCosts, groups: StageGroups, table: Table, chunks: int, banned: Integers | None = None
+    costs: StageCosts, groups: StageGroups, table: Table, chunks: int, banned: Integers | None = None, *, fitting: bool = False
 ) -> Partition | None:
-    """The layers as chunks of a table's stages, round by round; what fits into memory, if anything does. None if there are too few layers,
-    or no stages that they may be in.
+    """The layers as chunks of a table's stages, round by round; what fits into memory, if anything does, or if it must (``fitting``). None
+    if there is nothing: too few layers, or no stages that they may be in.
 
     With several rounds the groups take the order that suits one round best."""
     flights = in_flight(table)
-    for chain in (costs.chain, replace(costs.chain, limit_bytes=np.full_like(costs.chain.limit_bytes, 2**60))):
+    boundless = () if fitting else (replace(costs.chain, limit_bytes=np.full_like(costs.chain.limit_bytes, 2**60)),)
+    for chain in (costs.chain, *boundless):
         found, kinds = None, groups.kinds
         if chunks == 1 or groups.any_order:
             each = [-(-own // chunks) for own in flights]
@@ -190,9 +212,9 @@ def cut_into_stages(
 
 
 def _judged(
-    shape: _Shape, costs: StageCosts, named: NamedSchedule, table: Table, cut: Partition, at_most_ns: float
+    shape: _Shape, costs: StageCosts, named: NamedSchedule, table: Table, cut: Partition, found: _Known
 ) -> Pipeline | None:
-    """A pipeline with what it is expected to take and to lack; None if it certainly takes longer than ``at_most_ns``."""
+    """A pipeline with what it is expected to take and to lack; None if enough of those found are preferred to it."""
     count, stages, chain = shape.cut.count, len(table.stages), costs.chain
     bounds = (*cut.firsts, chain.layer_count)
     spans = list(zip(cut.kinds, bounds, bounds[1:], strict=False))
@@ -205,17 +227,19 @@ def _judged(
     half = [-(-own // 2) for own in backward]  # of both kinds of gradients, roughly
     actions: dict[Kind, Sequence[int]] = {"F": forward, "B": backward, "I": half, "W": half}
     durations = Durations(actions_ns=actions, forward_ns=borders, backward_ns=borders)
-    if max(least_ns(table, durations)) > at_most_ns:
+    if max(least_ns(table, durations)) > found.worth_ns:
         return None
-    played = play(table, durations)
     upkeep, kept = [0] * stages, [0] * stages
     for chunk, (own_ns, own_bytes) in enumerate(zip(by_chunk(costs.upkeep_ns), by_chunk(chain.kept_bytes), strict=True)):
         upkeep[table.placement[chunk]] += own_ns
         kept[table.placement[chunk]] += own_bytes
-    expected_ns = max(ends[-1] + own for ends, own in zip(played.ends_ns, upkeep, strict=True))
     most = peaks(table, by_chunk(chain.activation_bytes), by_chunk(chain.activation_bytes))
     limits = [int(chain.limit_bytes[kind]) for kind in cut.kinds[:stages]]
     lacking = max(0, *(a + b - limit for a, b, limit in zip(kept, most, limits, strict=True)))
+    if lacking and found.enough:
+        return None
+    played = play(table, durations, known=found.tables.dependencies(named, stages, count))
+    expected_ns = max(ends[-1] + own for ends, own in zip(played.ends_ns, upkeep, strict=True))
     starts = [costs.firsts[first] for first in cut.firsts]
     chunks = np.searchsorted(starts, np.arange(len(shape.cut.graph.operators)), side="right") - 1
     devices = shape.groups.in_order(cut.kinds[:stages])

@@ -15,11 +15,12 @@ from soap.simulator.drawn_engine import make_engine
 from soap.simulator.drawn_times import reference_times_ns
 from soap.simulator.draws import Draws, cost_ns
 from soap.simulator.engine import Engine
+from soap.simulator.folded_bound import most_overflow_bytes
 from soap.simulator.folded_prices import FoldedCosts
 from soap.simulator.folding import Folding
 from soap.simulator.memory.bound import MemoryBound
 from soap.simulator.memory.hosts import hosts_may_lack
-from soap.simulator.simulate import CACHED_STRATEGIES, REFUSED_BYTES, Simulation, Simulator, is_large
+from soap.simulator.simulate import CACHED_STRATEGIES, REFUSED_BYTES, Simulation, Simulator, is_large, is_planned
 from soap.strategy.classical import CLASSICAL
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
 from soap.strategy.fields import STRATEGY_FIELDS
@@ -51,6 +52,7 @@ class IncrementalSimulator:
         self.draws = draws
         self._engines: list[_Holder] = []
         self._answers: OrderedDict[Hashable, int] = OrderedDict()
+        self._lacking: OrderedDict[Hashable, int] = OrderedDict()
 
     @staticmethod
     def begins_at_once() -> bool:
@@ -95,6 +97,8 @@ class IncrementalSimulator:
             return REFUSED_BYTES
         if self._certainly_fits(strategy):
             return 0
+        if not self._is_planned(strategy) and (most := self._most_overflow_bytes(strategy)) is not None:
+            return most
         if self.least_overflow_bytes(strategy) > 0:
             return self._simulator.bounds_overflow_bytes(strategy)
         found = self._simulator.overflow_bytes(strategy)
@@ -123,10 +127,36 @@ class IncrementalSimulator:
         """As ``Simulator.bounds_overflow_bytes``."""
         if self._simulator.is_refused(strategy):
             return REFUSED_BYTES
-        return 0 if self._certainly_fits(strategy) else self._simulator.bounds_overflow_bytes(strategy)
+        if self._certainly_fits(strategy):
+            return 0
+        most = None if self._is_planned(strategy) else self._most_overflow_bytes(strategy)
+        return self._simulator.bounds_overflow_bytes(strategy) if most is None else most
 
     def _certainly_fits(self, strategy: Strategy) -> bool:
+        if self._lacking and self._lacking.get(self._simulator.key(strategy)) == 0:
+            return True
         return any(holder.certainly_fits(strategy) for holder in self._engines)
+
+    def _is_planned(self, strategy: Strategy) -> bool:
+        if is_planned(strategy):
+            return True
+        folding = self._simulator.folding(strategy)
+        return not isinstance(folding, str) and is_planned(folding.copies.strategy)
+
+    def _most_overflow_bytes(self, strategy: Strategy) -> int | None:
+        """Bytes that the devices lack at most, added up; None if the bounds do not know."""
+        key = self._simulator.key(strategy)
+        if key not in self._lacking and not any(holder.has(strategy) for holder in self._engines):
+            self._simulate(strategy)
+        holder = next((own for own in self._engines if own.has(strategy)), None)
+        return self._lacking.get(key) if holder is None else holder.most_overflow_bytes()
+
+    def _note_lacking(self, strategy: Strategy, most_bytes: int | None) -> None:
+        """Remember what the bounds say of a strategy that takes long to load."""
+        if most_bytes is not None:
+            self._lacking[self._simulator.key(strategy)] = most_bytes
+            if len(self._lacking) > CACHED_STRATEGIES:
+                self._lacking.popitem(last=False)
 
     def least_overflow_bytes(self, strategy: Strategy) -> int:
         """A lower bound of the bytes that the devices lack; 0 unless this is the last strategy whose time was asked for."""
@@ -162,15 +192,14 @@ class IncrementalSimulator:
             folding = self._simulator.folding(strategy)
             if not isinstance(folding, str):
                 return self._folded_ns(folding, strategy)
-        if not distances or distances[nearest] > MOST_CHANGES:
-            if len(self._engines) < 2:
-                self._engines.append(self._holder(strategy))
-                return self._engines[-1].makespan_ns(strategy)
-            nearest = 0  # the engine that was not used last
-        holder = self._engines.pop(nearest)
+        anew = not distances or distances[nearest] > MOST_CHANGES
+        more = anew and len(self._engines) < 2
+        holder = self._holder(strategy) if more else self._engines.pop(0 if anew else nearest)  # the first one was not used last
         self._engines.append(holder)
-        return holder.makespan_ns(strategy)
-
+        found = holder.makespan_ns(strategy)
+        if anew and not self._is_planned(strategy):
+            self._note_lacking(strategy, holder.most_overflow_bytes())
+        return found
 
     def _folded_ns(self, folding: Folding, strategy: Strategy) -> int:
         simulator = self._simulator
@@ -181,6 +210,8 @@ class IncrementalSimulator:
         costs = FoldedCosts(simulator.graph, simulator.costs)
         engine = Engine(folding.copies.graph, folding.topology, costs, folding.communication, training=simulator.training)
         engine.load(folding.copies.strategy)
+        if strategy.microbatches > 1:
+            self._note_lacking(strategy, most_overflow_bytes(folding, engine, simulator.optimizer_states))
         return engine.play()
 
 
@@ -206,23 +237,28 @@ class _Holder:
 
     def certainly_fits(self, strategy: Strategy) -> bool:
         """True if this is the last strategy simulated here, and the upper bound of its memory fits."""
-        return self._has(strategy) and self._judged(strategy)[0] == FITS
+        return self.has(strategy) and self._judged(strategy)[0] == FITS
 
     def least_overflow_bytes(self, strategy: Strategy) -> int:
         """A lower bound of the bytes that the devices lack if this is the last strategy simulated here; else 0."""
-        return self._judged(strategy)[1] if self._has(strategy) else 0
+        return self._judged(strategy)[1] if self.has(strategy) else 0
+
+    def most_overflow_bytes(self) -> int | None:
+        """An upper bound of the bytes that the devices lack by the last strategy simulated here; None if hosts may lack some."""
+        found = self._memory.most_overflow_bytes()
+        return None if found is None else int(found.sum())
 
     def probably_lacks(self, strategy: Strategy) -> bool:
         """True if this is the last strategy simulated here, and its estimated memory is unlikely to fit."""
-        return self._has(strategy) and self._memory.likely() == UNLIKELY
+        return self.has(strategy) and self._memory.likely() == UNLIKELY
 
     def estimated_share(self, strategy: Strategy) -> float | None:
         """As ``MemoryBound.estimated_share``, if this is the last strategy simulated here; else None."""
-        return self._memory.estimated_share() if self._has(strategy) else None
+        return self._memory.estimated_share() if self.has(strategy) else None
 
     def told(self, strategy: Strategy, *, fits: bool) -> None:
         """Learn whether a strategy fits, if it is the last one simulated here."""
-        if self._has(strategy):
+        if self.has(strategy):
             self._memory.likely()
             self._memory.told(fits=fits)
 
@@ -233,7 +269,8 @@ class _Holder:
             self._last = strategy, (verdict, self._memory.least_overflow_bytes())
         return self._last[1]
 
-    def _has(self, strategy: Strategy) -> bool:
+    def has(self, strategy: Strategy) -> bool:
+        """Whether this is the last strategy simulated here."""
         return strategy is (self._proposed or self._held)
 
     def makespan_ns(self, strategy: Strategy) -> int:

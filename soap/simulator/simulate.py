@@ -45,6 +45,9 @@ MOST_PLAYED_TILES = 2**10
 REFUSED_BYTES = 2**60
 """What searches are told is lacking for a plan by which the training cannot clip: more than any cluster lacks, so it is never taken."""
 
+MOST_PLANNED_TILES = 2**16
+"""See ``is_planned``."""
+
 MANY_TILES = 2**14
 """A strategy with this many tiles or more is folded if possible: simulating all of it would take seconds."""
 
@@ -335,9 +338,15 @@ def _one_batch_tiles(strategy: Strategy) -> int:
 def is_played(strategy: Strategy) -> bool:
     """Whether a search plays the strategy on its way to see whether it fits into memory. Others, which take seconds each, fit if the bounds
     for any order do: in a descent ``Simulator.bounds_overflow_bytes``, in a compiled chain, where even a plan takes too long, the upper
-    limit of those (``MemoryBound``). Tiles count as if there was one micro-batch: with several the bounds say nothing, as they count what
+    limit of those (``MemoryBound``). Tiles count as if there was one micro-batch: with several these bounds say nothing, as they count what
     all of them keep."""
     return _one_batch_tiles(strategy) <= MOST_PLAYED_TILES
+
+
+def is_planned(strategy: Strategy) -> bool:
+    """Whether a plan is made of the strategy, or of two of its copies, to see whether it fits into memory. Of more tiles, those of all
+    micro-batches, that takes minutes and gigabytes: then the compiled bounds decide (``MemoryBound.most_overflow_bytes``)."""
+    return tile_count(strategy) <= MOST_PLANNED_TILES
 
 
 def is_large(strategy: Strategy) -> bool:

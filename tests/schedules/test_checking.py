@@ -29,7 +29,7 @@ def refusal(text: str | Table, *barriers: Barrier) -> ScheduleError:
 def test_every_schedule_passes(table: Table) -> None:
     assert can_be_executed(table)
     known = check(table)
-    assert len(known.order()) == len(known.actions) == sum(map(len, table.stages))
+    assert len(known.order) == len(known.actions) == sum(map(len, table.stages))
 
 
 @MANY
@@ -62,7 +62,7 @@ def test_a_schedule_with_barriers_is_refused_just_where_it_cannot_be_executed(ta
 @given(tables())
 def test_the_order_puts_every_action_behind_what_it_waits_for(table: Table) -> None:
     known = check(table, [Barrier(0, "norm")] if can_be_executed(table, [Barrier(0, "norm")]) else [])
-    place = {node: i for i, node in enumerate(known.order())}
+    place = {node: i for i, node in enumerate(known.order)}
     assert all(place[other] < place[node] for node, needed in enumerate(known.needs) for other in needed)
 
 

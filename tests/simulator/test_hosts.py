@@ -14,8 +14,11 @@ from soap.plan.syncs.amounts import COUNT_BYTES
 from soap.profiles.roofline import RooflineCosts
 from soap.search.chains import search
 from soap.search.options import SearchOptions
+from soap.simulator.compiled.memory_tables import FITS, UNKNOWN
+from soap.simulator.engine import Engine
 from soap.simulator.incremental import IncrementalSimulator
 from soap.simulator.lowering import build_plan
+from soap.simulator.memory.bound import MemoryBound
 from soap.simulator.memory.hosts import host_use, hosts_may_lack, lacking_on_hosts
 from soap.simulator.memory.parameters import exchanged_bytes, kept_parameters
 from soap.simulator.simulate import Simulator
@@ -82,6 +85,20 @@ def test_what_servers_take_is_on_hosts_what_it_would_be_on_cpus(case: tuple[Oper
         offloading = any(sync.offload for sync in strategy.parameters.values())
         assert hosts_may_lack(graph, own, offloading=offloading) or max(hosts) <= own.hosts[0].memory_bytes
     assert found[0] == found[1]
+
+
+def test_little_memory_of_hosts_concerns_only_plans_that_use_it() -> None:
+    """The compiled bound says that others fit."""
+    topology = with_memory(cluster([2], GPU), 1)
+    assert hosts_may_lack(MLP, topology)
+    engine = Engine(MLP, topology, RooflineCosts(topology))
+    memory, usual = MemoryBound(engine, topology.memory_limits), data_parallel(MLP, topology)
+    kept = with_offload(usual, [MLP.operators[0].name], True)
+    verdicts = []
+    for own in (usual, on_servers(MLP, topology), kept):
+        engine.load(own)
+        verdicts.append(memory.verdict())
+    assert verdicts == [FITS, UNKNOWN, UNKNOWN]
 
 
 def test_a_bound_without_plans_is_never_below_any_plan() -> None:

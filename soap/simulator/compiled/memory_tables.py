@@ -19,11 +19,16 @@ beside them (``PRODUCTS``), which is kept if they are."""
 
 HELD, TRAINABLE, ACTIVATIONS, COLLECTED, SENT, LARGEST_SUM, LARGEST_SHARD, LARGEST_TILE, LARGEST_ADDED, LARGEST_GRADIENT = range(10)
 DOUBTFUL, HELD_DOUBTFUL, TRAINABLE_DOUBTFUL, COLLECTED_DOUBTFUL, LARGEST_SURE_GRADIENT, SURE, LEAVING = range(10, 17)
-PARTS = 17
+SENT_BETWEEN, LARGEST_SENT, COLLECTED_TWICE, COLLECTED_AT_ONCE, ASSEMBLED = range(17, 22)
+PARTS = 22
 """Rows of ``MemoryTables.part``, each by device, in bytes. ``DOUBTFUL``: the part of activations (and of ``SENT``) that the lower bound
 leaves out, because it may be counted twice; the other ``_DOUBTFUL`` rows likewise. ``LARGEST_SURE_GRADIENT``: ``LARGEST_GRADIENT`` without
 parameters of which tiles may have rows only. ``SURE``: what is certainly there when the loss is known. ``LEAVING``: gradients of parts that
-others own; ``HELD`` makes up for the optimizer's states of these, which ``TRAINABLE`` includes."""
+others own; ``HELD`` makes up for the optimizer's states of these, which ``TRAINABLE`` includes.
+
+What ``ordered_memory`` counts otherwise is by itself: ``SENT_BETWEEN``, what is sent between operators, and ``LARGEST_SENT``, what goes or
+comes together of that, at most; ``COLLECTED_TWICE``, sums of gradients of regions that several tiles read, and ``COLLECTED_AT_ONCE``, of
+these, where two are of one micro-batch; ``ASSEMBLED``, the part of activations that are regions of parameters."""
 
 FITS, UNKNOWN, LACKING, LIKELY, UNLIKELY = range(5)
 """Verdicts of the bounds. FITS: every device has its upper bound. LACKING: some device has less than it certainly needs, whatever the
@@ -49,8 +54,9 @@ class MemoryTables(NamedTuple):
     per parameter; whether the order that is played decides). ``limit``: bytes of memory, by device.
 
     Working arrays. ``part``: see its rows. ``step``: [device, operator], changes of the bytes of gradients that wait between operators.
-    ``seen``: a stamp, then [region, device]. ``looked_up``: rows, by device. ``total``, ``least``: upper and lower limit, in bytes by
-    device, of the bound for any order. ``certain``: a lower bound of the peak that decides (``peaks.lacking_bytes``).
+    ``seen``: a stamp, then [region, device]. ``seen_by``: the same places, user and micro-batch of the last tile that reads the region.
+    ``looked_up``: rows, by device. ``total``, ``least``: upper and lower limit, in bytes by device, of the bound for any order.
+    ``certain``: a lower bound of the peak that decides (``peaks.lacking_bytes``).
 
     Of estimates (``memory_estimate``): ``guess``, see its places; ``level``, ``highest``, ``dropped``, by device: bytes of activations now
     and at most, and of what the next tile still reads; ``leaves``, by operator: whether one reads what it makes that is not recomputed.
@@ -76,6 +82,7 @@ class MemoryTables(NamedTuple):
     part: Longs
     step: Longs
     seen: Longs
+    seen_by: Longs
     looked_up: Longs
     total: Longs
     least: Longs

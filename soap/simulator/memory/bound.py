@@ -34,7 +34,10 @@ from soap.simulator.engine import Engine
 from soap.simulator.memory.certain import keepers, with_backward
 from soap.simulator.memory.footprint import kept_places, kept_share, passing_share, product_share, work_share
 from soap.simulator.memory.hosts import hosts_may_lack
+from soap.simulator.memory.ordered import ordered_bytes
 from soap.simulator.memory.peaks import PACKING_KINDS, padded_bytes
+from soap.simulator.memory.residency import ALLOWANCE
+from soap.simulator.memory.tile_regions import boxes_of, by_lengths, distinct, volumes
 from soap.strategy.recomputation import has_product
 
 NOTHING_LACKED = 1 << 62
@@ -59,14 +62,16 @@ class MemoryBound:
     def __init__(self, engine: Engine, limits_bytes: Sequence[int], optimizer_states: int = 2, *, played: bool = True) -> None:
         """``limits_bytes``: each device's memory. ``optimizer_states``: tensors of a parameter's size that the optimizer keeps for it.
         ``played``: whether a strategy fits if the order that is played does; if not, the upper bound decides and no verdict is UNKNOWN.
-        But where a host may lack memory for parameter servers, which is not bounded here, no verdict is FITS: UNKNOWN stands for it."""
-        self._engine, graph = engine, engine.graph
+        But where a host may lack memory for parameter servers or for what it keeps, which is not bounded here, no verdict on strategies
+        with these is FITS: UNKNOWN stands for it."""
+        self._engine = engine
+        self._graph = graph = engine.graph.copies_of or engine.graph  # of all copies, whose footprints are known
         self._rows, self._data, self._cut_ptr, self._cut = Growing(np.int64), Growing(np.int64), Growing(np.int64), Growing(np.int32)
         self._regions: dict[Box, int] = {}
         self._region_volume = Growing(np.int64)
         self._cuts: dict[frozenset[Box], int] = {}
         self._cut_volume = Growing(np.int64)
-        self._known, self._seen = 0, np.zeros(1, np.int64)
+        self._known, self._seen, self._seen_by = 0, np.zeros(1, np.int64), np.zeros(1, np.int64)
         users: list[list[tuple[int, int]]] = [[] for _ in graph.parameters]
         numbers = {tensor.name: number for number, tensor in enumerate(graph.parameters)}
         for position, op in enumerate(graph.operators):
@@ -113,22 +118,35 @@ class MemoryBound:
             self._known = len(variants.degrees)
             room = 1 + self._region_volume.size * self._engine.topology.device_count
             if room > len(self._seen):
-                self._seen = np.zeros(2 * room, np.int64)
+                self._seen, self._seen_by = np.zeros(2 * room, np.int64), np.zeros(2 * room, np.int64)
             arrays: dict[str, Any] = {
                 "rows": self._rows.array().reshape(-1, COLUMNS), "data": self._data.array(), "cut": self._cut.array(),
                 "cut_ptr": self._cut_ptr.array(), "cut_volume": self._cut_volume.array(), "region_volume": self._region_volume.array(),
-                "seen": self._seen,
+                "seen": self._seen, "seen_by": self._seen_by,
             }  # fmt: skip
             self._handle = handle(MemoryTables(**arrays, **self._fixed))
         return self._handle
 
     def verdict(self) -> int:
-        """FITS, UNKNOWN or LACKING: what the bounds say about the engine's proposal, or, without one, the strategy that it holds."""
+        """FITS, UNKNOWN or LACKING: what the bounds say about the engine's proposal, or, without one, the strategy that it holds. With
+        micro-batches also the bound for their order."""
+        found = self._verdict_for_any_order()
+        played = bool(self._fixed["fixed"][2])
+        if found == FITS or (found == LACKING and played) or not self._is_ordered():
+            return found
+        fits_hosts, expected = self._expected_in_order()
+        return FITS if fits_hosts and bool(np.all(expected <= self._fixed["limit"])) else found
 
-        def ask() -> int:
-            return int(bound_memory(self._engine.world, self.handle()))
+    def _verdict_for_any_order(self) -> int:
+        return self._engine.consult(lambda: int(bound_memory(self._engine.world, self.handle())))
 
-        return self._engine.consult(ask)
+    def _is_ordered(self) -> bool:
+        return self._engine.variants.micro_batches.count > 1
+
+    def _expected_in_order(self) -> tuple[bool, Longs]:
+        """(whether hosts certainly have enough, by device what is expected of its peak at most); the verdict for any order is there."""
+        fits_hosts, in_order = ordered_bytes(self._engine, self.handle())
+        return fits_hosts, np.minimum(self._fixed["total"], np.ceil((1 + ALLOWANCE) * in_order).astype(np.int64))
 
     def likely(self, *, better: bool = True) -> int:
         """``verdict``, but where that is UNKNOWN perhaps LIKELY or UNLIKELY, as ``memory_estimate`` has it. ``better``: see there."""
@@ -160,14 +178,27 @@ class MemoryBound:
         guess[FIT_UP_TO] = min(guess[FIT_UP_TO], asked - 1)
         return not believed
 
+    def in_order_bytes(self) -> list[int]:
+        """An upper bound of what each device holds at its peak as passes follow the order of micro-batches, whatever they take."""
+        self._verdict_for_any_order()
+        found: Longs = ordered_bytes(self._engine, self.handle())[1] if self._is_ordered() else self._fixed["total"]
+        return [int(size) for size in found]
+
+    def most_overflow_bytes(self) -> Longs | None:
+        """[device]: bytes by which its upper bound exceeds its memory: as much as it lacks or more. None if hosts may lack some."""
+        if self._verdict_for_any_order() == UNKNOWN and bool(np.all(self._fixed["total"] <= self._fixed["limit"])):
+            return None
+        fits_hosts, most = self._expected_in_order() if self._is_ordered() else (True, self._fixed["total"])
+        return np.maximum(0, most - self._fixed["limit"]) if fits_hosts else None
+
     def bounds_bytes(self) -> list[tuple[int, int]]:
         """(lower limit, upper limit) of the bound for any order (``peaks.memory_use``) on each device, for that strategy."""
-        self.verdict()
+        self._verdict_for_any_order()
         return list(zip(self._fixed["least"].tolist(), self._fixed["total"].tolist(), strict=True))
 
     def certain_bytes(self) -> list[int]:
         """A lower bound of the peak to expect on each device, in whatever order its tasks run, for that strategy."""
-        self.verdict()
+        self._verdict_for_any_order()
         found: list[int] = self._fixed["certain"].tolist()
         return found
 
@@ -180,21 +211,21 @@ class MemoryBound:
     def _add(self, number: int) -> None:
         """Add a variant to the tables."""
         position, degrees = self._engine.variants.position(number), self._engine.variants.degrees[number]
-        op, graph = self._engine.graph.operators[position], self._engine.graph
+        op, graph = self._graph.operators[position], self._graph
         cut = self._engine.variants.cuts[number]
         intervals, regions = self._engine.variants.cut(position, degrees, cut)
-        size = {o: _volumes(regions[o]) * graph.tensors[o.tensor].itemsize for o in {*op.inputs, *op.outputs, *op.parameters}}
+        size = {o: volumes(regions[o]) * graph.tensors[o.tensor].itemsize for o in {*op.inputs, *op.outputs, *op.parameters}}
         parted = cut.parts(position) > 1 and cut.factors[position] in op.summed
         if parted or any(degree > 1 and factor.summed for degree, factor in zip(degrees, op.factors, strict=True)):
-            size |= {o: _volumes(regions[o]) * graph.tensors[o.tensor].partial_itemsize for o in op.outputs}
+            size |= {o: volumes(regions[o]) * graph.tensors[o.tensor].partial_itemsize for o in op.outputs}
         points = np.prod(intervals[:, :, 1] - intervals[:, :, 0], axis=1)
         kept, work = self._kept_and_work(op, intervals, regions)
-        surely = kept + self._surely_kept(position, intervals, regions, size) if position in self._with_backward else np.zeros_like(kept)
-        if cut.count > 1:  # there is no moment in which all of them are kept
-            surely = np.zeros_like(kept)
+        surely = np.zeros_like(kept)
+        if position in self._with_backward and cut.count == 1:  # of several micro-batches there may be no moment in which all are kept
+            surely = kept + self._surely_kept(position, intervals, regions, size)
         made = sum((size[o] for o in op.outputs), np.zeros_like(kept))
         kept = kept + made
-        read = sum((self._part(o, regions[o], size[o]) for o in op.inputs), np.zeros(len(points), np.int64))
+        read = sum((self._part(o, regions[o], size[o], cut.parts(position)) for o in op.inputs), np.zeros(len(points), np.int64))
         if op.kind in PACKING_KINDS:
             packed = sum(size[o] for o in op.parameters)
             if self._packing == {True}:
@@ -209,7 +240,7 @@ class MemoryBound:
         rows = [-1, -1] if compact is None else [self._data.add(compact), self._data.add(lookups)]
         products = np.zeros_like(made)
         if has_product(op):
-            products += np.array([product_share(graph, op, cell) for cell in _boxes(intervals)], np.int64)
+            products += by_lengths(intervals, lambda cell: product_share(graph, op, cell))
         rows += [self._data.add(surely), self._data.add(made), self._data.add(products)]
         self._rows.add([*(self._data.add(column) for column in (kept, read, gradients, own, numbers)), *rows])
         self._cut_ptr.add([self._cut.add([self._cut_number(regions[o]) for o in op.parameters])])
@@ -218,11 +249,11 @@ class MemoryBound:
         self, position: int, intervals: np.ndarray, regions: Mapping[Operand, np.ndarray], size: Mapping[Operand, Longs]
     ) -> Longs:
         """[tile]: bytes of the values that certainly stay until its backward pass, each counted once (``certain.keepers``)."""
-        op, graph = self._engine.graph.operators[position], self._engine.graph
+        op, graph = self._graph.operators[position], self._graph
         operands, found = [*op.inputs, *op.parameters, *op.outputs], np.zeros(len(intervals), np.int64)
-        own = [kept_places(graph, op, cell) or frozenset() for cell in _boxes(intervals)]
+        own = [kept_places(graph, op, cell) or frozenset() for cell in boxes_of(intervals)]
         for place in self._keepers.get(position, ()):
-            boxes = _boxes(regions[operands[place]])
+            boxes = boxes_of(regions[operands[place]])
             if place >= len(op.inputs) or len(boxes) < 2 or (len({*boxes}) == len(boxes) and set(cells(dict.fromkeys(boxes))) == {*boxes}):
                 found += np.where([place in places for places in own], size[operands[place]], 0)
         return found
@@ -234,15 +265,15 @@ class MemoryBound:
 
         The first is None if no operand is sparse.
         """
-        graph = self._engine.graph
+        graph = self._graph
         compact, lookups = (np.zeros((len(op.parameters), len(intervals)), np.int64) for _ in range(2))
         if not any(operand.tensor in graph.sparse for operand in op.parameters):
             return None, lookups
         for k, operand in enumerate(op.parameters):
-            compact[k] = _volumes(regions[operand]) * graph.tensors[operand.tensor].itemsize
+            compact[k] = volumes(regions[operand]) * graph.tensors[operand.tensor].itemsize
             if operand.tensor not in graph.sparse:
                 continue
-            for number, (cell, box) in enumerate(zip(_boxes(intervals), _boxes(regions[operand]), strict=True)):
+            for number, (cell, box) in enumerate(zip(boxes_of(intervals), boxes_of(regions[operand]), strict=True)):
                 tile = Tile(position, number, 0, 0, cell, (), (), ())
                 lookups[k, number] = tile_lookups(graph, operand.tensor, tile)
                 if graph.needs_backward(op):
@@ -253,50 +284,46 @@ class MemoryBound:
     def _kept_and_work(self, op: Operator, intervals: np.ndarray, regions: Mapping[Operand, np.ndarray]) -> tuple[Longs, Longs]:
         """For each tile: ``kept_share`` plus padded copies; and ``work_share`` plus padded copies, or, without a backward pass, what its
         forward calls pass to each other."""
-        graph = self._engine.graph
-        windowed = {k: _boxes(regions[op.inputs[k]]) for k in windows(op)}
-        kept, work = np.zeros(len(intervals), np.int64), np.zeros(len(intervals), np.int64)
-        for tile, cell in enumerate(_boxes(intervals)):
-            padded = sum(padded_bytes(graph, op, k, boxes[tile], cell) for k, boxes in windowed.items())
-            kept[tile] = kept_share(graph, op, cell) + padded
-            work[tile] = work_share(graph, op, cell) + padded if graph.needs_backward(op) else passing_share(graph, op, cell)[0]
+        graph = self._graph
+        kept = by_lengths(intervals, lambda cell: kept_share(graph, op, cell))
+        if graph.needs_backward(op):
+            work = by_lengths(intervals, lambda cell: work_share(graph, op, cell))
+        else:
+            work = by_lengths(intervals, lambda cell: passing_share(graph, op, cell)[0])
+        for k in windows(op):
+            boxes = zip(boxes_of(regions[op.inputs[k]]), boxes_of(intervals), strict=True)
+            padded = np.array([padded_bytes(graph, op, k, box, cell) for box, cell in boxes], np.int64)
+            kept = kept + padded
+            work = work + padded if graph.needs_backward(op) else work
         return kept, work
 
-    def _part(self, operand: Operand, region: np.ndarray, size: Longs) -> Longs:
-        """[tile]: bytes of parts of the batch or of constants that the tile may copy. The whole batch is held anyway."""
-        tensor = self._engine.graph.tensors[operand.tensor]
+    def _part(self, operand: Operand, region: np.ndarray, size: Longs, micro_batches: int) -> Longs:
+        """[tile]: bytes of parts of the batch or of constants that the tile may copy. The whole batch is held anyway. Micro-batches share
+        the parts that are the same for all of them."""
+        tensor = self._graph.tensors[operand.tensor]
         if tensor.kind not in (TensorKind.INPUT, TensorKind.CONSTANT):
             return np.zeros_like(size)
-        copied = [not in_one_piece(box, tensor.shape) for box in _boxes(region)]
+        first, place = distinct(region)
+        copied = np.array([not in_one_piece(box, tensor.shape) for box in boxes_of(region[first])])[place]
+        own = len(region) // micro_batches
+        copied[own:] &= place[own:] != np.tile(place[:own], micro_batches)[own:]
         return np.where(copied, size, 0)
 
     def _number(self, region: np.ndarray) -> Ints:
         """[tile]: number of its region of a parameter; -1 if that is empty."""
-        found = np.zeros(len(region), np.int32)
-        for tile, box in enumerate(_boxes(region)):
-            if volume(box) == 0:
-                found[tile] = -1
-                continue
-            if box not in self._regions:
-                self._regions[box] = self._region_volume.add([volume(box)])
-            found[tile] = self._regions[box]
-        return found
+        first, place = distinct(region)
+        return np.array([self._region(box) if volume(box) else -1 for box in boxes_of(region[first])], np.int32)[place]
+
+    def _region(self, box: Box) -> int:
+        if box not in self._regions:
+            self._regions[box] = self._region_volume.add([volume(box)])
+        return self._regions[box]
 
     def _cut_number(self, region: np.ndarray) -> int:
-        boxes = frozenset(box for box in _boxes(region) if volume(box) > 0)
+        boxes = frozenset(box for box in boxes_of(region[distinct(region)[0]]) if volume(box) > 0)
         found = self._cuts.get(boxes)
         if found is None:
             found = self._cuts[boxes] = len(self._cuts)
             disjoint = len(boxes) < 2 or set(cells(dict.fromkeys(boxes))) == boxes
             self._cut_volume.add([sum(map(volume, boxes)) if disjoint else -1])
         return found
-
-
-def _volumes(region: np.ndarray) -> Longs:
-    """[tile]: elements in its region."""
-    found: Longs = np.prod(region[:, :, 1] - region[:, :, 0], axis=1, dtype=np.int64)
-    return found
-
-
-def _boxes(region: np.ndarray) -> list[Box]:
-    return [tuple((start, stop) for start, stop in box) for box in region.tolist()]
