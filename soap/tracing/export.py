@@ -91,8 +91,8 @@ def exported_program(
     take = None if rebuild is None else lambda args, kwargs: rebuild((args, kwargs))
     module = model if loss is None and take is None else adapted(model, loss, take)
     try:
-        with Room(module) as room:
-            separate, named = _separate(*torch.utils._pytree.tree_map(room.of, plain))
+        with Room(module, _separate(*plain)) as room:
+            separate, named = room.arguments
             sizes = _symbolic_batch(module, separate, named, dynamic_batch) if dynamic_batch else None
             exported = _writable(module, separate, named, sizes)
             if exported is None:  # its output is of a class that files do not hold

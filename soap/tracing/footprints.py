@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -21,6 +22,7 @@ from soap.strategy.config import OpConfig
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.given import given
 from soap.tracing.model import TileContext
+from soap.tracing.narrow_products import as_on_gpus
 from soap.tracing.products import is_product
 
 REALLY_RUN_FLOPS = 2**32
@@ -31,6 +33,7 @@ FINER = 4
 """If half of an operator takes more than half of the memory, it is cut into so many parts as well, to see what does not shrink."""
 NONE = (0, 0, 0, 0)
 """All of a footprint shrinks."""
+NOTHING = Footprint(0, 0, 0, frozenset(), NONE, 0)
 LITTLE = 50
 """Memory below the bytes of an operator's operands divided by this is negligible."""
 
@@ -38,15 +41,15 @@ Footprints = tuple[Footprint, ...]
 """As in ``OperatorGraph.footprints``."""
 
 
-def find_footprints(model: ExecutableModel) -> dict[str, Footprints]:
-    """Footprints by operator; operators that cannot be run so are left out.
+def find_footprints(model: ExecutableModel, *, on_gpus: bool = False) -> dict[str, Footprints]:
+    """Footprints by operator, on CPUs or on GPUs; operators that cannot be run so are left out.
 
     The operators run one after the other, so that each gets its inputs laid out in memory as they will be. Equal ones are tried once.
     """
     graph = model.graph
     found: dict[str, Footprints] = {}
     known: dict[Hashable, Footprints | None] = {}
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with FakeTensorMode(allow_non_fake_inputs=True), as_on_gpus() if on_gpus else nullcontext():
         tensors = {name: torch.empty(t.shape, dtype=getattr(torch, t.dtype)) for name, t in graph.tensors.items()}
         context = TileContext(0, 0, {name: torch.empty(b.shape, dtype=b.dtype) for name, b in model.buffers.items()}, update_buffers=False)
         for position, op in enumerate(graph.operators):
@@ -103,16 +106,28 @@ class _Trials:
             if _covers(own, _of_all(cut, self._op, parts)):  # single cuts could add nothing
                 return (own,)
             alone = tuple(self._cut_by(i, own) for i in range(len(self._op.factors)))
-            return own, *alone, *self._together(cut, parts, degrees, (own, *alone))
+            together = self._together(cut, parts, degrees, (own, *alone))
+            return own, *alone, *together, *(self._beside_sums(degrees, (own, *alone)) if together and self._has_wide_parts() else ())
         except Exception:  # as above; and not every operator has a backward pass
             return None
 
     def _of_windows(self, own: Footprint) -> Footprints:
         """The same footprint for all cuts, except parts of a sum of a narrower type, which are computed in float32."""
-        lower = any(t.partial_itemsize > t.itemsize for t in (self._graph.tensors[o.tensor] for o in self._op.outputs))
-        if not lower or not any(factor.summed for factor in self._op.factors):
+        if not self._has_wide_parts():
             return (own,)
         return own, *(self._cut_by(i, own) if factor.summed else own for i, factor in enumerate(self._op.factors))
+
+    def _has_wide_parts(self) -> bool:
+        """Whether parts of a sum are computed in a wider type than the sum."""
+        lower = any(t.partial_itemsize > t.itemsize for t in (self._graph.tensors[o.tensor] for o in self._op.outputs))
+        return lower and any(factor.summed for factor in self._op.factors)
+
+    def _beside_sums(self, degrees: tuple[int, ...], known: Footprints) -> Footprints:
+        """As ``_together``, of tiles that are no parts of a sum; they take nothing of their own if single cuts explain all."""
+        summed = [factor.summed for factor in self._op.factors]
+        apart = tuple(1 if own else degree for own, degree in zip(summed, degrees, strict=True))
+        parts = self._tile(apart)
+        return self._together(self._footprint(parts, cut=True), parts, apart, known) or (NOTHING,) * len(degrees)
 
     def _cut_by(self, place: int, own: Footprint) -> Footprint:
         """The footprint with one factor cut. ``own``: the whole operator's."""
@@ -148,6 +163,8 @@ class _Trials:
         """For each use of memory, given how much such a tile takes: (bytes with all of one factor, part that does not shrink with it)."""
         factor = self._op.factors[place]
         first, last = parts.intervals[place]
+        if degrees[place] == 1:
+            return [(size, 0) for size in sizes]
         points = parts.size * factor.size // (last - first)
         small = self._tile_cut_by(place, FINER, degrees)
         if small.size == parts.size:

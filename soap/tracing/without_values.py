@@ -57,12 +57,14 @@ def _meta(param: nn.Parameter) -> nn.Parameter:
 
 
 class Room:
-    """Memory in place of a module's tensors without values. ``module``: has it within the context, and its own tensors again behind it.
+    """Memory in place of the tensors without values of a module and its arguments. ``module``: has it within the context, and its own
+    tensors again behind it; ``arguments`` are those with memory. What the module makes while it is traced is on the processor as well.
 
     A tensor that the module has under several names has one piece of memory."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, module: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+        self._module, self._own_arguments = module, arguments
+        self.arguments: tuple[tuple[Any, ...], dict[str, Any]] = torch.utils._pytree.tree_map(_with_values, arguments)
         self._rooms: dict[int, torch.Tensor] = {}
         self._replaced: list[tuple[dict[str, Any], str, torch.Tensor]] = []
 
@@ -74,22 +76,25 @@ class Room:
                     if tensor is not None and tensor.device.type == "meta":
                         self._replaced.append((own, name, tensor))
                         own[name] = self._room(tensor)
+        if self._is_needed:
+            self._device = torch.device("cpu")
+            self._device.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._is_needed:
+            self._device.__exit__(None, None, None)
         for own, name, tensor in self._replaced:
             own[name] = tensor
 
-    def of(self, leaf: Any) -> Any:
-        """An argument with values: zeros in place of a tensor without, anything else as it is."""
-        if isinstance(leaf, torch.Tensor) and leaf.device.type == "meta":
-            return torch.zeros_like(leaf, device="cpu")
-        return leaf
+    @property
+    def _is_needed(self) -> bool:
+        return bool(self._replaced) or any(map(_has_no_values, torch.utils._pytree.tree_leaves(self._own_arguments)))
 
     def leave(self, exported: ExportedProgram) -> None:
-        """Give a program that was traced within the context the tensors without values."""
-        if not self._replaced:
-            return
+        """Give a program that was traced within the context the tensors without values, its example inputs included."""
+        if any(map(_has_no_values, torch.utils._pytree.tree_leaves(self._own_arguments))):
+            exported.example_inputs = self._own_arguments
         empty = {id(self._rooms[id(tensor)]): tensor for _, _, tensor in self._replaced}
         for known in (exported.state_dict, exported.constants):
             for name, tensor in known.items():
@@ -102,3 +107,12 @@ class Room:
             own = nn.Parameter(room, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else room
             self._rooms[id(tensor)] = own
         return self._rooms[id(tensor)]
+
+
+def _has_no_values(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.device.type == "meta"
+
+
+def _with_values(leaf: Any) -> Any:
+    """Zeros in place of a tensor without values, anything else as it is."""
+    return torch.zeros_like(leaf, device="cpu") if _has_no_values(leaf) else leaf

@@ -118,3 +118,31 @@ def test_what_does_not_shrink_with_a_factor(degrees: tuple[int, int, int]) -> No
     config = OpConfig(tuple(chosen[i] for i in range(len(op.factors))), tuple(range(math.prod(degrees))))
     for tile in tiles_of(model.graph, position, config):
         assert kept_share(model.graph, op, tile.intervals) == (8 // degrees[0]) * (16 // degrees[2]) * 4
+
+
+class Twice(torch.nn.Module):
+    """A layer that reads what another one has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(8, 32), torch.nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x)).square().sum()
+
+
+@pytest.mark.parametrize(("device", "wide"), [("cpu", 4), ("cuda", 0)])
+def test_parts_of_a_sum_alone_keep_wide_copies_of_16_bit_operands(device: Literal["cpu", "cuda"], wide: int) -> None:
+    """And on CPUs alone: GPUs multiply 16-bit operands as they are. What keeps nothing by single cuts keeps nothing by several."""
+    exported = torch.export.export(Twice(), (torch.zeros(64, 8),))
+    graph = import_program(exported, name="twice", dtype=torch.bfloat16, autocast_device=device).graph
+    op = next(op for op in graph.operators if "second" in op.name)
+    (weight, _), (out,) = op.parameters, op.outputs
+    samples, made, read = (dim.factor for dim in (*out.dims, weight.dims[1]))
+
+    def kept(**cut: int) -> int:
+        parts = {samples: cut.get("samples", 1), made: cut.get("made", 1), read: cut.get("read", 1)}
+        return kept_share(graph, op, [(0, factor.size // parts[i]) for i, factor in enumerate(op.factors)])
+
+    assert [kept(), kept(samples=4), kept(made=4), kept(samples=4, made=4)] == [0, 0, 0, 0]
+    assert kept(read=2) == wide * (64 * 16 + 16 * 16)

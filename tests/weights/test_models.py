@@ -183,3 +183,23 @@ def test_a_module_all_on_the_meta_device_lacks_its_buffers_values(tmp_path: Path
     assert soap.load(tmp_path / "m.pt2", plan_only=True).graph.operators
     with pytest.raises(ModelError, match=r"exported without the values of .*; make the module under soap.without_weights"):
         soap.load(tmp_path / "m.pt2")
+
+
+def test_inputs_without_values_stay_so(tmp_path: Path) -> None:
+    """They are no examples: nothing is counted on them. What the module makes while it is traced is where its parameters are."""
+
+    class Looked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(50, 3)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            places = torch.arange(ids.shape[1])
+            return (self.table(ids) * places[:, None]).sum()
+
+    with torch.device("meta"), pytest.warns(SoapWarning, match="has no values"):
+        soap.export(Looked(), (torch.zeros(4, 6, dtype=torch.long),), path=tmp_path / "m.pt2")
+    soap.export(Looked(), (torch.zeros(4, 6, dtype=torch.long),), path=tmp_path / "full.pt2")
+    model, full = (soap.load(tmp_path / name, plan_only=True) for name in ("m.pt2", "full.pt2"))
+    assert [tensor.is_meta for tensor in model.example_inputs] == [True]
+    assert [op.kind for op in model.graph.operators] == [op.kind for op in full.graph.operators]

@@ -36,7 +36,7 @@ def _kept_places(op: Operator, known: Sequence[Footprint], intervals: Sequence[I
     cut = _cut_factors(op, intervals)
     if not cut or len(known) == 1:
         return known[0].keeps
-    alone, together = _of_cuts(op, known)
+    alone, together = _of_cuts(op, known, cut)
     return frozenset[int]().union(*(alone[i].keeps for i in cut), *(one.keeps for one in together if len(cut) > 1))
 
 
@@ -99,7 +99,8 @@ def tile_bytes(op: Operator, known: Sequence[Footprint], intervals: Sequence[Int
     if not cut or len(known) == 1:
         size, fixed = _size(known[0], use)
         return fixed + _share(size - fixed, op, points)
-    alone, together = ([_part(_size(own[i], use), op.factors[i].size, intervals[i]) for i in cut if own] for own in _of_cuts(op, known))
+    cuts = _of_cuts(op, known, cut)
+    alone, together = ([_part(_size(own[i], use), op.factors[i].size, intervals[i]) for i in cut if own] for own in cuts)
     found = [_together(number, alone) for number in range(len(alone))]
     if len(cut) > 1 and together and together[0].bytes_times > 0:
         found.append(_together(0, together))
@@ -134,9 +135,12 @@ def _cut_factors(op: Operator, intervals: Sequence[Interval]) -> list[int]:
     return [i for i, (factor, span) in enumerate(zip(op.factors, intervals, strict=True)) if span != (0, factor.size)]
 
 
-def _of_cuts(op: Operator, known: Sequence[Footprint]) -> tuple[Sequence[Footprint], Sequence[Footprint]]:
-    """(footprints with one factor cut, footprints with all factors cut), each by factor. The second is empty if it adds nothing."""
-    return known[1 : 1 + len(op.factors)], known[1 + len(op.factors) :]
+def _of_cuts(op: Operator, known: Sequence[Footprint], cut: Sequence[int]) -> tuple[Sequence[Footprint], Sequence[Footprint]]:
+    """(footprints with one factor cut, footprints with several cut: all, or all but the summed ones if the tile cuts none of these), each
+    by factor. The second is empty if it adds nothing."""
+    count = len(op.factors)
+    together, beside_sums = known[1 + count : 1 + 2 * count], known[1 + 2 * count :]
+    return known[1 : 1 + count], beside_sums if beside_sums and not any(op.factors[i].summed for i in cut) else together
 
 
 def _size(footprint: Footprint, use: Use) -> tuple[int, int]:
