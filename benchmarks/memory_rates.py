@@ -26,6 +26,7 @@ from soap.search.recomputing import recompute_to_fit, with_recomputation
 from soap.search.space import Space, build_space
 from soap.search.starts import Start, reference_strategies
 from soap.search.tempering import FOCUS
+from soap.search.to_fit import Judge
 from soap.simulator.incremental import IncrementalSimulator
 from soap.simulator.simulate import Simulator
 from soap.strategy.config import Strategy
@@ -77,7 +78,8 @@ def prepared(simulator: Simulator, cell: str) -> tuple[Simulator, Space, Strateg
     begin = named("fsdp", graph, topology) if cell == "fsdp" else usual
     syncs = sync_choices(graph, topology, saving=True) if cell == "fsdp" else {}
     space = build_space(graph, topology.device_count, references=reference_strategies(graph, topology, [usual, begin]), syncs=syncs)
-    start = recompute_to_fit(graph, topology, begin, own.costs, own.overflow_bytes).strategy if own.overflow_bytes(begin) else begin
+    exact = Judge(lambda strategy: None, own.peak_share)
+    start = recompute_to_fit(graph, topology, begin, own.costs, exact).strategy if own.overflow_bytes(begin) else begin
     return own, with_recomputation(space), start
 
 

@@ -15,10 +15,11 @@ ROOT = Path(__file__).parent.parent
 CLASSES = {"OpConfig": OpConfig, "SyncConfig": SyncConfig, "Strategy": Strategy}
 MADE_ANEW = {
     "cli.wanted",  # read from a table
-    "measure.neighbours", "measure.step_chains", "measure.upkeep_timing", "plan.tiling",
+    "elastic.simulation.work", "measure.neighbours", "measure.step_chains", "measure.upkeep_timing", "plan.tiling",
     "runtime.sync.look_ups",
     "search.compiled.estimates", "search.dynamic", "search.oracles.exhaustive", "search.space",
-    "strategy.classical", "strategy.config", "strategy.grids", "strategy.json_file", "strategy.sync", "tracing.footprints",
+    "strategy.classical", "strategy.config", "strategy.grids", "strategy.json_file", "strategy.served", "strategy.sync",
+    "tracing.footprints",
 }  # fmt: skip
 """Modules that make configurations from nothing: classical strategies, files, the space, and single tiles to measure or to ask about."""
 

@@ -13,11 +13,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from soap import api
-from soap.cli import compressing, emulation, figures, restarting, stale_run, warm_up
+from soap.cli import compressing, emulation, figures, restarting, stale_run, warm_up, weights
 from soap.cli.checkpoints import add_checkpoints, chosen
 from soap.cli.command import Parser, UsageError, note, run_command
 from soap.cli.options import (
-    Reading,
     add_backend,
     add_cluster,
     add_compressed_training,
@@ -37,7 +36,7 @@ from soap.cli.report import crowded, resting, shared_cores
 from soap.cli.timelines import measured_text, not_as_priced
 from soap.cli.updating import Updating, add_updating
 from soap.cluster.presets import says_all
-from soap.errors import ModelError, RuntimeFailure, SoapWarning, StrategyError
+from soap.errors import RuntimeFailure, SoapWarning, StrategyError
 from soap.files import check_writable, write_text_atomically
 from soap.simulator.reference import execution_order
 from soap.simulator.simulate import Simulation
@@ -48,8 +47,6 @@ if TYPE_CHECKING:
     from soap.cli.training import Job, Outcome
     from soap.cluster.topology import Topology
     from soap.emulation.hosts import HostLimits
-    from soap.model.graph import OperatorGraph
-    from soap.tracing.record import ExportRecord
 
 Argument = TypeVar("Argument")
 Result = TypeVar("Result")
@@ -106,8 +103,7 @@ def add_training(parser: Parser) -> None:
         "are taken as they are)"
     )
     parser.add_argument("--data", metavar="PKG.MOD:CALLABLE", type=data_spec, help=data_help)
-    weights_help = "a safetensors file, or a folder as Hugging Face writes it: the model's values (default: those in MODEL)"
-    parser.add_argument("--weights", metavar="PATH", help=weights_help)
+    weights.add_weights(parser)
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -148,7 +144,7 @@ def prepare(args: argparse.Namespace, topology: Topology | None = None) -> tuple
     topology = topology or api.load_cluster(args.cluster or _recorded_cluster(args.strategy))
     args.model = sized(args.model, folder_of(args.data))
     read = reading(args, topology)
-    graph, record, names = _read(args, read)
+    graph, record, names = weights.read(args.model, args.weights, read, resumed=args.resume is not None)
     strategies = {STRATEGY: api.load_strategy(args.strategy, graph, topology), BASELINE: api.classical(BASELINE, graph, topology)}
     checkpoints = chosen(args)
     if args.dtype:  # the strategy was made for the model's own type; the model in the other type is what runs and is predicted
@@ -211,21 +207,6 @@ def prepare(args: argparse.Namespace, topology: Topology | None = None) -> tuple
     )
     phases = warm_up.document(simulator, strategies[STRATEGY], args.warm_up, args.accumulate)
     return job, predicted, {**api.costs_record(simulator, predicted[STRATEGY].tasks), **({"warm_up": phases} if phases else {})}
-
-
-def _read(args: argparse.Namespace, read: Reading) -> tuple[OperatorGraph, ExportRecord | None, Mapping[str, str]]:
-    """The model's graph, what its file says of its export, and what its parameters are called in the weights. Before ranks are started:
-    ModelError in one line if these are not the model's, or if it has none."""
-    from soap.weights.fitting import matched
-    from soap.weights.spec import open_weights
-
-    model = api.load(args.model, plan_only=True, **read)
-    record: ExportRecord | None = getattr(model, "record", None)
-    if args.weights is not None:
-        return model.graph, record, matched(model, open_weights(args.weights))
-    if record is not None and not record.has_values and args.resume is None:
-        raise ModelError(f"model {args.model!r} was exported without weights; expected --weights PATH: safetensors, as Hugging Face writes")
-    return model.graph, record, {}
 
 
 def start(job: Job, hosts: Sequence[HostLimits] = (), limit_s: float | None = None) -> Outcome | None:

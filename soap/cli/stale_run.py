@@ -22,7 +22,7 @@ from soap.cli.preprocessed import folder_of, sized
 from soap.cli.stale_plan import describe, head
 from soap.cli.updating import Updating
 from soap.cluster.topology import Topology
-from soap.errors import INTERRUPTED_EXIT_CODE
+from soap.errors import INTERRUPTED_EXIT_CODE, StrategyError
 from soap.strategy.consistency import SYNC
 from soap.units import format_bytes
 
@@ -60,7 +60,11 @@ def add_stale_run(parser: Parser) -> None:
 
 def is_asked(args: argparse.Namespace) -> bool:
     """Whether the strategy is stale, or Ray is asked for. UsageError for options that are for nothing else."""
-    if args.ray is not None or api.load_strategy_contents(args.strategy).options.get("consistency", SYNC) != SYNC:
+    try:
+        consistency = api.load_strategy_contents(args.strategy).options.get("consistency", SYNC)
+    except StrategyError:  # told where it is read for its model
+        consistency = SYNC
+    if args.ray is not None or consistency != SYNC:
         return True
     for name in ("fsync", "reduce_dense", "reduce_sparse"):
         if getattr(args, name):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from soap.strategy.classical import data_parallel
 from tests.elastic.models import in_float64, trained_alone
 from tests.elastic.test_cut import Normed
 
+ROOT = Path(__file__).parent.parent.parent
 MODEL = "zoo:full_sparse:tiny"
 CLUSTER = """
 name: three
@@ -49,7 +51,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
 def run(*words: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "soap.cli.run", *words[:1], *COMMON, *words[1:]]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def ended(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:

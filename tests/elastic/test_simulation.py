@@ -262,9 +262,9 @@ def test_plans_that_cannot_be(graph: OperatorGraph) -> None:
     with pytest.raises(ElasticError, match="0 workers, 1 servers"):
         steady(bipartite(graph, [], [0], 8, ASYNC), graph, Fixed())
     plan = one_server(graph, 1)
-    with pytest.raises(ElasticError, match="dense values have no server"):
+    with pytest.raises(ElasticError, match="has no server; expected one at least for the dense variables"):
         design_of(replace(plan, dense=()), graph)
-    with pytest.raises(ElasticError, match="is at server 1; expected 0 to 0"):
+    with pytest.raises(ElasticError, match="is on server 1; expected 0 to 0"):
         design_of(replace(plan, dense=(1,)), graph)
     with pytest.raises(ElasticError, match="'elsewhere' is no table"):
         design_of(replace(plan, tables={"elsewhere": plan.tables["layers.0.weight"]}), graph)

@@ -256,7 +256,7 @@ def said(way: Way) -> list[str]:
 def test_one_line_for_rows_that_are_not_there_and_models_without_values(four: Pool, files: dict[str, str]) -> None:
     first, second = four.run(said, Way(files["words"], FOUR_HOSTS, SERVED))[0]
     assert first.endswith("of a table of 23 rows; expected 0 to 22") and "\n" not in first
-    assert second == "parameter 'words.weight' has no values; expected a model that has them: load it again"
+    assert second.startswith("parameter 'words.weight' has no values; expected a model that has them: load it again") and "\n" not in second
 
 
 def zoo_checked(name: str, topology: Topology, sync: SyncConfig) -> CheckResult:
