@@ -35,9 +35,9 @@ def plan_of(strategy: Strategy, graph: OperatorGraph) -> ElasticPlan:
     samples = samples_of(graph) or 0
     if samples % len(workers):
         raise StrategyError(f"{samples} samples over {len(workers)} workers; expected a number that divides them: leases are equal")
-    servers = tuple(sorted({device for place in tables.values() for device in place.devices}))
+    servers = tuple(sorted({device for place in tables.values() for device in place.parts_at}))
     number = {device: place for place, device in enumerate(servers)}
-    cuts = {name: TableCut(place.axis, tuple(number[device] for device in place.devices)) for name, place in tables.items()}
+    cuts = {name: TableCut(place.axis, tuple(number[device] for device in place.parts_at)) for name, place in tables.items()}
     pieces = _pieces(graph, strategy, tables)
     dense = tuple(range(min(pieces, len(servers))))
     return ElasticPlan(workers, servers, cuts, dense, samples // len(workers), parse(strategy.consistency))
@@ -54,8 +54,8 @@ def strategy_of(plan: ElasticPlan, graph: OperatorGraph) -> Strategy:
     for name, place in tables.items():
         look_ups(graph, name)
         size = graph.tensors[name].shape[place.axis]
-        if not 1 <= len(place.devices) <= size:
-            raise StrategyError(f"table {name!r} in {len(place.devices)} parts along axis {place.axis}; expected 1 to {size}")
+        if not 1 <= len(place.parts_at) <= size:
+            raise StrategyError(f"table {name!r} in {len(place.parts_at)} parts along axis {place.axis}; expected 1 to {size}")
     trained = [tensor.name for tensor in graph.parameters if tensor.requires_grad and tensor.name not in tables]
     if bool(trained) != bool(plan.dense):
         expected = f"one at least, for {trained[0]!r}" if trained else "none: all that is trained is a table"

@@ -36,10 +36,10 @@ class LookUp:
 
 @dataclass(frozen=True, slots=True)
 class TableAt:
-    """A table in equal parts along ``axis`` (0: rows, 1: columns), one on each of ``devices``; a device may have several."""
+    """A table in equal parts along ``axis`` (0: rows, 1: columns), one on each of ``parts_at`` (devices); a device may have several."""
 
     axis: int
-    devices: tuple[int, ...]
+    parts_at: tuple[int, ...]
 
 
 def look_ups(graph: OperatorGraph, table: str) -> tuple[LookUp, ...]:
@@ -80,8 +80,8 @@ def served(graph: OperatorGraph, workers: Sequence[int], tables: Mapping[str, Ta
     for name, place in tables.items():
         for use in look_ups(graph, name):
             degrees = [1] * len(graph.operators[use.operator].factors)
-            degrees[use.factors[place.axis]] = len(place.devices)
-            chosen[use.operator] = OpConfig(tuple(degrees), place.devices)
+            degrees[use.factors[place.axis]] = len(place.parts_at)
+            chosen[use.operator] = OpConfig(tuple(degrees), place.parts_at)
     strategy = fill(graph, [tuple(workers)] * len(graph.operators), chosen)
     rest = [tensor.name for tensor in graph.parameters if tensor.requires_grad and tensor.name not in tables]
     syncs = {name: fitted(graph, name, parameter_server(dense)) for name in rest} if dense else {}
@@ -125,7 +125,7 @@ def _dealt_out(graph: OperatorGraph, workers: Sequence[int], servers: Sequence[i
         count = min(len(servers), graph.tensors[name].shape[0])
         found[name] = TableAt(0, tuple(servers[(turn + part) % len(servers)] for part in range(count)))
         turn += count
-    used = {device for place in found.values() for device in place.devices}
+    used = {device for place in found.values() for device in place.parts_at}
     return served(graph, workers, found, min(DENSE_SERVERS, len(used)))
 
 
