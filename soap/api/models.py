@@ -74,8 +74,9 @@ def load(
 
     ``plan_only``: allocate no memory for its weights. ``batch_dims``: input name -> dimension of the samples, if it is not 0. ``dtype``:
     replaces the floating-point type, for example ``float64`` for checks. ``autocast="bfloat16"``: use the casts of ``torch.autocast``
-    on ``autocast_device`` (``cpu`` or ``cuda``: the kind of the devices that will train; their lists of calls differ); ``float16``, for
-    GPUs without bfloat16, with ``plan_only`` alone, because to train in it would need gradient scaling.
+    on ``autocast_device`` (``cpu`` or ``cuda``: the kind of the devices that will train; their lists of calls differ, and without autocast
+    what products of 16-bit operands keep); ``float16``, for GPUs without bfloat16, with ``plan_only`` alone, because to train in it would
+    need gradient scaling.
     ``batch_norm``: ``global`` normalises by the whole batch, ``local`` each tile by its own part of it. A strategy is valid only for models
     that were loaded with the same ``batch_norm``.
     ``matmul_precision``: ``highest``, ``high`` or ``medium``, as for ``torch.set_float32_matmul_precision``, which is set for this process
@@ -135,12 +136,13 @@ def load_cluster(spec: str | Path) -> Topology:
     return topology
 
 
-def graph_of(model: Model) -> OperatorGraph:
-    """The graph of a model, however it is given."""
+def graph_of(model: Model, topology: Topology | None = None) -> OperatorGraph:
+    """The graph of a model, however it is given; of a file or name, for the kind of devices that will train."""
     if isinstance(model, OperatorGraph):
         return model
     if isinstance(model, (str, Path)):
-        return load(model, plan_only=True).graph
+        on_gpus = topology is not None and any(device.type.kind == "cuda" for device in topology.devices)
+        return load(model, plan_only=True, autocast_device="cuda" if on_gpus else "cpu").graph
     return model.graph
 
 

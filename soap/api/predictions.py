@@ -123,7 +123,7 @@ def simulator_for(
     """A simulator of this model on this cluster, with the best costs and link figures that are known."""
     topology = with_links(topology_of(cluster), costs)
     known = costs_for(topology, optimizer_states, costs, measured_updates)
-    return Simulator(graph_of(model), topology, known, optimizer_states, training)
+    return Simulator(graph_of(model, topology), topology, known, optimizer_states, training)
 
 
 def costs_for(

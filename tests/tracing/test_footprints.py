@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Literal
 
 import pytest
 import torch
 
+import soap
 from soap.model.graph import RECURRENT_KINDS, Footprint
 from soap.plan.tiling import tiles_of
 from soap.simulator.memory.footprint import Use, kept_share
@@ -146,3 +148,11 @@ def test_parts_of_a_sum_alone_keep_wide_copies_of_16_bit_operands(device: Litera
 
     assert [kept(), kept(samples=4), kept(made=4), kept(samples=4, made=4)] == [0, 0, 0, 0]
     assert kept(read=2) == wide * (64 * 16 + 16 * 16)
+
+
+def test_a_file_is_priced_for_the_devices_of_the_cluster(tmp_path: Path) -> None:
+    module = Twice().bfloat16()
+    soap.export(module, (torch.zeros(64, 8, dtype=torch.bfloat16),), path=tmp_path / "m.pt2", verify=False)
+    simulators = [soap.api.simulator_for(tmp_path / "m.pt2", name, costs="estimate") for name in ("local:2", "p100-4x4")]
+    footprints = [max(one.kept_bytes for one in own.graph.footprints["second"]) for own in simulators]
+    assert footprints[0] > footprints[1] == 0 and len({own.graph.hash for own in simulators}) == 1
