@@ -260,9 +260,9 @@ class OperatorGraph:
     ``unsplit``: by operator, the dimensions that no factor follows, and why; shown to people.
 
     ``footprints``: by operator, its memory: first of the whole operator; then with one factor cut, one entry for each factor; then with
-    all factors cut, one entry for each factor, if that adds something; then, if parts of a sum have a wider type, with all factors cut
-    but the summed ones. Sizes of a tile are scaled up as if it had all points. If there is only the first entry, it holds for all tiles.
-    For operators left out, ``saved_bytes`` is the bound.
+    all factors cut, one entry for each factor, if that adds something; then, if some cuts are costly, with all factors cut but those
+    (``simulator.memory.footprint.costly_cuts``). Sizes of a tile are scaled up as if it had all points. If there is only the first entry,
+    it holds for all tiles. For operators left out, ``saved_bytes`` is the bound.
 
     ``sparse``: by parameter, which of its rows a step touches; all other parameters are dense.
 

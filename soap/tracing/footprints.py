@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from soap.model.graph import RECURRENT_KINDS, Footprint, Operator
 from soap.model.regions import lengths, relative, whole
 from soap.plan.tiling import Tile, iteration_points, tiles_of, windows
-from soap.simulator.memory.footprint import Use, tile_bytes
+from soap.simulator.memory.footprint import Use, costly_cuts, tile_bytes
 from soap.strategy.config import OpConfig
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.given import given
@@ -106,8 +106,9 @@ class _Trials:
             if _covers(own, _of_all(cut, self._op, parts)):  # single cuts could add nothing
                 return (own,)
             alone = tuple(self._cut_by(i, own) for i in range(len(self._op.factors)))
-            together = self._together(cut, parts, degrees, (own, *alone))
-            return own, *alone, *together, *(self._beside_sums(degrees, (own, *alone)) if together and self._has_wide_parts() else ())
+            known = own, *alone
+            together = self._together(cut, parts, degrees, known)
+            return *known, *together, *(self._beside(degrees, known) if together else ())
         except Exception:  # as above; and not every operator has a backward pass
             return None
 
@@ -122,10 +123,13 @@ class _Trials:
         lower = any(t.partial_itemsize > t.itemsize for t in (self._graph.tensors[o.tensor] for o in self._op.outputs))
         return lower and any(factor.summed for factor in self._op.factors)
 
-    def _beside_sums(self, degrees: tuple[int, ...], known: Footprints) -> Footprints:
-        """As ``_together``, of tiles that are no parts of a sum; they take nothing of their own if single cuts explain all."""
-        summed = [factor.summed for factor in self._op.factors]
-        apart = tuple(1 if own else degree for own, degree in zip(summed, degrees, strict=True))
+    def _beside(self, degrees: tuple[int, ...], known: Footprints) -> Footprints:
+        """As ``_together``, with the factors whole by which a cut costs memory (``costly_cuts``); empty if there are none. Tiles that are
+        cut by the others take nothing of their own if single cuts explain all."""
+        costly = costly_cuts(self._op, known)
+        if not costly:
+            return ()
+        apart = tuple(1 if i in costly else degree for i, degree in enumerate(degrees))
         parts = self._tile(apart)
         return self._together(self._footprint(parts, cut=True), parts, apart, known) or (NOTHING,) * len(degrees)
 

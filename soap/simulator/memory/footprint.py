@@ -10,6 +10,9 @@ from soap.model.graph import Footprint, Operator, OperatorGraph
 from soap.model.regions import Interval, volume
 from soap.plan.tiling import iteration_points
 
+NEGLIGIBLE = 50
+"""What a cut adds to less than this part of the whole is rounding."""
+
 
 class Use(IntEnum):
     """Uses of memory in a footprint, in the order of ``Footprint.fixed_bytes``."""
@@ -135,12 +138,23 @@ def _cut_factors(op: Operator, intervals: Sequence[Interval]) -> list[int]:
     return [i for i, (factor, span) in enumerate(zip(op.factors, intervals, strict=True)) if span != (0, factor.size)]
 
 
+def costly_cuts(op: Operator, known: Sequence[Footprint]) -> frozenset[int]:
+    """The factors by which a cut alone makes tiles take more than their share of the whole operator's memory, or keep other operands: by a
+    copy of what does not lie in one piece, or a wider type of parts of a sum."""
+    whole, found = known[0], set()
+    for place, own in enumerate(known[1 : 1 + len(op.factors)]):
+        more = any(size > other + other // NEGLIGIBLE for size, other in zip(own.sizes_bytes, whole.sizes_bytes, strict=True))
+        if more or own.keeps != whole.keeps:
+            found.add(place)
+    return frozenset(found)
+
+
 def _of_cuts(op: Operator, known: Sequence[Footprint], cut: Sequence[int]) -> tuple[Sequence[Footprint], Sequence[Footprint]]:
-    """(footprints with one factor cut, footprints with several cut: all, or all but the summed ones if the tile cuts none of these), each
+    """(footprints with one factor cut, footprints with several cut: all, or all but the costly ones if the tile cuts none of these), each
     by factor. The second is empty if it adds nothing."""
     count = len(op.factors)
-    together, beside_sums = known[1 + count : 1 + 2 * count], known[1 + 2 * count :]
-    return known[1 : 1 + count], beside_sums if beside_sums and not any(op.factors[i].summed for i in cut) else together
+    together, beside = known[1 + count : 1 + 2 * count], known[1 + 2 * count :]
+    return known[1 : 1 + count], beside if beside and costly_cuts(op, known).isdisjoint(cut) else together
 
 
 def _size(footprint: Footprint, use: Use) -> tuple[int, int]:
