@@ -9,6 +9,7 @@ import torch
 from soap.errors import ModelError, first_line
 from soap.model.graph import KEEP_STATE, NEXT_STATE
 from soap.tracing.calls import Call, Program, Ref, is_random, on_whole, substitute
+from soap.tracing.without_values import REMEDY
 
 
 def fold(program: Program, *, plan_only: bool) -> None:
@@ -53,10 +54,7 @@ def results_of(call: Call, values: Mapping[str, torch.Tensor]) -> list[torch.Ten
 def evaluate(call: Call, program: Program) -> list[torch.Tensor]:
     """The outputs of a call whose operands are constants."""
     if lacking := next((name for name in call.operands if program.constants[name].is_meta), None):
-        raise ModelError(
-            f"the program was exported without the values of {lacking!r}, a constant; make the module under soap.without_weights(), where "
-            "buffers have values, and export it again"
-        )
+        raise ModelError(f"the program was exported without the values of {lacking!r}, a constant; {REMEDY}")
     try:
         return [t.clone() for t in results_of(call, program.constants)]
     except RuntimeError as error:  # the constant has no input behind it: in most cases it is a number that its type cannot hold

@@ -16,6 +16,9 @@ from torch.export import ExportedProgram
 
 from soap.tracing.naming import canonical_names
 
+REMEDY = "make the module under soap.without_weights(), where buffers have values, and export it again"
+"""For a program that lacks values of other tensors than parameters."""
+
 
 @contextmanager
 def without_weights() -> Iterator[None]:
@@ -65,6 +68,7 @@ class Room:
     def __init__(self, module: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
         self._module, self._own_arguments = module, arguments
         self.arguments: tuple[tuple[Any, ...], dict[str, Any]] = torch.utils._pytree.tree_map(_with_values, arguments)
+        self._lacks_arguments = any(map(_has_no_values, torch.utils._pytree.tree_leaves(arguments)))
         self._rooms: dict[int, torch.Tensor] = {}
         self._replaced: list[tuple[dict[str, Any], str, torch.Tensor]] = []
 
@@ -73,7 +77,7 @@ class Room:
             known: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers)
             for own in known:
                 for name, tensor in own.items():
-                    if tensor is not None and tensor.device.type == "meta":
+                    if _has_no_values(tensor):
                         self._replaced.append((own, name, tensor))
                         own[name] = self._room(tensor)
         if self._is_needed:
@@ -89,11 +93,11 @@ class Room:
 
     @property
     def _is_needed(self) -> bool:
-        return bool(self._replaced) or any(map(_has_no_values, torch.utils._pytree.tree_leaves(self._own_arguments)))
+        return bool(self._replaced) or self._lacks_arguments
 
     def leave(self, exported: ExportedProgram) -> None:
         """Give a program that was traced within the context the tensors without values, its example inputs included."""
-        if any(map(_has_no_values, torch.utils._pytree.tree_leaves(self._own_arguments))):
+        if self._lacks_arguments:
             exported.example_inputs = self._own_arguments
         empty = {id(self._rooms[id(tensor)]): tensor for _, _, tensor in self._replaced}
         for known in (exported.state_dict, exported.constants):

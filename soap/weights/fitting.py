@@ -8,6 +8,7 @@ import torch
 
 from soap.errors import ModelError
 from soap.tracing.model import TracedModel
+from soap.tracing.without_values import REMEDY
 from soap.weights.seam import Weights
 
 TOLD = 5
@@ -59,10 +60,7 @@ def _require_others(model: TracedModel) -> None:
     """ModelError in one line if values are missing that no file of weights has."""
     lacking = [name for known in (model.buffers, model.constants) for name, tensor in known.items() if tensor.is_meta]
     if lacking:
-        raise ModelError(
-            f"model {model.graph.name!r} was exported without the values of {_some(lacking)}; make the module under "
-            "soap.without_weights(), where buffers have values, and export it again"
-        )
+        raise ModelError(f"model {model.graph.name!r} was exported without the values of {_some(lacking)}; {REMEDY}")
 
 
 def _places(names: Mapping[str, Sequence[str]], weights: Weights) -> dict[str, str]:
