@@ -128,6 +128,14 @@ def test_the_reference_is_what_samples_take() -> None:
     assert found is not None and 1_000 < found < 10_000_000
 
 
+@pytest.mark.parametrize("least, known", [(20, True), (10**9, False)])
+def test_the_reference_takes_as_long_as_enough_samples_need(monkeypatch: pytest.MonkeyPatch, least: int, known: bool) -> None:
+    monkeypatch.setattr(reference_work, "REFERENCE_SECONDS", 0.0)
+    monkeypatch.setattr(reference_work, "MOST_SECONDS", 10.0 if known else 0.05)
+    monkeypatch.setattr(reference_work, "LEAST_SAMPLES", least)
+    assert (reference_work.measured_reference_ns() is not None) == known
+
+
 def test_a_process_ends_with_its_timer_running() -> None:
     program = "from soap.emulation import reference_work; reference_work.start(2e4)\nfor _ in range(200): sum(range(10000))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)

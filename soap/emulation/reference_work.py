@@ -33,7 +33,9 @@ VERSION = 2
 """Version of the piece of work; since 2 its memory is in huge pages."""
 INTERVAL_NS = 2_000_000
 """Processor time between two samples. Most kernels check at their next tick, which comes every 1 to 10 ms."""
-REFERENCE_SECONDS = 0.5
+REFERENCE_SECONDS, MOST_SECONDS = 0.5, 10.0
+"""Processor time that is spent on samples, and at most spent where fewer than ``LEAST_SAMPLES`` came: a busy virtual machine's kernel
+looks at timers less often."""
 LEAST_SAMPLES = 20
 SIGNAL_ABOVE_FIRST = 5
 """The timer's signal, counted from the first one without a meaning of its own (SIGRTMIN)."""
@@ -144,7 +146,8 @@ def thread_time_ns() -> int:
 
 
 def measured_reference_ns() -> float | None:
-    """Time of the reference work, sampled while the calling thread computes for half a second; None if the system has no such timers."""
+    """Time of the reference work, sampled while the calling thread computes for half a second, or longer where samples are rare; None
+    if the system has no such timers."""
     if sys.platform != "linux":
         return None
     import numpy as np
@@ -152,8 +155,8 @@ def measured_reference_ns() -> float | None:
     work, numbers, found = _ReferenceWork(0.0), np.ones(1 << 19), list[float]()
     kernel, state = work._kernel, work.state
     try:
-        stop_s, count = time.thread_time() + REFERENCE_SECONDS, 0.0
-        while time.thread_time() < stop_s:
+        began_s, count = time.thread_time(), 0.0
+        while (spent_s := time.thread_time() - began_s) < MOST_SECONDS and (spent_s < REFERENCE_SECONDS or len(found) < LEAST_SAMPLES):
             numbers.sum()
             if state[kernel.COUNT] > count:
                 count = state[kernel.COUNT]
