@@ -31,7 +31,7 @@ from soap.runtime.step.halves import Halves
 from soap.runtime.step.kept_on_host import KeptOnHost
 from soap.runtime.step.state import Output, StepState
 from soap.simulator.tasks import TaskKind
-from soap.tracing.given import given
+from soap.tracing.given import Awaited, given
 
 Room = tuple[int, Box, torch.Tensor]
 """Where a part's gradient is received: (holding, region, tensor of that region)."""
@@ -66,19 +66,24 @@ class BackwardPass:
 
     def _run(self, number: int) -> None:
         outputs, gradients = [], []
+        first = self.plan.tiles[self.program.segments[number].tiles[0]]
+        divided = first.operator in self.plan.divided
+        passes = 2 if divided else 1
         for output in self.state.outputs.pop(number, ()):
-            gradient = self._gradient(output)
-            if gradient is not None and output.tensor.requires_grad:
-                outputs.append(output.tensor)
+            gradient, tensor = self._gradient(output), output.tensor
+            if isinstance(tensor, Awaited):
+                gradient = None if gradient is None else tensor.answer(gradient, passes)
+                tensor = tensor.stand
+            if gradient is not None and tensor.requires_grad:
+                outputs.append(tensor)
                 gradients.append(gradient)
-            del gradient, output  # only the lists hold them now
+            del gradient, tensor, output  # only the lists hold them now
         if not outputs:
             return
-        first = self.plan.tiles[self.program.segments[number].tiles[0]]
         for tile in self.program.segments[number].tiles if self.state.is_traced else ():  # else it comes back when autograd asks for it
             self._on_host.need(tile, self.state.task)
         name = backward_name(self.plan.operator(first), first)
-        if first.operator in self.plan.divided:
+        if divided:
             with self.state.task(name, TaskKind.BACKWARD):
                 self._halves.inputs(number, gradients, outputs)
             return
@@ -162,6 +167,7 @@ class BackwardPass:
             total = None if total is None else total.to(output.tensor.dtype)  # partial results may have a wider type
         if output.seed is None:
             return total
+        assert isinstance(output.tensor, torch.Tensor)
         one = torch.full_like(output.tensor, self.state.share * output.seed)
         return one if total is None else total + one
 

@@ -34,6 +34,7 @@ from soap.runtime.step.state import Output, StepState, leaf
 from soap.runtime.sync.look_ups import Asked, LookUps, rows_for
 from soap.runtime.sync.shards import ShardStore
 from soap.simulator.tasks import TaskKind
+from soap.tracing.given import Awaited
 from soap.tracing.model import TileContext, TracedModel
 
 
@@ -298,7 +299,7 @@ class ForwardPass:
             if not self._second:
                 self._partials[tile.number, summand.output] = tensor.detach()
             if summand.answered and tile.again is self._second:
-                self._note(Output(tensor, None, summand.reduction, summand.seed))
+                self._note(Output(Awaited(tensor) if summand.seed is None else tensor, None, summand.reduction, summand.seed))
 
     def _note(self, output: Output) -> None:
         self.state.outputs.setdefault(self._segment, []).append(output)

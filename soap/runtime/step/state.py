@@ -20,13 +20,15 @@ from soap.runtime.step.departures import Departures
 from soap.runtime.step.value_store import ValueStore
 from soap.runtime.trace import Recorder
 from soap.simulator.tasks import TaskKind
+from soap.tracing.given import Awaited
 
 
 class Output(NamedTuple):
     """A segment's output whose gradient comes from outside: a ``holding``, or a partial result of a ``reduction``. ``seed``: the constant
-    that is added to its gradient, such as 1 for the loss; None if there is none."""
+    that is added to its gradient, such as 1 for the loss; None if there is none. Nobody reads partial results but their sum: so without a
+    seed they are ``Awaited``, not kept."""
 
-    tensor: torch.Tensor
+    tensor: torch.Tensor | Awaited
     holding: int | None
     reduction: int | None
     seed: float | None

@@ -69,7 +69,7 @@ def hold_values(W: World, L, op: int) -> None:  # type: ignore[no-untyped-def]
             continue
         begun = L.node_first[L.node[back]]
         hold(L, device, min(answered, begun), last, size)
-        hold(L, device, begun, last, apart * size)  # in which the parts are added up
+        hold(L, device, begun, back, apart * size)  # in which the parts are added up
 
 
 @compiled
@@ -109,9 +109,9 @@ def _hold_sum(W, L, op, red, device, own, whole, cell, out, answered):  # type: 
     if answered:
         answers = S.work[ANSWERED * count + own] if own >= 0 else FOREVER
         apart = S.work[APART * count + own] if own >= 0 else 0
-        copies = 2 + apart + (cell >= 0)
-        begun = answers if answers < FOREVER else first
-        hold(L, device, begun, last if back >= 0 else FOREVER, copies * whole * G.output_itemsize[out])
+        size, begun = whole * G.output_itemsize[out], answers if answers < FOREVER else first
+        hold(L, device, begun, last if back >= 0 else FOREVER, size)
+        hold(L, device, begun, back if back >= 0 else FOREVER, (1 + apart + (cell >= 0)) * size)  # what is summed; over before that pass
 
 
 @compiled

@@ -211,11 +211,9 @@ class _Values:
             if held.reduction is None:
                 own = spans.read_until.get(holding, 0), spans.read_again_until.get(holding, 0)
                 found[held.tile, held.tensor] = own
-        for reduction in plan.reductions:  # partial results wait for the gradient of their sum
+        for reduction in plan.reductions:  # partial results wait for their sum alone
             tensor = plan.graph.operators[reduction.operator].outputs[reduction.output].tensor
-            for tile in reduction.tiles:
-                begins, begun = spans.summed_from(reduction)[0], spans.begun.get(spans.segment[tile], 0)
-                found[tile, tensor] = (begins, begun) if tile in spans.second else (max(begins, begun), 0)
+            found.update(dict.fromkeys(((tile, tensor) for tile in reduction.tiles), (spans.summed_from(reduction)[0], 0)))
         return found
 
     def _hold_made(self, number: int, tensor: str, size: int, waits: tuple[int, int]) -> None:
