@@ -192,10 +192,7 @@ def test_what_an_owner_refuses_is_told_and_training_can_go_on(tmp_path: Path) ->
             Worker(SOURCE, bad, layout, servers.address, SECRET).work(0, range(8))
         asking = Owners(layout, servers.address, SECRET)
         with pytest.raises(ElasticError, match=r"gradient float32\[\d+\] for partition"):
-            asking._ask(
-                [(layout.dense[0], Message.of(Kind.PUSH, layout.dense[0].number, [torch.zeros(layout.dense[0].partition.cell)]))],
-                Kind.VERSION,
-            )
+            asking._ask([(layout.dense[0], Message.of(Kind.PUSH, layout.dense[0].number, [torch.zeros(layout.dense[0].partition.cell)]))])
         assert len(asking.pull()) == len(layout.shapes)
         asking.close()
 

@@ -1,7 +1,7 @@
 """A training's leases as timed tasks, so many for each lane, for the event loop that plays iterations (``simulator.reference``).
 
-A lease is dealt; its front reads the batch, and asks the owner of each partition of each table; when all sums are there, pieces of the
-dense variables are pulled; then the rest computes, and pushes to all owners; when all have counted it, the lease is done. That is what
+A lease is dealt; its front reads the batch, and asks the owner of each partition of each table, and at once for the pieces of the dense
+variables; when all is there the rest computes, and pushes to all owners; when all have counted it, the lease is done. That is what
 ``Worker.work`` does, question by question. Who may begin when is ``Clocks``' rule, which says which leases must be done before: so it is
 known before anything is timed. Messages hold links, computations hold devices (owners': a CPU device, or a core of their host) and, where
 they use a partition's values, its lock.
@@ -93,8 +93,8 @@ class _Unrolling:
         front = add(FRONT, 0, (own.front,), round(factor * self._known(work.front_ns, own)), [dealt])
         batch = [message(BATCH, 0, own.front, own.rest, self._traffic.needs.input_bytes, [front])] if own.front != own.rest else [front]
         tables = [place for places in self._design.layout.tables.values() for place in places]
-        batch += [self._sums(place, lane, front, add, message) for place in tables]
         pulled = [self._pull(place, lane, batch, add, message) for place in self._design.layout.dense]
+        batch += [self._sums(place, lane, front, add, message) for place in tables]
         rest = add(REST, 0, (own.rest,), round(factor * self._known(work.rest_ns, own)), [*batch, *pulled])
         counted = [self._push(place, lane, rest, add, message) for place in (*tables, *self._design.layout.dense)]
         self._starts[lane].append(dealt)
