@@ -14,6 +14,7 @@ from soap.elastic.clocks import Clocks
 from soap.elastic.cut import Cut
 from soap.elastic.faults import ElasticError
 from soap.elastic.plan import ElasticPlan
+from soap.elastic.simulation.bounds import rate_bound
 from soap.elastic.simulation.delays import Delays
 from soap.elastic.simulation.design import Design, Lane, bipartite, design_of, fully_connected, naive
 from soap.elastic.simulation.steady import Period, Steady, simulate
@@ -123,6 +124,19 @@ def test_publications_bound_of_one_input_pipeline() -> None:
     assert sent == pytest.approx(512 * 1008 * 20, rel=1e-4)
     found = simulate(star(3, 150e6), replace(traffic, design=replace(design, in_flight=3)), Fixed())
     assert 0.97 * 14.53 < found.samples_per_second / 512 <= 14.53
+
+
+@pytest.mark.parametrize("bandwidth", [1e15, 1e7, 1e6])
+@pytest.mark.parametrize("word", ["sync", "async"])
+def test_nothing_is_quicker_than_its_bound(graph: OperatorGraph, bandwidth: float, word: str) -> None:
+    """And one lane alone, whose messages and work nobody holds up, is as quick as it, if messages take hardly any time."""
+    for plan in (one_server(graph, 1, word), one_server(graph, 4, word), bipartite(graph, [3, 4], range(3), 8, parse(word), axis=1)):
+        design = design_of(plan, graph)
+        topology, traffic = star(1 + max(design.roles), bandwidth), traffic_of(graph, design)
+        found, bound = simulate(topology, traffic, Fixed()), rate_bound(topology, traffic, Fixed(), alike=True)
+        assert found.samples_per_second <= bound
+        if len(design.lanes) == 1 and bandwidth == 1e15:
+            assert bound < 1.01 * found.samples_per_second
 
 
 def test_streamed_messages_hold_each_link_by_itself() -> None:

@@ -55,9 +55,16 @@ def required(design: Design, lease: int) -> range:
     return range((waves - 1) * wave, waves * wave) if waves > 0 else range(0)
 
 
-def unroll(topology: Topology, traffic: Traffic, work: Work, leases: int, delays: Delays = NO_DELAYS) -> Unrolled:
-    """The tasks of so many leases of each lane."""
-    unrolling = _Unrolling(topology, traffic, work, leases, delays)
+def unroll(
+    topology: Topology,
+    traffic: Traffic,
+    work: Work,
+    leases: int,
+    delays: Delays = NO_DELAYS,
+    shortest_chunk_ns: int = SHORTEST_CHUNK_NS,
+) -> Unrolled:
+    """The tasks of so many leases of each lane. ``shortest_chunk_ns``: of messages; ``NO_CHUNKS``: they are whole."""
+    unrolling = _Unrolling(topology, traffic, work, leases, delays, shortest_chunk_ns)
     for lease in range(leases):
         for lane in range(len(traffic.design.lanes)):
             unrolling.add(lane, lease)
@@ -67,7 +74,8 @@ def unroll(topology: Topology, traffic: Traffic, work: Work, leases: int, delays
 class _Unrolling:
     """The state of one unrolling."""
 
-    def __init__(self, topology: Topology, traffic: Traffic, work: Work, leases: int, delays: Delays) -> None:
+    def __init__(self, topology: Topology, traffic: Traffic, work: Work, leases: int, delays: Delays, shortest_chunk_ns: int) -> None:
+        self._shortest_chunk_ns = shortest_chunk_ns
         self._topology, self._design, self._traffic, self._work = topology, traffic.design, traffic, work
         self._list = TaskList(Communication(topology))
         self._factors = delays.factors(len(self._design.lanes), leases)
@@ -153,7 +161,7 @@ class _Unrolling:
     def _messenger(self, lane: int, lease: int) -> _Message:
         def message(phase: int, number: int, source: int, target: int, size: int, after: Iterable[int]) -> int:
             place = (phase, lease, 0, lane, number, 0)
-            sent = self._list.streamed(place, NAMES[phase], TaskKind.TRANSFER, source, target, size, after, SHORTEST_CHUNK_NS)
+            sent = self._list.streamed(place, NAMES[phase], TaskKind.TRANSFER, source, target, size, after, self._shortest_chunk_ns)
             return sent[0] if len(sent) == 1 else self._list.add((*place[:5], 1), NAMES[phase], TaskKind.TRANSFER, (), 0, sent)
 
         return message
