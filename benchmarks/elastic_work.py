@@ -159,7 +159,7 @@ class _Answered(Owners):
         self._device.give()
         return [*self._parts, self._device.busy_ns - self._before_ns]
 
-    def _ask(self, asked: Sequence[tuple[Place, Message]], expected: Kind) -> list[Message]:
+    def _ask(self, asked: Sequence[tuple[Place, Message]]) -> list[Message]:
         assert self._device is not None
         self._device.give()
         self._parts.append(self._device.busy_ns - self._before_ns)

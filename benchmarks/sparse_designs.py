@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from benchmarks.pages import give
 from soap import api
 from soap.cluster.topology import Device, DeviceType, Host, Link, Topology
-from soap.elastic.simulation.design import Design, bipartite, design_of, fully_connected, naive
+from soap.elastic.simulation.design import Design, bipartite, design_of, three_designs
 from soap.elastic.simulation.steady import Steady, simulate
 from soap.elastic.simulation.traffic import Traffic, needs_of_graph
 from soap.elastic.simulation.work import EstimatedWork
@@ -51,23 +51,11 @@ def machines(count: int) -> Topology:
     """So many machines around a switch."""
     hosts = [Host(f"host{i}", 8, None) for i in range(count)]
     devices = [Device(i, f"host{i}/cpu", i, MACHINE) for i in range(count)]
-    links = []
+    links: list[Link] = []
     for device in devices:
         for source, target in ((device.name, "switch"), ("switch", device.name)):
             links.append(Link(len(links), f"{source}->{target}", source, target, EGRESS_BYTES_PER_SECOND, LATENCY_SECONDS / 2))
     return Topology(f"{count} machines", tuple(devices), tuple(hosts), tuple(links))
-
-
-def designs(graph: OperatorGraph, count: int) -> dict[str, Design]:
-    """All on the same machines: a quarter are servers where there are some of their own; the naive design has one node for the rest in
-    four."""
-    servers, bound = max(1, count // 4), parse(ASYNC)
-    rests = max(1, count // 4)
-    return {
-        "naive": naive(graph, range(servers + rests, count), range(servers), range(servers, servers + rests), BATCH, bound),
-        "fully connected": design_of(fully_connected(graph, range(count), BATCH, bound), graph),
-        "bipartite": design_of(bipartite(graph, range(servers, count), range(servers), BATCH, bound), graph),
-    }
 
 
 def steady(graph: OperatorGraph, design: Design, topology: Topology, *, published: bool) -> Steady:
@@ -96,7 +84,7 @@ def page(graph: OperatorGraph) -> str:
         parts += ["", "## By Twitter's bytes" if published else "## By ours", ""]
         parts += ["| machines | design | batches per second | idle | stateful |", "|---:|---|---:|---|---:|"]
         for count in MACHINES:
-            for name, design in designs(graph, count).items():
+            for name, design in three_designs(graph, range(count), parse(ASYNC), BATCH).items():
                 found = steady(graph, design, machines(count), published=published)
                 idle = ", ".join(f"{role} {share:.0%}" for role, share in found.idle_by_role.items())
                 rate = found.samples_per_second / BATCH

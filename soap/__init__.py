@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from soap.api import (
         SearchOutcome,
+        ServersOutcome,
         classical,
         export,
         find,
+        find_servers,
         fits,
         load,
         load_cluster,
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
         measure_rows,
         save_strategy,
         simulate,
+        simulate_servers,
     )
     from soap.cluster.topology import Topology
     from soap.errors import InfeasibleError, ModelError, ProfileError, RuntimeFailure, SoapError, StrategyError, TopologyError
@@ -42,9 +45,11 @@ __version__ = "0.1.0"
 
 _HOME = {
     "SearchOutcome": "soap.api",
+    "ServersOutcome": "soap.api",
     "classical": "soap.api",
     "export": "soap.api",
     "find": "soap.api",
+    "find_servers": "soap.api",
     "fits": "soap.api",
     "load": "soap.api",
     "load_cluster": "soap.api",
@@ -53,6 +58,7 @@ _HOME = {
     "preprocess": "soap.preprocessing.local",
     "save_strategy": "soap.api",
     "simulate": "soap.api",
+    "simulate_servers": "soap.api",
     "get_runner": "soap.runner.runner",
     "partitioner": "soap.runner.partitioner",
     "shard": "soap.runner.sharding",
@@ -81,6 +87,7 @@ __all__ = [  # noqa: RUF022 - verbs, then values, then errors
     "classical",
     "export",
     "find",
+    "find_servers",
     "fits",
     "get_runner",
     "load",
@@ -92,11 +99,13 @@ __all__ = [  # noqa: RUF022 - verbs, then values, then errors
     "save_strategy",
     "shard",
     "simulate",
+    "simulate_servers",
     "tune",
     "without_weights",
     "RunnerConfig",
     "SearchOptions",
     "SearchOutcome",
+    "ServersOutcome",
     "Trainer",
     "TrainingOptions",
     "OperatorGraph",

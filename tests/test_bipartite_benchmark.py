@@ -11,9 +11,10 @@ import pytest
 from benchmarks import bipartite, kept, sparse_designs
 from benchmarks.bipartite import DATA_PARALLEL, EGRESS, HOGWILD, MODEL, Round, bench_of, page, plans
 from benchmarks.elastic_work import Measuring
-from soap.elastic.simulation.design import design_of
+from soap.elastic.simulation.design import design_of, three_designs
 from soap.emulation.shared_processor import SharedProcessor
 from soap.errors import SoapError
+from soap.strategy.consistency import parse
 from soap.tracing.load import load_model
 from tests.elastic.test_owners import ADAGRAD, SOURCE, layout_of, samples
 
@@ -70,7 +71,7 @@ def test_all_parts_of_a_lease_are_measured() -> None:
 def test_designs_of_the_publication() -> None:
     graph = load_model(sparse_designs.MODEL, plan_only=True).graph
     assert sparse_designs.one_pipeline(graph) == pytest.approx(14.53, abs=0.01)
-    found = sparse_designs.designs(graph, 4)
+    found = three_designs(graph, range(4), parse("async"), sparse_designs.BATCH)
     assert {name: len(design.stateful) for name, design in found.items()} == {"naive": 2, "fully connected": 4, "bipartite": 1}
 
 

@@ -24,6 +24,7 @@ from soap.api.predictions import (
     simulator_for,
     with_links,
 )
+from soap.api.servers import MOST_SIMULATED, ServersOutcome, find_servers, simulate_servers, steady
 from soap.api.strategies import (
     classical,
     load_strategy,
@@ -37,12 +38,14 @@ from soap.api.what_if import sensitivity
 
 __all__ = [
     "LEAST_MEASURED",
+    "MOST_SIMULATED",
     "Cluster",
     "Fit",
     "Model",
     "Prediction",
     "Run",
     "SearchOutcome",
+    "ServersOutcome",
     "Way",
     "WhatDecides",
     "classical",
@@ -54,6 +57,7 @@ __all__ = [
     "explain_unkept",
     "export",
     "find",
+    "find_servers",
     "fits",
     "least_measured",
     "load",
@@ -67,8 +71,10 @@ __all__ = [
     "save_strategy",
     "sensitivity",
     "simulate",
+    "simulate_servers",
     "simulated_name",
     "simulator_for",
+    "steady",
     "timed",
     "what_decides",
     "with_links",

@@ -11,12 +11,12 @@ from functools import partial
 
 from soap import api
 from soap.api import ahead
-from soap.cli import at_hand, clusters, explain, report, rows, search_report, spare_plans
+from soap.cli import at_hand, clusters, explain, report, rows, search_report, served_search, spare_plans
 from soap.cli.clusters import Candidate
 from soap.cli.command import Parser, UsageError, note, run_command
 from soap.cli.first_measuring import Measured
 from soap.cli.options import add_cluster, add_costs, add_explain, add_model, add_outputs, add_rows, has_gpus, reading, refuse_overwriting
-from soap.cli.search_options import add_budget, add_choices, add_runs, search_options
+from soap.cli.search_options import add_budget, add_choices, add_runs, add_servers, search_options
 from soap.cli.stopping import Stopping
 from soap.cli.timelines import predicted_text
 from soap.cli.updating import Updating, add_optimizer
@@ -63,6 +63,7 @@ def make_parser() -> Parser:
     add_runs(parser)
     add_budget(parser)
     add_choices(parser)
+    add_servers(parser)
     add_optimizer(parser, default="adam: as many states in memory, and an elementwise update")
     spare_help = "write a plan for the cluster without one of its devices, for each of them that differs, for soap-run --restarts"
     parser.add_argument("--spare-plans", metavar="DIR", help=spare_help)
@@ -78,6 +79,8 @@ def execute(args: argparse.Namespace) -> int:
     args.cluster = args.cluster or [LOCAL]
     args.output = _usual_output() if args.output is None else args.output
     clusters.check_different(args.cluster)
+    if args.consistency:
+        served_search.check_alone(args, make_parser())
     if len(args.cluster) > 1:
         if args.spare_plans:
             raise UsageError("--spare-plans with several clusters; expected one, whose devices may be lost")
@@ -88,6 +91,8 @@ def execute(args: argparse.Namespace) -> int:
     refuse_overwriting(inputs, {"--output": args.output, "--timeline": args.timeline, "--plot": args.plot})
     with Stopping() as stopping:
         try:
+            if args.consistency:
+                return served_search.search(PROG, args, stopping)
             return _search(args, stopping) if len(args.cluster) == 1 else _search_several(args, stopping)
         except KeyboardInterrupt:
             note(PROG, "interrupted")

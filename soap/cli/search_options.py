@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
+from soap import api
 from soap.cli import first_measuring, verification
 from soap.cli.command import Parser, UsageError
 from soap.cli.compressing import training_of
@@ -23,6 +24,7 @@ from soap.cli.options import (
     sync_method,
 )
 from soap.cli.updating import Updating
+from soap.errors import StrategyError
 from soap.model.graph import OperatorGraph
 from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.search.deciding import DEFAULT_CONFIDENCE
@@ -31,6 +33,7 @@ from soap.search.options import DEFAULT_BUDGET, DEFAULT_DRAWS, DEFAULT_RISK, Sea
 from soap.search.starts import DYNAMIC, RANDOM
 from soap.simulator.draws import Risk
 from soap.strategy.classical import CLASSICAL
+from soap.strategy.consistency import EXPECTED, parse
 from soap.strategy.named import forms
 
 PATIENCE = 0.5
@@ -162,6 +165,18 @@ def add_choices(parser: Parser) -> None:
     )
 
 
+def add_servers(parser: Parser) -> None:
+    """The option for plans of servers and workers."""
+    parser.add_argument(
+        "--consistency",
+        metavar="HOW",
+        type=consistency,
+        help=f"search a plan of servers that own the tables and workers that hold no state, which may be so far apart: {EXPECTED}; how "
+        "many machines are servers and how many workers, in how many partitions and along which axis tables are, for the most samples per "
+        f"second in the steady state (--budget: plans to simulate, by default {api.MOST_SIMULATED})",
+    )
+
+
 MAYBE = {"auto": None, "yes": True, "no": False}
 """``--recompute``, ``--pipelines`` -> the options of ``SearchOptions``."""
 
@@ -169,6 +184,14 @@ MAYBE = {"auto": None, "yes": True, "no": False}
 def start(text: str) -> str:
     """The name of a start."""
     return text if text in (RANDOM, DYNAMIC) else builtin(text)
+
+
+def consistency(text: str) -> str:
+    """How far workers may be apart."""
+    try:
+        return str(parse(text))
+    except StrategyError:
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is not allowed; expected {EXPECTED}") from None
 
 
 def _training(args: argparse.Namespace, updating: Updating) -> PlannedTraining:

@@ -33,7 +33,7 @@ from soap.model.graph import OperatorGraph
 from soap.search.plot import check_plot
 from soap.search.starts import BASELINE
 from soap.simulator.folded import FoldedSimulation
-from soap.simulator.simulate import Simulation
+from soap.simulator.simulate import Simulation, Simulator
 from soap.strategy.config import Strategy
 from soap.strategy.mismatch import short
 from soap.strategy.named import forms
@@ -105,7 +105,7 @@ def execute(args: argparse.Namespace) -> int:
     simulator = api.simulator_for(graph, topology, costs=args.costs)
     strategy = api.simulated_name(args.builtin, simulator) if strategy is None else strategy
     if strategy.stale:
-        return _report_stale(args, strategy, graph, topology)
+        return _report_stale(args, strategy, simulator)
     simulation = simulator.predict(strategy)
     explained = _whole(simulation) if args.explain else None
     if args.timeline:
@@ -146,8 +146,8 @@ def _report_fit(args: argparse.Namespace, fit: api.Fit, graph: OperatorGraph, to
     return 0
 
 
-def _report_stale(args: argparse.Namespace, strategy: Strategy, graph: OperatorGraph, topology: Topology) -> int:
-    """Say what a stale strategy plans, and write it. No iteration of the whole batch is predicted, as there is none."""
+def _report_stale(args: argparse.Namespace, strategy: Strategy, simulator: Simulator) -> int:
+    """Say what a stale strategy plans and how it trains, and write it. It has no iteration of the whole batch."""
     from soap.elastic.planned import plan_of  # torch
 
     for option, asked in (("--timeline", args.timeline), ("--explain", args.explain), ("--sensitivity", args.sensitivity)):
@@ -155,9 +155,11 @@ def _report_stale(args: argparse.Namespace, strategy: Strategy, graph: OperatorG
             raise UsageError(
                 f"{option} with a stale strategy ({strategy.consistency}), which has no iteration of the whole batch; leave it out"
             )
-    plan = stale_plan.describe(plan_of(strategy, graph), topology)
+    graph, topology = simulator.graph, simulator.topology
+    found = api.steady(simulator, strategy)
+    plan = {**stale_plan.describe(plan_of(strategy, graph), topology), "steady": stale_plan.steady(found, topology)}
     if args.output:
-        api.save_strategy(args.output, strategy, graph, topology)
+        api.save_strategy(args.output, strategy, graph, topology, {"samples_per_second": found.samples_per_second})
     print(report.dump({"model": graph.name, "cluster": topology.name, **plan}) if args.json else stale_plan.text(plan, topology))
     return 0
 

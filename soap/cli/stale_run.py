@@ -267,7 +267,7 @@ def _keeping(args: argparse.Namespace, folder: str, optimizer: Any, plan: Elasti
     from soap.elastic.server_actor import Keeping
 
     every = {} if args.save_every is None else {"snapshot_every_pushes": args.save_every * len(plan.workers)}
-    return Keeping(folder, optimizer, fsync=args.fsync, **every)
+    return Keeping(folder, optimizer, fsync=args.fsync, temporary=not (args.resume or args.save), **every)
 
 
 def _interrupted(args: argparse.Namespace, done: int, before: int) -> str:

@@ -28,6 +28,8 @@ Address = Callable[[int], tuple[str, int]]
 """Where a server listens now; waits while it is being started anew."""
 Routed = Mapping[str, Sequence[Lookups]]
 """By table, the look-ups of each of its partitions."""
+ANSWERS = {Kind.LOOK_UP: Kind.SUMS, Kind.PULL: Kind.VALUES, Kind.PUSH_OUTPUTS: Kind.VERSION, Kind.PUSH: Kind.VERSION}
+"""Question -> what answers it."""
 
 
 class Owners:
@@ -52,26 +54,24 @@ class Owners:
         """By table, what each of its partitions is asked for."""
         return {table: route([place.partition for place in self._layout.tables[table]], whole) for table, whole in lookups.items()}
 
-    def look_up(self, lookups: Routed, step: int = 0) -> dict[str, Tensor]:
-        """By table, (samples, columns): what its rows add up to. ``step``: of the lease, where updates are those of steps."""
+    def read(self, lookups: Routed, step: int = 0) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """By table, (samples, columns): what its rows add up to; and the dense variables. All owners are asked together: neither waits for
+        the other. ``step``: of the lease, where updates are those of steps."""
         asked = [
             (place, Message.of(Kind.LOOK_UP, place.number, own.tensors(), version=step))
             for table, parts in lookups.items()
             for place, own in zip(self._layout.tables[table], parts, strict=True)
         ]
-        answers = iter(self._ask(asked, Kind.SUMS))
-        found = {}
+        answers = (answer.tensors()[0] for answer in self._ask([*asked, *self._pulling(self._layout.dense, step)]))
+        sums = {}
         for table in lookups:
             places = self._layout.tables[table]
-            found[table] = combine([place.partition for place in places], [next(answers).tensors()[0] for _ in places])
-        return found
+            sums[table] = combine([place.partition for place in places], [next(answers) for _ in places])
+        return sums, self._dense([*answers])
 
     def pull(self, step: int = 0) -> dict[str, Tensor]:
         """The dense variables, as they are now; ``step``: of the lease."""
-        places = self._layout.dense
-        if not places:
-            return {}
-        return self._layout.apart(whole(places, self.values(places, step)))
+        return self._dense(self.values(self._layout.dense, step))
 
     def push(self, lease: int, lookups: Routed, sums: Mapping[str, Tensor], dense: Mapping[str, Tensor]) -> None:
         """Count a lease's gradients, of the sums and of the dense variables, everywhere. Returns when all owners have written them down."""
@@ -85,27 +85,32 @@ class Owners:
         for place in self._layout.dense:
             assert vector is not None
             asked.append((place, Message.of(Kind.PUSH, place.number, [place.partition.of(vector)], lease=lease)))
-        self._ask(asked, Kind.VERSION)
+        self._ask(asked)
 
     def values(self, places: Sequence[Place], step: int = 0) -> list[Tensor]:
         """The values of these partitions. Those of tables are asked for at the end of training alone."""
-        asked = [(place, Message(Kind.PULL, place.number, version=step)) for place in places]
-        return [answer.tensors()[0] for answer in self._ask(asked, Kind.VALUES)]
+        return [answer.tensors()[0] for answer in self._ask(self._pulling(places, step))]
 
     def close(self) -> None:
         """End all connections."""
         for key in [*self._connections]:
             self._drop(key)
 
-    def _ask(self, asked: Sequence[tuple[Place, Message]], expected: Kind) -> list[Message]:
+    def _pulling(self, places: Sequence[Place], step: int) -> list[tuple[Place, Message]]:
+        return [(place, Message(Kind.PULL, place.number, version=step)) for place in places]
+
+    def _dense(self, pieces: Sequence[Tensor]) -> dict[str, Tensor]:
+        return self._layout.apart(whole(self._layout.dense, pieces)) if pieces else {}
+
+    def _ask(self, asked: Sequence[tuple[Place, Message]]) -> list[Message]:
         """All answers, in order. ElasticError if one is an error, or an owner stays away."""
         clock.catch_up()
         try:
-            return self._answers(asked, expected)
+            return self._answers(asked)
         finally:
             clock.resume()
 
-    def _answers(self, asked: Sequence[tuple[Place, Message]], expected: Kind) -> list[Message]:
+    def _answers(self, asked: Sequence[tuple[Place, Message]]) -> list[Message]:
         answers: dict[int, Message] = {}
         deadline = time.monotonic() + PATIENCE_S
         try:
@@ -113,9 +118,10 @@ class Owners:
                 left = [number for number in range(len(asked)) if number not in answers]
                 under_way = [number for number in left if self._sent_to(*asked[number])]
                 for number in under_way:
-                    answer = self._answer_of(asked[number][0])
+                    place, question = asked[number]
+                    answer = self._answer_of(place)
                     if answer is not None:
-                        answers[number] = _checked(answer, expected)
+                        answers[number] = _checked(answer, ANSWERS[question.kind])
                 if len(answers) == len(asked):
                     return [answers[number] for number in range(len(asked))]
                 if time.monotonic() > deadline:

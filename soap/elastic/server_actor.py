@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from soap.elastic.layout import Layout
@@ -21,7 +24,8 @@ from soap.runtime.updates.optimizers import OptimizerFactory
 
 @dataclass(frozen=True)
 class Keeping:
-    """How servers keep their partitions, see ``Store``. ``folder``: each server has one below it, on its own machine's disk."""
+    """How servers keep their partitions, see ``Store``. ``folder``: each server has one below it, on its own machine's disk.
+    ``temporary``: that is removed when the server is closed."""
 
     folder: str
     optimizer: OptimizerFactory
@@ -29,12 +33,23 @@ class Keeping:
     fsync: bool = False
     snapshot_every_pushes: int | None = 1000
     snapshot_every_s: float | None = None
+    temporary: bool = False
+
+    def remove(self, server: int) -> None:
+        """Remove what a closed server has on its machine, if it is temporary; the folder too, if nothing else is there."""
+        if self.temporary:
+            shutil.rmtree(self._own(server), ignore_errors=True)
+            with suppress(OSError):
+                Path(self.folder).rmdir()
+
+    def _own(self, server: int) -> Path:
+        return Path(self.folder) / f"server-{server}"
 
     def store(self, server: int, layout: Layout, source: Source, steps: Steps | None = None) -> Store:
         """The server's store, as its folder has it, or as the model begins. ``steps``: if an update is that of a whole step."""
         model = source.load()
         return Store(
-            Path(self.folder) / f"server-{server}",
+            self._own(server),
             layout.of_server(server),
             layout.initial(server, model.parameters),
             self.optimizer,
@@ -62,6 +77,7 @@ class Server:
         self._warned: list[str] = []
         warnings.simplefilter("always", SoapWarning)
         warnings.showwarning = lambda message, *_, **__: self._warned.append(str(message))  # the launcher shows them
+        self._remove = partial(keeping.remove, server)
         self._store = keeping.store(server, layout, source, steps)
         self._listener = Listener(self._answer, secret, host or str(module().util.get_node_ip_address()))
 
@@ -79,9 +95,10 @@ class Server:
         return os.getpid()
 
     def close(self) -> list[str]:
-        """Answer nobody any more, and let the store go. Returns what ``warnings`` does."""
+        """Answer nobody any more, and let the store go; of a temporary one nothing is left. Returns what ``warnings`` does."""
         self._listener.close()
         self._store.close()
+        self._remove()
         return self.warnings()
 
     def _answer(self, frame: memoryview) -> Sequence[Buffer]:

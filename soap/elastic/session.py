@@ -22,6 +22,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from soap.elastic.faults import ElasticError
@@ -100,6 +101,7 @@ def session(
     if address is not None:
         with _own_handler():
             join(address)
+            _leaves()
             try:
                 yield Session(address)
             finally:
@@ -113,6 +115,7 @@ def session(
             own = Session(_answer(keeper), interface, everywhere, keeper.pid, folder, frozenset(listeners([os.getpid()])))
             own.check_listeners()
             join(own.address, interface)
+            _leaves()
             own.check_listeners()
             yield own
         finally:
@@ -243,7 +246,7 @@ def _authentication(folder: Path) -> dict[str, str | None]:
 
 @contextmanager
 def _own_handler() -> Iterator[None]:
-    """Within the context SIGTERM does what Ray wants: it raises SystemExit, so that all is removed. Afterwards it does what it did."""
+    """Within the context SIGTERM raises SystemExit once ``_leaves`` was called, so that all is removed. Afterwards it does what it did."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -252,6 +255,17 @@ def _own_handler() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
+
+
+def _leaves() -> None:
+    """Have SIGTERM raise SystemExit. Ray has it do so, too, but behind a handler in C++ that prints a stack and aborts the process three
+    seconds later, whether or not it has removed by then what is its own. That one is there when Ray has been joined."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _leave)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(number)
 
 
 @contextmanager

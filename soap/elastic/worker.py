@@ -117,7 +117,7 @@ class Worker:
         cut = self._cut(inputs)
         lookups = cut.look_ups(inputs)
         routed = self._owners.route(lookups)
-        sums, dense = self._owners.look_up(routed, step), self._owners.pull(step)
+        sums, dense = self._owners.read(routed, step)
         found = cut.gradients(inputs, lookups, sums, {**dense, **self._frozen}, seed=self._source.seed, step=number)
         self._owners.push(number, routed, _scaled(found.sums, sparse_scale), _scaled(found.dense, dense_scale))
         moved = self._owners.sent_bytes - sent, self._owners.received_bytes - received

@@ -19,9 +19,10 @@ from soap.model.batch import samples_of
 from soap.model.graph import DimMap, OperatorGraph
 from soap.strategy.config import OpConfig, Strategy
 from soap.strategy.consistency import SYNC
-from soap.strategy.grids import device_order, fill
+from soap.strategy.grids import device_order, fill, largest_divisor
 from soap.strategy.sync import fitted, parameter_server
 
+Parts = Mapping[str, tuple[int, ...]]
 DENSE_SERVERS = 2
 """At most so many servers have a piece of the dense variables, which are small. A default."""
 
@@ -92,14 +93,14 @@ def fully_connected(graph: OperatorGraph, topology: Topology, count: int | None 
     """Each device is a worker and a server. ``count``: of the devices; default: as many as divide the samples."""
     order = device_order(topology)
     most = len(order) if count is None else _within(count, len(order), "devices")
-    chosen = order[: _divisor(_samples(graph), most)]
+    chosen = order[: largest_divisor(samples_to_divide(graph), most)]
     return _dealt_out(graph, chosen, chosen)
 
 
 def bipartite(graph: OperatorGraph, topology: Topology, count: int | None = None) -> Strategy:
     """Servers and workers on different devices. ``count``: of the servers; default: as few as leave workers that divide the samples. They
     are the first devices; of the rest as many work as divide the samples."""
-    order, samples = device_order(topology), _samples(graph)
+    order, samples = device_order(topology), samples_to_divide(graph)
     if len(order) < 2:
         raise StrategyError(
             f"servers and workers apart on cluster {topology.name!r} of one device; expected two or more, or fully_connected"
@@ -107,7 +108,7 @@ def bipartite(graph: OperatorGraph, topology: Topology, count: int | None = None
     servers = next(n for n in range(1, len(order)) if samples % (len(order) - n) == 0) if count is None else count
     _within(servers, len(order) - 1, "servers")
     rest = order[servers:]
-    return _dealt_out(graph, rest[: _divisor(samples, len(rest))], order[:servers])
+    return _dealt_out(graph, rest[: largest_divisor(samples, len(rest))], order[:servers])
 
 
 SERVED: Mapping[str, Callable[[OperatorGraph, Topology, int | None], Strategy]] = MappingProxyType(
@@ -117,27 +118,32 @@ SERVED: Mapping[str, Callable[[OperatorGraph, Topology, int | None], Strategy]] 
 
 
 def _dealt_out(graph: OperatorGraph, workers: Sequence[int], servers: Sequence[int]) -> Strategy:
-    """All tables by rows, one part for each server, dealt out in turn: each goes on where the one before has ended."""
-    names, turn, found = tables_of(graph), 0, dict[str, TableAt]()
-    if not names:
-        raise StrategyError(f"model {graph.name!r} has no table that ids of the batch look up; expected an embedding, or a bag of one")
-    for name in names:
-        count = min(len(servers), graph.tensors[name].shape[0])
-        found[name] = TableAt(0, tuple(servers[(turn + part) % len(servers)] for part in range(count)))
-        turn += count
+    """All tables by rows, one part for each server."""
+    found = {name: TableAt(0, tuple(servers[server] for server in own)) for name, own in dealt_out(graph, len(servers)).items()}
     used = {device for place in found.values() for device in place.parts_at}
     return served(graph, workers, found, min(DENSE_SERVERS, len(used)))
 
 
-def _samples(graph: OperatorGraph) -> int:
+def dealt_out(graph: OperatorGraph, servers: int, partitions: int | None = None, axes: Mapping[str, int] = MappingProxyType({})) -> Parts:
+    """By table, the server (a number) of each part: all tables in ``partitions`` (default: one for each server) along their ``axes``
+    (default: rows), dealt out in turn: each goes on where the one before has ended. A table with fewer positions has as many parts.
+    StrategyError in one line if there is no table."""
+    names, turn, found = tables_of(graph), 0, dict[str, tuple[int, ...]]()
+    if not names:
+        raise StrategyError(f"model {graph.name!r} has no table that ids of the batch look up; expected an embedding, or a bag of one")
+    for name in names:
+        count = min(partitions or servers, graph.tensors[name].shape[axes.get(name, 0)])
+        found[name] = tuple((turn + part) % servers for part in range(count))
+        turn += count
+    return found
+
+
+def samples_to_divide(graph: OperatorGraph) -> int:
+    """Samples of a step. StrategyError in one line if there are none."""
     found = samples_of(graph)
     if found is None:
         raise StrategyError(f"model {graph.name!r} has no dimension of samples; expected one, to divide among workers")
     return found
-
-
-def _divisor(samples: int, most: int) -> int:
-    return max(n for n in range(1, most + 1) if samples % n == 0)
 
 
 def _within(count: int, most: int, what: str) -> int:

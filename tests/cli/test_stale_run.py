@@ -18,7 +18,9 @@ import torch
 import soap
 from soap.cli.batches import DrawnBatches
 from soap.cli.run import main
+from soap.cli.search import main as search_main
 from soap.cli.simulate import main as simulate_main
+from soap.elastic.planned import plan_of
 from soap.strategy.classical import data_parallel
 from tests.elastic.models import in_float64, trained_alone
 from tests.elastic.test_cut import Normed
@@ -100,6 +102,34 @@ def test_in_step_servers_train_as_one_process_does(folder: Path) -> None:
     batches = [in_float64(drawn(step)) for step in range(4)]
     losses, _ = trained_alone(MODEL, "float64", 3, batches, lambda tensors: torch.optim.Adagrad(tensors, lr=0.05))
     assert found["losses"] == pytest.approx(losses, rel=1e-9)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "both"), [("bipartite:2", 0), ("fully_connected", 2)])
+def test_in_step_ranks_run_it_exactly(name: str, both: int, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On four devices: two servers and two workers, or all as both; no rows of a table travel."""
+    (folder / "four.yaml").write_text(CLUSTER.replace("count: 3", "count: 4").replace("cpu_cores: 3", "cpu_cores: 4"))
+    assert simulate_main([MODEL, "--cluster", "four.yaml", "--builtin", name, "-o", "exact.json"]) == 0
+    capsys.readouterr()
+    command = ["exact.json", "--model", MODEL, "--cluster", "four.yaml", "--dtype", "float64", "--steps", "3", "--check", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "soap.cli.run", *command], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["check"]
+    assert found["passed"] is True and found["worst"]["error"] <= found["tolerance"] == 1e-9
+    plan = plan_of(soap.load_strategy("exact.json", MODEL, "four.yaml"), soap.load(MODEL, plan_only=True).graph)
+    assert len({*plan.servers} & {*plan.workers}) == 2 * both
+
+
+@pytest.mark.long
+def test_found_plan_trains(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    needs_ray()
+    assert search_main([MODEL, *COMMON[2:], "--consistency", "bounded:1", "-o", "found.json", "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    found = read(run("found.json", "--optimizer", ADAGRAD, "--steps", "3", "--json"))
+    assert [found[what] for what in ("workers", "servers", "batch")] == [planned[what] for what in ("workers", "servers", "batch")]
+    assert found["leases"] == 3 * len(planned["workers"]) and all(0 < loss < 2 for loss in found["losses"])
 
 
 @pytest.mark.long

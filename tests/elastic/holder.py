@@ -1,5 +1,5 @@
 """Holds a session until it is ended: ``python -m tests.elastic.holder HOW``. Says the session's folder and its processes, the first being
-its keeper, in one line of JSON. HOW: wait, leave (after a line comes), or fail (likewise)."""
+its keeper, in one line of JSON. HOW: wait, linger (wait, and take some seconds to end), leave (after a line comes), or fail (likewise)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import sys
 import time
 
 from soap.elastic.session import module, session
+
+LINGER_S = 4.0
+"""Longer than the three seconds after which a handler in Ray's C++ would abort the process."""
 
 
 class Sleeper:
@@ -24,8 +27,11 @@ def main() -> None:
         ray.get(actor.begin.remote())
         own.check_listeners()
         print(json.dumps({"folder": str(own.folder), "processes": own.processes}), flush=True)
-        if sys.argv[1] == "wait":
-            time.sleep(600)
+        if sys.argv[1] in ("wait", "linger"):
+            try:
+                time.sleep(600)
+            finally:
+                time.sleep(LINGER_S if sys.argv[1] == "linger" else 0)
         sys.stdin.readline()
         if sys.argv[1] == "fail":
             raise RuntimeError("as asked for")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -192,10 +193,7 @@ def test_what_an_owner_refuses_is_told_and_training_can_go_on(tmp_path: Path) ->
             Worker(SOURCE, bad, layout, servers.address, SECRET).work(0, range(8))
         asking = Owners(layout, servers.address, SECRET)
         with pytest.raises(ElasticError, match=r"gradient float32\[\d+\] for partition"):
-            asking._ask(
-                [(layout.dense[0], Message.of(Kind.PUSH, layout.dense[0].number, [torch.zeros(layout.dense[0].partition.cell)]))],
-                Kind.VERSION,
-            )
+            asking._ask([(layout.dense[0], Message.of(Kind.PUSH, layout.dense[0].number, [torch.zeros(layout.dense[0].partition.cell)]))])
         assert len(asking.pull()) == len(layout.shapes)
         asking.close()
 
@@ -210,3 +208,14 @@ def test_partitions_are_dealt_out_in_turn() -> None:
     assert layout.joined(values).tolist() == [0, 1, 2, 3, 4, 5, 9]
     assert {name: value.tolist() for name, value in layout.apart(layout.joined(values)).items()} == {"w": values["w"].tolist(), "s": 9.0}
     assert [tuple(value.shape) for value in layout.initial(1, values)] == [(3, 4), (1, 4), (3,)]
+
+
+def test_nothing_is_left_of_a_temporary_server(tmp_path: Path) -> None:
+    """Also on machines where nobody else removes its folder."""
+    layout = layout_of(1, 1, 0)
+    for temporary in (False, True):
+        keeping = Keeping(str(tmp_path / "servers"), ADAGRAD, temporary=temporary)
+        with warnings.catch_warnings():
+            server = Server(0, layout, SOURCE, keeping, SECRET, "127.0.0.1")
+            assert server.close() == []
+        assert (tmp_path / "servers" / "server-0").exists() is (tmp_path / "servers").exists() is not temporary

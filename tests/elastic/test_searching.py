@@ -7,15 +7,16 @@ from dataclasses import replace
 import pytest
 
 from soap.cluster.topology import Topology
-from soap.elastic import searching
 from soap.elastic.faults import ElasticError
-from soap.elastic.searching import Search, find, kinds
+from soap.elastic.plan_space import PlanSpace, kinds
+from soap.elastic.searching import Search, find
 from soap.elastic.simulation.delays import Delays
 from soap.model.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
 from soap.strategy.consistency import parse
 from soap.tracing.load import load_model
 from tests.elastic.stars import star
+from tests.graph_builder import GraphBuilder
 from tests.strategies import CPU
 
 SLOW = replace(CPU, name="slow", memory_bandwidth_bytes_per_second=CPU.memory_bandwidth_bytes_per_second / 4)
@@ -38,10 +39,10 @@ def graph() -> OperatorGraph:
 def test_found_plan_is_the_best_of_all(graph: OperatorGraph, name: str, word: str) -> None:
     topology = CLUSTERS[name]
     search = Search(graph, topology, RooflineCosts(topology), 8, parse(word))
-    best = max(search.rate(choice) for choice in search.choices())
-    assert search.count == len(search.rates)
+    best = max(search.rate(choice) for choice in search.space.choices())
+    assert search.count >= len(search.rates) == len({*search.space.choices()})
     found = find(graph, topology, RooflineCosts(topology), 8, parse(word))
-    assert search.rates[next(choice for choice in search.choices() if search.plan(choice) == found.plan)] == best
+    assert search.rates[next(choice for choice in search.space.choices() if search.space.plan(choice) == found.plan)] == best
     assert found.possible == search.count >= found.simulated
     assert found.report.samples_per_second == pytest.approx(best, rel=0.02)
     assert found.plan.consistency == parse(word)
@@ -55,13 +56,12 @@ def test_bound_leaves_plans_out(graph: OperatorGraph) -> None:
 def test_descent_ends_where_no_change_is_better(graph: OperatorGraph) -> None:
     topology = CLUSTERS["mixed"]
     search = Search(graph, topology, RooflineCosts(topology), 8, parse("async"))
-    possible = {*search.choices()}
     best = search.descent()
     simulated = len(search.rates)
     assert simulated < search.count
-    assert all(search.rate(other) <= search.rate(best) for other in search._neighbours(best) if other in possible)
-    assert len(search.rates) == simulated
-    alike = [choice for choice in search.choices() if len({*choice.axes}) == 1]
+    assert all(search.rate(other) <= search.rate(best) for other in search.space.neighbours(best))
+    assert {*search.space.neighbours(best)} <= {*search.space.choices()}
+    alike = [choice for choice in search.space.choices() if len({*choice.axes}) == 1]
     assert search.rate(best) >= max(map(search.rate, alike))
 
 
@@ -87,6 +87,24 @@ def test_servers_that_hold_the_tables(graph: OperatorGraph) -> None:
         find(graph, star(1), RooflineCosts(star(1)), 8, parse("async"))
 
 
+def test_workers_share_the_samples_of_the_model(graph: OperatorGraph) -> None:
+    """Of three workers that would be left two divide its 8 samples, the quicker ones."""
+    space = PlanSpace(graph, star([SLOW, CPU, CPU, CPU]), None, parse("async"))
+    plans = {choice: space.plan(choice) for choice in space.choices()}
+    assert all(plan.batch * len(plan.workers) == 8 for plan in plans.values())
+    assert {plan.workers for choice, plan in plans.items() if choice.servers == (0, 1)} == {(2, 3)}
+    assert {(plan.servers, plan.workers) for choice, plan in plans.items() if choice.servers is None} == {((0, 1, 2, 3),) * 2}
+    said = {(own.workers, own.servers, *((name, cut.axis, cut.servers) for name, cut in own.tables.items())) for own in plans.values()}
+    assert len(said) == len(plans)  # none comes twice
+
+
+def test_many_tables_are_searched_without_counting_all_plans() -> None:
+    g = GraphBuilder("many")
+    found = [g.embedding(g.input(f"ids{i}", 12, 1, dtype="int64"), 6, 4, name=f"table{i}") for i in range(30)]
+    graph, topology = g.build(g.mean(g.linear(g.elementwise(*found, name="sum"), 3, name="top"), name="loss")), star(4, 1e7)
+    best = find(graph, topology, RooflineCosts(topology), None, parse("async"))
+    assert best.possible > 2**30 and not best.proven and best.simulated < 20
+
+
 def test_machines_that_are_alike() -> None:
     assert kinds(star([CPU, SLOW, CPU])) == [(0, 2), (1,)]
-    assert searching._apart((1, 0), (0, 1)) == 2

@@ -157,12 +157,14 @@ def end(held: subprocess.Popen[str], said: dict[str, Any], how: str) -> None:
     "how", ["kill", *(pytest.param(other, marks=pytest.mark.long) for other in ("leave", "fail", "interrupt", "terminate"))]
 )
 def test_nothing_is_left_however_it_ends(hold: Callable[[str], tuple[subprocess.Popen[str], dict[str, Any]]], how: str) -> None:
-    held, said = hold(how if how in ("leave", "fail") else "wait")
+    held, said = hold({"leave": "leave", "fail": "fail", "terminate": "linger"}.get(how, "wait"))
     assert len(said["processes"]) > 3 and all(map(lives, said["processes"]))
     end(held, said, how)
     assert left(said) == []
     code = held.wait(LEFT_S)
     assert code == {"kill": -9, "leave": 0, "fail": 1, "interrupt": -2, "terminate": 15}[how]
+    if how == "terminate":
+        assert held.stderr is not None and "SIGTERM received" not in held.stderr.read()
 
 
 @pytest.mark.long

@@ -15,6 +15,8 @@ from soap.elastic.layout import Layout, Place, lay_out_planned
 from soap.elastic.plan import ElasticPlan, TableCut
 from soap.model.graph import OperatorGraph
 from soap.strategy.consistency import Consistency
+from soap.strategy.grids import largest_divisor
+from soap.strategy.served import DENSE_SERVERS, dealt_out, samples_to_divide, tables_of
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -101,18 +103,12 @@ def bipartite(
     *,
     partitions: int | None = None,
     axis: int | Mapping[str, int] = 0,
-    dense_servers: int = 2,
 ) -> ElasticPlan:
-    """Workers on these devices, and on those, servers: each table in so many partitions (default: one a server), dealt out in turn, each
-    table going on where the last one has ended; dense variables on the first ``dense_servers``. A table with fewer positions than
-    partitions has as many as positions."""
-    tables, turn = {}, 0
-    for name in graph.sparse:
-        along = axis if isinstance(axis, int) else axis.get(name, 0)
-        count = min(partitions or len(servers), graph.tensors[name].shape[along])
-        tables[name] = TableCut(along, tuple((turn + k) % len(servers) for k in range(count)))
-        turn += count
-    return ElasticPlan(tuple(workers), tuple(servers), tables, tuple(range(min(dense_servers, len(servers)))), batch, consistency)
+    """Workers on these devices, and on those, servers, with all tables as ``served.dealt_out`` deals them; dense variables on the first
+    servers."""
+    axes = dict.fromkeys(tables_of(graph), axis) if isinstance(axis, int) else axis
+    tables = {name: TableCut(axes.get(name, 0), own) for name, own in dealt_out(graph, len(servers), partitions, axes).items()}
+    return ElasticPlan(tuple(workers), tuple(servers), tables, tuple(range(min(DENSE_SERVERS, len(servers)))), batch, consistency)
 
 
 def fully_connected(
@@ -139,3 +135,29 @@ def naive(
     layout = layout_of(plan, graph)
     lanes = tuple(Lane(device, rests[number % len(rests)]) for number, device in enumerate(inputs))
     return Design(lanes, plan.servers, layout, batch, consistency)
+
+
+def three_designs(graph: OperatorGraph, machines: Sequence[int], consistency: Consistency, batch: int | None = None) -> dict[str, Design]:
+    """Twitter's two designs and the naive one by name, on these devices: a quarter are servers where there are some of their own; the
+    naive design has as many nodes for the rest. ``batch``: of a lease; None: workers, as many as divide it, share the graph's. The naive
+    design takes three machines."""
+    quarter = max(1, len(machines) // 4)
+    servers, others = machines[:quarter], machines[quarter:]
+
+    def shared(among: Sequence[int]) -> tuple[Sequence[int], int]:
+        if batch is not None:
+            return among, batch
+        samples = samples_to_divide(graph)
+        workers = largest_divisor(samples, len(among))
+        return among[:workers], samples // workers
+
+    found = dict[str, Design]()
+    if others[quarter:]:
+        inputs, part = shared(others[quarter:])
+        found["naive"] = naive(graph, inputs, servers, others[:quarter], part, consistency)
+    everyone, part = shared(machines)
+    found["fully connected"] = design_of(fully_connected(graph, everyone, part, consistency), graph)
+    if others:
+        workers, part = shared(others)
+        found["bipartite"] = design_of(bipartite(graph, workers, servers, part, consistency), graph)
+    return found

@@ -20,7 +20,7 @@ from soap.elastic.simulation.unroll import Unrolled, unroll
 from soap.elastic.simulation.work import Work
 from soap.simulator.reference import play
 
-FIRST_LEASES, MOST_LEASES = 16, 256
+LEAST_LEASES, FIRST_LEASES, MOST_LEASES = 4, 16, 256
 MOST_TASKS = 400_000
 """Leases are not doubled beyond so many tasks, which take seconds."""
 SETTLED = 0.002
@@ -77,9 +77,10 @@ def simulate(
     most_tasks: int = MOST_TASKS,
     settled: float = SETTLED,
 ) -> Steady:
-    """The steady state of a design's training. Plays 16, 32, … leases of each lane, at most ``most_leases`` and, but for the first ones,
+    """The steady state of a design's training. Plays 16, 32, … leases of each lane, at most ``most_leases`` and, but for the first four,
     ``most_tasks`` tasks, until what happens repeats or the rate changes by less than ``settled``."""
-    leases = min(FIRST_LEASES, most_leases)
+    within = most_tasks // len(unroll(topology, traffic, work, 1, delays).tasks)
+    leases = min(max(LEAST_LEASES, min(FIRST_LEASES, within)), most_leases)
     before: float | None = None
     while True:
         played = _Played(topology, traffic, unroll(topology, traffic, work, leases, delays))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -171,6 +172,7 @@ _Array = tuple[str, tuple[int, ...]]
 """Type and shape."""
 
 
+@lru_cache(2**14)
 def frame_bytes(kind: Kind, *arrays: _Array) -> int:
     """Bytes of a message with arrays of these types and shapes, in its frame."""
     without_memory = tuple(np.broadcast_to(np.zeros((), np.dtype(dtype)), shape) for dtype, shape in arrays)

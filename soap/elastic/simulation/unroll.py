@@ -1,7 +1,7 @@
 """A training's leases as timed tasks, so many for each lane, for the event loop that plays iterations (``simulator.reference``).
 
-A lease is dealt; its front reads the batch, and asks the owner of each partition of each table; when all sums are there, pieces of the
-dense variables are pulled; then the rest computes, and pushes to all owners; when all have counted it, the lease is done. That is what
+A lease is dealt; its front reads the batch, and asks the owner of each partition of each table, and at once for the pieces of the dense
+variables; when all is there the rest computes, and pushes to all owners; when all have counted it, the lease is done. That is what
 ``Worker.work`` does, question by question. Who may begin when is ``Clocks``' rule, which says which leases must be done before: so it is
 known before anything is timed. Messages hold links, computations hold devices (owners': a CPU device, or a core of their host) and, where
 they use a partition's values, its lock.
@@ -55,9 +55,16 @@ def required(design: Design, lease: int) -> range:
     return range((waves - 1) * wave, waves * wave) if waves > 0 else range(0)
 
 
-def unroll(topology: Topology, traffic: Traffic, work: Work, leases: int, delays: Delays = NO_DELAYS) -> Unrolled:
-    """The tasks of so many leases of each lane."""
-    unrolling = _Unrolling(topology, traffic, work, leases, delays)
+def unroll(
+    topology: Topology,
+    traffic: Traffic,
+    work: Work,
+    leases: int,
+    delays: Delays = NO_DELAYS,
+    shortest_chunk_ns: int = SHORTEST_CHUNK_NS,
+) -> Unrolled:
+    """The tasks of so many leases of each lane. ``shortest_chunk_ns``: of messages; ``NO_CHUNKS``: they are whole."""
+    unrolling = _Unrolling(topology, traffic, work, leases, delays, shortest_chunk_ns)
     for lease in range(leases):
         for lane in range(len(traffic.design.lanes)):
             unrolling.add(lane, lease)
@@ -67,7 +74,8 @@ def unroll(topology: Topology, traffic: Traffic, work: Work, leases: int, delays
 class _Unrolling:
     """The state of one unrolling."""
 
-    def __init__(self, topology: Topology, traffic: Traffic, work: Work, leases: int, delays: Delays) -> None:
+    def __init__(self, topology: Topology, traffic: Traffic, work: Work, leases: int, delays: Delays, shortest_chunk_ns: int) -> None:
+        self._shortest_chunk_ns = shortest_chunk_ns
         self._topology, self._design, self._traffic, self._work = topology, traffic.design, traffic, work
         self._list = TaskList(Communication(topology))
         self._factors = delays.factors(len(self._design.lanes), leases)
@@ -93,8 +101,8 @@ class _Unrolling:
         front = add(FRONT, 0, (own.front,), round(factor * self._known(work.front_ns, own)), [dealt])
         batch = [message(BATCH, 0, own.front, own.rest, self._traffic.needs.input_bytes, [front])] if own.front != own.rest else [front]
         tables = [place for places in self._design.layout.tables.values() for place in places]
-        batch += [self._sums(place, lane, front, add, message) for place in tables]
         pulled = [self._pull(place, lane, batch, add, message) for place in self._design.layout.dense]
+        batch += [self._sums(place, lane, front, add, message) for place in tables]
         rest = add(REST, 0, (own.rest,), round(factor * self._known(work.rest_ns, own)), [*batch, *pulled])
         counted = [self._push(place, lane, rest, add, message) for place in (*tables, *self._design.layout.dense)]
         self._starts[lane].append(dealt)
@@ -153,7 +161,7 @@ class _Unrolling:
     def _messenger(self, lane: int, lease: int) -> _Message:
         def message(phase: int, number: int, source: int, target: int, size: int, after: Iterable[int]) -> int:
             place = (phase, lease, 0, lane, number, 0)
-            sent = self._list.streamed(place, NAMES[phase], TaskKind.TRANSFER, source, target, size, after, SHORTEST_CHUNK_NS)
+            sent = self._list.streamed(place, NAMES[phase], TaskKind.TRANSFER, source, target, size, after, self._shortest_chunk_ns)
             return sent[0] if len(sent) == 1 else self._list.add((*place[:5], 1), NAMES[phase], TaskKind.TRANSFER, (), 0, sent)
 
         return message

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import replace
-from functools import lru_cache
 from math import prod
 from typing import Protocol
 
@@ -57,15 +56,24 @@ class Work(Protocol):
 
 class EstimatedWork:
     """From a cost model of the graph: an owner computes a tile of the look-ups that its table's factor is cut into, a lane the tiles of
-    all other operators, one after the other. What is beside tiles (routing, logs, sums of partial sums) is traffic at memory bandwidth."""
+    all other operators, one after the other. What is beside tiles (routing, logs, sums of partial sums) is traffic at memory bandwidth.
+    ``known``: times of tiles by what they depend on, shared by all designs of one graph and cost model."""
 
-    def __init__(self, graph: OperatorGraph, topology: Topology, costs: CostModel, traffic: Traffic, control_ns: int = 0) -> None:
+    def __init__(
+        self,
+        graph: OperatorGraph,
+        topology: Topology,
+        costs: CostModel,
+        traffic: Traffic,
+        control_ns: int = 0,
+        known: dict[Hashable, int] | None = None,
+    ) -> None:
         self._graph, self._topology, self._costs, self._traffic = graph, topology, costs, traffic
         self._design, self.control_ns = traffic.design, control_ns
         samples = samples_of(graph) or self._design.batch
         self._parts = max(1, samples // self._design.batch)
         """In how many leases' batches the graph's batch is cut."""
-        self._tiles_ns = lru_cache(maxsize=None)(self._found_tiles_ns)
+        self._times = {} if known is None else known
 
     def front_ns(self, lane: Lane) -> int:
         """See ``Work``."""
@@ -80,7 +88,14 @@ class EstimatedWork:
         sums = [self._traffic.sums(place) for places in self._design.layout.tables.values() for place in places if len(places) > 1]
         dense = sum(self._traffic.values(place) for place in self._design.layout.dense)
         looked_up = {lookup.operator for name in self._design.layout.tables for lookup in self._graph.sparse[name].lookups}
-        found = self._moving_ns(REDUCE_TRAFFIC * sum(sums) + 4 * dense, device)
+        key = ("rest", frozenset(looked_up), self._parts, device)
+        if key not in self._times:
+            self._times[key] = self._computing_ns(looked_up, device)
+        return self._moving_ns(REDUCE_TRAFFIC * sum(sums) + 4 * dense, device) + self._times[key]
+
+    def _computing_ns(self, looked_up: Set[int], device: DeviceType) -> int:
+        """A lease's part of all other operators."""
+        found = 0
         for position, op in enumerate(self._graph.operators):
             if position not in looked_up:
                 tile = _tile(self._graph, position, self._degrees(position))
@@ -111,6 +126,14 @@ class EstimatedWork:
     def pull_ns(self, place: Place) -> int:
         """See ``Work``."""
         return self._moving_ns(2 * self._traffic.values(place), self._owner(place))
+
+    def _tiles_ns(self, place: Place, backward: bool) -> int:
+        """Parts of equal size cost the same."""
+        partition, parts = place.partition, len(self._design.layout.tables[place.partition.parameter])
+        key = (partition.parameter, partition.axis, partition.cell, parts, self._parts, self._owner(place), backward)
+        if key not in self._times:
+            self._times[key] = self._found_tiles_ns(place, backward)
+        return self._times[key]
 
     def _found_tiles_ns(self, place: Place, backward: bool) -> int:
         """All uses of a table, as the owner of a partition computes them."""
