@@ -21,6 +21,7 @@ from soap.weights.seam import Kind
 from soap.weights.spec import open_weights
 from tests.cli.refusals import assert_refused
 from tests.extent import often
+from tests.runtime.pool import Pool
 from tests.transformers_models import ARCHITECTURES
 from tests.weights.test_files import mapped_file, written
 
@@ -112,6 +113,23 @@ def test_ranks_train_from_weights_and_write_them_as_the_original_class_reads_the
     assert not torch.equal(state["lm_head.weight"], module.state_dict()["lm_head.weight"])
     capsys.readouterr()
     assert_refused(capsys, main, [*command, "--model", files["full"], "--save-weights", "a"], 1, "has weights already")
+
+
+def saved_twice(folder: str) -> str:
+    """What the second of two calls says."""
+    model = soap.load("zoo:dlrm:tiny")
+    cluster = soap.load_cluster("local:2")
+    with soap.Trainer(model, (soap.classical("data_parallel", model, cluster), cluster)) as trainer:
+        trainer.save_weights(folder)
+        with pytest.raises(soap.RuntimeFailure) as caught:
+            trainer.save_weights(folder)
+        return str(caught.value)
+
+
+def test_a_trainer_writes_no_second_set_into_a_folder(four: Pool, tmp_path: Path) -> None:
+    folder = tmp_path / "new"
+    for said in four.run(saved_twice, str(folder), ranks=2):
+        assert said == f"folder {str(folder)!r} has weights already (model.safetensors); choose another folder, or remove them"
 
 
 @pytest.mark.long
