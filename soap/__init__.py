@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from soap.runner.runner import get_runner
     from soap.runner.sharding import shard
     from soap.runner.tuning import tune
+    from soap.runtime.part_batch import PartBatch
     from soap.runtime.trainer import Trainer
     from soap.runtime.training_options import TrainingOptions
     from soap.search.options import SearchOptions
@@ -59,6 +60,7 @@ _HOME = {
     "tune": "soap.runner.tuning",
     "without_weights": "soap.tracing.without_values",
     "RunnerConfig": "soap.runner.config",
+    "PartBatch": "soap.runtime.part_batch",
     "Trainer": "soap.runtime.trainer",
     "TrainingOptions": "soap.runtime.training_options",
     "SearchOptions": "soap.search.options",
@@ -94,6 +96,7 @@ __all__ = [  # noqa: RUF022 - verbs, then values, then errors
     "simulate",
     "tune",
     "without_weights",
+    "PartBatch",
     "RunnerConfig",
     "SearchOptions",
     "SearchOutcome",

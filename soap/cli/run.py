@@ -98,7 +98,8 @@ def add_training(parser: Parser) -> None:
     parser.add_argument("--compile", action="store_true", help="by torch.compile, which takes its time in the first step")
     add_compressed_training(parser)
     data_help = (
-        "yields one sequence of tensors per step, the same on all ranks; or zoo:NAME; or preprocessed:OUT, what soap-preprocess wrote "
+        "yields one sequence of tensors per step, the same on all ranks, or returns a torch dataset, of which each rank reads its samples; "
+        "or zoo:NAME; or preprocessed:OUT, what soap-preprocess wrote "
         "(default: drawn like the example inputs, of which whole numbers other than indices and labels, such as offsets and masks, "
         "are taken as they are)"
     )
@@ -269,6 +270,7 @@ def document(
             "measured_ns": measured.median_ns if measured else None,
             "steps_ns": list(measured.times_ns) if measured else None,
             "losses": list(measured.losses) if measured else None,
+            "input_bytes": list(measured.input_bytes) if measured else None,
             "throughput": {"predicted": figures.document(foreseen), "measured": figures.document(seen) if seen else None},
             "links": emulation.crossed(hosts, simulation, job.accumulate, measured) if hosts and measured else None,
         }

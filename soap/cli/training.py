@@ -13,9 +13,10 @@ from tqdm import tqdm
 
 from soap import api
 from soap.cli import compressing, journal
-from soap.cli.batches import Batches, ConvertedBatches, DrawnBatches, JoinedBatches, UserBatches
+from soap.cli.batches import ConvertedBatches, DrawnBatches, JoinedBatches, batch_size, user_batches
 from soap.cli.checkpoints import Checkpoints, Saver
 from soap.cli.options import Reading
+from soap.cli.sampled import Batches, by_rank
 from soap.cli.updating import Updating
 from soap.cluster.topology import DeviceKind, Topology
 from soap.emulation.placement import card_counters, run_evenly
@@ -28,6 +29,7 @@ from soap.runtime.comm.world import close_world, open_world
 from soap.runtime.system import clock
 from soap.runtime.trainer import Trainer
 from soap.runtime.training_options import TrainingOptions
+from soap.runtime.updates.optimizers import Optimizers
 from soap.simulator.analysis.timeline import MeasuredEvent
 from soap.strategy.config import Strategy
 from soap.tracing.model import TracedModel
@@ -116,7 +118,7 @@ def train(job: Job) -> Outcome:
     world = open_world(job.topology.device_count, kind, job.backend)  # once for all trainers
     try:
         optimizer = job.updating.recipe().optimizer
-        found = check(make_trainer(job, model, job.main), batches, optimizer, min(CHECKED_STEPS, job.steps)) if job.checked else None
+        found = _check(job, model, batches, optimizer) if job.checked else None
         saver = Saver(job.checkpoints, job.steps)
         measured = {name: _measure(job, model, name, batches, saver if name == job.main else None) for name in job.strategies}
         traced = _trace(job, model, batches) if job.traced else ()
@@ -126,12 +128,21 @@ def train(job: Job) -> Outcome:
         close_world(world)
 
 
+def _check(job: Job, model: TracedModel, batches: Batches, optimizer: Optimizers) -> CheckResult:
+    trainer = make_trainer(job, model, job.main)
+    return check(trainer, by_rank(batches, trainer), optimizer, min(CHECKED_STEPS, job.steps), whole=batches)
+
+
 def batches_of(job: Job, model: TracedModel) -> Batches:
     """The batches of the job, by step."""
-    batches: Batches = DrawnBatches(model, job.seed) if job.data is None else UserBatches(job.data, model)
-    if job.dtype is not None:
-        batches = ConvertedBatches(batches, getattr(torch, job.dtype))
+    batches: Batches = DrawnBatches(model, job.seed) if job.data is None else user_batches(job.data, batch_size(model))
+    batches = converted(job, batches)
     return JoinedBatches(batches, job.accumulate) if job.accumulate > 1 else batches
+
+
+def converted(job: Job, batches: Batches) -> Batches:
+    """The batches in the type that is computed in."""
+    return batches if job.dtype is None else ConvertedBatches(batches, getattr(torch, job.dtype))
 
 
 def _measure(job: Job, model: TracedModel, name: str, batches: Batches, saver: Saver | None) -> StepTimes:
@@ -151,7 +162,7 @@ def _measure(job: Job, model: TracedModel, name: str, batches: Batches, saver: S
                 saver.after_step(trainer)
 
         card = card_counters if job.emulated else None
-        return measure_steps(trainer, batches, job.steps - warm_up, warm_up, on_step=after, card=card)
+        return measure_steps(trainer, by_rank(batches, trainer), job.steps - warm_up, warm_up, on_step=after, card=card)
 
 
 def _resume(job: Job, trainer: Trainer, checkpoint: str) -> None:
@@ -179,15 +190,16 @@ def _resume(job: Job, trainer: Trainer, checkpoint: str) -> None:
 def _trace(job: Job, model: TracedModel, batches: Batches) -> tuple[tuple[MeasuredEvent, ...], ...]:
     """The events of some iterations on one batch, after others that warm up. One iteration alone would be noisy."""
     trainer = make_trainer(job, model, job.main)
+    given = by_rank(batches, trainer)
     for step in range(WARM_UP_STEPS):
-        trainer.step(*batches(step))
-    traced = [trainer.trace(*batches(WARM_UP_STEPS)) for _ in range(TRACED_STEPS)]
+        trainer.step(*given(step))
+    traced = [trainer.trace(*given(WARM_UP_STEPS)) for _ in range(TRACED_STEPS)]
     return tuple(tuple((event.rank, event.name, event.kind.value, event.start_ns, event.end_ns) for event in events) for events in traced)
 
 
 def _weigh(job: Job, model: TracedModel, batches: Batches, device: torch.device) -> tuple[int, ...]:
     """Each rank's peak memory, from before its shards are made to the end of a step with all of the optimizer's states. The loaded
-    model is not counted: it was there before."""
+    model is not counted: it was there before. Ranks are given whole batches, as is predicted."""
     batch = batches(0)
     gc.collect()
     with peak_memory(device) as peak:
