@@ -25,6 +25,7 @@ from soap.runtime.comm.redistribute import Communicator
 from soap.runtime.comm.traffic import Traffic
 from soap.runtime.comm.whole import home_of, whole_buffers, whole_parameters
 from soap.runtime.comm.world import close_world, open_world
+from soap.runtime.evaluation import mean_loss, require_evaluable
 from soap.runtime.inputs import Batch, BySamples, compare_ranks, compare_samples
 from soap.runtime.part_batch import Given
 from soap.runtime.program.fused_tiles import missing_compiler
@@ -202,6 +203,12 @@ class Trainer:
         self.sizes.check(parts)
         self.input_bytes += sum(tensor.nbytes for part in parts for tensor in part.tensors)
         return parts
+
+    def evaluate(self, *inputs: Given) -> float:
+        """The loss of a batch, as for ``step``, without training on it; the last step's ``gradients`` are gone then. RuntimeFailure in one
+        line if the program has dropout or batch norm's statistics: it cannot leave the mode that it was exported in."""
+        require_evaluable(self.model)
+        return mean_loss(self, self._batches(inputs, "evaluation"))
 
     def rows_looked_up(self, step: int, *inputs: torch.Tensor) -> dict[str, torch.Tensor]:
         """Sparse parameter -> rows that the step with this number looks up, ascending. No other rank is needed."""

@@ -17,8 +17,8 @@ from soap.errors import ModelError, SoapWarning
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.model import TileContext
 from soap.weights.fitting import matched
+from soap.weights.safetensors_files import SafetensorsFiles
 from soap.weights.seam import Kind
-from soap.weights.spec import open_weights
 from tests.cli.refusals import assert_refused
 from tests.extent import often
 from tests.runtime.pool import Pool
@@ -104,7 +104,7 @@ def test_ranks_train_from_weights_and_write_them_as_the_original_class_reads_the
     assert main([*command, "--model", files["full"], "--save-weights", "a"]) == 0
     assert main([*command, "--model", files["empty"], "--weights", files["weights"], "--save-weights", "b"]) == 0
     assert "weights" in capsys.readouterr().out
-    a, b = (open_weights(name) for name in "ab")
+    a, b = (SafetensorsFiles(Path(name)) for name in "ab")
     assert a.kinds == b.kinds and all(torch.equal(a.tensor(name), b.tensor(name)) for name in a.kinds)
     (Path("a") / "config.json").write_bytes((Path(files["weights"]) / "config.json").read_bytes())
     trained = type(module).from_pretrained("a")
@@ -141,14 +141,14 @@ def test_a_checkpoint_has_all_values(made: Made, tmp_path: Path, monkeypatch: py
     assert main([*command, "--steps", "2", "--model", files["empty"], "--weights", files["weights"], "--save", "c"]) == 0
     assert main([*command, "--steps", "2", "--model", files["empty"], "--resume", "c", "--save-weights", "d"]) == 0
     assert main([*command, "--steps", "4", "--model", files["full"], "--save-weights", "e"]) == 0
-    d, e = (open_weights(name) for name in "de")
+    d, e = (SafetensorsFiles(Path(name)) for name in "de")
     assert all(torch.allclose(d.tensor(name), e.tensor(name), rtol=1e-5, atol=1e-7) for name in e.kinds)
 
 
 class Known:
     """Weights of these shapes."""
 
-    said = "w"
+    said, is_mapped = "w", True
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.float32) -> None:
         self.kinds = {name: Kind(shape, torch.int64 if name.endswith("tracked") else dtype) for name, shape in shapes.items()}
