@@ -33,7 +33,7 @@ def test_each_tile_finds_its_samples_and_nothing_else_is_read(case: tuple[Operat
             if graph.tensors[operand.tensor].kind is TensorKind.INPUT and operand.tensor in divided:
                 read, (start, stop) = found[tile.device][operand.tensor], box[divided[operand.tensor]]
                 here, there = read.place((start, stop))
-                assert read.indices[here:there] == tuple(range(start, stop))
+                assert read.indices[here:there] == list(range(start, stop))
                 wanted.setdefault((tile.device, operand.tensor), set()).update(range(start, stop))
     for device, own in enumerate(found):
         for name, read in own.items():

@@ -32,9 +32,9 @@ class Samples:
         return sum(stop - start for start, stop in self.intervals)
 
     @property
-    def indices(self) -> tuple[int, ...]:
-        """Their numbers in the batch, ascending: the order in which a part of a batch has them."""
-        return tuple(chain.from_iterable(range(start, stop) for start, stop in self.intervals))
+    def indices(self) -> list[int]:
+        """Their numbers in the batch, ascending: the order in which a part of a batch has them. A list, by which tensors can be indexed."""
+        return list(chain.from_iterable(range(start, stop) for start, stop in self.intervals))
 
     def place(self, interval: Interval) -> Interval:
         """Where in a part of a batch an interval is that a tile reads. ValueError if the device does not read it."""

@@ -42,7 +42,7 @@ def dealt(parts: Sequence[torch.Tensor], names: Sequence[str], device: torch.dev
         if not _counts(tensor, size):
             found[name] = _first(tensor, device)
             continue
-        wanted = [own[name].indices if own[name].dim == 0 else tuple(range(total)) for own in read]
+        wanted = [own[name].indices if own[name].dim == 0 else list(range(total)) for own in read]
         found[name] = _sent(tensor, order, wanted, comm)
     return PartBatch([found[name] for name in trainer.model.input_names], total)
 

@@ -14,6 +14,7 @@ from soap.cluster.presets import local_topology
 from soap.cluster.topology import Topology
 from soap.errors import RuntimeFailure
 from soap.model.graph import OperatorGraph
+from soap.plan.samples import Samples
 from soap.runtime.check import check
 from soap.runtime.part_batch import PartBatch
 from soap.runtime.trainer import Trainer
@@ -48,6 +49,12 @@ def test_random_strategies_train_like_one_process(pool: Pool, case: tuple[Operat
     graph, topology, strategy = case
     plan = build_plan(graph, strategy, topology)
     assert_equal_to_one_process(pool.run(train, plan, random_order(plan, rng), 2, False, True))
+
+
+def test_parts_are_what_indexing_by_their_numbers_gives() -> None:
+    whole, read = torch.arange(24).reshape(8, 3), {"x": Samples(0, 8, ((1, 3), (6, 8))), "y": Samples(None, 0, ())}
+    part = PartBatch.cut([whole, whole], read)
+    assert torch.equal(part.tensors[0], whole[read["x"].indices]) and torch.equal(part.tensors[1], whole) and part.size == 8
 
 
 def test_traced_steps_are_given_parts_as_well(pool: Pool) -> None:
