@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from soap.runner.runner import get_runner
     from soap.runner.sharding import shard
     from soap.runner.tuning import tune
+    from soap.runtime.part_batch import PartBatch
     from soap.runtime.trainer import Trainer
     from soap.runtime.training_options import TrainingOptions
     from soap.search.options import SearchOptions
@@ -65,6 +66,7 @@ _HOME = {
     "tune": "soap.runner.tuning",
     "without_weights": "soap.tracing.without_values",
     "RunnerConfig": "soap.runner.config",
+    "PartBatch": "soap.runtime.part_batch",
     "Trainer": "soap.runtime.trainer",
     "TrainingOptions": "soap.runtime.training_options",
     "SearchOptions": "soap.search.options",
@@ -102,6 +104,7 @@ __all__ = [  # noqa: RUF022 - verbs, then values, then errors
     "simulate_servers",
     "tune",
     "without_weights",
+    "PartBatch",
     "RunnerConfig",
     "SearchOptions",
     "SearchOutcome",

@@ -58,7 +58,7 @@ def test_optimizers_of_a_runner() -> None:
 
 @pytest.mark.slow
 def test_classical_strategy_trainer_and_hugging_face(tmp_path: Path) -> None:
-    export, _, pipeline, classical, train, hugging_face, script, _, _ = blocks("python")
+    export, _, pipeline, classical, train, _, hugging_face, script, _, _ = blocks("python")
     assert "soap.get_runner(" in script  # the notebook of it runs in test_notebook
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     pipeline = pipeline.replace("local:4", "local:2")  # which is measured already

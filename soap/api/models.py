@@ -82,8 +82,9 @@ def load(
     ``matmul_precision``: ``highest``, ``high`` or ``medium``, as for ``torch.set_float32_matmul_precision``, which is set for this process
     (None: left as it is). Products of float32 matrices are priced by it.
     ``imports``: modules that define custom operators of the model, imported first.
-    ``weights``: a safetensors file, or a folder with such files, as Hugging Face writes it. Parameters then stay in the files until a rank
-    reads its parts; without, they are those that the model was exported with. Not with ``plan_only``.
+    ``weights``: a safetensors file, or a folder with such files, as Hugging Face writes it: parameters then stay in the files until a rank
+    reads its parts. Or a checkpoint, or ``init:normal:STD`` or ``init:fan_in`` (``soap.weights.initializer``). Without, they are those that
+    the model was exported with. Not with ``plan_only``.
 
     ModelError in one line if the model cannot be read or planned, or the weights are not its.
     """
@@ -98,10 +99,10 @@ def load(
     if weights is not None:
         if plan_only:
             raise ModelError(f"weights {str(weights)!r} with plan_only, which reads none; leave one of them out")
+        from soap.api.weights import open_weights
         from soap.weights.fitting import give
-        from soap.weights.spec import open_weights
 
-        give(model, open_weights(weights))
+        give(model, open_weights(weights, model))
     return model
 
 

@@ -1,23 +1,28 @@
 """Training data for ``soap-run``: batches drawn like the model's example inputs, or the user's own. They depend on the step alone and
-are the same on all ranks."""
+are the same on all ranks, of which each reads only its samples where it can ask for them (``parts``, see ``soap.cli.sampled``)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from soap import zoo
-from soap.cli.preprocessed import batches, folder_of
+from soap.cli.preprocessed import folder_of
+from soap.cli.sampled import Batches, NumberedBatches, chronological, numbered, parts_of, tensors_of
 from soap.errors import SoapError
+from soap.model.regions import Interval
+from soap.plan.samples import Samples
+from soap.runtime.part_batch import PartBatch, taken
 from soap.tracing.imports import from_here
 from soap.tracing.model import TracedModel
 
-Batches = Callable[[int], Sequence[torch.Tensor]]
 SEED_STRIDE = 1_000_003
 """Keeps the batches of neighbouring seeds apart."""
+AT_ONCE = 2**18
+"""About so many elements are drawn at once where only some of them are kept."""
 
 
 class DrawnBatches:
@@ -44,23 +49,44 @@ class DrawnBatches:
 
     def __call__(self, step: int) -> Sequence[torch.Tensor]:
         """The batch of a step."""
-        generator = torch.Generator().manual_seed(self._seed * SEED_STRIDE + step)
+        generator = self._generator(step)
         return [_drawn(example, generator) if drawn else example for example, drawn in zip(self._examples, self._drawn, strict=True)]
+
+    def parts(self, step: int, samples: Mapping[str, Samples]) -> list[PartBatch]:
+        """What a rank reads of the batch of a step. The others' numbers are drawn, too, a few at a time, and nothing is made of them."""
+        generator = self._generator(step)
+        given = zip(self._examples, self._drawn, samples.values(), strict=True)
+        size = max((read.size for read in samples.values()), default=0)
+        return [PartBatch([_drawn_part(own, generator, read) if drawn else taken(own, read) for own, drawn, read in given], size)]
+
+    def _generator(self, step: int) -> torch.Generator:
+        return torch.Generator().manual_seed(self._seed * SEED_STRIDE + step)
+
+
+def user_batches(spec: str, size: int) -> Batches:
+    """The batches of ``--data``: of ``size`` samples, where samples have numbers (``preprocessed:OUT``: what ``soap-preprocess`` wrote; a
+    callable that returns a torch dataset), else as they come."""
+    folder = folder_of(spec)
+    if folder is not None:
+        from soap.data import Preprocessed
+
+        return chronological(spec, Preprocessed(folder), size)
+    make = _callable(spec)
+    made = make()
+    found: NumberedBatches | None = numbered(spec, made, size)
+    return UserBatches(spec, make, made) if found is None else found
 
 
 class UserBatches:
     """Batches of the callable ``pkg.mod:name``: a sequence of tensors per step, in the order of the model's inputs.
     ``zoo:NAME[:SIZE][@BATCH]`` draws batches as the zoo does for this model. At its end the callable is called again. Every rank calls
-    it and must get the same batches, so whatever is random needs a seed. ``preprocessed:OUT`` yields what ``soap-preprocess`` wrote, in
-    batches of the size of ``model``'s."""
+    it and must get the same batches, so whatever is random needs a seed. ``first``: what the callable ``make`` has returned already."""
 
-    def __init__(self, spec: str, model: TracedModel | None = None) -> None:
-        self._spec = spec
-        folder = folder_of(spec)
-        self._make = _callable(spec) if folder is None else batches(folder, _batch_of(model, spec))
+    def __init__(self, spec: str, make: Callable[[], Any], first: Any) -> None:
+        self._spec, self._make = spec, make
         self._step = -1
         self._batch: list[torch.Tensor] = []
-        self._source = self._begin()
+        self._source = self._checked(first)
 
     def __call__(self, step: int) -> Sequence[torch.Tensor]:
         """The batch of a step. Asking again for the last one is free; going back starts from the beginning."""
@@ -72,7 +98,9 @@ class UserBatches:
         return self._batch
 
     def _begin(self) -> Iterator[Any]:
-        made = self._make()
+        return self._checked(self._make())
+
+    def _checked(self, made: Any) -> Iterator[Any]:
         if not isinstance(made, Iterable):
             raise SoapError(f"--data {self._spec}: the callable returned {type(made).__name__}; expected an iterable of batches")
         return iter(made)
@@ -85,13 +113,7 @@ class UserBatches:
             batch = next(self._source, end)
         if batch is end:
             raise SoapError(f"--data {self._spec}: no batches; expected at least one")
-        items = batch if isinstance(batch, Iterable) and not isinstance(batch, torch.Tensor) else [batch]
-        tensors: list[torch.Tensor] = []
-        for item in items:
-            if not isinstance(item, torch.Tensor):
-                raise SoapError(f"--data {self._spec}: a batch holds {type(item).__name__}; expected a sequence of tensors per step")
-            tensors.append(item)
-        return tensors
+        return tensors_of(self._spec, batch)
 
 
 class ConvertedBatches:
@@ -99,10 +121,15 @@ class ConvertedBatches:
 
     def __init__(self, batches: Batches, dtype: torch.dtype) -> None:
         self._batches, self._dtype = batches, dtype
+        inner = parts_of(batches)
+        self.parts = None if inner is None else lambda step, samples: [own.map(self._converted) for own in inner(step, samples)]
 
     def __call__(self, step: int) -> Sequence[torch.Tensor]:
         """The batch of a step."""
-        return [tensor.to(self._dtype) if tensor.is_floating_point() else tensor for tensor in self._batches(step)]
+        return [self._converted(tensor) for tensor in self._batches(step)]
+
+    def _converted(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
 
 class JoinedBatches:
@@ -110,10 +137,15 @@ class JoinedBatches:
 
     def __init__(self, batches: Batches, count: int) -> None:
         self._batches, self._count = batches, count
+        inner = parts_of(batches)
+        self.parts = None if inner is None else lambda step, samples: [own for i in self._numbers(step) for own in inner(i, samples)]
 
     def __call__(self, step: int) -> Sequence[torch.Tensor]:
         """All tensors of a step."""
-        return [tensor for i in range(self._count) for tensor in self._batches(step * self._count + i)]
+        return [tensor for i in self._numbers(step) for tensor in self._batches(i)]
+
+    def _numbers(self, step: int) -> range:
+        return range(step * self._count, (step + 1) * self._count)
 
 
 def _drawn(example: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -122,11 +154,29 @@ def _drawn(example: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return example.gather(0, torch.randint(len(example), example.shape, generator=generator))
 
 
-def _batch_of(model: TracedModel | None, spec: str) -> int:
-    """The size of a model's batch."""
-    if model is None:
-        raise SoapError(f"--data {spec}: expected a model that says how large a batch is")
-    return int(model.graph.tensors[model.input_names[0]].shape[0])
+def _drawn_part(example: torch.Tensor, generator: torch.Generator, read: Samples) -> torch.Tensor:
+    """``taken(_drawn(example, generator), read)``, with no more at a time than about ``AT_ONCE`` elements that are not kept."""
+    if read.dim != 0 or example.dim() == 0 or example.numel() == 0:
+        return taken(_drawn(example, generator), read)
+    step = max(1, AT_ONCE // max(1, example[0].numel()))
+    kept = []
+    for start in range(0, len(example), step):
+        stop = min(start + step, len(example))
+        numbers = torch.randint(len(example), (stop - start, *example.shape[1:]), generator=generator)
+        kept += [example.gather(0, numbers[a - start : b - start]) for a, b in _within(read.intervals, start, stop)]
+    return torch.cat(kept) if kept else example[:0].clone()
+
+
+def _within(intervals: Sequence[Interval], start: int, stop: int) -> Iterator[Interval]:
+    """The parts of the intervals between ``start`` and ``stop``."""
+    own = ((max(a, start), min(b, stop)) for a, b in intervals)
+    return ((a, b) for a, b in own if a < b)
+
+
+def batch_size(model: TracedModel) -> int:
+    """The samples in a model's batch; 1 if it says nothing of them."""
+    shapes = [model.graph.tensors[name].shape for name in model.input_names]
+    return next((shape[0] for shape in shapes if shape), 1)
 
 
 def _callable(spec: str) -> Callable[[], Any]:

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from soap import api
-from soap.cli.batches import Batches, ConvertedBatches, DrawnBatches, UserBatches
+from soap.cli.batches import ConvertedBatches, DrawnBatches, batch_size, user_batches
 from soap.cli.command import UsageError
 from soap.cli.preprocessed import folder_of
+from soap.cli.sampled import Batches
 from soap.data import Preprocessed
 from soap.elastic.worker import OfDataset
 from soap.model.batch import sample_dims
@@ -108,7 +109,7 @@ def lease_data(
         drawn = DrawnBatches(api.load(model, **reading), seed)
         make = partial(_same, drawn)
     else:
-        make = partial(UserBatches, data)
+        make = partial(user_batches, data, batch_size(planned))
     return PartsOfSteps(make if kept is None else partial(_converted, make, kept), workers, cut), 1
 
 

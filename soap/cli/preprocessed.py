@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import TYPE_CHECKING
-
 from soap.cli.command import UsageError
-
-if TYPE_CHECKING:
-    import torch
 
 PREFIX = "preprocessed:"
 SIZED = ("zoo:dlrm",)
@@ -32,10 +25,3 @@ def sized(model: str, folder: str | None) -> str:
     if not rows:
         raise UsageError(f"{folder!r} has no categories; expected some, one for each table of {model}")
     return f"{name}:tables={'-'.join(str(max(1, count)) for count in rows)}{at}{batch}"
-
-
-def batches(folder: str, size: int) -> Callable[[], Iterator[Sequence[torch.Tensor]]]:
-    """What yields the data's batches of this size, in chronological order."""
-    from soap.data import Preprocessed
-
-    return partial(Preprocessed(folder).batches, size)

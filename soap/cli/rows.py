@@ -27,9 +27,9 @@ def load_graph(args: argparse.Namespace, topology: Topology | None) -> OperatorG
     model = api.load(args.model, plan_only=True, **reading(args, topology))
     graph = model.graph
     if args.data is not None:
-        from soap.cli.batches import UserBatches  # imports torch, which reading the model has done already
+        from soap.cli.batches import batch_size, user_batches  # imports torch, which reading the model has done already
 
-        batches = UserBatches(args.data, model)
+        batches = user_batches(args.data, batch_size(model))
         graph = api.measure_rows(model, (batches(step) for step in range(args.alpha_batches)))
     if args.alpha_from is not None:
         graph = measure_rows_of(model, args.alpha_from)

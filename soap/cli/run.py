@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from soap import api
-from soap.cli import compressing, emulation, figures, restarting, stale_run, warm_up, weights
+from soap.cli import compressing, emulation, evaluating, figures, restarting, stale_run, warm_up, weights
 from soap.cli.checkpoints import add_checkpoints, chosen
 from soap.cli.command import Parser, UsageError, note, run_command
 from soap.cli.options import (
@@ -79,6 +79,7 @@ def make_parser() -> Parser:
     parser.add_argument("--seed", metavar="S", type=not_negative, help="of data and dropout (default: the checkpoint's, or 0)")
     emulation.add_emulation(parser)
     add_checkpoints(parser)
+    evaluating.add_evaluation(parser)
     restarting.add_restarts(parser)
     stale_run.add_stale_run(parser)
     add_outputs(parser, timeline="write an iteration for Perfetto and soap-compare, predicted and measured side by side")
@@ -98,7 +99,8 @@ def add_training(parser: Parser) -> None:
     parser.add_argument("--compile", action="store_true", help="by torch.compile, which takes its time in the first step")
     add_compressed_training(parser)
     data_help = (
-        "yields one sequence of tensors per step, the same on all ranks; or zoo:NAME; or preprocessed:OUT, what soap-preprocess wrote "
+        "yields one sequence of tensors per step, the same on all ranks, or returns a torch dataset, of which each rank reads its samples; "
+        "or zoo:NAME; or preprocessed:OUT, what soap-preprocess wrote "
         "(default: drawn like the example inputs, of which whole numbers other than indices and labels, such as offsets and masks, "
         "are taken as they are)"
     )
@@ -204,6 +206,7 @@ def prepare(args: argparse.Namespace, topology: Topology | None = None) -> tuple
         checkpoints=replace(checkpoints, names=names),
         emulated=args.emulate,
         record=record,
+        evaluated=evaluating.chosen(args),
     )
     phases = warm_up.document(simulator, strategies[STRATEGY], args.warm_up, args.accumulate)
     return job, predicted, {**api.costs_record(simulator, predicted[STRATEGY].tasks), **({"warm_up": phases} if phases else {})}
@@ -269,6 +272,7 @@ def document(
             "measured_ns": measured.median_ns if measured else None,
             "steps_ns": list(measured.times_ns) if measured else None,
             "losses": list(measured.losses) if measured else None,
+            "input_bytes": list(measured.input_bytes) if measured else None,
             "throughput": {"predicted": figures.document(foreseen), "measured": figures.document(seen) if seen else None},
             "links": emulation.crossed(hosts, simulation, job.accumulate, measured) if hosts and measured else None,
         }
@@ -283,6 +287,7 @@ def document(
         "resumed_at": job.checkpoints.resumed_at,
         "checkpoint": outcome.saved,
         "weights": job.checkpoints.weights,
+        "evaluation": evaluating.document(job, outcome),
         "strategies": strategies,
         "compressed": compressing.count(predicted[STRATEGY]),
         "warm_up": [{**own, "predicted_ns": round(own["predicted_ns"] / scale)} for own in costs.get("warm_up", ())],
@@ -331,7 +336,7 @@ def text(report: Mapping[str, Any]) -> str:
     if report["warm_up"]:
         facts.append(("predicted warm-up", warm_up.text(report["warm_up"], own["predicted_ns"])))
     facts += [(what, report[what]) for what in ("checkpoint", "weights") if report[what]]
-    facts += restarting.facts(report)
+    facts += [*evaluating.facts(report), *restarting.facts(report)]
     if report["check"]:
         facts.append(("check", _checked(report["check"], lossy=report["compressed"] > 0)))
     head = f"{report['model']} on {report['cluster']}: {report['processes']} processes, {report['backend']}, {report['steps']} steps"

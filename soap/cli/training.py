@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from soap import api
-from soap.cli import compressing, journal
-from soap.cli.batches import Batches, ConvertedBatches, DrawnBatches, JoinedBatches, UserBatches
+from soap.cli import compressing, evaluating, journal, weights
+from soap.cli.batches import ConvertedBatches, DrawnBatches, JoinedBatches, batch_size, user_batches
 from soap.cli.checkpoints import Checkpoints, Saver
 from soap.cli.options import Reading
+from soap.cli.sampled import Batches, by_rank
 from soap.cli.updating import Updating
 from soap.cluster.topology import DeviceKind, Topology
 from soap.emulation.placement import card_counters, run_evenly
@@ -25,14 +25,15 @@ from soap.measure.memory import peak_memory
 from soap.plan.running.execution_order import ExecutionOrder
 from soap.runtime.check import CheckResult, check
 from soap.runtime.comm.world import close_world, open_world
+from soap.runtime.evaluation import require_evaluable
 from soap.runtime.system import clock
 from soap.runtime.trainer import Trainer
 from soap.runtime.training_options import TrainingOptions
+from soap.runtime.updates.optimizers import Optimizers
 from soap.simulator.analysis.timeline import MeasuredEvent
 from soap.strategy.config import Strategy
 from soap.tracing.model import TracedModel
 from soap.tracing.record import ExportRecord
-from soap.weights.fitting import make_room
 
 TRACED_STEPS = 5
 WEIGHED_STEPS = 3
@@ -48,7 +49,8 @@ class Job:
     updating; what it leaves open is taken from the checkpoint, if the job goes on from one. ``emulated``: whether ranks are on emulated
     hosts. ``correct_momentum``, ``warm_up``: see ``--correct-momentum`` and ``--warm-up``. ``compressed``: name of a
     strategy -> parameters that it compresses, in order. ``weighed``: whether peak memory is measured.
-    ``record``: what the model's file says of its export. ``journal``: the file for each step's loss (``soap.cli.journal``)."""
+    ``record``: what the model's file says of its export. ``journal``: the file for each step's loss (``soap.cli.journal``).
+    ``evaluated``: the data on which the loss is asked for at the end, and how many batches of them."""
 
     model: str
     reading: Reading
@@ -75,6 +77,7 @@ class Job:
     emulated: bool = False
     record: ExportRecord | None = None
     journal: str | None = None
+    evaluated: tuple[str, int] | None = None
 
     @property
     def updating(self) -> Updating:
@@ -94,7 +97,8 @@ class Job:
 @dataclass(frozen=True)
 class Outcome:
     """What all ranks saw together. ``iterations``: the events of each traced iteration, empty if none was to be traced. ``saved``: the
-    last checkpoint's path, if there is one. ``peak_bytes``: of each rank, if it was to be measured."""
+    last checkpoint's path, if there is one. ``peak_bytes``: of each rank, if it was to be measured. ``evaluation``: the mean loss
+    on other data, if it was asked for."""
 
     backend: str
     measured: Mapping[str, StepTimes]
@@ -102,40 +106,51 @@ class Outcome:
     iterations: tuple[tuple[MeasuredEvent, ...], ...]
     saved: str | None = None
     peak_bytes: tuple[int, ...] | None = None
+    evaluation: float | None = None
 
 
 def train(job: Job) -> Outcome:
     """Train by each strategy in turn, each from the model's own parameters."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SoapWarning)  # the command has shown the warnings, once for all ranks
-        model = api.load(job.model, dtype=job.dtype, weights=job.weights, **job.reading)
-    if job.checkpoints.resume is not None:
-        make_room(model)
+        model = weights.load(job)
     batches = batches_of(job, model)
+    if job.evaluated is not None:
+        require_evaluable(model)
     kind = job.device_kind or job.topology.devices[0].type.kind
     world = open_world(job.topology.device_count, kind, job.backend)  # once for all trainers
     try:
         optimizer = job.updating.recipe().optimizer
-        found = check(make_trainer(job, model, job.main), batches, optimizer, min(CHECKED_STEPS, job.steps)) if job.checked else None
+        found = _check(job, model, batches, optimizer) if job.checked else None
         saver = Saver(job.checkpoints, job.steps)
-        measured = {name: _measure(job, model, name, batches, saver if name == job.main else None) for name in job.strategies}
+        results = {name: _measure(job, model, name, batches, saver if name == job.main else None) for name in job.strategies}
+        measured = {name: own for name, (own, _) in results.items()}
         traced = _trace(job, model, batches) if job.traced else ()
         held = _weigh(job, model, batches, world.device) if job.weighed else None
-        return Outcome(world.backend, measured, found, traced, saver.saved, held)
+        return Outcome(world.backend, measured, found, traced, saver.saved, held, results[job.main][1])
     finally:
         close_world(world)
 
 
+def _check(job: Job, model: TracedModel, batches: Batches, optimizer: Optimizers) -> CheckResult:
+    trainer = make_trainer(job, model, job.main)
+    return check(trainer, by_rank(batches, trainer), optimizer, min(CHECKED_STEPS, job.steps), whole=batches)
+
+
 def batches_of(job: Job, model: TracedModel) -> Batches:
     """The batches of the job, by step."""
-    batches: Batches = DrawnBatches(model, job.seed) if job.data is None else UserBatches(job.data, model)
-    if job.dtype is not None:
-        batches = ConvertedBatches(batches, getattr(torch, job.dtype))
+    batches: Batches = DrawnBatches(model, job.seed) if job.data is None else user_batches(job.data, batch_size(model))
+    batches = converted(job, batches)
     return JoinedBatches(batches, job.accumulate) if job.accumulate > 1 else batches
 
 
-def _measure(job: Job, model: TracedModel, name: str, batches: Batches, saver: Saver | None) -> StepTimes:
-    """Run all steps of the job. The first few are not timed, unless there are no others."""
+def converted(job: Job, batches: Batches) -> Batches:
+    """The batches in the type that is computed in."""
+    return batches if job.dtype is None else ConvertedBatches(batches, getattr(torch, job.dtype))
+
+
+def _measure(job: Job, model: TracedModel, name: str, batches: Batches, saver: Saver | None) -> tuple[StepTimes, float | None]:
+    """Run all steps of the job, and for what is saved evaluate it then. The first few steps are not timed, unless there are no others."""
     trainer = make_trainer(job, model, name)
     if job.checkpoints.resume is not None:
         _resume(job, trainer, job.checkpoints.resume)
@@ -151,7 +166,8 @@ def _measure(job: Job, model: TracedModel, name: str, batches: Batches, saver: S
                 saver.after_step(trainer)
 
         card = card_counters if job.emulated else None
-        return measure_steps(trainer, batches, job.steps - warm_up, warm_up, on_step=after, card=card)
+        times = measure_steps(trainer, by_rank(batches, trainer), job.steps - warm_up, warm_up, on_step=after, card=card)
+    return times, evaluating.evaluate(job, model, trainer) if saver is not None else None
 
 
 def _resume(job: Job, trainer: Trainer, checkpoint: str) -> None:
@@ -179,15 +195,16 @@ def _resume(job: Job, trainer: Trainer, checkpoint: str) -> None:
 def _trace(job: Job, model: TracedModel, batches: Batches) -> tuple[tuple[MeasuredEvent, ...], ...]:
     """The events of some iterations on one batch, after others that warm up. One iteration alone would be noisy."""
     trainer = make_trainer(job, model, job.main)
+    given = by_rank(batches, trainer)
     for step in range(WARM_UP_STEPS):
-        trainer.step(*batches(step))
-    traced = [trainer.trace(*batches(WARM_UP_STEPS)) for _ in range(TRACED_STEPS)]
+        trainer.step(*given(step))
+    traced = [trainer.trace(*given(WARM_UP_STEPS)) for _ in range(TRACED_STEPS)]
     return tuple(tuple((event.rank, event.name, event.kind.value, event.start_ns, event.end_ns) for event in events) for events in traced)
 
 
 def _weigh(job: Job, model: TracedModel, batches: Batches, device: torch.device) -> tuple[int, ...]:
     """Each rank's peak memory, from before its shards are made to the end of a step with all of the optimizer's states. The loaded
-    model is not counted: it was there before."""
+    model is not counted: it was there before. Ranks are given whole batches, as is predicted."""
     batch = batches(0)
     gc.collect()
     with peak_memory(device) as peak:
@@ -216,6 +233,7 @@ def make_trainer(job: Job, model: TracedModel, name: str) -> Trainer:
     )
     with clock.paused():  # it is made at this machine's speed
         trainer = Trainer(model, (strategy, job.topology), order, options)
+        weights.fill(job, trainer)
     if job.emulated:
         run_evenly()  # all groups' threads exist now
     return trainer

@@ -11,15 +11,50 @@ from soap.cli.options import Reading
 from soap.errors import ModelError
 
 if TYPE_CHECKING:
+    from soap.cli.training import Job
     from soap.model.graph import OperatorGraph
+    from soap.runtime.trainer import Trainer
+    from soap.tracing.model import TracedModel
     from soap.tracing.record import ExportRecord
 
-HELP = "a safetensors file, or a folder as Hugging Face writes it: the model's values (default: those in MODEL)"
+HELP = (
+    "the model's values: a safetensors file, a folder as Hugging Face writes it, a checkpoint of --save, or drawn by parameters' names: "
+    "init:normal:STD or init:fan_in, with @SEED or without (default: those in MODEL)"
+)
 
 
 def add_weights(parser: Parser) -> None:
     """The option."""
-    parser.add_argument("--weights", metavar="PATH", help=HELP)
+    parser.add_argument("--weights", metavar="SPEC", help=HELP)
+
+
+def load(job: Job) -> TracedModel:
+    """The model on a rank. Weights that are not mapped come when a trainer is there (``fill``), which keeps only parts of them; so do those
+    of a checkpoint to go on from."""
+    from soap.api.weights import open_weights
+    from soap.weights.fitting import give, make_room
+
+    model = api.load(job.model, dtype=job.dtype, **job.reading)
+    weights = None if job.weights is None else open_weights(job.weights, model)
+    if weights is not None and weights.is_mapped:
+        give(model, weights)
+    elif weights is not None or job.checkpoints.resume is not None:
+        make_room(model)
+    return model
+
+
+def fill(job: Job, trainer: Trainer) -> None:
+    """Give a trainer the weights that are no files, tensor by tensor."""
+    from soap.api.weights import open_weights
+    from soap.weights.fitting import OneByOne
+
+    weights = None if job.weights is None else open_weights(job.weights, trainer.model)
+    if weights is not None and not weights.is_mapped:
+        state, cut = OneByOne(trainer.model, weights), {shard.parameter for shard in trainer.plan.shards}
+        trainer.load_state_dict(state)
+        for name, room in trainer.model.parameters.items():
+            if name not in cut:  # which no tile reads, and so no rank keeps
+                room.detach().copy_(state[name])
 
 
 def read(
@@ -27,13 +62,14 @@ def read(
 ) -> tuple[OperatorGraph, ExportRecord | None, Mapping[str, str]]:
     """The model's graph, what its file says of its export, and what its parameters are called in the weights. ModelError in one line if
     these are not the model's, or if it has none, and no checkpoint gives them."""
+    from soap.api.weights import open_weights
     from soap.weights.fitting import matched
-    from soap.weights.spec import open_weights
 
     planned = api.load(model, plan_only=True, **reading)
     record: ExportRecord | None = getattr(planned, "record", None)
     if weights is not None:
-        return planned.graph, record, matched(planned, open_weights(weights))
+        return planned.graph, record, matched(planned, open_weights(weights, planned))
     if record is not None and not record.has_values and not resumed:
-        raise ModelError(f"model {model!r} was exported without weights; expected --weights PATH: safetensors, as Hugging Face writes")
+        said = "expected --weights SPEC: safetensors, as Hugging Face writes, or init:normal:0.02"
+        raise ModelError(f"model {model!r} was exported without weights; {said}")
     return planned.graph, record, {}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from soap.errors import SoapError
@@ -48,24 +48,25 @@ class Preprocessed(Dataset[Sample]):
         return self.rows // self._ranks
 
     def __getitem__(self, index: int) -> Sample:
-        numbers, categories, labels = self._at(np.array([self._row(index)]))
+        numbers, categories, labels = self.at(np.array([self._row(index)]))
         return numbers[0], categories[0], labels[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
         """Several samples at once, as DataLoader asks for them."""
-        return list(zip(*self._at(np.array([self._row(index) for index in indices], np.int64)), strict=True))
+        return list(zip(*self.at(np.array([self._row(index) for index in indices], np.int64)), strict=True))
 
     def batches(self, size: int) -> Iterator[Sample]:
         """Whole batches in chronological order, of all samples whatever the rank: (size, columns) each. A smaller last one is left out."""
         for begin in range(0, self.rows - size + 1, size):
-            yield self._at(slice(begin, begin + size))
+            yield self.at(slice(begin, begin + size))
 
     def _row(self, index: int) -> int:
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         return (index % len(self)) * self._ranks + self._rank
 
-    def _at(self, rows: Any) -> Sample:
+    def at(self, rows: slice | NDArray[np.int64]) -> Sample:
+        """The samples in these rows of the files, whatever the rank: (rows, columns) each."""
         numbers = torch.from_numpy(self._numbers[rows].astype(np.float32))
         numbers = torch.where(self._log1p, torch.log1p(numbers), numbers)
         labels = torch.from_numpy(self._labels[rows].astype(np.float32))

@@ -9,6 +9,7 @@ from time import perf_counter_ns
 
 import torch
 
+from soap.runtime.part_batch import Given, mapped
 from soap.runtime.system import clock
 from soap.runtime.trainer import Trainer
 
@@ -19,11 +20,12 @@ WARM_UP_STEPS = 2
 class StepTimes:
     """Nanoseconds of each step after the warm-up, of the slowest rank, and each step's loss (warm-up included). ``card_counts``: by
     rank, bytes (sent, received) and frames (sent, received) that its host's network card counted in these timed steps; empty if they
-    were not asked for."""
+    were not asked for. ``input_bytes``: by rank, what it was given of the batch in a step, on average."""
 
     times_ns: tuple[int, ...]
     losses: tuple[float, ...]
     card_counts: tuple[tuple[int, ...], ...] = ()
+    input_bytes: tuple[int, ...] = ()
 
     @property
     def median_ns(self) -> int:
@@ -33,7 +35,7 @@ class StepTimes:
 
 def measure_steps(
     trainer: Trainer,
-    batch: Callable[[int], Sequence[torch.Tensor]],
+    batch: Callable[[int], Sequence[Given]],
     steps: int,
     warm_up: int = WARM_UP_STEPS,
     on_step: Callable[[int, float], None] | None = None,
@@ -45,6 +47,7 @@ def measure_steps(
     times: list[int] = []
     losses: list[float] = []
     moved: list[tuple[int, ...]] = [(), ()]
+    begun = trainer.input_bytes
 
     def count(place: int) -> None:
         if card is not None:
@@ -53,7 +56,7 @@ def measure_steps(
             trainer.comm.barrier()  # otherwise another rank's next step would count
 
     for number in range(trainer.steps, trainer.steps + warm_up + steps):
-        inputs = [trainer.place(tensor) for tensor in batch(number)]  # as input pipelines do during the step before
+        inputs = mapped(batch(number), trainer.place)  # as input pipelines do during the step before
         if len(times) == warm_up:
             count(0)
         trainer.comm.barrier()
@@ -65,10 +68,12 @@ def measure_steps(
         if on_step is not None:
             on_step(number, losses[-1])
     count(1)
-    slowest = [max(own) for own in zip(*trainer.comm.gather(times), strict=True)]
+    given = (trainer.input_bytes - begun) // max(1, len(times))
+    outcomes = trainer.comm.gather((times, given))
+    slowest = [max(own) for own in zip(*(own for own, _ in outcomes), strict=True)]
     counts = trainer.comm.gather(moved) if card is not None else []
     crossed = tuple(tuple(now - then for then, now in zip(before, after, strict=True)) for before, after in counts)
-    return StepTimes(tuple(slowest[warm_up:]), tuple(losses), crossed)
+    return StepTimes(tuple(slowest[warm_up:]), tuple(losses), crossed, tuple(own for _, own in outcomes))
 
 
 def _finish(trainer: Trainer) -> None:

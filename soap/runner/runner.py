@@ -16,7 +16,7 @@ from soap import api
 from soap.cluster.topology import Topology
 from soap.errors import RuntimeFailure, SoapError
 from soap.plan.running.execution_order import ExecutionOrder
-from soap.runner.batches import joined
+from soap.runner.batches import dealt, joined
 from soap.runner.config import RunnerConfig
 from soap.runner.partitioner import groups
 from soap.runner.planning import planned
@@ -26,6 +26,7 @@ from soap.runner.tuning import served_sparse, tune
 from soap.runtime.checkpoint.folder import complete
 from soap.runtime.comm.world import close_world, open_world
 from soap.runtime.eager import eager_judge
+from soap.runtime.part_batch import Given
 from soap.runtime.trainer import Trainer
 from soap.strategy.config import Strategy
 from soap.tracing.example import Example
@@ -54,6 +55,7 @@ class Runner:
         self._names: Sequence[str] = ()
         kind = topology.devices[0].type.kind
         self.world = open_world(topology.device_count, kind, config.backend, config.timeout_s)
+        self._wire = self.world.device if self.world.backend == "nccl" else torch.device("cpu")
         self._saved_at = 0
         self._stale: StaleTraining | None = None
 
@@ -67,12 +69,18 @@ class Runner:
         tensors = [batch] if isinstance(batch, torch.Tensor) else list(batch.values() if isinstance(batch, Mapping) else batch)
         if self.config.stale:
             return self._run_stale(tensors, dict(batch) if isinstance(batch, Mapping) else None)
-        if self.config.sharded:
-            wire = self.world.device if self.world.backend == "nccl" else torch.device("cpu")
-            tensors = joined(tensors, wire)
-        named = dict(zip(batch, tensors, strict=True)) if isinstance(batch, Mapping) else None
-        trainer = self.trainer or self._start(tensors, named)
-        loss = trainer.step(*(tensors if named is None else [named[name] for name in self._names]))
+        keys = list(batch) if isinstance(batch, Mapping) else None
+        given: Sequence[Given] = tensors
+        if self.config.sharded and self.trainer is not None:
+            given = [dealt(tensors, keys or self._names, self._wire, self.trainer)]
+        else:
+            tensors = joined(tensors, self._wire) if self.config.sharded else tensors
+            named = None if keys is None else dict(zip(keys, tensors, strict=True))
+            if self.trainer is None:
+                self.trainer = self._start(tensors, named)
+            given = tensors if named is None else [named[name] for name in self._names]
+        trainer = self.trainer
+        loss = trainer.step(*given)
         if self.config.save_every is not None and trainer.steps % self.config.save_every == 0:
             self._save(trainer)
         return loss
@@ -126,11 +134,11 @@ class Runner:
                 iterations=config.tuning_iterations,
                 together=groups(self.model),
             ).strategy
-        self.trainer = Trainer(model, (self.strategy, self.topology), order, config.training)
+        trainer = Trainer(model, (self.strategy, self.topology), order, config.training)
         if config.checkpoint is not None and Path(config.checkpoint).is_dir() and complete(Path(config.checkpoint)):
-            self.trainer.load(config.checkpoint)
-        self._saved_at = self.trainer.steps
-        return self.trainer
+            trainer.load(config.checkpoint)
+        self._saved_at = trainer.steps
+        return trainer
 
     def _traced(
         self, tensors: Sequence[torch.Tensor], named: Mapping[str, torch.Tensor] | None
@@ -191,7 +199,8 @@ def get_runner(model: nn.Module, cluster: api.Cluster | None = None, config: Run
     """A runner for a module that returns its loss. It runs on the ranks that torchrun has started, one per device of the cluster.
 
     ``cluster``: as for ``soap.find``; None: this machine with one device per rank. Training begins with the module's own values; trained
-    values are in ``state_dict()``. Batches are gathered on all ranks before a step.
+    values are in ``state_dict()``. Before a step each rank's samples are sent to the ranks that read them; those of the first step, which
+    the model is exported with, to all.
     """
     topology = cluster if isinstance(cluster, Topology) else api.load_cluster(cluster or f"local:{rank_and_count()[1]}")
     return Runner(model, topology, config or RunnerConfig())

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from soap.model.dtypes import replaced
-from soap.runtime.inputs import micro_batches
 from soap.runtime.trainer import Trainer
 from soap.tracing.model import TileContext, TracedModel
 
@@ -30,8 +29,8 @@ def step_alone(
 
     ``wide``: compute in float64, whatever the trainer computes in. Returns None if the model cannot be traced again for that.
     """
-    parts = micro_batches(inputs, trainer.model.input_names, trainer.accumulate)
-    sized = [trainer.sizes.of(part) for part in parts]
+    parts = trainer.sizes.batches(inputs)
+    sized = [trainer.sizes.of(part.shapes) for part in parts]
     models: list[TracedModel | None] = [s.model.widened() if wide else s.model for s in sized]
     graph = trainer.model.graph
 
@@ -47,7 +46,7 @@ def step_alone(
         if model is None:
             return None
         context = TileContext(trainer.seed, step * trainer.accumulate + number, buffers, tiles=size.program.plan.tiles)
-        loss = model.reference_loss([own(tensor) for tensor in part], parameters, context)
+        loss = model.reference_loss([own(tensor) for tensor in part.tensors], parameters, context)
         model.end_step(context)
         if loss.requires_grad:
             (loss / len(parts)).backward()  # type: ignore[no-untyped-call]

@@ -22,6 +22,7 @@ from soap.model.regions import whole
 from soap.plan.syncs.compressed import compressed_names
 from soap.runtime.alone import Alone, step_alone
 from soap.runtime.compressed_check import EmulatedSums, LocalGradients
+from soap.runtime.part_batch import Given, PartBatch
 from soap.runtime.run_types import run_dtype
 from soap.runtime.sync.row_update import Updater
 from soap.runtime.trainer import Trainer
@@ -112,12 +113,14 @@ def in_float64(found: Difference) -> str:
 
 def check(
     trainer: Trainer,
-    batch: Callable[[int], Sequence[torch.Tensor]],
+    batch: Callable[[int], Sequence[Given]],
     optimizer: Optimizers,
     steps: int = 1,
     tolerance: float | None = None,
+    whole: Callable[[int], Sequence[torch.Tensor]] | None = None,
 ) -> CheckResult:
     """Train ``steps`` steps on ``batch(0)``, … on all ranks, and compare each with one process. The result is the same on all ranks.
+    ``whole``: the same batches in full, if ``batch`` gives parts.
 
     ``optimizer``: the one that the trainer was made with; groups and schedule are the trainer's. ``tolerance``: by default by dtype
     (``TOLERANCES``).
@@ -138,7 +141,7 @@ def check(
         given = trainer.comm.gather(local.taken()) if lossy else []
         if reference is not None:
             summed = gradients if emulated is None else emulated.uncompressed(given, gradients)
-            differences += reference.compare(number, batch(step), before, loss, gradients, after, summed)
+            differences += reference.compare(number, _whole((whole or batch)(step)), before, loss, gradients, after, summed)
         if emulated is not None:
             wrong = emulated.wrong(given, gradients)
             differences += [Difference(number, COMPRESSED_SUM, name, inf if other else 0.0) for name, other in wrong.items()]
@@ -150,6 +153,14 @@ def check(
     result = trainer.comm.gather(found)[0]
     assert isinstance(result, CheckResult)
     return result
+
+
+def _whole(batch: Sequence[Given]) -> list[torch.Tensor]:
+    """A whole batch. RuntimeFailure if it is a part."""
+    found = [own for own in batch if not isinstance(own, PartBatch)]
+    if len(found) < len(batch):
+        raise RuntimeFailure("a check on parts of batches; expected the whole batches, too: one process computes them")
+    return found
 
 
 class _Reference:

@@ -1,33 +1,75 @@
-"""Checking the inputs of a step: the right number of micro-batches, the right dtypes, and the same tensors on all ranks."""
+"""What a step is given: micro-batches, in full or the rank's part of them; whether they fit the model, and are the same on all ranks."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from soap.errors import RuntimeFailure
 from soap.model.graph import OperatorGraph
+from soap.plan.samples import Samples, pieces_read
 from soap.runtime.comm.redistribute import Communicator
+from soap.runtime.part_batch import Given, PartBatch
 
 Tensors = Sequence[torch.Tensor]
+Shapes = tuple[tuple[int, ...], ...]
+BySamples = Mapping[str, Samples]
+"""Input -> what one rank reads of it."""
 
 
-def micro_batches(inputs: Tensors, names: Sequence[str], most: int) -> list[Tensors]:
-    """Cut a step's tensors into its micro-batches: 1 to ``most``, one after the other. RuntimeFailure if the number does not fit."""
+@dataclass(frozen=True)
+class Batch:
+    """A micro-batch as this rank is given it: in full, or, if ``size`` is not None, its part of a batch of so many samples. ``dims``: by
+    input, its dimension of samples; None if it has none."""
+
+    tensors: Tensors
+    size: int | None
+    dims: tuple[int | None, ...]
+
+    @property
+    def shapes(self) -> Shapes:
+        """The shapes of the whole batch: they tell batches of different sizes apart."""
+        given = [tuple(tensor.shape) for tensor in self.tensors]
+        if self.size is None:
+            return tuple(given)
+        sized = zip(given, self.dims, strict=True)
+        return tuple(own if d is None or d >= len(own) else (*own[:d], self.size, *own[d + 1 :]) for own, d in sized)
+
+
+def micro_batches(inputs: Sequence[Given], names: Sequence[str], most: int, divided: Mapping[str, int]) -> list[Batch]:
+    """Cut what a step is given into its micro-batches: 1 to ``most``, one after the other. RuntimeFailure if the number does not fit.
+    ``divided``: inputs -> their dimension of samples."""
+    dims = tuple(divided.get(name) for name in names)
+    each = "" if most == 1 else f" for each of 1 to {most} micro-batches, one after the other"
+    if any(isinstance(own, PartBatch) for own in inputs):
+        return [_part(own, names, dims, each) for own in _parts_alone(inputs, most, each)]
+    whole: list[torch.Tensor] = [own for own in inputs if not isinstance(own, PartBatch)]
     if not names:
-        return [inputs] * most
-    count, rest = divmod(len(inputs), len(names))
+        return [Batch(whole, None, dims)] * most
+    count, rest = divmod(len(whole), len(names))
     if rest or not 1 <= count <= most:
-        each = "" if most == 1 else f" for each of 1 to {most} micro-batches, one after the other"
-        raise RuntimeFailure(f"{len(inputs)} tensors given to a step: expected {len(names)} ({', '.join(names)}){each}")
-    return [inputs[i * len(names) : (i + 1) * len(names)] for i in range(count)]
+        raise RuntimeFailure(f"{len(whole)} tensors given to a step: expected {len(names)} ({', '.join(names)}){each}")
+    return [Batch(whole[i * len(names) : (i + 1) * len(names)], None, dims) for i in range(count)]
 
 
-def shapes_of(inputs: Tensors) -> tuple[tuple[int, ...], ...]:
-    """The shapes of the inputs: they tell batches of different sizes apart."""
-    return tuple(tuple(tensor.shape) for tensor in inputs)
+def _parts_alone(inputs: Sequence[Given], most: int, each: str) -> list[PartBatch]:
+    parts = [own for own in inputs if isinstance(own, PartBatch)]
+    if len(parts) < len(inputs):
+        other = next(own for own in inputs if not isinstance(own, PartBatch))
+        raise RuntimeFailure(f"a {type(other).__name__} given to a step beside parts of batches: expected parts alone, or tensors alone")
+    if len(parts) > most:
+        raise RuntimeFailure(f"{len(parts)} parts of batches given to a step: expected one{each}")
+    return parts
+
+
+def _part(part: PartBatch, names: Sequence[str], dims: tuple[int | None, ...], each: str) -> Batch:
+    if len(part.tensors) != len(names):
+        raise RuntimeFailure(f"{len(part.tensors)} tensors in a part of a batch: expected {len(names)} ({', '.join(names)}){each}")
+    return Batch(part.tensors, part.size, dims)
 
 
 def check_types(graph: OperatorGraph, names: Sequence[str], inputs: Tensors, dtype_of: Callable[[str], torch.dtype]) -> None:
@@ -40,33 +82,97 @@ def check_types(graph: OperatorGraph, names: Sequence[str], inputs: Tensors, dty
             raise RuntimeFailure(f"input {name!r} {what}: expected a tensor of dtype {' or '.join(allowed)}; convert it first")
 
 
-def other_shape(graph: OperatorGraph, names: Sequence[str], inputs: Tensors) -> str:
+def check_samples(batch: Batch, samples: BySamples) -> None:
+    """RuntimeFailure unless a part of a batch has the samples that the rank reads. A whole batch has them."""
+    if batch.size is None:
+        return
+    for (name, read), tensor in zip(samples.items(), batch.tensors, strict=True):
+        found = tensor.shape[read.dim] if read.dim is not None and read.dim < tensor.dim() else read.count
+        if read.dim is not None and found != read.count:
+            said = f"expected {read.count}, those of a batch of {read.size} that this rank reads (Trainer.samples)"
+            raise RuntimeFailure(f"input {name!r} has {found} samples in a part of a batch: {said}")
+
+
+def other_shape(graph: OperatorGraph, names: Sequence[str], shapes: Shapes) -> str:
     """One line about the first input whose shape is not the one that the model was traced with; empty if there is none."""
-    for name, tensor in zip(names, inputs, strict=True):
+    for name, shape in zip(names, shapes, strict=True):
         expected = graph.tensors[name].shape
-        if tuple(tensor.shape) != expected:
-            return f"input {name!r} has shape {tuple(tensor.shape)}: expected {expected}, the whole batch, on every rank"
+        if shape != expected:
+            return f"input {name!r} has shape {shape}: expected {expected}, the whole batch, on every rank"
     return ""
 
 
-def compare_ranks(comm: Communicator, inputs: Tensors, check: Callable[[], None]) -> None:
+def compare_ranks(comm: Communicator, batches: Sequence[Batch], check: Callable[[], None]) -> None:
     """Raise RuntimeFailure on all ranks if one of them has another batch, or one that ``check`` refuses: otherwise they would train on
-    different data in silence."""
-    try:
+    different data in silence. Of parts only the shapes are compared: ``compare_samples``."""
+
+    def own() -> tuple[bool, str]:
         check()
-        outcome = ("", _digest(inputs))
-    except RuntimeFailure as error:
-        outcome = (str(error), "")
-    outcomes = comm.gather(outcome)
-    if outcome[0]:
-        raise RuntimeFailure(outcome[0])
-    for rank, (failure, digest) in enumerate(outcomes):
-        if failure:
-            raise RuntimeFailure(f"rank {rank}: {failure}")
+        parts = any(batch.size is not None for batch in batches)
+        return parts, repr([own.shapes for own in batches]) if parts else _digest([t for own in batches for t in own.tensors])
+
+    outcomes = _agreed(comm, own)
+    for rank, (parts, digest) in enumerate(outcomes):
+        if parts != outcomes[0][0]:
+            said = [("the whole batch", "its part of the batch")[kind] for kind in (parts, outcomes[0][0])]
+            raise RuntimeFailure(f"rank {rank} was given {said[0]}, rank 0 {said[1]}; expected the same on all ranks")
         if digest != outcomes[0][1]:
             raise RuntimeFailure(
                 f"rank {rank} was given another batch than rank 0: every rank gets the whole global batch; seed the loader equally"
+                if not parts
+                else f"rank {rank} was given a part of a batch of another size than rank 0; expected the same batch on all ranks"
             )
+
+
+def compare_samples(comm: Communicator, batches: Sequence[Batch], read: Sequence[Sequence[BySamples]]) -> None:
+    """Raise RuntimeFailure on all ranks if a part of a batch lacks what its rank reads, or two ranks have other values for a sample that
+    both read. ``read``: by micro-batch and rank, what ranks read."""
+
+    def own() -> dict[tuple[int, str, int, int], str]:
+        found = {}
+        for number, (batch, by_rank) in enumerate(zip(batches, read, strict=True)):
+            check_samples(batch, by_rank[comm.rank])
+            for (name, samples), tensor in zip(by_rank[comm.rank].items(), batch.tensors, strict=True):
+                for start, stop, part in _pieces(tensor, samples, [other[name] for other in by_rank]):
+                    found[number, name, start, stop] = _digest([part])
+        return found
+
+    first: dict[tuple[int, str, int, int], tuple[int, str]] = {}
+    for rank, digests in enumerate(_agreed(comm, own)):
+        for key, digest in digests.items():
+            before, known = first.setdefault(key, (rank, digest))
+            if digest != known:
+                _, name, start, stop = key
+                what = f"input {name!r}" if stop == 0 else f"samples {start} to {stop - 1} of input {name!r}"
+                said = "a sample is the same on all ranks that read it; seed the data source equally"
+                raise RuntimeFailure(f"rank {rank} was given other {what} than rank {before}: {said}")
+
+
+def _pieces(tensor: torch.Tensor, own: Samples, others: Sequence[Samples]) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """A rank's part of an input, in pieces of which every rank has all or nothing; all of it as (0, 0, it) if it has no samples."""
+    if own.dim is None:
+        yield 0, 0, tensor
+        return
+    for start, stop in pieces_read(others):
+        if any(a <= start and stop <= b for a, b in own.intervals):
+            here, there = own.place((start, stop))
+            yield start, stop, tensor.narrow(own.dim, here, there - here)
+
+
+def _agreed(comm: Communicator, ask: Callable[[], Any]) -> list[Any]:
+    """Each rank's own answer; a RuntimeFailure of one of them on all ranks."""
+    failure, answer = "", None
+    try:
+        answer = ask()
+    except RuntimeFailure as error:
+        failure = str(error)
+    outcomes = comm.gather((failure, answer))
+    if failure:
+        raise RuntimeFailure(failure)
+    for rank, (other, _) in enumerate(outcomes):
+        if other:
+            raise RuntimeFailure(f"rank {rank}: {other}")
+    return [found for _, found in outcomes]
 
 
 def _name(dtype: torch.dtype) -> str:

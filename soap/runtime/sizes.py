@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from soap.cluster.topology import Topology
 from soap.errors import ModelError, RuntimeFailure
+from soap.model.graph import OperatorGraph, TensorKind
 from soap.plan.plan import Plan
-from soap.runtime.inputs import Tensors, check_types, other_shape, shapes_of
+from soap.plan.samples import Samples, divided_inputs, samples_read
+from soap.runtime.inputs import Batch, BySamples, Shapes, check_samples, check_types, micro_batches, other_shape
+from soap.runtime.part_batch import Given
 from soap.runtime.program.program import Program, compile_program
 from soap.runtime.program.resizing import resized_program
 from soap.runtime.run_types import run_dtype
 from soap.runtime.step.gradients import Gradients
 from soap.runtime.step.step import StepRunner
+from soap.runtime.step.step_inputs import OwnSamples, StepInputs
 from soap.runtime.sync.shards import ShardStore
 from soap.runtime.trace import Recorder
 from soap.tracing.model import TracedModel
@@ -26,7 +30,9 @@ from soap.tracing.model import TracedModel
 if TYPE_CHECKING:
     from soap.runtime.trainer import Trainer
 
-Shapes = tuple[tuple[int, ...], ...]
+
+NO_SAMPLES = Samples(None, 0, ())
+"""What is read of an input that belongs to no sample: all of it."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +46,27 @@ class SizedProgram:
     constants: Mapping[str, torch.Tensor]
     unread: frozenset[str]
 
-    def tensors(self, inputs: Tensors) -> dict[str, torch.Tensor]:
-        """Inputs, constants and state (held in buffers) by name, on this rank's device."""
+    def inputs(self, batch: Batch) -> StepInputs:
+        """Inputs, constants and state (held in buffers) by name, on this rank's device. RuntimeFailure if a part of a batch has not the
+        samples that this rank reads."""
+        if batch.size is not None:
+            check_samples(batch, self.samples[self.trainer.rank])
         state = {tensor: self.trainer.buffers[name] for tensor, name in self.model.state.items()}
-        return {**self.constants, **state, **{n: self.trainer.place(t) for n, t in zip(self.model.input_names, inputs, strict=True)}}
+        given = {name: self.trainer.place(tensor) for name, tensor in zip(self.model.input_names, batch.tensors, strict=True)}
+        return StepInputs({**self.constants, **state, **given}, None if batch.size is None else self._own)
+
+    @cached_property
+    def samples(self) -> list[BySamples]:
+        """By rank, what it reads of each input, in the order of the inputs."""
+        sizes, plan = self.trainer.sizes, self.program.plan
+        found = samples_read(plan, sizes.divided, sizes.read_whole)
+        idle = [{name: replace(read, intervals=()) for name, read in own.items()} for own in found[:1]]
+        found += idle * (self.trainer.comm.world_size - plan.device_count)
+        return [{name: own.get(name, NO_SAMPLES) for name in self.model.input_names} for own in found]
+
+    @cached_property
+    def _own(self) -> OwnSamples:
+        return OwnSamples(self.samples[self.trainer.rank])
 
     def traced(self, recorder: Recorder) -> StepRunner:
         """A runner that times every task."""
@@ -59,34 +82,47 @@ class BatchSizes:
     def __init__(self, trainer: Trainer, topology: Topology, take_over: bool = False) -> None:
         self.trainer, self._topology, self._take_over = trainer, topology, take_over
         model = trainer.model
+        self.divided = divided_inputs(model.graph)
+        self.read_whole = looked_up_in(model.graph, trainer.plan) if trainer.lazy_sparse else frozenset()
         self._own: Shapes = tuple(model.graph.tensors[name].shape for name in model.input_names)
         self._models: dict[Shapes, TracedModel] = {self._own: model}
         first = self._sized(model, trainer.program, trainer.shards, None)
         self._sizes = {self._own: first}
         self.gradients = first.runner.gradients
 
-    def check(self, parts: Sequence[Tensors]) -> None:
+    def batches(self, inputs: Sequence[Given]) -> list[Batch]:
+        """The micro-batches of what a step is given."""
+        trainer = self.trainer
+        return micro_batches(inputs, trainer.model.input_names, trainer.accumulate, self.divided)
+
+    def check(self, parts: Sequence[Batch]) -> None:
         """Raise RuntimeFailure in one line if the model cannot be trained on these micro-batches. No other rank is needed."""
         model = self.trainer.model
         for part in parts:
-            check_types(model.graph, model.input_names, part, partial(run_dtype, model.graph, dtype=self.trainer.dtype))
-            self._model(part)
+            check_types(model.graph, model.input_names, part.tensors, partial(run_dtype, model.graph, dtype=self.trainer.dtype))
+            self._model(part.shapes)
 
-    def of(self, inputs: Tensors) -> SizedProgram:
-        """The program for a batch. Called on all ranks at once when a size first occurs."""
-        shapes = shapes_of(inputs)
+    def of(self, shapes: Shapes | None = None) -> SizedProgram:
+        """The program for a batch whose inputs have these shapes; None: the model's own. Called on all ranks at once when a size first
+        occurs."""
+        shapes = self._own if shapes is None else shapes
         if shapes not in self._sizes:
-            self._sizes[shapes] = self._compile(self._model(inputs))
+            self._sizes[shapes] = self._compile(self._model(shapes))
         return self._sizes[shapes]
 
-    def _model(self, inputs: Tensors) -> TracedModel:
-        shapes = shapes_of(inputs)
+    def of_samples(self, size: int | None) -> SizedProgram:
+        """The same for a batch of so many samples; None: the model's own number."""
+        given = zip(self.trainer.model.input_names, self._own, strict=True)
+        dims = ((self.divided.get(name), shape) for name, shape in given)
+        return self.of(None if size is None else tuple(s if d is None else (*s[:d], size, *s[d + 1 :]) for d, s in dims))
+
+    def _model(self, shapes: Shapes) -> TracedModel:
         if shapes not in self._models:
             model = self.trainer.model
             try:
                 self._models[shapes] = model.resized(shapes)
             except ModelError as error:
-                raise RuntimeFailure(f"{other_shape(model.graph, model.input_names, inputs)}; {error}") from None
+                raise RuntimeFailure(f"{other_shape(model.graph, model.input_names, shapes)}; {error}") from None
         return self._models[shapes]
 
     def _compile(self, model: TracedModel) -> SizedProgram:
@@ -114,6 +150,15 @@ class BatchSizes:
             return {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in fixed.items()}
         model.let_go([name for name in model.constants if name not in read])
         return {name: tensor.contiguous() for name, tensor in fixed.items()}
+
+
+def looked_up_in(graph: OperatorGraph, plan: Plan) -> frozenset[str]:
+    """Inputs with the rows that sparse parameters look up. A rank that updates such rows alone needs those of all samples (``note_rows``),
+    unless they come by rows."""
+    by_rows = {sync.parameter for sync in plan.syncs if sync.contract.by_rows}
+    uses = [use for name, access in graph.sparse.items() if name not in by_rows for use in access.lookups]
+    read = {operand.tensor for use in uses for operand in graph.operators[use.operator].inputs}
+    return frozenset(name for name in read if graph.tensors[name].kind is TensorKind.INPUT)
 
 
 def constants_read(plan: Plan, rank: int) -> frozenset[str]:

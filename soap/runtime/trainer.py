@@ -25,7 +25,9 @@ from soap.runtime.comm.redistribute import Communicator
 from soap.runtime.comm.traffic import Traffic
 from soap.runtime.comm.whole import home_of, whole_buffers, whole_parameters
 from soap.runtime.comm.world import close_world, open_world
-from soap.runtime.inputs import compare_ranks, micro_batches
+from soap.runtime.evaluation import mean_loss, require_evaluable
+from soap.runtime.inputs import Batch, BySamples, compare_ranks, compare_samples
+from soap.runtime.part_batch import Given
 from soap.runtime.program.fused_tiles import missing_compiler
 from soap.runtime.program.program import compile_program
 from soap.runtime.run_types import run_dtype
@@ -82,7 +84,7 @@ class Trainer:
         self.compiled, self.lazy_sparse = options.compiled, options.lazy_sparse
         self.recipe = options.recipe
         self.gradient_norm: float | None = None
-        self.steps = 0
+        self.steps = self.input_bytes = 0  # bytes of all batches that this rank was given
         self.program = compile_program(plan, order)
         self.plan = plan = self.program.plan
         if self.clip_norm is not None and compressed_names(plan):
@@ -100,7 +102,7 @@ class Trainer:
             most = memory_use(plan, tried.states)[self.rank].total
             keep_if_there_is_room(most, topology.memory_limits[self.rank])
         self._place_values(joined_names(plan, tried), options.take_over)
-        self._batch_compared = False
+        self._compared: set[str] = set()
         self.sizes = BatchSizes(self, topology, options.take_over)
         self._prepare_updates(tuple(tried.scopes))
         self._refresh_copies()
@@ -141,8 +143,15 @@ class Trainer:
         kept = {plan.shards[number].parameter for number in self.shards.tensors}
         self._to_look_up = [name for name in plan.graph.sparse if name in kept and name not in by_rows] if self.lazy_sparse else []
 
-    def step(self, *inputs: torch.Tensor) -> float:
-        """One training iteration on a global batch, which every rank gets in full. Returns the loss, the same on all ranks.
+    def samples(self, size: int | None = None) -> BySamples:
+        """Input -> the samples that this rank reads of a batch of ``size``, None: as many as the model was traced with; see ``PartBatch``.
+        Called on all ranks at once when a size first occurs. With ``lazy_sparse`` every rank reads all samples of inputs that name rows of
+        tables, unless these come by rows."""
+        return self.sizes.of_samples(size).samples[self.rank]
+
+    def step(self, *inputs: Given) -> float:
+        """One training iteration on a global batch, which every rank is given in full, or as a ``PartBatch``: the samples that it reads.
+        Returns the loss, the same on all ranks.
 
         With ``accumulate``, ``inputs`` are the tensors of several micro-batches, one after the other. The loss is the mean of theirs: a
         mean of means if they count different numbers of tokens. A batch of another size than the model's trains by the same strategy, if
@@ -150,7 +159,7 @@ class Trainer:
         """
         return self._iterate(inputs, None)
 
-    def trace(self, *inputs: torch.Tensor) -> list[Event]:
+    def trace(self, *inputs: Given) -> list[Event]:
         """One training iteration in which every task of the last micro-batch is timed on its own. Returns all ranks' events, on all ranks.
 
         Slower than ``step``: every tile is a segment of its own.
@@ -159,26 +168,22 @@ class Trainer:
         self._iterate(inputs, recorder)
         return join_events(self.comm.gather(recorder.close()))
 
-    def _iterate(self, inputs: Sequence[torch.Tensor], recorder: Recorder | None) -> float:
+    def _iterate(self, inputs: Sequence[Given], recorder: Recorder | None) -> float:
         """Run all micro-batches of a step and the update. A recorder traces the last micro-batch. Returns the loss."""
         HERE.enter(self.steps + 1)
-        parts = micro_batches(inputs, self.model.input_names, self.accumulate)
-        if not self._batch_compared:
-            compare_ranks(self.comm, inputs, lambda: self.sizes.check(parts))
-            self._batch_compared = True
-        self.sizes.check(parts)
+        parts = self._batches(inputs, "training")
         losses = []
         looked_up: dict[str, torch.Tensor] = {}
         for number, part in enumerate(parts):
-            sized = self.sizes.of(part)
+            sized = self.sizes.of(part.shapes)
             runner, last = sized.runner, number == len(parts) - 1
             if recorder is not None and last:
                 runner = sized.traced(recorder)
                 recorder.align()
             context = TileContext(self.seed, self.steps * self.accumulate + number, self.buffers, unread=sized.unread)
-            tensors = sized.tensors(part)
-            note_rows(looked_up, self._to_look_up, sized.model, tensors, context)
-            losses.append(runner.run(tensors, context, MicroBatch(number, len(parts))))
+            own = sized.inputs(part)
+            note_rows(looked_up, self._to_look_up, sized.model, own.named, context)
+            losses.append(runner.run(own, context, MicroBatch(number, len(parts))))
             sized.model.end_step(context)
         self.gradient_norm = self._ending.run(looked_up, recorder)
         self.steps += 1
@@ -187,13 +192,31 @@ class Trainer:
         self.schedule.step(mean)
         return mean
 
+    def _batches(self, inputs: Sequence[Given], purpose: str) -> list[Batch]:
+        """The micro-batches of what a step is given, checked; what is given first for this purpose is compared with other ranks'."""
+        parts = self.sizes.batches(inputs)
+        if purpose not in self._compared:
+            compare_ranks(self.comm, parts, lambda: self.sizes.check(parts))
+            if any(part.size is not None for part in parts):
+                compare_samples(self.comm, parts, [self.sizes.of(part.shapes).samples for part in parts])
+            self._compared.add(purpose)
+        self.sizes.check(parts)
+        self.input_bytes += sum(tensor.nbytes for part in parts for tensor in part.tensors)
+        return parts
+
+    def evaluate(self, *inputs: Given) -> float:
+        """The loss of a batch, as for ``step``, without training on it; the last step's ``gradients`` are gone then. RuntimeFailure in one
+        line if the program has dropout or batch norm's statistics: it cannot leave the mode that it was exported in."""
+        require_evaluable(self.model)
+        return mean_loss(self, self._batches(inputs, "evaluation"))
+
     def rows_looked_up(self, step: int, *inputs: torch.Tensor) -> dict[str, torch.Tensor]:
         """Sparse parameter -> rows that the step with this number looks up, ascending. No other rank is needed."""
         found: dict[str, torch.Tensor] = {}
-        for number, part in enumerate(micro_batches(inputs, self.model.input_names, self.accumulate)):
-            sized = self.sizes.of(part)
+        for number, part in enumerate(self.sizes.batches(inputs)):
+            sized = self.sizes.of(part.shapes)
             context = TileContext(self.seed, step * self.accumulate + number, self.buffers)
-            note_rows(found, self.plan.graph.sparse, sized.model, sized.tensors(part), context)
+            note_rows(found, self.plan.graph.sparse, sized.model, sized.inputs(part).named, context)
         return found
 
     def _forget_values(self) -> None:
@@ -240,7 +263,7 @@ class Trainer:
         full |= buffers
         return full | {alias: full[name] for alias, name in self.plan.graph.aliases.items() if name in full}
 
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load parameters and buffers from full tensors by name, given on every rank. RuntimeFailure if one is missing."""
         missing = [name for name in (*self.model.parameters, *self.buffers) if name not in state and name not in self.model.transient]
         if missing:
@@ -264,7 +287,8 @@ class Trainer:
 
     def save_weights(self, folder: str | Path, names: Mapping[str, str] | None = None) -> Path:
         """Write all parameters and buffers as safetensors into a folder, on all ranks at once; rank 0 has one of them in memory at a time.
-        ``names``: other names to write (``soap.weights.fitting.matched``). SoapError in one line if they cannot be written."""
+        ``names``: other names to write (``soap.weights.fitting.matched``). RuntimeFailure in one line if they cannot be written, or the
+        folder has weights already."""
         from soap.runtime.checkpoint.weights import save_weights
 
         return save_weights(self, Path(folder), names or {})

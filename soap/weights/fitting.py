@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -23,6 +23,30 @@ def give(model: TracedModel, weights: Weights) -> None:
     buffers = {name: weights.tensor(places[name]).to(before.dtype, copy=True) for name, before in known.items()}
     model.parameters, model.buffers = {**model.parameters, **parameters}, {**model.buffers, **buffers}
     _require_others(model)
+
+
+class OneByOne(Mapping[str, torch.Tensor]):
+    """A model's state by name, of which each tensor is made when it is asked for: what weights that are no files give to ranks. Only the
+    last one stays. Buffers that the weights have not are the model's."""
+
+    def __init__(self, model: TracedModel, weights: Weights) -> None:
+        self._weights, self._places = weights, matched(model, weights)
+        self._others = {name: own for name, own in model.buffers.items() if name not in self._places}
+        self._last: tuple[str, torch.Tensor] | None = None
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name in self._others:
+            return self._others[name]
+        if self._last is None or self._last[0] != name:
+            self._last = None  # before the next one is made
+            self._last = name, self._weights.tensor(self._places[name])
+        return self._last[1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*self._places, *self._others))
+
+    def __len__(self) -> int:
+        return len(self._places) + len(self._others)
 
 
 def matched(model: TracedModel, weights: Weights) -> dict[str, str]:
@@ -50,7 +74,7 @@ def matched(model: TracedModel, weights: Weights) -> dict[str, str]:
 
 
 def make_room(model: TracedModel) -> None:
-    """Give parameters without values memory that nobody has touched: a checkpoint fills what a rank keeps."""
+    """Give parameters without values memory that nobody has touched: values come later, for what a rank keeps."""
     room = {name: torch.empty_like(own, device="cpu") for name, own in model.parameters.items() if own.is_meta}
     model.parameters = {**model.parameters, **room}
     _require_others(model)

@@ -24,6 +24,8 @@ DTYPES = {
 class SafetensorsFiles:
     """See ``Weights``."""
 
+    is_mapped = True
+
     def __init__(self, path: Path) -> None:
         self.said = str(path)
         self.kinds: Mapping[str, Kind] = {}

@@ -16,12 +16,14 @@ class Kind(NamedTuple):
 
 
 class Weights(Protocol):
-    """Values of a model's parameters and buffers. ``said``: what commands call it. ``kinds``: by name.
+    """Values of a model's parameters and buffers. ``said``: what commands call it. ``kinds``: by name. ``is_mapped``: tensors are parts of
+    files, which are read where they are; else each is made when it is asked for.
 
     ModelError in one line, when it is opened, for what cannot be read."""
 
     said: str
     kinds: Mapping[str, Kind]
+    is_mapped: bool
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A tensor that reads its file where it is read, by memory map. It must not be changed."""
+        """A tensor that must not be changed: it may be a file's memory."""

@@ -7,8 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from soap.cli.batches import ConvertedBatches, DrawnBatches, JoinedBatches, UserBatches
+from soap.cli.batches import ConvertedBatches, DrawnBatches, JoinedBatches, user_batches
+from soap.cli.sampled import parts_of
 from soap.errors import SoapError
+from soap.plan.samples import Samples
+from soap.runtime.part_batch import PartBatch
 from soap.tracing.export import export_model
 from soap.tracing.load import load_model
 from soap.tracing.model import TileContext
@@ -76,6 +79,11 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         "def words():\n    yield ['a']\n"
         "def number():\n    return 3\n"
         "value = 3\n"
+        "asked = []\n"
+        "class Numbers(torch.utils.data.Dataset):\n"
+        "    def __len__(self):\n        return 10\n"
+        "    def __getitem__(self, i):\n        asked.append(i)\n        return i, torch.tensor([2 * i, 0])\n"
+        "def numbers():\n    return Numbers()\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -84,7 +92,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_user_batches_by_step(module: str) -> None:
-    batches = UserBatches(f"{module}:two")
+    batches = user_batches(f"{module}:two", 1)
     assert [int(batches(step)[0]) for step in (0, 0, 1, 2, 3, 3, 0, 1)] == [0, 0, 1, 0, 1, 1, 0, 1]
 
 
@@ -101,12 +109,62 @@ def test_user_batches_by_step(module: str) -> None:
 )
 def test_wrong_user_batches(module: str, name: str, message: str) -> None:
     with pytest.raises(SoapError, match=message):
-        UserBatches(f"{module}:{name}")(0)
+        user_batches(f"{module}:{name}", 1)(0)
+
+
+SOME = {
+    "scores": Samples(0, 2, ((1, 2),)), "labels": Samples(0, 2, ()), "empty": Samples(None, 0, ()), "number": Samples(None, 0, ()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 2**18])
+def test_a_rank_draws_the_samples_that_it_reads(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+    """The same numbers as in the whole batch, however many are drawn at once."""
+    monkeypatch.setattr("soap.cli.batches.AT_ONCE", at_once)
+    for step in range(4):
+        (part,), whole = drawn(3).parts(step, SOME), drawn(3)(step)
+        assert part.size == 2
+        assert all(torch.equal(a, b) for a, b in zip(part.tensors, PartBatch.cut(whole, SOME).tensors, strict=True))
+    long = torch.arange(30).reshape(10, 3)
+    model = SimpleNamespace(example_inputs=[long], input_names=["x"], element_inputs={"x"})
+    read = {"x": Samples(0, 10, ((0, 1), (3, 7), (9, 10)))}
+    batches = DrawnBatches(model, 1)  # type: ignore[arg-type]
+    assert torch.equal(batches.parts(2, read)[0].tensors[0], batches(2)[0][[0, 3, 4, 5, 6, 9]])
+
+
+def test_joined_and_converted_parts(module: str) -> None:
+    joined = JoinedBatches(ConvertedBatches(drawn(1), torch.float64), 2)
+    parts = parts_of(joined)
+    assert parts is not None and parts_of(JoinedBatches(user_batches(f"{module}:two", 1), 2)) is None
+    for step in range(2):
+        found = [tensor for own in parts(step, SOME) for tensor in own.tensors]
+        whole = joined(step)
+        expected = [tensor for i in (0, 4) for tensor in PartBatch.cut(whole[i : i + 4], SOME).tensors]
+        assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_dataset_is_asked_for_the_samples_of_a_rank_alone(module: str) -> None:
+    """Ten samples are two batches of four, again and again."""
+    batches = user_batches(f"{module}:numbers", 4)
+    asked = sys.modules[module].asked
+    assert [batches(step)[0].tolist() for step in (0, 1, 2)] == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3]]
+    asked.clear()
+    read = {"x": Samples(0, 4, ((1, 2),)), "y": Samples(0, 4, ((1, 2), (3, 4)))}
+    parts = parts_of(batches)
+    assert parts is not None
+    (part,) = parts(1, read)
+    assert [tensor.tolist() for tensor in part.tensors] == [[5], [[10, 0], [14, 0]]]
+    assert asked == [5, 7] and part.size == 4
+    assert [tensor.shape for tensor in parts(0, dict.fromkeys("xy", Samples(0, 4, ())))[0].tensors] == [(0,), (0, 2)]
+    with pytest.raises(SoapError, match=r":numbers: a batch of 2 tensors; expected 1: x"):
+        parts(0, {"x": read["x"]})
+    with pytest.raises(SoapError, match=r":numbers: 10 samples; expected at least 11, a batch"):
+        user_batches(f"{module}:numbers", 11)
 
 
 def test_missing_module(module: str) -> None:
     with pytest.raises(SoapError, match=r"--data nowhere\.data:f: No module named 'nowhere'; expected package\.module:callable"):
-        UserBatches("nowhere.data:f")
+        user_batches("nowhere.data:f", 1)
 
 
 def test_joined_batches_are_those_of_several_steps() -> None:

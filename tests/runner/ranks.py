@@ -183,6 +183,19 @@ def join(sizes: list[int]) -> list[list[int]]:
     return [part.tolist() for part in joined(parts, CPU)]
 
 
+def given_bytes(ranks: int, batch: int) -> list[int]:
+    """Bytes of the batch that this rank had in each step."""
+    loader = DataLoader(soap.shard(Words()), batch_size=batch)
+    with soap.get_runner(Model(), f"emulated:{ranks}x1@200Mbit/s", config("ps", dynamic_batch=True)) as runner:
+        found = []
+        for own in loader:
+            before = runner.trainer.input_bytes if runner.trainer is not None else 0
+            runner.run(own)
+            assert runner.trainer is not None
+            found.append(runner.trainer.input_bytes - before)
+        return found
+
+
 def mismatch() -> str:
     import torch.distributed as dist
 

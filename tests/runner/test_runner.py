@@ -124,6 +124,11 @@ def test_a_last_batch_that_is_smaller(two: Pool) -> None:
     assert losses == pytest.approx(expected, rel=1e-12)
 
 
+def test_ranks_get_the_samples_that_they_read(two: Pool) -> None:
+    """All of them in the first step. A sample has three ids and a target; 24 samples are batches of 10, 10 and 4."""
+    assert two.run(ranks.given_bytes, 2, 5) == [[320, 160, 64]] * 2
+
+
 def test_every_rank_may_give_the_whole_batch(two: Pool) -> None:
     assert two.run(ranks.whole_batches, 2)[0] == pytest.approx(alone(12, 1)[0], rel=1e-12)
 

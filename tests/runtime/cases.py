@@ -11,6 +11,7 @@ import torch
 from soap.model.graph import OperatorGraph
 from soap.plan.plan import Plan
 from soap.runtime.comm.traffic import Traffic
+from soap.runtime.part_batch import PartBatch
 from soap.runtime.trace import Event
 from soap.runtime.trainer import Trainer
 from soap.tracing.model import TileContext
@@ -46,8 +47,8 @@ def error(a: torch.Tensor, b: torch.Tensor, small: float = 1.0) -> float:
     return difference / scale if scale > 0 and difference < inf else inf
 
 
-def train(plan: Plan, order: Sequence[int] | None = None, steps: int = 2, trace: bool = False) -> Outcome:
-    """Train by the plan and, on rank 0, in one process."""
+def train(plan: Plan, order: Sequence[int] | None = None, steps: int = 2, trace: bool = False, by_rank: bool = False) -> Outcome:
+    """Train by the plan and, on rank 0, in one process. ``by_rank``: ranks are given only the samples that they read."""
     torch.manual_seed(0)
     model = HandModel(plan.graph)
     with Trainer(model, plan, order, optimizer=optimizer, dtype=torch.float64) as trainer:
@@ -55,12 +56,13 @@ def train(plan: Plan, order: Sequence[int] | None = None, steps: int = 2, trace:
         alone = _Alone(plan.graph) if trainer.rank == 0 else None
         for step in range(steps):
             inputs = model.inputs(step)
+            given = [PartBatch.cut(inputs, trainer.samples())] if by_rank else inputs
             if trace and step == steps - 1:
-                outcome.events = trainer.trace(*inputs)
+                outcome.events = trainer.trace(*given)
                 if alone is not None:
                     alone.step(inputs, step)
             else:
-                outcome.losses.append(trainer.step(*inputs))
+                outcome.losses.append(trainer.step(*given))
                 gradients = trainer.gradients()
                 if alone is not None:
                     loss, expected = alone.step(inputs, step)

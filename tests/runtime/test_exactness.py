@@ -14,6 +14,7 @@ from soap.cluster.presets import local_topology
 from soap.errors import RuntimeFailure
 from soap.model.graph import OperatorGraph
 from soap.runtime.check import check
+from soap.runtime.part_batch import PartBatch
 from soap.runtime.trainer import Trainer
 from soap.strategy.classical import CLASSICAL, random_strategy
 from soap.strategy.config import Strategy
@@ -49,19 +50,28 @@ def train(
     reading: tuple[tuple[str, str], ...] = (),
     dtype: str | None = "float64",
     traced: bool = False,
+    by_rank: bool = False,
 ) -> Trained:
-    """What a rank does: each step's micro-batches at once."""
+    """What a rank does: each step's micro-batches at once; ``by_rank``: of each the samples that it reads."""
     model = loaded(path, dtype, reading)
     with Trainer(model, (strategy, FOUR), optimizer=sgd, **(options or {})) as trainer:
         losses = []
         for number, parts in enumerate(steps):
-            inputs = [t for part in parts for t in part]
+            whole = [t for part in parts for t in part]
+            inputs = [part_of(trainer, part) for part in parts] if by_rank else whole
             if traced and number == len(steps) - 1:
                 assert trainer.trace(*inputs)
                 losses.append(0.0)
             else:
                 losses.append(trainer.step(*inputs))
         return Trained(losses, trainer.state_dict())
+
+
+def part_of(trainer: Trainer, batch: Batch) -> PartBatch:
+    """A rank's part of a whole batch of any size."""
+    name, dim = next(iter(trainer.sizes.divided.items()))
+    size = batch[trainer.model.input_names.index(name)].shape[dim]
+    return PartBatch.cut(batch, trainer.samples(size))
 
 
 def checked(path: str, strategy: Strategy, sizes: Sequence[int], example: str, reading: tuple[tuple[str, str], ...], dtype: str) -> Any:

@@ -11,6 +11,7 @@ import torch
 
 from soap.cluster.topology import DeviceKind, Topology
 from soap.runtime.check import CheckResult, check
+from soap.runtime.part_batch import PartBatch
 from soap.runtime.trainer import Trainer
 from soap.runtime.training_options import TrainingOptions
 from soap.strategy.config import Strategy
@@ -56,12 +57,21 @@ def checked(
     optimizer: Optimizer = sgd,
     accumulate: int = 1,
     clip_norm: float | None = None,
+    by_rank: bool = False,
 ) -> CheckResult:
-    """Train some steps on the example inputs (``batch_of``), comparing loss, gradients, parameters and buffers with one process."""
+    """Train some steps on the example inputs (``batch_of``), comparing loss, gradients, parameters and buffers with one process.
+    ``by_rank``: ranks are given only the samples that they read."""
     model = traced(spec, dtype)
     options = TrainingOptions(optimizer=optimizer, seed=7, device_kind=DEVICE, accumulate=accumulate, clip_norm=clip_norm)
     with Trainer(model, (strategy, topology), options=options) as trainer:
-        return check(trainer, lambda step: batch_of(model.example_inputs, step, accumulate), optimizer, steps)
+        whole = functools.partial(batch_of, model.example_inputs, accumulate=accumulate)
+        return check(trainer, functools.partial(parts_of, trainer, whole) if by_rank else whole, optimizer, steps, whole=whole)
+
+
+def parts_of(trainer: Trainer, whole: Callable[[int], Sequence[torch.Tensor]], step: int) -> list[PartBatch]:
+    """What this rank reads of a step's whole batches, which have the model's own size."""
+    given, count = whole(step), len(trainer.model.input_names)
+    return [PartBatch.cut(given[i : i + count], trainer.samples()) for i in range(0, len(given), count)]
 
 
 def batch_of(inputs: Sequence[torch.Tensor], step: int, accumulate: int) -> list[torch.Tensor]:

@@ -17,10 +17,11 @@ from soap.errors import ModelError, SoapWarning
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.model import TileContext
 from soap.weights.fitting import matched
+from soap.weights.safetensors_files import SafetensorsFiles
 from soap.weights.seam import Kind
-from soap.weights.spec import open_weights
 from tests.cli.refusals import assert_refused
 from tests.extent import often
+from tests.runtime.pool import Pool
 from tests.transformers_models import ARCHITECTURES
 from tests.weights.test_files import mapped_file, written
 
@@ -103,7 +104,7 @@ def test_ranks_train_from_weights_and_write_them_as_the_original_class_reads_the
     assert main([*command, "--model", files["full"], "--save-weights", "a"]) == 0
     assert main([*command, "--model", files["empty"], "--weights", files["weights"], "--save-weights", "b"]) == 0
     assert "weights" in capsys.readouterr().out
-    a, b = (open_weights(name) for name in "ab")
+    a, b = (SafetensorsFiles(Path(name)) for name in "ab")
     assert a.kinds == b.kinds and all(torch.equal(a.tensor(name), b.tensor(name)) for name in a.kinds)
     (Path("a") / "config.json").write_bytes((Path(files["weights"]) / "config.json").read_bytes())
     trained = type(module).from_pretrained("a")
@@ -112,6 +113,23 @@ def test_ranks_train_from_weights_and_write_them_as_the_original_class_reads_the
     assert not torch.equal(state["lm_head.weight"], module.state_dict()["lm_head.weight"])
     capsys.readouterr()
     assert_refused(capsys, main, [*command, "--model", files["full"], "--save-weights", "a"], 1, "has weights already")
+
+
+def saved_twice(folder: str) -> str:
+    """What the second of two calls says."""
+    model = soap.load("zoo:dlrm:tiny")
+    cluster = soap.load_cluster("local:2")
+    with soap.Trainer(model, (soap.classical("data_parallel", model, cluster), cluster)) as trainer:
+        trainer.save_weights(folder)
+        with pytest.raises(soap.RuntimeFailure) as caught:
+            trainer.save_weights(folder)
+        return str(caught.value)
+
+
+def test_a_trainer_writes_no_second_set_into_a_folder(four: Pool, tmp_path: Path) -> None:
+    folder = tmp_path / "new"
+    for said in four.run(saved_twice, str(folder), ranks=2):
+        assert said == f"folder {str(folder)!r} has weights already (model.safetensors); choose another folder, or remove them"
 
 
 @pytest.mark.long
@@ -123,14 +141,14 @@ def test_a_checkpoint_has_all_values(made: Made, tmp_path: Path, monkeypatch: py
     assert main([*command, "--steps", "2", "--model", files["empty"], "--weights", files["weights"], "--save", "c"]) == 0
     assert main([*command, "--steps", "2", "--model", files["empty"], "--resume", "c", "--save-weights", "d"]) == 0
     assert main([*command, "--steps", "4", "--model", files["full"], "--save-weights", "e"]) == 0
-    d, e = (open_weights(name) for name in "de")
+    d, e = (SafetensorsFiles(Path(name)) for name in "de")
     assert all(torch.allclose(d.tensor(name), e.tensor(name), rtol=1e-5, atol=1e-7) for name in e.kinds)
 
 
 class Known:
     """Weights of these shapes."""
 
-    said = "w"
+    said, is_mapped = "w", True
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.float32) -> None:
         self.kinds = {name: Kind(shape, torch.int64 if name.endswith("tracked") else dtype) for name, shape in shapes.items()}

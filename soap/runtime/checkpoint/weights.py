@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from soap.errors import RuntimeFailure, SoapError
-from soap.files import reason
 from soap.runtime.comm.whole import whole_buffers, whole_parameters
+from soap.weights.places import check_place_of_weights
 from soap.weights.seam import Kind
 from soap.weights.writing import require_writable, write_weights
 
@@ -39,12 +39,10 @@ def save_weights(trainer: Trainer, folder: Path, names: Mapping[str, str]) -> Pa
     failure = ""
     if trainer.rank == 0:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            check_place_of_weights(folder)
             write_weights(folder, {names.get(name, name): kind for name, kind in kinds.items()}, tensors())
         except SoapError as error:
             failure = str(error)
-        except OSError as error:
-            failure = f"cannot write weights into {str(folder)!r}: {reason(error)}; choose another folder"
     for _ in parameters:  # others send theirs, whether they can be written or not
         pass
     if failure := next(filter(None, trainer.comm.gather(failure)), ""):

@@ -31,6 +31,7 @@ from soap.runtime.step.gradients import Gradients
 from soap.runtime.step.kept_on_host import KeptOnHost
 from soap.runtime.step.kept_products import KeptProducts
 from soap.runtime.step.state import Output, StepState, leaf
+from soap.runtime.step.step_inputs import StepInputs
 from soap.runtime.sync.look_ups import Asked, LookUps, rows_for
 from soap.runtime.sync.shards import ShardStore
 from soap.simulator.tasks import TaskKind
@@ -39,7 +40,7 @@ from soap.tracing.model import TileContext, TracedModel
 
 
 class ForwardPass:
-    """The forward pass of one micro-batch; one method per action. ``tensors``: full inputs and constants by name. ``on_host``: what tiles
+    """The forward pass of one micro-batch; one method per action. ``given``: inputs and constants. ``on_host``: what tiles
     offload. ``units``: first tile -> fused tiles."""
 
     def __init__(
@@ -48,7 +49,7 @@ class ForwardPass:
         model: TracedModel,
         prepared: PreparedTiles,
         shards: ShardStore,
-        tensors: Mapping[str, torch.Tensor],
+        given: StepInputs,
         context: TileContext,
         look_ups: LookUps,
         gradients: Gradients,
@@ -56,7 +57,7 @@ class ForwardPass:
         units: Mapping[int, Unit] | None = None,
     ) -> None:
         self.state, self.program, self.plan = state, state.program, state.plan
-        self.model, self.shards, self.tensors = model, shards, tensors
+        self.model, self.shards, self.given = model, shards, given
         self.context = context
         self._prepared, self._on_host = prepared, on_host
         self._units = units or {}
@@ -164,7 +165,7 @@ class ForwardPass:
         """Send requests for the rows that this rank's tiles look up."""
         requests = self._sync_context.requests
         with self.state.task(ASK_NAME, TaskKind.SYNC) if requests.asks_others else nullcontext():
-            self._asked = self._look_ups.asked(self.model, self.tensors, self.context)
+            self._asked = self._look_ups.asked(self.model, self.given, self.context)
             requests.ask(self._look_ups.by_sync(self._asked, self.state.comm.device))
 
     def transfer(self, number: int) -> None:
@@ -321,7 +322,7 @@ class ForwardPass:
         """An input region of a tile."""
         fetch = source.fetch
         if fetch is None:
-            return self.state.empty(source.box, source.tensor) if source.empty else _cut(self.tensors[source.tensor], source.part)
+            return self.state.empty(source.box, source.tensor) if source.empty else self.given.read(source)
         if fetch.sole is not None:
             attached = self._attached.get(fetch.sole)
             return self._holding_leaf(fetch.sole) if attached is None else attached

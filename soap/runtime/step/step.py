@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -23,6 +23,7 @@ from soap.runtime.step.halves import Halves
 from soap.runtime.step.kept_on_host import KeptOnHost
 from soap.runtime.step.micro_batch import WHOLE_STEP, MicroBatch
 from soap.runtime.step.state import StepState
+from soap.runtime.step.step_inputs import StepInputs
 from soap.runtime.step.value_store import ValueStore
 from soap.runtime.sync.look_ups import LookUps
 from soap.runtime.sync.shards import ShardStore
@@ -66,18 +67,17 @@ class StepRunner:
 
     def run(
         self,
-        tensors: Mapping[str, torch.Tensor],
+        inputs: StepInputs,
         context: TileContext,
         part: MicroBatch = WHOLE_STEP,
     ) -> Callable[[], float]:
-        """Run forward and backward pass on full ``tensors`` (inputs and constants by name). Returns a function that waits for the loss, so
-        that the parameters can be updated meanwhile."""
+        """Run forward and backward pass. Returns a function that waits for the loss, so that the parameters can be updated meanwhile."""
         prepared = self._prepared
         values = ValueStore(prepared.readers, prepared.takers, prepared.second_readers, self.program.dropped)
         state = StepState(self.program, values, self.comm, self.dtype_of, self.recorder, 1.0 / part.count)
         gradients = self.gradients
         on_host, asked = self._on_host, self._look_ups
-        forward = ForwardPass(state, self.model, prepared, self.shards, tensors, context, asked, gradients, on_host, self._units)
+        forward = ForwardPass(state, self.model, prepared, self.shards, inputs, context, asked, gradients, on_host, self._units)
         halves = Halves(self.shards.leaves.values() if self.program.plan.divided else ())
         backward = BackwardPass(state, gradients, prepared, on_host, halves)
         handlers = _handlers(forward, backward, gradients)

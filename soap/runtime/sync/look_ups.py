@@ -11,6 +11,7 @@ from soap.plan.plan import Plan
 from soap.plan.tiling import tiles_of
 from soap.runtime.comm.redistribute import assemble, cut
 from soap.runtime.program.prepared import PreparedTile, PreparedTiles, RowsRead
+from soap.runtime.step.step_inputs import StepInputs
 from soap.runtime.sync.row_gradient import common_rows
 from soap.runtime.sync.shards import ShardStore
 from soap.runtime.sync.sparse_rows import RowSync
@@ -28,11 +29,11 @@ class LookUps:
         self._reads = [(tile, own) for tile in prepared.tiles.values() if not tile.empty for own in tile.rows]
         self._boxes = {i: sync.box for i, sync in enumerate(plan.syncs) if sync.contract.by_rows and rank in sync.readers}
 
-    def asked(self, model: TracedModel, tensors: Mapping[str, torch.Tensor], context: TileContext) -> Asked:
-        """The rows that each tile looks up in its own part of a parameter. ``tensors``: full inputs and constants by name."""
+    def asked(self, model: TracedModel, given: StepInputs, context: TileContext) -> Asked:
+        """The rows that each tile looks up in its own part of a parameter."""
         found: Asked = {}
         for tile, own in self._reads:
-            inputs = [_known(tile, place, tensors) for place in range(len(tile.inputs))]
+            inputs = [_known(tile, place, given) for place in range(len(tile.inputs))]
             found[tile.number, own.place] = model.rows_asked_for(tile.tile, own.place, inputs, context)
         return found
 
@@ -84,12 +85,12 @@ def rows_for(
     return assemble(((0, len(rows)), *region.box[1:]), boxes, parts), rows
 
 
-def _known(tile: PreparedTile, place: int, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+def _known(tile: PreparedTile, place: int, given: StepInputs) -> torch.Tensor | None:
     """An input of a tile if it is known before the step begins, else None."""
     source = tile.inputs[place]
     if source.fetch is not None or source.empty:
         return None
-    return tensors[source.tensor] if source.part is None else tensors[source.tensor][source.part]
+    return given.read(source)
 
 
 def _within(rows: torch.Tensor, box: Box) -> torch.Tensor:

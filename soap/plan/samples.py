@@ -1,0 +1,96 @@
+"""Which samples of a batch's inputs each device reads. Pure data.
+
+A device reads of an input what its tiles read, so nothing of a batch has to travel: samples that tiles of several devices read are read by
+each of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import chain
+
+from soap.model.batch import sample_dims, samples_of
+from soap.model.graph import OperatorGraph, TensorKind
+from soap.model.regions import Interval, cells
+from soap.plan.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """The samples of one input that a device reads, of a batch of ``size``. ``dim``: the input's dimension of samples; None if it has none,
+    then the device reads all of it. ``intervals``: ascending, apart from each other, none empty.
+    """
+
+    dim: int | None
+    size: int
+    intervals: tuple[Interval, ...]
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return sum(stop - start for start, stop in self.intervals)
+
+    @property
+    def indices(self) -> list[int]:
+        """Their numbers in the batch, ascending: the order in which a part of a batch has them. A list, by which tensors can be indexed."""
+        return list(chain.from_iterable(range(start, stop) for start, stop in self.intervals))
+
+    def place(self, interval: Interval) -> Interval:
+        """Where in a part of a batch an interval is that a tile reads. ValueError if the device does not read it."""
+        start, stop = interval
+        before = 0
+        for a, b in self.intervals:
+            if a <= start and stop <= b:
+                return before + start - a, before + stop - a
+            before += b - a
+        if start < stop:
+            raise ValueError(f"samples {start} to {stop - 1}: expected some of {self.intervals}")
+        return 0, 0
+
+
+def divided_inputs(graph: OperatorGraph) -> dict[str, int]:
+    """Inputs with one element for each sample -> their dimension of samples. Where all that read an input read all of it, as a mean reads
+    labels to count them, that is dimension 0 if it is as long."""
+    samples, known = samples_of(graph), sample_dims(graph)
+    inputs = [tensor for tensor in graph.tensors.values() if tensor.kind is TensorKind.INPUT and tensor.shape]
+    dims = {tensor.name: known.get(tensor.name, 0) for tensor in inputs}
+    return {tensor.name: dims[tensor.name] for tensor in inputs if tensor.shape[dims[tensor.name]] == samples}
+
+
+def samples_read(plan: Plan, divided: Mapping[str, int], whole: Collection[str] = ()) -> list[dict[str, Samples]]:
+    """By device, what it reads of each input. ``divided``: see ``divided_inputs``, of the graph or of the same one at another batch size.
+    ``whole``: inputs of which every device reads all samples."""
+    graph = plan.graph
+    inputs = [tensor for tensor in graph.tensors.values() if tensor.kind is TensorKind.INPUT]
+    read: list[dict[str, set[Interval]]] = [{tensor.name: set() for tensor in inputs} for _ in range(plan.device_count)]
+    for tile in plan.tiles:
+        for operand, box in zip(plan.operator(tile).inputs, tile.inputs, strict=True):
+            if operand.tensor in divided and operand.tensor in read[tile.device]:
+                read[tile.device][operand.tensor].add(box[divided[operand.tensor]])
+    found: list[dict[str, Samples]] = []
+    for own in read:
+        samples: dict[str, Samples] = {}
+        for tensor in inputs:
+            dim = divided.get(tensor.name)
+            size = 0 if dim is None else tensor.shape[dim]
+            all_of_it = [(0, size)] if tensor.name in whole else own[tensor.name]
+            samples[tensor.name] = Samples(dim, size, joined(all_of_it))
+        found.append(samples)
+    return found
+
+
+def pieces_read(read: Iterable[Samples]) -> list[Interval]:
+    """The pieces of a batch of which each device reads all or nothing. ``read``: by device, what it reads of one input."""
+    return [piece for (piece,) in cells((interval,) for own in read for interval in own.intervals)]
+
+
+def joined(intervals: Iterable[Interval]) -> tuple[Interval, ...]:
+    """The same numbers in as few intervals as possible."""
+    found: list[Interval] = []
+    for start, stop in sorted(own for own in intervals if own[0] < own[1]):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(stop, found[-1][1]))
+        else:
+            found.append((start, stop))
+    return tuple(found)
