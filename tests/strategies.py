@@ -23,6 +23,7 @@ from soap.strategy.recomputation import LIGHT, RECOMPUTED, STAYS, level_at, refu
 from soap.strategy.stages import chunks_of, stages_of_chunks
 from soap.strategy.sync import SHARDED, SHARDED_IN_HOSTS, SHARDED_STATE, SPARSE_ALL_GATHER, compressed, parameter_server
 from soap.strategy.sync_contracts import WITHIN
+from soap.strategy.workers import Workers
 from tests.graph_builder import ATTRIBUTE, GraphBuilder
 
 CPU = DeviceType("test-cpu", "cpu", {"float32": 1e10}, 1e10, 2**30, 1e-6, "made up for tests")
@@ -229,6 +230,14 @@ def strategies_for(
     prefetch = draw(st.sampled_from((0, 1, 2, 4096))) if servers else 1
     other = {name: sync for name, sync in chosen.items() if sync != SyncConfig()}
     return Strategy(operators, other, prefetch, count, stages, schedule, draw(CONSISTENCIES) if stale else SYNC)
+
+
+@st.composite
+def workers_of(draw: st.DrawFn, device_count: int) -> Workers:
+    """Virtual workers on some of so many devices."""
+    order = draw(st.permutations(range(device_count)))
+    cuts = sorted(draw(st.sets(st.integers(1, device_count), min_size=1)))
+    return Workers(tuple(tuple(order[a:b]) for a, b in zip([0, *cuts], cuts, strict=False)), draw(st.integers(1, 8)))
 
 
 @st.composite

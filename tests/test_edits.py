@@ -79,7 +79,7 @@ def marked(graph: OperatorGraph, strategy: Strategy) -> NewStrategy:
     operators = {name: new_config(config, name) for name, config in strategy.operators.items()}
     syncs = {tensor.name: new_sync(strategy.sync(tensor.name), tensor.name) for tensor in graph.parameters}
     pipeline = strategy.microbatches, strategy.stages, strategy.schedule
-    return NewStrategy(operators, syncs, strategy.prefetch, *pipeline, strategy.consistency, WHOLE)
+    return NewStrategy(operators, syncs, strategy.prefetch, *pipeline, strategy.consistency, strategy.workers, WHOLE)
 
 
 def is_marked(strategy: Strategy) -> bool:

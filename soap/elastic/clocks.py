@@ -2,7 +2,8 @@
 
 A worker's *clock* is the number of waves that it has finished; a *wave* is so many minibatches (1: each by itself). Stale synchronous
 parallel training (Ho et al., NIPS 2013) lets a worker begin only if no worker's clock is more than D behind its own; wave synchronous
-parallel training (Park et al., "HetPipe", ATC 2020) does so for workers that are pipelines with a wave of minibatches in flight.
+parallel training (Park et al., "HetPipe", ATC 2020) does so for workers that are pipelines with a wave of minibatches in flight. These go
+on as soon as a minibatch is finished at home; its wave counts for others when servers have it (``Clocks.pushed``).
 
 A worker that has left, or has nothing to do, counts as infinitely far ahead. So the slowest one never waits, and nobody waits for ever.
 """
@@ -21,19 +22,26 @@ ASYNC = None
 """No bound."""
 
 
+def waves_needed(minibatch: int, wave: int, bound: int | None) -> int:
+    """How many waves of all workers must be in the values with which a minibatch begins, the first of which is 0: those that are certain
+    to be finished of its own, less the bound; none if that is below 0, or without a bound."""
+    return 0 if bound is None else max(0, (minibatch + 1) // wave - 1 - bound)
+
+
 @dataclass
 class _Progress:
-    """Minibatches of a worker."""
+    """Of a worker: minibatches begun, minibatches finished, and waves that servers have."""
 
     started: int
     finished: int
+    pushed: int
 
 
 class Clocks:
     """``bound``: D, in waves; None for asynchronous training. ``wave``: minibatches of a wave, which a worker has in flight at most.
 
-    ``missing``: for each minibatch that was started, how many earlier ones of the slowest other worker were not finished in whole waves,
-    and so perhaps not in the values that it reads: number -> how often. It is at most ``most_missing``.
+    ``missing``: for each minibatch that was started, how many earlier ones of the slowest other worker were not there in whole waves, and
+    so perhaps not in the values that it reads: number -> how often. It is at most ``most_missing``.
     """
 
     def __init__(self, workers: Iterable[Hashable] = (), bound: int | None = SYNC, wave: int = 1) -> None:
@@ -53,18 +61,18 @@ class Clocks:
 
     @property
     def slowest(self) -> int:
-        """The least clock: all active workers have finished so many waves. If there are none, what it was when the last one left."""
-        return min((own.finished // self.wave for own in self._active.values()), default=self._floor)
+        """The least clock: servers have so many waves of all active workers. If there are none, what it was when the last one left."""
+        return min((own.pushed for own in self._active.values()), default=self._floor)
 
     def clock(self, worker: Hashable) -> int:
-        """How many waves a worker has finished, counted from where it joined."""
-        return self._of(worker).finished // self.wave
+        """How many waves of a worker servers have, counted from where it joined."""
+        return self._of(worker).pushed
 
     def joined(self, worker: Hashable) -> None:
         """A worker is there (again), at the clock of the slowest: it holds nobody up more than that one does."""
         if worker not in self._active:
-            at = self.slowest * self.wave
-            self._active[worker] = _Progress(at, at)
+            at = self.slowest
+            self._active[worker] = _Progress(at * self.wave, at * self.wave, at)
 
     def left(self, worker: Hashable) -> None:
         """A worker is gone, or has nothing to do until it joins again: nobody waits for it. What it had in flight does not count."""
@@ -75,29 +83,44 @@ class Clocks:
     def may_start(self, worker: Hashable) -> bool:
         """Whether a worker may begin its next minibatch."""
         own = self._of(worker)
-        in_flight = own.started - own.finished
-        return in_flight < self.wave and (self.bound is None or self.slowest >= self._needed(own))
+        return own.started - own.finished < self.wave and self.slowest >= self.needed(worker)
 
-    def _needed(self, own: _Progress) -> int:
-        """The clock that all must have reached before the next minibatch: what is certain to be finished of its own, less the bound."""
-        assert self.bound is not None
-        return (own.started + 1) // self.wave - 1 - self.bound
+    def needed(self, worker: Hashable) -> int:
+        """How many waves of all workers must be in the values with which a worker's next minibatch begins."""
+        return waves_needed(self._of(worker).started, self.wave, self.bound)
 
-    def started(self, worker: Hashable) -> None:
-        """A worker begins a minibatch. ElasticError if it may not."""
+    def started(self, worker: Hashable, has: int | None = None) -> None:
+        """A worker begins a minibatch. ``has``: how many waves of all workers are in its values, if it does not pull for each minibatch
+        what servers have. ElasticError if it may not begin, or has too few."""
         own = self._of(worker)
         if not self.may_start(worker):
             raise ElasticError(f"worker {worker!r} begins minibatch {own.started + 1} before it may; ask may_start first")
-        others = [other.finished // self.wave for name, other in self._active.items() if name != worker]
-        self.missing[max(0, own.started - min(others) * self.wave) if others else 0] += 1
+        if has is not None and not self.needed(worker) <= has <= self.slowest:
+            raise ElasticError(
+                f"worker {worker!r} begins minibatch {own.started + 1} with {has} waves of all workers; expected {self.needed(worker)} to "
+                f"{self.slowest}: pull first"
+            )
+        others = [other.pushed for name, other in self._active.items() if name != worker]
+        there = has if has is not None else min(others, default=0)
+        self.missing[max(0, own.started - there * self.wave) if others else 0] += 1
         own.started += 1
 
-    def finished(self, worker: Hashable) -> None:
-        """A worker has finished a minibatch, and its push is acknowledged. ElasticError if it has begun none."""
+    def finished(self, worker: Hashable, *, pushed: bool = True) -> None:
+        """A worker has finished a minibatch. ``pushed``: servers have it, too; else the method ``pushed`` says when they have its wave.
+        ElasticError if it has begun none."""
         own = self._of(worker)
         if own.finished == own.started:
             raise ElasticError(f"worker {worker!r} finishes a minibatch that it has not begun; call started first")
         own.finished += 1
+        if pushed:
+            own.pushed = own.finished // self.wave
+
+    def pushed(self, worker: Hashable) -> None:
+        """Servers have a worker's next wave. ElasticError if it has not finished that."""
+        own = self._of(worker)
+        if own.pushed == own.finished // self.wave:
+            raise ElasticError(f"worker {worker!r} pushes wave {own.pushed} before it is finished; call finished first")
+        own.pushed += 1
 
     def _of(self, worker: Hashable) -> _Progress:
         try:

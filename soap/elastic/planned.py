@@ -13,16 +13,20 @@ from dataclasses import replace
 from soap.elastic.launcher import Options, Reduction
 from soap.elastic.plan import ElasticPlan, TableCut
 from soap.errors import StrategyError
-from soap.model.batch import samples_of
+from soap.model.batch import sample_factor, samples_of
 from soap.model.graph import KEEP_STATE, NEXT_STATE, OperatorGraph
 from soap.strategy.config import Strategy
 from soap.strategy.consistency import parse
-from soap.strategy.grids import sample_factor
 from soap.strategy.served import TableAt, configured, look_ups, served
 
 
 def plan_of(strategy: Strategy, graph: OperatorGraph) -> ElasticPlan:
     """What the strategy plans for servers and workers. StrategyError in one line, naming the operator, if it is not of that form."""
+    if strategy.workers is not None:
+        raise StrategyError(
+            f"the strategy has {len(strategy.workers.groups)} virtual workers, which soap.mixed simulates but nothing runs yet; expected "
+            "none: workers without state compute their lease on one device"
+        )
     tables = dict(configured(graph, strategy))
     if not tables:
         raise StrategyError(

@@ -26,6 +26,12 @@ def samples_of(graph: OperatorGraph) -> int | None:
     return Counter(lengths.values()).most_common(1)[0][0] if lengths else None
 
 
+def sample_factor(op: Operator) -> int | None:
+    """Index of the factor along which the batch is split; None if the operator has none, or may not be split."""
+    samples = [i for i, factor in enumerate(op.factors) if factor.kind is FactorKind.SAMPLE and op.partitionable]
+    return min(samples, key=lambda i: (op.factors[i].size == 1, op.factors[i].summed, i), default=None)
+
+
 def tokens_of(graph: OperatorGraph) -> int | None:
     """Tokens in a step: positions of the token input that has most of them; None if there is no such input.
 

@@ -38,13 +38,17 @@ Group = tuple[int, ...]
 class StageCosts:
     """A graph's layers on kinds of groups, for one step. ``firsts``: the first operator of each layer. ``forward_ns``, ``backward_ns``
     [kinds, layers]: of all micro-batches, sums of partial results included. ``upkeep_ns``: sums of gradients, and updates. ``chain``: all
-    that together, messages and memory."""
+    that together, messages and memory. ``trained_bytes`` [kinds, layers]: one copy of the trained parameters on a device; ``chain`` keeps
+    2 of them, and one for each of the optimizer's states. ``sent_bytes`` [2, layers - 1]: what crosses the cut behind a layer forward, and
+    back as gradients."""
 
     firsts: tuple[int, ...]
     forward_ns: Integers
     backward_ns: Integers
     upkeep_ns: Integers
     chain: Chain
+    trained_bytes: Integers
+    sent_bytes: Integers
 
 
 class StagePrices:
@@ -59,7 +63,7 @@ class StagePrices:
         self._laid: dict[tuple[object, ...], Laid] = {}
         self._edges: dict[tuple[object, ...], int] = {}
         self._computed: dict[tuple[object, ...], tuple[int, int]] = {}
-        self._kept: dict[tuple[object, ...], tuple[int, int, int]] = {}
+        self._kept: dict[tuple[object, ...], tuple[int, int, int, int]] = {}
 
     def splits(self, tensor: int) -> bool:
         """Whether tensor parallelism on so many devices finds anything to split."""
@@ -69,8 +73,8 @@ class StagePrices:
         """On these groups, which take ``tensor`` devices together for tensor parallelism and divide samples among these."""
         kinds, firsts = len(groups.classes), self._borders(tensor)
         by_class = [self._layers(groups.example(groups.classes.index(own)), tensor, cut, firsts) for own in range(max(groups.classes) + 1)]
-        forward_ns, backward_ns, upkeep_ns, kept, activations = (
-            np.array([by_class[own][row] for own in groups.classes], np.int64) for row in range(5)
+        forward_ns, backward_ns, upkeep_ns, kept, trained, activations = (
+            np.array([by_class[own][row] for own in groups.classes], np.int64) for row in range(6)
         )
         message_ns = np.zeros((kinds, kinds, len(firsts) - 1), np.int64)
         known: dict[tuple[object, ...], Integers] = {}
@@ -88,7 +92,8 @@ class StagePrices:
             activation_bytes=activations,
             limit_bytes=np.array(limits, np.int64),
         )
-        return StageCosts(firsts, forward_ns, backward_ns, upkeep_ns, chain)
+        sent = np.array([self._crossing_bytes(back=back) for back in (False, True)], np.int64)[:, list(firsts[1:])]
+        return StageCosts(firsts, forward_ns, backward_ns, upkeep_ns, chain, trained, sent)
 
     def _borders_of(self, tensor: int) -> tuple[int, ...]:
         """The first operator of each layer."""
@@ -102,10 +107,12 @@ class StagePrices:
             borders = sorted(sorted(borders, key=lambda p: (crossing[p], p))[: MOST_LAYERS - 1])
         return (0, *borders)
 
-    def _crossing_bytes(self) -> list[int]:
-        """By operator, bytes that cross a border before it."""
+    def _crossing_bytes(self, *, back: bool = False) -> list[int]:
+        """By operator, bytes that cross a border before it. ``back``: those of which the gradients go the other way."""
         changes = [0] * (len(self._graph.operators) + 1)
         for tensor, first, last in self._crossing():
+            if back and not self._graph.tensors[tensor].requires_grad:
+                continue
             size = volume(tuple((0, n) for n in self._graph.tensors[tensor].shape)) * self._graph.tensors[tensor].itemsize
             changes[first] += size
             changes[last + 1] -= size
@@ -139,19 +146,19 @@ class StagePrices:
         return self._laid[key]
 
     def _layers(self, group: Group, tensor: int, cut: MicroBatches, firsts: Sequence[int]) -> list[Integers]:
-        """Forward, backward, upkeep in ns, bytes kept, and bytes of activations, of each layer."""
+        """Forward, backward, upkeep in ns, bytes kept, bytes trained, and bytes of activations, of each layer."""
         own = [self._operator(position, group, tensor, cut) for position in range(len(self._graph.operators))]
         return list(np.add.reduceat(np.array(own, np.int64), firsts, axis=0).T)
 
-    def _operator(self, position: int, group: Group, tensor: int, cut: MicroBatches) -> tuple[int, int, int, int, int]:
+    def _operator(self, position: int, group: Group, tensor: int, cut: MicroBatches) -> tuple[int, int, int, int, int, int]:
         config, same = self._config(position, group, tensor), self._rough.durations.same(position)
         laid, parts = self._lay(position, group, tensor), cut.parts(position)
         if (key := (same, config, parts)) not in self._computed:
             self._computed[key] = self._passes_ns(position, config, laid, cut)
         if (known := (same, config)) not in self._kept:
             self._kept[known] = (self._rough.upkeep_ns(position, laid), *self._bytes(position, laid))
-        upkeep_ns, kept, activations = self._kept[known]
-        return (*self._computed[key], upkeep_ns, kept, -(-activations // parts))
+        upkeep_ns, kept, trained, activations = self._kept[known]
+        return (*self._computed[key], upkeep_ns, kept, trained, -(-activations // parts))
 
     def _passes_ns(self, position: int, config: OpConfig, laid: Laid, cut: MicroBatches) -> tuple[int, int]:
         """Forward and backward passes of all micro-batches on the slowest device, all with an equal share."""
@@ -165,18 +172,21 @@ class StagePrices:
         sums_ns = parts * rough.sums_ns([(own, size // parts) for own, size in laid.sums]) // 2  # ``sums_ns`` is both ways
         return forward + sums_ns, backward + sums_ns
 
-    def _bytes(self, position: int, laid: Laid) -> tuple[int, int]:
-        """(what a device keeps all the time, what it keeps of the whole batch for the backward pass), where it is most."""
+    def _bytes(self, position: int, laid: Laid) -> tuple[int, int, int]:
+        """(what a device keeps all the time, one copy of what of that is trained, what it keeps of the whole batch for the backward pass),
+        where it is most."""
         graph, op = self._graph, self._graph.operators[position]
-        kept, made = dict[int, int](), dict[int, int]()
+        kept, trained, made = dict[int, int](), dict[int, int](), dict[int, int]()
         for tile in laid.tiles:
             for k, operand in enumerate(op.parameters):
                 tensor = graph.tensors[operand.tensor]
                 copies = 2 + self._states if tensor.requires_grad else 1  # value, gradient, states
-                kept[tile.device] = kept.get(tile.device, 0) + copies * volume(tile.parameters[k]) * tensor.itemsize
+                held = volume(tile.parameters[k]) * tensor.itemsize
+                kept[tile.device] = kept.get(tile.device, 0) + copies * held
+                trained[tile.device] = trained.get(tile.device, 0) + held * tensor.requires_grad
             size = kept_share(graph, op, tile.intervals) + sum(made_bytes(graph, op, tile, k) for k in range(len(op.outputs)))
             made[tile.device] = made.get(tile.device, 0) + size
-        return max(kept.values(), default=0), max(made.values(), default=0)
+        return max(kept.values(), default=0), max(trained.values(), default=0), max(made.values(), default=0)
 
     def _messages(self, sender: Group, receiver: Group, tensor: int, cut: MicroBatches, latency_seconds: float) -> Integers:
         """By operator, what messages over a border before it take, both ways; of the last part and those before it."""

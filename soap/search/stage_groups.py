@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from soap.cluster.topology import Topology
@@ -57,6 +57,17 @@ def stage_groups(topology: Topology, most: int) -> Iterator[StageGroups]:
         hosts.setdefault(topology.devices[device].host, []).append(device)
     if len({len(own) for own in hosts.values()}) > 1 and len(hosts) <= most:
         yield _grouped(topology, [tuple(own) for own in hosts.values()])
+
+
+def single_devices(topology: Topology, devices: Sequence[int]) -> StageGroups:
+    """Each of these devices is a group, in any order; those of one type, with equal memory, on one host are of one kind."""
+    limits = topology.memory_limits
+    looks = [(topology.devices[device].type.name, limits[device]) for device in devices]
+    keys = [(look, topology.devices[device].host) for device, look in zip(devices, looks, strict=True)]
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    classes = {look: number for number, look in enumerate(dict.fromkeys(looks))}
+    kinds = tuple(numbers[key] for key in keys)
+    return StageGroups(tuple((device,) for device in devices), kinds, tuple(classes[look] for look, _ in numbers), any_order=True)
 
 
 def _grouped(topology: Topology, groups: list[tuple[int, ...]]) -> StageGroups:

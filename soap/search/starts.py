@@ -9,9 +9,10 @@ from types import MappingProxyType
 
 from soap.cluster.topology import Topology
 from soap.errors import StrategyError
+from soap.model.batch import sample_factor
 from soap.model.graph import OperatorGraph
 from soap.search.metropolis import Evaluator
-from soap.strategy.classical import CLASSICAL, SYNCHRONIZED, random_strategy, sample_factor, uniform_config
+from soap.strategy.classical import CLASSICAL, SYNCHRONIZED, random_strategy, uniform_config
 from soap.strategy.config import Strategy, SyncConfig, settled
 from soap.strategy.named import check_name, forms, named
 

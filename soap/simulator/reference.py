@@ -21,7 +21,7 @@ than its first kernel is launched, and ends no earlier than its last one is. If 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -37,41 +37,91 @@ def simulate(tasks: TaskGraph) -> Schedule:
 
 def play(todo: Sequence[Task], topology: Topology) -> Schedule:
     """The same of tasks that are no iteration's, predecessors first. Resources beyond those of ``Task`` may have any numbers."""
-    successors: list[list[int]] = [[] for _ in todo]
-    for position, task in enumerate(todo):
-        for predecessor in task.predecessors:
-            successors[predecessor].append(position)
-    waiting = [len(task.predecessors) for task in todo]
-    ready, start, end = [0] * len(todo), [0] * len(todo), [0] * len(todo)
-    free: dict[int, int] = {}
-    launched: dict[int, int] = {}
-    clock = topology.device_clock()
-    ports = {topology.device_count + port.link: port.device for port in topology.ports}
-    queue = [(0, task.id, position) for position, task in enumerate(todo) if not task.predecessors]
-    heapq.heapify(queue)
-    while queue:
-        _, _, position = heapq.heappop(queue)
-        task = todo[position]
-        start[position] = max([ready[position], *(free.get(resource, 0) for resource in task.resources)])
+    loop = Loop(topology)
+    loop.add(todo)
+    loop.run()
+    return loop.schedule()
+
+
+class Loop:
+    """The event loop, to which tasks may be added while it runs: in what is called when a watched task is ready (``watch``), as what comes
+    next may depend on who was first. ``now_ns``: when the last task that was taken became ready; nothing begins before that."""
+
+    def __init__(self, topology: Topology) -> None:
+        self.now_ns = 0
+        self._todo: list[Task] = []
+        self._successors: list[list[int]] = []
+        self._waiting: list[int] = []
+        self._ready: list[int] = []
+        self._start: list[int] = []
+        self._end: list[int] = []
+        self._queue: list[tuple[int, tuple[int, ...], int]] = []
+        self._watched: dict[int, Callable[[], None]] = {}
+        self._free: dict[int, int] = {}
+        self._launched: dict[int, int] = {}
+        self._clock = topology.device_clock()
+        self._ports = {topology.device_count + port.link: port.device for port in topology.ports}
+
+    def schedule(self) -> Schedule:
+        """Start and end of every task, in the order in which they were added."""
+        return Schedule(np.array(self._start, np.int64), np.array(self._end, np.int64))
+
+    def watch(self, position: int, call: Callable[[], None]) -> None:
+        """Call this once when a task that was not taken yet has been."""
+        self._watched[position] = call
+
+    def add(self, tasks: Sequence[Task]) -> None:
+        """More tasks, whose predecessors are positions among all that were added, these included."""
+        first = len(self._todo)
+        for task in tasks:
+            self._todo.append(task)
+            self._successors.append([])
+            self._waiting.append(0)
+            self._ready.append(self.now_ns)
+            self._start.append(0)
+            self._end.append(-1)
+        for position, task in enumerate(tasks, first):
+            for predecessor in task.predecessors:
+                if self._end[predecessor] < 0:
+                    self._successors[predecessor].append(position)
+                    self._waiting[position] += 1
+                else:
+                    self._ready[position] = max(self._ready[position], self._end[predecessor])
+            if self._waiting[position] == 0:
+                heapq.heappush(self._queue, (self._ready[position], task.id, position))
+
+    def run(self) -> None:
+        """Play all that there is, and what is added meanwhile."""
+        while self._queue:
+            self.now_ns, _, position = heapq.heappop(self._queue)
+            end = self._take(position)
+            for successor in self._successors[position]:
+                self._ready[successor] = max(self._ready[successor], end)
+                self._waiting[successor] -= 1
+                if self._waiting[successor] == 0:
+                    heapq.heappush(self._queue, (self._ready[successor], self._todo[successor].id, successor))
+            if self._watched and position in self._watched:
+                self._watched.pop(position)()
+
+    def _take(self, position: int) -> int:
+        """A task starts as soon as its resources are free. Returns its end."""
+        task, free = self._todo[position], self._free
+        start = max([self._ready[position], *(free.get(resource, 0) for resource in task.resources)])
         if task.launch_ns:
             (device,) = task.resources
-            launched[device] = launched.get(device, 0) + task.launch_ns
-            start[position] = max(start[position], launched[device] - min(task.launch_ns, task.duration_ns))
-        end[position] = start[position] + task.duration_ns
+            self._launched[device] = self._launched.get(device, 0) + task.launch_ns
+            start = max(start, self._launched[device] - min(task.launch_ns, task.duration_ns))
+        end = start + task.duration_ns
         if task.tile is not None:
             (device,) = task.resources
-            end[position] = clock.end_ns(device, start[position], task.duration_ns)
-        free.update(dict.fromkeys(task.resources, end[position] - task.latency_ns))
-        for own in {ports.get(resource) for resource in task.resources}:
+            end = self._clock.end_ns(device, start, task.duration_ns)
+        self._start[position], self._end[position] = start, end
+        free.update(dict.fromkeys(task.resources, end - task.latency_ns))
+        for own in {self._ports.get(resource) for resource in task.resources}:
             if own is not None:
-                free[own] = max(free.get(own, 0), start[position]) + task.cpu_overhead_ns
-                clock.communicated(own, message=task.latency_ns > 0)
-        for successor in successors[position]:
-            ready[successor] = max(ready[successor], end[position])
-            waiting[successor] -= 1
-            if waiting[successor] == 0:
-                heapq.heappush(queue, (ready[successor], todo[successor].id, successor))
-    return Schedule(np.array(start, np.int64), np.array(end, np.int64))
+                free[own] = max(free.get(own, 0), start) + task.cpu_overhead_ns
+                self._clock.communicated(own, message=task.latency_ns > 0)
+        return end
 
 
 def execution_order(tasks: TaskGraph, schedule: Schedule) -> ExecutionOrder:

@@ -11,10 +11,11 @@ from types import MappingProxyType
 from typing import Protocol
 
 from soap.cluster.topology import Topology
+from soap.model.batch import sample_factor
 from soap.model.graph import Operator, OperatorGraph
 from soap.strategy.config import OpConfig, Strategy, settled, settled_config
 from soap.strategy.experts import expert_parallel
-from soap.strategy.grids import device_order, fill, grouped, largest_divisor, sample_factor, uniform_config
+from soap.strategy.grids import device_order, fill, grouped, largest_divisor, uniform_config
 from soap.strategy.megatron import balanced_blocks, hybrid, megatron, operator_work, sequence_parallel
 from soap.strategy.recomputation import recomputed
 from soap.strategy.sequences import context_parallel

@@ -21,6 +21,7 @@ from soap.strategy.kept import require_kept
 from soap.strategy.recomputation import LEVELS, STAYS
 from soap.strategy.stages import require_numbers, require_stages
 from soap.strategy.sync_contracts import COMPRESSED, MAX_PREFETCH, METHODS, Contract, Owner, Residence, Within, find_contract
+from soap.strategy.workers import Workers, require_workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +144,9 @@ class Strategy:
     the operator that it begins with, a chunk of a pipeline (``soap.strategy.stages``). ``schedule``: the order in which devices run the
     passes of micro-batches, such as ``1f1b`` or ``interleaved:2`` (``soap.schedules.named``); None: one micro-batch after the other, or all
     together through operators that need several of them. ``consistency``: how far the tiles of the samples may be apart, each a worker with
-    batches of its own (``soap.strategy.consistency``); ``sync``: not at all, which is one exact step of all. StrategyError unless prefetch
-    is 0 to ``MAX_PREFETCH``, microbatches 1 to ``MAX_MICROBATCHES``, schedule and consistency some that are known.
+    batches of its own (``soap.strategy.consistency``); ``sync``: not at all, which is one exact step of all. ``workers``: these are
+    pipelines, on these devices (``soap.strategy.workers``). StrategyError unless prefetch is 0 to ``MAX_PREFETCH``, microbatches 1 to
+    ``MAX_MICROBATCHES``, schedule and consistency some that are known; and if there are workers without a bound or ``async``.
     """
 
     operators: Mapping[str, OpConfig]
@@ -154,6 +156,7 @@ class Strategy:
     stages: Mapping[str, int] = field(default_factory=dict)
     schedule: str | None = None
     consistency: str = consistencies.SYNC
+    workers: Workers | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "consistency", str(consistencies.parse(self.consistency)))
@@ -161,6 +164,11 @@ class Strategy:
             raise StrategyError(f"microbatches {self.microbatches}: expected 1 to {MAX_MICROBATCHES}, parts of a step's samples")
         if not 0 <= self.prefetch <= MAX_PREFETCH:
             raise StrategyError(f"prefetch {self.prefetch}: expected 0 to {MAX_PREFETCH}, the groups of values to gather ahead")
+        if self.workers is not None and not self.stale:
+            raise StrategyError(
+                f"workers with consistency {self.consistency}: minibatches in flight are never in step; expected {consistencies.BOUNDED}D, "
+                f"{consistencies.BOUNDED}0 for the tightest, or {consistencies.ASYNC}"
+            )
         require_numbers(self.stages)
         if self.schedule is not None:
             parse(self.schedule)
@@ -226,6 +234,8 @@ class Strategy:
             sync.require_serves(name, graph)
         if self.stages or self.schedule is not None:
             require_stages(graph, self.stages, self.schedule, self.operators)
+        if self.workers is not None:
+            require_workers(graph, self, self.workers, device_count)
         if self.microbatches > 1:
             self._require_parts(graph, empty_tiles=empty_tiles)
 

@@ -14,6 +14,7 @@ from typing import Any
 from soap.errors import StrategyError
 from soap.model.micro_batches import MAX_MICROBATCHES
 from soap.schedules.table import MOST_CHUNKS
+from soap.strategy import workers
 from soap.strategy.compression import read_settings, said_settings, settings_schema, written_settings
 from soap.strategy.recomputation import WRITTEN, read_level, said_level
 from soap.strategy.sync_contracts import MAX_PARTITIONS, MAX_PREFETCH, METHODS, OWNERS, RESIDENCES, WITHIN
@@ -83,6 +84,7 @@ STRATEGY_FIELDS: tuple[OptionalField, ...] = (
     OptionalField("stages", _stages, _read_stages, write=dict, say=_say_stages),
     OptionalField("schedule", lambda: {"type": "string", "minLength": 1, "maxLength": 40}, str),
     OptionalField("consistency", lambda: {"type": "string", "minLength": 1, "maxLength": 40}, str),
+    OptionalField("workers", workers.schema, workers.read, write=workers.written, say=workers.said),
 )
 """Of ``Strategy``, beside its operators and parameters."""
 

@@ -14,14 +14,9 @@ from math import gcd, prod
 
 from soap.cluster.topology import Topology
 from soap.errors import StrategyError
-from soap.model.graph import FactorKind, Operator, OperatorGraph, TensorKind
+from soap.model.batch import sample_factor
+from soap.model.graph import Operator, OperatorGraph, TensorKind
 from soap.strategy.config import OpConfig, Strategy, check_config, settled_config
-
-
-def sample_factor(op: Operator) -> int | None:
-    """Index of the factor along which the batch is split; None if the operator has none, or may not be split."""
-    samples = [i for i, factor in enumerate(op.factors) if factor.kind is FactorKind.SAMPLE and op.partitionable]
-    return min(samples, key=lambda i: (op.factors[i].size == 1, op.factors[i].summed, i), default=None)
 
 
 def uniform_config(op: Operator, degrees: Mapping[str, int], devices: Sequence[int], replicas: int = 1) -> OpConfig:

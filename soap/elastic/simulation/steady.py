@@ -103,7 +103,7 @@ class _Played:
         self._finished = [self._end_ns[list(own)] for own in unrolled.ends]
         self.end_ns = int(min(own[-1] for own in self._finished))
         self._counted = [own[own <= self.end_ns] for own in self._finished]
-        self.period = _period(self._counted)
+        self.period = period_of(self._counted)
         self._begin_ns = self._window()
 
     @property
@@ -113,7 +113,7 @@ class _Played:
         if self.period is not None:
             per_ns = Fraction(self.period.leases * batch * len(self._design.lanes), self.period.duration_ns)
             return float(per_ns * 10**9)
-        return 1e9 * batch * sum(_rate(own, self._begin_ns) for own in self._counted)
+        return 1e9 * batch * sum(rate_of(own, self._begin_ns) for own in self._counted)
 
     def _window(self) -> int:
         """From when on it counts: the latter half, of whole periods if there are any."""
@@ -168,7 +168,7 @@ class _Played:
         return clocks.missing - (before or Counter())
 
 
-def _rate(finished_ns: NDArray[np.int64], begin_ns: int) -> float:
+def rate_of(finished_ns: NDArray[np.int64], begin_ns: int) -> float:
     """Leases per nanosecond of one lane, between its first and its last one that is finished behind ``begin_ns``."""
     own = finished_ns[finished_ns >= begin_ns]
     if len(own) < 2:
@@ -176,7 +176,7 @@ def _rate(finished_ns: NDArray[np.int64], begin_ns: int) -> float:
     return (len(own) - 1) / max(1, int(own[-1] - own[0]))
 
 
-def _period(finished_ns: Sequence[NDArray[np.int64]]) -> Period | None:
+def period_of(finished_ns: Sequence[NDArray[np.int64]]) -> Period | None:
     """The shortest one that all lanes have kept to over their last leases: a quarter of them, and at least two periods."""
     count = min(map(len, finished_ns))
     for leases in range(1, count // 4 + 1):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from soap.cluster.topology import Topology
+from soap.elastic.clocks import waves_needed
 from soap.elastic.layout import Place
 from soap.elastic.simulation.delays import NO_DELAYS, Delays
 from soap.elastic.simulation.design import Design
@@ -50,8 +51,8 @@ class Unrolled:
 def required(design: Design, lease: int) -> range:
     """Which leases (from 0 on) of each lane must be done before a lane's lease of this number may begin: a wave of them, before which there
     are no others (``Clocks.may_start``)."""
-    bound, wave = design.consistency.bound, design.in_flight
-    waves = 0 if bound is None else (lease + 1) // wave - 1 - bound
+    wave = design.in_flight
+    waves = waves_needed(lease, wave, design.consistency.bound)
     return range((waves - 1) * wave, waves * wave) if waves > 0 else range(0)
 
 

@@ -1,0 +1,170 @@
+"""A virtual worker's stages: layers cut over its devices, in the best order, so that the slowest stage is as fast as memory allows.
+
+The programme is that of pipelines inside a step (``soap.search.stages``); what differs is memory. A worker has ``in_flight`` minibatches
+under way without a flush. Stage s keeps what it has made of ``in_flight - s`` of them at most, the last one of a single one, as its
+backward pass follows at once: the simulation holds stages to that, and so must what runs. Each minibatch computes both its passes with the
+values with which it has begun, so there are as many versions of a stage's parameters as minibatches in flight; beside them the gradient
+that is being computed, and the sum of the wave. With one in flight there are values and gradient alone. Sums of waves that servers do not
+have yet are on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from soap.cluster.topology import Topology
+from soap.elastic.faults import ElasticError
+from soap.model.graph import OperatorGraph
+from soap.model.micro_batches import MicroBatches
+from soap.search.stage_costs import StageCosts, StagePrices
+from soap.search.stage_groups import StageGroups, single_devices
+from soap.search.stages import Chain, partition
+from soap.simulator.costs import CostModel
+from soap.units import format_bytes
+
+MOST_CONSIDERED = 16
+"""Minibatches in flight of a worker; HetPipe had up to 7."""
+STEP_COPIES = 2
+"""Of trained parameters that ``StageCosts.chain`` counts without an optimizer's states: value and gradient."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage's part of one minibatch. ``first``: its first operator. ``backward_ns``: with the update of its own values. ``sent_bytes``:
+    to the next stage, and what comes back; 0 for the last. ``parameter_bytes``: one copy of what is trained. ``needed_bytes``: of
+    memory."""
+
+    device: int
+    first: int
+    forward_ns: int
+    backward_ns: int
+    sent_bytes: tuple[int, int]
+    parameter_bytes: int
+    needed_bytes: int
+
+    @property
+    def busy_ns(self) -> int:
+        """What it computes for a minibatch."""
+        return self.forward_ns + self.backward_ns
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """The stages of a worker. ``slowest_ns``: the longest stage or message."""
+
+    stages: tuple[Stage, ...]
+    in_flight: int
+    slowest_ns: int
+
+
+def kept_minibatches(stages: int, in_flight: int) -> tuple[int, ...]:
+    """Of each stage, how many minibatches it may have begun and not finished."""
+    return (*(max(1, in_flight - stage) for stage in range(stages - 1)), 1)
+
+
+def parameter_copies(in_flight: int) -> int:
+    """How many copies of its trained parameters a stage holds: values of each minibatch in flight, a gradient, and the sum of a wave."""
+    return in_flight + (2 if in_flight > 1 else 1)
+
+
+class Partitioner:
+    """Cuts one model on one cluster. Answers for devices that are alike are worked out once. ``graph``: of one minibatch."""
+
+    def __init__(self, graph: OperatorGraph, topology: Topology, costs: CostModel) -> None:
+        self.graph, self.topology = graph, topology
+        self._prices = StagePrices(graph, topology, costs, 0)
+        self._costs: dict[Hashable, StageCosts] = {}
+        self._found: dict[Hashable, WorkerPlan | None] = {}
+
+    @cached_property
+    def _whole(self) -> MicroBatches:
+        return MicroBatches(self.graph, 1)
+
+    def plan(self, devices: Sequence[int], in_flight: int) -> WorkerPlan | None:
+        """The best stages on these devices, one on each, in the best order; None if none fit into memory, or there are too few layers."""
+        groups = self._groups(devices)
+        key = self._look(groups), in_flight
+        if key not in self._found:
+            self._found[key] = self._cut(groups, in_flight)
+        found = self._found[key]
+        return None if found is None else _placed_like(found, groups, self.topology)
+
+    def most_in_flight(self, devices: Sequence[int], most: int = MOST_CONSIDERED) -> int:
+        """Maxm: with how many minibatches in flight, up to ``most``, stages fit; 0 if they never do."""
+        return max((count for count in range(1, most + 1) if self.plan(devices, count) is not None), default=0)
+
+    def require_fits(self, devices: Sequence[int]) -> None:
+        """ElasticError in one line, with the layer that needs most and how much, if nothing fits on these devices."""
+        if self.plan(devices, 1) is not None:
+            return
+        groups = self._groups(devices)
+        costs, names = self._priced(groups), ", ".join(self.topology.devices[device].name for device in devices)
+        chain = _chain(costs, 1)
+        if len(devices) > chain.layer_count:
+            raise ElasticError(f"a worker on {names}: {len(devices)} stages of {chain.layer_count} layers; expected as many layers")
+        needed = (chain.kept_bytes + chain.activation_bytes).min(axis=0)
+        layer, limits = int(needed.argmax()), sum(self.topology.memory_limits[device] for device in devices)
+        first = self.graph.operators[costs.firsts[layer]].name
+        raise ElasticError(
+            f"a worker on {names} fits no stages into memory, even with one minibatch in flight: all layers need "
+            f"{format_bytes(int(needed.sum()))} of {format_bytes(limits)}, the largest, from {first!r} on, "
+            f"{format_bytes(int(needed[layer]))} of {format_bytes(int(chain.limit_bytes.max()))} at most; expected more or larger "
+            "devices, or a smaller minibatch"
+        )
+
+    def _groups(self, devices: Sequence[int]) -> StageGroups:
+        """In an order that is the same for all devices of the same kinds."""
+        return single_devices(self.topology, sorted(devices, key=lambda device: (_kind(self.topology, device), device)))
+
+    def _look(self, groups: StageGroups) -> Hashable:
+        """All that decides the stages but the devices' numbers."""
+        return tuple(_kind(self.topology, device) for (device,) in groups.devices)
+
+    def _priced(self, groups: StageGroups) -> StageCosts:
+        key = self._look(groups)
+        if key not in self._costs:
+            self._costs[key] = self._prices.costs(groups, 1, self._whole)
+        return self._costs[key]
+
+    def _cut(self, groups: StageGroups, in_flight: int) -> WorkerPlan | None:
+        costs, kept = self._priced(groups), kept_minibatches(len(groups.devices), in_flight)
+        chain = _chain(costs, in_flight)
+        found = partition(chain, groups.kinds, kept, any_order=True)
+        if found is None:
+            return None
+        ends = (*found.firsts[1:], chain.layer_count)
+        stages = []
+        for number, ((device,), kind, first, end) in enumerate(
+            zip(groups.in_order(found.kinds), found.kinds, found.firsts, ends, strict=True)
+        ):
+            span = slice(first, end)
+            needed = chain.kept_bytes[kind, span].sum() + kept[number] * chain.activation_bytes[kind, span].sum()
+            sent = (0, 0) if end == chain.layer_count else (int(costs.sent_bytes[0, end - 1]), int(costs.sent_bytes[1, end - 1]))
+            forward_ns = int(costs.forward_ns[kind, span].sum())
+            backward_ns = int((costs.backward_ns + costs.upkeep_ns)[kind, span].sum())
+            trained = int(costs.trained_bytes[kind, span].sum())
+            stages.append(Stage(device, costs.firsts[first], forward_ns, backward_ns, sent, trained, int(needed)))
+        return WorkerPlan(tuple(stages), in_flight, found.slowest_ns)
+
+
+def _chain(costs: StageCosts, in_flight: int) -> Chain:
+    """With the copies of parameters that so many minibatches in flight need."""
+    more = (parameter_copies(in_flight) - STEP_COPIES) * costs.trained_bytes
+    return replace(costs.chain, kept_bytes=costs.chain.kept_bytes + np.asarray(more, np.int64))
+
+
+def _placed_like(plan: WorkerPlan, groups: StageGroups, topology: Topology) -> WorkerPlan:
+    """The same stages on devices of the same kinds."""
+    left: dict[object, list[int]] = {}
+    for (device,) in groups.devices:
+        left.setdefault(_kind(topology, device), []).append(device)
+    return replace(plan, stages=tuple(replace(own, device=left[_kind(topology, own.device)].pop(0)) for own in plan.stages))
+
+
+def _kind(topology: Topology, device: int) -> tuple[int, str, int]:
+    own = topology.devices[device]
+    return own.host, own.type.name, topology.memory_limits[device]
