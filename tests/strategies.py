@@ -128,6 +128,7 @@ def topologies(draw: st.DrawFn, *, max_devices: int = 4, ports: bool = True) -> 
     made = cluster(counts, draw(st.sampled_from((CPU, GPU))), draw(st.sampled_from((1e8, 1e10))), draw(st.sampled_from((0.0, 1e-5))))
     made = with_rails(made) if len(counts) > 1 and draw(st.booleans()) else made
     made = named(made, draw(st.sampled_from(("", "pcie", "nvlink4"))))
+    made = with_servers(made, draw(st.integers(0, len(counts) - 1)) if draw(st.booleans()) else 0)
     busy = draw(st.lists(st.integers(0, len(made.links) - 1), max_size=4 if ports else 0, unique=True))
     own = 2 * sum(counts)  # a device's links come first, two for each
     shares = st.builds(Share, st.sampled_from((0, 700, 90_000)), st.sampled_from((0, 333, 1000)))
@@ -151,6 +152,12 @@ def cluster(counts: list[int], kind: DeviceType = GPU, bandwidth_bytes_per_secon
     ends = [(a, b, rate) for x, y, rate in edges for a, b in ((x, y), (y, x))]
     links = tuple(Link(i, f"{a}>{b}", a, b, rate, latency_seconds) for i, (a, b, rate) in enumerate(ends))
     return Topology("test", devices, hosts, links)
+
+
+def with_servers(topology: Topology, count: int) -> Topology:
+    """The cluster whose last hosts, so many, are servers."""
+    first = len(topology.hosts) - count
+    return replace(topology, hosts=tuple(replace(host, server=i >= first) for i, host in enumerate(topology.hosts)))
 
 
 def named(topology: Topology, inside: str) -> Topology:
