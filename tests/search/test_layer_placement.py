@@ -6,8 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from benchmarks.ralp import BATCH, CLUSTER, NETWORK
 from soap import api
 from soap.cluster.topology import Topology
+from soap.cluster.yaml_file import parse_cluster
 from soap.errors import StrategyError
 from soap.model.graph import WHOLE, DimMap, Factor, OperatorGraph
 from soap.profiles.roofline import RooflineCosts
@@ -153,3 +155,17 @@ def test_bad_input_is_one_line() -> None:
 
 def test_tails_begin_on_different_hosts() -> None:
     assert tails(with_servers(cluster([1, 2, 2], GPU), 2)) == [(1,), (1, 3), (1, 3, 2), (1, 3, 2, 4)]
+
+
+FRIENDLY, UNFRIENDLY = ("alexnet", "vgg16", "vgg19"), ("inception_v3", "resnet50")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [*FRIENDLY, *UNFRIENDLY])
+def test_the_cut_of_published_nets_is_the_best_of_all(name: str) -> None:
+    """The last two are unfriendly, as in the thesis."""
+    topology = parse_cluster(CLUSTER.format(workers=8, servers=1, rate=NETWORK))
+    own = simulator(api.load(f"zoo:{name}@{8 * BATCH}", plan_only=True).graph, topology)
+    found = layer_placement(own.graph, topology, IncrementalSimulator(own), own.costs)
+    assert found.best is not None and found.best.cost_ns == min(cost_ns for cost_ns, *_ in every_cut(own))
+    assert found.friendly == (name in FRIENDLY)
