@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 
 from soap.cluster.overheads import NO_LATENCY_FACTOR, ColdPenalty, CollectiveLatencyFactor, CpuOverhead, Port, Share
 from soap.cluster.topology import Device, DeviceType, Host, Link, Topology
+from soap.errors import StrategyError
 from soap.model.batch import samples_of
 from soap.model.graph import DimMap, Factor, Operator, OperatorGraph, TensorKind
 from soap.model.micro_batches import MicroBatches
 from soap.model.regions import Box
 from soap.schedules.named import parse
 from soap.strategy.compression import Int8, PowerSgd, Rgc, RgcAsq
-from soap.strategy.config import FLOATING, OpConfig, Strategy, SyncConfig, settled_config
+from soap.strategy.config import FLOATING, OpConfig, Strategy, SyncConfig, check_config, check_parts, settled_config
 from soap.strategy.consistency import SYNC
 from soap.strategy.kept import OFFLOADED, with_mark
 from soap.strategy.kept import refusal as may_not_offload
@@ -210,7 +211,25 @@ def configs(
     repeats = graph is not None and refusal(graph, op) is None and (cut is None or cut.may_repeat(cut.graph.index[op.name]))
     marks = [STAYS, *((RECOMPUTED, level_at(op, LIGHT)) if repeats else ())]
     marks += [OFFLOADED] if graph is not None and may_not_offload(graph, op) is None else []
-    return with_mark(OpConfig(tuple(degrees), tuple(devices), replicas), draw(st.sampled_from(marks)))
+    config = with_mark(OpConfig(tuple(degrees), tuple(devices), replicas), draw(st.sampled_from(marks)))
+    return with_shares(draw, op, config, cut)
+
+
+def with_shares(draw: st.DrawFn, op: Operator, config: OpConfig, cut: MicroBatches | None) -> OpConfig:
+    """The configuration with uneven shares, sometimes, if they leave no part of it empty."""
+    split = [degree for degree in config.degrees if degree > 1]
+    if not split or not op.partitionable or not draw(st.booleans()):
+        return config
+    weights = st.integers(1, 5)
+    shares = tuple([draw(st.one_of(st.just(()), st.tuples(*[weights] * degree))) for degree in split])
+    try:
+        found = replace(config, shares=shares)
+        check_config(op, found, max(config.devices) + 1)
+        if cut is not None:
+            check_parts(cut, cut.graph.index[op.name], found)
+    except StrategyError:
+        return config
+    return found
 
 
 CONSISTENCIES = st.sampled_from(("sync", "bounded:0", "bounded:4", "async"))

@@ -110,7 +110,7 @@ class _Busy:
         """Of an operator, by device."""
         key = (self._durations.same(position), config)
         if key not in self._known:
-            both = self._durations(position, config.degrees).sum(axis=1)
+            both = self._durations(position, config.degrees, config.shares).sum(axis=1)
             found = [0] * self._topology.device_count
             for place, device in enumerate(config.devices):
                 found[device] += int(both[self._durations.type_of[device], place % both.shape[1]])

@@ -23,6 +23,7 @@ from soap.strategy.ralp import RALP
 from soap.strategy.recomputation import recomputed, selectively_recomputed
 from soap.strategy.served import SERVED
 from soap.strategy.sync import offloaded, shares_in_hosts
+from soap.strategy.uneven import by_speed
 
 JOIN, WIDTH = "+", ":"
 DATA_PARALLEL, MEGATRON, PIPELINE = "data_parallel", "megatron", "pipeline"
@@ -30,6 +31,7 @@ DATA_PARALLEL, MEGATRON, PIPELINE = "data_parallel", "megatron", "pipeline"
 SIMULATED = (PIPELINE, RALP)
 """What is found by simulating."""
 RECOMPUTE, SELECTIVE, OFFLOAD, OFFLOAD_KEPT = "recompute", "selective", "offload", "offload_kept"
+UNEVEN = "uneven"
 
 Added = Callable[[OperatorGraph, Topology, Strategy], Strategy]
 """Puts something on top of a strategy."""
@@ -54,6 +56,10 @@ def _offloaded(graph: OperatorGraph, topology: Topology, strategy: Strategy) -> 
     return offloaded(graph, strategy)
 
 
+def _uneven(graph: OperatorGraph, topology: Topology, strategy: Strategy) -> Strategy:
+    return by_speed(graph, topology, strategy)
+
+
 def _keeping_away(graph: OperatorGraph, topology: Topology, strategy: Strategy) -> Strategy:
     return away(graph, strategy)
 
@@ -65,6 +71,7 @@ ADDED: Mapping[str, Added] = MappingProxyType(
         SELECTIVE: _selective,
         OFFLOAD: _offloaded,
         OFFLOAD_KEPT: _keeping_away,
+        UNEVEN: _uneven,
     }
 )
 """What may be put on top of another strategy, by name."""
