@@ -19,11 +19,13 @@ from soap.search.options import SearchOptions
 from soap.search.pipelining import is_legal, keeps_stages, pipeline_start
 from soap.search.recomputing import recompute_to_fit, recomputing_starts, with_recomputation
 from soap.search.record import Recorder
+from soap.search.shares import shifted
 from soap.search.sharing import shared_starts
 from soap.search.space import Space
+from soap.search.starts import BASELINE
 from soap.search.to_fit import judge_of
 from soap.strategy.config import Strategy
-from soap.strategy.named import OFFLOAD, OFFLOAD_KEPT, PIPELINE, RECOMPUTE, base_of, is_simulated, named, on_top
+from soap.strategy.named import OFFLOAD, OFFLOAD_KEPT, PIPELINE, RECOMPUTE, UNEVEN, base_of, is_simulated, named, on_top
 from soap.strategy.ralp import RALP
 
 AWAY = ((OFFLOAD,), (RECOMPUTE, OFFLOAD), (OFFLOAD_KEPT, OFFLOAD))
@@ -42,6 +44,7 @@ def with_more_starts(
     for them. Returns the space with what they do."""
     space = _with_sharing(space, topology, evaluator, recorder, options, evaluate)
     _with_layers_on_servers(space, topology, evaluator, options, evaluate)
+    _with_uneven_shares(space, topology, evaluator, options, evaluate)
     if (more := recomputing_starts(space, topology, evaluator, recorder.starts, wanted=options.recompute)) is not None:
         space, recorder.budgeted = with_recomputation(space), more[1]
         for name, strategy in more[0].items():
@@ -76,6 +79,17 @@ def _with_layers_on_servers(
         inside = brought_inside(space, found.strategy)
         if asked or (found.friendly and inside is found.strategy):
             evaluate(name, inside)
+
+
+def _with_uneven_shares(
+    space: Space, topology: Topology, evaluator: Evaluator, options: SearchOptions, evaluate: Callable[[str, Strategy], None]
+) -> None:
+    """Where devices differ, and nobody names starts, evaluate data parallelism with shares that suit their speed, if that is allowed."""
+    if options.starts is not None:
+        return
+    strategy = named(on_top(BASELINE, UNEVEN), space.graph, topology)
+    if strategy != named(BASELINE, space.graph, topology) and brought_inside(space, strategy) is strategy:
+        evaluate(UNEVEN, shifted(space.graph, evaluator, strategy))
 
 
 def _pipelines_that_save(
