@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 
 from soap.cluster.overheads import NO_LATENCY_FACTOR, ColdPenalty, CollectiveLatencyFactor, CpuOverhead, Port, Share
 from soap.cluster.topology import Device, DeviceType, Host, Link, Topology
+from soap.errors import StrategyError
 from soap.model.batch import samples_of
 from soap.model.graph import DimMap, Factor, Operator, OperatorGraph, TensorKind
 from soap.model.micro_batches import MicroBatches
 from soap.model.regions import Box
 from soap.schedules.named import parse
 from soap.strategy.compression import Int8, PowerSgd, Rgc, RgcAsq
-from soap.strategy.config import FLOATING, OpConfig, Strategy, SyncConfig, settled_config
+from soap.strategy.config import FLOATING, OpConfig, Strategy, SyncConfig, check_config, check_parts, settled_config
 from soap.strategy.consistency import SYNC
 from soap.strategy.kept import OFFLOADED, with_mark
 from soap.strategy.kept import refusal as may_not_offload
@@ -129,6 +130,7 @@ def topologies(draw: st.DrawFn, *, max_devices: int = 4, ports: bool = True) -> 
     made = cluster(counts, draw(st.sampled_from((CPU, GPU))), draw(st.sampled_from((1e8, 1e10))), draw(st.sampled_from((0.0, 1e-5))))
     made = with_rails(made) if len(counts) > 1 and draw(st.booleans()) else made
     made = named(made, draw(st.sampled_from(("", "pcie", "nvlink4"))))
+    made = with_servers(made, draw(st.integers(0, len(counts) - 1)) if draw(st.booleans()) else 0)
     busy = draw(st.lists(st.integers(0, len(made.links) - 1), max_size=4 if ports else 0, unique=True))
     own = 2 * sum(counts)  # a device's links come first, two for each
     shares = st.builds(Share, st.sampled_from((0, 700, 90_000)), st.sampled_from((0, 333, 1000)))
@@ -152,6 +154,12 @@ def cluster(counts: list[int], kind: DeviceType = GPU, bandwidth_bytes_per_secon
     ends = [(a, b, rate) for x, y, rate in edges for a, b in ((x, y), (y, x))]
     links = tuple(Link(i, f"{a}>{b}", a, b, rate, latency_seconds) for i, (a, b, rate) in enumerate(ends))
     return Topology("test", devices, hosts, links)
+
+
+def with_servers(topology: Topology, count: int) -> Topology:
+    """The cluster whose last hosts, so many, are servers."""
+    first = len(topology.hosts) - count
+    return replace(topology, hosts=tuple(replace(host, server=i >= first) for i, host in enumerate(topology.hosts)))
 
 
 def named(topology: Topology, inside: str) -> Topology:
@@ -204,7 +212,25 @@ def configs(
     repeats = graph is not None and refusal(graph, op) is None and (cut is None or cut.may_repeat(cut.graph.index[op.name]))
     marks = [STAYS, *((RECOMPUTED, level_at(op, LIGHT)) if repeats else ())]
     marks += [OFFLOADED] if graph is not None and may_not_offload(graph, op) is None else []
-    return with_mark(OpConfig(tuple(degrees), tuple(devices), replicas), draw(st.sampled_from(marks)))
+    config = with_mark(OpConfig(tuple(degrees), tuple(devices), replicas), draw(st.sampled_from(marks)))
+    return with_shares(draw, op, config, cut)
+
+
+def with_shares(draw: st.DrawFn, op: Operator, config: OpConfig, cut: MicroBatches | None) -> OpConfig:
+    """The configuration with uneven shares, sometimes, if they leave no part of it empty."""
+    split = [degree for degree in config.degrees if degree > 1]
+    if not split or not op.partitionable or not draw(st.booleans()):
+        return config
+    weights = st.integers(1, 5)
+    shares = tuple([draw(st.one_of(st.just(()), st.tuples(*[weights] * degree))) for degree in split])
+    try:
+        found = replace(config, shares=shares)
+        check_config(op, found, max(config.devices) + 1)
+        if cut is not None:
+            check_parts(cut, cut.graph.index[op.name], found)
+    except StrategyError:
+        return config
+    return found
 
 
 CONSISTENCIES = st.sampled_from(("sync", "bounded:0", "bounded:4", "async"))

@@ -68,7 +68,7 @@ class NewStrategy(Strategy):
 
 
 def new_config(config: OpConfig, mark: str) -> NewOpConfig:
-    return NewOpConfig(config.degrees, config.devices, config.replicas, config.recompute, config.offload, mark)
+    return NewOpConfig(config.degrees, config.devices, config.replicas, config.recompute, config.offload, config.shares, mark)
 
 
 def new_sync(sync: SyncConfig, mark: str) -> NewSyncConfig:

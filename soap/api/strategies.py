@@ -11,13 +11,15 @@ from soap.errors import StrategyError
 from soap.files import read_text, write_text_atomically
 from soap.model import sparse_shares
 from soap.model.graph import OperatorGraph
+from soap.search.layer_placement import LEAST_GAIN, LayerPlacement, layer_placement
 from soap.search.pipelining import best_pipeline
 from soap.search.space import build_space
 from soap.simulator.simulate import Simulator
 from soap.strategy import json_file
 from soap.strategy.config import Strategy
 from soap.strategy.json_file import StrategyContents, StrategyHeader
-from soap.strategy.named import JOIN, PIPELINE, check_name, named
+from soap.strategy.named import PIPELINE, base_of, check_name, named
+from soap.strategy.ralp import RALP
 
 T = TypeVar("T")
 
@@ -28,14 +30,16 @@ def classical(name: str, model: Model, cluster: Cluster) -> Strategy:
 
 
 def simulated_name(name: str, simulator: Simulator) -> Strategy:
-    """``classical`` that also knows ``pipeline``: the best of those pipelines that rough costs find promising, by simulation. StrategyError
-    if there is none."""
+    """``classical`` that also knows ``pipeline``: the best of those pipelines that rough costs find promising, by simulation, and ``ralp``
+    (``placed_layers``). StrategyError if there is none."""
     graph, topology = simulator.graph, simulator.topology
-    if name.split(JOIN)[0] != PIPELINE:
+    check_name(name)
+    if base_of(name)[0] == RALP:
+        return named(name, graph, topology, placed_layers(name, simulator).strategy)
+    if base_of(name)[0] != PIPELINE:
         return named(name, graph, topology)
     from soap.simulator.incremental import IncrementalSimulator  # importing numba takes a second
 
-    check_name(name)
     space, evaluator = build_space(graph, topology.device_count), IncrementalSimulator(simulator)
     found = best_pipeline(space, topology, evaluator, simulator.costs, simulator.optimizer_states)
     if found is None:
@@ -44,6 +48,16 @@ def simulated_name(name: str, simulator: Simulator) -> Strategy:
             "samples"
         )
     return named(name, graph, topology, found.strategy)
+
+
+def placed_layers(name: str, simulator: Simulator, least_gain: float = LEAST_GAIN) -> LayerPlacement:
+    """What stands behind ``ralp``, or ``ralp:N`` with N of the servers' devices: the cut of the model whose last layers run on servers, and
+    what it gains. A model that gains less than the share ``least_gain`` of a step stays with plain servers. StrategyError in one line if
+    the cluster has no servers, or fewer devices of servers."""
+    from soap.simulator.incremental import IncrementalSimulator
+
+    evaluator, (_, count) = IncrementalSimulator(simulator), base_of(name)
+    return layer_placement(simulator.graph, simulator.topology, evaluator, simulator.costs, count=count, least_gain=least_gain)
 
 
 def load_strategy(path: str | Path, model: Model, cluster: Cluster, *, any_cluster: bool = False) -> Strategy:

@@ -11,7 +11,7 @@ from typing import Any
 
 from soap import api
 from soap.api.fitting import MOST_WAYS
-from soap.cli import explanation, fits, iteration, report, rows, sensitivity, stale_plan
+from soap.cli import explanation, fits, iteration, layers_on_servers, report, rows, sensitivity, stale_plan
 from soap.cli.command import Parser, UsageError, run_command
 from soap.cli.options import (
     add_cluster,
@@ -23,6 +23,7 @@ from soap.cli.options import (
     add_rows,
     builtin,
     refuse_overwriting,
+    share,
 )
 from soap.cli.timelines import predicted_text
 from soap.cluster.memory_budget import with_memory_budget
@@ -30,13 +31,15 @@ from soap.cluster.topology import Topology
 from soap.errors import StrategyError
 from soap.files import check_writable, write_text_atomically
 from soap.model.graph import OperatorGraph
+from soap.search.layer_placement import LEAST_GAIN
 from soap.search.plot import check_plot
 from soap.search.starts import BASELINE
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.simulate import Simulation, Simulator
 from soap.strategy.config import Strategy
 from soap.strategy.mismatch import short
-from soap.strategy.named import forms
+from soap.strategy.named import base_of, forms, named
+from soap.strategy.ralp import RALP
 
 PROG = "soap-simulate"
 
@@ -55,6 +58,8 @@ def make_parser() -> Parser:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--strategy", metavar="FILE", help="a strategy that soap-search wrote")
     which.add_argument("--builtin", metavar="NAME", type=builtin, help=f"a strategy that has a name: {forms()}")
+    gain_help = f"with --builtin {RALP}: what layers on servers must save at least of a step (default {LEAST_GAIN:.0%}), or none are moved"
+    parser.add_argument("--least-gain", metavar="SHARE", type=share, help=gain_help)
     fits_help = (
         f"say whether it fits into the devices' memory (default: {BASELINE}), and if not, the {MOST_WAYS} fastest ways that do, in seconds"
     )
@@ -76,21 +81,7 @@ def make_parser() -> Parser:
 
 def execute(args: argparse.Namespace) -> int:
     """Simulate and report."""
-    if not (args.builtin or args.strategy or args.fits):
-        raise UsageError("no strategy; expected --strategy FILE or --builtin NAME, or --fits to ask what fits")
-    if args.output and not args.builtin:
-        raise UsageError("--output without --builtin NAME, which is what it writes; expected both")
-    fits.check_alone(args)
-    if args.what_if and args.builtin:
-        raise UsageError("--what-if with --builtin; expected --strategy FILE, since a classical strategy is made for the cluster at hand")
-    if args.plot and not args.sensitivity:
-        raise UsageError("--plot without --sensitivity, which is what it draws; expected both")
-    inputs = {"MODEL": args.model, "--cluster": args.cluster, "--strategy": args.strategy}
-    refuse_overwriting(inputs, {"--output": args.output, "--timeline": args.timeline, "--plot": args.plot})
-    for path in filter(None, (args.output, args.timeline, args.plot)):
-        check_writable(path)
-    if args.plot:
-        check_plot(args.plot)
+    _check(args)
     topology = with_memory_budget(api.load_cluster(args.cluster), args.memory_budget)
     graph = rows.load_graph(args, topology)
     if args.fits and not args.strategy:
@@ -103,6 +94,10 @@ def execute(args: argparse.Namespace) -> int:
         return _report_fit(args, replace(found, asked=replace(found.asked, name=Path(args.strategy).name)), graph, topology)
     made_for = _made_for(args, topology) if args.what_if else None
     simulator = api.simulator_for(graph, topology, costs=args.costs)
+    least_gain = LEAST_GAIN if args.least_gain is None else args.least_gain
+    placed = api.placed_layers(args.builtin, simulator, least_gain) if _is_layered(args) else None
+    if placed is not None:
+        strategy = named(args.builtin, graph, topology, placed.strategy)
     strategy = api.simulated_name(args.builtin, simulator) if strategy is None else strategy
     if strategy.stale:
         return _report_stale(args, strategy, simulator)
@@ -113,6 +108,8 @@ def execute(args: argparse.Namespace) -> int:
     usual = api.classical(BASELINE, graph, topology)
     sensitivities = sensitivity.find(simulator, strategy, usual) if args.sensitivity else None
     summary = {**report.document(simulator, strategy, simulation), "iteration": iteration.document(simulation)}
+    if placed is not None:
+        summary["layers_on_servers"] = layers_on_servers.document(placed, graph, topology)
     summary["what_if"] = None if made_for is None else {"made_for": made_for}
     if sensitivities is not None:
         summary["sensitivity"] = sensitivity.document(sensitivities, simulator)
@@ -133,11 +130,39 @@ def execute(args: argparse.Namespace) -> int:
         if made_for is not None:
             print(f"what if: this strategy was made for cluster {short(made_for)}; its devices are taken by number\n")
         print(report.text(summary, args.builtin or Path(args.strategy).name) + "\n\n" + iteration.text(summary["iteration"]))
+        if placed is not None:
+            print("\n" + layers_on_servers.text(summary["layers_on_servers"]))
         if sensitivities is not None:
             print("\n" + sensitivity.text(summary["sensitivity"]))
         if explained is not None:
             print("".join(f"\n{section}\n" for section in explanation.texts(summary, simulation.makespan_ns, topology)), end="")
     return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """UsageError in one line for options that do not go together; errors of files before anything is worked out."""
+    if not (args.builtin or args.strategy or args.fits):
+        raise UsageError("no strategy; expected --strategy FILE or --builtin NAME, or --fits to ask what fits")
+    if args.output and not args.builtin:
+        raise UsageError("--output without --builtin NAME, which is what it writes; expected both")
+    fits.check_alone(args)
+    if args.what_if and args.builtin:
+        raise UsageError("--what-if with --builtin; expected --strategy FILE, since a classical strategy is made for the cluster at hand")
+    if args.least_gain is not None and not _is_layered(args):
+        raise UsageError(f"--least-gain without --builtin {RALP}, for which it counts; expected both")
+    if args.plot and not args.sensitivity:
+        raise UsageError("--plot without --sensitivity, which is what it draws; expected both")
+    inputs = {"MODEL": args.model, "--cluster": args.cluster, "--strategy": args.strategy}
+    refuse_overwriting(inputs, {"--output": args.output, "--timeline": args.timeline, "--plot": args.plot})
+    for path in filter(None, (args.output, args.timeline, args.plot)):
+        check_writable(path)
+    if args.plot:
+        check_plot(args.plot)
+
+
+def _is_layered(args: argparse.Namespace) -> bool:
+    """Whether a cut of the model is to be found."""
+    return bool(args.builtin) and base_of(args.builtin)[0] == RALP and not args.fits
 
 
 def _report_fit(args: argparse.Namespace, fit: api.Fit, graph: OperatorGraph, topology: Topology) -> int:

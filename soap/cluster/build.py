@@ -18,7 +18,8 @@ from soap.errors import TopologyError
 
 CLUSTER_KEYS = ("name", "device_types", "hosts", "network", "switches", "links", PRICE, CURRENCY)
 TYPE_KEYS = ("kind", "flops", "memory_bandwidth", "memory", "kernel_overhead", "source")
-HOST_KEYS = ("name", "count", "devices", "cpu_cores", "memory", "links", "nics", PRICE)
+SERVER = "server"
+HOST_KEYS = ("name", "count", "devices", "cpu_cores", "memory", "links", "nics", SERVER, PRICE)
 LINK_KEYS = ("name", "from", "to", "bandwidth", "latency", "duplex", INTERCONNECT)
 INTRA_KINDS = ("switch", "full", "ring", "pairs", MESH)
 DTYPES = (
@@ -97,7 +98,7 @@ class _Wiring:
         for number in range(count):
             name = f"{base}{number}" if numbered else base
             memory_bytes = fields.size_bytes("memory") if "memory" in fields else None
-            self.hosts.append(Host(name, fields.whole("cpu_cores"), memory_bytes))
+            self.hosts.append(Host(name, fields.whole("cpu_cores"), memory_bytes, server=fields.flag(SERVER, False)))
             names = self._add_devices(fields, name)
             self._wire_host(fields, name, names)
 

@@ -1,6 +1,6 @@
-"""``emulated:HxD@RATE``: H hosts with D devices each, all on this machine. The devices share this machine's cores, except for a
-reserve. ``soap-run --emulate`` makes what it describes. The links between hosts have the rate that the name states; all else is
-measured on this machine."""
+"""``emulated:HxD@RATE``: H hosts with D devices each, all on this machine; ``emulated:HxD+S@RATE``: and S more that are servers. The
+devices share this machine's cores, except for a reserve. ``soap-run --emulate`` makes what it describes. The links between hosts have the
+rate that the name states; all else is measured on this machine."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ SWITCH = "network"
 REST = 0.25
 """Share of the cores that no device gets. Threads that communicate (``emulation.placement``), the kernel's network and other programs
 need it; a device that was promised it would lack it."""
-_SHAPE = re.compile(r"emulated:([1-9][0-9]{0,5})x([1-9][0-9]{0,5})(?:@(.*))?")
+_SHAPE = re.compile(r"emulated:([1-9][0-9]{0,5})x([1-9][0-9]{0,5})(?:\+([1-9][0-9]{0,5}))?(?:@(.*))?")
 
 
 @dataclass(frozen=True, slots=True)
 class EmulatedShape:
-    """What the name of an emulated cluster states."""
+    """What the name of an emulated cluster states. ``servers``: of the hosts, the last ones are servers."""
 
     name: str
     hosts: int
     devices_per_host: int
     bytes_per_second: float
+    servers: int = 0
 
     @property
     def device_count(self) -> int:
@@ -38,13 +39,14 @@ class EmulatedShape:
 def parse_emulated(name: str, most_devices: int) -> EmulatedShape:
     """Parse such a name; TopologyError if it is not of this form."""
     found = _SHAPE.fullmatch(name)
-    if found is None or int(found[1]) * int(found[2]) > most_devices:
+    servers = int(found[3] or 0) if found is not None else 0
+    if found is None or (int(found[1]) + servers) * int(found[2]) > most_devices:
         raise TopologyError(
             f"cluster {name!r}: expected emulated:HOSTSxDEVICES or emulated:HOSTSxDEVICES@RATE with at most {most_devices} devices, "
-            "such as 'emulated:4x1@200Mbit/s'"
+            "such as 'emulated:4x1@200Mbit/s', or 'emulated:4x1+1@200Mbit/s' with a further host that is a server"
         )
-    rate = parse_bandwidth(DEFAULT_RATE if found[3] is None else found[3], f"cluster {name!r}: rate")
-    return EmulatedShape(name, int(found[1]), int(found[2]), rate)
+    rate = parse_bandwidth(DEFAULT_RATE if found[4] is None else found[4], f"cluster {name!r}: rate")
+    return EmulatedShape(name, int(found[1]) + servers, int(found[2]), rate, servers)
 
 
 def device_cores(cores: int, devices: int) -> float:
@@ -59,7 +61,8 @@ def emulated_topology(shape: EmulatedShape, local: Topology) -> Topology:
     device_type, machine = _slowed(local.devices[0].type), local.hosts[0]
     memory = None if machine.memory_bytes is None else max(1, machine.memory_bytes // shape.hosts)
     hosts = [
-        Host(f"host{i}", max(1, machine.cpu_cores // shape.hosts), memory) for i in range(shape.hosts)
+        Host(f"host{i}", max(1, machine.cpu_cores // shape.hosts), memory, server=i >= shape.hosts - shape.servers)
+        for i in range(shape.hosts)
     ]
     devices = [Device(i, f"host{i // shape.devices_per_host}/cpu{i % shape.devices_per_host}", i // shape.devices_per_host, device_type)
                for i in range(shape.device_count)]  # fmt: skip

@@ -6,8 +6,6 @@ network are devices and switches; a switch is any link end that is no device's n
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from soap.cluster.checks import check_parallel, check_positive, check_unique, reachable
 from soap.cluster.device_clock import DeviceClock, NoClock, WarmUp
+from soap.cluster.identity import identity
 from soap.cluster.interconnects import Interconnect, interconnects, library
 from soap.cluster.overheads import (
     NO_COLD_PENALTY,
@@ -105,13 +104,15 @@ class DeviceType:
 @dataclass(frozen=True, slots=True)
 class Host:
     """A machine: its CPU cores and main memory (None: not known), which its devices share. Where known: ``core``, the figures of one of
-    the cores; ``row_seconds``, the time that one core takes to find one row among others."""
+    the cores; ``row_seconds``, the time that one core takes to find one row among others. ``server``: parameter servers run on hosts that
+    say so, if any does, and strategies by name compute on the other ones alone (``Topology.workers``)."""
 
     name: str
     cpu_cores: int
     memory_bytes: int | None
     core: DeviceType | None = None
     row_seconds: float | None = None
+    server: bool = False
 
     def __post_init__(self) -> None:
         check_positive(f"host {self.name!r}", "number of CPU cores", self.cpu_cores)
@@ -205,6 +206,8 @@ class Topology:
         check_parallel(self.links)
         self._check_limits()
         self._check_connected()
+        if not self.workers:
+            raise TopologyError(f"cluster {self.name!r}: all of its hosts with devices are servers; expected one at least without 'server'")
 
     def __reduce__(self) -> tuple[object, ...]:
         measured = (self.measured, self.stated, self.described, self.links_source)
@@ -226,6 +229,16 @@ class Topology:
     def device_count(self) -> int:
         """Number of devices."""
         return len(self.devices)
+
+    @cached_property
+    def workers(self) -> tuple[int, ...]:
+        """Numbers of the devices of hosts that are no servers, ascending."""
+        return tuple([device.index for device in self.devices if not self.hosts[device.host].server])
+
+    @cached_property
+    def servers(self) -> tuple[int, ...]:
+        """Numbers of the devices of hosts that are servers, ascending."""
+        return tuple([device.index for device in self.devices if self.hosts[device.host].server])
 
     @property
     def memory_limits(self) -> tuple[int, ...]:
@@ -278,16 +291,7 @@ class Topology:
     @cached_property
     def hash(self) -> str:
         """Identity of devices, hosts and links (not of the cluster's name): 16 hex digits of SHA-256."""
-        described = self.described or self.links
-        if self.measured:
-            parts: list[Any] = [[[d.name, d.host, d.type.kind] for d in self.devices], [[x.source, x.target] for x in described]]
-            if self.stated:
-                parts.append([[link, float(described[link].bandwidth_bytes_per_second)] for link in self.stated])
-            return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
-        devices = [[d.name, d.host, d.type.identity] for d in self.devices]
-        hosts = [[h.name, h.cpu_cores, h.memory_bytes, *_stated(h)] for h in self.hosts]
-        links = [[x.name, x.source, x.target, float(x.bandwidth_bytes_per_second), float(x.latency_seconds)] for x in described]
-        return hashlib.sha256(json.dumps([devices, hosts, links]).encode()).hexdigest()[:16]
+        return identity(self)
 
     @cached_property
     def graph(self) -> nx.DiGraph[str]:
@@ -385,9 +389,3 @@ class Topology:
             if device.name not in ahead or device.name not in back:
                 pair = (first, device.name) if device.name not in ahead else (device.name, first)
                 raise TopologyError(f"no route from {pair[0]!r} to {pair[1]!r} on cluster {self.name!r}; add links that connect them")
-
-
-def _stated(host: Host) -> list[Any]:
-    """The host's ``core`` and ``row_seconds``, where known, as plain JSON values."""
-    core = None if host.core is None else host.core.identity
-    return [] if core is None and host.row_seconds is None else [core, host.row_seconds]

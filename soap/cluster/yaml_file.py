@@ -17,6 +17,7 @@
         devices: {type: small-gpu, count: 4}                  # box0/gpu0 … box1/gpu3; or a list of {name, type}
         cpu_cores: 20
         memory: 256 GiB          # optional: without it nobody checks whether what parameter servers keep fits into the host
+        server: false            # optional; true: parameter servers run on such hosts alone, strategies by name compute on the others
         links:
           intra: {bandwidth: 20 GB/s, latency: 5 us, kind: full}   # switch (default), full, ring, pairs, mesh
           host: {bandwidth: 16 GB/s, latency: 2 us}           # optional, full and ring: each device's way to the network card
@@ -73,7 +74,7 @@ from typing import Any
 
 import yaml
 
-from soap.cluster.build import build_cluster
+from soap.cluster.build import SERVER, build_cluster
 from soap.cluster.emulated import FAMILY as EMULATED
 from soap.cluster.fields import Fields
 from soap.cluster.presets import device_types, family, preset
@@ -137,6 +138,7 @@ def dump_cluster(topology: Topology) -> str:
             "devices": [{"name": d.name, "type": d.type.name} for d in topology.devices if d.host == i],
             "cpu_cores": host.cpu_cores,
             **({} if host.memory_bytes is None else {"memory": exact_bytes(host.memory_bytes)}),
+            **({SERVER: True} if host.server else {}),
         }
         for i, host in enumerate(topology.hosts)
     ]

@@ -14,7 +14,7 @@ from functools import cached_property
 
 from soap.model.batch import samples_of
 from soap.model.graph import FactorKind, Operand, Operator, OperatorGraph, TensorKind
-from soap.model.regions import Interval, balanced
+from soap.model.regions import Interval, balanced, proportional
 
 MAX_MICROBATCHES = 4096
 """Upper limit of ``Strategy.microbatches``: more than any pipeline has."""
@@ -53,13 +53,13 @@ class MicroBatches:
         """In how many parts an operator runs: ``count``, or 1."""
         return 1 if self.factors[position] is None else self.count
 
-    def pieces(self, position: int, factor: int, degree: int) -> list[list[Interval]]:
-        """By micro-batch, the ``degree`` pieces of one of an operator's factors. Pieces of one list if the operator is not cut; if another
-        factor is cut, every micro-batch has the same ones."""
+    def pieces(self, position: int, factor: int, weights: Sequence[int]) -> list[list[Interval]]:
+        """By micro-batch, the pieces of one of an operator's factors, in proportion to ``weights``. Pieces of one list if the operator is
+        not cut; if another factor is cut, every micro-batch has the same ones."""
         size = self.graph.operators[position].factors[factor].size
         if self.factors[position] != factor:
-            return [balanced(size, degree)] * self.parts(position)
-        return [[(start + a, start + b) for a, b in balanced(stop - start, degree)] for start, stop in self.ranges(position)]
+            return [proportional(size, weights)] * self.parts(position)
+        return [[(start + a, start + b) for a, b in proportional(stop - start, weights)] for start, stop in self.ranges(position)]
 
     def ranges(self, position: int) -> list[Interval]:
         """Of an operator that is cut: the part of its factor that belongs to each micro-batch."""

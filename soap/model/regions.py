@@ -7,7 +7,7 @@ devices (tiles, halos, parameter shards) is a box, so lowering and runtime agree
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 Interval = tuple[int, int]
 Box = tuple[Interval, ...]
@@ -97,10 +97,16 @@ def relative(box: Box, origin: Box) -> tuple[slice, ...]:
 
 def balanced(size: int, parts: int) -> list[Interval]:
     """``size`` elements in ``parts`` contiguous pieces; the first ``size % parts`` are one longer."""
-    base, longer = divmod(size, parts)
-    result, start = [], 0
-    for part in range(parts):
-        stop = start + base + (part < longer)
-        result.append((start, stop))
-        start = stop
-    return result
+    return proportional(size, (1,) * parts)
+
+
+def proportional(size: int, weights: Sequence[int]) -> list[Interval]:
+    """``size`` elements in contiguous pieces in proportion to positive ``weights``. Each has its share rounded down; what is left goes one
+    by one to those that lost most by that, of equal ones to the first."""
+    total = sum(weights)
+    lengths = [size * weight // total for weight in weights]
+    lost = sorted(range(len(weights)), key=lambda part: -(size * weights[part] % total))
+    for part in lost[: size - sum(lengths)]:
+        lengths[part] += 1
+    stops = list(accumulate(lengths, initial=0))
+    return list(pairwise(stops))

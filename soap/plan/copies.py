@@ -88,7 +88,8 @@ class _Finding:
         rank = {device: i for i, device in enumerate(devices)}
         configs = {}
         for op, (degrees, replicas, own) in zip(self._graph.operators, rows, strict=True):
-            configs[op.name] = strategy.operators[op.name].placed(degrees, tuple([rank[int(device)] for device in own]), replicas)
+            config = strategy.operators[op.name]  # what is divided among copies has no shares
+            configs[op.name] = config.placed(degrees, tuple([rank[int(device)] for device in own]), replicas, config.shares)
         operators = tuple(self._sizes.get(op.name, op) for op in self._graph.operators)
         tensors = dict(self._graph.tensors)
         for name, dim in self._folded.items():
@@ -124,7 +125,7 @@ class _Finding:
         """The factors that may divide the operator among the copies."""
         for factor, degree in enumerate(config.degrees):
             size, striped = op.factors[factor].size, self._cut.factors[position] == factor
-            if degree % self._count or size % (degree * (self._cut.count if striped else 1)):
+            if config.shares or degree % self._count or size % (degree * (self._cut.count if striped else 1)):
                 continue
             inputs = all(self._follows(operand, factor, size, striped=striped) for operand in op.inputs)
             parameters = not any(dim.factor == factor for operand in op.parameters for dim in operand.dims)

@@ -1,4 +1,5 @@
-"""Which server, or which reader, owns which part of a parameter. Each host has one server, beside its first device.
+"""Which server, or which reader, owns which part of a parameter. Each host has one server, beside its first device; if the cluster says
+which hosts are servers (``Host.server``), only they do.
 
 Partitions on servers are placed by load, as in Parallax. Parameters are taken largest first; each starts at the server with the fewest
 bytes so far, and all its bytes count there, although its further partitions go to the following servers. Parts of readers are dealt out
@@ -12,12 +13,18 @@ from soap.model.graph import OperatorGraph
 from soap.model.regions import Box, balanced
 
 
-def server_devices(topology: Topology) -> tuple[int, ...]:
-    """The first device of each host that has devices, by host number; the host's server runs beside it."""
+def first_devices(topology: Topology) -> tuple[int, ...]:
+    """The first device of each host that has devices, by host number."""
     first: dict[int, int] = {}
     for number, device in enumerate(topology.devices):
         first.setdefault(device.host, number)
     return tuple(first[host] for host in sorted(first))
+
+
+def server_devices(topology: Topology) -> tuple[int, ...]:
+    """The devices beside which servers run: the first one of each host that is a server, by host number; of each host if none is."""
+    marked = set(topology.servers)
+    return tuple(device for device in first_devices(topology) if not marked or device in marked)
 
 
 def first_servers(graph: OperatorGraph, servers: int) -> dict[str, int]:

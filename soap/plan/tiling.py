@@ -9,7 +9,7 @@ from math import prod
 
 from soap.model.graph import DimMap, Operand, Operator, OperatorGraph
 from soap.model.micro_batches import MicroBatches
-from soap.model.regions import Box, Interval, balanced, volume
+from soap.model.regions import Box, Interval, proportional, volume
 from soap.strategy.config import OpConfig
 
 Place = tuple[int, ...]
@@ -73,7 +73,7 @@ def tiles_of(graph: OperatorGraph, position: int, config: OpConfig, cut: MicroBa
     op = graph.operators[position]
     shapes = {o.tensor: graph.tensors[o.tensor].shape for o in (*op.inputs, *op.parameters, *op.outputs)}
     cells, boxes = list[tuple[Interval, ...]](), list[tuple[tuple[Box, ...], tuple[Box, ...], tuple[Box, ...]]]()
-    for pieces in pieces_of(graph, position, config.degrees, cut):
+    for pieces in pieces_of(graph, position, config.weights, cut):
         places = list(product(*[range(len(own)) for own in pieces]))
         cells += product(*pieces)
         inputs, parameters, outputs = (_boxes(group, shapes, pieces, places) for group in (op.inputs, op.parameters, op.outputs))
@@ -88,13 +88,14 @@ def tiles_of(graph: OperatorGraph, position: int, config: OpConfig, cut: MicroBa
 
 
 def pieces_of(
-    graph: OperatorGraph, position: int, degrees: Sequence[int], cut: MicroBatches | None = None
+    graph: OperatorGraph, position: int, weights: Sequence[Sequence[int]], cut: MicroBatches | None = None
 ) -> list[tuple[list[Interval], ...]]:
-    """For each part of an operator, the pieces of each of its factors; a single part without micro-batches."""
+    """For each part of an operator, the pieces of each of its factors, in proportion to the factor's ``weights``; a single part without
+    micro-batches."""
     if cut is None or cut.parts(position) == 1:
         sizes = [factor.size for factor in graph.operators[position].factors]
-        return [tuple(balanced(size, degree) for size, degree in zip(sizes, degrees, strict=True))]
-    by_factor = [cut.pieces(position, factor, degree) for factor, degree in enumerate(degrees)]
+        return [tuple(proportional(size, own) for size, own in zip(sizes, weights, strict=True))]
+    by_factor = [cut.pieces(position, factor, own) for factor, own in enumerate(weights)]
     return list(zip(*by_factor, strict=True))
 
 

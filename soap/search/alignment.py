@@ -9,6 +9,7 @@ from math import prod
 
 from soap.model.graph import Operand, OperatorGraph
 from soap.strategy.config import OpConfig, Strategy, settled_config
+from soap.strategy.shares import shares_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,7 @@ def _follow(source: OpConfig, factor_count: int, shared: Mapping[int, int], extr
     else:
         degrees[extra] = len(rest_cells)
     theirs_of = {mine: theirs for theirs, mine in shared.items()}
+    weights = [source.weights[theirs_of[mine]] if mine in theirs_of else (1,) * degree for mine, degree in enumerate(degrees)]
     devices = []
     for replica, *cell in product(range(replicas), *(range(d) for d in degrees)):
         where = [0] * len(axes)
@@ -103,7 +105,7 @@ def _follow(source: OpConfig, factor_count: int, shared: Mapping[int, int], extr
         for axis, coordinate in zip(rest, rest_cells[other], strict=True):
             where[axis] = coordinate
         devices.append(devices_at[tuple(where)])
-    return source.placed(tuple(degrees), tuple(devices), replicas)
+    return source.placed(tuple(degrees), tuple(devices), replicas, shares_of(degrees, weights))
 
 
 def _single_axis(source: OpConfig, sizes: list[int]) -> list[OpConfig]:

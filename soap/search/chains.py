@@ -15,6 +15,7 @@ How the budget of proposals is spent (evaluations of starts do not count):
 - If still no start fits, the best one descends until something fits, for the whole budget if need be.
 - Where memory binds, that is if a start that does not fit is faster than those that do, operators may be recomputed
   (``soap.search.recomputing``), and starts that do so are evaluated as well.
+- Where hosts are servers, the best cut of the model whose last layers run there is a start (``soap.search.layer_placement``).
 - Where rough costs expect a pipeline to be faster than all starts, the best one is a start as well (``soap.search.pipelining``). If it is
   the best of all, half of the budget goes to it: a descent by moves that pipelines alone have (``soap.search.pipeline_moves``), a chain
   that moves operators inside their stages, and such a descent again.
@@ -68,7 +69,7 @@ from soap.search.starts import (
 )
 from soap.simulator.simulate import is_played
 from soap.strategy.config import Strategy
-from soap.strategy.named import PIPELINE, SAVING_STARTS, named
+from soap.strategy.named import PIPELINE, SAVING_STARTS, is_simulated, named
 from soap.strategy.sync import in_one_partition
 
 PROPOSALS_PER_CHAIN, MAX_CHAINS = 500, 3
@@ -174,10 +175,10 @@ def _space_and_usual(
 
 def _start_names(options: SearchOptions, further_starts: Collection[str]) -> list[str] | None:
     """The starts that the options name, without those made elsewhere; None if they name none. StrategyError if there is no such start."""
-    names = None if options.starts is None else [name for name in options.starts if name not in (*further_starts, PIPELINE)]
-    for name in names or ():
+    names = [name for name in options.starts or () if name not in further_starts]
+    for name in names:
         check_start(name)
-    return names
+    return None if options.starts is None else [name for name in names if not is_simulated(name)]
 
 
 def _usual(graph: OperatorGraph, topology: Topology, evaluator: Evaluator, stopped: Callable[[], bool]) -> Start:

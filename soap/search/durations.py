@@ -8,12 +8,13 @@ from numpy.typing import NDArray
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.simulator.costs import CostModel
+from soap.strategy.shares import Shares
 
 Longs = NDArray[np.int64]
 
 
 class TileDurations:
-    """The durations of all tiles, by operator and degrees."""
+    """The durations of all tiles, by operator, degrees and shares."""
 
     def __init__(self, graph: OperatorGraph, topology: Topology, costs: CostModel) -> None:
         from soap.simulator.compiled.graph_arrays import device_types  # imported here: it imports numba
@@ -24,16 +25,16 @@ class TileDurations:
         self.type_of: tuple[int, ...] = tuple(names.index(device.type.name) for device in topology.devices)
         """Device -> position of its type."""
         self.type_count = len(names)
-        self._known: dict[tuple[int, tuple[int, ...], bool], Longs] = {}
+        self._known: dict[tuple[int, tuple[int, ...], Shares, bool], Longs] = {}
 
-    def __call__(self, position: int, degrees: tuple[int, ...], *, sparse_lookup: bool = False) -> Longs:
+    def __call__(self, position: int, degrees: tuple[int, ...], shares: Shares = (), *, sparse_lookup: bool = False) -> Longs:
         """Nanoseconds, [device type, forward or backward, tile of one replica], of the operator at ``position``. ``sparse_lookup``: whether
         its sparse parameters are synchronized by rows instead of all-reduced."""
         same = self.same(position)
-        found = self._known.get((same, degrees, sparse_lookup))
-        if found is None:
-            found = self._known[same, degrees, sparse_lookup] = self._variants.durations(same, degrees, sparse_lookup=sparse_lookup)
-        return found
+        key = (same, degrees, shares, sparse_lookup)
+        if key not in self._known:
+            self._known[key] = self._variants.durations(same, degrees, shares, sparse_lookup=sparse_lookup)
+        return self._known[key]
 
     def same(self, position: int) -> int:
         """The first operator that differs from this one in its names only."""

@@ -10,7 +10,7 @@ from soap.model.graph import OperatorGraph
 from soap.plan.compression.policy import chosen, layer_of
 from soap.strategy.compression import EXACT, Compression, Rgc, RgcAsq
 from soap.strategy.config import FLOATING, Strategy, SyncConfig
-from soap.strategy.sync import ALL_REDUCE, compressed, server_count, shares_in_hosts, ways_within
+from soap.strategy.sync import ALL_REDUCE, compressed, host_count, shares_in_hosts, ways_within
 from soap.strategy.sync_contracts import Within
 
 Choices = Mapping[str, tuple[SyncConfig, ...]]
@@ -23,7 +23,7 @@ def lossy_ways(topology: Topology) -> tuple[Within, ...]:
 
 def peer_counts(topology: Topology) -> tuple[int, ...]:
     """How many devices then compress, if all that there are train alike."""
-    counts = {"none": topology.device_count, "host": server_count(topology)}
+    counts = {"none": topology.device_count, "host": host_count(topology)}
     return tuple(counts[within] for within in lossy_ways(topology))
 
 

@@ -1,4 +1,5 @@
-"""Starts for which earlier ones call: those that save memory where it binds, and shared parameters and pipelines where they are faster."""
+"""Starts for which earlier ones call: those that save memory where it binds, and shared parameters and pipelines where they are faster,
+and layers on servers where there are some."""
 
 from __future__ import annotations
 
@@ -10,17 +11,22 @@ from typing import cast
 from soap.cluster.topology import Topology
 from soap.search.able import Able
 from soap.search.allowed_space import allowed_syncs
+from soap.search.constraints import brought_inside
+from soap.search.layer_placement import layer_placement
 from soap.search.metropolis import Evaluator
 from soap.search.offloading import budgeted_offloading, offloading_starts, with_offloading
 from soap.search.options import SearchOptions
 from soap.search.pipelining import is_legal, keeps_stages, pipeline_start
 from soap.search.recomputing import recompute_to_fit, recomputing_starts, with_recomputation
 from soap.search.record import Recorder
+from soap.search.shares import shifted
 from soap.search.sharing import shared_starts
 from soap.search.space import Space
+from soap.search.starts import BASELINE
 from soap.search.to_fit import judge_of
 from soap.strategy.config import Strategy
-from soap.strategy.named import OFFLOAD, OFFLOAD_KEPT, PIPELINE, RECOMPUTE, named, on_top
+from soap.strategy.named import OFFLOAD, OFFLOAD_KEPT, PIPELINE, RECOMPUTE, UNEVEN, base_of, is_simulated, named, on_top
+from soap.strategy.ralp import RALP
 
 AWAY = ((OFFLOAD,), (RECOMPUTE, OFFLOAD), (OFFLOAD_KEPT, OFFLOAD))
 """What is put on a pipeline for which devices lack memory, where hosts may keep something (``soap.search.offloading``)."""
@@ -34,9 +40,11 @@ def with_more_starts(
     options: SearchOptions,
     evaluate: Callable[[str, Strategy], None],
 ) -> Space:
-    """Evaluate starts that share parameters, recompute, offload or are pipelines, as far as the recorder's call for them. Returns the space
-    with what they do."""
+    """Evaluate starts that share parameters, have layers on servers, recompute, offload or are pipelines, as far as the recorder's call
+    for them. Returns the space with what they do."""
     space = _with_sharing(space, topology, evaluator, recorder, options, evaluate)
+    _with_layers_on_servers(space, topology, evaluator, options, evaluate)
+    _with_uneven_shares(space, topology, evaluator, options, evaluate)
     if (more := recomputing_starts(space, topology, evaluator, recorder.starts, wanted=options.recompute)) is not None:
         space, recorder.budgeted = with_recomputation(space), more[1]
         for name, strategy in more[0].items():
@@ -56,6 +64,32 @@ def with_more_starts(
         evaluate(PIPELINE, pipeline)
         space = _pipelines_that_save(space, topology, evaluator, recorder, options, evaluate)
     return space
+
+
+def _with_layers_on_servers(
+    space: Space, topology: Topology, evaluator: Evaluator, options: SearchOptions, evaluate: Callable[[str, Strategy], None]
+) -> None:
+    """Evaluate the starts ``ralp`` and ``ralp:N`` that the options name; if they name none at all, ``ralp`` where some hosts are servers, a
+    cut gains enough, and constraints and methods allow it."""
+    asked = [name for name in options.starts or () if is_simulated(name) and base_of(name)[0] == RALP]
+    usual = options.starts is None and topology.servers and not options.syncs and hasattr(evaluator, "engine_costs")
+    for name in asked or ((RALP,) if usual else ()):
+        costs = cast(Able, evaluator).engine_costs
+        found = layer_placement(space.graph, topology, evaluator, costs, count=base_of(name)[1])
+        inside = brought_inside(space, found.strategy)
+        if asked or (found.friendly and inside is found.strategy):
+            evaluate(name, inside)
+
+
+def _with_uneven_shares(
+    space: Space, topology: Topology, evaluator: Evaluator, options: SearchOptions, evaluate: Callable[[str, Strategy], None]
+) -> None:
+    """Where devices differ, and nobody names starts, evaluate data parallelism with shares that suit their speed, if that is allowed."""
+    if options.starts is not None:
+        return
+    strategy = named(on_top(BASELINE, UNEVEN), space.graph, topology)
+    if strategy != named(BASELINE, space.graph, topology) and brought_inside(space, strategy) is strategy:
+        evaluate(UNEVEN, shifted(space.graph, evaluator, strategy))
 
 
 def _pipelines_that_save(

@@ -113,7 +113,7 @@ def _placed(cut: MicroBatches, position: int, config: OpConfig, here: tuple[int,
     op = cut.graph.operators[position]
     if len(here) == len(there):
         to = dict(zip(here, there, strict=True))
-        return config.placed(config.degrees, tuple([to[device] for device in config.devices]), config.replicas)
+        return config.placed(config.degrees, tuple([to[device] for device in config.devices]), config.replicas, config.shares)
     factor = sample_factor(op)
     if factor is None:
         return config.placed((1,) * len(op.factors), there[:1])

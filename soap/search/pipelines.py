@@ -139,7 +139,7 @@ def _equal_shares_ns(costs: StageCosts, shape: _Shape, chunks: int) -> float:
 def _tensor_widths(prices: StagePrices, topology: Topology, widths: Sequence[int]) -> list[int]:
     """Of groups for tensor parallelism inside stages: divisors of the devices of a host, if there are several, and of every stage."""
     host = tensor_parallel_width(topology)
-    host = 1 if host == topology.device_count and len({device.host for device in topology.devices}) > 1 else host
+    host = 1 if host == len(topology.workers) and len({topology.devices[device].host for device in topology.workers}) > 1 else host
     usable = [n for n in range(2, host + 1) if host % n == 0 and all(width % n == 0 for width in widths) and prices.splits(n)]
     return [1, *usable]
 

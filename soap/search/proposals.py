@@ -79,7 +79,7 @@ def place(rng: random.Random, space: Space, strategy: Strategy) -> Proposal | No
     options = space.operators[i].placements(grid_of(old))
     if not options or _shuffled(space, i, old):
         return None
-    new = old.placed(old.degrees, rng.choice(options), old.replicas)
+    new = old.placed(old.degrees, rng.choice(options), old.replicas, old.shares)
     return _changed(space, strategy, "place", i, new)
 
 

@@ -18,6 +18,7 @@ from soap.search.durations import TileDurations
 from soap.simulator.communication.prices import Communication
 from soap.simulator.costs import CostModel
 from soap.strategy.config import OpConfig
+from soap.strategy.shares import Shares
 
 
 @dataclass(slots=True)
@@ -26,7 +27,7 @@ class Laid:
     ``reads``: by input, the tiles' regions; both [part or tile, dimension, start or stop]. ``sums``: (devices, bytes) of sums of
     partial results."""
 
-    degrees: tuple[int, ...]
+    weights: Shares
     devices: NDArray[np.int64]
     holders: NDArray[np.int64]
     boxes: list[NDArray[np.int64]]
@@ -75,11 +76,11 @@ class RoughCosts:
         first = [tiles[own[0]] for own in parts.values()]
         boxes = [_edges_of([tile.outputs[k] for tile in first]) for k in range(len(op.outputs))]
         reads = [_edges_of([tile.inputs[k] for tile in tiles]) for k in range(len(op.inputs))]
-        return Laid(config.degrees, np.array([tile.device for tile in tiles]), holders, boxes, reads, sums, tiles)
+        return Laid(config.weights, np.array([tile.device for tile in tiles]), holders, boxes, reads, sums, tiles)
 
     def node_seconds(self, position: int, config: OpConfig, laid: Laid) -> float:
         """Computation on the busiest device, sums of partial results and of gradients, and the update."""
-        table = self.durations(position, config.degrees)
+        table = self.durations(position, config.degrees, config.shares)
         busy_ns = [0] * self.topology.device_count
         cells = len(laid.tiles) // config.replicas
         for t, device in enumerate(laid.devices.tolist()):
@@ -112,7 +113,7 @@ class RoughCosts:
         """What the reader's busiest device receives, and the same again for the gradient."""
         from soap.search.compiled.transfers import busiest_reader_seconds  # imported here: it imports numba
 
-        key = (operand, output, number, source.degrees, reader.degrees, len(source.boxes[output]), len(reader.devices))
+        key = (operand, output, number, source.weights, reader.weights, len(source.boxes[output]), len(reader.devices))
         common = self._common.get(key)
         if common is None:
             common = self._common[key] = _overlaps(source.boxes[output], reader.reads[number])

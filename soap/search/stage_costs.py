@@ -136,7 +136,7 @@ class StagePrices:
         own = self._configs(len(group), tensor)[position]
         if max(own.devices) >= len(group):  # it has one configuration alone, on all devices
             return own
-        return own.placed(own.degrees, tuple([group[device] for device in own.devices]), own.replicas)
+        return own.placed(own.degrees, tuple([group[device] for device in own.devices]), own.replicas, own.shares)
 
     def _lay(self, position: int, group: Group, tensor: int) -> Laid:
         config = self._config(position, group, tensor)

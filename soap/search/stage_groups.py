@@ -47,7 +47,8 @@ class StageGroups:
 def stage_groups(topology: Topology, most: int) -> Iterator[StageGroups]:
     """All divisions of a cluster's devices into at least two and at most so many groups of neighbours: equal ones, and hosts that differ in
     their number of devices."""
-    order, count = device_order(topology), topology.device_count
+    order = device_order(topology)
+    count = len(order)
     for stages in range(2, min(count, most) + 1):
         if count % stages == 0:
             width = count // stages

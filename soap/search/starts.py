@@ -104,8 +104,8 @@ def are_allowed(parameters: Mapping[str, SyncConfig], syncs: Mapping[str, Sequen
 def reference_strategies(graph: OperatorGraph, topology: Topology, starts: Iterable[Strategy]) -> tuple[Strategy, ...]:
     """Strategies from which informed proposals borrow: the different starts, and data parallelism on fewer of the devices. The latter
     are not evaluated as a whole beforehand, but a small model (or a small part of one) often runs best on a few devices."""
-    baseline = CLASSICAL[BASELINE](graph, topology)
-    narrower = [narrowed(graph, topology, baseline, n) for n in range(1, topology.device_count) if topology.device_count % n == 0]
+    baseline, count = CLASSICAL[BASELINE](graph, topology), len(topology.workers)
+    narrower = [narrowed(graph, topology, baseline, n) for n in range(1, count) if count % n == 0]
     return different((*starts, *narrower))
 
 
@@ -120,7 +120,7 @@ def different(strategies: Iterable[Strategy]) -> tuple[Strategy, ...]:
 
 def narrowed(graph: OperatorGraph, topology: Topology, baseline: Strategy, device_count: int) -> Strategy:
     """Data parallelism on the first devices, host by host. What ``baseline`` computes on all devices is computed on all of these."""
-    devices = sorted(range(topology.device_count), key=lambda i: (topology.devices[i].host, i))[:device_count]
+    devices = sorted(topology.workers, key=lambda i: (topology.devices[i].host, i))[:device_count]
     configs = {}
     for op in graph.operators:
         factor = sample_factor(op)

@@ -13,13 +13,15 @@ from soap.simulator.compiled.pass_order import repeated
 from soap.simulator.compiled.variants import Variants
 from soap.strategy.config import OpConfig
 from soap.strategy.kept import mark_of, with_mark
+from soap.strategy.shares import Shares
 
 
-def read_config(held: OpConfig, degrees: tuple[int, ...], devices: Ints, replicas: int, mark: int) -> OpConfig:
-    """The configuration that arrays hold: ``held``, but for degrees, replicas, mark (unless ``KEEP``) and ``devices``, of one micro-batch
-    or of all."""
+def read_config(held: OpConfig, split: tuple[tuple[int, ...], Shares], devices: Ints, replicas: int, mark: int) -> OpConfig:
+    """The configuration that arrays hold: ``held``, but for ``split`` (degrees, shares), replicas, mark (unless ``KEEP``) and ``devices``,
+    of one micro-batch or of all."""
+    degrees, shares = split
     own = devices.reshape(replicas, -1, prod(degrees))[:, 0].ravel().tolist()
-    placed = held.placed(degrees, tuple(own), replicas)
+    placed = held.placed(degrees, tuple(own), replicas, shares)
     return placed if mark == KEEP else with_mark(placed, mark)
 
 
@@ -47,7 +49,7 @@ def write_edit(
 
 def held_arrays(variants: Variants, configs: Sequence[OpConfig]) -> tuple[Ints, Ints, Ints, Ints]:
     """All operators' configurations as ``lower_all`` takes them: variants, replicas, devices of all tiles, and marks."""
-    numbers = [variants.number(i, config.degrees) for i, config in enumerate(configs)]
+    numbers = [variants.number(i, config.degrees, config.shares) for i, config in enumerate(configs)]
     replicas, marked = [config.replicas for config in configs], [mark_of(config) for config in configs]
     parts = variants.micro_batches.parts
     devices = [device for i, config in enumerate(configs) for device in repeated(config, parts(i))]

@@ -170,7 +170,7 @@ class Engine:
         if self._loaded.stages:
             require_stages(self.graph, self._loaded.stages, self._loaded.schedule, {**self.strategy.operators, **operators})
         numbers, codes = [self._parameters[name] for name in parameters], [sync_code(sync) for sync in parameters.values()]
-        variants = [self.variant(position, config.degrees) for position, config in zip(positions, operators.values(), strict=True)]
+        variants = [self.variant(position, own.degrees, own.shares) for position, own in zip(positions, operators.values(), strict=True)]
         self.make_edit_room(sum(len(config.devices) for config in operators.values()))
         write_edit(self.edit, positions, variants, list(operators.values()), numbers, codes, prefetch)
         found = int(self._try(lambda: self._whole(lambda: evaluate(*self.handles(), at_most_ns)), self._renew_state))
@@ -274,7 +274,7 @@ class Engine:
     def config(self, position: int, variant: int, devices: Ints, replicas: int, marked: int = KEEP) -> OpConfig:
         """An operator's configuration with this variant on these devices, of one micro-batch or of all; fields that compiled code does not
         know stay as held. ``marked``: as in ``State``, ``KEEP`` for as held."""
-        return read_config(self._configs[position], self.variants.degrees[variant], devices, int(replicas), int(marked))
+        return read_config(self._configs[position], self.variants.split(variant), devices, int(replicas), int(marked))
 
     def sync(self, parameter: str, code: int) -> SyncConfig:
         """A parameter's synchronization from its number (see ``sync_codes``)."""
@@ -285,9 +285,9 @@ class Engine:
         found = {tensor.name: self.sync(tensor.name, code) for tensor, code in zip(self.graph.parameters, codes.tolist(), strict=False)}
         return {name: sync for name, sync in found.items() if sync != SyncConfig()}
 
-    def variant(self, position: int, degrees: tuple[int, ...]) -> int:
+    def variant(self, position: int, degrees: tuple[int, ...], shares: tuple[tuple[int, ...], ...] = ()) -> int:
         """The number of an operator's variant. Compiled work that begins later knows the variant."""
-        number = self.variants.number(position, degrees)
+        number = self.variants.number(position, degrees, shares)
         if len(self.variants.degrees) > self._known_variants:
             self._renew_tables()
         return number

@@ -59,15 +59,16 @@ class Randomness(Protocol):
         """A number drawn uniformly from [0, 1)."""
 
 
-def single_device(graph: OperatorGraph, topology: Topology, device: int = 0) -> Strategy:
-    """Everything on one device."""
-    strategy = settled(graph, Strategy({op.name: uniform_config(op, {}, (device,)) for op in graph.operators}), topology.device_count)
+def single_device(graph: OperatorGraph, topology: Topology, device: int | None = None) -> Strategy:
+    """Everything on one device (default: the first worker's)."""
+    chosen = (topology.workers[0] if device is None else device,)
+    strategy = settled(graph, Strategy({op.name: uniform_config(op, {}, chosen) for op in graph.operators}), topology.device_count)
     strategy.validate(graph, topology.device_count)
     return strategy
 
 
 def data_parallel(graph: OperatorGraph, topology: Topology) -> Strategy:
-    """The batch split over all devices, with all parameters on each: what DistributedDataParallel does.
+    """The batch split over all devices (of workers), with all parameters on each: what DistributedDataParallel does.
 
     An operator without batch (position embeddings, what follows a summed loss) runs on every device that has its inputs anyway. An operator
     that needs the whole batch runs on a single device.

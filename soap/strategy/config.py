@@ -14,11 +14,13 @@ from typing import Any, Self
 from soap.errors import StrategyError
 from soap.model.graph import KEEP_STATE, LOCAL_BATCH_NORM, NEXT_STATE, Operator, OperatorGraph
 from soap.model.micro_batches import MAX_MICROBATCHES, MicroBatches
+from soap.model.regions import proportional
 from soap.schedules.named import parse
 from soap.strategy import consistency as consistencies
 from soap.strategy.compression import COMPRESSIONS, Compression
 from soap.strategy.kept import require_kept
 from soap.strategy.recomputation import LEVELS, STAYS
+from soap.strategy.shares import Shares, lowest_terms, weights_of
 from soap.strategy.stages import require_numbers, require_stages
 from soap.strategy.sync_contracts import COMPRESSED, MAX_PREFETCH, METHODS, Contract, Owner, Residence, Within, find_contract
 from soap.strategy.workers import Workers, require_workers
@@ -32,7 +34,9 @@ class OpConfig:
     ``devices``: one device per tile, row-major over (replica, factor 0, factor 1, …); a device may occur more than once. ``recompute``:
     what the operator makes is not kept for the backward pass, but made again then: all of it (``RECOMPUTED``), or all but its products
     (``LIGHT``, ``soap.strategy.recomputation``). ``offload``: what it keeps for its backward pass is in its host's memory until then
-    (``soap.plan.offloading``). StrategyError if degrees, devices and replicas do not agree, or both are asked for.
+    (``soap.plan.offloading``). ``shares``: for each factor that is split, in order, whole numbers in whose proportion its parts are
+    (``regions.proportional``), () for equal parts; nothing at all if all are equal. They are kept in lowest terms. StrategyError if these
+    do not agree, or both marks are asked for.
     """
 
     degrees: tuple[int, ...]
@@ -40,6 +44,7 @@ class OpConfig:
     replicas: int = 1
     recompute: int = STAYS
     offload: bool = False
+    shares: Shares = ()
 
     def __post_init__(self) -> None:
         if any(d < 1 for d in self.degrees) or self.replicas < 1:
@@ -53,18 +58,25 @@ class OpConfig:
             raise StrategyError(f"devices {self.devices}: expected non-negative device numbers")
         if self.recompute not in LEVELS:
             raise StrategyError(f"recompute {self.recompute!r}: expected one of {', '.join(map(str, LEVELS))}")
+        if self.shares:
+            object.__setattr__(self, "shares", lowest_terms(self.degrees, self.shares))
         if self.recompute and self.offload:
             raise StrategyError("recompute with offload: what is made again is not kept, so nothing is left to offload; expected one")
 
-    def placed(self, degrees: tuple[int, ...], devices: tuple[int, ...], replicas: int = 1) -> Self:
-        """A copy with these degrees, devices and replicas; other fields stay. Returns itself if nothing changes."""
-        if (self.degrees, self.devices, self.replicas) == (degrees, devices, replicas):
+    @property
+    def weights(self) -> Shares:
+        """For each factor the numbers in whose proportion its parts are, one for each part."""
+        return weights_of(self.degrees, self.shares)
+
+    def placed(self, degrees: tuple[int, ...], devices: tuple[int, ...], replicas: int = 1, shares: Shares = ()) -> Self:
+        """A copy with these degrees, devices, replicas and shares; other fields stay. Returns itself if nothing changes."""
+        if (self.degrees, self.devices, self.replicas, self.shares) == (degrees, devices, replicas, shares):
             return self
-        return replace(self, degrees=degrees, devices=devices, replicas=replicas)
+        return replace(self, degrees=degrees, devices=devices, replicas=replicas, shares=shares)
 
     def placed_like(self, other: OpConfig) -> Self:
-        """A copy with the degrees, devices and replicas of ``other``; other fields stay. Returns itself if nothing changes."""
-        return self.placed(other.degrees, other.devices, other.replicas)
+        """A copy with the degrees, devices, replicas and shares of ``other``; other fields stay. Returns itself if nothing changes."""
+        return self.placed(other.degrees, other.devices, other.replicas, other.shares)
 
 
 FLOATING = ("float32", "bfloat16", "float16", "float64")
@@ -279,6 +291,8 @@ def check_config(op: Operator, config: OpConfig, device_count: int, *, empty_til
             raise StrategyError(
                 f"operator {op.name!r}: degree {degree} of factor {factor.name!r} exceeds its size {factor.size}; lower the degree"
             )
+    if config.shares and not empty_tiles:
+        _require_no_empty(op, config)
     settled = settled_config(op, device_count)
     if settled is not None and config.placed_like(settled) is not config:
         raise StrategyError(
@@ -290,6 +304,19 @@ def check_config(op: Operator, config: OpConfig, device_count: int, *, empty_til
         raise StrategyError(f"operator {op.name!r}: device {device} does not exist; expected 0 to {device_count - 1} on this cluster")
 
 
+def _require_no_empty(op: Operator, config: OpConfig) -> None:
+    """StrategyError if shares leave a part of a factor without anything."""
+    for place, (factor, weights) in enumerate(zip(op.factors, config.weights, strict=True)):
+        for part, (start, stop) in enumerate(proportional(factor.size, weights)):
+            if start == stop:
+                after = prod(config.degrees[place + 1 :])
+                raise StrategyError(
+                    f"operator {op.name!r}: shares {':'.join(map(str, weights))} of factor {factor.name!r}, of size {factor.size}, leave "
+                    f"part {part}, on device {config.devices[part * after]}, without any; expected shares of which each part gets one at "
+                    "least"
+                )
+
+
 def check_parts(cut: MicroBatches, position: int, config: OpConfig) -> None:
     """Raise StrategyError if micro-batches do not allow the configuration of the operator at ``position``."""
     factor, op = cut.factors[position], cut.graph.operators[position]
@@ -297,6 +324,11 @@ def check_parts(cut: MicroBatches, position: int, config: OpConfig) -> None:
         raise StrategyError(
             f"operator {op.name!r} needs all of {cut.count} micro-batches at once, or runs once for all of them; expected it not to be "
             "recomputed, or 1 micro-batch"
+        )
+    if factor is not None and config.shares and any(a == b for own in cut.pieces(position, factor, config.weights[factor]) for a, b in own):
+        raise StrategyError(
+            f"operator {op.name!r}: shares {':'.join(map(str, config.weights[factor]))} of factor {op.factors[factor].name!r} leave a part "
+            f"without any in the smallest of {cut.count} micro-batches; expected fewer micro-batches, or more even shares"
         )
     if factor is not None and config.degrees[factor] > (least := cut.least_size(position, factor)):
         raise StrategyError(

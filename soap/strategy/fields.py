@@ -17,6 +17,7 @@ from soap.schedules.table import MOST_CHUNKS
 from soap.strategy import workers
 from soap.strategy.compression import read_settings, said_settings, settings_schema, written_settings
 from soap.strategy.recomputation import WRITTEN, read_level, said_level
+from soap.strategy.shares import read_shares, said_shares, schema, written_shares
 from soap.strategy.sync_contracts import MAX_PARTITIONS, MAX_PREFETCH, METHODS, OWNERS, RESIDENCES, WITHIN
 
 MAX_NUMBER = 2**31
@@ -75,6 +76,7 @@ OPERATOR_FIELDS = (
     OptionalField("replicas", _count(MAX_NUMBER), int, mark=":"),
     OptionalField("recompute", lambda: {"enum": list(WRITTEN.values())}, read_level, mark=":", write=WRITTEN.__getitem__, say=said_level),
     OptionalField("offload", lambda: {"type": "boolean"}, bool, mark=":", say=lambda value: "yes" if value else "no"),
+    OptionalField("shares", schema, read_shares, write=written_shares, say=said_shares),
 )
 """Of ``OpConfig``, beside its degrees and devices."""
 

@@ -40,15 +40,17 @@ def uniform_config(op: Operator, degrees: Mapping[str, int], devices: Sequence[i
 
 
 def device_order(topology: Topology) -> tuple[int, ...]:
-    """Device numbers host by host, so that neighbours in this order share a host wherever possible."""
-    hosts = {host: i for i, host in enumerate(dict.fromkeys(device.host for device in topology.devices))}
-    return tuple(device.index for device in sorted(topology.devices, key=lambda d: (hosts[d.host], d.index)))
+    """Numbers of the devices of workers (``Topology.workers``) host by host, so that neighbours in this order share a host wherever
+    possible."""
+    devices = topology.devices
+    hosts = {host: i for i, host in enumerate(dict.fromkeys(device.host for device in devices))}
+    return tuple(sorted(topology.workers, key=lambda device: (hosts[devices[device].host], device)))
 
 
 def tensor_parallel_width(topology: Topology) -> int:
     """Devices per group: the number per host (a common divisor if hosts differ), or all devices if each host has one."""
-    counts = Counter(device.host for device in topology.devices)
-    return topology.device_count if max(counts.values()) == 1 else gcd(*counts.values())
+    counts = Counter(topology.devices[device].host for device in topology.workers)
+    return len(topology.workers) if max(counts.values()) == 1 else gcd(*counts.values())
 
 
 def largest_divisor(number: int, limit: int) -> int:

@@ -47,9 +47,9 @@ def hybrid(graph: OperatorGraph, topology: Topology, *, tensor: int, pipeline: i
 
     StrategyError if the number of devices is not a multiple of that, or there are more stages than operators.
     """
-    if tensor < 1 or pipeline < 1 or topology.device_count % (tensor * pipeline):
+    if tensor < 1 or pipeline < 1 or len(topology.workers) % (tensor * pipeline):
         raise StrategyError(
-            f"{topology.device_count} devices in groups of {tensor} and {pipeline} stages; expected a divisor of the number of devices"
+            f"{len(topology.workers)} devices in groups of {tensor} and {pipeline} stages; expected a divisor of the number of devices"
         )
     if pipeline > len(graph.operators):
         raise StrategyError(f"{pipeline} stages for {len(graph.operators)} operators; expected no more stages than operators")

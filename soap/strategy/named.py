@@ -1,6 +1,6 @@
 """Strategies by name, mixtures included: ``megatron+zero1`` is Megatron with its parameters synchronized as ``zero1`` does.
 
-``classical`` makes the single ones; ``soap.search.pipelining`` makes ``pipeline``, which has to be simulated. Here also stands which
+``classical`` makes the single ones; ``soap.search`` makes ``pipeline`` and ``ralp``, which have to be simulated. Here also stands which
 mixtures save memory, for searches and for ``soap.fits``.
 """
 
@@ -19,14 +19,19 @@ from soap.strategy.config import Strategy
 from soap.strategy.consistency import ASYNC, BOUNDED, parse
 from soap.strategy.grids import tensor_parallel_width
 from soap.strategy.kept import away
+from soap.strategy.ralp import RALP
 from soap.strategy.recomputation import recomputed, selectively_recomputed
 from soap.strategy.served import SERVED
 from soap.strategy.sync import offloaded, shares_in_hosts
+from soap.strategy.uneven import by_speed
 
 JOIN, WIDTH = "+", ":"
 DATA_PARALLEL, MEGATRON, PIPELINE = "data_parallel", "megatron", "pipeline"
 """``PIPELINE``: the best of the pipelines that rough costs find promising."""
+SIMULATED = (PIPELINE, RALP)
+"""What is found by simulating."""
 RECOMPUTE, SELECTIVE, OFFLOAD, OFFLOAD_KEPT = "recompute", "selective", "offload", "offload_kept"
+UNEVEN = "uneven"
 
 Added = Callable[[OperatorGraph, Topology, Strategy], Strategy]
 """Puts something on top of a strategy."""
@@ -51,6 +56,10 @@ def _offloaded(graph: OperatorGraph, topology: Topology, strategy: Strategy) -> 
     return offloaded(graph, strategy)
 
 
+def _uneven(graph: OperatorGraph, topology: Topology, strategy: Strategy) -> Strategy:
+    return by_speed(graph, topology, strategy)
+
+
 def _keeping_away(graph: OperatorGraph, topology: Topology, strategy: Strategy) -> Strategy:
     return away(graph, strategy)
 
@@ -62,6 +71,7 @@ ADDED: Mapping[str, Added] = MappingProxyType(
         SELECTIVE: _selective,
         OFFLOAD: _offloaded,
         OFFLOAD_KEPT: _keeping_away,
+        UNEVEN: _uneven,
     }
 )
 """What may be put on top of another strategy, by name."""
@@ -96,9 +106,10 @@ def check_name(name: str) -> None:
     """StrategyError in one line if no strategy has this name."""
     first, *rest = name.split(JOIN)
     base, found, width = first.partition(WIDTH)
-    if found and (base not in (MEGATRON, *SERVED) or not _is_count(width)):
-        raise StrategyError(f"strategy {name[:80]!r}: {first[:80]!r}; expected {MEGATRON}{WIDTH}N, in groups of N devices, or {_counted()}")
-    if base not in (*NAMED, PIPELINE, *SERVED):
+    if found and (base not in (MEGATRON, RALP, *SERVED) or not _is_count(width)):
+        wanted = f"{MEGATRON}{WIDTH}N, in groups of N devices, {RALP}{WIDTH}N, or {_counted()}"
+        raise StrategyError(f"strategy {name[:80]!r}: {first[:80]!r}; expected {wanted}")
+    if base not in (*NAMED, *SIMULATED, *SERVED):
         raise StrategyError(f"no strategy is named {name[:80]!r}; expected one of {forms()}")
     for added in rest:
         if added.startswith((ASYNC, BOUNDED)):
@@ -114,8 +125,8 @@ def forms() -> str:
     """All that ``check_name`` accepts, in words."""
     stale = f"{_counted()}, stale with {JOIN}{ASYNC} or {JOIN}{BOUNDED}D behind it"
     return (
-        f"{', '.join((*NAMED, PIPELINE))}; {MEGATRON}{WIDTH}N (in groups of N devices); {stale}; with {JOIN}{f' or {JOIN}'.join(ADDED)} "
-        "behind it"
+        f"{', '.join((*NAMED, *SIMULATED))}; {MEGATRON}{WIDTH}N (in groups of N devices); {RALP}{WIDTH}N (on N devices of servers); "
+        f"{stale}; with {JOIN}{f' or {JOIN}'.join(ADDED)} behind it"
     )
 
 
@@ -123,16 +134,16 @@ def _counted() -> str:
     return " or ".join(f"{name}[{WIDTH}N]" for name in SERVED)
 
 
-def named(name: str, graph: OperatorGraph, topology: Topology, pipeline: Strategy | None = None) -> Strategy:
-    """The strategy of this name. StrategyError in one line if there is none, or the cluster has no such groups. ``pipeline``: what stands
-    behind ``PIPELINE``, if it is known."""
+def named(name: str, graph: OperatorGraph, topology: Topology, found_one: Strategy | None = None) -> Strategy:
+    """The strategy of this name. StrategyError in one line if there is none, or the cluster has no such groups. ``found_one``: what stands
+    behind a name of ``SIMULATED``, if it is known."""
     check_name(name)
     first, *rest = name.split(JOIN)
     base, found, width = first.partition(WIDTH)
-    if base == PIPELINE:
-        if pipeline is None:
-            raise StrategyError(f"strategy {name!r} is found by simulating; expected soap-simulate --builtin {name}, or --start {PIPELINE}")
-        strategy = pipeline
+    if base in SIMULATED:
+        if found_one is None:
+            raise StrategyError(f"strategy {name!r} is found by simulating; expected soap-simulate --builtin {name}, or --start {first}")
+        strategy = found_one
     elif base in SERVED:
         strategy = SERVED[base](graph, topology, int(width) if found else None)
     else:
@@ -157,6 +168,17 @@ def saving_names(topology: Topology) -> Iterator[str]:
 def offloaded_names() -> Iterator[str]:
     """Names of the strategies whose optimizer states, or what operators keep, are on hosts, those first that change least."""
     yield from (_joined(DATA_PARALLEL, added) for added in OFFLOADED)
+
+
+def is_simulated(name: str) -> bool:
+    """Whether the strategy of this name is found by simulating, with nothing put on top of it."""
+    return JOIN not in name and base_of(name)[0] in SIMULATED
+
+
+def base_of(name: str) -> tuple[str, int | None]:
+    """What stands first in a legal name, and the number behind it."""
+    base, found, count = name.split(JOIN)[0].partition(WIDTH)
+    return base, int(count) if found else None
 
 
 def on_top(name: str, added: str) -> str:

@@ -98,14 +98,17 @@ def fully_connected(graph: OperatorGraph, topology: Topology, count: int | None 
 
 
 def bipartite(graph: OperatorGraph, topology: Topology, count: int | None = None) -> Strategy:
-    """Servers and workers on different devices. ``count``: of the servers; default: as few as leave workers that divide the samples. They
-    are the first devices; of the rest as many work as divide the samples."""
-    order, samples = device_order(topology), samples_to_divide(graph)
+    """Servers and workers on different devices. ``count``: of the servers; default: all devices of hosts that are servers; if none is, as
+    few as leave workers that divide the samples. They are the first devices, servers' before others; of the rest as many work as divide
+    the samples."""
+    marked = topology.servers
+    order, samples = (*marked, *device_order(topology)), samples_to_divide(graph)
     if len(order) < 2:
         raise StrategyError(
             f"servers and workers apart on cluster {topology.name!r} of one device; expected two or more, or fully_connected"
         )
-    servers = next(n for n in range(1, len(order)) if samples % (len(order) - n) == 0) if count is None else count
+    usual = len(marked) or next(n for n in range(1, len(order)) if samples % (len(order) - n) == 0)
+    servers = usual if count is None else count
     _within(servers, len(order) - 1, "servers")
     rest = order[servers:]
     return _dealt_out(graph, rest[: largest_divisor(samples, len(rest))], order[:servers])

@@ -102,23 +102,33 @@ def offloaded(graph: OperatorGraph, strategy: Strategy) -> Strategy:
     return strategy.with_changes(parameters={name: replace(strategy.sync(name), offload=True) for name in names})
 
 
-def server_count(topology: Topology) -> int:
+def host_count(topology: Topology) -> int:
     """Hosts with devices."""
     return len({device.host for device in topology.devices})
 
 
+def server_count(topology: Topology) -> int:
+    """Parameter servers: one on each of the hosts with devices, or of those that are servers, if any is."""
+    return len(_serving_hosts(topology))
+
+
+def _serving_hosts(topology: Topology) -> set[int]:
+    chosen = topology.servers or range(topology.device_count)
+    return {topology.devices[device].host for device in chosen}
+
+
 def partition_counts(topology: Topology) -> tuple[int, ...]:
     """Numbers of partitions worth trying: 1, 2, 4, … up to one for each server and for each CPU core that works for a server."""
-    most = server_count(topology)
-    hosts = {device.host for device in topology.devices if device.type.kind != "cpu"}
+    most, serving = server_count(topology), _serving_hosts(topology)
+    hosts = {device.host for device in topology.devices if device.type.kind != "cpu" and device.host in serving}
     most = min(MAX_PARTITIONS, max(most, sum(topology.hosts[host].cpu_cores for host in hosts)))
     return tuple(2**k for k in range(most.bit_length() + 1) if 2**k < 2 * most and 2**k <= MAX_PARTITIONS)
 
 
 def usual_server(topology: Topology) -> SyncConfig:
     """The default server synchronization: some partitions per server, with local aggregation where a host has several devices."""
-    servers = server_count(topology)
-    on_cores = any(device.type.kind != "cpu" for device in topology.devices)
+    servers, serving = server_count(topology), _serving_hosts(topology)
+    on_cores = any(device.type.kind != "cpu" for device in topology.devices if device.host in serving)
     wanted = servers * (PARTITIONS_PER_SERVER if on_cores else 1)
     counts = partition_counts(topology)
     return parameter_server(next((count for count in counts if count >= wanted), counts[-1]), "host" if _hosts_share(topology) else "none")
@@ -183,9 +193,9 @@ def ways_within(topology: Topology) -> tuple[Within, ...]:
 
 def shares_in_hosts(topology: Topology) -> bool:
     """Whether there are several hosts, some with several devices, so that each may have a copy of its own."""
-    return server_count(topology) > 1 and _hosts_share(topology)
+    return host_count(topology) > 1 and _hosts_share(topology)
 
 
 def _hosts_share(topology: Topology) -> bool:
     """Whether some host has several devices."""
-    return server_count(topology) < len(topology.devices)
+    return host_count(topology) < len(topology.devices)

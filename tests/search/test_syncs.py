@@ -92,7 +92,7 @@ def test_starts_synchronize_as_is_allowed() -> None:
     assert "parameter_server" in starting_strategies(graph, topology, None, None, 0, asked)
     dense = transformer()
     assert not set(SYNCHRONIZED) & set(starting_strategies(dense, topology, None, None, 0, sync_choices(dense, topology)))
-    with pytest.raises(StrategyError, match=r"expected one of single_device, .*, zero1, fsdp, .*recompute, pipeline; .*; or random"):
+    with pytest.raises(StrategyError, match=r"expected one of single_device, .*, zero1, fsdp, .*recompute, pipeline, ralp; .*; or random"):
         starting_strategies(dense, topology, ["gossip"], None, 0)
 
 

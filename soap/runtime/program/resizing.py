@@ -19,6 +19,7 @@ from soap.plan.plan import Plan, Shard, ShardSync
 from soap.plan.planning import PlanBuilder
 from soap.runtime.program.program import Program, compile_program
 from soap.strategy.config import OpConfig, Strategy
+from soap.strategy.shares import shares_of
 from soap.strategy.stages import chunks_of, require_stages, stages_of
 
 
@@ -102,7 +103,8 @@ def _carried_over(old: Operator, config: OpConfig, new: Operator) -> OpConfig:
         for part, degree in zip(index, config.degrees, strict=True):
             number = number * degree + part
         devices.append(config.devices[number])
-    return config.placed(degrees, tuple(devices), config.replicas)
+    weights = [(1,) if place is None else config.weights[place] for place in places]
+    return config.placed(degrees, tuple(devices), config.replicas, shares_of(degrees, weights))
 
 
 def _same_factors(old: Sequence[Factor], new: Sequence[Factor]) -> list[int | None]:

@@ -151,7 +151,7 @@ class Choices:
     def _choice(self, position: int, config: OpConfig) -> Choice:
         op, tiles = self.graph.operators[position], tiles_of(self.graph, position, config)
         devices = [tile.device for tile in tiles]
-        table = self._durations(position, config.degrees)
+        table = self._durations(position, config.degrees, config.shares)
         cells = len(tiles) // config.replicas
         forward, backward = (
             [int(table[self._durations.type_of[d], way, t % cells]) for t, d in enumerate(devices)] for way in (0, 1)

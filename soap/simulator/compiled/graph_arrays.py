@@ -12,7 +12,7 @@ from soap.cluster.host_links import host_link
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph, TensorKind
 from soap.model.sparse_access import RowAccess
-from soap.plan.placement import first_readers, first_servers, server_devices
+from soap.plan.placement import first_devices, first_readers, first_servers, server_devices
 from soap.plan.syncs.bucketing import gather_limit
 from soap.simulator.communication.offloading import DOWN, ON_HOST, UP, offload_resource
 from soap.simulator.communication.prices import Communication
@@ -239,8 +239,7 @@ def cluster_tables(communication: Communication) -> ClusterTables:
         latency += latencies[column]
     types = device_types(topology)
     places, first_core = [device.host for device in topology.devices], first_cores(topology)
-    servers = server_devices(topology)
-    cores = {topology.devices[server].host: server_type(topology, server) for server in servers}
+    cores = {topology.devices[first].host: server_type(topology, first) for first in first_devices(topology)}
     host = np.array(places)
     message_shares = np.zeros((2, count, count), np.int64)
     if topology.ports:
@@ -263,7 +262,7 @@ def cluster_tables(communication: Communication) -> ClusterTables:
         host_device=np.array([places.index(host) for host in places], np.int32),
         core=np.array([first_core[host] for host in places], np.int32),
         cores=np.array([topology.hosts[host].cpu_cores for host in places], np.int32),
-        server=np.array(servers, np.int32),
+        server=np.array(server_devices(topology), np.int32),
         serves_itself=np.array([device.type.kind == "cpu" for device in topology.devices], np.int32),
         hosts=np.array([len(topology.hosts)], np.int32),
         core_bandwidth=np.array([cores[host].memory_bandwidth_bytes_per_second for host in places], np.float64),

@@ -14,7 +14,7 @@ from soap.cluster.topology import DeviceType, Topology
 from soap.model.graph import OperatorGraph
 from soap.model.regions import Box, cells, contains, lengths, subtract, volume, whole
 from soap.plan.compression.training import PLAIN, PlannedTraining
-from soap.plan.placement import server_devices
+from soap.plan.placement import first_devices
 from soap.simulator.communication.offloading import offload_updater
 from soap.simulator.communication.servers import server_type
 from soap.simulator.compiled.effort import effort_row
@@ -48,7 +48,7 @@ class Geometries:
         self._prices, self._price_ns = GrowingLists(), Growing(np.int64)
         self._compressed, self._effort = GrowingLists(), Growing(np.int64)
         self._shapes: list[tuple[int, ...]] = []
-        self._servers = {topology.devices[server].host: server for server in server_devices(topology)}
+        self._first = {topology.devices[first].host: first for first in first_devices(topology)}
         self._ptr.add([0])
         self._use_ptr.add([0])
 
@@ -106,7 +106,7 @@ class Geometries:
             if owner >= 2 * kinds:
                 kind = offload_updater(self._topology, next(d.index for d in self._topology.devices if d.host == place))
             else:
-                kind = server_type(self._topology, self._servers[place]) if place < hosts else self._types[place - hosts]
+                kind = server_type(self._topology, self._first[place]) if place < hosts else self._types[place - hosts]
             self._prices.add((owner, high, low))
             self._price_ns.add([table_update_ns(self._costs, size, size, kind) if of_rows else self._costs.update_ns(size, kind)])
 

@@ -29,6 +29,7 @@ from soap.simulator.costs import CostModel
 from soap.simulator.draws import Draws
 from soap.simulator.memory.peaks import away_bytes
 from soap.strategy.division import is_divided
+from soap.strategy.shares import Shares, weights_of
 
 CELLS, READS, OUTPUTS, COSTS, GROUPS, GROUP_OF, GROUP_FIRST, GROUP_BOXES, GRIDS, GEOMETRIES, LOOKUPS = range(11)
 ROW_COSTS, PARTS, AWAY = 11, 12, 13
@@ -66,7 +67,8 @@ class VariantTables(NamedTuple):
 
 class Variants:
     """The variants of one graph's operators, made when they are first asked for. ``micro_batches``: how new ones are cut. ``divides``:
-    whether their backward passes are in two. ``cuts``: by variant, how it is cut."""
+    whether their backward passes are in two. ``cuts``: by variant, how it is cut in micro-batches; ``degrees`` and
+    ``shares``: in how many parts, and which."""
 
     def __init__(
         self,
@@ -83,29 +85,34 @@ class Variants:
         self._parameters = {tensor.name: i for i, tensor in enumerate(graph.parameters)}
         self._class_of = [classes.setdefault(_likeness(graph, op, self._parameters), i) for i, op in enumerate(graph.operators)]
         self.geometries = Geometries(graph, topology, self._types, costs, training)
-        self._numbers: dict[tuple[int, tuple[int, ...], int, bool], int] = {}
+        self._numbers: dict[tuple[int, tuple[int, ...], Shares, int, bool], int] = {}
         self.micro_batches, self.divides = MicroBatches(graph, 1), False
         self.cuts: list[MicroBatches] = []
         self._boxes: dict[Box, int] = {}
         self._known: list[Box] = []
         self._positions: list[int] = []
         self.degrees: list[tuple[int, ...]] = []
+        self.shares: list[Shares] = []
         self._rows, self._data, self._costs = Growing(np.int64), Growing(np.int32), Growing(np.int64)
         self._launches, self._drawn, self._away = Growing(np.int64), Growing(np.int64), Growing(np.int64)
         self._box_ptr, self._box_volume, self._bounds = Growing(np.int64), Growing(np.int64), Growing(np.int32)
 
-    def number(self, position: int, degrees: tuple[int, ...]) -> int:
-        """The variant of the operator at ``position`` under these degrees."""
-        key = (self._class_of[position], degrees, self.micro_batches.count, self.divides)
+    def number(self, position: int, degrees: tuple[int, ...], shares: Shares = ()) -> int:
+        """The variant of the operator at ``position`` under these degrees and shares."""
+        key = (self._class_of[position], degrees, shares, self.micro_batches.count, self.divides)
         found = self._numbers.get(key)
         if found is None:
             found = self._numbers[key] = len(self.degrees)
-            self._rows.add(self._make(self._class_of[position], degrees))
+            self._rows.add(self._make(self._class_of[position], degrees, shares))
         return found
 
-    def durations(self, position: int, degrees: tuple[int, ...], *, sparse_lookup: bool = False) -> Longs:
+    def durations(self, position: int, degrees: tuple[int, ...], shares: Shares = (), *, sparse_lookup: bool = False) -> Longs:
         """Nanoseconds of the tiles, [device type, forward or backward, tile]. Makes no variant."""
-        return self._times(position, *self.cut(position, degrees), sparse_lookup=sparse_lookup).durations[:, : len(WAYS)]
+        return self._times(position, *self.cut(position, degrees, shares), sparse_lookup=sparse_lookup).durations[:, : len(WAYS)]
+
+    def split(self, number: int) -> tuple[tuple[int, ...], Shares]:
+        """The degrees and shares of a variant."""
+        return self.degrees[number], self.shares[number]
 
     def position(self, number: int) -> int:
         """The position of an operator that has this variant."""
@@ -129,12 +136,13 @@ class Variants:
             bounds=self._bounds.array(),
         )
 
-    def _make(self, position: int, degrees: tuple[int, ...]) -> list[int]:
+    def _make(self, position: int, degrees: tuple[int, ...], shares: Shares) -> list[int]:
         op = self.graph.operators[position]
-        cells, regions = self.cut(position, degrees)
+        cells, regions = self.cut(position, degrees, shares)
         activations = [o for o in op.inputs if self.graph.tensors[o.tensor].kind is TensorKind.ACTIVATION]
         self._positions.append(position)
         self.degrees.append(degrees)
+        self.shares.append(shares)
         self.cuts.append(self.micro_batches)
         row = [0] * COLUMNS
         row[CELLS], row[PARTS] = len(cells), self.micro_batches.parts(position)
@@ -172,12 +180,12 @@ class Variants:
         return self._data.add([count(name, tile) for name in names for tile in tiles])
 
     def cut(
-        self, position: int, degrees: tuple[int, ...], micro_batches: MicroBatches | None = None
+        self, position: int, degrees: tuple[int, ...], shares: Shares = (), micro_batches: MicroBatches | None = None
     ) -> tuple[np.ndarray, dict[Operand, np.ndarray]]:
         """(the tiles' intervals, [tile, factor, start or stop]; operand -> its regions, [tile, dimension, start or stop]).
         ``micro_batches``: the present ones if None."""
         op = self.graph.operators[position]
-        parts = pieces_of(self.graph, position, degrees, micro_batches or self.micro_batches)
+        parts = pieces_of(self.graph, position, weights_of(degrees, shares), micro_batches or self.micro_batches)
         found = [cell for pieces in parts for cell in product(*pieces)]
         cells = np.array(found, np.int64).reshape(len(found), len(op.factors), 2)
         return cells, {o: self._regions(o, cells) for o in {*op.inputs, *op.parameters, *op.outputs}}

@@ -85,7 +85,7 @@ def _choices(engine: Engine, choices: Mapping[str, Sequence[OpConfig]], log: int
         for config in choices.get(op.name, ()):
             if config.replicas != 1:
                 raise ValueError(f"operator {op.name!r}: {config.replicas} replicas; expected 1: a walk takes no replicas")
-            numbers.append(engine.variant(position, config.degrees))
+            numbers.append(engine.variant(position, config.degrees, config.shares))
             dev += config.devices
             dev_ptr.append(len(dev))
         ptr.append(len(numbers))

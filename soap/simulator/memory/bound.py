@@ -210,10 +210,10 @@ class MemoryBound:
 
     def _add(self, number: int) -> None:
         """Add a variant to the tables."""
-        position, degrees = self._engine.variants.position(number), self._engine.variants.degrees[number]
-        op, graph = self._graph.operators[position], self._graph
-        cut = self._engine.variants.cuts[number]
-        intervals, regions = self._engine.variants.cut(position, degrees, cut)
+        variants, graph = self._engine.variants, self._graph
+        position, degrees, cut = variants.position(number), variants.degrees[number], variants.cuts[number]
+        op = graph.operators[position]
+        intervals, regions = variants.cut(position, degrees, variants.shares[number], cut)
         size = {o: volumes(regions[o]) * graph.tensors[o.tensor].itemsize for o in {*op.inputs, *op.outputs, *op.parameters}}
         parted = cut.parts(position) > 1 and cut.factors[position] in op.summed
         if parted or any(degree > 1 and factor.summed for degree, factor in zip(degrees, op.factors, strict=True)):
