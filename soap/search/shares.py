@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import permutations
 
-from soap.model.batch import samples_of
+from soap.model.batch import sample_factor, samples_of
 from soap.model.graph import OperatorGraph
 from soap.model.regions import proportional
 from soap.search.metropolis import Evaluator
 from soap.strategy.config import Strategy
-from soap.strategy.grids import sample_factor
 from soap.strategy.uneven import devices_of_parts, with_sample_weights
 
 Division = tuple[tuple[frozenset[int], ...], tuple[int, ...]]

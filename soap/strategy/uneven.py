@@ -11,11 +11,10 @@ from dataclasses import replace
 from math import prod
 
 from soap.cluster.topology import Topology
-from soap.model.batch import samples_of
+from soap.model.batch import sample_factor, samples_of
 from soap.model.graph import Operator, OperatorGraph
 from soap.model.regions import proportional
 from soap.strategy.config import OpConfig, Strategy
-from soap.strategy.grids import sample_factor
 from soap.strategy.shares import MOST_WEIGHT, shares_of
 
 
