@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from soap.simulator.compiled.graph_arrays import Ints, Longs
 
-KEPT, READ, GRADIENTS, PARAMETER_GRADIENTS, REGIONS, COMPACT, LOOKUPS, SURELY_KEPT, MADE, PRODUCTS = range(10)
-COLUMNS = 10
+KEPT, READ, GRADIENTS, PARAMETER_GRADIENTS, REGIONS, COMPACT, LOOKUPS, SURELY_KEPT, MADE, PRODUCTS, PARTIALS = range(11)
+COLUMNS = 11
 """Columns of ``MemoryTables.rows``: where values begin in ``data``.
 
 By tile: bytes that it keeps (``KEPT``), of its copies of parts of the batch (``READ``), of its gradients, of its parameters' gradients. By
@@ -15,7 +15,8 @@ By tile: bytes that it keeps (``KEPT``), of its copies of parts of the batch (``
 operand, tile]: bytes of the rows that it looks up at most (``COMPACT``), and the number of look-ups (``LOOKUPS``); else these columns are
 -1. By tile: bytes that are certainly there when the loss is known (``SURELY_KEPT``; not
 if it is recomputed), of its outputs (``MADE``), which are there twice for a while if it is recomputed, and of what its products make
-beside them (``PRODUCTS``), which is kept if they are."""
+beside them (``PRODUCTS``), which is kept if they are; and of outputs that are parts of sums and that autograd does not keep
+(``PARTIALS``)."""
 
 HELD, TRAINABLE, ACTIVATIONS, COLLECTED, SENT, LARGEST_SUM, LARGEST_SHARD, LARGEST_TILE, LARGEST_ADDED, LARGEST_GRADIENT = range(10)
 DOUBTFUL, HELD_DOUBTFUL, TRAINABLE_DOUBTFUL, COLLECTED_DOUBTFUL, LARGEST_SURE_GRADIENT, SURE, LEAVING = range(10, 17)

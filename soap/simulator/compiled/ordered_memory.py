@@ -31,6 +31,7 @@ from soap.simulator.compiled.memory_tables import (
     LARGEST_SUM,
     LARGEST_TILE,
     MADE,
+    PARTIALS,
     PRODUCTS,
     READ,
     SENT,
@@ -113,7 +114,7 @@ def _hold_tiles(W, M, L, op):  # type: ignore[no-untyped-def]
         device, cell = C.dev[C.dev_ptr[op] + tile], tile % cells
         first, last = forward_place(W, L, op, tile), last_place(W, L, op, tile)
         size = M.data[M.rows[row, KEPT] + cell] + M.data[made + cell] * runs_again(mark)
-        size += M.data[M.rows[row, PRODUCTS] + cell] if mark == LIGHT else 0
+        size += M.data[M.rows[row, PRODUCTS] + cell] if mark == LIGHT else -M.data[M.rows[row, PARTIALS] + cell]  # see ``hold_sums``
         size += V.away[V.rows[row, AWAY] + cell] * (1 + K.serves_itself[device]) if mark == OFFLOADED else 0
         hold(L, device, first, last, size)
         L.steady[device] += M.data[M.rows[row, READ] + cell]

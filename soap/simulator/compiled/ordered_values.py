@@ -95,15 +95,14 @@ def _hold_sum(W, L, op, red, device, own, whole, cell, out, answered):  # type: 
     """One device's share of a sum. ``own``: its holding, or NOWHERE. ``cell``: elements of its cell, below 0 if it gets the whole."""
     G, S = W.graph, W.scratch
     count, members = S.count[HOLDINGS], S.r_dev_ptr[red + 1] - S.r_dev_ptr[red]
-    first, last, back, tiles = _own_passes(W, L, op, red, device)
+    first, made, last, back, tiles = _own_passes(W, L, op, red, device)
     read_last = S.work[READ_LAST * count + own] if own >= 0 else 0
     read_first = S.work[READ_FIRST * count + own] if own >= 0 else FOREVER
     until = max(last if back >= 0 else 0, read_last)
     until = until if until > 0 else FOREVER
     itemsize = G.output_partial_itemsize[out]
     hold(L, device, first, until, (whole if cell < 0 else cell) * itemsize)
-    if back < 0:
-        hold(L, device, first, until, tiles * whole * itemsize)
+    hold(L, device, first, max(made, min(until, read_first)), tiles * whole * itemsize)  # others may get to the sum later
     if cell >= 0:  # it is over before its first reader begins
         hold(L, device, first, min(until, read_first), (whole + members * cell) * itemsize)
     if answered:
@@ -116,15 +115,16 @@ def _hold_sum(W, L, op, red, device, own, whole, cell, out, answered):  # type: 
 
 @compiled
 def _own_passes(W, L, op, red, device):  # type: ignore[no-untyped-def]
-    """(first forward pass, last pass, first backward pass or NOWHERE, number) of the tiles of a sum on one of its devices."""
+    """(first and last forward pass, last pass, first backward pass or NOWHERE, number) of the tiles of a sum on one of its devices."""
     V, C, S = W.variants, W.state, W.scratch
     cells, group = V.rows[C.variant[op], CELLS], S.r_group[red]
-    first, last, back, tiles = FOREVER, 0, FOREVER, 0
+    first, made, last, back, tiles = FOREVER, 0, 0, FOREVER, 0
     for i in range(S.member_ptr[group], S.member_ptr[group + 1]):
         tile = S.r_rep[red] * cells + S.member[i]
         if C.dev[C.dev_ptr[op] + tile] == device:
-            first, last = min(first, forward_place(W, L, op, tile)), max(last, last_place(W, L, op, tile))
+            first, made = min(first, forward_place(W, L, op, tile)), max(made, forward_place(W, L, op, tile))
+            last = max(last, last_place(W, L, op, tile))
             own = backward_place(W, L, op, tile)
             back = min(back, own if own >= 0 else FOREVER)
             tiles += 1
-    return first, last, back if back < FOREVER else NOWHERE, tiles
+    return first, made, last, back if back < FOREVER else NOWHERE, tiles

@@ -216,7 +216,8 @@ class MemoryBound:
         intervals, regions = variants.cut(position, degrees, variants.shares[number], cut)
         size = {o: volumes(regions[o]) * graph.tensors[o.tensor].itemsize for o in {*op.inputs, *op.outputs, *op.parameters}}
         parted = cut.parts(position) > 1 and cut.factors[position] in op.summed
-        if parted or any(degree > 1 and factor.summed for degree, factor in zip(degrees, op.factors, strict=True)):
+        parted |= any(degree > 1 and factor.summed for degree, factor in zip(degrees, op.factors, strict=True))
+        if parted:
             size |= {o: volumes(regions[o]) * graph.tensors[o.tensor].partial_itemsize for o in op.outputs}
         points = np.prod(intervals[:, :, 1] - intervals[:, :, 0], axis=1)
         kept, work = self._kept_and_work(op, intervals, regions)
@@ -241,7 +242,8 @@ class MemoryBound:
         products = np.zeros_like(made)
         if has_product(op):
             products += by_lengths(intervals, lambda cell: product_share(graph, op, cell))
-        rows += [self._data.add(surely), self._data.add(made), self._data.add(products)]
+        partials = self._let_go(op, intervals, size) if parted else np.zeros_like(made)
+        rows += [self._data.add(surely), self._data.add(made), self._data.add(products), self._data.add(partials)]
         self._rows.add([*(self._data.add(column) for column in (kept, read, gradients, own, numbers)), *rows])
         self._cut_ptr.add([self._cut.add([self._cut_number(regions[o]) for o in op.parameters])])
 
@@ -256,6 +258,13 @@ class MemoryBound:
             boxes = boxes_of(regions[operands[place]])
             if place >= len(op.inputs) or len(boxes) < 2 or (len({*boxes}) == len(boxes) and set(cells(dict.fromkeys(boxes))) == {*boxes}):
                 found += np.where([place in places for places in own], size[operands[place]], 0)
+        return found
+
+    def _let_go(self, op: Operator, intervals: np.ndarray, size: Mapping[Operand, Longs]) -> Longs:
+        """[tile]: bytes of outputs that are gone when they are summed, as autograd does not keep them."""
+        own, found = [kept_places(self._graph, op, cell) for cell in boxes_of(intervals)], np.zeros(len(intervals), np.int64)
+        for place, output in enumerate(op.outputs, len(op.inputs) + len(op.parameters)):
+            found += np.where([places is not None and place not in places for places in own], size[output], 0)
         return found
 
     def _rows_of(
