@@ -58,7 +58,8 @@ def make_parser() -> Parser:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--strategy", metavar="FILE", help="a strategy that soap-search wrote")
     which.add_argument("--builtin", metavar="NAME", type=builtin, help=f"a strategy that has a name: {forms()}")
-    gain_help = f"with --builtin {RALP}: what layers on servers must save at least of a step (default {LEAST_GAIN:.0%}), or none are moved"
+    least = f"{100 * LEAST_GAIN:.0f}%%"
+    gain_help = f"with --builtin {RALP}: what layers on servers must save at least of a step (default {least}), or none are moved"
     parser.add_argument("--least-gain", metavar="SHARE", type=share, help=gain_help)
     fits_help = (
         f"say whether it fits into the devices' memory (default: {BASELINE}), and if not, the {MOST_WAYS} fastest ways that do, in seconds"

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 PROG = "soap-tune"
 OUT_OF_MEMORY = ("out of memory", "enough memory", "allocate memory", "memoryerror")
 """Words of errors that fewer bytes on a server may avoid: from torch, Python, and the launcher when a rank was killed."""
-LEFT_OUT = dict.fromkeys(("dtype", "lr", "timeline", "save", "save_every", "keep", "resume", "save_weights"), None) | dict.fromkeys(
-    ("check", "compare_data_parallel", "memory"), False
-)
+LEFT_OUT = dict.fromkeys(
+    ("dtype", "lr", "timeline", "save", "save_every", "keep", "resume", "save_weights", "eval_data", "eval_steps"), None
+) | dict.fromkeys(("check", "compare_data_parallel", "memory"), False)
 """Options of ``soap-run`` that this command does not have."""
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
 
 from soap.model.graph import Operand, OperatorGraph
+from soap.model.regions import proportional
 from soap.strategy.config import OpConfig, Strategy, settled_config
 from soap.strategy.shares import shares_of
 
@@ -70,23 +71,24 @@ def aligned_with(graph: OperatorGraph, source: OpConfig, position: int, edge: Ed
     rest = source.replicas * prod(d for f, d in enumerate(source.degrees) if f not in shared)
     configs: list[OpConfig] = []
     if all(source.degrees[theirs] <= sizes[mine] for theirs, mine in shared.items()):
-        configs.append(_follow(source, len(sizes), shared, None, drop=False))
+        configs.append(_follow(source, sizes, shared, None, drop=False))
         if rest > 1:
-            configs.append(_follow(source, len(sizes), shared, None, drop=True))
+            configs.append(_follow(source, sizes, shared, None, drop=True))
             free = [f for f, size in enumerate(sizes) if f not in shared.values() and size >= rest]
-            configs.extend(_follow(source, len(sizes), shared, f, drop=False) for f in free)
+            configs.extend(_follow(source, sizes, shared, f, drop=False) for f in free)
     if shared and len(source.devices) > 1:
         configs.extend(_single_axis(source, sizes))
     return configs
 
 
-def _follow(source: OpConfig, factor_count: int, shared: Mapping[int, int], extra: int | None, *, drop: bool) -> OpConfig:
-    """Split the shared factors like the source; its other axes go to factor ``extra``, to replicas (None), or are dropped."""
+def _follow(source: OpConfig, sizes: Sequence[int], shared: Mapping[int, int], extra: int | None, *, drop: bool) -> OpConfig:
+    """Split the shared factors like the source; its other axes go to factor ``extra``, to replicas (None), or are dropped.
+    Shares that would leave a part of a smaller factor without anything become equal."""
     axes = (source.replicas, *source.degrees)
     devices_at = dict(zip(product(*(range(n) for n in axes)), source.devices, strict=True))
     rest = [a for a in range(len(axes)) if a - 1 not in shared]
     rest_cells = list(product(*(range(1 if drop else axes[a]) for a in rest)))
-    degrees = [1] * factor_count
+    degrees = [1] * len(sizes)
     for theirs, mine in shared.items():
         degrees[mine] = source.degrees[theirs]
     replicas = 1
@@ -105,6 +107,8 @@ def _follow(source: OpConfig, factor_count: int, shared: Mapping[int, int], extr
         for axis, coordinate in zip(rest, rest_cells[other], strict=True):
             where[axis] = coordinate
         devices.append(devices_at[tuple(where)])
+    suits = [all(start < stop for start, stop in proportional(size, own)) for size, own in zip(sizes, weights, strict=True)]
+    weights = [own if suit else (1,) * len(own) for own, suit in zip(weights, suits, strict=True)]
     return source.placed(tuple(degrees), tuple(devices), replicas, shares_of(degrees, weights))
 
 

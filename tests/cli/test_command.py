@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,13 @@ def test_usage_errors_are_one_line(arguments: list[str], capsys: pytest.CaptureF
     assert err.startswith("soap-test: error: ")
     assert err.endswith("(soap-test --help shows the options)\n")
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["compare", "diff", "preprocess", "profile", "run", "schedule", "search", "simulate", "tune"])
+def test_every_option_has_a_help_that_can_be_printed(name: str) -> None:
+    parser = import_module(f"soap.cli.{name}").make_parser()
+    shown = [own.option_strings[0] for own in parser._actions if own.option_strings and own.help != argparse.SUPPRESS]
+    assert shown and all(option in parser.format_help() for option in shown)
 
 
 def test_help_has_example_and_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -194,6 +194,6 @@ def test_without_ray_it_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatc
 def test_what_is_stale_is_not_simulated(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert simulate_main([MODEL, *COMMON[2:], "--strategy", "async.json"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("stale (async): 2 workers with 4 samples each, 1 servers") and "tables by rows" in out
+    assert out.startswith("stale (async): 2 workers with 4 samples each, 1 servers") and "simulated" in out and " samples/s" in out
     assert simulate_main([MODEL, *COMMON[2:], "--strategy", "async.json", "--explain"]) == 2
     assert "--explain with a stale strategy (async), which has no iteration of the whole batch" in capsys.readouterr().err

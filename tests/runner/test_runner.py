@@ -84,8 +84,9 @@ def test_ranks_that_are_apart(two: Pool, consistency: str, most: int) -> None:
     (losses, trained, missing), (others, nothing, _) = two.run(ranks.apart, 2, consistency, 6)
     assert len(losses) == len(others) == 6 == sum(missing.values()) and not nothing
     assert max(missing) <= most and (not most or max(missing) > 0)
-    first = Model()(*next(iter(DataLoader(soap.shard(Words(), 0, 2), batch_size=4))))
-    assert losses[0] == pytest.approx(first.item(), rel=1e-9)
+    first = [Model()(*next(iter(DataLoader(soap.shard(Words(), rank, 2), batch_size=4)))).item() for rank in range(2)]
+    begun = [found == pytest.approx(expected, rel=1e-9) for found, expected in zip((losses[0], others[0]), first, strict=True)]
+    assert any(begun)  # whoever is first; the other one's values may be behind that update
     assert trained.keys() == Model().state_dict().keys()
 
 
