@@ -38,6 +38,21 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+def asked(
+    model: Model,
+    cluster: Cluster,
+    strategy: Strategy | str,
+    *,
+    optimizer_states: int,
+    costs: CostSource,
+    memory_budget: str | None,
+) -> tuple[Simulator, Strategy]:
+    """The simulator of a model on a cluster, and the strategy to simulate, which may have been named."""
+    topology = with_memory_budget(topology_of(cluster), memory_budget)
+    simulator = simulator_for(model, topology, optimizer_states=optimizer_states, costs=costs)
+    return simulator, simulated_name(strategy, simulator) if isinstance(strategy, str) else strategy
+
+
 def simulate(
     model: Model,
     cluster: Cluster,
@@ -50,10 +65,7 @@ def simulate(
     """Predict one training iteration. ``strategy``: may be the name of a classical one, such as ``data_parallel``. ``optimizer_states``:
     tensors of a parameter's size that the optimizer keeps. ``memory_budget``: how much of each device's memory plans may use, such as
     ``80%`` or ``20GB``. SoapError in one line if the arguments do not fit together."""
-    topology = with_memory_budget(topology_of(cluster), memory_budget)
-    simulator = simulator_for(model, topology, optimizer_states=optimizer_states, costs=costs)
-    if isinstance(strategy, str):
-        strategy = simulated_name(strategy, simulator)
+    simulator, strategy = asked(model, cluster, strategy, optimizer_states=optimizer_states, costs=costs, memory_budget=memory_budget)
     found = simulator.run(strategy)
     return Prediction(found.plan, found.tasks, found.schedule, found.optimizer_states, simulator, strategy)
 

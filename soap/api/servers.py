@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from soap.api.models import Cluster, Model, topology_of
-from soap.api.predictions import simulator_for
-from soap.api.strategies import save_strategy, simulated_name
+from soap.api.predictions import asked, simulator_for
+from soap.api.strategies import save_strategy
 from soap.cluster.memory_budget import with_memory_budget
 from soap.search.options import OPTIMIZER_STATES
 from soap.simulator.costs import CostSource
@@ -123,10 +123,7 @@ def simulate_servers(
 ) -> Steady:
     """How a strategy of servers and workers trains in its steady state. ``strategy``: may be a name, such as ``bipartite:2+async``.
     SoapError in one line if it is not of that form (``soap.elastic.planned``)."""
-    topology = with_memory_budget(topology_of(cluster), memory_budget)
-    simulator = simulator_for(model, topology, optimizer_states=optimizer_states, costs=costs)
-    if isinstance(strategy, str):
-        strategy = simulated_name(strategy, simulator)
+    simulator, strategy = asked(model, cluster, strategy, optimizer_states=optimizer_states, costs=costs, memory_budget=memory_budget)
     return steady(simulator, strategy)
 
 
