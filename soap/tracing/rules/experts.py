@@ -8,7 +8,8 @@ torch's kind, because how many rows an expert has is known only when it runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -40,73 +41,82 @@ def rows_of_experts(offs: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return torch.searchsorted(offs, rows.to(offs.dtype), right=True)
 
 
+Rows = slice | torch.Tensor
+"""Consecutive rows, or their numbers."""
+
+
 class _Groups:
-    """Rows brought together by expert. If they are in that order already they stay where they are."""
+    """The rows of each expert. Processors read and write them expert by expert, where they are: an expert's rows stay in the cache
+    meanwhile. On GPUs a launch costs more than that, so all rows are brought together by expert first, and back at the end."""
 
     def __init__(self, ids: torch.Tensor, experts: int) -> None:
         bounded = ids.clamp(-1, experts)
         together = bool((bounded[1:] >= bounded[:-1]).all())
-        self._order = None if together else torch.argsort(bounded, stable=True)
-        self._counts = torch.bincount(bounded + 1, minlength=experts + 2).tolist()
+        order = None if together else torch.argsort(bounded, stable=True)
+        self._moved: torch.Tensor | None = order if ids.is_cuda else None
+        places = None if ids.is_cuda else order
+        counts = torch.bincount(bounded + 1, minlength=experts + 2).tolist()
+        ends = list(accumulate(counts))
+        spans = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
+        parts: list[Rows] = [span if places is None else places[span] for span in spans]
+        before, *own, behind = parts
+        self.of_expert: dict[int, Rows] = {expert: rows for expert, rows in enumerate(own) if counts[expert + 1]}
+        """Of every expert that has rows."""
+        self.outside: tuple[Rows, Rows] = (before, behind)
+        """Rows of no expert."""
+        self.idle = [expert for expert in range(experts) if expert not in self.of_expert]
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sorted rows, by expert."""
-        return tensor if self._order is None else tensor.index_select(0, self._order)  # copies row by row, unlike an index
+        """The tensor of which ``of_expert`` says the rows."""
+        return tensor if self._moved is None else tensor.index_select(0, self._moved)  # copies row by row, unlike an index
 
     def back(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sorted rows, put back where they were before."""
-        return tensor if self._order is None else tensor.index_select(0, torch.argsort(self._order))
-
-    def __iter__(self) -> Iterator[tuple[int, int, int]]:
-        """(expert, first row, last row + 1) of every expert that has rows."""
-        begin = self._counts[0]  # ids below zero
-        for expert, count in enumerate(self._counts[1:-1]):
-            if count:
-                yield expert, begin, begin + count
-            begin += count
-
-    @property
-    def outside(self) -> tuple[slice, slice]:
-        """The sorted rows that belong to no expert: at the beginning, and at the end."""
-        return slice(0, self._counts[0]), slice(sum(self._counts[:-1]), None)
-
-    @property
-    def idle(self) -> list[int]:
-        """Experts without rows."""
-        return [expert for expert, count in enumerate(self._counts[1:-1]) if not count]
+        """Such a tensor's rows where they were at first."""
+        return tensor if self._moved is None else tensor.index_select(0, torch.argsort(self._moved))
 
 
 def _expert_mm(input: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     groups = _Groups(ids, weight.shape[0])
-    return groups.back(_products(groups, groups.of(input), weight))
+    rows, out = groups.of(input), input.new_empty(input.shape[0], weight.shape[2])
+    for expert, own in groups.of_expert.items():
+        _multiply(out, own, _read(rows, own), weight[expert])
+    return groups.back(_without(groups, out))
 
 
 def _expert_mm_backward(
     grad: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, needed: Sequence[bool]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     groups = _Groups(ids, weight.shape[0])
-    grads = groups.of(grad)
-    by_input = groups.back(_products(groups, grads, weight.mT)) if needed[0] else input.new_empty(0)
-    by_weight = _outer_products(groups, groups.of(input), grads, weight) if needed[1] else weight.new_empty(0)
-    return by_input, by_weight
+    grads, rows = groups.of(grad), groups.of(input) if needed[1] else input
+    by_input = input.new_empty(input.shape if needed[0] else 0)
+    by_weight = torch.empty_like(weight) if needed[1] else weight.new_empty(0)  # laid out as the weight: a transposed one is not copied
+    for expert, own in groups.of_expert.items():
+        part = _read(grads, own)
+        if needed[0]:
+            _multiply(by_input, own, part, weight[expert].T)
+        if needed[1]:
+            torch.mm(_read(rows, own).T, part, out=by_weight[expert])
+    for expert in groups.idle if needed[1] else ():
+        by_weight[expert] = 0
+    return (groups.back(_without(groups, by_input)) if needed[0] else by_input), by_weight
 
 
-def _products(groups: _Groups, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Sorted rows times their experts' matrices."""
-    out = rows.new_empty(rows.shape[0], weight.shape[2])
-    for expert, start, stop in groups:
-        torch.mm(rows[start:stop], weight[expert], out=out[start:stop])
-    for part in groups.outside:
-        out[part] = 0
-    return out
+def _read(tensor: torch.Tensor, rows: Rows) -> torch.Tensor:
+    return tensor[rows] if isinstance(rows, slice) else tensor.index_select(0, rows)
 
 
-def _outer_products(groups: _Groups, rows: torch.Tensor, grads: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    out = torch.empty_like(weight)  # laid out as the weight: the gradient of a transposed parameter need not be copied
-    for expert, start, stop in groups:
-        torch.mm(rows[start:stop].T, grads[start:stop], out=out[expert])
-    for expert in groups.idle:
-        out[expert] = 0
+def _multiply(out: torch.Tensor, rows: Rows, left: torch.Tensor, right: torch.Tensor) -> None:
+    """``out[rows] = left @ right``."""
+    if isinstance(rows, slice):
+        torch.mm(left, right, out=out[rows])
+    else:
+        out.index_copy_(0, rows, torch.mm(left, right))
+
+
+def _without(groups: _Groups, out: torch.Tensor) -> torch.Tensor:
+    """The same tensor, zero where rows belong to no expert."""
+    for rows in groups.outside:
+        out[rows] = 0
     return out
 
 
