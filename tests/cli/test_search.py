@@ -65,7 +65,7 @@ def test_optimizers_that_are_not_there(capsys: pytest.CaptureFixture[str], tmp_p
     assert_refused(capsys, main, [*command, "torch.optim.LBFGS"], 8, "optimizer LBFGS computes the loss several times in a step")
 
 
-@pytest.mark.slow
+@pytest.mark.long  # ``search/test_tempering``: equal seeds give equal files
 def test_same_command_writes_the_same_bytes(tmp_path: Path) -> None:
     paths = [tmp_path / "a.json", tmp_path / "b.json"]
     for path in paths:
