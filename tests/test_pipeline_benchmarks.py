@@ -47,6 +47,7 @@ def test_a_published_pipeline_has_neighbours_in_its_stages(graph: OperatorGraph)
     assert Simulator(graph, topology, RooflineCosts(topology)).run(strategy).makespan_ns > 0
 
 
+@pytest.mark.long
 def test_interleaved_chunks_go_round(graph: OperatorGraph) -> None:
     strategy = by_layers(graph, cluster([1, 1]), stages=2, microbatches=4, schedule="interleaved:2")
     chunks = chunks_of(graph, strategy.stages)

@@ -57,16 +57,16 @@ def test_optimizers_of_a_runner() -> None:
 
 
 @pytest.mark.slow
-def test_classical_strategy_trainer_and_hugging_face(tmp_path: Path) -> None:
+def test_classical_strategy_trainer_and_hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     export, _, pipeline, classical, train, _, hugging_face, script, _, _ = blocks("python")
     assert "soap.get_runner(" in script  # the notebook of it runs in test_notebook
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     pipeline = pipeline.replace("local:4", "local:2")  # which is measured already
-    (tmp_path / "prepare.py").write_text(export + classical + hugging_face + pipeline)
+    monkeypatch.chdir(tmp_path)
+    exec(export + classical + hugging_face + pipeline, {})
     (tmp_path / "train.py").write_text(train)
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"]
-    for command in (["prepare.py"], launcher):
-        done = subprocess.run([sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"]
+    done = subprocess.run(launcher, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     assert (tmp_path / "trained.pt").exists() and (tmp_path / "gpt2.pt2").exists()
     assert float(done.stdout) > 0

@@ -14,6 +14,7 @@ import soap
 from soap.cli.search import main
 from soap.search import chains
 from tests.cli.refusals import assert_refused
+from tests.extent import rows_often
 
 MODEL = "zoo:gpt:tiny"
 Capsys = pytest.CaptureFixture[str]
@@ -186,7 +187,7 @@ def test_an_option_that_one_cluster_cannot_have(tmp_path: Path, capsys: Capsys) 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 @pytest.mark.parametrize(
     ("search_number", "number", "code"),
-    [pytest.param(1, signal.SIGINT, 130, marks=pytest.mark.long), (2, signal.SIGINT, 130), (2, signal.SIGTERM, 143)],
+    rows_often([(1, signal.SIGINT, 130), (2, signal.SIGINT, 130), (2, signal.SIGTERM, 143)], [(2, signal.SIGINT, 130)]),
 )
 def test_interrupted_it_keeps_what_is_known(
     search_number: int, number: int, code: int, priced: dict[str, str], tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch

@@ -13,6 +13,7 @@ import torch
 import soap
 from soap.cli.run import main, make_parser, prepare
 from tests.cli.refusals import assert_refused
+from tests.runtime.test_exactness import FILES
 
 MODEL = "zoo:gpt:tiny"
 CLUSTER = "p100-4x4"
@@ -214,10 +215,11 @@ def test_idle_processes_are_told_of(strategy_file: Path, capsys: pytest.CaptureF
 
 @pytest.mark.slow
 def test_a_strategy_for_one_batch_norm_is_not_used_for_the_other(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    model, cluster = soap.load("zoo:resnet50:tiny", plan_only=True), soap.load_cluster("local:2")
+    given = FILES["conv norm"]
+    model, cluster = soap.load(given, plan_only=True), soap.load_cluster("local:2")
     path = tmp_path / "s.json"
     soap.save_strategy(path, soap.api.classical("data_parallel", model.graph, cluster), model, cluster)
-    arguments = [str(path), "--model", "zoo:resnet50:tiny", "--batch-norm", "local"]
+    arguments = [str(path), "--model", given, "--batch-norm", "local"]
     assert_refused(capsys, main, arguments, 5, "strategy was made for another model", "search again")
 
 

@@ -10,13 +10,16 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import soap
 from soap import api
+from soap.api import strategies
 from soap.cli.search import main
 from soap.model.regions import whole
+from soap.search import chains
 from soap.simulator.lowering import build_plan
 from soap.strategy.sync import parameter_server
 from tests.cli.refusals import assert_refused
@@ -62,7 +65,7 @@ def test_optimizers_that_are_not_there(capsys: pytest.CaptureFixture[str], tmp_p
     assert_refused(capsys, main, [*command, "torch.optim.LBFGS"], 8, "optimizer LBFGS computes the loss several times in a step")
 
 
-@pytest.mark.slow
+@pytest.mark.long  # ``search/test_tempering``: equal seeds give equal files
 def test_same_command_writes_the_same_bytes(tmp_path: Path) -> None:
     paths = [tmp_path / "a.json", tmp_path / "b.json"]
     for path in paths:
@@ -331,29 +334,27 @@ sys.exit(search.main(sys.argv[1:]))
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 @pytest.mark.slow
-def test_terminated_while_searching_and_again_while_saving(tmp_path: Path) -> None:
+def test_terminated_while_searching_and_again_while_saving(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "s.json"
-    program = """
-import os, signal, sys
-from soap.api import strategies
-from soap.cli import search
-from soap.search import chains
-real, write, calls = chains._Run._show, strategies.write_text_atomically, []
-def show(self, done=0):
-    calls.append(done)
-    if len(calls) == 5:
-        os.kill(os.getpid(), signal.SIGTERM)
-    real(self, done)
-def slow(*args):
-    os.kill(os.getpid(), signal.SIGINT)
-    write(*args)
-chains._Run._show, strategies.write_text_atomically = show, slow
-sys.exit(search.main(sys.argv[1:]))
-"""
-    command = [sys.executable, "-c", program, MODEL, "--cluster", CLUSTER, "--budget", "1000", "-o", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 143, done.stderr
-    assert done.stderr.endswith(f"the best strategy so far is in {out}\n")
+    real, write, calls = chains._Run._show, strategies.write_text_atomically, list[int]()
+
+    def show(run: Any, done: int = 0) -> None:
+        calls.append(done)
+        if len(calls) == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        real(run, done)
+
+    def slow(*args: Any, **options: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        write(*args, **options)
+
+    monkeypatch.setattr(chains._Run, "_show", show)
+    monkeypatch.setattr(strategies, "write_text_atomically", slow)
+    assert main([MODEL, "--cluster", CLUSTER, "--budget", "1000", "-o", str(out)]) == 143
+    assert capsys.readouterr().err.endswith(f"the best strategy so far is in {out}\n")
+    monkeypatch.undo()
     assert soap.load_strategy(out, MODEL, CLUSTER).operators
 
 

@@ -18,6 +18,7 @@ from soap.simulator.analysis.timeline import critical_path_ns, link_bytes
 from soap.strategy.classical import SYNCHRONIZED
 from soap.units import format_bytes
 from tests.cli.refusals import assert_refused
+from tests.extent import rows_often
 
 COMMAND = ["zoo:gpt:tiny", "--cluster", "p100-4x4"]
 
@@ -68,8 +69,7 @@ def test_says_it_to_people_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert "more; --json has all" in out  # this cluster has more links than are listed
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "copies"), [("data_parallel", 8), ("megatron", 4)])
+@pytest.mark.parametrize(("name", "copies"), rows_often([("data_parallel", 8), ("megatron", 4)], [("megatron", 4)]))
 def test_a_folded_report_is_the_whole_one(
     name: str, copies: int, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

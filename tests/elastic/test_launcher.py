@@ -80,6 +80,7 @@ def test_killed_worker_and_killed_server_lose_nothing(cluster: Session, additive
     cluster.check_listeners()
 
 
+@pytest.mark.long  # ``cli/test_stale_run`` trains alike, ``test_owners`` has leases that are done again, without Ray
 def test_averaged_steps_with_a_killed_worker_train_like_one_process(cluster: Session, tmp_path: Path) -> None:
     """As one process that takes whole steps, with Adagrad: whoever does a lease, and whenever."""
     source, adagrad = Source("zoo:full_sparse:tiny", "float64"), partial(torch.optim.Adagrad, lr=0.05)
@@ -98,6 +99,7 @@ def test_averaged_steps_with_a_killed_worker_train_like_one_process(cluster: Ses
         torch.testing.assert_close(outcome.parameters[name], value, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.long  # Ray takes seconds; shares of a step are drawn in ``test_steps``
 def test_leases_count_by_their_share_of_a_step(cluster: Session, additive: tuple[Source, InMemory], tmp_path: Path) -> None:
     """Values of a loss that is linear do not depend on staleness: asynchronous leases by their shares are the synchronous steps."""
     source, data = additive

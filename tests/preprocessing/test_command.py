@@ -127,7 +127,7 @@ def test_processes_give_what_this_process_gives(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "everybody", "code", "said"),
     [
-        (signal.SIGKILL, False, -signal.SIGKILL, ""),
+        pytest.param(signal.SIGKILL, False, -signal.SIGKILL, "", marks=pytest.mark.long),
         (signal.SIGINT, True, 130, "soap-preprocess: interrupted\n"),
         pytest.param(signal.SIGINT, False, 130, "soap-preprocess: interrupted\n", marks=pytest.mark.long),
     ],

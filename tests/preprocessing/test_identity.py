@@ -19,7 +19,6 @@ from soap.preprocessing.manager import Manager
 from soap.preprocessing.node import Node, NodesTogether
 from soap.preprocessing.spec import PRESETS, Spec, from_document
 from soap.preprocessing.work import Work
-from tests.extent import MANY
 from tests.preprocessing.reference import reference
 from tests.preprocessing.running import Cut, Fixed, files_of, preprocess, result, same
 
@@ -58,7 +57,6 @@ def _file(lines: list[tuple[bytes, bytes]], closed: bool) -> bytes:
 FILE = st.builds(_file, LINES, st.booleans())
 
 
-@MANY
 @given(
     files=st.lists(FILE, min_size=1, max_size=4),
     zipped=st.integers(0, 15),

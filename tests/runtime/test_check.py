@@ -15,8 +15,9 @@ from soap.runtime.trainer import Trainer
 from soap.strategy.classical import CLASSICAL
 from soap.tracing.export import export_model
 from soap.tracing.load import load_model
-from tests.runtime.exact_modules import batches, converted, module_of, sgd
+from tests.runtime.exact_modules import batches, converted, sgd
 from tests.runtime.pool import Pool
+from tests.runtime.test_exactness import FILES
 
 
 class Cancelling(nn.Module):
@@ -88,9 +89,8 @@ def test_rounding_that_one_process_has_as_well_is_no_defect(pool: Pool, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["conv norm", pytest.param("shared", marks=pytest.mark.long)])
-def test_a_gradient_that_is_off_by_a_hundredth_is_a_defect(pool: Pool, tmp_path: Path, name: str) -> None:
-    path, inputs = str(tmp_path / "m.pt2"), batches(name, [6])
-    export_model(module_of(name), inputs[0], path=path)
+def test_a_gradient_that_is_off_by_a_hundredth_is_a_defect(pool: Pool, name: str) -> None:
+    path, inputs = FILES[name], batches(name, [6])
     assert pool.run(run, path, "float32", inputs, 1.0)[0][0].passed
     result, message = pool.run(run, path, "float32", inputs, 1.01)[0]
     assert not result.passed

@@ -93,7 +93,7 @@ def test_killed_at_any_change_of_the_folder_a_complete_checkpoint_is_left(tmp_pa
 def test_ranks_killed_at_random_moments_leave_a_complete_checkpoint(tmp_path: Path) -> None:
     plan = plan_of(mlp(), split((0, 1), b=2), device_count=2)
     rng = random.Random(0)
-    for victims in ((0,), (1, 0), (1,), (0, 1))[: so_many(2, 4)]:
+    for victims in ((1, 0), (0,), (1,), (0, 1))[: so_many(1, 4)]:
         pool = Pool(2)
         before = complete(tmp_path)[-1:]
         thread = threading.Thread(target=_run_until_killed, args=(pool, plan, str(tmp_path)))

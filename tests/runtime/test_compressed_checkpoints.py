@@ -107,7 +107,7 @@ RESUMED = [
 ]
 
 
-@pytest.mark.parametrize(("method", "compressing", "cut"), every(5, RESUMED))
+@pytest.mark.parametrize(("method", "compressing", "cut"), every(15, RESUMED))
 def test_a_run_that_is_resumed_at_step_seven(
     four: Pool, path: str, tmp_path: Path, method: str, compressing: CompressedTraining, cut: bool | str
 ) -> None:

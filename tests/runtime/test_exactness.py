@@ -123,8 +123,7 @@ def assert_exact(
         assert worst(results[0], expected) < TOLERANCE, (kind, worst(results[0], expected))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", often([*EXAMPLES], ["conv norm", "shared"], pytest.mark.slow))
 def test_every_example_trains_as_a_plain_loop(four: Pool, files: dict[str, str], name: str) -> None:
     assert_exact(four, files[name], name, [[6], [6], [6]])
 

@@ -77,7 +77,7 @@ def test_failing_rank_is_named_in_one_line() -> None:
     assert str(caught.value) == "rank 1 failed: operator 'x' has no rule"
 
 
-@pytest.mark.slow
+@pytest.mark.long  # ``cli/test_first_cause`` has a rank that a signal ends
 def test_crashed_rank_is_named() -> None:
     with pytest.raises(RuntimeFailure, match=r"^rank 1 failed: killed by SIGABRT at \S*/launched\.py:\d+ in crash_in_rank_one$"):
         launch(2, crash_in_rank_one)

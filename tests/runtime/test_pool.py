@@ -116,7 +116,7 @@ def test_rank_that_dies_is_named(two: Pool) -> None:
         two.run(die_in_rank_one)
 
 
-@pytest.mark.slow
+@pytest.mark.long  # of the tests' own ranks; ``no_process_stays_behind`` looks at the end of every run
 def test_ranks_do_not_outlive_a_parent_that_is_killed() -> None:
     code = (
         "import os, time\nfrom tests.runtime.pool import Pool\n"

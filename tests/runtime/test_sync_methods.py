@@ -81,8 +81,9 @@ CASES: dict[str, Case] = {
 }
 
 
-SAVED = often([*CASES], [name for name in CASES if "GPUs" not in name])
-"""Plans for GPUs have even parts; ``test_even_parts`` saves such ones, too."""
+SAVED = {"compressed", "parameter_server", "sharded", "sharded within hosts", "row_server"}
+"""Plans for GPUs have even parts: ``test_even_parts`` saves such ones; ``test_checkpoint`` and ``test_sharded_state`` save the others."""
+EARLY = {"all_reduce", "compressed", "parameter_server", "sharded_state", "sharded within hosts"}
 
 
 def contract_of(case: str) -> Contract:
@@ -233,7 +234,7 @@ def on_by(path: str, method: str | None, source: str, target: str | None, steps:
         return Trained(losses, trainer.state_dict())
 
 
-@pytest.mark.parametrize("method", SAVED)
+@pytest.mark.parametrize("method", often([*CASES], SAVED))
 def test_checkpoints_go_on_as_if_nothing_had_happened(four: Pool, files: dict[str, str], tmp_path: Path, method: str) -> None:
     case, path, folders = CASES[method], files["words"], [str(tmp_path / name) for name in "ab"]
     results = everywhere(four, case, saved_and_on, path, method, folders[0])
@@ -263,7 +264,7 @@ def early_or_late(path: str, method: str, early: bool) -> tuple[Trained, int]:
     return result, sum(len(keys) for schedule in schedules for keys in schedule.follow.values())
 
 
-@pytest.mark.parametrize("method", SAVED)
+@pytest.mark.parametrize("method", often([*CASES], EARLY))
 def test_exchanges_that_start_early_change_nothing(four: Pool, files: dict[str, str], method: str) -> None:
     case = CASES[method]
     early, late = (everywhere(four, case, early_or_late, files["words"], method, way) for way in (True, False))

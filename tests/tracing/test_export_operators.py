@@ -72,8 +72,10 @@ def in_a_fresh_process(code: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_who_reads_it_needs_the_module_and_is_told_so(tmp_path: Path) -> None:
-    path = tmp_path / "m.pt2"
+    """Of a file of torch's own, too."""
+    path, of_torch = tmp_path / "m.pt2", tmp_path / "torch.pt2"
     soap.export(Net(CALLS["soapshop::scaled"]), (X,), path=path, imports=(SHOP,))
+    torch.export.save(torch.export.export(Net(CALLS["soapshop2::doubled"]), (X,), strict=False), of_torch)
     code = f"""
 import sys, soap
 from soap.cli.search import main
@@ -83,21 +85,18 @@ try:
     soap.load({str(path)!r})
 except soap.ModelError as error:
     print(error)
+try:
+    soap.load({str(of_torch)!r})
+except soap.ModelError as error:
+    print(error)
 assert main([{str(path)!r}, "--explain-graph", "--import", {SHOP!r}]) == 0
 """
     done = in_a_fresh_process(code)
     assert done.returncode == 0, done.stderr
+    assert "calls the operator soapshop2::doubled, which nothing here defines; expected --import MODULE" in done.stdout
     said = "m.pt2' calls the operator soapshop::scaled, which nothing here defines; expected --import MODULE (imports= of soap.load) with"
     assert said in done.stderr and said in done.stdout and f"(the file says {SHOP})" in done.stdout
     assert done.stderr.count("\n") <= 2
-
-
-@pytest.mark.slow
-def test_a_file_of_torch_is_told_the_same(tmp_path: Path) -> None:
-    path = tmp_path / "m.pt2"
-    torch.export.save(torch.export.export(Net(CALLS["soapshop2::doubled"]), (X,), strict=False), path)
-    done = in_a_fresh_process(f"import soap\nsoap.load({str(path)!r})")
-    assert "calls the operator soapshop2::doubled, which nothing here defines; expected --import MODULE" in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,8 @@ SELDOM = {
 
 
 AROUND = [name for name in TRAINED if name not in SELDOM and not name.startswith("loss_")]
-OFTEN = {name for number, name in enumerate(AROUND) if number % 6 == 1}
-"""One in six of the others: drawn programs (``test_random_programs``) have most of their operators, too."""
+OFTEN = {name for number, name in enumerate(AROUND) if number % 12 == 1}
+"""One in twelve of the others: drawn programs (``test_random_programs``) have most of their operators, too."""
 
 
 def _marks(name: str) -> list[pytest.MarkDecorator]:

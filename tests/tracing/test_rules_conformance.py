@@ -82,11 +82,11 @@ def _equals_module(model: ExecutableModel, module: nn.Module, inputs: tuple[Tens
 
 
 def _marked() -> list[ParameterSet]:
-    """The first case of every second kind of call; all rules, and other forms of calls, are drawn, too (``test_rules_drawn``)."""
+    """The first case of every third kind of call; all rules, and other forms of calls, are drawn, too (``test_rules_drawn``)."""
     first: dict[str, Case] = {}
     for case in CASES:
         first.setdefault(re.split("[, ]", case.name)[0], case)
-    often = {case.name for case in [*first.values()][::2]}
+    often = {case.name for case in [*first.values()][::3]}
     return [pytest.param(case, id=case.name, marks=() if case.name in often else pytest.mark.long) for case in CASES]
 
 

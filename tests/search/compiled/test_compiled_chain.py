@@ -110,14 +110,14 @@ ONLY = [{move: 1.0 if move in ("redraw", other) else 0.0 for move in MOVES} for 
 
 ALONE = [
     # Few runs are accepted; how they are drawn is tested below, too.
-    pytest.param(weights, 240_000 if move == "run" else 120_000, id=move, marks=[] if move == "informed" else pytest.mark.long)
+    pytest.param(weights, 240_000 if move == "run" else 120_000, id=move)
     for weights, move in zip(ONLY, MOVES, strict=True)
     if move in ("informed", "group", "run")
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("weights", "proposals"), [pytest.param(DEFAULT_WEIGHTS, 120_000, id="all", marks=pytest.mark.long), *ALONE])
+@pytest.mark.long  # ``test_what_does_not_fit_is_never_accepted`` looks at where all moves lead
+@pytest.mark.parametrize(("weights", "proposals"), [pytest.param(DEFAULT_WEIGHTS, 120_000, id="all"), *ALONE])
 def test_visits_follow_the_boltzmann_distribution(weights: dict[str, float], proposals: int) -> None:
     case = enumerated()
     assert len(case.cost_ns) >= 500

@@ -127,7 +127,7 @@ def test_verdicts_change_at_the_bounds() -> None:
     assert alone == [LACKING, LACKING, LACKING, FITS]  # the upper bound decides: nobody has to be asked
 
 
-@pytest.mark.parametrize(("net", "share"), [("gpt", 0.7), ("resnet50", 0.85)])
+@pytest.mark.parametrize(("net", "share"), [("gpt", 0.7), pytest.param("resnet50", 0.85, marks=pytest.mark.long)])
 def test_most_of_what_a_single_device_holds_is_certain(net: str, share: float) -> None:
     """So most proposals that do not fit are refused without a plan."""
     graph, topology = api.load(f"zoo:{net}:tiny", plan_only=True).graph, cluster([1])
