@@ -39,7 +39,13 @@ ROOT = Path(__file__).parent.parent.parent
 MODEL, STEPS = "zoo:gpt:tiny", 30
 
 
-def test_a_cluster_without_devices() -> None:
+@pytest.fixture
+def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measuring this machine for each number of processes that may be left takes ten seconds."""
+    monkeypatch.setattr("soap.cli.spare_plans.api.load_cluster", preset)
+
+
+def test_a_cluster_without_devices(unmeasured: None) -> None:
     local = without(preset("local:4"), [1])
     assert (local.name, local.hash) == ("local:3", preset("local:3").hash)
     hosts = preset("emulated:2x2@1Gbit/s")
@@ -119,7 +125,7 @@ def test_training_goes_on_from_the_last_checkpoint(tmp_path: Path) -> None:
     assert [(one.step, one.devices) for one in run.restarts] == [(5, 4), (20, 4), (20, 4), (30, 4)] and not ranks.planned
 
 
-def test_a_rank_that_dies_at_once_again_is_left_out(tmp_path: Path) -> None:
+def test_a_rank_that_dies_at_once_again_is_left_out(unmeasured: None, tmp_path: Path) -> None:
     """By the plan that was prepared for what is left, if there is one."""
     soap.save_strategy(tmp_path / "a.json", soap.api.classical("data_parallel", *gpt("local:4")), *gpt("local:4"))
     soap.save_strategy(tmp_path / "b.json", soap.api.classical("data_parallel", *gpt("local:3")), *gpt("local:3"))

@@ -60,10 +60,10 @@ def on_cluster(model: str, cluster: GoldenCluster) -> Record:
     return {name: adapter.entry(simulator, own) for name, own in sorted(wanted.items())}
 
 
-def searches() -> Record:
+def searches(wanted: Sequence[tuple[str, str, int]] = SEARCHED) -> Record:
     """Golden searches: what each found."""
     found = {}
-    for model, name, count in SEARCHED:
+    for model, name, count in wanted:
         own = golden_cluster(name, count)
         result = adapter.searched(adapter.graph_of(model), own.topology, own.optimizer_states, BUDGET, seed=1)
         found[f"{model} {name} {count}"] = {"ports": own.ports, **dict(zip(adapter.SEARCH_COLUMNS, result, strict=True))}

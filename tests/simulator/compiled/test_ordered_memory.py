@@ -29,6 +29,7 @@ from soap.simulator.reference import simulate
 from soap.simulator.simulate import Simulator
 from soap.strategy.config import OpConfig, Strategy
 from soap.strategy.stages import chunks_of, devices_of_stages, stages_of_chunks
+from tests.extent import FEW, so_many
 from tests.graph_builder import transformer
 from tests.micro_batches import by_hand, drawn_pipeline
 from tests.simulator.copied import Case, copied
@@ -86,11 +87,11 @@ def test_never_below_what_is_held(case: tuple[OperatorGraph, Topology, Strategy]
 def test_never_below_what_a_pipeline_holds(schedule: str) -> None:
     """Borders, devices and splits inside stages at random."""
     graph, topology = transformer(), cluster([2, 2], CPU)
-    for seed in range(4):
+    for seed in range(so_many(2, 4)):
         check(graph, topology, drawn_pipeline(graph, schedule, 4, random.Random(seed), 4), seed)
 
 
-@settings(suppress_health_check=list(HealthCheck))
+@settings(FEW, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**16), schedule=st.sampled_from(SCHEDULES))
 def test_of_proposals_as_of_what_is_loaded(seed: int, schedule: str) -> None:
     """Whether they are taken or not, and whatever was held before."""
