@@ -1,6 +1,7 @@
 """``python -m tests.machine_code`` compiles the simulator, the search and passes over gradients once, for all processes of the tests.
 
-On a fresh checkout it takes the better part of a minute of one core; processes that need it at the same time would each do all of it.
+On a fresh checkout that takes two minutes of a core, here divided between two processes; tests that need it at the same time would each do
+all of it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from numba.core.registry import CPUDispatcher
 import soap.search.compiled
 import soap.simulator.compiled
 from soap import api
+from soap.api import ahead
 from soap.profiles.roofline import RooflineCosts
 from soap.runtime.compression import kernels
 from soap.runtime.compression.selection import Surveyed
@@ -89,6 +91,7 @@ def _any(strategy: Strategy) -> bool:
 if __name__ == "__main__":
     if missing():
         print("compiling the simulator, the search and passes over gradients", flush=True)
-        compile_all()
+        with ahead.compiling():
+            compile_all()
     if left := missing():
         sys.exit(f"not compiled: {', '.join(left)}")
