@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from benchmarks import kept
-from benchmarks.elastic_cluster import Hosts, hosts_of
+from benchmarks.elastic_cluster import Hosts, hosts_of, steps_of
 from benchmarks.elastic_work import MeasuredWork
 from benchmarks.end_to_end import machine
 from benchmarks.pages import give
@@ -38,6 +38,7 @@ from soap.elastic.plan import ElasticPlan
 from soap.elastic.simulation.design import Design, bipartite, design_of, fully_connected
 from soap.elastic.simulation.steady import Steady, simulate
 from soap.elastic.simulation.traffic import Needs, Traffic, needs_of_batch
+from soap.elastic.steps import Steps
 from soap.elastic.worker import InMemory, Source
 from soap.errors import SoapError
 from soap.files import check_writable
@@ -131,6 +132,15 @@ def plans(graph: OperatorGraph) -> dict[str, ElasticPlan]:
     return found
 
 
+Measured = tuple[tuple[Place, ...], Steps | None]
+"""What the durations of a lease's parts depend on: which server has what, and which leases are one update."""
+
+
+def measured_by(design: Design) -> Measured:
+    """What its parts depend on."""
+    return design.layout.places, steps_of(design)
+
+
 @dataclass(frozen=True)
 class Bench:
     """What all rounds share. ``data``: the samples."""
@@ -154,7 +164,7 @@ class Bench:
         watch, used = Watch(), sum(self.hosts.ask_all(range(HOSTS), "processor_seconds"))
         designs = {name: design_of(plan, self.model.graph) for name, plan in plans(self.model.graph).items()}
         topology, works = self.hosts.measured_links(), self._works([*designs.values()])
-        steady = {name: self.simulated(own, topology, works[own.layout.places]) for name, own in designs.items()}
+        steady = {name: self.simulated(own, topology, works[measured_by(own)]) for name, own in designs.items()}
         order = [*designs, HOGWILD, DATA_PARALLEL]
         order = order[number % len(order) :] + order[: number % len(order)]
         rates, idle = dict[str, float](), dict[str, float]()
@@ -172,14 +182,14 @@ class Bench:
         others = watch.others_share(sum(self.hosts.ask_all(range(HOSTS), "processor_seconds")) - used)
         return Round(number, predicted, rates, predicted_idle, idle, egress, machine(), others)
 
-    def _works(self, designs: Sequence[Design]) -> dict[tuple[Place, ...], MeasuredWork]:
-        """By layout, as all hosts measure it at once."""
-        control_ns, found = self.hosts.control_ns(), dict[tuple[Place, ...], MeasuredWork]()
+    def _works(self, designs: Sequence[Design]) -> dict[Measured, MeasuredWork]:
+        """By what they depend on, as all hosts measure it at once."""
+        control_ns, found = self.hosts.control_ns(), dict[Measured, MeasuredWork]()
         for design in designs:
-            if design.layout.places not in found:
-                own = self.hosts.ask_all(range(HOSTS), "measure", design.layout, BATCH)
-                times = {key: int(median(one[key] for one in own)) for key in own[0]}
-                found[design.layout.places] = MeasuredWork(times, design.layout.places, control_ns)
+            if (key := measured_by(design)) not in found:
+                own = self.hosts.ask_all(range(HOSTS), "measure", design.layout, BATCH, steps_of(design))
+                times = {part: int(median(one[part] for one in own)) for part in own[0]}
+                found[key] = MeasuredWork(times, design.layout.places, control_ns)
         return found
 
     def _peer(self, name: str, seconds: float) -> float:

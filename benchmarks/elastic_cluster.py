@@ -21,6 +21,7 @@ from soap.cluster.presets import preset
 from soap.cluster.topology import Topology
 from soap.elastic.clocks import Clocks
 from soap.elastic.simulation.design import Design
+from soap.elastic.steps import Steps
 from soap.elastic.worker import Batches, Report, Source
 from soap.emulation.emulate import emulated
 from soap.emulation.hosts import host_limits
@@ -33,6 +34,8 @@ from soap.measure.this_machine import cpu_cores
 WARM_UP = 2
 """Leases of each worker that do not count."""
 PINGS = 200
+ENDLESS = 2**40
+"""Leases of an epoch that does not end."""
 END_S = 10.0
 
 
@@ -104,10 +107,10 @@ class Hosts:
     @contextmanager
     def prepared(self, design: Design) -> Iterator[None]:
         """Servers and workers of a design."""
-        used = [*design.roles]
+        used, self._leases = [*design.roles], 0
         try:
             for server, device in enumerate(design.servers):
-                self.tell(device, "serve", server, design.layout)
+                self.tell(device, "serve", server, design.layout, steps_of(design))
             servers = {server: (self.addresses[device], self.answer(device)) for server, device in enumerate(design.servers)}
             self.ask_all([lane.front for lane in design.lanes], "join", design.layout, servers)
             yield
@@ -134,7 +137,7 @@ class Hosts:
         """By worker, when its leases were done; and when the warm-up was over. Without ``leases``, until ``seconds`` are over and each
         worker has done those of its warm-up and two more."""
         ended: list[list[float]] = [[] for _ in design.lanes]
-        hosts = [lane.front for lane in design.lanes]
+        hosts, steps = [lane.front for lane in design.lanes], steps_of(design)
         idle, busy, begin = set(range(len(hosts))), dict[Any, int](), 0.0
 
         def wanted(worker: int) -> bool:
@@ -149,7 +152,8 @@ class Hosts:
                 if wanted(worker) and clocks.may_start(worker):
                     clocks.started(worker)
                     idle.remove(worker)
-                    self.tell(hosts[worker], "work", self._leases, self._samples(design.batch))
+                    step = 0 if steps is None else steps.of(self._leases)
+                    self.tell(hosts[worker], "work", self._leases, self._samples(design.batch), step)
                     busy[self._pipes[hosts[worker]]] = worker
             if not busy:
                 return ended, begin
@@ -168,6 +172,11 @@ class Hosts:
         first = self._leases * batch
         self._leases += 1
         return np.arange(first, first + batch) % len(self._batches)
+
+
+def steps_of(design: Design) -> Steps | None:
+    """Which leases are one update, if those of a step are."""
+    return Steps(ENDLESS, len(design.lanes)) if design.averaged else None
 
 
 def _rate(ended: Sequence[float]) -> float:

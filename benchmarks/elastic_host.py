@@ -26,6 +26,7 @@ from benchmarks.elastic_work import Measuring
 from soap.elastic.layout import Layout
 from soap.elastic.messages import decode, encode
 from soap.elastic.server_actor import Keeping
+from soap.elastic.steps import Steps
 from soap.elastic.transport import Buffer, Listener, connect
 from soap.elastic.worker import Batches, Report, Source, Worker
 from soap.emulation.placement import Placement, card_counters
@@ -58,11 +59,11 @@ class Host:
         self.device = SharedProcessor(job.place.shares[number])
         self._stack, self._worker = ExitStack(), None
 
-    def serve(self, server: int, layout: Layout) -> int:
-        """Serve a server's partitions. Returns the port."""
+    def serve(self, server: int, layout: Layout, steps: Steps | None) -> int:
+        """Serve a server's partitions, ``steps``: where an update is that of a whole step. Returns the port."""
         folder = self._stack.enter_context(tempfile.TemporaryDirectory())
         keeping = Keeping(folder, OPTIMIZER, snapshot_every_pushes=None)
-        store = keeping.store(server, layout, self._job.source)
+        store = keeping.store(server, layout, self._job.source, steps)
         self._stack.callback(store.close)
 
         def answer(frame: memoryview) -> Sequence[Buffer]:
@@ -78,13 +79,13 @@ class Host:
         self._worker = Worker(self._job.source, self._job.batches, layout, servers.__getitem__, self._job.secret)
         self._stack.callback(self._worker._owners.close)
 
-    def work(self, lease: int, indices: Sequence[int]) -> Report:
-        """Do a lease."""
+    def work(self, lease: int, indices: Sequence[int], step: int) -> Report:
+        """Do a lease. ``step``: the one it belongs to, where an update is that of a whole step; else 0."""
         assert self._worker is not None
         clock.install(InTurn(self.device))
         try:
             with self.device.computing():
-                return self._worker.work(lease, np.asarray(indices))
+                return self._worker.work(lease, np.asarray(indices), step=step)
         finally:
             clock.install(None)
 
@@ -123,9 +124,9 @@ class Host:
         peer.close()
         return {size: own[1:] for size, own in found.items()}
 
-    def measure(self, layout: Layout, batch: int) -> dict[str, Any]:
+    def measure(self, layout: Layout, batch: int, steps: Steps | None) -> dict[str, Any]:
         """See ``Measuring``."""
-        return Measuring(self.device, self._job.source, self._job.batches, layout, OPTIMIZER).all(batch)
+        return Measuring(self.device, self._job.source, self._job.batches, layout, OPTIMIZER, steps).all(batch)
 
     def data_parallel(self, spec: str, rank: int, world: int, port: int, batch: int, seconds: float) -> float:
         """See ``bipartite_peers``."""

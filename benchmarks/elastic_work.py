@@ -24,6 +24,7 @@ from soap.elastic.owners import Owners
 from soap.elastic.partitions import route
 from soap.elastic.server_actor import Keeping
 from soap.elastic.simulation.design import Lane
+from soap.elastic.steps import Steps
 from soap.elastic.worker import Batches, Source, Worker
 from soap.emulation.shared_processor import SharedProcessor
 from soap.runtime.updates.optimizers import OptimizerFactory
@@ -63,17 +64,29 @@ class MeasuredWork:
         """See ``Work``."""
         return self.times_ns["count", self.places.index(place)]
 
+    def update_ns(self, place: Place) -> int:
+        """See ``Work``."""
+        return self.times_ns["update", self.places.index(place)]
+
     def pull_ns(self, place: Place) -> int:
         """See ``Work``."""
         return self.times_ns["pull", self.places.index(place)]
 
 
 class Measuring:
-    """Measures on a device, in a host's process."""
+    """Measures on a device, in a host's process. ``steps``: which leases are one update together; None: each is one."""
 
-    def __init__(self, device: SharedProcessor, source: Source, batches: Batches, layout: Layout, optimizer: OptimizerFactory) -> None:
+    def __init__(
+        self,
+        device: SharedProcessor,
+        source: Source,
+        batches: Batches,
+        layout: Layout,
+        optimizer: OptimizerFactory,
+        steps: Steps | None = None,
+    ) -> None:
         self._device, self._source, self._batches = device, source, batches
-        self._layout, self._optimizer = layout, optimizer
+        self._layout, self._optimizer, self._steps = layout, optimizer, steps
         self._values = source.load().parameters
         self._found: dict[Key, list[int]] = {}
 
@@ -96,27 +109,31 @@ class Measuring:
     def _owner(self, server: int, worker: Worker, leases: Sequence[np.ndarray[Any, Any]]) -> None:
         places = self._layout.places
         with tempfile.TemporaryDirectory() as folder:
-            store = Keeping(folder, self._optimizer, snapshot_every_pushes=None).store(server, self._layout, self._source)
+            keeping = Keeping(folder, self._optimizer, snapshot_every_pushes=None)
+            store = keeping.store(server, self._layout, self._source, self._steps)
+            own = [place for place in places if place.server == server]
             try:
-                for number, lease in enumerate(leases):
-                    inputs = self._batches.batch(lease)
+                for number in range(LEASES * self._together):
+                    inputs = self._batches.batch(leases[number % LEASES])
                     lookups = worker._cut(inputs).look_ups(inputs)
-                    for place in (place for place in places if place.server == server):
+                    for place in own:
                         self._partition(store, places.index(place), place, number, lookups)
             finally:
                 store.close()
 
     def _partition(self, store: Any, position: int, place: Place, lease: int, lookups: Mapping[str, Lookups]) -> None:
-        table = place.partition.parameter
+        table, step = place.partition.parameter, lease // self._together if self._steps is not None else 0
         if table not in lookups:
             piece = torch.rand(place.partition.cell, dtype=self._layout.joined(self._values).dtype)
-            self._add("pull", position, self._answer(store, Message(Kind.PULL, place.number)))
+            question = Message(Kind.PULL, place.number, version=step)
+            self._read("pull", position, store, question, first=lease % self._together == 0)
             self._add("count", position, self._answer(store, Message.of(Kind.PUSH, place.number, [piece], lease=lease)))
             return
         places = self._layout.tables[table]
         own = route([one.partition for one in places], lookups[table])[places.index(place)]
         gradient = torch.rand(own.samples, place.partition.cell[1], dtype=self._values[table].dtype) / own.samples
-        self._add("look up", position, self._answer(store, Message.of(Kind.LOOK_UP, place.number, own.tensors())))
+        question = Message.of(Kind.LOOK_UP, place.number, own.tensors(), version=step)
+        self._read("look up", position, store, question, first=lease % self._together == 0)
         before = self._device.busy_ns
         with self._device.computing():
             arithmetic.backward(own, gradient)
@@ -124,6 +141,20 @@ class Measuring:
         whole = self._answer(store, Message.of(Kind.PUSH_OUTPUTS, place.number, (gradient, *own.tensors()), lease=lease))
         self._add("gradient", position, min(alone, whole - 1))
         self._add("count", position, max(1, whole - alone))
+
+    @property
+    def _together(self) -> int:
+        """Leases of an update."""
+        return 1 if self._steps is None else self._steps.workers
+
+    def _read(self, kind: str, position: int, store: Any, question: Message, *, first: bool) -> None:
+        """``first``: of a step, so that the update with the step before comes before the answer."""
+        whole = self._answer(store, question)
+        if self._steps is not None and first:
+            alone = self._answer(store, question)
+            self._add("update", position, whole - alone)
+            whole = alone
+        self._add(kind, position, whole)
 
     def _answer(self, store: Any, message: Message) -> int:
         """Device time of an answer, from a frame to a frame."""

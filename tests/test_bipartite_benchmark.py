@@ -12,6 +12,7 @@ from benchmarks import bipartite, kept, sparse_designs
 from benchmarks.bipartite import DATA_PARALLEL, EGRESS, HOGWILD, MODEL, Round, bench_of, page, plans
 from benchmarks.elastic_work import Measuring
 from soap.elastic.simulation.design import design_of, three_designs
+from soap.elastic.steps import Steps
 from soap.emulation.shared_processor import SharedProcessor
 from soap.errors import SoapError
 from soap.strategy.consistency import parse
@@ -66,6 +67,8 @@ def test_all_parts_of_a_lease_are_measured() -> None:
     tabled = {(kind, place) for kind in ("look up", "gradient", "count") for place in range(4)}
     assert {*found} == {("front", 0), ("rest", 0), ("pull", 4), ("count", 4), *tabled}
     assert min(found.values()) > 0
+    together = Measuring(device, SOURCE, samples(16), layout_of(1, 2, 0), ADAGRAD, Steps(2**40, 2)).all(8)
+    assert {*together} == {*found, *(("update", place) for place in range(5))} and min(together.values()) > 0
 
 
 def test_designs_of_the_publication() -> None:

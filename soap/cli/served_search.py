@@ -17,7 +17,7 @@ from soap.cli.updating import Updating
 from soap.cluster.memory_budget import with_memory_budget
 from soap.files import check_writable
 from soap.search.options import DEFAULT_BUDGET
-from soap.strategy.consistency import SYNC
+from soap.strategy.consistency import parse
 
 ALONE = (
     "objective", "explain", "profile", "verify", "confidence", "patience", "risk", "seed", "beta", "start", "pin", "forbid", "sync",
@@ -94,6 +94,6 @@ def text(found: api.ServersOutcome, told: Mapping[str, Any]) -> str:
         sections.append(f"{looked}; {'no other can be quicker' if counts['proven'] else 'no single change makes this one quicker'}")
     else:
         sections.append(f"{looked}; the search was ended before it was done")
-    if told["consistency"] == SYNC:
+    if not parse(told["consistency"]).stale:
         sections[-1] += "\nsoap-run runs it by ranks, exactly, and with --ray by servers and workers"
     return "\n\n".join(sections)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from soap.cli.figures import rate
 from soap.cli.plain_text import devices, listed
 from soap.cluster.topology import Topology
-from soap.strategy.consistency import SYNC
+from soap.strategy.consistency import parse
 
 if TYPE_CHECKING:
     from soap.elastic.plan import ElasticPlan
@@ -32,7 +32,8 @@ def describe(plan: ElasticPlan, topology: Topology) -> dict[str, Any]:
 
 def head(plan: Mapping[str, Any]) -> str:
     """The first words about a plan: whether it is stale, and how many take part."""
-    word = "averaged synchronous updates" if plan["consistency"] == SYNC else f"stale ({plan['consistency']})"
+    consistency = parse(plan["consistency"])
+    word = f"stale ({consistency})" if consistency.stale else "averaged synchronous updates"
     workers, servers = len(plan["workers"]), len(plan["servers"])
     both = sum(name in plan["servers"] for name in plan["workers"])
     shared = f", {both} of them on the same devices" if both else ""

@@ -23,7 +23,7 @@ from soap.cli.stale_plan import describe, head
 from soap.cli.updating import Updating
 from soap.cluster.topology import Topology
 from soap.errors import INTERRUPTED_EXIT_CODE, StrategyError
-from soap.strategy.consistency import SYNC
+from soap.strategy.consistency import SYNC, parse
 from soap.units import format_bytes
 
 if TYPE_CHECKING:
@@ -61,10 +61,10 @@ def add_stale_run(parser: Parser) -> None:
 def is_asked(args: argparse.Namespace) -> bool:
     """Whether the strategy is stale, or Ray is asked for. UsageError for options that are for nothing else."""
     try:
-        consistency = api.load_strategy_contents(args.strategy).options.get("consistency", SYNC)
+        stale = parse(api.load_strategy_contents(args.strategy).options.get("consistency", SYNC)).stale
     except StrategyError:  # told where it is read for its model
-        consistency = SYNC
-    if args.ray is not None or consistency != SYNC:
+        stale = False
+    if args.ray is not None or stale:
         return True
     for name in ("fsync", "reduce_dense", "reduce_sparse"):
         if getattr(args, name):

@@ -253,17 +253,16 @@ class Run:
             raise ElasticError(f"a server cannot start: {said(cause)}") from None
 
     def _start_workers(self, source: Source, batches: Batches) -> None:
-        """Where they are planned, or spread over the machines; one whose machine is lost comes back on another."""
+        """Where they are planned, or dealt out over the machines behind the servers; one whose machine is lost comes back on another. Ray's
+        own spreading now and then puts all on one machine."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        machines = self._options.worker_machines
-        there = None if machines is None else hosts(self._ray, self._options.workers, machines=machines)
+        turn = range(len(self.servers), len(self.servers) + self._options.workers)
+        there = hosts(self._ray, self._options.workers, machines=self._options.worker_machines or turn)
         actor = self._ray.remote(num_cpus=0, max_restarts=RESTARTS)(Worker)
         addresses, self._data = Addresses(tuple(self.servers)), self._ray.put(batches)  # held: workers that start again read it again
         for number in range(self._options.workers):
-            place: Any = "SPREAD"
-            if there is not None:
-                place = NodeAffinitySchedulingStrategy(node_id=node(self._ray, there[number]), soft=True)
+            place = NodeAffinitySchedulingStrategy(node_id=node(self._ray, there[number]), soft=True)
             self.workers.append(actor.options(scheduling_strategy=place).remote(source, self._data, self._layout, addresses, self._secret))
             self._await(number)
 

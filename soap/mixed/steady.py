@@ -91,9 +91,9 @@ class _Played:
         schedule = training.loop.schedule()
         self._start_ns, self._end_ns = schedule.start_ns, schedule.end_ns
         self.tasks = len(self._start_ns)
-        done = [self._end_ns[own] for own in self._trace.done]
+        self._done = [np.sort(self._end_ns[own]) for own in self._trace.done]
         self.end_ns = max(1, min(own[-1].dealt_ns for own in self._trace.starts))
-        self._counted = [own[own <= self.end_ns] for own in done]
+        self._counted = [own[own <= self.end_ns] for own in self._done]
         self.period = period_of(self._counted)
         self._begin_ns = self._window()
 
@@ -102,7 +102,7 @@ class _Played:
         """Of all workers, each by the minibatches that it has finished behind the warm-up."""
         if self.period is not None:
             return float(Fraction(self.period.leases * self._batch * len(self._counted) * 10**9, self.period.duration_ns))
-        return 1e9 * self._batch * sum(rate_of(own, self._begin_ns) for own in self._counted)
+        return 1e9 * self._batch * rate_of(self._done, self._begin_ns, self.end_ns)
 
     def _window(self) -> int:
         """From when on it counts: the latter half, of whole periods if there are any."""

@@ -33,6 +33,7 @@ class Fixed:
     look_up: int = 300
     gradient: int = 400
     count: int = 500
+    update: int = 600
     pull: int = 100
     control_ns: int = 0
     slower: dict[int, int] = field(default_factory=dict)
@@ -51,6 +52,9 @@ class Fixed:
 
     def count_ns(self, place: Place) -> int:
         return self.count
+
+    def update_ns(self, place: Place) -> int:
+        return self.update
 
     def pull_ns(self, place: Place) -> int:
         return self.pull

@@ -53,6 +53,11 @@ class Design:
         return self.servers[place.server]
 
     @property
+    def averaged(self) -> bool:
+        """Whether the leases of a step, one of each lane, are one update together (``launcher.Options.averaged``)."""
+        return not self.consistency.stale
+
+    @property
     def stateful(self) -> tuple[int, ...]:
         """Devices whose loss is a loss of state."""
         return tuple(sorted({self.device(place) for place in self.layout.places}))

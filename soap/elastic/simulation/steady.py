@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
+from math import inf, sqrt
 from typing import NamedTuple
 
 import numpy as np
@@ -21,10 +23,16 @@ from soap.elastic.simulation.work import Work
 from soap.simulator.reference import play
 
 LEAST_LEASES, FIRST_LEASES, MOST_LEASES = 4, 16, 256
+FIRST_DELAYED = 64
+"""Leases of each lane that are played first where there are random delays."""
 MOST_TASKS = 400_000
 """Leases are not doubled beyond so many tasks, which take seconds."""
 SETTLED = 0.002
 """Relative change of the rate when twice as many leases are played, below which it counts as settled."""
+SETTLED_ERROR = 0.01
+"""The same with random delays: the rate's relative standard error. Two rates of which one begins as the other may agree by chance."""
+PARTS, LEASES_OF_PART = 8, 3
+"""Parts of the window whose rates tell the error, and leases of each lane that a part has at least."""
 
 
 class Period(NamedTuple):
@@ -36,8 +44,9 @@ class Period(NamedTuple):
 
 @dataclass(frozen=True)
 class Steady:
-    """``samples_per_second``: of all lanes; exact if there is a ``period``. ``leases``: of each lane that were played; ``settled``: whether
-    the rate had settled by then, or repeats. ``idle``: by device, the share of time in which it computes nothing. ``waiting_ns``: by
+    """``samples_per_second``: of all lanes; exact if there is a ``period``. ``error``: the rate's relative standard error by random delays;
+    0 without, infinite if too few leases were played to tell. ``leases``: of each lane that were played; ``settled``: whether the rate had
+    settled by then, or repeats. ``idle``: by device, the share of time in which it computes nothing. ``waiting_ns``: by
     lane, for how long a lease waits on average for other lanes, because the bound demands it. ``staleness``: ``Clocks.missing`` of the
     leases begun. ``link_bytes``: by link, of one lease of each lane. ``link_busy``: by link, the share of time in which it is held.
     """
@@ -52,6 +61,7 @@ class Steady:
     staleness: Mapping[int, int]
     link_bytes: tuple[int, ...]
     link_busy: tuple[float, ...]
+    error: float = 0.0
 
     @property
     def idle_by_role(self) -> Mapping[str, float]:
@@ -78,17 +88,20 @@ def simulate(
     settled: float = SETTLED,
 ) -> Steady:
     """The steady state of a design's training. Plays 16, 32, … leases of each lane, at most ``most_leases`` and, but for the first four,
-    ``most_tasks`` tasks, until what happens repeats or the rate changes by less than ``settled``."""
+    ``most_tasks`` tasks, until what happens repeats or the rate changes by less than ``settled``; with ``delays`` 64, 128, …, until the
+    rate's error is below ``SETTLED_ERROR``."""
     within = most_tasks // len(unroll(topology, traffic, work, 1, delays).tasks)
-    leases = min(max(LEAST_LEASES, min(FIRST_LEASES, within)), most_leases)
+    random = delays.spread > 0
+    leases = min(max(LEAST_LEASES, min(FIRST_DELAYED if random else FIRST_LEASES, within)), most_leases)
     before: float | None = None
     while True:
         played = _Played(topology, traffic, unroll(topology, traffic, work, leases, delays))
         rate = played.samples_per_second
-        change = None if before is None else abs(rate / before - 1)
-        done = played.period is not None or (change is not None and change < settled)
+        error = played.error if random else 0.0
+        alike = before is not None and abs(rate / before - 1) < settled
+        done = played.period is not None or (error < SETTLED_ERROR if random else alike)
         if done or leases >= most_leases or 2 * played.tasks > most_tasks:
-            return played.steady(leases, settled=done)
+            return played.steady(leases, error, settled=done)
         leases, before = min(2 * leases, most_leases), rate
 
 
@@ -100,7 +113,7 @@ class _Played:
         schedule = play(unrolled.tasks, topology)
         self.tasks = len(unrolled.tasks)
         self._start_ns, self._end_ns = schedule.start_ns, schedule.end_ns
-        self._finished = [self._end_ns[list(own)] for own in unrolled.ends]
+        self._finished = [np.sort(self._end_ns[list(own)]) for own in unrolled.ends]
         self.end_ns = int(min(own[-1] for own in self._finished))
         self._counted = [own[own <= self.end_ns] for own in self._finished]
         self.period = period_of(self._counted)
@@ -108,12 +121,21 @@ class _Played:
 
     @property
     def samples_per_second(self) -> float:
-        """Of all lanes, each by the leases that it has finished behind the warm-up."""
+        """Of all lanes, behind the warm-up."""
         batch = self._design.batch
         if self.period is not None:
             per_ns = Fraction(self.period.leases * batch * len(self._design.lanes), self.period.duration_ns)
             return float(per_ns * 10**9)
-        return 1e9 * batch * sum(rate_of(own, self._begin_ns) for own in self._counted)
+        return 1e9 * batch * rate_of(self._finished, self._begin_ns, self.end_ns)
+
+    @property
+    def error(self) -> float:
+        """The rate's relative standard error, from those of parts of the window, which are long enough to be nearly independent."""
+        borders = np.linspace(self._begin_ns, self.end_ns, PARTS + 1)
+        rates = np.array([rate_of(self._finished, begin, end) for begin, end in pairwise(borders)])
+        if rates.mean() * (borders[1] - borders[0]) < LEASES_OF_PART * len(self._finished):
+            return inf
+        return float(rates.std(ddof=1) / sqrt(PARTS) / rates.mean())
 
     def _window(self) -> int:
         """From when on it counts: the latter half, of whole periods if there are any."""
@@ -121,7 +143,7 @@ class _Played:
             return self.end_ns // 2
         return self.end_ns - max(1, self.end_ns // 2 // self.period.duration_ns) * self.period.duration_ns
 
-    def steady(self, leases: int, *, settled: bool) -> Steady:
+    def steady(self, leases: int, error: float, *, settled: bool) -> Steady:
         """All figures."""
         length = self.end_ns - self._begin_ns
         devices, links = self._topology.device_count, len(self._topology.links)
@@ -141,7 +163,7 @@ class _Played:
         waiting = tuple(self._waiting_ns(lane) for lane in range(len(self._design.lanes)))
         moved, held_share = tuple((sizes // leases).tolist()), tuple((busy[devices:] / length).tolist())
         rate = self.samples_per_second
-        return Steady(self._design, rate, self.period, leases, settled, idle, waiting, self._staleness(), moved, held_share)
+        return Steady(self._design, rate, self.period, leases, settled, idle, waiting, self._staleness(), moved, held_share, error)
 
     def _waiting_ns(self, lane: int) -> float:
         """Mean time between the end of what a lane itself waits for and a lease's start."""
@@ -168,12 +190,12 @@ class _Played:
         return clocks.missing - (before or Counter())
 
 
-def rate_of(finished_ns: NDArray[np.int64], begin_ns: int) -> float:
-    """Leases per nanosecond of one lane, between its first and its last one that is finished behind ``begin_ns``."""
-    own = finished_ns[finished_ns >= begin_ns]
-    if len(own) < 2:
-        own = finished_ns[-2:] if len(finished_ns) > 1 else np.array([0, finished_ns[-1]])
-    return (len(own) - 1) / max(1, int(own[-1] - own[0]))
+def rate_of(finished_ns: Sequence[NDArray[np.int64]], begin_ns: float, end_ns: float) -> float:
+    """Leases per nanosecond of all lanes between two times, by when each lane's were finished, in order. Of a lease that is begun before a
+    border and finished behind it the share counts that its time has on this side. Between a first and a last finished lease, short ones
+    are more often than they are in all: a long one rather lies across a border, and would be left out."""
+    done = [np.interp((begin_ns, end_ns), [0, *own], range(len(own) + 1)) for own in finished_ns]
+    return float(sum(end - begin for begin, end in done)) / max(1.0, end_ns - begin_ns)
 
 
 def period_of(finished_ns: Sequence[NDArray[np.int64]]) -> Period | None:

@@ -5,11 +5,15 @@ variables; when all is there the rest computes, and pushes to all owners; when a
 ``Worker.work`` does, question by question. Who may begin when is ``Clocks``' rule, which says which leases must be done before: so it is
 known before anything is timed. Messages hold links, computations hold devices (owners': a CPU device, or a core of their host) and, where
 they use a partition's values, its lock.
+
+Where the leases of a step are one update (``sync``), an owner only keeps what is pushed, and makes the update when the next step's first
+question has come (``Shard.bring_to``). Which question that is must be known before anything is timed, too: it is taken to be that of the
+lane which reads its batch in the shortest time. The first lease's questions find a step's update to be made as all others do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -25,7 +29,7 @@ from soap.simulator.communication.servers import first_cores
 from soap.simulator.task_list import TaskList
 from soap.simulator.tasks import Task, TaskKind
 
-DEAL, FRONT, BATCH, ASK, LOOK_UP, SUMS, PULL, COPY, VALUES, REST, PUSH, GRADIENT, COUNT, COUNTED, DONE = range(15)
+DEAL, FRONT, BATCH, ASK, UPDATE, LOOK_UP, SUMS, PULL, COPY, VALUES, REST, PUSH, GRADIENT, COUNT, COUNTED, DONE = range(16)
 """Phases of a lease, the first part of a task's id: of tasks that are ready at once, those of earlier phases come first."""
 SHORTEST_CHUNK_NS = 100_000
 """Messages are cut into chunks of this length or more, up to eight, and hold each link of their way by itself: connections share links
@@ -67,7 +71,8 @@ def unroll(
     """The tasks of so many leases of each lane. ``shortest_chunk_ns``: of messages; ``NO_CHUNKS``: they are whole."""
     unrolling = _Unrolling(topology, traffic, work, leases, delays, shortest_chunk_ns)
     for lease in range(leases):
-        for lane in range(len(traffic.design.lanes)):
+        unrolling.begin()
+        for lane in unrolling.order(lease):
             unrolling.add(lane, lease)
     return unrolling.result()
 
@@ -87,11 +92,21 @@ class _Unrolling:
         self._first_core = first_cores(topology)
         self._first_lock = topology.device_count + len(topology.links) + sum(host.cpu_cores for host in topology.hosts)
         self._answers: dict[tuple[str, Hashable], int] = {}
+        self._kept: dict[int, list[int]] = {}
+        self._updates: dict[int, int] = {}
 
     def result(self) -> Unrolled:
         """What was unrolled so far."""
         found = (tuple(map(tuple, own)) for own in (self._starts, self._ends, self._own))
         return Unrolled(tuple(self._list.tasks), *found)
+
+    def begin(self) -> None:
+        """The next lease of each lane comes. What lanes have pushed since the last one waits for its first question."""
+        self._updates.clear()
+
+    def order(self, lease: int) -> Sequence[int]:
+        """The lanes, the one first that reads the batch of this lease in the shortest time."""
+        return sorted(range(len(self._design.lanes)), key=lambda lane: (self._front_ns(lane, lease), lane))
 
     def add(self, lane: int, lease: int) -> None:
         """The tasks of one lease."""
@@ -99,7 +114,7 @@ class _Unrolling:
         factor, work = self._factors[lane][lease], self._work
         before = self._ends[lane][lease - self._design.in_flight] if lease >= self._design.in_flight else None
         dealt = add(DEAL, 0, (), work.control_ns, [*([] if before is None else [before]), *self._needed(lease)])
-        front = add(FRONT, 0, (own.front,), round(factor * self._known(work.front_ns, own)), [dealt])
+        front = add(FRONT, 0, (own.front,), self._front_ns(lane, lease), [dealt])
         batch = [message(BATCH, 0, own.front, own.rest, self._traffic.needs.input_bytes, [front])] if own.front != own.rest else [front]
         tables = [place for places in self._design.layout.tables.values() for place in places]
         pulled = [self._pull(place, lane, batch, add, message) for place in self._design.layout.dense]
@@ -113,14 +128,27 @@ class _Unrolling:
     def _sums(self, place: Place, lane: int, front: int, add: _Add, message: _Message) -> int:
         own, owner, number = self._design.lanes[lane], self._design.device(place), self._number(place)
         asked = message(ASK, number, own.front, owner, self._known(self._traffic.asking, place), [front])
-        found = add(LOOK_UP, number, self._owner(place, lane, locked=True), self._known(self._work.look_up_ns, place), [asked])
+        after = [asked, *self._updated(place, lane, asked, add)]
+        found = add(LOOK_UP, number, self._owner(place, lane, locked=True), self._known(self._work.look_up_ns, place), after)
         return message(SUMS, number, owner, own.rest, self._known(self._traffic.sums, place), [found])
 
     def _pull(self, place: Place, lane: int, after: list[int], add: _Add, message: _Message) -> int:
         rest, owner, number = self._design.lanes[lane].rest, self._design.device(place), self._number(place)
         asked = message(PULL, number, rest, owner, self._traffic.pulling(), after)
-        copied = add(COPY, number, self._owner(place, lane, locked=True), self._known(self._work.pull_ns, place), [asked])
+        ready = [asked, *self._updated(place, lane, asked, add)]
+        copied = add(COPY, number, self._owner(place, lane, locked=True), self._known(self._work.pull_ns, place), ready)
         return message(VALUES, number, owner, rest, self._known(self._traffic.values, place), [copied])
+
+    def _updated(self, place: Place, lane: int, asked: int, add: _Add) -> list[int]:
+        """The update with the step before, which a step's first question of a partition begins; none where each push is one."""
+        if not self._design.averaged:
+            return []
+        number = self._number(place)
+        if number not in self._updates:
+            after = [asked, *self._kept.pop(number, ())]
+            duration_ns = self._known(self._work.update_ns, place)
+            self._updates[number] = add(UPDATE, number, self._owner(place, lane, locked=True), duration_ns, after)
+        return [self._updates[number]]
 
     def _push(self, place: Place, lane: int, rest: int, add: _Add, message: _Message) -> int:
         device, owner, number = self._design.lanes[lane].rest, self._design.device(place), self._number(place)
@@ -128,7 +156,12 @@ class _Unrolling:
         if place.partition.parameter in self._design.layout.tables:
             last = add(GRADIENT, number, self._owner(place, lane, locked=False), self._known(self._work.gradient_ns, place), [last])
         last = add(COUNT, number, self._owner(place, lane, locked=True), self._known(self._work.count_ns, place), [last])
+        if self._design.averaged:
+            self._kept.setdefault(number, []).append(last)
         return message(COUNTED, number, owner, device, self._traffic.counted(), [last])
+
+    def _front_ns(self, lane: int, lease: int) -> int:
+        return round(self._factors[lane][lease] * self._known(self._work.front_ns, self._design.lanes[lane]))
 
     def _known(self, ask: Callable[[_Asked], int], of: _Asked) -> int:
         """An answer, which is asked for once: it is the same for all leases."""
@@ -171,8 +204,8 @@ class _Unrolling:
 _Add = Callable[[int, int, tuple[int, ...], int, Iterable[int]], int]
 _Message = Callable[[int, int, int, int, int, Iterable[int]], int]
 NAMES = (
-    "deal", "read batch", "send batch", "ask", "look up", "sums", "pull", "copy", "values", "rest", "push", "gradient", "count", "counted",
-    "done",
+    "deal", "read batch", "send batch", "ask", "update", "look up", "sums", "pull", "copy", "values", "rest", "push", "gradient", "count",
+    "counted", "done",
 )  # fmt: skip
 """By phase."""
-KINDS = {REST: TaskKind.BACKWARD, GRADIENT: TaskKind.BACKWARD, COPY: TaskKind.COPY, COUNT: TaskKind.UPDATE}
+KINDS = {REST: TaskKind.BACKWARD, GRADIENT: TaskKind.BACKWARD, COPY: TaskKind.COPY, COUNT: TaskKind.UPDATE, UPDATE: TaskKind.UPDATE}

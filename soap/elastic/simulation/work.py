@@ -48,7 +48,10 @@ class Work(Protocol):
         """An owner's gradient of rows, from that of sums."""
 
     def count_ns(self, place: Place) -> int:
-        """Logging and applying a push; under the partition's lock."""
+        """Logging a push, and applying it if each push is an update (``Design.averaged``); under the partition's lock."""
+
+    def update_ns(self, place: Place) -> int:
+        """The update with the sum of a step's gradients, where they are one; under the partition's lock."""
 
     def pull_ns(self, place: Place) -> int:
         """Copying a piece of the dense variables; under its lock."""
@@ -114,14 +117,27 @@ class EstimatedWork:
 
     def count_ns(self, place: Place) -> int:
         """See ``Work``."""
-        kind, logged = self._owner(place), LOGGED_PASSES * self._traffic.push(place)
+        kind = self._owner(place)
+        logging_ns = self._moving_ns(LOGGED_PASSES * self._traffic.push(place), kind)
+        return logging_ns if self._design.averaged else logging_ns + self._costs.update_ns(self._changed_bytes(place, 1), kind)
+
+    def update_ns(self, place: Place) -> int:
+        """See ``Work``."""
+        kind, leases = self._owner(place), len(self._design.lanes)
+        added = REDUCE_TRAFFIC * (leases - 1) * self._changed_bytes(place, 1)
+        return self._moving_ns(added, kind) + self._costs.update_ns(self._changed_bytes(place, leases), kind)
+
+    def _changed_bytes(self, place: Place, leases: int) -> int:
+        """Of a partition's values that have a gradient in one or more of so many leases."""
         partition = place.partition
-        changed = self._traffic.needs.dense_item_bytes * partition.cell[0] if partition.parameter not in self._design.layout.tables else 0
-        if not changed:
-            access, table = self._graph.sparse[partition.parameter], self._graph.tensors[partition.parameter]
-            rows = -(-access.touched_by(-(-access.weighed // self._parts)) * partition.cell[0] // table.shape[0])
-            changed = rows * partition.cell[1] * table.itemsize
-        return self._moving_ns(logged, kind) + self._costs.update_ns(changed, kind)
+        if partition.parameter not in self._design.layout.tables:
+            return self._traffic.needs.dense_item_bytes * partition.cell[0]
+        access, table = self._graph.sparse[partition.parameter], self._graph.tensors[partition.parameter]
+        asked = -(-access.weighed * leases // self._parts)
+        touched = access.touched_by(asked)
+        if asked > access.weighed:  # more than the graph's batch
+            touched = min(table.shape[0], -(-touched * asked // access.weighed))
+        return -(-touched * partition.cell[0] // table.shape[0]) * partition.cell[1] * table.itemsize
 
     def pull_ns(self, place: Place) -> int:
         """See ``Work``."""
