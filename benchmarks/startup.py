@@ -1,12 +1,12 @@
-"""What each rank of a large cluster computes before its first step: seconds and memory of one rank among N.
+"""What each rank of a large cluster computes before its first step: seconds and memory of one rank among N, and of rank 0.
 
     python -m benchmarks.startup
     python -m benchmarks.startup --ranks 8 64 --model zoo:gpt:tiny -o docs/results/startup.md
 
 A rank of N, in a process of its own, makes its trainer among N - 1 others that are not there: torch's fake process group takes part for
-them, and what ranks tell each other is what this one says. Real: the plan of data parallelism with tensor parallelism inside each host of
-eight, the program, groups, the rank's tiles and parameters. Not real: whatever travels. The strategy and the order come from outside, as
-``soap-run`` and ``soap.get_runner`` hand them over. Seconds are processor time of one thread.
+them, and what ranks tell each other is what this one says. Real: the strategy of data parallelism with tensor parallelism inside each host
+of eight, the plan and the program, which rank 0 makes in one process and hands to the other in a file, groups, the rank's tiles and
+parameters. Not real: whatever travels otherwise. Seconds are processor time of one thread.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import resource
+import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -28,9 +30,7 @@ from benchmarks.end_to_end import machine
 from benchmarks.pages import give
 from benchmarks.scale import cluster
 from soap.cli.options import positive
-from soap.plan.planning import build_plan
 from soap.runtime.comm.redistribute import Communicator
-from soap.runtime.program.program import compile_program
 from soap.runtime.trainer import Trainer
 from soap.strategy.classical import hybrid
 from soap.units import format_bytes
@@ -40,69 +40,71 @@ PER_HOST = 8
 
 
 class Figures(NamedTuple):
-    """Of one rank. ``tensor``: devices over which layers are split. ``own``: tiles of the rank;
-    ``groups``: process groups that it has made. Seconds: ``plan`` to make the plan, ``program`` to order its actions, ``trainer`` to make
-    the trainer with both of these in it. ``peak_bytes``: resident, more than before."""
+    """Of one rank. ``tensor``: devices over which layers are split. ``tiles``: of the plan of all ranks; ``known``: those that the rank
+    knows, its own and what it receives from. ``groups``: process groups that it has made. ``handed_bytes``: what it was handed.
+    ``seconds``: to make the trainer. ``peak_bytes``: resident, more than before."""
 
     ranks: int
     tensor: int
+    rank: int
     tiles: int
-    own: int
+    known: int
     groups: int
-    plan_seconds: float
-    program_seconds: float
-    trainer_seconds: float
+    handed_bytes: int
+    seconds: float
     peak_bytes: int
 
 
 @contextmanager
-def alone_among(rank: int, count: int) -> Iterator[None]:
-    """A world of so many ranks of which only this one is there."""
+def alone_among(rank: int, count: int, file: Path, told: int) -> Iterator[None]:
+    """A world of so many ranks of which only this one is there. Rank 0 writes what it hands to rank ``told`` into the file, where that one
+    reads it."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    def hand_out(self: Communicator, make: Callable[[], Iterable[bytes]]) -> bytes:
+        if self.rank == 0:
+            every = list(make())
+            file.write_bytes(every[told])
+            return every[0]
+        return file.read_bytes()
+
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=count)
-    before = Communicator.gather
+    before = Communicator.gather, Communicator.hand_out
     Communicator.gather = lambda self, value: [value] * self.world_size  # type: ignore[method-assign]
+    Communicator.hand_out = hand_out  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Communicator.gather = before  # type: ignore[method-assign]
+        Communicator.gather, Communicator.hand_out = before  # type: ignore[method-assign]
         dist.destroy_process_group()
 
 
-def measured(spec: str, count: int, tensor: int) -> Figures:
-    """Start one rank in the middle, with two samples for each copy of the model."""
+def measured(spec: str, count: int, tensor: int, rank: int, file: Path) -> Figures:
+    """Start one rank, with two samples for each copy of the model; rank 0 first."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     model = soap.load(f"{spec}@{2 * count // tensor}")
     topology = cluster(count)
     strategy = hybrid(model.graph, topology, tensor=tensor)
-    rank = count // 2
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with alone_among(rank, count):
+    with alone_among(rank, count, file, count // 2):
         begun = time.process_time()
-        plan = build_plan(model.graph, strategy, topology)
-        planned = time.process_time()
-        compile_program(plan)
-        compiled = time.process_time()
-        del plan
         trainer = Trainer(model, (strategy, topology), device_kind="cpu")
-        made = time.process_time()
-        own = sum(tile.device == rank for tile in trainer.plan.tiles)
-        groups = sum(group is not None for group in trainer.comm.groups.values())
+        seconds = time.process_time() - begun
+        groups = len([group for group in trainer.comm.groups.values() if group is not None])
+        whole, handed = len(trainer.sizes.of().all_tiles), file.stat().st_size
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    seconds = planned - begun, compiled - planned, made - compiled
-    return Figures(count, tensor, len(trainer.plan.tiles), own, groups, *seconds, 1024 * (peak - before))
+    return Figures(count, tensor, rank, whole, len(trainer.plan.tiles), groups, handed, seconds, 1024 * (peak - before))
 
 
 def table(rows: list[Figures]) -> str:
-    """The figures as Markdown."""
-    names = ("ranks", "tensor", "tiles", "own", "groups", "plan, s", "program, s", "trainer, s", "peak")
+    """The figures as Markdown: of rank 0 and of another rank beside each other."""
+    names = ("ranks", "tensor", "tiles", "known", "groups", "handed", "s", "peak", "rank 0, s", "rank 0, peak")
     lines = [f"| {' | '.join(names)} |", "|--:" * len(names) + "|"]
-    for row in rows:
-        seconds = " | ".join(f"{own:.2f}" for own in (row.plan_seconds, row.program_seconds, row.trainer_seconds))
-        counts = " | ".join(f"{own:,}" for own in (row.ranks, row.tensor, row.tiles, row.own, row.groups))
-        lines.append(f"| {counts} | {seconds} | {format_bytes(row.peak_bytes)} |")
+    for first, row in zip(rows[::2], rows[1::2], strict=True):
+        counts = [f"{own:,}" for own in (row.ranks, row.tensor, first.tiles, row.known, row.groups)]
+        own = [format_bytes(row.handed_bytes), f"{row.seconds:.2f}", format_bytes(row.peak_bytes)]
+        lines.append(f"| {' | '.join([*counts, *own, f'{first.seconds:.2f}', format_bytes(first.peak_bytes)])} |")
     return "\n".join(lines)
 
 
@@ -116,11 +118,13 @@ def main() -> None:
     args = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     rows = []
-    for tensor in args.tensor:
-        for count in args.ranks:
-            with context.Pool(1) as pool:  # peak memory is a process's
-                rows.append(pool.apply(measured, (args.model, count, tensor)))
-            print(rows[-1], flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for tensor in args.tensor:
+            for count in args.ranks:
+                for rank in (0, count // 2):
+                    with context.Pool(1) as pool:  # peak memory is a process's
+                        rows.append(pool.apply(measured, (args.model, count, tensor, rank, Path(folder) / "handed")))
+                    print(rows[-1], flush=True)
     give(f"{machine()}\n\n{table(rows)}\n", args.o)
 
 

@@ -27,7 +27,7 @@ def test_each_tile_finds_its_samples_and_nothing_else_is_read(case: tuple[Operat
     plan = build_plan(graph, strategy, topology)
     divided = divided_inputs(graph)
     wanted: dict[tuple[int, str], set[int]] = {}
-    found = samples_read(plan, divided)
+    found = [samples_read(plan, device, divided) for device in range(plan.device_count)]
     for tile in plan.tiles:
         for operand, box in zip(plan.operator(tile).inputs, tile.inputs, strict=True):
             if graph.tensors[operand.tensor].kind is TensorKind.INPUT and operand.tensor in divided:
@@ -46,16 +46,17 @@ def test_data_parallelism_reads_each_sample_once() -> None:
     eight = local_topology(8)
     graph = mlp(batch=24)
     plan = build_plan(graph, CLASSICAL["data_parallel"](graph, eight), eight)
-    for device, own in enumerate(samples_read(plan, divided_inputs(graph))):
+    for device in range(8):
+        own = samples_read(plan, device, divided_inputs(graph))
         assert {name: read.intervals for name, read in own.items()} == dict.fromkeys(("x", "y"), ((3 * device, 3 * device + 3),))
 
 
 def test_samples_apart_and_inputs_that_are_read_whole() -> None:
     plan = plan_of(mlp(batch=8), split((0, 1, 0, 2), b=4))
     divided = divided_inputs(plan.graph)
-    assert samples_read(plan, divided)[0]["x"] == Samples(0, 8, ((0, 2), (4, 6)))
-    assert [own["y"].intervals for own in samples_read(plan, divided, ["y"])] == [((0, 8),)] * 3
-    assert samples_read(plan, {})[1]["x"] == Samples(None, 0, ())
+    assert samples_read(plan, 0, divided)["x"] == Samples(0, 8, ((0, 2), (4, 6)))
+    assert [samples_read(plan, device, divided, ["y"])["y"].intervals for device in range(4)] == [((0, 8),)] * 3 + [()]
+    assert samples_read(plan, 1, {})["x"] == Samples(None, 0, ())
 
 
 def test_an_input_without_samples_is_not_divided() -> None:
@@ -71,7 +72,8 @@ def test_labels_that_a_mean_counts_are_read_whole() -> None:
     graph = soap.load("zoo:gpt:tiny", plan_only=True).graph
     plan = build_plan(graph, CLASSICAL["data_parallel"](graph, local_topology(4)), local_topology(4))
     assert divided_inputs(graph) == {"sequences": 0, "labels": 0}
-    for own in samples_read(plan, divided_inputs(graph)):
+    for device in range(4):
+        own = samples_read(plan, device, divided_inputs(graph))
         assert (own["sequences"].count, own["labels"].count) == (2, 8)
 
 

@@ -58,25 +58,21 @@ def divided_inputs(graph: OperatorGraph) -> dict[str, int]:
     return {tensor.name: dims[tensor.name] for tensor in inputs if tensor.shape[dims[tensor.name]] == samples}
 
 
-def samples_read(plan: Plan, divided: Mapping[str, int], whole: Collection[str] = ()) -> list[dict[str, Samples]]:
-    """By device, what it reads of each input. ``divided``: see ``divided_inputs``, of the graph or of the same one at another batch size.
-    ``whole``: inputs of which every device reads all samples."""
-    graph = plan.graph
-    inputs = [tensor for tensor in graph.tensors.values() if tensor.kind is TensorKind.INPUT]
-    read: list[dict[str, set[Interval]]] = [{tensor.name: set() for tensor in inputs} for _ in range(plan.device_count)]
+def samples_read(plan: Plan, device: int, divided: Mapping[str, int], whole: Collection[str] = ()) -> dict[str, Samples]:
+    """What a device reads of each input; nothing if the plan has no such device. ``divided``: see ``divided_inputs``, of the graph or of
+    the same one at another batch size. ``whole``: inputs of which every device reads all samples."""
+    inputs = [tensor for tensor in plan.graph.tensors.values() if tensor.kind is TensorKind.INPUT]
+    read: dict[str, set[Interval]] = {tensor.name: set() for tensor in inputs}
     for tile in plan.tiles:
-        for operand, box in zip(plan.operator(tile).inputs, tile.inputs, strict=True):
-            if operand.tensor in divided and operand.tensor in read[tile.device]:
-                read[tile.device][operand.tensor].add(box[divided[operand.tensor]])
-    found: list[dict[str, Samples]] = []
-    for own in read:
-        samples: dict[str, Samples] = {}
-        for tensor in inputs:
-            dim = divided.get(tensor.name)
-            size = 0 if dim is None else tensor.shape[dim]
-            all_of_it = [(0, size)] if tensor.name in whole else own[tensor.name]
-            samples[tensor.name] = Samples(dim, size, joined(all_of_it))
-        found.append(samples)
+        for operand, box in zip(plan.operator(tile).inputs, tile.inputs, strict=True) if tile.device == device else ():
+            if operand.tensor in divided and operand.tensor in read:
+                read[operand.tensor].add(box[divided[operand.tensor]])
+    found: dict[str, Samples] = {}
+    for tensor in inputs:
+        dim = divided.get(tensor.name)
+        size = 0 if dim is None else tensor.shape[dim]
+        all_of_it = [(0, size)] if tensor.name in whole and device < plan.device_count else read[tensor.name]
+        found[tensor.name] = Samples(dim, size, joined(all_of_it))
     return found
 
 

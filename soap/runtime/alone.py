@@ -45,7 +45,7 @@ def step_alone(
     for number, (part, size, model) in enumerate(zip(parts, sized, models, strict=True)):
         if model is None:
             return None
-        context = TileContext(trainer.seed, step * trainer.accumulate + number, buffers, tiles=size.program.plan.tiles)
+        context = TileContext(trainer.seed, step * trainer.accumulate + number, buffers, tiles=size.all_tiles)
         loss = model.reference_loss([own(tensor) for tensor in part.tensors], parameters, context)
         model.end_step(context)
         if loss.requires_grad:

@@ -176,7 +176,7 @@ class _Reference:
         numbered = dict(enumerate(self.trainable))
         self._numbers = {name: number for number, name in numbered.items()}
         recipe = replace(trainer.recipe, optimizer=optimizer)
-        own = recipe.layout(trainable_shapes(trainer.plan)).optimizer({name: [tensor] for name, tensor in self.trainable.items()})
+        own = recipe.layout(trainable_shapes(trainer.model.graph)).optimizer({name: [tensor] for name, tensor in self.trainable.items()})
         self._schedule = Schedule.of(recipe.schedule, own)
         self._updater = Updater(
             own,

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from soap.cluster.topology import Topology
 from soap.errors import ModelError, RuntimeFailure
 from soap.model.graph import OperatorGraph, TensorKind
 from soap.plan.plan import Plan
 from soap.plan.samples import Samples, divided_inputs, samples_read
+from soap.plan.tiling import Tile
 from soap.runtime.inputs import Batch, BySamples, Shapes, check_samples, check_types, micro_batches, other_shape
 from soap.runtime.part_batch import Given
-from soap.runtime.program.program import Program, compile_program
-from soap.runtime.program.resizing import resized_program
+from soap.runtime.planned import Handed
+from soap.runtime.program.program import Program
 from soap.runtime.run_types import run_dtype
 from soap.runtime.step.gradients import Gradients
 from soap.runtime.step.step import StepRunner
@@ -45,32 +44,41 @@ class SizedProgram:
     runner: StepRunner
     constants: Mapping[str, torch.Tensor]
     unread: frozenset[str]
+    whole: Program | None
+    """The program of all ranks, on rank 0."""
 
     def inputs(self, batch: Batch) -> StepInputs:
         """Inputs, constants and state (held in buffers) by name, on this rank's device. RuntimeFailure if a part of a batch has not the
         samples that this rank reads."""
         if batch.size is not None:
-            check_samples(batch, self.samples[self.trainer.rank])
+            check_samples(batch, self.samples)
         state = {tensor: self.trainer.buffers[name] for tensor, name in self.model.state.items()}
         given = {name: self.trainer.place(tensor) for name, tensor in zip(self.model.input_names, batch.tensors, strict=True)}
         return StepInputs({**self.constants, **state, **given}, None if batch.size is None else self._own)
 
     @cached_property
-    def samples(self) -> list[BySamples]:
-        """By rank, what it reads of each input, in the order of the inputs."""
-        sizes, plan = self.trainer.sizes, self.program.plan
-        found = samples_read(plan, sizes.divided, sizes.read_whole)
-        idle = [{name: replace(read, intervals=()) for name, read in own.items()} for own in found[:1]]
-        found += idle * (self.trainer.comm.world_size - plan.device_count)
-        return [{name: own.get(name, NO_SAMPLES) for name in self.model.input_names} for own in found]
+    def samples(self) -> BySamples:
+        """What this rank reads of each input, in the order of the inputs."""
+        sizes, rank = self.trainer.sizes, self.trainer.rank
+        own = samples_read(self.program.plan, rank, sizes.divided, sizes.read_whole)
+        return {name: own.get(name, NO_SAMPLES) for name in self.model.input_names}
+
+    @property
+    def all_tiles(self) -> Sequence[Tile]:
+        """The tiles of all ranks, on rank 0; elsewhere the rank's own."""
+        return (self.whole or self.program).plan.tiles
+
+    def samples_by_rank(self) -> list[BySamples]:
+        """The same of all ranks; called on all of them at once."""
+        return self.trainer.comm.gather(self.samples)
 
     @cached_property
     def _own(self) -> OwnSamples:
-        return OwnSamples(self.samples[self.trainer.rank])
+        return OwnSamples(self.samples)
 
     def traced(self, recorder: Recorder) -> StepRunner:
-        """A runner that times every task."""
-        program = compile_program(self.program.plan, self.program.order, single_tiles=True)
+        """A runner that times every task; called on all ranks at once."""
+        program = self.trainer.planned.single_tiles(self.model, self.whole)
         runner = self.runner
         return StepRunner(program, self.model, runner.comm, runner.shards, runner.dtype_of, recorder, runner.gradients)
 
@@ -79,14 +87,14 @@ class BatchSizes:
     """The programs, by the shapes of their inputs. ``gradients``: shared by all of them. ``take_over``: the first one uses the model's own
     constants, and those that this rank does not read are freed."""
 
-    def __init__(self, trainer: Trainer, topology: Topology, take_over: bool = False) -> None:
-        self.trainer, self._topology, self._take_over = trainer, topology, take_over
+    def __init__(self, trainer: Trainer, handed: Handed, take_over: bool = False) -> None:
+        self.trainer, self._take_over = trainer, take_over
         model = trainer.model
         self.divided = divided_inputs(model.graph)
         self.read_whole = looked_up_in(model.graph, trainer.plan) if trainer.lazy_sparse else frozenset()
         self._own: Shapes = tuple(model.graph.tensors[name].shape for name in model.input_names)
         self._models: dict[Shapes, TracedModel] = {self._own: model}
-        first = self._sized(model, trainer.program, trainer.shards, None)
+        first = self._sized(model, handed, trainer.shards, None)
         self._sizes = {self._own: first}
         self.gradients = first.runner.gradients
 
@@ -127,20 +135,20 @@ class BatchSizes:
 
     def _compile(self, model: TracedModel) -> SizedProgram:
         comm = self.trainer.comm
-        program = resized_program(self.trainer.program, model.graph, self._topology)
-        text = repr((model.graph.hash, program.order, program.plan.messages, program.plan.exchanges, program.plan.syncs))
-        if len(set(comm.gather(hashlib.sha256(text.encode()).hexdigest()))) > 1:
+        if len(set(comm.gather(model.graph.hash))) > 1:
             raise RuntimeFailure("ranks were given batches of different sizes: every rank gets the whole global batch")
-        comm.open_groups(program.device_groups())
-        shards = ShardStore(program.plan, self.trainer.rank)
+        handed = self.trainer.planned.resized(model, self._sizes[self._own].whole)
+        comm.open_numbered(handed.groups, handed.group_count)
+        shards = ShardStore(handed.program.plan, self.trainer.rank)
         shards.share_with(self.trainer.shards)
-        return self._sized(model, program, shards, self.gradients)
+        return self._sized(model, handed, shards, self.gradients)
 
-    def _sized(self, model: TracedModel, program: Program, shards: ShardStore, gradients: Gradients | None) -> SizedProgram:
-        trainer = self.trainer
+    def _sized(self, model: TracedModel, handed: Handed, shards: ShardStore, gradients: Gradients | None) -> SizedProgram:
+        trainer, program = self.trainer, handed.program
         dtype_of = partial(run_dtype, model.graph, dtype=trainer.dtype)
         runner = StepRunner(program, model, trainer.comm, shards, dtype_of, None, gradients, trainer.compiled, trainer.compressing)
-        return SizedProgram(trainer, model, program, runner, self._constants(model, program.plan), model.unread(program.plan.tiles))
+        constants = self._constants(model, program.plan)
+        return SizedProgram(trainer, model, program, runner, constants, handed.unread, handed.whole)
 
     def _constants(self, model: TracedModel, plan: Plan) -> dict[str, torch.Tensor]:
         """The constants that this rank reads, in full, on its device. Where nobody else uses the model they are its own."""

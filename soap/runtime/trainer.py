@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Unpack
 
 import torch
 
-from soap.cluster.presets import local_topology
-from soap.cluster.topology import DeviceKind, Topology
+from soap.cluster.topology import Topology
 from soap.errors import RuntimeFailure, SoapWarning
 from soap.model.dtypes import has_complex, is_complex, name_of, replaced
 from soap.model.regions import volume
@@ -28,8 +27,8 @@ from soap.runtime.comm.world import close_world, open_world
 from soap.runtime.evaluation import mean_loss, require_evaluable
 from soap.runtime.inputs import Batch, BySamples, compare_ranks, compare_samples
 from soap.runtime.part_batch import Given
+from soap.runtime.planned import Asked, Planned
 from soap.runtime.program.fused_tiles import missing_compiler
-from soap.runtime.program.program import compile_program
 from soap.runtime.run_types import run_dtype
 from soap.runtime.sizes import BatchSizes
 from soap.runtime.step.micro_batch import MicroBatch
@@ -44,8 +43,7 @@ from soap.runtime.updates.momentum import DecayMomentum, require_correctable, wr
 from soap.runtime.updates.offloading import Offloading, require_offloadable
 from soap.runtime.updates.parts import joined_names, other_options, parts_of, require_possible, trainable_shapes
 from soap.runtime.updates.schedules import Schedule
-from soap.runtime.updates.trial import try_optimizer
-from soap.simulator.lowering import build_plan
+from soap.runtime.updates.trial import Tried, try_optimizer
 from soap.simulator.memory.peaks import memory_use
 from soap.strategy.config import Strategy
 from soap.tracing.model import TileContext, TracedModel
@@ -63,6 +61,7 @@ class Trainer:
     ``plan``: a plan, or (strategy, topology). ``order``: all tiles in the order in which they start, from the simulator; None for the
     graph's order. Without a backward order, the backward pass runs in reverse. ``options``: see ``TrainingOptions``; its fields may also be
     given by name, and these win. Copies of a parameter start equal to the first device's copy, buffers equal to rank 0's.
+    Rank 0 makes the plan; ``Trainer.plan`` and ``program`` are the rank's own part of it (``plan.own_part``).
 
     RuntimeFailure in one line if the model, plan and options do not fit together. Use it as a context manager, or call ``close``, to leave
     the process group that it has opened.
@@ -78,34 +77,41 @@ class Trainer:
     ) -> None:
         options = options.with_changes(**named)
         _refuse_impossible(model, options)
-        plan, topology, device_kind = _plan_of(model, plan, options)
+        asked = Asked.of(model, plan, order, options.device_kind)
         self.model, self.seed, self.dtype = model, options.seed, options.dtype
         self.accumulate, self.clip_norm, self.compressing = options.accumulate, options.clip_norm, options.compressing
         self.compiled, self.lazy_sparse = options.compiled, options.lazy_sparse
         self.recipe = options.recipe
         self.gradient_norm: float | None = None
         self.steps = self.input_bytes = 0  # bytes of all batches that this rank was given
-        self.program = compile_program(plan, order)
-        self.plan = plan = self.program.plan
-        if self.clip_norm is not None and compressed_names(plan):
-            require_clippable(plan, self.clip_norm)
-            self.compressing = replace(self.compressing, clip_norm=self.clip_norm)
-        self.world = open_world(plan.device_count, device_kind, options.backend, options.timeout_s)
+        self.world = open_world(asked.topology.device_count, asked.kind, options.backend, options.timeout_s)
         self.rank, self.device = self.world.rank, self.world.device
-        self.comm = Communicator(self.device, self.program.device_groups(), self.world.timeout)
-        self._check_agreement()
-        self.layout = self.recipe.layout(trainable_shapes(plan))
-        tried = try_optimizer(self.layout, trainable_shapes(plan), self.device)
-        require_possible(plan, tried, self.lazy_sparse)
-        require_offloadable(plan, tried, lazy_sparse=self.lazy_sparse)
-        if self.device.type == "cpu" and self.rank < plan.device_count:  # others are idle
-            most = memory_use(plan, tried.states)[self.rank].total
-            keep_if_there_is_room(most, topology.memory_limits[self.rank])
-        self._place_values(joined_names(plan, tried), options.take_over)
+        self.comm = Communicator(self.device, (), self.world.timeout)
+        self._check_agreement(asked.digest)
+        shapes = trainable_shapes(model.graph)
+        self.layout = self.recipe.layout(shapes)
+        tried = try_optimizer(self.layout, shapes, self.device)
+        self.planned = Planned(self.comm, asked)
+        handed = self.planned.first(partial(self._predicted, tried))
+        self.comm.open_numbered(handed.groups, handed.group_count)
+        self.program, self.plan = handed.program, handed.program.plan
+        if self.clip_norm is not None and compressed_names(self.plan):
+            self.compressing = replace(self.compressing, clip_norm=self.clip_norm)
+        if handed.most_bytes is not None:
+            keep_if_there_is_room(handed.most_bytes, asked.topology.memory_limits[self.rank])
+        self._place_values(joined_names(self.plan, tried), options.take_over)
         self._compared: set[str] = set()
-        self.sizes = BatchSizes(self, topology, options.take_over)
+        self.sizes = BatchSizes(self, handed, options.take_over)
         self._prepare_updates(tuple(tried.scopes))
         self._refresh_copies()
+
+    def _predicted(self, tried: Tried, plan: Plan) -> list[int] | None:
+        """What devices hold at most, in bytes, if they are CPUs. RuntimeFailure if the options do not go with the whole plan."""
+        if self.clip_norm is not None and compressed_names(plan):
+            require_clippable(plan, self.clip_norm)
+        require_possible(plan, tried, self.lazy_sparse)
+        require_offloadable(plan, tried, lazy_sparse=self.lazy_sparse)
+        return [use.total for use in memory_use(plan, tried.states)] if self.device.type == "cpu" else None
 
     def _place_values(self, joined: Sequence[str], take_over: bool) -> None:
         """Load this rank's parts of parameters and its copy of the buffers; make them equal on all ranks that have them."""
@@ -126,7 +132,7 @@ class Trainer:
         self.parts = self._offloading.parts
         compressed = compressed_names(plan)
         self.optimizer = self.layout.optimizer({name: [p.tensor for p in self.parts.values() if p.parameter == name] for name in trained})
-        line = other_options(self.layout, trainable_shapes(plan), self.parts, self.optimizer)
+        line = other_options(self.layout, trainable_shapes(plan.graph), self.parts, self.optimizer)
         if compressed and self.compressing.momentum is not None:
             require_correctable(plan)
             line = line or wrong_momentum(plan, self.compressing.momentum, self.optimizer, self.parts.values())
@@ -147,7 +153,7 @@ class Trainer:
         """Input -> the samples that this rank reads of a batch of ``size``, None: as many as the model was traced with; see ``PartBatch``.
         Called on all ranks at once when a size first occurs. With ``lazy_sparse`` every rank reads all samples of inputs that name rows of
         tables, unless these come by rows."""
-        return self.sizes.of_samples(size).samples[self.rank]
+        return self.sizes.of_samples(size).samples
 
     def step(self, *inputs: Given) -> float:
         """One training iteration on a global batch, which every rank is given in full, or as a ``PartBatch``: the samples that it reads.
@@ -162,7 +168,7 @@ class Trainer:
     def trace(self, *inputs: Given) -> list[Event]:
         """One training iteration in which every task of the last micro-batch is timed on its own. Returns all ranks' events, on all ranks.
 
-        Slower than ``step``: every tile is a segment of its own.
+        Slower than ``step``: every tile is a segment of its own. Rank 0 orders them, each time.
         """
         recorder = Recorder(self.comm)
         self._iterate(inputs, recorder)
@@ -198,7 +204,7 @@ class Trainer:
         if purpose not in self._compared:
             compare_ranks(self.comm, parts, lambda: self.sizes.check(parts))
             if any(part.size is not None for part in parts):
-                compare_samples(self.comm, parts, [self.sizes.of(part.shapes).samples for part in parts])
+                compare_samples(self.comm, parts, [self.sizes.of(part.shapes).samples_by_rank() for part in parts])
             self._compared.add(purpose)
         self.sizes.check(parts)
         self.input_bytes += sum(tensor.nbytes for part in parts for tensor in part.tensors)
@@ -346,13 +352,11 @@ class Trainer:
         if name in self.first_buffers:
             self.first_buffers[name].copy_(value)
 
-    def _check_agreement(self) -> None:
-        """RuntimeFailure unless all ranks have the same program and options: otherwise they would wait for each other forever, or add up
-        what does not belong together."""
-        moved = (self.plan.messages, self.plan.exchanges, self.plan.syncs)
-        text = repr((self.plan.graph.hash, self.program.order, moved))
+    def _check_agreement(self, asked: str) -> None:
+        """RuntimeFailure unless all ranks were asked to run the same with the same options: otherwise they would wait for each other
+        forever, or add up what does not belong together. ``asked``: ``Asked.digest``."""
         own = {name: str(getattr(self, name)) for name in AGREED}
-        digests = self.comm.gather((hashlib.sha256(text.encode()).hexdigest(), own))
+        digests = self.comm.gather((asked, own))
         for rank, (digest, options) in enumerate(digests):
             if digest != digests[0][0]:
                 raise RuntimeFailure(f"rank {rank} has another model, strategy or order than rank 0; expected the same on all ranks")
@@ -374,7 +378,6 @@ class Trainer:
         return run_dtype(self.plan.graph, name, self.dtype)
 
 
-
 def _refuse_impossible(model: TracedModel, options: TrainingOptions) -> None:
     """RuntimeFailure if the options do not work with this model or on this machine."""
     if options.compiled and (missing := missing_compiler()):
@@ -382,18 +385,3 @@ def _refuse_impossible(model: TracedModel, options: TrainingOptions) -> None:
     dtype = options.dtype
     if dtype is not None and not has_complex(dtype) and any(is_complex(t.dtype) for t in model.graph.tensors.values()):
         raise RuntimeFailure(f"dtype {name_of(dtype)}: the model has complex tensors, for which torch has float32 and float64 alone")
-
-
-def _plan_of(
-    model: TracedModel, plan: Plan | tuple[Strategy, Topology], options: TrainingOptions
-) -> tuple[Plan, Topology, DeviceKind]:
-    """The plan, its topology and its kind of devices. RuntimeFailure if the plan is for another model."""
-    device_kind, topology = options.device_kind, None
-    if not isinstance(plan, Plan):
-        strategy, topology = plan
-        device_kind = device_kind or topology.devices[0].type.kind
-        plan = build_plan(model.graph, strategy, topology)
-    if plan.graph.hash != model.graph.hash:
-        ours, theirs = f"{model.graph.name!r} ({model.graph.hash})", f"{plan.graph.name!r} ({plan.graph.hash})"
-        raise RuntimeFailure(f"plan is for model {theirs}, not {ours}; build it for this model")
-    return plan, topology or local_topology(plan.device_count), device_kind or "cpu"

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -67,6 +68,48 @@ def exchange(dtype: torch.dtype) -> list[float]:
 def test_messages_arrive(pool: Pool, dtype: torch.dtype) -> None:
     kept = (lambda rank: float(bool(rank))) if dtype is torch.bool else float
     assert pool.run(exchange, dtype) == [[1, kept(2), 2, 2], [1, kept(0), 1, 2], [1, kept(1), 2, 2]]
+
+
+def overlapping() -> list[list[float]]:
+    """Sums over pairs that overlap, of which each rank makes its own alone; twice, since names must not be used again."""
+    world, sums = open_world(3), []
+    for _ in range(2):
+        comm = Communicator(world.device, [(1, 2), (0, 2), (0, 1)], world.timeout)
+        own = [devices for devices in comm.groups if len(devices) == 2]
+        assert own == [devices for devices in ((0, 1), (0, 2), (1, 2)) if world.rank in devices]
+        totals = [torch.tensor(float(world.rank)) for _ in own]
+        sums.append([float(comm.all_reduce(total, devices).wait()) for total, devices in zip(totals, own, strict=True)])
+        comm.close()
+    assert sums[0] == sums[1]
+    return sums[0]
+
+
+def test_groups_overlap_and_are_made_by_their_members(pool: Pool) -> None:
+    assert pool.run(overlapping) == [[1.0, 2.0], [1.0, 3.0], [2.0, 3.0]]
+
+
+def handed(fails: bool) -> str:
+    world = open_world(3)
+    comm = Communicator(world.device, [], world.timeout)
+
+    def make() -> Iterator[bytes]:
+        assert world.rank == 0
+        for rank in range(3):
+            if fails and rank == 1:
+                raise RuntimeFailure("no such plan")
+            yield bytes([rank])
+
+    try:
+        return comm.hand_out(make).hex()
+    except RuntimeFailure as error:
+        return str(error)
+    finally:
+        comm.close()
+
+
+def test_rank_0_hands_out_or_fails_for_all(pool: Pool) -> None:
+    assert pool.run(handed, False) == ["00", "01", "02"]
+    assert pool.run(handed, True) == ["no such plan"] * 3
 
 
 def collectives(dtype: torch.dtype) -> list[list[float]]:

@@ -32,7 +32,7 @@ class Arrivals:
         """Start receiving a message."""
         message = self._plan.messages[number]
         places = [self._place(part) for part in message.parts]
-        pending = self._state.receive(places, message.source, number, message_name(self._plan, message))
+        pending = self._state.receive(places, message.source, self._state.program.tags[number], message_name(self._plan, message))
         self._note(message.parts, pending)
 
     def exchange(self, number: int, held: Held) -> None:

@@ -10,7 +10,7 @@ all-gather needs equal sizes and runs its steps one after the other. Sums add in
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
@@ -21,6 +21,8 @@ import torch.distributed as dist
 
 from soap.model.regions import Box, lengths, relative
 from soap.runtime.comm.failures import tell_before_leaving
+from soap.runtime.comm.handing_out import hand_out
+from soap.runtime.comm.new_groups import Groups, make_groups
 from soap.runtime.comm.packing import pack, plain
 from soap.runtime.comm.position import HERE
 from soap.runtime.comm.traffic import Traffic
@@ -111,7 +113,7 @@ class Communicator:
         self.messages_apart = not self._nccl  # NCCL has one queue for both, whose order must be the same on all ranks
         self._staged = device.type != "cpu" and not self._nccl
         self._timeout = timeout
-        self.groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(self.world_size)): None}
+        self.groups: Groups = {tuple(range(self.world_size)): None}
         self.open_groups(groups)
         self._sends: deque[Pending] = deque()
         self._left: list[Pending] = []
@@ -120,8 +122,12 @@ class Communicator:
 
     def open_groups(self, groups: Iterable[Sequence[int]]) -> None:
         """Make the groups that do not exist yet; called on all ranks at once, with the same groups."""
-        for devices in sorted({tuple(group) for group in groups} - self.groups.keys()):
-            self.groups[devices] = dist.new_group(list(devices), timeout=self._timeout)
+        every = sorted({tuple(group) for group in groups})
+        self.open_numbered(dict(enumerate(every)), len(every))
+
+    def open_numbered(self, groups: Mapping[int, tuple[int, ...]], count: int) -> None:
+        """The same, by numbers below ``count``: a rank needs to name those groups alone that it is in (``new_groups.needed_by``)."""
+        make_groups(self.groups, groups, count, self._timeout)
         calm_gloo()
 
     def send(self, tensor: torch.Tensor, target: int, tag: int) -> Pending:
@@ -313,6 +319,10 @@ class Communicator:
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value)
         return values
+
+    def hand_out(self, make: Callable[[], Iterable[bytes]]) -> bytes:
+        """What rank 0's ``make`` has for this rank; called on all ranks at once."""
+        return hand_out(self.rank, self.world_size, make)
 
     def to_wire(self, tensor: torch.Tensor) -> torch.Tensor:
         """What to send for a contiguous tensor: itself, or a finished copy in host memory."""

@@ -49,7 +49,6 @@ class Program:
     """A plan with the order of all actions. Positions in its tuples are the subjects of actions."""
 
     plan: Plan
-    index: PlanIndex
     activity: Activity
     order: ExecutionOrder
     segments: tuple[Segment, ...]
@@ -67,8 +66,10 @@ class Program:
     """Tiles of offloading operators -> the tile with which what they keep comes back (``offloading.come_back_with``)."""
     idle_shards: tuple[int, ...]
     """Shards whose gradient is zero."""
-    losses: dict[int, int]
+    losses: Mapping[int, int]
     """Device -> the holding in which it has the loss (replica 0); devices without the loss are missing."""
+    loss_count: int
+    """How many devices have the loss."""
     seeds: Mapping[str, float]
     """Tensor -> the loss's gradient by it; the backward pass begins at these tensors."""
     number_sums: NumberSums
@@ -81,6 +82,23 @@ class Program:
     """Actions after the optimizer's update, and after values were loaded."""
     interleaved: tuple[Action, ...] = ()
     """With micro-batches, what a step runs: the actions of both passes together, in the order of ``Plan.order``. Else empty."""
+
+    @cached_property
+    def index(self) -> PlanIndex:
+        """Look-up tables of the plan."""
+        return PlanIndex(self.plan)
+
+    @cached_property
+    def tags(self) -> tuple[int, ...]:
+        """By message, the tag under which it travels; its gradients have the next one. Messages between two devices are told apart by their
+        number among these, which both ends know."""
+        counts: dict[tuple[int, int], int] = {}
+        found = []
+        for message in self.plan.messages:
+            ends = message.source, message.target
+            found.append(2 * counts.get(ends, 0))
+            counts[ends] = counts.get(ends, 0) + 1
+        return tuple(found)
 
     @cached_property
     def looking_up(self) -> frozenset[int]:
@@ -146,7 +164,6 @@ def compile_program(
         together = (*before_forward(plan), *set_apart(plan, epilogue, both).before, *summing, *end)
     return Program(
         plan,
-        index,
         activity,
         order,
         segments,
@@ -158,6 +175,7 @@ def compile_program(
         come_back_with(plan, activity.tiles),
         idle_shards(plan),
         losses,
+        len(losses),
         epilogue.seeds,
         number_sums,
         known,

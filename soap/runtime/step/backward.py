@@ -96,7 +96,7 @@ class BackwardPass:
         """Send the gradients of a message back to its source, or receive them there."""
         message = self.plan.messages[number]
         parts = self._active(message.parts)
-        tag, name = len(self.plan.messages) + number, message_name(self.plan, message, gradient=True)
+        tag, name = self.program.tags[number] + 1, message_name(self.plan, message, gradient=True)
         if message.target == self.state.rank:
             sending = sending_pass(self.plan, message, gradient=True)
             self.state.send([self._part_gradient(part) for part in parts], message.source, tag, name, sending)

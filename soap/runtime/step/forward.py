@@ -178,7 +178,7 @@ class ForwardPass:
         values = [cut(self._held(holding), self.plan.holdings[holding].box, box) for _, _, box, holding in parts]
         answered = any(fetch in self.program.activity.fetches for fetch, _ in message.parts)
         sending = None if answered else sending_pass(self.plan, message, gradient=False)
-        pending = self.state.send(values, message.target, number, message_name(self.plan, message), sending)
+        pending = self.state.send(values, message.target, self.program.tags[number], message_name(self.plan, message), sending)
         if answered:
             self.state.sent[number] = pending
         self._leave_holdings({holding for *_, holding in parts})
@@ -257,7 +257,7 @@ class ForwardPass:
             loss = (self._numbers[own] if reduction is None else self._reducing[reduction].wait()).reshape(())
         else:
             loss = torch.zeros((), dtype=self.state.dtype_of(self.state.graph.loss), device=comm.device)
-        if len(self.program.losses) == comm.world_size:
+        if self.program.loss_count == comm.world_size:
             self._loss = lambda: float(loss)
             return
         self._broadcast_loss(loss.clone(), self.plan.holdings[holding].device)

@@ -13,6 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from soap.errors import RuntimeFailure
+from soap.model.graph import OperatorGraph
 from soap.model.regions import Box, whole
 from soap.plan.plan import Plan, Shard
 from soap.runtime.comm.redistribute import cut
@@ -39,9 +40,9 @@ class Part:
         return self.box == whole(self.shape)
 
 
-def trainable_shapes(plan: Plan) -> dict[str, tuple[int, ...]]:
+def trainable_shapes(graph: OperatorGraph) -> dict[str, tuple[int, ...]]:
     """Trainable parameter -> its whole shape, in the graph's order."""
-    return {tensor.name: tensor.shape for tensor in plan.graph.parameters if tensor.requires_grad}
+    return {tensor.name: tensor.shape for tensor in graph.parameters if tensor.requires_grad}
 
 
 def require_possible(plan: Plan, tried: Tried, lazy_sparse: bool) -> None:

@@ -1,0 +1,130 @@
+"""Each rank's part of a program: its own actions on its own part of the plan. Pure data, no torch.
+
+*Invariant*: a rank that executes its part does what it would do in the whole program, in the same order and under the same names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from soap.plan.own_part import Places, PlanParts, by_device
+from soap.plan.plan import Plan
+from soap.plan.running.activity import Activity
+from soap.plan.running.execution_order import ExecutionOrder
+from soap.plan.running.segments import Segment
+from soap.runtime.program.actions import Action, ActionKind
+from soap.runtime.program.program import Program
+
+Numbers = Mapping[int, int]
+"""Positions in the whole -> positions in a part."""
+
+
+class RankPrograms:
+    """Cuts ranks' parts out of a program, each in time in proportion to the part."""
+
+    def __init__(self, program: Program) -> None:
+        self._program, self._parts = program, PlanParts(program.plan)
+        lists = (program.forward, program.backward, program.after_update, program.interleaved)
+        self._actions = [_Actions(own) for own in lists]
+        self._segments = by_device((segment.device,) for segment in program.segments)
+        self._sums = by_device(program.plan.reductions[own[0]].devices for own in program.number_sums)
+        tiles = program.plan.tiles
+        self._forward = _OfDevice(program.order.forward, [tiles[tile].device for tile in program.order.forward])
+        self._backward = _OfDevice(program.order.backward, [tiles[tile].device for tile in program.order.backward])
+
+    def of(self, rank: int) -> Program:
+        """The part of a rank; of one without a device, what all ranks do."""
+        whole, told = self._program, min(self._program.losses.values())
+        plan, places = self._parts.of(rank, (told,))
+        tiles, holdings = places.tiles, places.holdings
+        segments = {number: place for place, number in enumerate(self._segments.get(rank, ()))}
+        sums = {number: place for place, number in enumerate(self._sums.get(rank, ()))}
+        subjects = _subjects(places, segments, sums)
+        forward, backward, after_update, interleaved = (
+            [_moved(own, subjects, rank) for own in actions.of(rank)] for actions in self._actions
+        )
+        return replace(
+            whole,
+            plan=plan,
+            activity=_activity(whole.activity, places),
+            order=ExecutionOrder(_placed(self._forward.of(rank), tiles), _placed(self._backward.of(rank), tiles)),
+            segments=tuple([_segment(whole.segments[number], tiles) for number in segments]),
+            segment_of={tiles[tile]: segments[number] for number in segments for tile in whole.segments[number].tiles},
+            kept=_known(whole.kept, holdings),
+            answered=_known(whole.answered, holdings),
+            recomputed=_known(whole.recomputed, tiles),
+            dropped=_known(whole.dropped, holdings),
+            come_back_with=_own_tiles(whole.come_back_with, plan, places, rank),
+            losses={rank: holdings[whole.losses[rank]]} if rank in whole.losses else {},
+            number_sums=tuple([tuple([places.reductions[i] for i in whole.number_sums[number]]) for number in sums]),
+            forward=tuple(forward),
+            backward=tuple(backward),
+            after_update=tuple(after_update),
+            interleaved=tuple(interleaved),
+        )
+
+
+class _OfDevice:
+    """Items of a list by their device, in order."""
+
+    def __init__(self, items: Sequence[int], devices: Sequence[int]) -> None:
+        self._items, self._places = items, by_device((device,) for device in devices)
+
+    def of(self, device: int) -> list[int]:
+        return [self._items[place] for place in self._places.get(device, ())]
+
+
+class _Actions:
+    """A list of actions by rank."""
+
+    def __init__(self, actions: Sequence[Action]) -> None:
+        self._actions = actions
+        self._everyone = [place for place, action in enumerate(actions) if action.devices is None]
+        self._places = by_device(action.devices or () for action in actions)
+
+    def of(self, rank: int) -> list[Action]:
+        return [self._actions[place] for place in sorted((*self._places.get(rank, ()), *self._everyone))]
+
+
+def _subjects(places: Places, segments: Numbers, sums: Numbers) -> dict[ActionKind, Numbers]:
+    """Kind of action -> where its subjects are; the others' subjects are synchronizations, which keep their numbers."""
+    kind = ActionKind
+    return {
+        kind.TILE: places.tiles,
+        kind.LOSS: places.holdings,
+        kind.REDUCE_NUMBERS: sums,
+        **dict.fromkeys((kind.TRANSFER, kind.RETURN), places.messages),
+        **dict.fromkeys((kind.EXCHANGE, kind.RETURN_EXCHANGE), places.exchanges),
+        **dict.fromkeys((kind.REDUCE, kind.REDUCE_GRADIENT), places.reductions),
+        **dict.fromkeys((kind.SEGMENT, kind.WEIGHTS, kind.RECOMPUTE), segments),
+    }
+
+
+def _moved(action: Action, subjects: Mapping[ActionKind, Numbers], rank: int) -> Action:
+    subject = subjects[action.kind][action.subject] if action.kind in subjects else action.subject
+    return Action(action.kind, subject, None if action.devices is None else (rank,))
+
+
+def _segment(segment: Segment, tiles: Numbers) -> Segment:
+    return replace(segment, tiles=_placed(segment.tiles, tiles))
+
+
+def _activity(whole: Activity, places: Places) -> Activity:
+    found = ((whole.tiles, places.tiles), (whole.fetches, places.fetches), (whole.holdings, places.holdings))
+    tiles, fetches, holdings = (set(_known(own, numbers)) for own, numbers in found)
+    return Activity(tiles, fetches, holdings, set(_known(whole.reductions, places.reductions)), set(_known(whole.seeds, places.tiles)))
+
+
+def _own_tiles(found: Numbers, plan: Plan, places: Places, rank: int) -> dict[int, int]:
+    """Those of a mapping from tiles to tiles that are the rank's own."""
+    own = ((tile, place) for tile, place in places.tiles.items() if tile in found and plan.tiles[place].device == rank)
+    return {place: places.tiles[found[tile]] for tile, place in own}
+
+
+def _placed(positions: Iterable[int], numbers: Numbers) -> tuple[int, ...]:
+    return tuple([numbers[position] for position in positions])
+
+
+def _known(positions: Collection[int], numbers: Numbers) -> frozenset[int]:
+    return frozenset([place for position, place in numbers.items() if position in positions])
