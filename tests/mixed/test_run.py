@@ -15,7 +15,7 @@ from soap.elastic.clocks import waves_needed
 from soap.elastic.faults import ElasticError
 from soap.elastic.messages import Kind, Message
 from soap.elastic.worker import Source
-from soap.errors import RuntimeFailure
+from soap.errors import RuntimeFailure, StrategyError
 from soap.mixed.partitioning import Partitioner
 from soap.mixed.planned import strategy_of
 from soap.mixed.run.plan import WavePlan, wave_plan
@@ -250,3 +250,8 @@ def test_servers_keep_what_may_be_asked_for_and_say_what_they_do_not_know() -> N
     ):
         with pytest.raises(ElasticError, match=message):
             server.reply(question)
+
+
+def test_a_parameter_of_two_stages_is_refused() -> None:
+    with pytest.raises(StrategyError, match=r"parameter '.*' is read in stages 0 and 1 of a worker; expected one stage"):
+        plan_for("lstm_ptb:tiny", FOUR, 1, "bounded:0")

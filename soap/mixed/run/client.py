@@ -20,7 +20,7 @@ class Client:
     """Of one thread of one stage. All servers are asked before any answer is read. ``sent_bytes``, ``received_bytes``: of all frames."""
 
     def __init__(self, plan: WavePlan, worker: int, stage: int, addresses: Addresses, secret: bytes) -> None:
-        self._worker, self._connect = worker, lambda server: connect(*addresses[server], secret)
+        self._worker, self._addresses, self._secret = worker, addresses, secret
         self._connections: dict[int, Connection] = {}
         self._numbers = {server: plan.read_by(worker, stage, server) for server in range(len(plan.servers))}
         self._order = _places(plan, plan.workers[worker][stage].parameters, self._numbers)
@@ -94,7 +94,8 @@ class Client:
 
     def _peer(self, server: int) -> Connection:
         if server not in self._connections:
-            self._connections[server] = self._connect(server)
+            host, port = self._addresses[server]
+            self._connections[server] = connect(host, port, self._secret)
         return self._connections[server]
 
 

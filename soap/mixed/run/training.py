@@ -127,7 +127,7 @@ class _Rank:
         if work is not None:
             work.leave()
         dist.barrier()
-        found = [None] * dist.get_world_size()
+        found: list[Any] = [None] * dist.get_world_size()
         pushes = None if self._server is None else self._server.pushes
         dist.all_gather_object(found, (None if work is None else work.seen, pushes, self._own_values()))
         return self._outcome([own for own in found if own is not None]) if self._rank == 0 else None
