@@ -39,6 +39,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "soap.emulation": ("soap.emulation", "soap.runtime.system", "soap.cluster", *GROUND_FLOOR),
     "soap.elastic": ("soap.elastic", *RUNTIME),
     "soap.mixed": ("soap.mixed", "soap.elastic", "soap.search", "soap.simulator", *PLANNING),
+    "soap.mixed.run": ("soap.mixed", "soap.elastic", "soap.search", *RUNTIME),
     "soap.measure": ("soap.measure", "soap.emulation.reference_work", *RUNTIME),
     "soap.profiles": ("soap.profiles", "soap.measure", "soap.emulation.reference_work", "soap.simulator", *PLANNING),
     "soap.preprocessing": (

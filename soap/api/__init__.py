@@ -36,10 +36,13 @@ from soap.api.strategies import (
     with_recorded_rows,
 )
 from soap.api.what_if import sensitivity
+from soap.api.workers import ANY, WORKER_POLICIES, WorkersOutcome, find_workers, simulate_workers
 
 __all__ = [
+    "ANY",
     "LEAST_MEASURED",
     "MOST_SIMULATED",
+    "WORKER_POLICIES",
     "Cluster",
     "Fit",
     "Model",
@@ -49,6 +52,7 @@ __all__ = [
     "ServersOutcome",
     "Way",
     "WhatDecides",
+    "WorkersOutcome",
     "classical",
     "costs_for",
     "costs_record",
@@ -59,6 +63,7 @@ __all__ = [
     "export",
     "find",
     "find_servers",
+    "find_workers",
     "fits",
     "least_measured",
     "load",
@@ -74,6 +79,7 @@ __all__ = [
     "sensitivity",
     "simulate",
     "simulate_servers",
+    "simulate_workers",
     "simulated_name",
     "simulator_for",
     "steady",

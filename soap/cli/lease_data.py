@@ -93,8 +93,10 @@ def lease_data(
     batch: int,
     seed: int,
     dtype: str | None,
+    dims: Mapping[str, int] | None = None,
 ) -> tuple[PartsOfSteps | Chronological, int]:
-    """The data of ``--data``, and how many of its samples, as it counts them, a lease has. ``planned``: the model without values."""
+    """The data of ``--data``, and how many of its samples, as it counts them, a lease has. ``planned``: the model without values.
+    ``dims``: by input, the dimension that is divided among workers, if not those that exact plans divide."""
     kept = None if dtype is None else getattr(torch, dtype)
     folder = folder_of(data)
     if folder is not None:
@@ -102,7 +104,7 @@ def lease_data(
         if rows < step:
             raise UsageError(f"--data {data}: {rows} samples; expected at least {step}, a step of {workers} workers with {batch} each")
         return Chronological(folder, rows - rows % step, kept), batch
-    dims = sample_dims(planned.graph)
+    dims = sample_dims(planned.graph) if dims is None else dims
     cut = tuple(dims.get(name) for name in planned.input_names)
     make: Callable[[], Batches]
     if data is None:

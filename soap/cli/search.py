@@ -81,6 +81,8 @@ def execute(args: argparse.Namespace) -> int:
     clusters.check_different(args.cluster)
     if args.consistency:
         served_search.check_alone(args, make_parser())
+    elif args.workers is not None:
+        raise UsageError(f"--workers {args.workers} without --consistency, how far they may be apart; add --consistency bounded:D")
     if len(args.cluster) > 1:
         if args.spare_plans:
             raise UsageError("--spare-plans with several clusters; expected one, whose devices may be lost")

@@ -175,6 +175,14 @@ def add_servers(parser: Parser) -> None:
         "many machines are servers and how many workers, in how many partitions and along which axis tables are, for the most samples per "
         f"second in the steady state (--budget: plans to simulate, by default {api.MOST_SIMULATED})",
     )
+    parser.add_argument(
+        "--workers",
+        metavar="POLICY",
+        choices=(*api.WORKER_POLICIES, api.ANY),
+        help="with --consistency: search virtual workers instead, pipelines with minibatches of their own in flight, which share the "
+        "model's batch and wait for each other by the waves of these; who is a worker: "
+        f"{', '.join(api.WORKER_POLICIES)}, or {api.ANY}: the best of these and of the most promising other divisions of the devices",
+    )
 
 
 MAYBE = {"auto": None, "yes": True, "no": False}

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from soap import api
-from soap.cli import report, rows, stale_plan
+from soap.cli import report, rows, stale_plan, worker_plan
 from soap.cli.command import Parser, UsageError, note
 from soap.cli.figures import rate
+from soap.cli.options import reading
 from soap.cli.plain_text import listed
 from soap.cli.search_options import search_options
 from soap.cli.stopping import Stopping
@@ -38,6 +39,8 @@ def check_alone(args: argparse.Namespace, parser: Parser) -> None:
 def search(prog: str, args: argparse.Namespace, stopping: Stopping) -> int:
     """Search, save and report. Returns the exit code."""
     check_writable(args.output)
+    if args.workers is not None:
+        return _search_workers(args)
     topology = with_memory_budget(api.load_cluster(args.cluster[0]), args.memory_budget)
     graph = rows.load_graph(args, topology)
     options = search_options(args, Updating(tuple(args.optimizer or ("adam",))), graph)
@@ -63,6 +66,17 @@ def search(prog: str, args: argparse.Namespace, stopping: Stopping) -> int:
         return 0
     note(prog, f"interrupted after {found.simulated} plans: the best one so far is in {args.output}")
     return stopping.exit_code
+
+
+def _search_workers(args: argparse.Namespace) -> int:
+    """The same of virtual workers."""
+    topology = with_memory_budget(api.load_cluster(args.cluster[0]), args.memory_budget)
+    model = api.load(args.model, plan_only=True, **reading(args, topology))
+    found = api.find_workers(model, topology, args.consistency, args.workers, costs=args.costs)
+    found.save(args.output)
+    told = worker_plan.describe(found)
+    print(report.dump({**told, "strategy": args.output}) if args.json else f"{worker_plan.text(told)}\n\nwrote {args.output}")
+    return 0
 
 
 def document(found: api.ServersOutcome) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from soap import api
 from soap.api.fitting import MOST_WAYS
-from soap.cli import explanation, fits, iteration, layers_on_servers, report, rows, sensitivity, stale_plan
+from soap.cli import explanation, fits, iteration, layers_on_servers, report, rows, sensitivity, stale_plan, worker_plan
 from soap.cli.command import Parser, UsageError, run_command
 from soap.cli.options import (
     add_cluster,
@@ -22,6 +22,7 @@ from soap.cli.options import (
     add_outputs,
     add_rows,
     builtin,
+    reading,
     refuse_overwriting,
     share,
 )
@@ -100,6 +101,8 @@ def execute(args: argparse.Namespace) -> int:
     if placed is not None:
         strategy = named(args.builtin, graph, topology, placed.strategy)
     strategy = api.simulated_name(args.builtin, simulator) if strategy is None else strategy
+    if strategy.workers is not None:
+        return _report_workers(args, strategy, topology)
     if strategy.stale:
         return _report_stale(args, strategy, simulator)
     simulation = simulator.predict(strategy)
@@ -176,11 +179,7 @@ def _report_stale(args: argparse.Namespace, strategy: Strategy, simulator: Simul
     """Say what a stale strategy plans and how it trains, and write it. It has no iteration of the whole batch."""
     from soap.elastic.planned import plan_of  # torch
 
-    for option, asked in (("--timeline", args.timeline), ("--explain", args.explain), ("--sensitivity", args.sensitivity)):
-        if asked:
-            raise UsageError(
-                f"{option} with a stale strategy ({strategy.consistency}), which has no iteration of the whole batch; leave it out"
-            )
+    _refuse_of_steps(args, strategy)
     graph, topology = simulator.graph, simulator.topology
     found = api.steady(simulator, strategy)
     plan = {**stale_plan.describe(plan_of(strategy, graph), topology), "steady": stale_plan.steady(found, topology)}
@@ -188,6 +187,25 @@ def _report_stale(args: argparse.Namespace, strategy: Strategy, simulator: Simul
         api.save_strategy(args.output, strategy, graph, topology, {"samples_per_second": found.samples_per_second})
     print(report.dump({"model": graph.name, "cluster": topology.name, **plan}) if args.json else stale_plan.text(plan, topology))
     return 0
+
+
+def _report_workers(args: argparse.Namespace, strategy: Strategy, topology: Topology) -> int:
+    """Say how virtual workers train."""
+    _refuse_of_steps(args, strategy)
+    model = api.load(args.model, plan_only=True, **reading(args, topology))
+    found = api.simulate_workers(model, topology, strategy, costs=args.costs)
+    told = worker_plan.describe(found)
+    print(report.dump(told) if args.json else worker_plan.text(told))
+    return 0
+
+
+def _refuse_of_steps(args: argparse.Namespace, strategy: Strategy) -> None:
+    """UsageError in one line for options about one step of all."""
+    for option, asked in (("--timeline", args.timeline), ("--explain", args.explain), ("--sensitivity", args.sensitivity)):
+        if asked:
+            raise UsageError(
+                f"{option} with a stale strategy ({strategy.consistency}), which has no iteration of the whole batch; leave it out"
+            )
 
 
 def _record(simulation: Simulation | FoldedSimulation) -> dict[str, Any]:

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from soap import api
+from soap.cli import worker_run
 from soap.cli.command import Parser, UsageError, note
 from soap.cli.figures import rate
 from soap.cli.options import reading
 from soap.cli.plain_text import listed
 from soap.cli.preprocessed import folder_of, sized
+from soap.cli.stale_folders import check_folders
 from soap.cli.stale_plan import describe, head
 from soap.cli.updating import Updating
 from soap.cluster.topology import Topology
@@ -75,6 +77,8 @@ def is_asked(args: argparse.Namespace) -> bool:
 
 def execute(args: argparse.Namespace, topology: Topology, prog: str) -> int:
     """Train, report."""
+    if _has_workers(args):
+        return _run_workers(args, topology)
     _refuse(args)
     args.model = sized(args.model, folder_of(args.data))
     read = reading(args, topology)
@@ -106,6 +110,16 @@ def execute(args: argparse.Namespace, topology: Topology, prog: str) -> int:
     with _folder(args) as folder:
         keeping = _keeping(args, folder, optimizer, plan)
         return _train(args, topology, plan, source, data, keeping, options, resumed_at, prog)
+
+
+def _has_workers(args: argparse.Namespace) -> bool:
+    return api.load_strategy_contents(args.strategy).options.get("workers") is not None
+
+
+def _run_workers(args: argparse.Namespace, topology: Topology) -> int:
+    read = reading(args, topology)
+    planned = api.load(args.model, plan_only=True, **read)
+    return worker_run.execute(args, topology, planned, api.load_strategy(args.strategy, planned, topology), read)
 
 
 def _train(
@@ -232,13 +246,7 @@ def _refuse(args: argparse.Namespace) -> None:
         raise UsageError(f"{'--accumulate' if args.accumulate > 1 else '--warm-up'} is for plans that ranks run; leave it out")
     if args.device == "cuda" or args.backend == "nccl":
         raise UsageError("servers and workers compute on processors; expected --device cpu")
-    if args.save is not None and args.resume is not None and Path(args.save).resolve() != Path(args.resume).resolve():
-        raise UsageError("--save beside --resume; expected --resume alone: servers go on in their own folder")
-    if args.save_every is not None and args.save is None and args.resume is None:
-        raise UsageError("--save-every without --save; add --save DIR")
-    place = Path(args.save) if args.save is not None and args.resume is None else None
-    if place is not None and place.exists() and (not place.is_dir() or any(place.iterdir())):
-        raise UsageError(f"--save {args.save}: something is there; expected an empty folder, or --resume {args.save} to go on from it")
+    check_folders(args)
 
 
 def _optimizer(args: argparse.Namespace, graph: Any) -> Any:

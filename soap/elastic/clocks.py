@@ -40,19 +40,21 @@ class _Progress:
 class Clocks:
     """``bound``: D, in waves; None for asynchronous training. ``wave``: minibatches of a wave, which a worker has in flight at most.
 
+    ``finished``: minibatches that each of ``workers`` has finished before; servers have the whole waves of these.
+
     ``missing``: for each minibatch that was started, how many earlier ones of the slowest other worker were not there in whole waves, and
     so perhaps not in the values that it reads: number -> how often. It is at most ``most_missing``.
     """
 
-    def __init__(self, workers: Iterable[Hashable] = (), bound: int | None = SYNC, wave: int = 1) -> None:
+    def __init__(self, workers: Iterable[Hashable] = (), bound: int | None = SYNC, wave: int = 1, *, finished: int = 0) -> None:
         if (bound is not None and bound < 0) or wave < 1:
             raise ElasticError(f"a bound of {bound} and waves of {wave}; expected a bound from 0 on or none, and waves of at least 1")
         self.bound, self.wave = bound, wave
         self._active: dict[Hashable, _Progress] = {}
-        self._floor = 0
+        self._floor = finished // wave
         self.missing: Counter[int] = Counter()
         for worker in workers:
-            self.joined(worker)
+            self._active[worker] = _Progress(finished, finished, finished // wave)
 
     @property
     def most_missing(self) -> int | None:

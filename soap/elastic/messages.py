@@ -48,6 +48,10 @@ class Kind(IntEnum):
     TOO_OLD = 9  # version: the one that is there
     ERROR = 10  # one line of text
     SNAPSHOT = 11  # state of a partition, in a file
+    START = 12  # of a virtual worker (partition), how many minibatches it has finished (version): may it begin the next? -> STARTED
+    STARTED = 13  # version that its values are to have; lease: the least that anybody will ask for
+    PUSHED = 14  # servers have a stage's part of a virtual worker's wave (lease) -> STARTED
+    LEFT = 15  # a virtual worker (partition) has no more waves -> STARTED
 
 
 @dataclass(frozen=True, eq=False)

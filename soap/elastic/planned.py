@@ -24,8 +24,8 @@ def plan_of(strategy: Strategy, graph: OperatorGraph) -> ElasticPlan:
     """What the strategy plans for servers and workers. StrategyError in one line, naming the operator, if it is not of that form."""
     if strategy.workers is not None:
         raise StrategyError(
-            f"the strategy has {len(strategy.workers.groups)} virtual workers, which soap.mixed simulates but nothing runs yet; expected "
-            "none: workers without state compute their lease on one device"
+            f"the strategy has {len(strategy.workers.groups)} virtual workers; expected none: workers without state compute "
+            "their lease on one device"
         )
     tables = dict(configured(graph, strategy))
     if not tables:

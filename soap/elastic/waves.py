@@ -42,21 +42,27 @@ class Push(Generic[Values]):
 
 class WorkerWeights(Generic[Values]):
     """The values of one worker. ``wave``: minibatches of a wave. ``pulled``: what it last got from the servers, with the first ``version``
-    waves of all workers. A worker's own waves are counted from ``version`` at the beginning."""
+    waves of all workers. A worker's own waves are counted from ``version`` at the beginning. ``begun``: of the first of these, how many
+    minibatches are finished already, and the sum of their updates."""
 
-    def __init__(self, wave: int, pulled: Values, version: int = 0) -> None:
+    def __init__(self, wave: int, pulled: Values, version: int = 0, begun: tuple[int, Values] | None = None) -> None:
         if wave < 1 or version < 0:
             raise ElasticError(f"waves of {wave} minibatches behind version {version}; expected waves of at least 1, and 0 or more before")
         self._wave, self._pulled, self.version = wave, pulled, version
         self._first = version
-        self._finished = 0
-        self._own: dict[int, Values] = {}
+        self._finished = version * wave + (0 if begun is None else begun[0])
+        self._own: dict[int, Values] = {} if begun is None else {version: begun[1]}
         """Sums of its own updates that are in no pulled values, by wave."""
 
     @property
     def pushes(self) -> int:
         """How many waves were complete so far."""
-        return self._finished // self._wave
+        return self._finished // self._wave - self._first
+
+    @property
+    def finished_minibatches(self) -> int:
+        """How many are finished, those before the beginning included."""
+        return self._finished
 
     def values(self) -> Values:
         """What a minibatch begins with, and computes both its passes with, wherever it is: the values last pulled, and its own finished
@@ -65,7 +71,7 @@ class WorkerWeights(Generic[Values]):
 
     def finished(self, update: Values) -> Push[Values] | None:
         """The next minibatch is finished. Returns its wave if that is complete."""
-        number = self._first + self._finished // self._wave
+        number = self._finished // self._wave
         self._own[number] = self._own[number] + update if number in self._own else update
         self._finished += 1
         return None if self._finished % self._wave else Push(number, self._wave, self._own[number])
@@ -73,7 +79,7 @@ class WorkerWeights(Generic[Values]):
     def ended(self) -> Push[Values] | None:
         """There are no more minibatches. Returns the last wave if it is incomplete and has any."""
         left = self._finished % self._wave
-        number = self._first + self._finished // self._wave
+        number = self._finished // self._wave
         return Push(number, left, self._own[number]) if left else None
 
     def pull(self, values: Values, version: int) -> None:
@@ -86,10 +92,11 @@ class WorkerWeights(Generic[Values]):
 
 class GlobalWeights(Generic[Values]):
     """The servers' values (of one shard, or of all). ``version``: the values have so many waves of all workers, and nothing else.
-    ``pushes``: how many have counted."""
+    ``pushes``: how many have counted. Earlier versions stay until nobody asks for them any more (``forget``)."""
 
     def __init__(self, values: Values, workers: Iterable[int] = (), version: int = 0) -> None:
         self.values, self.version, self.pushes = values, version, 0
+        self._kept = {version: values}
         self._waiting: dict[int, dict[int, Values]] = {}
         """Waves that not all have pushed: wave -> worker -> update."""
         self._next: dict[int, int] = {}
@@ -105,6 +112,16 @@ class GlobalWeights(Generic[Values]):
             raise ElasticError(f"worker {worker} joins for the second time; expected another number than {sorted(self._next)}")
         self._active.add(worker)
         self._next[worker] = self.version
+
+    def at(self, version: int) -> Values:
+        """The values of a version that is there. ElasticError for any other."""
+        if version not in self._kept:
+            raise ElasticError(f"values of version {version}; expected one of {', '.join(map(str, self._kept))}: which are there")
+        return self._kept[version]
+
+    def forget(self, least: int) -> None:
+        """Nobody asks for versions below this one any more; the last one stays in any case."""
+        self._kept = {version: own for version, own in self._kept.items() if version >= min(least, self.version)}
 
     def left(self, worker: int) -> None:
         """A worker has no more waves: nobody waits for any."""
@@ -132,3 +149,4 @@ class GlobalWeights(Generic[Values]):
             own = self._waiting.pop(self.version)
             self.values = self.values + reduce(add, [own[worker] for worker in sorted(own)])
             self.version += 1
+            self._kept[self.version] = self.values

@@ -136,19 +136,43 @@ class Partitioner:
         found = partition(chain, groups.kinds, kept, any_order=True)
         if found is None:
             return None
-        ends = (*found.firsts[1:], chain.layer_count)
-        stages = []
-        for number, ((device,), kind, first, end) in enumerate(
-            zip(groups.in_order(found.kinds), found.kinds, found.firsts, ends, strict=True)
-        ):
-            span = slice(first, end)
-            needed = chain.kept_bytes[kind, span].sum() + kept[number] * chain.activation_bytes[kind, span].sum()
-            sent = (0, 0) if end == chain.layer_count else (int(costs.sent_bytes[0, end - 1]), int(costs.sent_bytes[1, end - 1]))
-            forward_ns = int(costs.forward_ns[kind, span].sum())
-            backward_ns = int((costs.backward_ns + costs.upkeep_ns)[kind, span].sum())
-            trained = int(costs.trained_bytes[kind, span].sum())
-            stages.append(Stage(device, costs.firsts[first], forward_ns, backward_ns, sent, trained, int(needed)))
-        return WorkerPlan(tuple(stages), in_flight, found.slowest_ns)
+        devices = [device for (device,) in groups.in_order(found.kinds)]
+        return WorkerPlan(_priced_stages(costs, chain, devices, found.kinds, found.firsts, kept), in_flight, found.slowest_ns)
+
+    def given(self, stages: Sequence[tuple[int, int]], in_flight: int) -> WorkerPlan:
+        """The stages that somebody else has chosen: (device, first operator) of each. They need not fit into memory. ElasticError in one
+        line if one begins where no stage may."""
+        groups = self._groups([device for device, _ in stages])
+        costs, kept = self._priced(groups), kept_minibatches(len(stages), in_flight)
+        for device, first in stages:
+            if first not in costs.firsts:
+                name = self.graph.operators[first].name
+                raise ElasticError(
+                    f"the stage on {self.topology.devices[device].name} begins with operator {name!r}; expected one "
+                    "with which a layer begins, where little is sent: search again"
+                )
+        chain, devices = _chain(costs, in_flight), [device for device, _ in stages]
+        kinds = tuple(groups.kinds[groups.devices.index((device,))] for device in devices)
+        firsts = tuple(costs.firsts.index(first) for _, first in stages)
+        made = _priced_stages(costs, chain, devices, kinds, firsts, kept)
+        messages = [int(chain.message_ns[kinds[s], kinds[s + 1], firsts[s + 1] - 1]) for s in range(len(stages) - 1)]
+        return WorkerPlan(made, in_flight, max([own.busy_ns for own in made] + messages))
+
+
+def _priced_stages(
+    costs: StageCosts, chain: Chain, devices: Sequence[int], kinds: Sequence[int], firsts: Sequence[int], kept: Sequence[int]
+) -> tuple[Stage, ...]:
+    """``firsts``: the first layer of each stage; ``kept``: of how many minibatches each keeps activations."""
+    ends, stages = (*firsts[1:], chain.layer_count), []
+    for number, (device, kind, first, end) in enumerate(zip(devices, kinds, firsts, ends, strict=True)):
+        span = slice(first, end)
+        needed = chain.kept_bytes[kind, span].sum() + kept[number] * chain.activation_bytes[kind, span].sum()
+        sent = (0, 0) if end == chain.layer_count else (int(costs.sent_bytes[0, end - 1]), int(costs.sent_bytes[1, end - 1]))
+        forward_ns = int(costs.forward_ns[kind, span].sum())
+        backward_ns = int((costs.backward_ns + costs.upkeep_ns)[kind, span].sum())
+        trained = int(costs.trained_bytes[kind, span].sum())
+        stages.append(Stage(device, costs.firsts[first], forward_ns, backward_ns, sent, trained, int(needed)))
+    return tuple(stages)
 
 
 def _chain(costs: StageCosts, in_flight: int) -> Chain:

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from soap.errors import StrategyError
 from soap.mixed.partitioning import WorkerPlan
-from soap.model.batch import sample_factor, samples_of
-from soap.model.graph import OperatorGraph
+from soap.model.batch import sample_dims, sample_factor, samples_of
+from soap.model.graph import OperatorGraph, TensorKind
 from soap.strategy.config import Strategy, settled
 from soap.strategy.grids import fill
 from soap.strategy.sync import fitted, parameter_server
@@ -47,6 +47,18 @@ def stages_of(strategy: Strategy, graph: OperatorGraph) -> tuple[Stages, ...]:
                 raise StrategyError(f"operator {op.name!r} is on device {device} again; expected a stage's operators in a row")
             stages.append((device, position))
     return tuple(tuple([(stages[0][0], 0), *stages[1:]]) for stages in found)
+
+
+def minibatch_dims(graph: OperatorGraph) -> dict[str, int]:
+    """By input, the dimension that is divided among workers. Labels of which each tile of an exact plan reads all, as their mean counts the
+    whole batch, are divided here too: a minibatch's loss is its own mean."""
+    found, samples = sample_dims(graph), samples_of(graph)
+    for op in graph.operators if samples else ():
+        for operand in op.inputs if sample_factor(op) is not None else ():
+            tensor = graph.tensors[operand.tensor]
+            if tensor.kind is TensorKind.INPUT and tensor.name not in found and samples in tensor.shape:
+                found[tensor.name] = tensor.shape.index(samples)
+    return found
 
 
 def minibatch_of(strategy: Strategy, graph: OperatorGraph) -> int:

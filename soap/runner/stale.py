@@ -5,9 +5,7 @@ The fully connected cluster of ``soap.elastic``, in the processes that are there
 
 from __future__ import annotations
 
-import os
 import secrets
-import socket
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -25,7 +23,7 @@ from soap.elastic.server_actor import Keeping, Server
 from soap.elastic.worker import InMemory, Source, Worker
 from soap.errors import RuntimeFailure
 from soap.runner.config import RunnerConfig
-from soap.runtime.comm.world import World
+from soap.runtime.comm.world import World, own_address
 from soap.strategy.consistency import parse
 from soap.tracing.execute import ExecutableModel
 
@@ -100,7 +98,7 @@ class StaleTraining:
         assert callable(config.optimizer)
         self._folder = TemporaryDirectory(prefix="soap-server-")
         source, keeping = _Given("", seed=config.seed, model=model), Keeping(self._folder.name, config.optimizer)
-        self._server = Server(world.rank, self._layout, source, keeping, self._secret, _own_address())
+        self._server = Server(world.rank, self._layout, source, keeping, self._secret, own_address())
         self._addresses: list[tuple[str, int]] = [("", 0)] * world.size
         dist.all_gather_object(self._addresses, self._server.address())
         self._worker = Worker(source, InMemory(()), self._layout, self._addresses.__getitem__, self._secret)
@@ -151,10 +149,3 @@ def _from_first(value: Any) -> Any:
     held = [value]
     dist.broadcast_object_list(held, 0)
     return held[0]
-
-
-def _own_address() -> str:
-    """The address by which this machine reaches the one where ranks meet."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))
-        return str(probe.getsockname()[0])

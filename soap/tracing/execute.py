@@ -122,21 +122,33 @@ class ExecutableModel:
 
     def reference_loss(self, inputs: Sequence[torch.Tensor], parameters: Mapping[str, torch.Tensor], context: TileContext) -> torch.Tensor:
         """See ``TracedModel.reference_loss``: plain calls on whole tensors, sharing nothing with the tiled execution but random numbers."""
+        (loss,) = self.whole_values(self.program, inputs, parameters, context, [self.program.loss])
+        return loss
+
+    def whole_values(
+        self,
+        program: Program,
+        inputs: Sequence[torch.Tensor],
+        parameters: Mapping[str, torch.Tensor],
+        context: TileContext,
+        wanted: Sequence[str],
+    ) -> list[torch.Tensor]:
+        """What a program, this model's or a part of it, computes with whole tensors: the values of these names."""
         given = (*inputs, *parameters.values())
         device = given[0].device if given else None
-        values: dict[str, torch.Tensor] = {name: constant.to(device) for name, constant in self.program.constants.items()}
-        values.update({value: context.buffers[name].clone() for value, name in self.program.state.items()})
-        values.update(zip(self.program.inputs, inputs, strict=True))
-        values.update({value: parameters[name] for value, name in self.program.parameters.items() if name in parameters})
-        last = {name: i for i, call in enumerate(self.program.calls) for name in call.operands}
-        for i, call in enumerate(self.program.calls):
+        values: dict[str, torch.Tensor] = {name: constant.to(device) for name, constant in program.constants.items()}
+        values.update({value: context.buffers[name].clone() for value, name in program.state.items()})
+        values.update(zip(program.inputs, inputs, strict=True))
+        values.update({value: parameters[name] for value, name in program.parameters.items() if name in parameters})
+        last = {name: i for i, call in enumerate(program.calls) for name in call.operands}
+        for i, call in enumerate(program.calls):
             result = self._whole(call, values, context, device)
             results = list(result) if isinstance(result, (tuple, list)) else [result]
             values.update(zip(call.outputs, results, strict=False))
             for name in call.operands:
-                if last[name] == i and name != self.program.loss:
+                if last[name] == i and name not in wanted:
                     values.pop(name, None)
-        return values[self.program.loss]
+        return [values[name] for name in wanted]
 
     def _whole(self, call: Call, values: Mapping[str, torch.Tensor], context: TileContext, device: torch.device | None) -> Any:
         def change(leaf: Any) -> Any:

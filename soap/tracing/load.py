@@ -20,7 +20,7 @@ from soap.logs import TRIALS, silenced
 from soap.model.graph import OperatorGraph
 from soap.tracing.archive import plain_archive
 from soap.tracing.autocast import ListOf
-from soap.tracing.execute import ExecutableModel, Source
+from soap.tracing.execute import ExecutableModel
 from soap.tracing.export import traced
 from soap.tracing.importer import BatchNorm, import_program
 from soap.tracing.imports import import_all
@@ -172,7 +172,7 @@ class ZooSource:
 
 
 def _imported(
-    source: Source,
+    source: ZooSource | ProgramSource,
     exported: ExportedProgram,
     name: str,
     options: Options,
@@ -180,7 +180,7 @@ def _imported(
     dtype: torch.dtype | None,
     plan_only: bool,
 ) -> ExecutableModel:
-    """The traced model. Unless it is for planning only, it remembers its source."""
+    """The traced model, which remembers its source."""
     model = import_program(
         exported,
         name=name,
@@ -192,8 +192,23 @@ def _imported(
         batch_norm=options.batch_norm,
         shapes=shapes,
     )
-    model.source = None if plan_only else source
+    model.source = PlanningSource(source) if plan_only else source
     return model
+
+
+@dataclass(frozen=True, slots=True)
+class PlanningSource:
+    """What a model without values was traced from; it is traced again without values."""
+
+    whole: ZooSource | ProgramSource
+
+    def trace(self, *, shapes: Shapes | None = None, dtype: torch.dtype | None = None) -> ExecutableModel:
+        """See ``Source``."""
+        return self.whole.trace(shapes=shapes, dtype=dtype, plan_only=True)
+
+    def let_go(self, names: Collection[str]) -> None:
+        """See ``Source``."""
+        self.whole.let_go(names)
 
 
 def export_zoo(spec: str, *, plan_only: bool) -> tuple[ExportedProgram, str]:

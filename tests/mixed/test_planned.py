@@ -106,7 +106,7 @@ def test_configurations_that_are_no_workers(both: OperatorGraph, strategy: Strat
 
 
 def test_who_cannot_do_it_says_so(both: OperatorGraph, strategy: Strategy) -> None:
-    with pytest.raises(StrategyError, match=r"^the strategy has 2 virtual workers, which soap.mixed simulates"):
+    with pytest.raises(StrategyError, match=r"^the strategy has 2 virtual workers; expected none"):
         plan_of(strategy, both)
     with pytest.raises(StrategyError, match=r"^consistency bounded:4: the strategy is stale"):
         Simulator(both, TOPOLOGY, RooflineCosts(TOPOLOGY)).run(strategy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -99,3 +100,10 @@ def under_launcher(environment: Mapping[str, str]) -> bool:
 def world_size(environment: Mapping[str, str]) -> int:
     """Number of processes that the environment announces."""
     return int(environment["WORLD_SIZE"]) if under_launcher(environment) else 1
+
+
+def own_address() -> str:
+    """The address by which this machine reaches the one where ranks meet."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))
+        return str(probe.getsockname()[0])

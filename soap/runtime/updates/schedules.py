@@ -23,12 +23,12 @@ Record = Mapping[str, Any]
 
 
 class Schedule:
-    """A schedule of a rank's optimizer, or an empty one. ``name``: of its class, or None."""
+    """A schedule of a rank's optimizer, or an empty one. ``name``: of its class, or None. ``takes_loss``: whether it asks for a metric."""
 
     def __init__(self, own: torch.optim.lr_scheduler.LRScheduler | None, name: str | None) -> None:
         self._own, self.name = own, name
         required = () if own is None else list(inspect.signature(type(own).step).parameters.values())[1:]
-        self._takes_loss = any(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in required)
+        self.takes_loss = any(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in required)
 
     @staticmethod
     def of(make: ScheduleFactory | None, optimizer: torch.optim.Optimizer | None) -> Schedule:
@@ -49,7 +49,7 @@ class Schedule:
         if self._own is None:
             return
         try:
-            self._own.step(*((loss,) if self._takes_loss else ()))
+            self._own.step(*((loss,) if self.takes_loss else ()))
         except Exception as error:  # for example, the schedule is at its end
             told = f"{type(error).__name__}: {' '.join(str(error).split())}"
             raise RuntimeFailure(f"schedule {self.name} cannot make a step: {told}; change its options, or train for fewer steps") from None

@@ -1,0 +1,165 @@
+"""``soap-run`` of virtual workers: each rank computes a stage, the first one of each host is a server beside that."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from soap.cli import emulation
+from soap.cli.command import UsageError
+from soap.cli.figures import rate
+from soap.cli.plain_text import listed
+from soap.cli.stale_folders import check_folders
+from soap.cli.updating import Updating
+from soap.cluster.topology import Topology
+from soap.units import format_bytes
+
+if TYPE_CHECKING:
+    from soap.mixed.run.plan import WavePlan
+    from soap.mixed.run.stage import Seen
+    from soap.mixed.run.training import Outcome
+    from soap.strategy.config import Strategy
+    from soap.tracing.model import TracedModel
+
+OTHERS = {
+    "check": "--check", "memory": "--memory", "timeline": "--timeline", "compare_data_parallel": "--compare-data-parallel",
+    "compile": "--compile", "clip_norm": "--clip-norm", "correct_momentum": "--correct-momentum", "keep": "--keep",
+    "weight_decay": "--weight-decay", "no_decay": "--no-decay", "ray": "--ray", "fsync": "--fsync", "reduce_dense": "--reduce-dense",
+    "reduce_sparse": "--reduce-sparse", "save_every": "--save-every", "save_weights": "--save-weights", "weights": "--weights",
+    "restarts": "--restarts", "spare_plans": "--spare-plans", "eval_data": "--eval-data",
+}  # fmt: skip
+"""Options that virtual workers do not have: name -> as it is written."""
+
+
+def execute(args: argparse.Namespace, topology: Topology, planned: TracedModel, strategy: Strategy, read: Mapping[str, Any]) -> int:
+    """Train, report. ``planned``: the model of all workers' minibatches together, without values; ``read``: how it is read."""
+    _refuse(args)
+    emulation.check_possible(args)
+    from soap.cli.lease_data import lease_data
+    from soap.elastic.worker import Source
+    from soap.emulation.placement import run_evenly
+    from soap.mixed.planned import minibatch_dims
+    from soap.mixed.run.plan import wave_plan
+    from soap.mixed.run.saved import checkpoint_of
+    from soap.mixed.run.training import Job, train
+    from soap.mixed.run.updates import Updates
+    from soap.runtime.comm.launch import launch
+
+    recipe = Updating.of(args).recipe()
+    if isinstance(recipe.optimizer, Mapping) or recipe.groups is not None:
+        raise UsageError("--optimizer GLOB=SPEC: workers update all parameters alike; expected one optimizer without GLOB=")
+    plan, workers = wave_plan(strategy, planned.graph, topology), len(strategy.workers.groups) if strategy.workers else 0
+    Updates(recipe.optimizer, recipe.schedule, workers)  # refused before anything is started
+    before = None if args.resume is None else checkpoint_of(args.resume, plan)
+    seed = args.seed if args.seed is not None else 0 if before is None else before.seed
+    dims = minibatch_dims(planned.graph)
+    counts: dict[str, int] = {"workers": workers, "batch": plan.samples, "seed": seed}
+    data, batch = lease_data(args.model, read, planned, args.data, dtype=args.dtype, dims=dims, **counts)
+    if batch != 1:
+        raise UsageError("--data preprocessed:… with virtual workers; expected batches: PKG.MOD:CALLABLE, or none")
+    hosts = emulation.asked_hosts(args, topology)
+    job = Job(
+        plan=plan,
+        source=Source(args.model, args.dtype, seed, read),
+        batches=data,
+        optimizer=recipe.optimizer,
+        schedule=recipe.schedule,
+        minibatches=(args.steps,) * workers,
+        ranks=topology.device_count,
+        save=args.save or args.resume,
+        resume=args.resume,
+        evenly=run_evenly if hosts else None,
+    )
+    with emulation.cluster(hosts) as emulated:
+        found = launch(processes=job.ranks, entry=train, args=(job,), place=emulated.place, address=emulated.address)
+    outcome = found.get(0)
+    if outcome is None:  # under torchrun, on a rank that does not report
+        return 0
+    told = document(args, topology, strategy, plan, outcome, 0 if before is None else before.finished)
+    print(json.dumps(told, indent=2) if args.json else text(told))
+    return 0
+
+
+def document(
+    args: argparse.Namespace, topology: Topology, strategy: Strategy, plan: WavePlan, outcome: Outcome, resumed_at: int
+) -> dict[str, Any]:
+    """What was seen, as plain JSON values. The keys are part of the command's interface."""
+    workers = []
+    for number, stages in enumerate(plan.workers):
+        seen = [outcome.of(number, stage) for stage in range(len(stages))]
+        waited_ns = [start.waited_ns for start in seen[0].starts]
+        workers.append(
+            {
+                "devices": [topology.devices[stage.device].name for stage in stages],
+                "losses": outcome.losses(number),
+                "samples_per_second": _rate(seen[0], plan.samples),
+                "waiting_ns": sum(waited_ns) / max(1, len(waited_ns)),
+                "pushes": seen[0].pushes,
+                "pulls": seen[0].pulls,
+                "pushed_bytes": sum(own.pushed_bytes for own in seen),
+                "pulled_bytes": sum(own.pulled_bytes for own in seen),
+                "activation_bytes": sum(own.activation_bytes for own in seen),
+            }
+        )
+    return {
+        "model": args.model,
+        "cluster": topology.name,
+        "consistency": str(strategy.consistency),
+        "in_flight": plan.in_flight,
+        "minibatches": args.steps,
+        "resumed_at": resumed_at,
+        "checkpoint": args.save or args.resume,
+        "workers": workers,
+        "throughput": {"samples_per_second": samples_per_second(outcome, plan)},
+        "staleness": {str(missing): count for missing, count in sorted(outcome.missing.items())},
+    }
+
+
+def text(told: Mapping[str, Any]) -> str:
+    """The document in a few lines."""
+    head = (
+        f"{told['model']} on {told['cluster']}: {len(told['workers'])} virtual workers ({told['consistency']}), {told['in_flight']} "
+        f"minibatches in flight, {told['minibatches']} minibatches each"
+    )
+    facts = []
+    for number, own in enumerate(told["workers"]):
+        losses, speed = own["losses"], own["samples_per_second"]
+        known = "" if speed is None else f"{rate(speed)} samples/s, "
+        name = f"worker {number} ({', '.join(own['devices'])})"
+        facts.append((name, f"{known}loss {losses[0]:.6g} to {losses[-1]:.6g}, waits {own['waiting_ns'] / 1e6:.3g} ms for a start"))
+        moved = [format_bytes(own[f"{what}_bytes"]) for what in ("pushed", "pulled", "activation")]
+        facts.append(("", f"{own['pushes']} pushes ({moved[0]}), {own['pulls']} pulls ({moved[1]}), {moved[2]} of activations"))
+    if (speed := told["throughput"]["samples_per_second"]) is not None:
+        facts.append(("all workers", f"{rate(speed)} samples/s behind their first minibatches"))
+    missing = ", ".join(f"{number}: {count}" for number, count in told["staleness"].items())
+    facts.append(("others' earlier minibatches that starts may lack", f"{missing} (number: starts)"))
+    if told["checkpoint"]:
+        facts.append(("kept in", told["checkpoint"]))
+    return f"{head}\n\n{listed(facts)}"
+
+
+def samples_per_second(outcome: Outcome, plan: WavePlan) -> float | None:
+    """Of all workers, each from the end of its first minibatch on; None if one had a single minibatch."""
+    rates = [_rate(outcome.of(worker, 0), plan.samples) for worker in range(len(plan.workers))]
+    known = [own for own in rates if own is not None]
+    return sum(known) if len(known) == len(rates) else None
+
+
+def _rate(seen: Seen, samples: int) -> float | None:
+    """Samples per second of a worker from the end of its first minibatch on; None if there was one alone."""
+    ended: Sequence[float] = seen.ended_s
+    return None if len(ended) < 2 or ended[-1] <= ended[0] else (len(ended) - 1) * samples / (ended[-1] - ended[0])
+
+
+def _refuse(args: argparse.Namespace) -> None:
+    """UsageError in one line for what virtual workers do not do."""
+    for name, option in OTHERS.items():
+        if getattr(args, name, None):
+            raise UsageError(f"{option} is not for virtual workers; leave it out")
+    if args.accumulate > 1 or args.warm_up != (0, 0):
+        raise UsageError(f"{'--accumulate' if args.accumulate > 1 else '--warm-up'} is not for virtual workers; leave it out")
+    if args.device == "cuda" or args.backend == "nccl":
+        raise UsageError("virtual workers compute on processors as yet; expected --device cpu")
+    check_folders(args)

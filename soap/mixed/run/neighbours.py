@@ -1,0 +1,127 @@
+"""How a stage hears of others: one thread for each neighbour takes what comes and puts it into the stage's inbox; sends are not waited for.
+
+Tensors travel by the ranks' process group, as between the stages of pipelines inside a step.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from soap.runtime.system import clock
+
+FORWARD, BACKWARD, STARTS = 1, 2, 3
+"""Tags."""
+
+
+class What(Enum):
+    """What is in an inbox."""
+
+    MAY_START = auto()
+    ACTIVATIONS = auto()
+    GRADIENTS = auto()
+    FAILED = auto()
+
+
+@dataclass(frozen=True)
+class Item:
+    """``number``: of activations: how many minibatches the worker has finished; of a start: its version. ``tensors``: activations,
+    gradients, or pulled values. ``waited_ns``: until the bound allowed a start.
+    ``failure``: of a thread."""
+
+    what: What
+    number: int = 0
+    tensors: tuple[Tensor, ...] = ()
+    waited_ns: int = 0
+    failure: BaseException | None = None
+
+
+class Inbox:
+    """What has come, in the order of its coming."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Item] = SimpleQueue()
+
+    def put(self, item: Item) -> None:
+        """From any thread."""
+        self._queue.put(item)
+
+    def waiting(self) -> list[Item]:
+        """All that is there. Raises what a thread has failed with."""
+        found = []
+        while not self._queue.empty():
+            found.append(_sound(self._queue.get()))
+        return found
+
+    def next(self) -> Item:
+        """Wait for one. Raises what a thread has failed with."""
+        clock.catch_up()
+        try:
+            return _sound(self._queue.get())
+        finally:
+            clock.resume()
+
+    def thread(self, name: str, work: Callable[[], None]) -> threading.Thread:
+        """Start a thread whose failure is told here."""
+
+        def run() -> None:
+            try:
+                work()
+            except BaseException as failure:
+                self.put(Item(What.FAILED, failure=failure))
+
+        own = threading.Thread(target=run, name=name, daemon=True)
+        own.start()
+        return own
+
+
+class Outbox:
+    """Sends without waiting; what is under way stays alive. ``sent_bytes``: of tensors that others compute with."""
+
+    def __init__(self) -> None:
+        self._under_way: list[tuple[Any, Tensor]] = []
+        self._lock = threading.Lock()
+        self.sent_bytes = 0
+
+    def send(self, rank: int, tag: int, tensors: Sequence[Tensor], numbers: Sequence[int] = ()) -> None:
+        """Numbers, if there are any, and then the tensors. From any thread; that of the device catches up first."""
+        head = [torch.tensor(numbers, dtype=torch.int64)] if numbers else []
+        with self._lock:
+            self._under_way = [own for own in self._under_way if not own[0].is_completed()]
+            for tensor in (*head, *(own.detach().contiguous() for own in tensors)):
+                self._under_way.append((dist.isend(tensor, rank, tag=tag), tensor))
+            self.sent_bytes += sum(own.nbytes for own in tensors)
+
+    def finish(self) -> None:
+        """Wait until all is sent."""
+        for work, _ in self._under_way:
+            work.wait()
+
+
+def receive(rank: int, tag: int, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """Wait for tensors that another rank sends."""
+    found = [torch.empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    for tensor in found:
+        dist.recv(tensor, rank, tag=tag)
+    return found
+
+
+def receive_numbers(rank: int, tag: int, count: int) -> list[int]:
+    """Wait for whole numbers."""
+    numbers = torch.empty(count, dtype=torch.int64)
+    dist.recv(numbers, rank, tag=tag)
+    return [int(number) for number in numbers]
+
+
+def _sound(item: Item) -> Item:
+    if item.failure is not None:
+        raise item.failure
+    return item

@@ -1,0 +1,227 @@
+"""A stage at work: begins minibatches and ends them in the order in which they can be, backward passes first."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from threading import Thread
+
+from torch import Tensor
+
+from soap.elastic.waves import Push
+from soap.mixed.run.client import Client
+from soap.mixed.run.neighbours import BACKWARD, FORWARD, STARTS, Inbox, Item, Outbox, What, receive, receive_numbers
+from soap.mixed.run.plan import WavePlan
+from soap.mixed.run.stage_program import Begun, StageProgram
+from soap.mixed.run.stage_values import StageValues
+from soap.mixed.run.updates import Updates
+from soap.runtime.system import clock
+
+
+@dataclass(frozen=True)
+class Start:
+    """Of a minibatch: its values have so many waves of all workers (``version``) and, of its own worker's, the first ``finished``
+    minibatches that are not in these waves. ``waited_ns``: until the bound allowed it."""
+
+    minibatch: int
+    version: int
+    finished: int
+    waited_ns: int
+
+
+@dataclass
+class Seen:
+    """What a stage has seen. ``starts``: of the first stage. ``losses``: of the last stage, by minibatch. ``pushes``: whole waves and the
+    last, incomplete one. ``begun_s``, ``ended_s``: when minibatches were begun and ended here, on the machine's clock."""
+
+    worker: int
+    stage: int
+    starts: list[Start] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    pushes: int = 0
+    pulls: int = 0
+    pushed_bytes: int = 0
+    pulled_bytes: int = 0
+    activation_bytes: int = 0
+    begun_s: list[float] = field(default_factory=list)
+    ended_s: list[float] = field(default_factory=list)
+
+
+Batch = Callable[[int], Sequence[Tensor]]
+"""The inputs of a worker's minibatch, from 0 on."""
+
+
+class StageWork:
+    """``finished``: minibatches before, ``last``: the number of the last one. ``delay_s``: sleeps so long beside each pass, to try how
+    workers of unequal speed train. ``clients``: for pulls (and starts) and for pushes: each in a thread of its own."""
+
+    def __init__(
+        self,
+        plan: WavePlan,
+        worker: int,
+        stage: int,
+        program: StageProgram,
+        values: StageValues,
+        updates: Updates,
+        batch: Batch,
+        clients: tuple[Client, Client],
+        finished: int,
+        last: int,
+        delay_s: float = 0.0,
+    ) -> None:
+        self._plan, self._worker, self._number = plan, worker, stage
+        self._stages = plan.workers[worker]
+        self._own, self._room = self._stages[stage], plan.room(worker)[stage]
+        self._program, self.values, self.updates, self._batch = program, values, updates, batch
+        self._puller, self._pusher = clients
+        self._last, self._delay_s = last, delay_s
+        self._is_first, self._is_last = stage == 0, stage == len(self._stages) - 1
+        self.seen = Seen(worker, stage)
+        self._inbox, self._outbox = Inbox(), Outbox()
+        self._requests: SimpleQueue[int | None] = SimpleQueue()
+        self._pushes: SimpleQueue[Push[Tensor] | None] = SimpleQueue()
+        self._granted: deque[Item] = deque()
+        self._came: deque[Item] = deque()
+        self._gradients: deque[Item] = deque()
+        self._begun: deque[Begun] = deque()
+        self._next, self._done, self._first = finished + 1, finished, finished + 1
+        self._asked, self._version, self._least = finished, values.version, values.version
+
+    def run(self) -> None:
+        """All minibatches, until this stage has done them and servers have its whole waves."""
+        threads = self._threads()
+        while self._done < self._last:
+            for item in self._inbox.waiting():
+                self._sort(item)
+            if not self._step():
+                self._sort(self._inbox.next())
+        self._requests.put(None)
+        self._pushes.put(None)
+        for thread in threads:
+            thread.join()
+        self._inbox.waiting()  # raises what they have failed with
+        self._outbox.finish()
+        self.seen.activation_bytes = self._outbox.sent_bytes
+
+    def leave(self) -> None:
+        """Push the last, incomplete wave; nobody waits for this stage any more."""
+        left = self.values.last()
+        if left is not None:
+            self._push(left)
+        self._pusher.leave()
+        self.seen.pushed_bytes, self.seen.pulled_bytes = self._pusher.pushed_bytes, self._puller.pulled_bytes
+
+    def _step(self) -> bool:
+        """Do what can be done. Returns whether there was anything."""
+        if self._begun and (self._is_last or self._gradients):
+            self._end()
+            return True
+        if self._next > self._last or len(self._begun) >= self._room:
+            return False
+        if self._is_first and self._asked < self._next:  # the one before has begun, and there is room: none waits for itself
+            self._asked = self._next
+            self._requests.put(self._done)
+        if not self._granted or not (self._is_first or self._came):
+            return False
+        self._begin()
+        return True
+
+    def _begin(self) -> None:
+        granted = self._granted.popleft()
+        came = None if self._is_first else self._came.popleft()
+        finished = self._done if came is None else came.number
+        values = self.values.values(finished, granted.tensors[0] if granted.tensors else None, granted.number)
+        if self._is_first:
+            self.seen.starts.append(Start(self._next, granted.number, finished, granted.waited_ns))
+        self.seen.begun_s.append(time.monotonic())
+        received = () if came is None else came.tensors
+        step = (self._next - 1) * len(self._plan.workers) + self._worker
+        begun = self._program.forward(step, self._batch(self._next - 1), received, values)
+        self._sleep()
+        clock.catch_up()
+        if begun.loss is not None:
+            self.seen.losses.append(float(begun.loss.detach()))
+        if not self._is_last:
+            self._outbox.send(self._stages[self._number + 1].device, FORWARD, begun.sent, [finished])
+        self._begun.append(begun)
+        self._next += 1
+
+    def _end(self) -> None:
+        begun = self._begun.popleft()
+        gradients = () if self._is_last else self._gradients.popleft().tensors
+        vector, back = self._program.backward(begun, gradients)
+        self._sleep()
+        clock.catch_up()
+        if not self._is_first:
+            self._outbox.send(self._stages[self._number - 1].device, BACKWARD, back)
+        push = self.values.ended(self.updates.of(vector, begun.values))
+        self._done += 1
+        self.seen.ended_s.append(time.monotonic())
+        if push is not None:
+            self._pushes.put(push)
+
+    def _sleep(self) -> None:
+        if self._delay_s:
+            time.sleep(self._delay_s)
+
+    def _sort(self, item: Item) -> None:
+        places = {What.MAY_START: self._granted, What.ACTIVATIONS: self._came, What.GRADIENTS: self._gradients}
+        places[item.what].append(item)
+
+    def _threads(self) -> list[Thread]:
+        made = [self._inbox.thread("pushes", self._push_all)]
+        made.append(self._inbox.thread("starts", self._ask_all if self._is_first else self._hear_starts))
+        if not self._is_first:
+            made.append(self._inbox.thread("activations", self._hear_activations))
+        if not self._is_last:
+            made.append(self._inbox.thread("gradients", self._hear_gradients))
+        return made
+
+    def _ask_all(self) -> None:
+        """Ask for each minibatch whether it may begin, tell the other stages, and pull."""
+        while (finished := self._requests.get()) is not None:
+            begin_ns = time.perf_counter_ns()
+            version, least = self._puller.start(finished)
+            waited_ns = time.perf_counter_ns() - begin_ns
+            for stage in self._stages[1:]:
+                self._outbox.send(stage.device, STARTS, (), [version, least])
+            self._grant(version, least, waited_ns)
+
+    def _hear_starts(self) -> None:
+        for _ in range(self._first, self._last + 1):
+            version, least = receive_numbers(self._stages[0].device, STARTS, 2)
+            self._grant(version, least)
+
+    def _grant(self, version: int, least: int, waited_ns: int = 0) -> None:
+        self._least = least
+        pulled = self._puller.pull(version, least) if version > self._version else None
+        if pulled is not None:
+            self.seen.pulls += 1
+            self._version = version
+        self._inbox.put(Item(What.MAY_START, version, () if pulled is None else (pulled,), waited_ns=waited_ns))
+
+    def _hear_activations(self) -> None:
+        names, rank = self._own.receives, self._stages[self._number - 1].device
+        for _ in range(self._first, self._last + 1):
+            (finished,) = receive_numbers(rank, FORWARD, 1)
+            came = receive(rank, FORWARD, self._program.shapes(names), self._program.dtypes(names))
+            self._inbox.put(Item(What.ACTIVATIONS, finished, tuple(came)))
+
+    def _hear_gradients(self) -> None:
+        names = [name for name, has in zip(self._own.sends, self._program.has_gradient(self._own.sends), strict=True) if has]
+        rank = self._stages[self._number + 1].device
+        for _ in range(self._first, self._last + 1):
+            came = receive(rank, BACKWARD, self._program.shapes(names), self._program.dtypes(names))
+            self._inbox.put(Item(What.GRADIENTS, 0, tuple(came)))
+
+    def _push_all(self) -> None:
+        while (push := self._pushes.get()) is not None:
+            self._push(push)
+            self._least = self._pusher.pushed(push.wave)
+
+    def _push(self, push: Push[Tensor]) -> None:
+        self._pusher.push(push.wave, push.update, self._least)
+        self.seen.pushes += 1

@@ -1,0 +1,127 @@
+"""The calls of one stage, with whole tensors: forward from what it receives to what it sends, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+
+from soap.mixed.run.plan import Stage
+from soap.tracing.calls import BufferRef, Call, Program, walk
+from soap.tracing.execute import ExecutableModel
+from soap.tracing.model import TileContext
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A minibatch between its passes. ``values``: the stage's parameters, end to end, with which both are computed."""
+
+    values: torch.Tensor
+    leaves: Sequence[torch.Tensor]
+    received: Sequence[torch.Tensor]
+    sent: Sequence[torch.Tensor]
+    loss: torch.Tensor | None
+
+
+class StageProgram:
+    """``model``: for one minibatch; ``frozen``: values of parameters that are not trained. ``buffers``: what batch norm keeps, the worker's
+    own. ``last``: whether the stage has the loss."""
+
+    def __init__(
+        self,
+        model: ExecutableModel,
+        stage: Stage,
+        frozen: Mapping[str, torch.Tensor],
+        buffers: dict[str, torch.Tensor],
+        seed: int,
+        *,
+        first: bool,
+        last: bool,
+    ) -> None:
+        self._model, self._stage, self._buffers, self._seed = model, stage, buffers, seed
+        graph, program = model.graph, model.program
+        self._value_of = _value_names(model, (*stage.receives, *stage.sends))
+        made_here = [name for name in stage.sends if name not in stage.receives]
+        self._wanted = [*(self._value_of[name] for name in made_here), *([program.loss] if last else [])]
+        self._program = _part(program, self._wanted, [self._value_of[name] for name in stage.receives])
+        self._made_here, self._last = made_here, last
+        self._counters = program.end_step if first else []
+        self._buffer_names = _buffers_of([*self._program.calls, *self._counters])
+        self._frozen = {name: frozen[name] for name in self._program.parameters.values() if name in frozen}
+        self._shapes = {name: graph.tensors[name].shape for name in stage.parameters}
+        self._differentiable = frozenset(name for name in (*stage.receives, *stage.sends) if graph.tensors[name].requires_grad)
+
+    def own_buffers(self) -> dict[str, torch.Tensor]:
+        """Batch norm's, those that this stage moves."""
+        return {name: self._buffers[name] for name in self._buffer_names}
+
+    def shapes(self, names: Sequence[str]) -> list[tuple[int, ...]]:
+        """Of activations of one minibatch."""
+        return [tuple(self._model.program.values[self._value_of[name]].shape) for name in names]
+
+    def dtypes(self, names: Sequence[str]) -> list[torch.dtype]:
+        """Of activations."""
+        return [self._model.program.values[self._value_of[name]].dtype for name in names]
+
+    def has_gradient(self, names: Sequence[str]) -> list[bool]:
+        """Which of the activations have one."""
+        return [name in self._differentiable for name in names]
+
+    def forward(self, step: int, batch: Sequence[torch.Tensor], received: Sequence[torch.Tensor], values: torch.Tensor) -> Begun:
+        """Begin a minibatch. ``step``: from it follows what the model draws (dropout). ``values``: see ``Begun``; they must stay as they
+        are until the backward pass."""
+        parts = torch.split(values.detach(), [prod(shape) for shape in self._shapes.values()])
+        leaves = [part.view(shape).requires_grad_() for part, shape in zip(parts, self._shapes.values(), strict=True)]
+        weights = {**dict(zip(self._shapes, leaves, strict=True)), **self._frozen}
+        came = [own.requires_grad_() if has else own for own, has in zip(received, self.has_gradient(self._stage.receives), strict=True)]
+        named = dict(zip(self._stage.receives, came, strict=True))
+        context = TileContext(seed=self._seed, step=step, buffers=self._buffers)
+        made = self._model.whole_values(self._program, [*batch, *came], weights, context, self._wanted)
+        for call in self._counters:
+            call.target(*[self._buffers[arg.name] if isinstance(arg, BufferRef) else arg for arg in call.args], **call.kwargs)
+        named.update(zip(self._made_here, made, strict=False))
+        return Begun(values, leaves, came, [named[name] for name in self._stage.sends], made[-1] if self._last else None)
+
+    def backward(self, begun: Begun, gradients: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """From the gradients of what was sent, those that have one, to the gradient of the parameters, end to end, and of what was
+        received."""
+        outputs = [own for own, has in zip(begun.sent, self.has_gradient(self._stage.sends), strict=True) if has]
+        given = [*gradients]
+        if begun.loss is not None:
+            outputs, given = [*outputs, begun.loss], [*given, torch.ones_like(begun.loss)]
+        pairs = [(own, gradient) for own, gradient in zip(outputs, given, strict=True) if own.requires_grad]
+        wanted = [*begun.leaves, *(own for own in begun.received if own.requires_grad)]
+        found: Sequence[torch.Tensor | None] = [None] * len(wanted)
+        if pairs and wanted:
+            found = torch.autograd.grad([own for own, _ in pairs], wanted, [gradient for _, gradient in pairs], allow_unused=True)
+        whole = [torch.zeros_like(own) if gradient is None else gradient for own, gradient in zip(wanted, found, strict=True)]
+        count = len(begun.leaves)
+        vector = torch.cat([own.reshape(-1) for own in whole[:count]]) if count else begun.values.new_zeros(0)
+        return vector, [own.contiguous() for own in whole[count:]]
+
+
+def _value_names(model: ExecutableModel, names: Sequence[str]) -> dict[str, str]:
+    """By activation of the graph, its name in the program."""
+    graph = model.graph
+    places = {name: graph.producers[name] for name in names}
+    return {name: model.programs[graph.operators[op].name].outputs[output] for name, (op, output) in places.items()}
+
+
+def _buffers_of(calls: Sequence[Call]) -> list[str]:
+    leaves = [leaf for call in calls for leaf in walk((call.args, dict(call.kwargs)))]
+    return sorted({leaf.name for leaf in leaves if isinstance(leaf, BufferRef)})
+
+
+def _part(program: Program, wanted: Sequence[str], received: Sequence[str]) -> Program:
+    """The calls that make these values from what is received. Light calls that belong to no stage alone, such as those on constants, are
+    made in each that needs them."""
+    there = {*received}
+    needed, calls = {name for name in wanted if name not in there}, list[Call]()
+    for call in reversed(program.calls):
+        if not needed.isdisjoint(set(call.outputs) - there):
+            needed.update(name for name in call.operands if name not in there)
+            calls.append(call)
+    parameters = {value: name for value, name in program.parameters.items() if value in needed}
+    return replace(program, calls=calls[::-1], inputs=[*program.inputs, *received], parameters=parameters)

@@ -1,0 +1,238 @@
+"""Training by virtual workers on ranks: each rank computes one stage, the first one of each host is a server beside that."""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from soap.elastic.transport import Listener
+from soap.elastic.worker import Batches, Source
+from soap.errors import RuntimeFailure
+from soap.mixed.run import saved
+from soap.mixed.run.client import Addresses, Client
+from soap.mixed.run.plan import WavePlan
+from soap.mixed.run.servers import LATEST, Desk, WaveServer
+from soap.mixed.run.stage import Seen, StageWork
+from soap.mixed.run.stage_program import StageProgram
+from soap.mixed.run.stage_values import StageValues
+from soap.mixed.run.updates import Updates
+from soap.runtime.comm.world import close_world, open_world, own_address
+from soap.runtime.updates.optimizers import OptimizerFactory, ScheduleFactory
+
+
+@dataclass(frozen=True)
+class Job:
+    """``minibatches``: by worker, how many more. Minibatch n of worker w, from 0 on, is sample n * V + w of ``batches``. ``ranks``: of all
+    devices, also those that are in no worker. ``save``, ``resume``: folders that all ranks reach. ``parameters``: bring all values back.
+    ``delays_s``: by worker, see ``StageWork``. ``evenly``: called in each rank when its threads are there, such as
+    ``emulation.placement.run_evenly``."""
+
+    plan: WavePlan
+    source: Source
+    batches: Batches
+    optimizer: OptimizerFactory
+    minibatches: tuple[int, ...]
+    ranks: int
+    schedule: ScheduleFactory | None = None
+    save: str | None = None
+    resume: str | None = None
+    parameters: bool = False
+    delays_s: tuple[float, ...] = ()
+    evenly: Callable[[], None] | None = None
+    timeout_s: float = 300.0
+
+
+@dataclass
+class Outcome:
+    """``seen``: of all stages. ``missing``: see ``Clocks``. ``finished``: minibatches of each worker, those of earlier runs included.
+    ``parameters``: by name, and batch norm's buffers as worker 0 has them, if asked for. ``server_pushes``: pushes of pieces that have
+    counted, by server."""
+
+    seen: list[Seen]
+    missing: Counter[int]
+    finished: tuple[int, ...]
+    server_pushes: tuple[int, ...] = ()
+    parameters: dict[str, Tensor] | None = None
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+    def of(self, worker: int, stage: int) -> Seen:
+        """What one stage has seen."""
+        return next(own for own in self.seen if (own.worker, own.stage) == (worker, stage))
+
+    def losses(self, worker: int) -> list[float]:
+        """By minibatch."""
+        return next(own.losses for own in self.seen if own.worker == worker and own.losses)
+
+
+def train(job: Job) -> Outcome | None:
+    """On all ranks at once. Returns what was seen, on rank 0; None on others. RuntimeFailure or ElasticError in one line."""
+    if job.save is not None and len({*job.minibatches}) > 1:
+        raise RuntimeFailure(
+            f"workers with {job.minibatches} minibatches are saved; expected equal numbers: checkpoints are of whole versions"
+        )
+    world = open_world(job.ranks, "cpu", "gloo", job.timeout_s)
+    try:
+        rank = _Rank(job, world.rank)
+        try:
+            return rank.train()
+        finally:
+            rank.close()
+    finally:
+        close_world(world)
+
+
+class _Rank:
+    """One rank of a training: perhaps a stage, perhaps a server."""
+
+    def __init__(self, job: Job, rank: int) -> None:
+        self._job, self._plan, self._rank = job, job.plan, rank
+        self._before = None if job.resume is None else saved.checkpoint_of(job.resume, job.plan)
+        self._finished = 0 if self._before is None else self._before.finished
+        version = self._finished // self._plan.in_flight
+        self._model = job.source.load()
+        self._values = {name: value.detach() for name, value in self._model.parameters.items()}
+        self._shapes = {name: value.shape for name, value in self._values.items()}
+        self._server: WaveServer | None = None
+        self._desk: Desk | None = None
+        self._listener: Listener | None = None
+        self._clients: list[Client] = []
+        secret: bytes = _from_first(secrets.token_bytes(32))
+        if rank in self._plan.servers:
+            self._serve(self._plan.servers.index(rank), version, secret)
+        told: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, None if self._listener is None else (self._listener.host, self._listener.port))
+        addresses: Addresses = [told[own] for own in self._plan.servers]
+        self._work = self._stage(addresses, secret, version) if rank in self._plan.by_rank else None
+        self._values = {}
+        self._model.let_go([*self._plan.pieces])  # servers have them
+
+    def train(self) -> Outcome | None:
+        """Until all workers have done all minibatches."""
+        job, work = self._job, self._work
+        dist.barrier()
+        if job.evenly is not None:
+            job.evenly()
+        if work is not None:
+            work.run()
+        if job.save is not None:
+            dist.barrier()  # servers have all whole waves
+            self._save(job.save)
+        if work is not None:
+            work.leave()
+        dist.barrier()
+        found: list[Any] = [None] * dist.get_world_size()
+        pushes = None if self._server is None else self._server.pushes
+        dist.all_gather_object(found, (None if work is None else work.seen, pushes, self._own_values()))
+        return self._outcome([own for own in found if own is not None]) if self._rank == 0 else None
+
+    def close(self) -> None:
+        """End all connections."""
+        for client in self._clients:
+            client.close()
+        if self._listener is not None:
+            self._listener.close()
+
+    def _serve(self, number: int, version: int, secret: bytes) -> None:
+        if self._before is None:
+            pieces = self._plan.held_by(number)
+            values = [self._values[piece.parameter].reshape(-1)[slice(*piece.span)] for piece in pieces]
+        else:
+            values = saved.server_values(self._before, number)
+        self._desk = Desk(self._plan, self._finished) if number == 0 else None
+        self._server = WaveServer(self._plan, number, values, version, self._desk)
+        self._listener = Listener(self._server.answer, secret, own_address())
+
+    def _stage(self, addresses: Addresses, secret: bytes, version: int) -> StageWork:
+        job, plan = self._job, self._plan
+        worker, stage = plan.by_rank[self._rank]
+        own, count = plan.workers[worker][stage], len(plan.workers)
+        batch = _Minibatches(job.batches, worker, count)
+        shapes = [tuple(tensor.shape) for tensor in batch(0)]
+        same = shapes == [tuple(tensor.shape) for tensor in self._model.example_inputs]
+        model = self._model if same else self._model.resized(shapes)
+        frozen = {name: self._values[name] for name in self._values if name not in plan.pieces}
+        buffers = {name: value.detach().clone() for name, value in self._model.buffers.items()}
+        last = stage == len(plan.workers[worker]) - 1
+        program = StageProgram(model, own, frozen, buffers, job.source.seed, first=stage == 0, last=last)
+        self._buffers, self._program = buffers, program
+        updates = Updates(job.optimizer, job.schedule, count, self._finished)
+        before = None if self._before is None else saved.stage_state(self._before, worker, stage)
+        begun = None
+        if before is not None:
+            updates.momentum, begun = before.momentum, before.incomplete
+            buffers.update(before.buffers)
+        self._clients = [Client(plan, worker, stage, addresses, secret) for _ in range(2)]
+        pulled = self._clients[0].pull(version, version)
+        if pulled is None:
+            pulled = next(iter(self._values.values())).new_zeros(0)
+        values = StageValues(plan.in_flight, pulled, version, begun)
+        self._clients[0].pulled_bytes = 0  # what it begins with counts as no pull
+        delay_s = job.delays_s[worker] if job.delays_s else 0.0
+        clients = self._clients[0], self._clients[1]
+        goal = self._finished + job.minibatches[worker]
+        return StageWork(plan, worker, stage, program, values, updates, batch, clients, self._finished, goal, delay_s)
+
+    def _save(self, folder: str) -> None:
+        """Whole versions, and what each worker has beside them."""
+        finished = self._finished + self._job.minibatches[0]
+        at = saved.Checkpoint(folder, finished, self._job.source.seed)
+        if self._server is not None:
+            number = self._plan.servers.index(self._rank)
+            saved.save_server(at, number, [*self._server.held(finished // self._plan.in_flight).values()])
+        if self._work is not None:
+            worker, stage = self._plan.by_rank[self._rank]
+            state = saved.StageState(self._work.updates.momentum, self._work.values.incomplete, self._program.own_buffers())
+            saved.save_stage(at, worker, stage, state)
+        dist.barrier()
+        if self._rank == 0:
+            saved.save_manifest(at, self._plan)
+        dist.barrier()
+
+    def _own_values(self) -> Any:
+        """What rank 0 puts together at the end: a server's pieces, and worker 0's buffers."""
+        if not self._job.parameters:
+            return None
+        first = self._work is not None and self._plan.by_rank[self._rank][0] == 0
+        return {} if self._server is None else self._server.held(LATEST), self._program.own_buffers() if first else {}
+
+    def _outcome(self, found: Sequence[tuple[Seen | None, int | None, Any]]) -> Outcome:
+        finished = tuple(self._finished + own for own in self._job.minibatches)
+        pushes = tuple(found[rank][1] or 0 for rank in self._plan.servers)
+        missing = Counter[int]() if self._desk is None else self._desk.clocks.missing
+        outcome = Outcome([seen for seen, _, _ in found if seen is not None], missing, finished, pushes)
+        if self._job.parameters:
+            held = [found[rank][2][0] for rank in self._plan.servers]
+            outcome.parameters = self._whole(held)
+            for own in found:
+                outcome.buffers.update(own[2][1])
+        return outcome
+
+    def _whole(self, held: Sequence[Mapping[int, Tensor]]) -> dict[str, Tensor]:
+        pieces = [{piece: held[s][n] for n, piece in enumerate(self._plan.held_by(s))} for s in range(len(held))]
+        return {
+            name: torch.cat([pieces[piece.server][piece] for piece in own]).view(self._shapes[name])
+            for name, own in self._plan.pieces.items()
+        }
+
+
+@dataclass(frozen=True)
+class _Minibatches:
+    batches: Batches
+    worker: int
+    workers: int
+
+    def __call__(self, number: int) -> Sequence[Tensor]:
+        return self.batches.batch([number * self.workers + self.worker])
+
+
+def _from_first(value: Any) -> Any:
+    held = [value]
+    dist.broadcast_object_list(held, 0)
+    return held[0]
