@@ -6,6 +6,7 @@ A model may be what ``load`` returns, an ``OperatorGraph``, or text for ``load``
 
 from __future__ import annotations
 
+from soap.api.beside import Job, beside_of, job_simulation, load_job, simulate_beside
 from soap.api.deciding import decision_record, memory_range, timed
 from soap.api.finding import find
 from soap.api.fitting import Fit, Way, fits
@@ -42,6 +43,7 @@ __all__ = [
     "MOST_SIMULATED",
     "Cluster",
     "Fit",
+    "Job",
     "Model",
     "Prediction",
     "Run",
@@ -49,6 +51,7 @@ __all__ = [
     "ServersOutcome",
     "Way",
     "WhatDecides",
+    "beside_of",
     "classical",
     "costs_for",
     "costs_record",
@@ -60,9 +63,11 @@ __all__ = [
     "find",
     "find_servers",
     "fits",
+    "job_simulation",
     "least_measured",
     "load",
     "load_cluster",
+    "load_job",
     "load_strategy",
     "load_strategy_contents",
     "load_strategy_header",
@@ -73,6 +78,7 @@ __all__ = [
     "save_strategy",
     "sensitivity",
     "simulate",
+    "simulate_beside",
     "simulate_servers",
     "simulated_name",
     "simulator_for",
