@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Unpack
 
 import torch
 
+from soap.cluster.kinds import run_kind
 from soap.cluster.presets import local_topology
 from soap.cluster.topology import DeviceKind, Topology
 from soap.errors import RuntimeFailure, SoapWarning
@@ -391,7 +392,7 @@ def _plan_of(
     device_kind, topology = options.device_kind, None
     if not isinstance(plan, Plan):
         strategy, topology = plan
-        device_kind = device_kind or topology.devices[0].type.kind
+        device_kind = device_kind or run_kind(topology)
         plan = build_plan(model.graph, strategy, topology)
     if plan.graph.hash != model.graph.hash:
         ours, theirs = f"{model.graph.name!r} ({model.graph.hash})", f"{plan.graph.name!r} ({plan.graph.hash})"
