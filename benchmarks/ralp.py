@@ -4,9 +4,10 @@
     python -m benchmarks.ralp --results cells.json --models --rates 200Mbit/s --rounds 1 --profile 20
 
 *Simulated*: nets of the zoo on hosts with a GPU each, of which one or two are servers: the cut that ``--builtin ralp`` takes, beside plain
-parameter servers and beside all-reduces over the workers. *Emulated*: a small net on hosts of this machine, one of them a server, links of
-the given rates: measured in the same processes, in turn, as in ``benchmarks.accuracy``. That part needs root; its rounds are kept in
-``--results`` as soon as they are known, and the same command goes on with those that are missing.
+parameter servers and beside all-reduces over the workers; and what a second job on the same hosts gains by it (``ralp_beside``).
+*Emulated*: a small net on hosts of this machine, one of them a server, links of the given rates: measured in the same processes, in turn,
+as in ``benchmarks.accuracy``. That part needs root; its rounds are kept in ``--results`` as soon as they are known, and the same command
+goes on with those that are missing.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
-from benchmarks import kept
+from benchmarks import kept, ralp_beside
 from benchmarks.accuracy import OPTIMIZER, READING, emulated, measure, soap_profile
 from benchmarks.end_to_end import machine
 from benchmarks.models import export_model
@@ -195,9 +196,12 @@ def _table(head: Sequence[str], lines: Sequence[str]) -> str:
     return "\n".join([_row(head), f"|{'---|' * len(head)}", *lines])
 
 
-def page(simulated: Sequence[str], rounds: Sequence[Round]) -> str:
-    """Markdown. ``simulated``: lines of the first table."""
+def page(simulated: Sequence[str], rounds: Sequence[Round], beside: Sequence[str] = ()) -> str:
+    """Markdown. ``simulated``: lines of the first table; ``beside``: of that of two jobs."""
     parts = [INTRO.format(workers=WORKERS, batch=BATCH, network=NETWORK), _table(HEAD, simulated), ""]
+    if beside:
+        own = {"own": ralp_beside.OWN, "hosts": ralp_beside.HOSTS, "batch": ralp_beside.BATCH, "network": ralp_beside.NETWORK}
+        parts += [ralp_beside.INTRO.format(**own), _table(ralp_beside.HEAD, beside), ""]
     if rounds:
         where = "\n\n".join(f"{own}." for own in dict.fromkeys(one.machine for one in rounds))
         by_rate = [[own for own in rounds if own.rate == rate] for rate in dict.fromkeys(own.rate for own in rounds)]
@@ -215,6 +219,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(prog="ralp", description="Layers on servers, simulated and emulated.")
     parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS), help="to simulate (default: all)")
+    others = ralp_beside.NEIGHBOURS
+    parser.add_argument("--neighbours", nargs="*", choices=others, default=list(others), help="of two jobs to simulate (default: all)")
     parser.add_argument("--rates", nargs="*", default=list(RATES), help="of emulated links (default %(default)s)")
     parser.add_argument("--rounds", type=positive, default=3, help="of each rate (default %(default)s)")
     parser.add_argument("--steps", type=positive, default=12, help="of each plan in a round, warm-up included (default %(default)s)")
@@ -234,7 +240,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for model in args.models:
             lines += [simulated_line(model, servers) for servers in SERVERS]
             print("\n".join(lines[-len(SERVERS) :]), file=sys.stderr, flush=True)
-        give(page(lines, rounds), args.write)
+        beside = [_row(line) for line in ralp_beside.lines(neighbours=args.neighbours)]
+        give(page(lines, rounds, beside), args.write)
     except SoapError as error:
         parser.error(str(error))
     return 0

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from soap.api import (
+        Job,
         SearchOutcome,
         ServersOutcome,
         classical,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
         measure_rows,
         save_strategy,
         simulate,
+        simulate_beside,
         simulate_servers,
     )
     from soap.cluster.topology import Topology
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "Job": "soap.api",
     "SearchOutcome": "soap.api",
     "ServersOutcome": "soap.api",
     "classical": "soap.api",
@@ -59,6 +62,7 @@ _HOME = {
     "preprocess": "soap.preprocessing.local",
     "save_strategy": "soap.api",
     "simulate": "soap.api",
+    "simulate_beside": "soap.api",
     "simulate_servers": "soap.api",
     "get_runner": "soap.runner.runner",
     "partitioner": "soap.runner.partitioner",
@@ -101,9 +105,11 @@ __all__ = [  # noqa: RUF022 - verbs, then values, then errors
     "save_strategy",
     "shard",
     "simulate",
+    "simulate_beside",
     "simulate_servers",
     "tune",
     "without_weights",
+    "Job",
     "PartBatch",
     "RunnerConfig",
     "SearchOptions",

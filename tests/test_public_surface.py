@@ -11,7 +11,7 @@ import soap
 
 EXPECTED = {
     "classical", "export", "find", "fits", "load", "load_cluster", "load_strategy", "measure_rows", "preprocess", "save_strategy",
-    "simulate", "find_servers", "simulate_servers", "ServersOutcome",
+    "simulate", "simulate_beside", "Job", "find_servers", "simulate_servers", "ServersOutcome",
     "get_runner", "partitioner", "shard", "tune", "without_weights", "PartBatch", "RunnerConfig",
     "SearchOptions", "SearchOutcome", "Trainer", "TrainingOptions", "OperatorGraph", "OpConfig", "Strategy", "SyncConfig", "Topology",
     "SoapError", "InfeasibleError", "ModelError", "ProfileError", "RuntimeFailure", "StrategyError", "TopologyError",

@@ -6,6 +6,7 @@ A model may be what ``load`` returns, an ``OperatorGraph``, or text for ``load``
 
 from __future__ import annotations
 
+from soap.api.beside import Job, beside_of, job_simulation, load_job, simulate_beside
 from soap.api.deciding import decision_record, memory_range, timed
 from soap.api.finding import find
 from soap.api.fitting import Fit, Way, fits
@@ -45,6 +46,7 @@ __all__ = [
     "WORKER_POLICIES",
     "Cluster",
     "Fit",
+    "Job",
     "Model",
     "Prediction",
     "Run",
@@ -53,6 +55,7 @@ __all__ = [
     "Way",
     "WhatDecides",
     "WorkersOutcome",
+    "beside_of",
     "classical",
     "costs_for",
     "costs_record",
@@ -65,9 +68,11 @@ __all__ = [
     "find_servers",
     "find_workers",
     "fits",
+    "job_simulation",
     "least_measured",
     "load",
     "load_cluster",
+    "load_job",
     "load_strategy",
     "load_strategy_contents",
     "load_strategy_header",
@@ -78,6 +83,7 @@ __all__ = [
     "save_strategy",
     "sensitivity",
     "simulate",
+    "simulate_beside",
     "simulate_servers",
     "simulate_workers",
     "simulated_name",

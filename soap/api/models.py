@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from soap.cluster import yaml_file
+from soap.cluster.kinds import has_gpus
 from soap.cluster.presets import LOCAL, family
 from soap.cluster.topology import Topology
 from soap.errors import ModelError
@@ -142,7 +143,7 @@ def graph_of(model: Model, topology: Topology | None = None) -> OperatorGraph:
     if isinstance(model, OperatorGraph):
         return model
     if isinstance(model, (str, Path)):
-        on_gpus = topology is not None and any(device.type.kind == "cuda" for device in topology.devices)
+        on_gpus = topology is not None and has_gpus(topology)
         return load(model, plan_only=True, autocast_device="cuda" if on_gpus else "cpu").graph
     return model.graph
 

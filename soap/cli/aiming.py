@@ -12,6 +12,7 @@ from soap import api
 from soap.api.informing import TILES, Thing, WhatDecides
 from soap.api.predictions import announce_compiling
 from soap.cli.wanted import Wanted, wanted
+from soap.cluster.kinds import types_of
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.profiles.keys import TileKey
@@ -78,11 +79,14 @@ def _upkeep_first(everything: Sequence[Wanted]) -> list[Wanted]:
 
 def _most_valuable_first(graph: OperatorGraph, topology: Topology, plans: Sequence[Strategy], found: WhatDecides) -> list[Wanted]:
     """What every prediction needs, then the plans' computations."""
-    device = topology.devices[0].type.name
     ranks = {matter.thing: rank for rank, matter in enumerate(found.matters)}
     everything = wanted(graph, topology, {DECIDING: plans})
+
+    def rank(one: Wanted) -> int:
+        return min(ranks.get(Thing(TILES, device.name, one.kind), len(ranks)) for device in types_of(topology))
+
     own = [one for one in everything if one.group == DECIDING]
-    return [*_upkeep_first(everything), *sorted(own, key=lambda one: ranks.get(Thing(TILES, device, one.kind), len(ranks)))]
+    return [*_upkeep_first(everything), *sorted(own, key=lambda one: rank(one))]
 
 
 def in_turn(aimed: Aim | None, unknown: Sequence[Wanted]) -> tuple[list[Wanted], list[Wanted]]:

@@ -14,6 +14,7 @@ from soap.cli import emulation, report
 from soap.cli.command import Parser, UsageError, note
 from soap.cli.options import add_backend, add_cluster, add_json, positive_number
 from soap.cli.plain_text import aligned
+from soap.cluster.kinds import has_gpus, run_kind
 from soap.cluster.presets import family
 from soap.cluster.topology import Topology
 from soap.errors import INTERRUPTED_EXIT_CODE, ProfileError
@@ -100,7 +101,7 @@ def execute(args: argparse.Namespace) -> int:
 def _check_is_there(args: argparse.Namespace, topology: Topology) -> None:
     """UsageError if the ranks would run on a machine that is not the cluster: they would measure another one."""
     hosts = {device.host for device in topology.devices}
-    if args.emulate and topology.devices[0].type.kind == "cuda":
+    if args.emulate and has_gpus(topology):
         raise UsageError(f"--emulate makes hosts with CPUs, but --cluster {args.cluster!r} has GPUs; expected a cluster of CPUs")
     if args.emulate or (len(hosts) == 1 and family(topology.name) != "emulated"):
         return
@@ -142,7 +143,7 @@ def measure(
     from soap.runtime.comm.launch import launch
     from soap.runtime.comm.world import choose_backend
 
-    kind = topology.devices[0].type.kind
+    kind = run_kind(topology)
     choose_backend(place.backend, kind, int(os.environ.get("LOCAL_WORLD_SIZE", topology.device_count)))  # raises if it cannot be emulated
     seconds = {} if seconds_per_probe is None else {"seconds_per_probe": seconds_per_probe}
     job = LinkJob(todo, topology.device_count, kind, place, store.path, scale, **seconds, stop_at=stop_at)
@@ -154,7 +155,7 @@ def backend_of(asked: str, topology: Topology) -> str:
     """The backend that ``auto`` stands for on this cluster."""
     if asked != "auto":
         return asked
-    return "nccl" if topology.devices[0].type.kind == "cuda" else "gloo"
+    return "nccl" if topology.has_gpus_alone else "gloo"
 
 
 def document(topology: Topology, place: LinkPlace, store: Store) -> dict[str, Any]:

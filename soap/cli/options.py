@@ -10,6 +10,7 @@ from math import isfinite
 from typing import TypedDict
 
 from soap.cli.command import Parser, UsageError
+from soap.cluster.kinds import has_gpus
 from soap.cluster.memory_budget import OPTION, read_budget
 from soap.cluster.presets import LOCAL
 from soap.cluster.topology import Topology
@@ -156,11 +157,6 @@ def refuse_overwriting(inputs: Mapping[str, str | None], outputs: Mapping[str, s
         other = taken.setdefault(os.path.realpath(path), option)
         if other != option:
             raise UsageError(f"{option} {path!r} is the same file as {other}, and would overwrite it; choose another path for {option}")
-
-
-def has_gpus(topology: Topology) -> bool:
-    """Whether any device of the cluster is a GPU."""
-    return any(device.type.kind == "cuda" for device in topology.devices)
 
 
 def reading(args: argparse.Namespace, topology: Topology | None) -> Reading:

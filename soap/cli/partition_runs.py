@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from soap import api
 from soap.cli.training import Job, batches_of, make_trainer
+from soap.cluster.kinds import run_kind
 from soap.errors import SoapWarning
 from soap.runner.tuning import Observer, Range, first_batches, sample_runs
 from soap.runtime.comm.world import close_world, open_world
@@ -45,7 +46,7 @@ def measure(trial: Trial) -> Tuning:
     def trainer_for(chosen: Strategy) -> Trainer:
         return make_trainer(replace(job, strategies={job.main: (chosen, order)}), model, job.main)
 
-    kind = job.device_kind or job.topology.devices[0].type.kind
+    kind = job.device_kind or run_kind(job.topology)
     world = open_world(job.topology.device_count, kind, job.backend)  # once for all trainers
     hidden = True if world.rank else None  # None: shown if standard error is a terminal
     whole = MOST_SAMPLES * job.steps

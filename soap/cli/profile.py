@@ -17,6 +17,7 @@ from soap.cli.options import add_cluster, add_json, add_model, lossy_method, pos
 from soap.cli.plain_text import aligned, milliseconds
 from soap.cli.stopping import Stopping
 from soap.cli.wanted import Wanted, wanted
+from soap.cluster.kinds import types_of
 from soap.cluster.presets import family
 from soap.cluster.topology import Topology
 from soap.errors import ProfileError, StoppedBySignal
@@ -140,12 +141,12 @@ def _of_kinds(everything: list[Wanted], kinds: Sequence[str]) -> list[Wanted]:
 
 
 def _check_same_devices(here: Topology, planned: Topology) -> None:
-    """ProfileError unless what is measured here holds for the devices of the cluster that is planned for."""
-    own, theirs = here.devices[0].type, {device.type.name: device.type for device in planned.devices}
-    if own.kind != "cuda" or not all(is_such_a_gpu(own.name, kind) for kind in theirs.values()):
+    """ProfileError unless what is measured here holds for some devices of the cluster that is planned for."""
+    own, theirs = here.devices[0].type, types_of(planned)
+    if own.kind != "cuda" or not any(is_such_a_gpu(own.name, kind) for kind in theirs):
         raise ProfileError(
-            f"--for {planned.name!r}: its devices are {', '.join(theirs)}, and this machine's {own.name}; expected GPUs of the same kind: "
-            "run the command on a machine that has them"
+            f"--for {planned.name!r}: its devices are {', '.join(kind.name for kind in theirs)}, and this machine's {own.name}; expected "
+            "some GPUs of the same kind: run the command on a machine that has them, of each kind in turn"
         )
 
 
@@ -227,12 +228,11 @@ def document(
     corrections = read_corrections(topology, store)
     costs = ProfiledCosts(topology, profiles, corrections=corrections)
     simulator = Simulator(graph, api.with_links(topology), costs)
-    device = topology.devices[0].type
-    keys = {entry.key for entry in profiles.get(device.name, ())}
+    measured = [{entry.key for entry in profiles.get(kind.name, ())} for kind in types_of(topology)]
     groups: dict[str, dict[str, int]] = {}
     missing = []
     for one in everything:
-        source = Source.MEASURED if one.key in keys else _source(costs, graph, topology, one)
+        source = Source.MEASURED if all(one.key in keys for keys in measured) else _source(costs, graph, topology, one)
         groups.setdefault(one.group, dict.fromkeys(map(str, Source), 0))[source.value] += 1
         if source is not Source.MEASURED:
             line = {"operator": one.name, "kind": one.kind, "group": one.group, "source": source.value}
@@ -265,10 +265,11 @@ def _correction(correction: Correction) -> dict[str, Any]:
 
 
 def _source(costs: ProfiledCosts, graph: OperatorGraph, topology: Topology, one: Wanted) -> Source:
-    """Where the answer for something that is not measured comes from."""
+    """Where the answer for something that is not measured on all types of devices comes from, for the type of which least is known."""
     if one.tile is None:
         return Source.ESTIMATED
-    return costs.answer(graph, one.tile, topology.devices[0].type, backward=False).source
+    answers = [costs.answer(graph, one.tile, kind, backward=False).source for kind in types_of(topology)]
+    return max(answers, key=[*Source].index)
 
 
 def text(found: Mapping[str, Any]) -> str:

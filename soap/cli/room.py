@@ -16,7 +16,7 @@ from soap.units import format_bytes
 
 def require_for_tiles(graph: OperatorGraph, topology: Topology) -> None:
     """RuntimeFailure unless every process can hold all tensors of the model, since each runs any of its tiles."""
-    if topology.devices[0].type.kind == "cpu":
+    if not topology.has_gpus_alone:
         _require(topology.device_count * sum(tensor.bytes for tensor in graph.tensors.values()), free_memory_bytes(), "this machine")
 
 
@@ -42,7 +42,7 @@ def _fits(graph: OperatorGraph, topology: Topology, simulations: Sequence[Simula
 def _needed(graph: OperatorGraph, topology: Topology, simulations: Sequence[Simulation]) -> tuple[int, int, str]:
     """Bytes that are needed, bytes that are there, and where: on CPUs those of all ranks, which begin with all parameters; on GPUs
     those of the fullest GPU. On CPUs the bounds leave room for what kernels take for themselves, which is not predicted."""
-    if topology.devices[0].type.kind == "cpu":
+    if not topology.has_gpus_alone:
         loaded = topology.device_count * sum(tensor.bytes for tensor in graph.parameters)
         bounds = [_held([(s.memory[device.index], s.memory[device.index].total) for s in simulations]) for device in topology.devices]
         return loaded + sum(bounds), free_memory_bytes(), "this machine"

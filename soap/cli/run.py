@@ -35,6 +35,7 @@ from soap.cli.preprocessed import folder_of, sized
 from soap.cli.report import crowded, resting, shared_cores
 from soap.cli.timelines import measured_text, not_as_priced
 from soap.cli.updating import Updating, add_updating
+from soap.cluster.kinds import run_kind
 from soap.cluster.presets import says_all
 from soap.errors import RuntimeFailure, SoapWarning, StrategyError
 from soap.files import check_writable, write_text_atomically
@@ -242,7 +243,7 @@ def require_devices(job: Job) -> None:
 
     from soap.runtime.comm.world import choose_backend
 
-    kind = job.device_kind or job.topology.devices[0].type.kind
+    kind = job.device_kind or run_kind(job.topology)
     if kind == "cuda" and not torch.cuda.is_available():
         asked = "--device cuda" if job.device_kind else f"cluster {job.topology.name!r} has GPUs"
         raise RuntimeFailure(f"{asked}: expected GPUs, but this machine has none that torch can use; use --device cpu")

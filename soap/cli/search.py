@@ -15,11 +15,12 @@ from soap.cli import at_hand, clusters, explain, report, rows, search_report, se
 from soap.cli.clusters import Candidate
 from soap.cli.command import Parser, UsageError, note, run_command
 from soap.cli.first_measuring import Measured
-from soap.cli.options import add_cluster, add_costs, add_explain, add_model, add_outputs, add_rows, has_gpus, reading, refuse_overwriting
+from soap.cli.options import add_cluster, add_costs, add_explain, add_model, add_outputs, add_rows, reading, refuse_overwriting
 from soap.cli.search_options import add_budget, add_choices, add_runs, add_servers, search_options
 from soap.cli.stopping import Stopping
 from soap.cli.timelines import predicted_text
 from soap.cli.updating import Updating, add_optimizer
+from soap.cluster.kinds import has_gpus
 from soap.cluster.memory_budget import with_memory_budget
 from soap.cluster.presets import LOCAL, family
 from soap.cluster.topology import Topology

@@ -11,7 +11,7 @@ from typing import Any
 
 from soap import api
 from soap.api.fitting import MOST_WAYS
-from soap.cli import explanation, fits, iteration, layers_on_servers, report, rows, sensitivity, stale_plan, worker_plan
+from soap.cli import beside, explanation, fits, iteration, layers_on_servers, report, rows, sensitivity, stale_plan, worker_plan
 from soap.cli.command import Parser, UsageError, run_command
 from soap.cli.options import (
     add_cluster,
@@ -67,6 +67,7 @@ def make_parser() -> Parser:
     )
     parser.add_argument("--fits", action="store_true", help=fits_help)
     add_memory_budget(parser)
+    beside.add_beside(parser)
     parser.add_argument("-o", "--output", metavar="FILE", help="write the strategy, as soap-search does (with --builtin)")
     parser.add_argument(
         "--what-if",
@@ -84,7 +85,8 @@ def make_parser() -> Parser:
 def execute(args: argparse.Namespace) -> int:
     """Simulate and report."""
     _check(args)
-    topology = with_memory_budget(api.load_cluster(args.cluster), args.memory_budget)
+    whole = with_memory_budget(api.load_cluster(args.cluster), args.memory_budget)
+    topology = beside.asked_part(args, whole)
     graph = rows.load_graph(args, topology)
     if args.fits and not args.strategy:
         return _report_fit(args, api.fits(graph, topology, args.builtin or BASELINE, costs=args.costs), graph, topology)
@@ -112,6 +114,9 @@ def execute(args: argparse.Namespace) -> int:
     usual = api.classical(BASELINE, graph, topology)
     sensitivities = sensitivity.find(simulator, strategy, usual) if args.sensitivity else None
     summary = {**report.document(simulator, strategy, simulation), "iteration": iteration.document(simulation)}
+    name = args.builtin or Path(args.strategy).name
+    if args.beside:
+        summary["beside"] = beside.document(args, whole, name, simulator.run(strategy))
     if placed is not None:
         summary["layers_on_servers"] = layers_on_servers.document(placed, graph, topology)
     summary["what_if"] = None if made_for is None else {"made_for": made_for}
@@ -133,9 +138,11 @@ def execute(args: argparse.Namespace) -> int:
     else:
         if made_for is not None:
             print(f"what if: this strategy was made for cluster {short(made_for)}; its devices are taken by number\n")
-        print(report.text(summary, args.builtin or Path(args.strategy).name) + "\n\n" + iteration.text(summary["iteration"]))
+        print(report.text(summary, name) + "\n\n" + iteration.text(summary["iteration"]))
         if placed is not None:
             print("\n" + layers_on_servers.text(summary["layers_on_servers"]))
+        if args.beside:
+            print("\n" + beside.text(summary["beside"]))
         if sensitivities is not None:
             print("\n" + sensitivity.text(summary["sensitivity"]))
         if explained is not None:
@@ -150,6 +157,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.output and not args.builtin:
         raise UsageError("--output without --builtin NAME, which is what it writes; expected both")
     fits.check_alone(args)
+    beside.check(args)
     if args.what_if and args.builtin:
         raise UsageError("--what-if with --builtin; expected --strategy FILE, since a classical strategy is made for the cluster at hand")
     if args.least_gain is not None and not _is_layered(args):
@@ -157,6 +165,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.plot and not args.sensitivity:
         raise UsageError("--plot without --sensitivity, which is what it draws; expected both")
     inputs = {"MODEL": args.model, "--cluster": args.cluster, "--strategy": args.strategy}
+    inputs |= {f"--beside {path}": path for path in args.beside}
     refuse_overwriting(inputs, {"--output": args.output, "--timeline": args.timeline, "--plot": args.plot})
     for path in filter(None, (args.output, args.timeline, args.plot)):
         check_writable(path)
@@ -201,7 +210,12 @@ def _report_workers(args: argparse.Namespace, strategy: Strategy, topology: Topo
 
 def _refuse_of_steps(args: argparse.Namespace, strategy: Strategy) -> None:
     """UsageError in one line for options about one step of all."""
-    for option, asked in (("--timeline", args.timeline), ("--explain", args.explain), ("--sensitivity", args.sensitivity)):
+    for option, asked in (
+        ("--timeline", args.timeline),
+        ("--beside", args.beside),
+        ("--explain", args.explain),
+        ("--sensitivity", args.sensitivity),
+    ):
         if asked:
             raise UsageError(
                 f"{option} with a stale strategy ({strategy.consistency}), which has no iteration of the whole batch; leave it out"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import soap
 from soap.cluster.emulated import FAMILY as EMULATED
+from soap.cluster.kinds import run_kind
 from soap.cluster.presets import family
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
@@ -70,7 +71,7 @@ def _in_cluster_time(events: Sequence[MeasuredEvent], scale: float) -> list[Meas
 def not_as_priced(job: Job, scale: float) -> str:
     """The options of a run that make its computations differ from those that costs are about; "" if there are none. ``scale``: of an
     emulation."""
-    kind = job.topology.devices[0].type.kind
+    kind = run_kind(job.topology)
     emulated = family(job.topology.name) == EMULATED
     options = {
         "--compile": job.compiled,

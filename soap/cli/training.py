@@ -17,6 +17,7 @@ from soap.cli.checkpoints import Checkpoints, Saver
 from soap.cli.options import Reading
 from soap.cli.sampled import Batches, by_rank
 from soap.cli.updating import Updating
+from soap.cluster.kinds import run_kind
 from soap.cluster.topology import DeviceKind, Topology
 from soap.emulation.placement import card_counters, run_evenly
 from soap.errors import RuntimeFailure, SoapWarning
@@ -117,7 +118,7 @@ def train(job: Job) -> Outcome:
     batches = batches_of(job, model)
     if job.evaluated is not None:
         require_evaluable(model)
-    kind = job.device_kind or job.topology.devices[0].type.kind
+    kind = job.device_kind or run_kind(job.topology)
     world = open_world(job.topology.device_count, kind, job.backend)  # once for all trainers
     try:
         optimizer = job.updating.recipe().optimizer

@@ -21,6 +21,7 @@ from tqdm import tqdm
 from soap import api
 from soap.cli.plain_text import milliseconds
 from soap.cli.training import Job, batches_of, make_trainer
+from soap.cluster.kinds import run_kind
 from soap.errors import SoapWarning
 from soap.measure.iteration import measure_steps
 from soap.runner.tuning import first_batches
@@ -84,7 +85,7 @@ def run_trial(trial: Trial) -> Times:
         warnings.simplefilter("ignore", SoapWarning)  # the command has shown the warnings, once for all ranks
         model = api.load(job.model, dtype=job.dtype, **job.reading)
     batches = first_batches(batches_of(job, model), BATCHES)
-    world = open_world(job.topology.device_count, job.device_kind or job.topology.devices[0].type.kind, job.backend)
+    world = open_world(job.topology.device_count, job.device_kind or run_kind(job.topology), job.backend)
     trainers: dict[str, Trainer] = {}
     steps: dict[str, int] = {}
 

@@ -314,7 +314,7 @@ class Topology:
     @cached_property
     def effective_bandwidths(self) -> tuple[float, ...]:
         """Bytes per second of each link that messages reach: of GPUs' links from a data sheet NCCL's share, of others what is stated."""
-        named = self._has_gpus_alone and not self.measured and not self.has_measured_links
+        named = self.has_gpus_alone and not self.measured and not self.has_measured_links
         kinds = [link.kind if named else None for link in self.links]
         stated = [link.bandwidth_bytes_per_second for link in self.links]
         return tuple(own if kind is None else own * kind.share for own, kind in zip(stated, kinds, strict=True))
@@ -329,7 +329,7 @@ class Topology:
         """What a call of the communication library takes beside the latency of messages: nothing where links were measured, or do not name
         their interconnect, since then it is part of their latency, and on processors."""
         names = {link.interconnect for link in self.links}
-        if not names or "" in names or not self._has_gpus_alone or self.measured or self.has_measured_links:
+        if not names or "" in names or not self.has_gpus_alone or self.measured or self.has_measured_links:
             return 0.0
         return library(self.gpu_library).call_seconds
 
@@ -341,7 +341,8 @@ class Topology:
         return {(a.index, b.index): link for a, b, link in found if a is not None and b is not None and a.host == b.host}
 
     @cached_property
-    def _has_gpus_alone(self) -> bool:
+    def has_gpus_alone(self) -> bool:
+        """Whether all devices are GPUs."""
         return all(device.type.kind == "cuda" for device in self.devices)
 
     @cached_property

@@ -61,6 +61,6 @@ def link_place(topology: Topology, backend: str, *, emulated: bool, torch: str |
 def link_places(topology: Topology) -> list[LinkPlace]:
     """Places whose measurements a plan for this cluster may use, best first: by the backend that its devices take by default, and on
     its own hosts before emulated ones."""
-    cuda = topology.devices[0].type.kind == "cuda"
+    cuda = topology.has_gpus_alone
     backends = ("nccl", "gloo") if cuda else ("gloo",)
     return [link_place(topology, backend, emulated=emulated) for emulated in ((False,) if cuda else (False, True)) for backend in backends]

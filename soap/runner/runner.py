@@ -13,6 +13,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from soap import api
+from soap.cluster.kinds import run_kind
 from soap.cluster.topology import Topology
 from soap.errors import RuntimeFailure, SoapError
 from soap.plan.running.execution_order import ExecutionOrder
@@ -53,7 +54,7 @@ class Runner:
         self.strategy: Strategy | None = None
         self.trainer: Trainer | None = None
         self._names: Sequence[str] = ()
-        kind = topology.devices[0].type.kind
+        kind = run_kind(topology)
         self.world = open_world(topology.device_count, kind, config.backend, config.timeout_s)
         self._wire = self.world.device if self.world.backend == "nccl" else torch.device("cpu")
         self._saved_at = 0

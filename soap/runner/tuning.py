@@ -15,6 +15,7 @@ from typing import Unpack
 import torch
 
 from soap import api
+from soap.cluster.kinds import run_kind
 from soap.cluster.topology import Topology
 from soap.errors import RuntimeFailure, StrategyError
 from soap.measure.iteration import measure_steps
@@ -97,7 +98,7 @@ def tune(
     def trainer_for(chosen: Strategy) -> Trainer:
         return Trainer(model, (chosen, topology), order, options)
 
-    kind = options.device_kind or topology.devices[0].type.kind
+    kind = options.device_kind or run_kind(topology)
     world = open_world(topology.device_count, kind, options.backend, options.timeout_s)  # once for all trainers
     try:
         found: dict[tuple[str, ...], Tuning] = {}

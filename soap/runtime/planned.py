@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from soap.cluster.kinds import run_kind
 from soap.cluster.presets import local_topology
 from soap.cluster.topology import DeviceKind, Topology
 from soap.errors import RuntimeFailure
@@ -50,7 +51,7 @@ class Asked:
         strategy, topology = plan
         strategy.require_exact()
         strategy.validate(model.graph, topology.device_count)
-        return cls(model, None, strategy, topology, kind or topology.devices[0].type.kind, order)
+        return cls(model, None, strategy, topology, kind or run_kind(topology), order)
 
     @property
     def digest(self) -> str:

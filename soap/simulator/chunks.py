@@ -27,7 +27,7 @@ def shortest_chunk_ns(topology: Topology) -> int:
     nothing is cut."""
     if any(port.device is not None for port in topology.ports):
         return 1
-    return GPU_CHUNK_NS if all(device.type.kind == "cuda" for device in topology.devices) else NO_CHUNKS
+    return GPU_CHUNK_NS if topology.has_gpus_alone else NO_CHUNKS
 
 
 def chunk_count(duration_ns: int, shortest_ns: int = 1) -> int:

@@ -21,7 +21,7 @@ than its first kernel is launched, and ends no earlier than its last one is. If 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -70,6 +70,11 @@ class Loop:
         """Call this once when a task that was not taken yet has been."""
         self._watched[position] = call
 
+    def launch_from(self, devices: Iterable[int], moment_ns: int) -> None:
+        """Launch no further kernels of these devices before this moment, as at the start of a step that waits for the one before."""
+        for device in devices:
+            self._launched[device] = max(self._launched.get(device, 0), moment_ns)
+
     def add(self, tasks: Sequence[Task]) -> None:
         """More tasks, whose predecessors are positions among all that were added, these included."""
         first = len(self._todo)
@@ -89,6 +94,10 @@ class Loop:
                     self._ready[position] = max(self._ready[position], self._end[predecessor])
             if self._waiting[position] == 0:
                 heapq.heappush(self._queue, (self._ready[position], task.id, position))
+
+    def stop(self) -> None:
+        """Take no further task; what was not taken has no times."""
+        self._queue.clear()
 
     def run(self) -> None:
         """Play all that there is, and what is added meanwhile."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from soap import api
-from soap.cli.options import has_gpus
+from soap.cluster.kinds import has_gpus
 from soap.measure.compute_rates import float32_precision
 from soap.model.graph import OperatorGraph
 

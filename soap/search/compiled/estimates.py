@@ -5,6 +5,7 @@ A wrong estimate wastes proposals but does not bias the chain: the acceptance pr
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from math import prod
 
@@ -20,12 +21,14 @@ from soap.strategy.config import OpConfig
 
 
 def rough_ns(graph: OperatorGraph, position: int, grids: Sequence[Grid], topology: Topology, costs: CostModel) -> Floats:
-    """Rough time of each grid of an operator, ns, shape (grids,): forward and backward pass of the largest tile, plus an all-reduce of each
+    """Rough time of each grid of an operator, ns, shape (grids,): forward and backward pass of the largest tile, on average over the
+    devices, plus an all-reduce of each
     parameter over the copies of its shards, on the slowest link. Placements and neighbours are ignored."""
     op = graph.operators[position]
-    kind = topology.devices[0].type
     (whole,) = tiles_of(graph, position, OpConfig((1,) * len(op.factors), (0,)))
-    compute_ns = costs.forward_ns(graph, whole, kind) + (costs.backward_ns(graph, whole, kind) if graph.needs_backward(op) else 0)
+    counts, backward = Counter(device.type for device in topology.devices), graph.needs_backward(op)
+    times = {kind: costs.forward_ns(graph, whole, kind) + (costs.backward_ns(graph, whole, kind) if backward else 0) for kind in counts}
+    compute_ns = sum(count * times[kind] for kind, count in counts.items()) / topology.device_count
     table = np.array(grids, np.int64).reshape(len(grids), 1 + len(op.factors))
     degrees = table[:, 1:]
     sizes = np.array([max(1, factor.size) for factor in op.factors], np.int64)

@@ -1,0 +1,105 @@
+"""Several jobs on one cluster: how long a step of each takes alone, and beside the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from soap.api.models import Cluster, Model, graph_of, topology_of
+from soap.api.predictions import costs_for, with_links
+from soap.api.strategies import load_strategy, simulated_name
+from soap.cluster.fewer import part_of
+from soap.cluster.memory_budget import with_memory_budget
+from soap.cluster.topology import Topology
+from soap.errors import StrategyError
+from soap.files import read_text
+from soap.model.graph import OperatorGraph
+from soap.search.options import OPTIMIZER_STATES
+from soap.simulator.beside import Job as Beside
+from soap.simulator.beside import beside
+from soap.simulator.costs import CostSource
+from soap.simulator.simulate import Simulation, Simulator
+from soap.strategy.config import Strategy
+from soap.strategy.json_text import parse_json
+from soap.strategy.mismatch import one_line, short
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model that trains by a strategy on some of a cluster's devices. ``strategy``: the name of one, or a path to the file of one that
+    was made for these devices. ``devices``: their names, or those of hosts; nothing: all. ``name``: what reports call it."""
+
+    model: Model
+    strategy: Strategy | str | Path
+    devices: Sequence[str] = ()
+    name: str = ""
+
+
+_FIELDS = ("model", "builtin", "strategy", "devices")
+MAX_BYTES = 2**20
+
+
+def simulate_beside(
+    jobs: Sequence[Job],
+    cluster: Cluster,
+    *,
+    optimizer_states: int = OPTIMIZER_STATES,
+    costs: CostSource = "auto",
+    memory_budget: str | None = None,
+) -> tuple[Beside, ...]:
+    """Predict a step of each of these jobs, alone and while all train on the cluster, each on devices of its own: what they share is
+    hosts, with their links and the cores of servers. SoapError in one line if they do not fit together."""
+    topology = with_links(with_memory_budget(topology_of(cluster), memory_budget), costs)
+    return beside_of([job_simulation(job, topology, optimizer_states=optimizer_states, costs=costs) for job in jobs], topology)
+
+
+def beside_of(simulations: Sequence[Simulation], topology: Topology) -> tuple[Beside, ...]:
+    """``simulate_beside`` of jobs that are simulated alone, each on a part of the cluster."""
+    if len(simulations) < 2:
+        raise StrategyError(f"{len(simulations)} jobs beside each other; expected two at least")
+    return beside([simulation.tasks for simulation in simulations], topology)
+
+
+def job_simulation(job: Job, topology: Topology, *, optimizer_states: int = OPTIMIZER_STATES, costs: CostSource = "auto") -> Simulation:
+    """A job on its part of the cluster, alone. StrategyError if it is a stale one, or does not fit into memory."""
+    part = part_of(topology, job.devices) if job.devices else topology
+    graph = graph_of(job.model, part)
+    simulator = Simulator(graph, part, costs_for(part, optimizer_states, costs), optimizer_states)
+    strategy = _strategy(job, graph, simulator)
+    if strategy.stale:
+        raise StrategyError(f"a stale strategy ({strategy.consistency}) beside other jobs; expected one that has steps of the whole batch")
+    found = simulator.run(strategy)
+    if not found.fits:
+        raise StrategyError(f"job {job.name or graph.name!r} does not fit into the memory of {part.name!r}; expected one that does")
+    return found
+
+
+def _strategy(job: Job, graph: OperatorGraph, simulator: Simulator) -> Strategy:
+    if isinstance(job.strategy, Strategy):
+        return job.strategy
+    if isinstance(job.strategy, Path):
+        return load_strategy(job.strategy, graph, simulator.topology)
+    return simulated_name(job.strategy, simulator)
+
+
+def load_job(path: str | Path) -> Job:
+    """A job from a file: a JSON object with ``model``, ``strategy`` (a file) or ``builtin`` (a name), and ``devices`` (a list of names;
+    all if left out). Models and files are as on the command line. StrategyError in one line if it is no such file."""
+    text = read_text(path, what="job", error=StrategyError, limit_bytes=MAX_BYTES)
+    expected = f"expected an object with model, {' or '.join(_FIELDS[1:3])}, and a list devices"
+    try:
+        found = parse_json(text)
+    except (ValueError, RecursionError) as cause:
+        raise StrategyError(f"{path}: no JSON: {one_line(str(cause))}; {expected}") from None
+    if not isinstance(found, dict) or set(found) - {*_FIELDS}:
+        unknown = short(next(iter(set(found) - {*_FIELDS}))) if isinstance(found, dict) else type(found).__name__
+        raise StrategyError(f"{path}: {unknown}; {expected}")
+    devices, named = found.get("devices", []), [key for key in _FIELDS[1:3] if key in found]
+    texts = [found.get("model"), *(found[key] for key in named)]
+    if len(named) != 1 or not all(isinstance(own, str) and own for own in texts):
+        raise StrategyError(f"{path}: {expected}")
+    if not isinstance(devices, list) or not all(isinstance(name, str) for name in devices):
+        raise StrategyError(f"{path}: devices {short(str(devices))}; {expected}")
+    strategy = Path(found["strategy"]) if "strategy" in found else found["builtin"]
+    return Job(found["model"], strategy, tuple(devices), Path(path).name)
