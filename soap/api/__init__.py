@@ -35,12 +35,13 @@ from soap.api.strategies import (
     simulated_name,
     with_recorded_rows,
 )
-from soap.api.what_if import sensitivity
+from soap.api.what_if import Elsewhere, elsewhere, sensitivity
 
 __all__ = [
     "LEAST_MEASURED",
     "MOST_SIMULATED",
     "Cluster",
+    "Elsewhere",
     "Fit",
     "Model",
     "Prediction",
@@ -53,6 +54,7 @@ __all__ = [
     "costs_for",
     "costs_record",
     "decision_record",
+    "elsewhere",
     "explain",
     "explain_synchronization",
     "explain_unkept",
