@@ -1,0 +1,83 @@
+"""``soap-report``: a page to look at of a strategy: one HTML file that needs no network."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from soap import api
+from soap.cli import reporting, rows, timelines
+from soap.cli.command import Parser, UsageError, run_command
+from soap.cli.options import add_cluster, add_costs, add_memory_budget, add_model, add_rows, builtin, refuse_overwriting
+from soap.cluster.memory_budget import with_memory_budget
+from soap.simulator.analysis.comparison import compare
+from soap.simulator.analysis.timeline_file import loads
+from soap.strategy.named import forms
+
+PROG = "soap-report"
+
+
+def make_parser() -> Parser:
+    """The command's options."""
+    parser = Parser(
+        PROG,
+        "Write a page that shows a strategy: time beside other strategies, operators, timeline, memory, links, what else there is.",
+        f"{PROG} zoo:gpt:tiny --cluster p100-4x4 --builtin megatron -o report.html",
+    )
+    add_model(parser, positional=True)
+    add_cluster(parser)
+    add_costs(parser)
+    add_rows(parser)
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--strategy", metavar="FILE", help="a strategy that soap-search wrote")
+    which.add_argument("--builtin", metavar="NAME", type=builtin, help=f"a strategy that has a name: {forms()}")
+    add_memory_budget(parser)
+    parser.add_argument("--measured", metavar="FILE", help="what soap-run --timeline wrote of this strategy: shown beside the prediction")
+    parser.add_argument(
+        "--on",
+        metavar="SPEC",
+        action="append",
+        help="another cluster of as many devices to try the plan on (repeatable; default: a few presets, if the plan is small)",
+    )
+    parser.add_argument("-o", "--output", metavar="FILE", required=True, help="where the page goes (HTML)")
+    return parser
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Simulate and draw."""
+    inputs = {"MODEL": args.model, "--cluster": args.cluster, "--strategy": args.strategy, "--measured": args.measured}
+    refuse_overwriting(inputs, {"--output": args.output})
+    reporting.check(args.output)
+    measured = timelines.read(args.measured, "measured") if args.measured else None
+    topology = with_memory_budget(api.load_cluster(args.cluster), args.memory_budget)
+    graph = rows.load_graph(args, topology)
+    strategy = api.load_strategy(args.strategy, graph, topology) if args.strategy else None
+    if args.strategy and not (args.data or args.alpha or args.alpha_from):
+        graph = api.with_recorded_rows(graph, args.strategy)
+    simulator = api.simulator_for(graph, topology, costs=args.costs)
+    strategy = api.simulated_name(args.builtin, simulator) if strategy is None else strategy
+    if strategy.stale:
+        raise UsageError(f"a stale strategy ({strategy.consistency}) has no iteration of the whole batch, which is what a report shows")
+    simulation = simulator.predict(strategy)
+    more: dict[str, Any] = {}
+    if measured is not None:
+        (predicted,) = loads(timelines.predicted_text(graph, strategy, simulation, simulator.costs_hash))
+        more = {"measured": measured, "comparison": compare(predicted, measured)}
+    from soap.report import write
+
+    title = reporting.titled(args.builtin or Path(args.strategy).name, simulator)
+    write(args.output, reporting.plan_contents(title, simulator, strategy, simulation, on=args.on, **more))
+    print(f"wrote {args.output}")
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point."""
+    return run_command(make_parser(), execute, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
