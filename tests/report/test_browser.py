@@ -38,7 +38,8 @@ FLAGS = ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-
 OPEN = "return [...document.querySelectorAll('[role=tabpanel]')].find((panel) => !panel.hidden)"
 FRAMES = """
 const done = arguments[0]; const begin = performance.now(); const frames = []; let last = begin;
-const range = Bokeh.documents.flatMap((own) => own.roots()).flatMap((root) => [...root.references()]).find((own) => own.type === "Range1d");
+const models = Bokeh.documents.flatMap((own) => own.roots()).flatMap((root) => [...root.references()]);
+const range = models.find((own) => own.type === "Range1d" && own.bounds); // time's
 const [start, end] = [range.start, range.end];
 function next(now) {
   frames.push(now - last); last = now;
