@@ -51,6 +51,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "soap.data": ("soap.data", *GROUND_FLOOR),
     "soap.weights": ("soap.weights", "soap.tracing", *PLANNING),
+    "soap.report": ("soap.report", "soap.api.what_if", "soap.search", "soap.simulator", *PLANNING),
+    "soap.report.page": EVERYTHING,  # says which version made it
     "soap.api": EVERYTHING,
     "soap.runner": EVERYTHING,
     "soap.cli": EVERYTHING,
@@ -59,10 +61,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 """Prefix of module names -> prefixes of our modules that they may import. The longest prefix counts."""
 
 COMMANDS = tuple(
-    f"soap.cli.{name}" for name in ("search", "run", "simulate", "diff", "compare", "profile", "tune", "preprocess", "schedule")
+    f"soap.cli.{name}" for name in ("search", "run", "simulate", "diff", "compare", "profile", "tune", "preprocess", "schedule", "report")
 )
 WITHOUT_TORCH = (
-    *PLANNING, "soap.simulator", "soap.search", "soap.emulation", "soap.runtime.system.clock", "soap.preprocessing",
+    *PLANNING, "soap.simulator", "soap.search", "soap.emulation", "soap.runtime.system.clock", "soap.preprocessing", "soap.report",
 )  # fmt: skip
 
 

@@ -36,7 +36,7 @@ from soap.api.strategies import (
     simulated_name,
     with_recorded_rows,
 )
-from soap.api.what_if import sensitivity
+from soap.api.what_if import Elsewhere, elsewhere, sensitivity
 from soap.api.workers import ANY, WORKER_POLICIES, WorkersOutcome, find_workers, simulate_workers
 
 __all__ = [
@@ -45,6 +45,7 @@ __all__ = [
     "MOST_SIMULATED",
     "WORKER_POLICIES",
     "Cluster",
+    "Elsewhere",
     "Fit",
     "Job",
     "Model",
@@ -60,6 +61,7 @@ __all__ = [
     "costs_for",
     "costs_record",
     "decision_record",
+    "elsewhere",
     "explain",
     "explain_synchronization",
     "explain_unkept",

@@ -18,8 +18,8 @@ from soap.search.constraints import Pairs, parse
 from soap.search.deciding import DECIDING_DRAWS, DEFAULT_CONFIDENCE, LEAST_CHANCE, Decision
 from soap.search.explanation import Line, Synchronized, Unkept
 from soap.search.plot import plot
-from soap.search.record import SearchResult
-from soap.search.starts import BASELINE
+from soap.search.record import MOST_FINALISTS, SearchResult
+from soap.search.starts import BASELINE, Start
 from soap.simulator.draws import Draws
 from soap.simulator.simulate import Simulation, Simulator
 from soap.simulator.throughput import Throughput, throughput
@@ -101,6 +101,17 @@ class SearchOutcome:
         """Which plan is kept by its prediction."""
         usual = classical(BASELINE, self.simulator.graph, self.simulator.topology)
         return decision(self.simulator, self.result, usual, possible=self.usual is not None, confidence=self.confidence, draws=self.draws)
+
+    @property
+    def next_best(self) -> tuple[Start, ...]:
+        """The other plans that fit, of finalists and starts, by what the search compared them by, the best one first; at most
+        ``MOST_FINALISTS``."""
+        plans = sorted([*self.result.finalists, *(start for start in self.result.starts if start.fits)], key=lambda own: own.cost_ns)
+        found: list[Start] = []
+        for own in plans:
+            if own.strategy != self.strategy and all(own.strategy != other.strategy for other in found):
+                found.append(own)
+        return tuple(found[:MOST_FINALISTS])
 
     def may_win(self, strategy: Strategy) -> bool:
         """Whether it is worth running a plan: it beats data parallelism in more than a few of the draws (``LEAST_CHANCE``), or is what is

@@ -1,18 +1,37 @@
-"""What-if over figures of the cluster: where the choice between a plan and data parallelism turns over."""
+"""What-if: where the choice between a plan and data parallelism turns over, and what a plan would be on other clusters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 
-from soap.api.predictions import plays_compiled
+from soap.api.models import topology_of
+from soap.api.predictions import plays_compiled, simulator_for
+from soap.api.strategies import classical
+from soap.errors import StrategyError, first_line
 from soap.profiles.scaled import ScaledCosts
 from soap.search.sensitivity import Figure, Sensitivity, known_figures, sensitivities, with_figure
+from soap.search.starts import BASELINE
+from soap.simulator.costs import CostSource
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.lowering import lower
 from soap.simulator.reference import simulate
 from soap.simulator.simulate import Simulation, Simulator
 from soap.strategy.config import Strategy
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """A plan on another cluster of as many devices, which are taken by number. ``usual_ns``: data parallelism there. ``refused``: why the
+    plan cannot be there, in one line; then there are no figures."""
+
+    cluster: str
+    time_ns: int = 0
+    overflow_bytes: int = 0
+    usual_ns: int = 0
+    refused: str = ""
+
 
 MOST_PLAYED = 200
 """About as often two plans are simulated."""
@@ -45,6 +64,22 @@ def _time_ns(simulator: Simulator, strategy: Strategy, known: Simulation | Folde
     engine = Engine(simulator.graph, simulator.topology, simulator.costs, training=simulator.training)
     engine.load(strategy)
     return engine.simulate()
+
+
+def elsewhere(simulator: Simulator, plan: Strategy, clusters: Sequence[str], *, costs: CostSource = "auto") -> list[Elsewhere]:
+    """A plan on other clusters, in their order. TopologyError if one is unknown. ``costs``: as for ``simulate``."""
+    found = []
+    for name in clusters:
+        topology = topology_of(name)
+        try:
+            there = simulator_for(simulator.graph, topology, optimizer_states=simulator.optimizer_states, costs=costs)
+            time_ns, overflow_bytes = there.cost(plan)
+            usual_ns = there.cost(classical(BASELINE, simulator.graph, topology))[0]
+        except StrategyError as error:
+            found.append(Elsewhere(name, refused=first_line(error)))
+        else:
+            found.append(Elsewhere(name, time_ns, overflow_bytes, usual_ns))
+    return found
 
 
 def sensitivity(simulator: Simulator, plan: Strategy, usual: Strategy) -> list[Sensitivity]:

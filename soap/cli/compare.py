@@ -8,16 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from soap.cli import calibration, report
+from soap.cli import calibration, plan_summary, reporting, timelines
 from soap.cli.calibration import LEAST_TASKS
 from soap.cli.command import Parser, UsageError, run_command
 from soap.cli.options import add_cluster, add_json, refuse_overwriting
 from soap.cli.plain_text import aligned, milliseconds
-from soap.errors import TimelineError
-from soap.files import check_writable, read_text, write_text_atomically
+from soap.files import check_writable, write_text_atomically
 from soap.simulator.analysis import timeline_file
 from soap.simulator.analysis.comparison import Comparison, Group, Pair, compare
-from soap.simulator.analysis.timeline_file import MAX_BYTES, Origin, Timeline
 from soap.strategy.mismatch import one_line, short
 from soap.units import format_bytes
 
@@ -43,6 +41,7 @@ def make_parser() -> Parser:
     )
     parser.add_argument("--calibrate", action="store_true", help=calibrate)
     add_cluster(parser, note="for --calibrate; default: the timeline's, if it is a preset")
+    reporting.add_report(parser, "both timelines, and how far predictions are off")
     add_json(parser)
     return parser
 
@@ -50,37 +49,26 @@ def make_parser() -> Parser:
 def execute(args: argparse.Namespace) -> int:
     """Read, compare, report."""
     inputs = {"PREDICTED": args.predicted, "MEASURED": args.measured, "--cluster": args.cluster}
-    refuse_overwriting(inputs, {"--output": args.output})
+    refuse_overwriting(inputs, {"--output": args.output, "--report": args.report})
     if args.cluster and not args.calibrate:
         raise UsageError("--cluster without --calibrate; expected both: comparing needs no cluster")
     if args.output:
         check_writable(args.output)
-    predicted, measured = _read(args.predicted, "predicted"), _read(args.measured or args.predicted, "measured")
+    reporting.check(args.report)
+    predicted, measured = timelines.read(args.predicted, "predicted"), timelines.read(args.measured or args.predicted, "measured")
     comparison = compare(predicted, measured)
     steps = calibration.calibrate(predicted, measured, args.cluster) if args.calibrate else None
     if args.output:
         write_text_atomically(args.output, timeline_file.dumps([timeline_file.aligned(side) for side in (predicted, measured)]))
+    if args.report:
+        reporting.write_comparison(args.report, comparison, predicted, measured)
     if args.json:
-        print(report.dump({**document(comparison), "calibration": None if steps is None else calibration.document(steps)}))
+        print(plan_summary.dump({**document(comparison), "calibration": None if steps is None else calibration.document(steps)}))
         return 0
     print(text(comparison) if steps is None else f"{text(comparison)}\n\n{calibration.text(steps)}")
-    if args.output:
-        print(f"\nwrote {args.output}")
+    if written := [path for path in (args.output, args.report) if path]:
+        print(f"\nwrote {' and '.join(written)}")
     return 0
-
-
-def _read(path: str, origin: Origin) -> Timeline:
-    """The only timeline of this origin in the file."""
-    content = read_text(path, what="timeline", error=TimelineError, limit_bytes=MAX_BYTES)
-    try:
-        found = [timeline for timeline in timeline_file.loads(content) if timeline.description.origin == origin]
-    except TimelineError as cause:
-        raise TimelineError(f"timeline {path!r}: {cause}") from None
-    if len(found) != 1:
-        writer = "soap-run" if origin == "measured" else "soap-simulate, soap-search or soap-run"
-        count = len(found) or "no"
-        raise TimelineError(f"timeline {path!r} has {count} {origin} iterations; expected one: give what {writer} --timeline wrote")
-    return found[0]
 
 
 def document(comparison: Comparison) -> dict[str, Any]:

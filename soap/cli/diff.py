@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from soap import api
-from soap.cli import report
+from soap.cli import plan_summary, reporting
 from soap.cli.command import Parser, UsageError, run_command
-from soap.cli.options import MODEL_HELP, add_cluster, add_costs, add_json, add_reading, reading
+from soap.cli.options import MODEL_HELP, add_cluster, add_costs, add_json, add_reading, reading, refuse_overwriting
 from soap.cli.plain_text import aligned, devices, layers, listed, milliseconds, sync_document, sync_text
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.simulate import Simulation
@@ -44,6 +44,7 @@ def make_parser() -> Parser:
     add_reading(parser)
     add_cluster(parser, note="with --model")
     add_costs(parser)
+    reporting.add_report(parser, "with --model: both plans side by side")
     add_json(parser)
     return parser
 
@@ -53,20 +54,27 @@ def execute(args: argparse.Namespace) -> int:
     if (args.model is None) != (args.cluster is None):
         given, lacking = ("--model", "--cluster") if args.cluster is None else ("--cluster", "--model")
         raise UsageError(f"{given} without {lacking}; expected both, to simulate, or neither")
+    if args.report and args.model is None:
+        raise UsageError("--report without --model and --cluster; expected both: a report shows simulated plans")
+    refuse_overwriting({"A": args.first, "B": args.second}, {"--report": args.report})
+    reporting.check(args.report)
     contents = [api.load_strategy_contents(path) for path in (args.first, args.second)]
     comparison = compare(*contents)
     simulated = None if args.model is None else _simulated(args)
     found = document((args.first, args.second), contents, comparison, simulated)
-    print(report.dump(found) if args.json else text(found, comparison))
+    print(plan_summary.dump(found) if args.json else text(found, comparison))
     return 0 if comparison.equal else DIFFERENT
 
 
 def _simulated(args: argparse.Namespace) -> list[dict[str, Any]]:
     topology = api.load_cluster(args.cluster)
     graph = api.load(args.model, plan_only=True, **reading(args, topology)).graph
-    strategies = [api.load_strategy(path, graph, topology) for path in (args.first, args.second)]
+    strategies = {path: api.load_strategy(path, graph, topology) for path in (args.first, args.second)}
     simulator = api.simulator_for(graph, topology, costs=args.costs)
-    return [_outcome(simulator.predict(strategy)) for strategy in strategies]
+    simulations = {path: simulator.predict(strategy) for path, strategy in strategies.items()}
+    if args.report:
+        reporting.write_side_by_side(args.report, simulator, {path: (own, simulations[path]) for path, own in strategies.items()})
+    return [_outcome(simulations[path]) for path in (args.first, args.second)]
 
 
 def _outcome(simulation: Simulation | FoldedSimulation) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from soap.api.fitting import Fit, Way
 from soap.cli.command import UsageError
 from soap.cli.options import reading_options
 from soap.cli.plain_text import aligned, milliseconds
+from soap.cli.plan_summary import kinds_text
 from soap.cli.recomputing import budgeted, budgeted_text
-from soap.cli.report import kinds_text
 from soap.cluster.memory_budget import OPTION
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph

@@ -10,7 +10,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from soap import api
-from soap.cli import emulation, report
+from soap.cli import emulation, plan_summary
 from soap.cli.command import Parser, UsageError, note
 from soap.cli.options import add_backend, add_cluster, add_json, positive_number
 from soap.cli.plain_text import aligned
@@ -91,7 +91,7 @@ def execute(args: argparse.Namespace) -> int:
     found = document(topology, place, store)
     found["measured_now"] = done
     if args.json:
-        print(report.dump(found))
+        print(plan_summary.dump(found))
     else:
         print("" if args.show else f"measured {done} probes now\n\n", end="")
         print(text(found))

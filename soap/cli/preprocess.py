@@ -12,9 +12,11 @@ from typing import Any
 
 from tqdm import tqdm
 
+from soap.cli import reporting
 from soap.cli.command import Parser, UsageError, run_command
 from soap.cli.options import add_json, not_negative, positive
 from soap.cli.plain_text import aligned
+from soap.cli.preprocess_steps import Steps
 from soap.preprocessing import generate, local
 from soap.preprocessing.engine import Options, Summary
 from soap.preprocessing.manager import MODES, Limits
@@ -59,6 +61,7 @@ def make_parser() -> Parser:
     most = "with --generate: distinct values of each column at most"
     parser.add_argument("--categories", metavar="N", type=positive, help=most)
     parser.add_argument("--seed", metavar="S", type=not_negative, help="with --generate (default 0)")
+    reporting.add_report(parser, "the time of each step and the dictionaries")
     add_json(parser)
     return parser
 
@@ -84,6 +87,9 @@ def execute(args: argparse.Namespace) -> int:
             raise UsageError(f"--{option} without --generate; expected both")
     if args.spec is None or not args.inputs:
         raise UsageError(f"expected SPEC and at least one INPUT, such as: {PROG} criteo-kaggle day_0.tsv -o data")
+    if args.report and args.plan:
+        raise UsageError("--report with --plan, which does nothing that could be shown; expected one of them")
+    reporting.check(args.report)
     spec, out = load_spec(args.spec), Path(args.output)
     if args.plan:
         if args.ray is not None:
@@ -93,12 +99,17 @@ def execute(args: argparse.Namespace) -> int:
         found = local.plan(spec, args.inputs, out, options)
         print(_json(found) if args.json else plan_text(found))
         return 0
-    with _bars(args.quiet) as bars:
+    steps = Steps()
+    with _bars(args.quiet, steps) as bars:
         summary = local.preprocess(
             spec, args.inputs, out, on_error=args.on_error, modes=args.mode, chunk_bytes=args.chunk_bytes, workers=args.workers,
             parquet=not args.no_parquet, compress=args.compress, ray=args.ray, begun=bars.begin, seen=bars.seen,
         )  # fmt: skip
+    if args.report:
+        reporting.write_preprocessing(args.report, {"output": str(out), **asdict(summary), "steps": steps.documents()})
     print(_json({"output": str(out), **asdict(summary)}) if args.json else text(out, summary))
+    if args.report and not args.json:
+        print(f"wrote {args.report}")
     return 0
 
 
@@ -125,16 +136,18 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 class Bars:
-    """A progress bar for each step, in bytes, since rows are not known before they are read; with rows per second, X and Y."""
+    """A progress bar for each step, in bytes, since rows are not known before they are read; with rows per second, X and Y. ``steps``:
+    takes down when tasks end."""
 
-    def __init__(self, hidden: bool) -> None:
-        self._hidden = hidden
+    def __init__(self, hidden: bool, steps: Steps | None = None) -> None:
+        self._hidden, self._steps = hidden, steps or Steps()
         self._bar: tqdm[Any] | None = None
         self._rows = 0
 
     def begin(self, step: str, tasks: int, size: int) -> None:
         """A step begins."""
         self.close()
+        self._steps.begin(step, tasks, size)
         self._rows = 0
         hidden = True if self._hidden else None
         self._bar = tqdm(total=size, desc=step, unit="B", unit_scale=True, disable=hidden, leave=False)
@@ -144,6 +157,7 @@ class Bars:
         if self._bar is None:
             return
         if done is not None:
+            self._steps.seen()
             self._rows += done.rows
             self._bar.update(done.task.size)
         elapsed = self._bar.format_dict["elapsed"]
@@ -157,8 +171,8 @@ class Bars:
 
 
 @contextmanager
-def _bars(hidden: bool) -> Iterator[Bars]:
-    bars = Bars(hidden)
+def _bars(hidden: bool, steps: Steps) -> Iterator[Bars]:
+    bars = Bars(hidden, steps)
     try:
         yield bars
     finally:
@@ -166,7 +180,7 @@ def _bars(hidden: bool) -> Iterator[Bars]:
 
 
 def _json(found: Mapping[str, Any]) -> str:
-    from soap.cli.report import dump  # what searches report, which takes longer to import than all else here
+    from soap.cli.plan_summary import dump  # what searches report, which takes longer to import than all else here
 
     return dump(found)
 

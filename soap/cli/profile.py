@@ -11,7 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 from soap import api
-from soap.cli import links, report, what_decides
+from soap.cli import links, plan_summary, what_decides
 from soap.cli.command import Parser, UsageError, note, run_command
 from soap.cli.options import add_cluster, add_json, add_model, lossy_method, positive_number, reading, reading_options, refuse_overwriting
 from soap.cli.plain_text import aligned, milliseconds
@@ -119,7 +119,7 @@ def execute(args: argparse.Namespace) -> int:
     found = document(graph, topology, strategies, everything, store)
     found["measured_now"], found["corrections_dropped"] = done, len(outdated) if done else 0
     if args.json:
-        print(report.dump(found))
+        print(plan_summary.dump(found))
     else:
         left = len(todo) - done
         rest = f"{left} are left: the same command goes on" if left else "nothing is left"
@@ -161,7 +161,7 @@ def _what_decides(args: argparse.Namespace) -> int:
     lossy = tuple(dict.fromkeys(sync.compression.word for sync in plan.parameters.values() if sync.compression is not None))
     subject = what_decides.Subject((args.model, *reading_options(args)), args.cluster, args.what_decides, lossy)
     told = what_decides.document(found, topology, subject)
-    print(report.dump(told) if args.json else what_decides.text(told))
+    print(plan_summary.dump(told) if args.json else what_decides.text(told))
     return 0
 
 
@@ -182,7 +182,7 @@ def execute_show(args: argparse.Namespace) -> int:
     """Report what is known."""
     topology, graph, strategies = _subject(args)
     found = document(graph, topology, strategies, wanted(graph, topology, _groups(strategies), args.lossy), Store())
-    print(report.dump(found) if args.json else text(found))
+    print(plan_summary.dump(found) if args.json else text(found))
     return 0
 
 
@@ -250,7 +250,7 @@ def document(
                 "corrected": corrected(costs, simulation.tasks),
             }
             for name, strategy in strategies.items()
-            if tile_count(strategy) <= report.MOST_TILES
+            if tile_count(strategy) <= plan_summary.MOST_TILES
             for simulation in (simulator.predict(strategy),)
         },
         "corrections": {name: [_correction(one) for one in own] for name, own in corrections.items()},

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from soap import api
-from soap.cli import compressing, emulation, evaluating, figures, restarting, stale_run, warm_up, weights
+from soap.cli import compressing, emulation, evaluating, figures, reporting, restarting, stale_run, warm_up, weights
 from soap.cli.checkpoints import add_checkpoints, chosen
 from soap.cli.command import Parser, UsageError, note, run_command
 from soap.cli.options import (
@@ -31,8 +31,8 @@ from soap.cli.options import (
     refuse_overwriting,
 )
 from soap.cli.plain_text import aligned, listed, milliseconds, speed_up
+from soap.cli.plan_summary import crowded, resting, shared_cores
 from soap.cli.preprocessed import folder_of, sized
-from soap.cli.report import crowded, resting, shared_cores
 from soap.cli.timelines import measured_text, not_as_priced
 from soap.cli.updating import Updating, add_updating
 from soap.cluster.kinds import run_kind
@@ -83,6 +83,7 @@ def make_parser() -> Parser:
     evaluating.add_evaluation(parser)
     restarting.add_restarts(parser)
     stale_run.add_stale_run(parser)
+    reporting.add_report(parser, "the plan beside what was measured, task by task")
     add_outputs(parser, timeline="write an iteration for Perfetto and soap-compare, predicted and measured side by side")
     return parser
 
@@ -111,13 +112,15 @@ def add_training(parser: Parser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Plan, train, report."""
-    refuse_overwriting({"STRATEGY": args.strategy, "--model": args.model, "--cluster": args.cluster}, {"--timeline": args.timeline})
+    inputs = {"STRATEGY": args.strategy, "--model": args.model, "--cluster": args.cluster}
+    refuse_overwriting(inputs, {"--timeline": args.timeline, "--report": args.report})
     if args.memory and args.accumulate > 1:
         raise UsageError("--memory with --accumulate; expected one batch per update, which is what memory is predicted for")
     if os.environ.get("RANK", "0") != "0":  # under torchrun, rank 0 prints the warnings for all
         warnings.simplefilter("ignore", SoapWarning)
     if args.timeline:
         check_writable(args.timeline)
+    reporting.check(args.report)
     if stale_run.is_asked(args):
         return stale_run.execute(args, api.load_cluster(args.cluster or _recorded_cluster(args.strategy)), PROG)
     emulation.check_possible(args)
@@ -126,16 +129,19 @@ def execute(args: argparse.Namespace) -> int:
     if outcome is None:  # under torchrun, on a rank that does not report
         return 0
     scale, hosts = emulation.asked_scale(args), emulation.asked_hosts(args, job.topology, job.device_kind)
-    if args.timeline:
+    if args.timeline or args.report:
         measured = outcome.measured[STRATEGY].median_ns
         strategy, _ = job.strategies[STRATEGY]
         made = {"costs_hash": costs["hash"], "not_as_priced": not_as_priced(job, scale)}
         picture = measured_text(strategy, predicted[STRATEGY], outcome.iterations, measured, job.accumulate, scale=scale, **made)
-        write_text_atomically(args.timeline, picture)
+        if args.timeline:
+            write_text_atomically(args.timeline, picture)
+        if args.report:
+            reporting.write_run(args.report, args, job, predicted[STRATEGY], picture)
     report = {**document(job, predicted, outcome, costs, hosts, scale), "restarts": [asdict(one) for one in restarts]}
     print(json.dumps(report, indent=2) if args.json else text(report))
-    if args.timeline and not args.json:
-        print(f"\nwrote {args.timeline}")
+    if (written := [path for path in (args.timeline, args.report) if path]) and not args.json:
+        print(f"\nwrote {' and '.join(written)}")
     if outcome.check:
         outcome.check.require()
     return 0
@@ -202,7 +208,7 @@ def prepare(args: argparse.Namespace, topology: Topology | None = None) -> tuple
         backend=args.backend,
         device_kind=None if args.device == "auto" else args.device,
         checked=args.check,
-        traced=args.timeline is not None,
+        traced=bool(args.timeline or args.report),
         weighed=args.memory,
         checkpoints=replace(checkpoints, names=names),
         emulated=args.emulate,

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from math import gcd
 from typing import Any
 
-from soap.cli import report
+from soap.cli import plan_summary
 from soap.cli.command import Parser, UsageError, run_command
 from soap.cli.options import add_json, not_negative, positive, refuse_overwriting
 from soap.cli.plain_text import aligned
@@ -81,7 +81,7 @@ def execute(args: argparse.Namespace) -> int:
     if args.csv is not None:
         csv_file.dump(args.csv, table)
     name = str(args.schedule) if args.check is None else args.check
-    print(report.dump(document(name, played)) if args.json else text(name, played))
+    print(plan_summary.dump(document(name, played)) if args.json else text(name, played))
     return 0
 
 

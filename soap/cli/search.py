@@ -11,7 +11,7 @@ from functools import partial
 
 from soap import api
 from soap.api import ahead
-from soap.cli import at_hand, clusters, explain, report, rows, search_report, served_search, spare_plans
+from soap.cli import at_hand, clusters, explain, plan_summary, reporting, rows, search_report, served_search, spare_plans
 from soap.cli.clusters import Candidate
 from soap.cli.command import Parser, UsageError, note, run_command
 from soap.cli.first_measuring import Measured
@@ -69,6 +69,7 @@ def make_parser() -> Parser:
     spare_help = "write a plan for the cluster without one of its devices, for each of them that differs, for soap-run --restarts"
     parser.add_argument("--spare-plans", metavar="DIR", help=spare_help)
     parser.add_argument("--plot", metavar="FILE", help="draw best cost, starts and acceptance (.png, .svg, .pdf); needs matplotlib")
+    reporting.add_report(parser, "the plan, its iteration and how it was found")
     add_outputs(parser, timeline="write the predicted iteration as a trace for Perfetto")
     return parser
 
@@ -91,7 +92,7 @@ def execute(args: argparse.Namespace) -> int:
     else:
         at_hand.check_asked(args.cluster[0], args.profile, args.verify, args.costs)
     inputs = {"MODEL": args.model, "--cluster": args.cluster[0], **{f"--cluster {spec}": spec for spec in args.cluster[1:]}}
-    refuse_overwriting(inputs, {"--output": args.output, "--timeline": args.timeline, "--plot": args.plot})
+    refuse_overwriting(inputs, {"--output": args.output, "--timeline": args.timeline, "--plot": args.plot, "--report": args.report})
     with Stopping() as stopping:
         try:
             if args.consistency:
@@ -117,7 +118,7 @@ def _usual_output() -> str:
 def _explain(args: argparse.Namespace) -> int:
     devices = api.load_cluster(args.cluster[0]) if args.autocast and args.cluster else None  # whose list of casts counts
     found = explain.document(rows.load_graph(args, devices))
-    print(report.dump(found) if args.json else explain.text(found))
+    print(plan_summary.dump(found) if args.json else explain.text(found))
     return 0
 
 
@@ -126,10 +127,11 @@ def _check_outputs(args: argparse.Namespace) -> None:
         check_writable(path)
     if args.plot:
         check_plot(args.plot)
+    reporting.check(args.report)
 
 
 def _outputs(args: argparse.Namespace) -> list[str]:
-    return [path for path in (args.output, args.timeline, args.plot) if path]
+    return [path for path in (args.output, args.timeline, args.plot, args.report) if path]
 
 
 def _search(args: argparse.Namespace, stopping: Stopping) -> int:
@@ -238,8 +240,10 @@ def _save(args: argparse.Namespace, outcome: api.SearchOutcome, stopping: Stoppi
 def _report(args: argparse.Namespace, outcome: api.SearchOutcome, measured: Measured | None, verified_s: float | None) -> None:
     """Print what was found, see ``search_report``."""
     found = search_report.document(outcome, explain=args.explain, measured=measured, verified_s=verified_s, warmed=args.warm_up)
+    if args.report:
+        reporting.write_search(args.report, args.output, outcome, found)
     if args.json:
-        print(report.dump({**found, "strategy": args.output}))
+        print(plan_summary.dump({**found, "strategy": args.output}))
         return
     at_hand_now = family(args.cluster[0]) is not None
     told, lossy = _told(args), args.lossy
@@ -250,9 +254,11 @@ def _report(args: argparse.Namespace, outcome: api.SearchOutcome, measured: Meas
 def _report_several(args: argparse.Namespace, candidates: Sequence[Candidate], chosen: api.SearchOutcome) -> None:
     """Print all clusters, and what was found for the best one."""
     found = search_report.document(chosen, explain=args.explain, warmed=args.warm_up)
+    if args.report:
+        reporting.write_search(args.report, args.output, chosen, found)
     if args.json:
         compared = clusters.document(candidates, args.objective, search_report.document)
-        print(report.dump({**found, "strategy": args.output, **compared}))
+        print(plan_summary.dump({**found, "strategy": args.output, **compared}))
         return
     print(f"{clusters.text(candidates, args.objective)}\n\n{search_report.text(chosen, found, told=_told(args), lossy=args.lossy)}")
     print(f"\nwrote {' and '.join(_outputs(args))}")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from soap import api
-from soap.cli import certainty, compressing, explanation, recomputing, report, verification, warm_up
+from soap.cli import certainty, compressing, explanation, plan_summary, recomputing, verification, warm_up
 from soap.cli.first_measuring import Measured
 from soap.strategy.compression import Compression
 from soap.strategy.config import SyncConfig
@@ -28,7 +28,7 @@ def document(
     nothing. ``verified_s``: seconds spent on running plans, None if none was to be run. ``warmed``: the warm-up (``warm_up.document``)."""
     recorded = outcome.record["search"]
     found = {
-        **report.document(outcome.simulator, outcome.strategy, outcome.simulation),
+        **plan_summary.document(outcome.simulator, outcome.strategy, outcome.simulation),
         "search": {key: recorded[key] for key in SEARCHED if key in recorded},
         "bound_ns": None if outcome.bound is None else outcome.bound.bound_ns,
     }
@@ -62,7 +62,7 @@ def text(
 ) -> str:
     """The document for people. ``told``: the user's constraints. ``lossy``: methods that it
     might compress by. ``at_hand``: whether the cluster is this machine."""
-    sections = [report.text(found, report.FOUND), report.optimality(outcome)]
+    sections = [plan_summary.text(found, plan_summary.FOUND), plan_summary.optimality(outcome)]
     if "saving_memory" in found:
         sections.append(_saving_text(found["saving_memory"], saving_memory(outcome.simulator.topology)))
     if "budgeted" in found:
@@ -97,7 +97,7 @@ def _saving(outcome: api.SearchOutcome) -> dict[str, Any]:
 def _saving_text(saving: Mapping[str, Any], choices: Sequence[SyncConfig]) -> str:
     allowed = ", ".join(sync.word for sync in choices[:-1]) + f" or {choices[-1].word}"
     lacking = format_bytes(saving["data_parallel_lacks_bytes"])
-    why = f"{report.BASELINE} lacks {lacking} of memory, so that devices may share parameters' states or values ({allowed})"
+    why = f"{plan_summary.BASELINE} lacks {lacking} of memory, so that devices may share parameters' states or values ({allowed})"
     if not saving["parameters"]:
         return f"{why}: none is, as this plan fits without it and is faster"
     return f"{why}: {saving['parameters']} of {saving['of']} are, by {' and '.join(saving['methods'])}"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from soap import api
-from soap.cli import report, rows, stale_plan, worker_plan
+from soap.cli import plan_summary, rows, stale_plan, worker_plan
 from soap.cli.command import Parser, UsageError, note
 from soap.cli.figures import rate
 from soap.cli.options import reading
@@ -59,7 +59,7 @@ def search(prog: str, args: argparse.Namespace, stopping: Stopping) -> int:
         found.save(args.output)
     told = document(found)
     if args.json:
-        print(report.dump({**told, "strategy": args.output}))
+        print(plan_summary.dump({**told, "strategy": args.output}))
     else:
         print(f"{text(found, told)}\n\nwrote {args.output}")
     if stopping.number is None:
@@ -75,7 +75,7 @@ def _search_workers(args: argparse.Namespace) -> int:
     found = api.find_workers(model, topology, args.consistency, args.workers, costs=args.costs)
     found.save(args.output)
     told = worker_plan.describe(found)
-    print(report.dump({**told, "strategy": args.output}) if args.json else f"{worker_plan.text(told)}\n\nwrote {args.output}")
+    print(plan_summary.dump({**told, "strategy": args.output}) if args.json else f"{worker_plan.text(told)}\n\nwrote {args.output}")
     return 0
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from soap import api
 from soap.api.fitting import MOST_WAYS
-from soap.cli import beside, explanation, fits, iteration, layers_on_servers, report, rows, sensitivity, stale_plan, worker_plan
+from soap.cli import beside, explanation, fits, iteration, layers_on_servers, plan_summary, rows, sensitivity, stale_plan, worker_plan
 from soap.cli.command import Parser, UsageError, run_command
 from soap.cli.options import (
     add_cluster,
@@ -113,7 +113,7 @@ def execute(args: argparse.Namespace) -> int:
         write_text_atomically(args.timeline, predicted_text(graph, strategy, simulation, simulator.costs_hash, memory=True))
     usual = api.classical(BASELINE, graph, topology)
     sensitivities = sensitivity.find(simulator, strategy, usual) if args.sensitivity else None
-    summary = {**report.document(simulator, strategy, simulation), "iteration": iteration.document(simulation)}
+    summary = {**plan_summary.document(simulator, strategy, simulation), "iteration": iteration.document(simulation)}
     name = args.builtin or Path(args.strategy).name
     if args.beside:
         summary["beside"] = beside.document(args, whole, name, simulator.run(strategy))
@@ -134,11 +134,11 @@ def execute(args: argparse.Namespace) -> int:
     if args.output:
         api.save_strategy(args.output, strategy, graph, topology, _record(simulation))
     if args.json:
-        print(report.dump(summary))
+        print(plan_summary.dump(summary))
     else:
         if made_for is not None:
             print(f"what if: this strategy was made for cluster {short(made_for)}; its devices are taken by number\n")
-        print(report.text(summary, name) + "\n\n" + iteration.text(summary["iteration"]))
+        print(plan_summary.text(summary, name) + "\n\n" + iteration.text(summary["iteration"]))
         if placed is not None:
             print("\n" + layers_on_servers.text(summary["layers_on_servers"]))
         if args.beside:
@@ -180,7 +180,7 @@ def _is_layered(args: argparse.Namespace) -> bool:
 
 def _report_fit(args: argparse.Namespace, fit: api.Fit, graph: OperatorGraph, topology: Topology) -> int:
     found = fits.document(fit, args, graph, topology)
-    print(report.dump(found) if args.json else fits.text(found))
+    print(plan_summary.dump(found) if args.json else fits.text(found))
     return 0
 
 
@@ -194,7 +194,7 @@ def _report_stale(args: argparse.Namespace, strategy: Strategy, simulator: Simul
     plan = {**stale_plan.describe(plan_of(strategy, graph), topology), "steady": stale_plan.steady(found, topology)}
     if args.output:
         api.save_strategy(args.output, strategy, graph, topology, {"samples_per_second": found.samples_per_second})
-    print(report.dump({"model": graph.name, "cluster": topology.name, **plan}) if args.json else stale_plan.text(plan, topology))
+    print(plan_summary.dump({"model": graph.name, "cluster": topology.name, **plan}) if args.json else stale_plan.text(plan, topology))
     return 0
 
 
@@ -204,7 +204,7 @@ def _report_workers(args: argparse.Namespace, strategy: Strategy, topology: Topo
     model = api.load(args.model, plan_only=True, **reading(args, topology))
     found = api.simulate_workers(model, topology, strategy, costs=args.costs)
     told = worker_plan.describe(found)
-    print(report.dump(told) if args.json else worker_plan.text(told))
+    print(plan_summary.dump(told) if args.json else worker_plan.text(told))
     return 0
 
 

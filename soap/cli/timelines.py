@@ -12,9 +12,11 @@ from soap.cluster.emulated import FAMILY as EMULATED
 from soap.cluster.kinds import run_kind
 from soap.cluster.presets import family
 from soap.cluster.topology import Topology
+from soap.errors import TimelineError
+from soap.files import read_text
 from soap.model.graph import OperatorGraph
 from soap.simulator.analysis.timeline import MeasuredEvent, chrome_trace, measured_trace, middle_iteration, task_details
-from soap.simulator.analysis.timeline_file import Description, Origin, dumps
+from soap.simulator.analysis.timeline_file import MAX_BYTES, Description, Origin, Timeline, dumps, loads
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.simulate import Simulation
 from soap.strategy.config import Strategy
@@ -62,6 +64,20 @@ def measured_text(
     names = [device.name for device in topology.devices]
     picture = measured_trace(middle, "measured", names, details)
     return dumps([(chrome_trace(simulation.tasks, simulation.schedule, "predicted"), predicted), (picture, measured)])
+
+
+def read(path: str, origin: Origin) -> Timeline:
+    """The only timeline of this origin in the file."""
+    content = read_text(path, what="timeline", error=TimelineError, limit_bytes=MAX_BYTES)
+    try:
+        found = [timeline for timeline in loads(content) if timeline.description.origin == origin]
+    except TimelineError as cause:
+        raise TimelineError(f"timeline {path!r}: {cause}") from None
+    if len(found) != 1:
+        writer = "soap-run" if origin == "measured" else "soap-simulate, soap-search or soap-run"
+        count = len(found) or "no"
+        raise TimelineError(f"timeline {path!r} has {count} {origin} iterations; expected one: give what {writer} --timeline wrote")
+    return found[0]
 
 
 def _in_cluster_time(events: Sequence[MeasuredEvent], scale: float) -> list[MeasuredEvent]:

@@ -15,11 +15,11 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from soap import api
-from soap.cli import emulation
+from soap.cli import emulation, reporting
 from soap.cli.command import Parser, UsageError, note, one_line, run_command
 from soap.cli.options import add_cluster, add_costs, add_json, add_model, not_negative, positive, refuse_overwriting
 from soap.cli.plain_text import aligned, listed, milliseconds
-from soap.cli.report import crowded, shared_cores
+from soap.cli.plan_summary import crowded, shared_cores
 from soap.cli.run import STRATEGY, add_training, on_ranks, prepare
 from soap.errors import RuntimeFailure, SoapWarning
 from soap.files import check_writable
@@ -74,6 +74,7 @@ def make_parser() -> Parser:
     add_training(parser)
     parser.add_argument("--seed", metavar="S", type=not_negative, default=0, help="of data and dropout (default %(default)s)")
     emulation.add_emulation(parser)
+    reporting.add_report(parser, "the tuned plan, and its runs against the number of partitions")
     add_json(parser)
     parser.set_defaults(**LEFT_OUT)
     return parser
@@ -81,10 +82,12 @@ def make_parser() -> Parser:
 
 def execute(args: argparse.Namespace) -> int:
     """Run, fit, choose, save, report."""
-    refuse_overwriting({"STRATEGY": args.strategy, "--model": args.model, "--cluster": args.cluster}, {"--output": args.output})
+    inputs = {"STRATEGY": args.strategy, "--model": args.model, "--cluster": args.cluster}
+    refuse_overwriting(inputs, {"--output": args.output, "--report": args.report})
     if os.environ.get("RANK", "0") != "0":  # under torchrun, rank 0 prints the warnings for all
         warnings.simplefilter("ignore", SoapWarning)
     check_writable(args.output)
+    reporting.check(args.report)
     emulation.check_possible(args)
     job, predicted, costs = prepare(args)
     from soap.cli.partition_runs import Trial  # torch is loaded by now
@@ -124,10 +127,13 @@ def execute(args: argparse.Namespace) -> int:
     before = {name: strategy.sync(name).partitions for name in wanted.parameters}
     only = {key: value for key, value in documents[0].items() if key != "parameters"} if len(documents) == 1 else {"groups": documents}
     found = {**only, "iterations": job.steps, "batches": args.batches, "before": before}
-    record = {**api.load_strategy_contents(args.strategy).record, **_predicted(simulator.run(chosen)), "costs": costs}
+    tuned = simulator.run(chosen)
+    record = {**api.load_strategy_contents(args.strategy).record, **_predicted(tuned), "costs": costs}
     for of_the_found in ("measured", "decision", "guard"):  # which the tuned strategy no longer is; older files have a guard
         record.pop(of_the_found, None)
     api.save_strategy(args.output, chosen, graph, topology, {**record, "tuning": found})
+    if args.report:
+        reporting.write_tuning(args.report, args.output, simulator, chosen, tuned, found)
     report = {
         "model": job.model,
         "cluster": topology.name,
@@ -139,6 +145,8 @@ def execute(args: argparse.Namespace) -> int:
         **found,
     }
     print(json.dumps(report, indent=2) if args.json else text(report))
+    if args.report and not args.json:
+        print(f"wrote {args.report}")
     return 0
 
 

@@ -74,6 +74,22 @@ def preset(name: str) -> Topology:
     return build_cluster({"name": name, **description}, device_types(), f"preset {name}")
 
 
+def presets_like(topology: Topology) -> tuple[str, ...]:
+    """Names of other presets of as many devices, those of families with as many hosts as here that have some, none of this machine."""
+    hosts, count = len({device.host for device in topology.devices}), topology.device_count
+    shape = str(count) if hosts in (1, count) else f"{hosts}x{count // hosts}"
+    named = [f"{name}-{shape}" for name in _families()]
+    return tuple(dict.fromkeys(name for name in (*_data("clusters.json"), *named) if name != topology.name and _has(name, topology)))
+
+
+def _has(name: str, like: Topology) -> bool:
+    """Whether there is such a preset, with as many devices."""
+    try:
+        return preset(name).device_count == like.device_count
+    except TopologyError:
+        return False
+
+
 @cache
 def device_types() -> Mapping[str, DeviceType]:
     """The devices whose data comes with this package, by name."""

@@ -109,7 +109,7 @@ def explain(
     own, usual = _Shared(simulation), _Shared(baseline)
     strategy, compared = strategies
     lines = []
-    for members in _lines(graph, strategy, compared):
+    for members in configured_alike(graph, strategy, compared):
         names = [graph.operators[i].name for i in members]
         changed = [name for name in names if strategy.operators[name] != compared.operators[name]]
         alone = {name: _set_back(strategy, compared, [name], evaluator, simulation) for name in names}
@@ -132,13 +132,13 @@ def explain(
     return lines
 
 
-def _lines(graph: OperatorGraph, strategy: Strategy, compared: Strategy) -> list[tuple[int, ...]]:
-    """Positions of the operators of each line: groups of repeated layers, divided by configuration."""
+def configured_alike(graph: OperatorGraph, *strategies: Strategy) -> list[tuple[int, ...]]:
+    """Positions of operators, in the order of the graph: groups of repeated layers, of which all strategies configure one like another."""
     group_of = {i: number for number, group in enumerate(repeated_groups(graph)) for i in group}
     found: dict[object, list[int]] = {}
     for i, op in enumerate(graph.operators):
         place = ("group", group_of[i]) if i in group_of else ("operator", i)
-        found.setdefault((place, strategy.operators[op.name], compared.operators[op.name]), []).append(i)
+        found.setdefault((place, *(own.operators[op.name] for own in strategies)), []).append(i)
     return [tuple(members) for members in found.values()]
 
 

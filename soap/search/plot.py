@@ -62,10 +62,7 @@ def _draw_costs(axes: Axes, result: SearchResult) -> None:
     if accepted:
         axes.plot(*zip(*accepted, strict=True), ".", color="0.6", markersize=4, label="accepted")
     fitting = [start for start in result.starts if start.fits]
-    first = min((start.cost_ns for start in fitting), default=None)
-    best = [(0, first)] if first is not None else []
-    best += [(row.proposal, row.best_ns) for row in result.rows if row.best_ns is not None]
-    proposals, times_ms = [number for number, _ in best], [time / 1e6 for _, time in best]
+    proposals, times_ms = [number for number, _ in result.best_costs], [cost_ns / 1e6 for _, cost_ns in result.best_costs]
     axes.step(proposals, times_ms, where="post", color="black", linewidth=2, label=f"best: {result.cost_ns / 1e6:.3f} ms")
     lines = {BASELINE: result.data_parallel_ns, **{start.name: start.cost_ns for start in fitting if start.name != BASELINE}}
     for number, (name, cost_ns) in enumerate(sorted(lines.items(), key=lambda line: -line[1])):

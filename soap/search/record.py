@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -39,6 +40,15 @@ class Row(NamedTuple):
     best_ns: int | None
 
 
+class Improvement(NamedTuple):
+    """A new best cost that fits. ``proposal``: how many proposals were evaluated before it became known, 0 of a start. ``seconds``: since
+    the search began; a chain in compiled code tells of its own best at the end of a round."""
+
+    proposal: int
+    seconds: float
+    cost_ns: int
+
+
 class MoveCount(NamedTuple):
     """How often a move was evaluated and accepted."""
 
@@ -57,7 +67,8 @@ class SearchResult:
     structured configuration of any one operator is better; ``polished``: comparisons made for that and at cuts (``soap.search.cuts``),
     which are not in ``evaluations``. ``saving_bytes``: bytes that data parallelism lacks, if parameters could therefore be
     synchronized in ways that save memory, without the user's asking; else 0.
-    ``budgeted``: of starts that recompute as few runs as it takes to fit, how near they are to the best choice of runs; by name."""
+    ``budgeted``: of starts that recompute as few runs as it takes to fit, how near they are to the best choice of runs; by name.
+    ``improvements``: each new best cost, with when it was found, which is no part of equal searches' equality."""
 
     strategy: Strategy
     cost_ns: int
@@ -74,6 +85,7 @@ class SearchResult:
     polished: int = 0
     saving_bytes: int = 0
     budgeted: Mapping[str, Budgeted] = field(default_factory=dict)
+    improvements: tuple[Improvement, ...] = field(default=(), compare=False)
 
     @property
     def speedup(self) -> float:
@@ -93,6 +105,13 @@ class SearchResult:
         frame = pd.DataFrame(list(self.rows), columns=list(Row._fields))
         whole = dict.fromkeys(("proposal", "operators"), "int64")
         return frame.astype({**whole, "cost_ns": "Int64", "best_ns": "Int64", "fits": "boolean", "accepted": "bool"})
+
+    @property
+    def best_costs(self) -> list[tuple[int, int]]:
+        """(number of the proposal, best cost in ns so far), from the best start that fits, if any does, at 0."""
+        first = min((start.cost_ns for start in self.starts if start.fits), default=None)
+        best = [] if first is None else [(0, first)]
+        return best + [(row.proposal, row.best_ns) for row in self.rows if row.best_ns is not None]
 
     @cached_property
     def acceptance(self) -> Mapping[str, MoveCount]:
@@ -118,6 +137,8 @@ class Recorder:
     locally_optimal: bool = False
     polished: int = 0
     budgeted: Mapping[str, Budgeted] = field(default_factory=dict)
+    improvements: list[Improvement] = field(default_factory=list)
+    begun_s: float = field(default_factory=time.monotonic)
 
     def start(self, start: Start) -> None:
         """Record an evaluated start."""
@@ -155,6 +176,7 @@ class Recorder:
         if better:
             self.best = candidate
             if candidate.fits:
+                self.improvements.append(Improvement(len(self.rows), time.monotonic() - self.begun_s, candidate.cost_ns))
                 self.improved(candidate.cost_ns)
         return better
 
@@ -185,4 +207,5 @@ class Recorder:
             polished=self.polished,
             saving_bytes=saving_bytes,
             budgeted={start.name: self.budgeted[start.name] for start in self.starts if start.fits and start.name in self.budgeted},
+            improvements=tuple(self.improvements),
         )

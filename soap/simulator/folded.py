@@ -58,6 +58,11 @@ class FoldedSimulation:
         return self._curves[:-1]
 
     @cached_property
+    def memory_by_kind(self) -> tuple[MemoryCurve, ...]:
+        """``memory_over_time`` with what is held of each kind at every time (``MemoryCurve.by_kind``)."""
+        return memory_over_time(self._with_an_idle_device, self.schedule, self.optimizer_states, by_kind=True)[:-1]
+
+    @cached_property
     def peak_bytes(self) -> tuple[int, ...]:
         """The peak memory to expect on each device of the cluster, with an allowance (``residency.ALLOWANCE``)."""
         return tuple(self._for_all(self._expected))

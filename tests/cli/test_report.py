@@ -1,63 +1,63 @@
-"""What a report says besides its numbers."""
+"""``soap-report`` and ``--report`` as people call them."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from soap import api
-from soap.cli import report
-from soap.cluster.presets import preset
-from soap.simulator import simulate
+pytest.importorskip("bokeh", reason="reports need bokeh: pip install '.[report]'")
 
-MODEL = "zoo:gpt:tiny"
+import soap
+from soap.cli import compare, diff, report, search
+from soap.cli.report import main
+from soap.report import figures
+from soap.units import format_seconds
 
-
-@pytest.mark.parametrize(
-    ("found", "line"),
-    [("single_device", "the strategy is single_device: splitting does not pay here"), ("megatron", "the strategy is megatron")],
-)
-def test_a_classical_strategy_is_called_by_its_name(found: str, line: str) -> None:
-    simulator = api.simulator_for(MODEL, preset("p100-4x4"))
-    strategy = api.classical(found, simulator.graph, simulator.topology)
-    summary = report.document(simulator, strategy, simulator.run(strategy))
-    lines = report.text(summary, report.FOUND).splitlines()
-    assert summary["same_as"] == found and line in lines
-    assert ("unlike data parallelism" in "\n".join(lines)) == (found != "single_device")
-    assert f"s.json is {found}" in report.text(summary, "s.json").splitlines()
-    assert line not in report.text(summary, found)
+MODEL, CLUSTER = "zoo:rnnlm:tiny", "p100-4x4"
 
 
-def test_what_was_simulated_whole_although_it_can_be_folded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simulate, "MANY_TILES", 1)
-    simulator = api.simulator_for(MODEL, preset("p100-4x4"))
-    strategy = api.classical("data_parallel", simulator.graph, simulator.topology)
-    summary = report.document(simulator, strategy, simulator.run(strategy))
-    assert summary["folded"] is None
-    assert summary == {**report.document(simulator, strategy, simulator.predict(strategy)), "folded": None}
-    assert report.dump(summary)
+@pytest.mark.slow
+def test_shows_a_strategy_that_has_a_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "report.html"
+    assert main([MODEL, "--cluster", CLUSTER, "--builtin", "data_parallel", "--on", "h100-2x8", "-o", str(path)]) == 0
+    assert capsys.readouterr().out == f"wrote {path}\n"
+    text = path.read_text(encoding="utf-8")
+    expected = soap.simulate(MODEL, CLUSTER, "data_parallel").makespan_ns
+    assert f"data_parallel: {MODEL}@8 on {CLUSTER}" in text and format_seconds(expected / 1e9) in text and "h100-2x8" in text
 
 
-def test_what_servers_keep_on_hosts_is_said_and_if_it_was_not_checked() -> None:
-    known = preset("p100-4x4")
-    unknown = replace(known, hosts=tuple(replace(host, memory_bytes=None) for host in known.hosts))
-    checked, not_checked = "KiB on node0 of 238 GiB", "KiB on node0, whose memory is not known: whether that fits was not checked"
-    for topology, words in ((known, checked), (unknown, not_checked)):
-        simulator = api.simulator_for(MODEL, topology)
-        strategy = api.classical("parameter_server", simulator.graph, topology)
-        simulation = simulator.run(strategy)
-        summary = report.document(simulator, strategy, simulation)
-        assert [host["held_bytes"] for host in summary["host_memory"]] == list(simulation.host_memory)
-        assert words in report.text(summary, "parameter_server") and summary["fits"]
+@pytest.mark.slow
+def test_two_strategies_beside_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [str(tmp_path / f"{name}.json") for name in ("a", "b")]
+    for path, name in zip(paths, ("data_parallel", "single_device"), strict=True):
+        soap.save_strategy(path, soap.classical(name, MODEL, CLUSTER), soap.load(MODEL, plan_only=True).graph, soap.load_cluster(CLUSTER))
+    assert diff.main([*paths, "--model", MODEL, "--cluster", CLUSTER, "--report", str(tmp_path / "both.html")]) == 1
+    text = (tmp_path / "both.html").read_text(encoding="utf-8")
+    assert f"<h2>a.json: {MODEL}@8 on {CLUSTER}</h2>" in text and f"<h2>b.json: {MODEL}@8 on {CLUSTER}</h2>" in text
 
 
-def test_shared_cores() -> None:
-    topology = preset("local:4")
-    if topology.devices[0].type.kind != "cpu":
-        pytest.skip("this machine's devices are GPUs")
-    crowd = replace(topology, hosts=(replace(topology.hosts[0], cpu_cores=2),))
-    assert report.shared_cores(crowd) == 2
-    assert report.shared_cores(replace(topology, hosts=(replace(topology.hosts[0], cpu_cores=4),))) is None
-    assert report.shared_cores(replace(crowd, name="basement")) is None
-    assert report.crowded(4, 2) == "note: 4 processes share 2 cores of this machine"
+def test_what_is_asked_wrongly_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    out = ["-o", str(tmp_path / "report.html")]
+    known = [MODEL, "--cluster", CLUSTER]
+    assert main([*known, "--builtin", "data_parallel", "-o", str(tmp_path / "no" / "report.html")]) == 1
+    assert "does not exist; create the folder" in capsys.readouterr().err
+    assert main([*known, "--builtin", "data_parallel", "--measured", str(tmp_path / "none.json"), *out]) == 1
+    assert "timeline" in capsys.readouterr().err
+    monkeypatch.setattr(figures, "find_spec", lambda name: None)
+    assert main([*known, "--builtin", "data_parallel", *out]) == 1
+    assert capsys.readouterr().err == (
+        "soap-report: error: reports need bokeh, which is not installed; install it, or soap-search[report]\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_report_of_two_files_takes_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert diff.main(["a.json", "b.json", "--report", str(tmp_path / "both.html")]) == 2
+    assert "--report without --model and --cluster" in capsys.readouterr().err
+
+
+def test_all_commands_take_it() -> None:
+    for command in (search, compare, diff):
+        assert "--report" in command.make_parser().format_help()
+    assert "--measured" in report.make_parser().format_help()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from operator import itemgetter
 
@@ -25,11 +25,13 @@ Change = tuple[int, int, int, MemoryKind]
 @dataclass(frozen=True)
 class MemoryCurve:
     """What one device holds: ``bytes_held[i]`` from ``times_ns[i]`` on. Both are int64 arrays of one length; times rise from 0.
-    ``at_peak``: bytes by kind when the peak is first reached; they add up to it."""
+    ``at_peak``: bytes by kind when the peak is first reached; they add up to it. ``by_kind``: the same at every time, arrays as
+    ``bytes_held``; empty unless they were asked for."""
 
     times_ns: NDArray[np.int64]
     bytes_held: NDArray[np.int64]
     at_peak: Mapping[MemoryKind, int] = field(default_factory=dict)
+    by_kind: Mapping[MemoryKind, NDArray[np.int64]] = field(default_factory=dict)
 
     @property
     def peak_bytes(self) -> int:
@@ -82,8 +84,8 @@ class Ledger:
         """When the runtime learns that a send that ends at ``end_ns`` is over: on CPUs only at the end, when it asks the library."""
         return end_ns if device in self._plan.accelerators else self._end_ns
 
-    def curves(self) -> tuple[MemoryCurve, ...]:
-        """The curve of each device."""
+    def curves(self, *, by_kind: bool = False) -> tuple[MemoryCurve, ...]:
+        """The curve of each device. ``by_kind``: with what is held of each kind at every time, which takes longer."""
         for device, moving in enumerate(self._sends):
             for start, end, size in send_spans(moving):
                 self.hold(device, start, end, size, MemoryKind.BUFFERS)
@@ -92,7 +94,7 @@ class Ledger:
             for device, moving in enumerate(queues):
                 self._received(device, moving, most)
                 moving.clear()
-        return tuple(_curve(changes) for changes in self._changes)
+        return tuple(_with_kinds(_curve(changes), changes) if by_kind else _curve(changes) for changes in self._changes)
 
     def _received(self, device: int, moving: Sequence[Send], most: int | None) -> None:
         """What a device receives, and the sums that it makes of that: one after the other, the oldest first. Where few may be under way it
@@ -124,3 +126,18 @@ def _curve(changes: Sequence[Change]) -> MemoryCurve:
         if (time_ns, order) <= peak_at:
             at_peak[kind] += change
     return MemoryCurve(np.array(list(points), np.int64), np.array(list(points.values()), np.int64), at_peak)
+
+
+def _with_kinds(curve: MemoryCurve, changes: Sequence[Change]) -> MemoryCurve:
+    """The curve with what is held of each kind at the moment that it shows of every time: the last one at which the most is held."""
+    held = dict.fromkeys(MemoryKind, 0)
+    shown: dict[MemoryKind, list[int]] = {kind: [0] * len(curve.times_ns) for kind in MemoryKind}
+    place = {time_ns: i for i, time_ns in enumerate(curve.times_ns.tolist())}
+    for time_ns, together in groupby(sorted(changes), key=itemgetter(0)):
+        level, at = curve.bytes_held[place[time_ns]], place[time_ns]
+        for _, _, change, kind in together:
+            held[kind] += change
+            if sum(held.values()) == level:
+                for own, size in held.items():
+                    shown[own][at] = size
+    return replace(curve, by_kind={kind: np.array(sizes, np.int64) for kind, sizes in shown.items()})

@@ -50,8 +50,11 @@ ALLOWANCE = 0.045
 what it has summed when its thread gets to it. Measured: ``docs/benchmarks.md``."""
 
 
-def memory_over_time(tasks: TaskGraph, schedule: Schedule, optimizer_states: int = 2) -> tuple[MemoryCurve, ...]:
-    """The curve of each device. ``optimizer_states``: tensors of a parameter's size that the optimizer keeps for it."""
+def memory_over_time(
+    tasks: TaskGraph, schedule: Schedule, optimizer_states: int = 2, *, by_kind: bool = False
+) -> tuple[MemoryCurve, ...]:
+    """The curve of each device. ``optimizer_states``: tensors of a parameter's size that the optimizer keeps for it. ``by_kind``: with what
+    is held of each kind at every time."""
     run = as_run(tasks, schedule)
     spans = TaskSpans(run.tasks, run.schedule, run.order)
     ledger = Ledger(tasks.plan, run.schedule.makespan_ns)
@@ -65,7 +68,7 @@ def memory_over_time(tasks: TaskGraph, schedule: Schedule, optimizer_states: int
     held.sent()
     held.updated(optimizer_states)
     GradientResidency(spans, ledger).gradients()
-    return ledger.curves()
+    return ledger.curves(by_kind=by_kind)
 
 
 def expected_peaks(curves: Iterable[MemoryCurve], bounds: Iterable[MemoryUse]) -> tuple[int, ...]:

@@ -1,0 +1,269 @@
+"""What the commands report of a simulated strategy: one document for programs, and the same as text for people."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from soap.api import SearchOutcome, costs_record, memory_range, predicted_range
+from soap.cli import certainty, compressing, figures, recomputing, rows, warm_up
+from soap.cli.plain_text import aligned, devices, listed, milliseconds, speed_up, split, sync_document, sync_text
+from soap.cluster.topology import Topology
+from soap.model import sparse_shares
+from soap.model.graph import OperatorGraph
+from soap.profiles import shares
+from soap.simulator.folded import FoldedSimulation
+from soap.simulator.simulate import Simulation, Simulator, is_large, tile_count
+from soap.strategy.classical import CLASSICAL, SYNCHRONIZED
+from soap.strategy.config import Strategy, SyncConfig
+from soap.strategy.fields import STRATEGY_FIELDS, texts, written
+from soap.units import format_bytes
+
+BASELINE = "data_parallel"
+SINGLE = "single_device"
+FOUND = "found"
+"""The name of the found strategy in reports."""
+MOST_TILES = 2**18
+"""A classical strategy with more tiles is compared only if it can be folded."""
+MOST_OPERATORS = 16
+"""Rows of the list of operators; the strategy file has all."""
+
+
+def document(simulator: Simulator, strategy: Strategy, simulation: Simulation | FoldedSimulation) -> dict[str, Any]:
+    """A simulated strategy as plain JSON values. The keys are part of the commands' interface."""
+    graph, topology = simulator.graph, simulator.topology
+    baseline = CLASSICAL[BASELINE](graph, topology)
+    baselines = _baselines(simulator)
+    return {
+        "model": {"name": graph.name, "hash": graph.hash, "operators": len(graph.operators)},
+        "cluster": {
+            "name": topology.name,
+            "hash": topology.hash,
+            "devices": [device.name for device in topology.devices],
+            "shared_cores": shared_cores(topology),
+        },
+        "same_as": next((name for name, make in _named(graph).items() if make(graph, topology) == strategy), None),
+        "costs": costs_record(simulator, simulation.tasks),
+        "folded": _folded(simulator, strategy, simulation),
+        "predicted_ns": simulation.makespan_ns,
+        "range": predicted_range(simulator, strategy, len(simulation.tasks.tasks)),
+        "fits": simulation.fits,
+        "speedup": baselines[BASELINE]["predicted_ns"] / max(1, simulation.makespan_ns),
+        "baselines": baselines,
+        "throughput": figures.document(simulation.throughput),
+        "memory_bytes": [{**asdict(use), "total": use.total} for use in simulation.memory],
+        "expected_memory_bytes": list(simulation.peak_bytes),
+        "peak_memory_bytes": list(simulation.peak_by_kind),
+        "memory_range_bytes": [memory_range(peak) for peak in simulation.peak_bytes],
+        "available_memory_bytes": list(topology.memory_limits),
+        **_hosts(simulation),
+        "bytes_moved": simulation.bytes_moved,
+        "data_parallel_bytes_moved": simulator.predict(baseline).bytes_moved,
+        "busy_ns": simulation.busy_ns,
+        "unlike_data_parallel": _differences(graph, strategy, baseline),
+        "sparse": sparse_shares.document(graph),
+        "synchronized": {name: sync_document(sync) for name, sync in strategy.parameters.items() if sync != SyncConfig()},
+        **({"whole_strategy": whole} if (whole := written(strategy, STRATEGY_FIELDS, ("operators", "parameters"))) else {}),
+        **({"compressed": compressed} if (compressed := compressing.document(simulator, strategy, simulation)) else {}),
+        **recomputing.documents(simulator, strategy, simulation),
+    }
+
+
+def text(report: Mapping[str, Any], name: str) -> str:
+    """The document as a short table. ``name``: what the strategy is called in it."""
+    model, cluster = report["model"], report["cluster"]
+    alike, crowd = _same(report, name), report["cluster"]["shared_cores"]
+    sections = [
+        (f"{lossy}\n" if (lossy := compressing.first_line(report.get("compressed"))) else "")
+        + f"{model['name']} ({model['operators']} operators) on {cluster['name']} ({len(cluster['devices'])} devices)\n"
+        f"costs: {report['costs']['description']}\n{resting(report['costs'])}"
+        + (f"\nlinks: {report['costs']['links']}" if report["costs"]["links"] else "")
+        + (f"\n{crowded(len(cluster['devices']), crowd)}" if crowd else "")
+        + (f"\n{_folding(report['folded'])}" if report["folded"] else ""),
+        _times(report, name),
+        _resources(report),
+        *([alike] if alike else []),
+        *([] if alike and report["same_as"] == SINGLE else [_unlike(report["unlike_data_parallel"], model["operators"])]),
+        *([rows.text(report["sparse"])] if report["sparse"] else []),
+        *([_synchronized(report["synchronized"])] if report["synchronized"] else []),
+        *([f"the whole strategy: {'; '.join(texts(whole, STRATEGY_FIELDS))}"] if (whole := report.get("whole_strategy")) else []),
+        *([compressing.text(report["compressed"])] if "compressed" in report else []),
+        *([f"warm-up: {warm_up.text(report['warm_up'], report['predicted_ns'])}"] if report.get("warm_up") else []),
+        *recomputing.texts(report),
+    ]
+    return "\n\n".join(sections)
+
+
+def resting(costs: Mapping[str, Any]) -> str:
+    """Where the predicted compute time comes from."""
+    return f"compute time {shares.text(costs['shares'], costs['corrected'])}"
+
+
+def optimality(outcome: SearchOutcome) -> str:
+    """How good the found strategy is among all: whether changing one operator could improve it, and the time that no strategy can be
+    below."""
+    optimal = outcome.result.locally_optimal and outcome.strategy == outcome.result.strategy
+    lines = ["no other configuration of any one operator is better (locally optimal)"] if optimal else []
+    bound, found_ns = outcome.bound, outcome.time_ns
+    if bound is None:
+        lines.append("at best: not worked out, the space is too large")
+    elif found_ns >= bound.bound_ns:
+        what = "dependent computation" if bound.path_ns >= bound.work_ns else "computation, divided among the devices"
+        away = f"this plan is within {found_ns / bound.bound_ns - 1:.0%} of it"
+        lines.append(f"at best {milliseconds(bound.bound_ns)}, without any communication ({what}): {away}")
+    return "\n".join(lines)
+
+
+def shared_cores(topology: Topology) -> int | None:
+    """The number of this machine's cores if more processes than cores share them; None otherwise."""
+    cores = sum(host.cpu_cores for host in topology.hosts)
+    alone = topology.device_count <= cores or not topology.name.startswith("local:") or topology.devices[0].type.kind != "cpu"
+    return None if alone else cores
+
+
+def crowded(processes: int, cores: int) -> str:
+    """A line about shared cores."""
+    return f"note: {processes} processes share {cores} core{'s' if cores > 1 else ''} of this machine"
+
+
+def dump(report: Mapping[str, Any]) -> str:
+    """One JSON document."""
+    return json.dumps(report, indent=2, allow_nan=False)
+
+
+def _folded(simulator: Simulator, strategy: Strategy, simulation: Simulation | FoldedSimulation) -> dict[str, Any] | None:
+    """How the simulation was folded, or why it could not be; None if there was no need."""
+    if isinstance(simulation, FoldedSimulation):
+        copies, devices = simulation.folding.copies.images.shape
+        return {"copies": copies, "devices_per_copy": devices}
+    folded = simulator.run_folded(strategy) if is_large(strategy) else None
+    return {"reason": folded} if isinstance(folded, str) else None
+
+
+def _folding(folded: Mapping[str, Any]) -> str:
+    """A line about folding."""
+    if "reason" in folded:
+        return f"note: every device was simulated: {folded['reason']}"
+    return f"note: {folded['copies']} copies of the model, on {folded['devices_per_copy']} devices each, do the same: two were simulated"
+
+
+def _named(graph: OperatorGraph) -> Mapping[str, Callable[[OperatorGraph, Topology], Strategy]]:
+    """Strategies to compare with: the classical ones, and those that do not all-reduce sparse parameters if there are any."""
+    return {**CLASSICAL, **SYNCHRONIZED} if graph.sparse else CLASSICAL
+
+
+def _baselines(simulator: Simulator) -> dict[str, dict[str, Any]]:
+    """Predictions by name. Strategies that would take hours have none: too many tiles and no equal copies (servers never have equal
+    copies)."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, make in _named(simulator.graph).items():
+        strategy = make(simulator.graph, simulator.topology)
+        many = is_large(strategy) if name in SYNCHRONIZED else tile_count(strategy) > MOST_TILES
+        if name != BASELINE and many and isinstance(simulator.run_folded(strategy), str):
+            found[name] = {"predicted_ns": None, "overflow_bytes": None}
+            continue
+        cost_ns, overflow_bytes = simulator.cost(strategy)
+        found[name] = {"predicted_ns": cost_ns, "overflow_bytes": overflow_bytes}
+    return found
+
+
+def _differences(graph: OperatorGraph, strategy: Strategy, baseline: Strategy) -> list[dict[str, Any]]:
+    found = []
+    for op in graph.operators:
+        config, usual = strategy.operators[op.name], baseline.operators[op.name]
+        if config != usual:
+            entry = {"operator": op.name, "kind": op.kind, "split": split(op, config), "devices": list(config.devices)}
+            found.append({**entry, "data_parallel_split": split(op, usual), "data_parallel_devices": list(usual.devices)})
+    return found
+
+
+def _same(report: Mapping[str, Any], name: str) -> str:
+    """A line if the strategy is a classical one that the reader would not recognize."""
+    same = report["same_as"]
+    if same is None or same == name or len(report["cluster"]["devices"]) == 1:
+        return ""
+    if name != FOUND:
+        return f"{name} is {same}"
+    return f"the strategy is {same}" + (": splitting does not pay here" if same == SINGLE else "")
+
+
+def _times(report: Mapping[str, Any], name: str) -> str:
+    predicted_ns = report["predicted_ns"]
+    rows = [("", "predicted", "speed-up over it"), (name, milliseconds(predicted_ns), "" if report["fits"] else "does not fit into memory")]
+    for baseline, cost in report["baselines"].items():
+        if cost["predicted_ns"] is None:
+            rows.append((baseline, "-", "not simulated: too many tiles, and no equal copies"))
+            continue
+        lacking = cost["overflow_bytes"]
+        lacks = f" (does not fit: {format_bytes(lacking)} missing)" if lacking else ""
+        rows.append((baseline, milliseconds(cost["predicted_ns"]), speed_up(cost["predicted_ns"], predicted_ns) + lacks))
+    numbers = aligned(row[:2] for row in rows).splitlines()
+    lines = [f"{line}  {row[2]}".rstrip() for line, row in zip(numbers, rows, strict=True)]
+    return "\n".join([*lines, f"  {name}: {certainty.text(report['range'])}"])
+
+
+def _resources(report: Mapping[str, Any]) -> str:
+    names, peaks = report["cluster"]["devices"], report["expected_memory_bytes"]
+    fullest = max(range(len(peaks)), key=lambda d: peaks[d] / report["available_memory_bytes"][d])
+    available, bound = report["available_memory_bytes"][fullest], report["memory_bytes"][fullest]["total"]
+    between = " to ".join(map(format_bytes, report["memory_range_bytes"][fullest]))
+    held = f"{between} of {format_bytes(available)} ({names[fullest]}), up to {format_bytes(bound)} in any order"
+    busy = [report["busy_ns"][name] for name in names]
+    mean = sum(busy) / len(busy) / max(1, report["predicted_ns"])
+    rows = [
+        ("memory per device", held),
+        ("at its peak", kinds_text(report["peak_memory_bytes"][fullest])),
+        *([("memory of hosts", _host_text(report["host_memory"]))] if "host_memory" in report else []),
+        ("moved per iteration", f"{format_bytes(report['bytes_moved'])} ({BASELINE}: {format_bytes(report['data_parallel_bytes_moved'])})"),
+        ("devices busy", f"{mean:.0%} of the time on average"),
+        ("throughput", figures.text(report["throughput"])),
+    ]
+    return listed(rows)
+
+
+def _hosts(simulation: Simulation | FoldedSimulation) -> dict[str, Any]:
+    """What parameter servers beside accelerators keep in the hosts' main memory, if there are any."""
+    pairs = zip(simulation.topology.hosts, simulation.host_memory, strict=True)
+    held = [{"name": host.name, "held_bytes": held, "available_bytes": host.memory_bytes} for host, held in pairs]
+    return {"host_memory": held} if any(simulation.host_memory) else {}
+
+
+def _host_text(hosts: Sequence[Mapping[str, Any]]) -> str:
+    """How much servers keep on the host that is fullest by that."""
+    fullest = max(hosts, key=lambda host: host["held_bytes"] / (host["available_bytes"] or float("inf")))
+    known, held = fullest["available_bytes"], format_bytes(fullest["held_bytes"])
+    of = f"of {format_bytes(known)}" if known else "whose memory is not known: whether that fits was not checked"
+    return f"parameter servers keep up to {held} on {fullest['name']}" + (f", {of}" if not known else f" {of}")
+
+
+def kinds_text(kinds: Mapping[str, int]) -> str:
+    """What a peak of memory is made of, the most first."""
+    largest = sorted(((size, kind) for kind, size in kinds.items() if size), key=lambda own: -own[0])
+    return ", ".join(f"{kind} {format_bytes(size)}" for size, kind in largest)
+
+
+def _synchronized(syncs: Mapping[str, Mapping[str, Any]]) -> str:
+    alike: dict[str, list[str]] = {}
+    for name, entry in syncs.items():
+        alike.setdefault(sync_text(entry), []).append(name)
+    rows = [(names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else ""), how) for how, names in alike.items()]
+    return f"{len(syncs)} parameters are not all-reduced:\n" + listed(rows)
+
+
+def _unlike(differences: Sequence[Mapping[str, Any]], operators: int) -> str:
+    if not differences:
+        return f"all {operators} operators are configured as in data parallelism"
+    alike: dict[tuple[str, str, str], list[str]] = {}
+    for entry in differences:
+        now = f"{entry['split']} on {devices(entry['devices'])}"
+        usual = f"{entry['data_parallel_split']} on {devices(entry['data_parallel_devices'])}"
+        alike.setdefault((entry["kind"], now, usual), []).append(entry["operator"])
+    rows = [
+        (names[0] + (f" and {len(names) - 1} more {kind}" if len(names) > 1 else ""), now, f"instead of {usual}")
+        for (kind, now, usual), names in list(alike.items())[:MOST_OPERATORS]
+    ]
+    more = len(differences) - sum(len(names) for names in list(alike.values())[:MOST_OPERATORS])
+    head = f"{len(differences)} of {operators} operators are configured unlike data parallelism:"
+    return "\n".join([head, listed(rows), *([f"  and {more} more; the strategy file has all"] if more else [])])

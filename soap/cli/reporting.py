@@ -1,0 +1,156 @@
+"""``--report FILE`` of the commands: what each of them knows, put together for ``soap.report``.
+
+That package is imported when a report is asked for: others need none of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from soap import api
+from soap.cluster.presets import presets_like
+from soap.cluster.topology import Topology
+from soap.files import check_writable
+from soap.simulator.analysis.comparison import Comparison, compare
+from soap.simulator.analysis.timeline_file import Timeline, loads
+from soap.simulator.folded import FoldedSimulation
+from soap.simulator.simulate import Simulation, Simulator, tile_count
+from soap.strategy.config import Strategy
+
+if TYPE_CHECKING:
+    from soap.cli.training import Job
+    from soap.report import Alternative, Contents
+
+MOST_ELSEWHERE = 6
+"""Presets on which a plan is tried unasked."""
+MOST_TILES_ELSEWHERE = 2**11
+"""A plan of more tiles is not tried on other clusters unasked: each would take seconds."""
+
+
+def add_report(parser: argparse.ArgumentParser, what: str) -> None:
+    """``--report FILE``. ``what``: what it shows."""
+    parser.add_argument("--report", metavar="FILE", help=f"write a page to look at (HTML): {what}; needs bokeh")
+
+
+def check(path: str | None) -> None:
+    """SoapError now if the report could not be written later."""
+    if path:
+        from soap.report import require
+
+        check_writable(path)
+        require()
+
+
+def titled(name: str, simulator: Simulator) -> str:
+    """``strategy.json: zoo:gpt:tiny@8 on p100-4x4``."""
+    return f"{Path(name).name}: {simulator.graph.name} on {simulator.topology.name}"
+
+
+def plan_contents(
+    title: str,
+    simulator: Simulator,
+    strategy: Strategy,
+    simulation: Simulation | FoldedSimulation,
+    summary: Mapping[str, Any] | None = None,
+    *,
+    on: Sequence[str] | None = None,
+    **more: Any,
+) -> Contents:
+    """A simulated plan. ``summary``: ``plan_summary.document``, if it is there already. ``on``: other clusters to try it on; None: presets
+    like its own, if the plan is small. ``more``: further fields of ``Contents``."""
+    from soap.cli import plan_summary
+    from soap.report import Contents
+
+    names, why = _elsewhere(simulator.topology, strategy) if on is None else (tuple(on), "")
+    return Contents(
+        title=title,
+        summary=plan_summary.document(simulator, strategy, simulation) if summary is None else summary,
+        graph=simulator.graph,
+        strategy=strategy,
+        simulation=simulation,
+        elsewhere=api.elsewhere(simulator, strategy, names),
+        not_elsewhere=why,
+        **more,
+    )
+
+
+def _elsewhere(topology: Topology, strategy: Strategy) -> tuple[tuple[str, ...], str]:
+    """Presets on which the plan is tried, or why on none."""
+    if tile_count(strategy) > MOST_TILES_ELSEWHERE:
+        return (), "The plan is too large to be tried on other clusters unasked; soap-report --on NAME does so."
+    names = presets_like(topology)
+    return names[:MOST_ELSEWHERE], "" if names else "No other preset has as many devices; soap-report --on FILE tries a cluster of yours."
+
+
+def write_search(path: str, output: str, outcome: api.SearchOutcome, summary: Mapping[str, Any]) -> None:
+    """What a search found, and how."""
+    from soap.report import write
+
+    simulator = outcome.simulator
+    on: Sequence[str] | None = () if outcome.result.interrupted else None
+    found: dict[str, Any] = {"result": outcome.result, "alternatives": _alternatives(outcome)}
+    write(path, plan_contents(titled(output, simulator), simulator, outcome.strategy, outcome.simulation, summary, on=on, **found))
+
+
+def _alternatives(outcome: api.SearchOutcome) -> list[Alternative]:
+    from soap.report import Alternative
+
+    found, own = [], outcome.strategy.operators
+    for start in outcome.next_best:
+        time_ns, overflow_bytes = outcome.simulator.cost(start.strategy)
+        unlike = sum(config != own[name] for name, config in start.strategy.operators.items())
+        found.append(Alternative(start.name, time_ns, overflow_bytes, unlike, len(own)))
+    return sorted(found, key=lambda one: one.time_ns)
+
+
+def write_run(path: str, args: argparse.Namespace, job: Job, simulation: Simulation, timelines: str) -> None:
+    """A plan that was trained by. ``timelines``: the text of ``timelines.measured_text``."""
+    from soap.report import write
+
+    graph = simulation.plan.graph
+    strategy, _ = job.strategies[job.main]
+    simulator = api.simulator_for(
+        graph,
+        job.topology,
+        optimizer_states=simulation.optimizer_states,
+        costs=args.costs,
+        measured_updates=job.updating.tried(graph).measured,
+        training=simulation.plan.training,
+    )
+    predicted, measured = loads(timelines)
+    more: dict[str, Any] = {"measured": measured, "comparison": compare(predicted, measured)}
+    write(path, plan_contents(titled(args.strategy, simulator), simulator, strategy, simulation, on=(), **more))
+
+
+def write_comparison(path: str, comparison: Comparison, predicted: Timeline, measured: Timeline) -> None:
+    """Two timelines."""
+    from soap.report import Contents, write
+
+    title = f"{measured.description.model} on {measured.description.cluster}: predicted and measured"
+    write(path, Contents(title, predicted=predicted, measured=measured, comparison=comparison))
+
+
+def write_side_by_side(path: str, simulator: Simulator, plans: Mapping[str, tuple[Strategy, Simulation | FoldedSimulation]]) -> None:
+    """Plans by the name of their file."""
+    from soap.report import write
+
+    write(path, *(plan_contents(titled(name, simulator), simulator, *own, on=()) for name, own in plans.items()))
+
+
+def write_tuning(
+    path: str, output: str, simulator: Simulator, strategy: Strategy, simulation: Simulation, tuning: Mapping[str, Any]
+) -> None:
+    """A tuned plan."""
+    from soap.report import write
+
+    write(path, plan_contents(titled(output, simulator), simulator, strategy, simulation, on=(), tuning=tuning))
+
+
+def write_preprocessing(path: str, found: Mapping[str, Any]) -> None:
+    """What was preprocessed."""
+    from soap.report import Contents, write
+
+    write(path, Contents(f"Preprocessing into {Path(found['output']).name}", preprocessing=found))

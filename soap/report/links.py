@@ -1,0 +1,194 @@
+"""What crosses the links of the cluster, as colours on a drawing of it: devices below, switches above them, level by level."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from soap.cluster.topology import Link, Topology
+from soap.report.contents import Contents
+from soap.report.figures import GREY, INK, byte_unit, duration, heat, new_figure, plain
+from soap.report.section import Block, Figure, Section, Table, Text
+from soap.report.timeline import natural
+from soap.simulator.folded import FoldedSimulation
+from soap.simulator.simulate import Simulation
+from soap.units import format_bytes, format_rate
+
+if TYPE_CHECKING:
+    from bokeh.plotting import figure as BokehFigure
+
+MOST_LINKS = 16
+"""Rows of the table."""
+MOST_DRAWN = 4000
+"""A drawing of more links shows nothing."""
+LABELLED_DEVICES = 24
+BESIDE = 0.09
+"""How far the two directions of a cable are apart, in devices."""
+CURVED = 16
+"""Points of an arc between devices that no switch joins."""
+
+Point = tuple[float, float]
+
+
+def lacks(contents: Contents) -> str:
+    """Why the section cannot be drawn."""
+    if contents.simulation is None:
+        return "the iteration was not simulated here"
+    return "" if contents.simulation.topology.links else "the cluster has no links"
+
+
+def blocks(contents: Contents) -> Sequence[Block]:
+    """What the section shows."""
+    simulation = contents.simulation
+    assert simulation is not None
+    topology, carried = simulation.topology, simulation.link_bytes
+    if not any(carried.values()):
+        return [Text("Nothing crosses a link: the plan needs no communication.")]
+    found: list[Block] = []
+    if len(topology.links) <= MOST_DRAWN:
+        about = (
+            "Devices are at the bottom, host by host, with switches above them; links between devices of a host are arcs below. Each cable "
+            "is two lines, one for each direction. Thin grey ones carry nothing. Point at a line for its figures."
+        )
+        title = f"{topology.name}: bytes that cross each link in one iteration"
+        found.append(Figure(title, _drawing(topology, simulation), about))
+    else:
+        found.append(Text(f"{len(topology.links)} links are too many to draw."))
+    return [*found, _table(simulation)]
+
+
+def places_of(topology: Topology) -> dict[str, Point]:
+    """Where nodes are drawn: devices at height 0 in their order, with a gap between hosts; a switch above the middle of what it joins."""
+    places: dict[str, Point] = {}
+    gaps = 0
+    for before, device in zip((topology.devices[0], *topology.devices), topology.devices, strict=False):
+        gaps += before.host != device.host
+        places[device.name] = (device.index + 0.8 * gaps, 0.0)
+    neighbours: dict[str, set[str]] = {}
+    for link in topology.links:
+        neighbours.setdefault(link.source, set()).add(link.target)
+        neighbours.setdefault(link.target, set()).add(link.source)
+    level, height = list(places), 0
+    while level:
+        height += 1
+        above = sorted({other for name in level for other in neighbours.get(name, ()) if other not in places}, key=natural)
+        known = {name: [places[other][0] for other in neighbours[name] if other in places] for name in above}
+        middles = {name: sum(xs) / len(xs) for name, xs in known.items()}
+        for name, x in _apart(middles).items():
+            places[name] = (x, float(height))
+        level = above
+    return places
+
+
+def _apart(middles: Mapping[str, float], least: float = 0.7) -> dict[str, float]:
+    """The same places, moved to the right and back as a whole where they are too near to each other."""
+    found: dict[str, float] = {}
+    for name in sorted(middles, key=lambda own: (middles[own], natural(own))):
+        found[name] = max(middles[name], *(x + least for x in list(found.values())[-1:])) if found else middles[name]
+    shift = sum(found[name] - middles[name] for name in found) / max(1, len(found))
+    return {name: x - shift for name, x in found.items()}
+
+
+def line_of(link: Link, places: Mapping[str, Point]) -> tuple[list[float], list[float]]:
+    """The points of a link's line: a little to the right of its direction, an arc between devices."""
+    (x0, y0), (x1, y1) = places[link.source], places[link.target]
+    if y0 == y1:
+        depth = (0.25 + 0.11 * min(8.0, abs(x1 - x0))) * (1.0 if x0 < x1 else 0.86)
+        parts = [i / CURVED for i in range(CURVED + 1)]
+        side = -1 if y0 == 0 else 1
+        return [x0 + (x1 - x0) * t for t in parts], [y0 + side * depth * 4 * t * (1 - t) for t in parts]
+    aside = BESIDE if y1 > y0 else -BESIDE
+    return [x0 + aside, x1 + aside], [y0, y1]
+
+
+def _drawing(topology: Topology, simulation: Simulation | FoldedSimulation) -> BokehFigure:
+    from bokeh.models import ColorBar, ColumnDataSource, HoverTool, LinearColorMapper, NumeralTickFormatter
+
+    carried, busy = simulation.link_bytes, simulation.busy_ns
+    places = places_of(topology)
+    most = max(carried.values())
+    unit, unit_name = byte_unit(most)
+    made = new_figure(430, x_axis_label="", tools="pan,box_zoom,reset,save")
+    lines = [line_of(link, places) for link in topology.links]
+    mapper = LinearColorMapper(palette=heat(), low=0, high=most / unit)
+    for used in (False, True):
+        chosen = [i for i, link in enumerate(topology.links) if (carried[link.name] > 0) == used]
+        links = [topology.links[i] for i in chosen]
+        source = ColumnDataSource(
+            {
+                "xs": [lines[i][0] for i in chosen],
+                "ys": [lines[i][1] for i in chosen],
+                "name": [plain(link.name) for link in links],
+                "size": [carried[link.name] / unit for link in links],
+                "told": [format_bytes(carried[link.name]) for link in links],
+                "held": [f"{duration(busy[link.name])}, {busy[link.name] / max(1, simulation.makespan_ns):.0%}" for link in links],
+                "rate": [format_rate(link.bandwidth_bytes_per_second) for link in links],
+            }
+        )
+        colour = {"line_color": {"field": "size", "transform": mapper}, "line_width": 3} if used else {"line_color": INK, "line_width": 0.6}
+        drawn = made.multi_line(xs="xs", ys="ys", source=source, **colour)
+        tips = [("link", "@name"), ("carries", "@told"), ("held for", "@held of the iteration"), ("bandwidth", "@rate")]
+        made.add_tools(HoverTool(renderers=[drawn], tooltips=tips, line_policy="interp"))
+    bar = ColorBar(color_mapper=mapper, title=f"{unit_name} per iteration", width=12, formatter=NumeralTickFormatter(format="0,0.[00]"))
+    bar.background_fill_alpha, bar.major_label_text_color, bar.title_text_color = 0, INK, INK
+    made.add_layout(bar, "right")
+    _nodes(made, topology, places)
+    _hosts(made, topology, places, min(min(ys) for _, ys in lines))
+    made.axis.visible = False
+    made.grid.grid_line_color = None
+    return made
+
+
+def _nodes(made: BokehFigure, topology: Topology, places: Mapping[str, Point]) -> None:
+    from bokeh.models import ColumnDataSource, HoverTool
+
+    devices = {device.name: device for device in topology.devices}
+    switches = [name for name in places if name not in devices]
+    for names, marker, size in ((list(devices), "square", 11), (switches, "diamond", 15)):
+        source = ColumnDataSource(
+            {
+                "x": [places[name][0] for name in names],
+                "y": [places[name][1] for name in names],
+                "name": [plain(name) for name in names],
+                "short": [str(devices[name].index) if name in devices else plain(name, 24) for name in names],
+            }
+        )
+        drawn = made.scatter("x", "y", marker=marker, size=size, fill_color=GREY, line_color=INK, source=source)
+        made.add_tools(HoverTool(renderers=[drawn], tooltips=[("node", "@name")]))
+        if len(names) <= LABELLED_DEVICES or marker == "square":
+            below = {"x_offset": 0, "y_offset": 15, "text_align": "center", "text_baseline": "middle"}
+            beside = {"x_offset": 11, "y_offset": -5, "text_align": "left", "text_baseline": "bottom"}
+            where = below if marker == "square" else beside
+            made.text(x="x", y="y", text="short", text_font_size="10px", text_color=INK, source=source, **where)
+    made.y_range.range_padding = 0.12
+
+
+def _hosts(made: BokehFigure, topology: Topology, places: Mapping[str, Point], lowest: float) -> None:
+    """Names of hosts below their devices and the arcs between these."""
+    for host in topology.hosts if len(topology.hosts) > 1 else ():
+        xs = [places[device.name][0] for device in topology.devices if topology.hosts[device.host] is host]
+        if xs:
+            made.text(
+                x=[sum(xs) / len(xs)], y=[lowest], text=[plain(host.name, 20)], text_align="center", text_baseline="middle", y_offset=28,
+                text_font_size="11px", text_color=INK,
+            )  # fmt: skip
+
+
+def _table(simulation: Simulation | FoldedSimulation) -> Table:
+    carried, busy = simulation.link_bytes, simulation.busy_ns
+    used = sorted((link for link in simulation.topology.links if carried[link.name]), key=lambda link: (-busy[link.name], link.index))
+    rows = [
+        (
+            link.name,
+            format_bytes(carried[link.name]),
+            duration(busy[link.name]),
+            f"{busy[link.name] / max(1, simulation.makespan_ns):.0%}",
+            format_rate(link.bandwidth_bytes_per_second),
+        )
+        for link in used[:MOST_LINKS]
+    ]
+    head = ("link", "carries", "held for", "of the iteration", "bandwidth")
+    return Table(f"The busiest of {len(used)} links that carry something", head, rows)
+
+
+SECTION = Section("links", "Links", lacks, blocks)
