@@ -243,7 +243,9 @@ def test_works_under_torchrun(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("spec", "words"), [("mydata:nothing", "mydata"), ("os:getcwd", "a batch holds str")])
+@pytest.mark.parametrize(
+    ("spec", "words"), [pytest.param("mydata:nothing", "mydata", marks=pytest.mark.long), ("os:getcwd", "a batch holds str")]
+)
 def test_bad_data_is_one_line(spec: str, words: str, run: Run) -> None:
     done = run("--steps", "1", "--data", spec)
     assert done.returncode == 8

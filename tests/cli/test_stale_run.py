@@ -91,6 +91,7 @@ def test_stale_strategy_trains(folder: Path) -> None:
     assert (folder / "kept" / "leases.json").exists()
 
 
+@pytest.mark.long  # `test_launcher` and `elastic/test_steps` hold the same; Ray starts for each command
 def test_in_step_servers_train_as_one_process_does(folder: Path) -> None:
     """The batches are those of an exact run."""
     needs_ray()

@@ -130,6 +130,7 @@ def check_values(emulation: Emulation, outcome: Outcome, tolerance: float = 1e-9
         torch.testing.assert_close(torch.tensor(outcome.losses(worker)), torch.tensor(expected), rtol=1e-6, atol=tolerance)
 
 
+@pytest.mark.long  # two devices hold the same, and `Nm = 1` each start
 def test_two_workers_of_one_device() -> None:
     plan = plan_for("alexnet:tiny", PAIR, 3, "bounded:1")
     job = job_for("alexnet:tiny", plan, (10, 10), delays_s=(0.03, 0.0))

@@ -96,7 +96,7 @@ def test_zoo_models(four: Pool, model: str) -> None:
         assert results[0].passed and results[0].tolerance == 1e-9, (number, results[0].worst)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["weighted"])
 def test_batches_of_other_sizes_accumulated(four: Pool, name: str) -> None:
     """Uneven, smaller than the number of ranks, one sample."""

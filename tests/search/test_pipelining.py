@@ -156,6 +156,7 @@ def activations() -> OperatorGraph:
     return g.build(g.mean(x, name="mean"))
 
 
+@pytest.mark.long  # `test_recomputing` and `test_a_pipeline_is_found_where_sums_of_gradients_are_dear` hold its halves
 def test_a_pipeline_that_lacks_memory_recomputes_and_then_offloads() -> None:
     """Each only as far as the options leave it."""
     graph = activations()
