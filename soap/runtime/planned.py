@@ -22,7 +22,7 @@ from soap.runtime.comm.new_groups import needed_by
 from soap.runtime.comm.redistribute import Communicator
 from soap.runtime.program.program import Program, compile_program
 from soap.runtime.program.rank_programs import RankPrograms, with_uses
-from soap.runtime.program.resizing import resized_program
+from soap.runtime.program.resizing import other_program, resized_program
 from soap.strategy.config import Strategy
 from soap.tracing.model import TracedModel
 
@@ -111,6 +111,15 @@ class Planned:
         def make() -> Program:
             assert whole is not None, "rank 0 keeps it"
             return resized_program(whole, model.graph, self._asked.topology)
+
+        return self._handed(model, make)
+
+    def evaluation(self, model: TracedModel, whole: Program | None) -> Handed:
+        """The program of another model of the same parameters, split and placed as the one that was asked for."""
+
+        def make() -> Program:
+            assert whole is not None, "rank 0 keeps it"
+            return other_program(whole, model.graph, self._asked.topology)
 
         return self._handed(model, make)
 
