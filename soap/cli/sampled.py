@@ -15,6 +15,7 @@ from soap.runtime.part_batch import Given, PartBatch, taken
 
 if TYPE_CHECKING:
     from soap.data import Preprocessed
+    from soap.runtime.evaluation import Evaluation
     from soap.runtime.trainer import Trainer
 
 Batches = Callable[[int], Sequence[torch.Tensor]]
@@ -22,7 +23,7 @@ Parts = Callable[[int, Mapping[str, Samples]], list[PartBatch]]
 """(step, what the rank reads of each input) -> its part of each of the step's batches."""
 
 
-def by_rank(batches: Batches, trainer: Trainer) -> Callable[[int], Sequence[Given]]:
+def by_rank(batches: Batches, trainer: Trainer | Evaluation) -> Callable[[int], Sequence[Given]]:
     """The batches as a trainer is given them: only what its rank reads, if single samples can be asked for (``parts``); else in full."""
     parts = parts_of(batches)
     return batches if parts is None else _Parts(parts, trainer.samples())

@@ -26,7 +26,6 @@ from soap.measure.memory import peak_memory
 from soap.plan.running.execution_order import ExecutionOrder
 from soap.runtime.check import CheckResult, check
 from soap.runtime.comm.world import close_world, open_world
-from soap.runtime.evaluation import require_evaluable
 from soap.runtime.system import clock
 from soap.runtime.trainer import Trainer
 from soap.runtime.training_options import TrainingOptions
@@ -51,7 +50,7 @@ class Job:
     hosts. ``correct_momentum``, ``warm_up``: see ``--correct-momentum`` and ``--warm-up``. ``compressed``: name of a
     strategy -> parameters that it compresses, in order. ``weighed``: whether peak memory is measured.
     ``record``: what the model's file says of its export. ``journal``: the file for each step's loss (``soap.cli.journal``).
-    ``evaluated``: the data on which the loss is asked for at the end, and how many batches of them."""
+    ``evaluated``: that of which the loss is asked for at the end."""
 
     model: str
     reading: Reading
@@ -78,7 +77,7 @@ class Job:
     emulated: bool = False
     record: ExportRecord | None = None
     journal: str | None = None
-    evaluated: tuple[str, int] | None = None
+    evaluated: evaluating.Evaluated | None = None
 
     @property
     def updating(self) -> Updating:
@@ -116,8 +115,7 @@ def train(job: Job) -> Outcome:
         warnings.simplefilter("ignore", SoapWarning)  # the command has shown the warnings, once for all ranks
         model = weights.load(job)
     batches = batches_of(job, model)
-    if job.evaluated is not None:
-        require_evaluable(model)
+    evaluating.require_possible(job, model)
     kind = job.device_kind or run_kind(job.topology)
     world = open_world(job.topology.device_count, kind, job.backend)  # once for all trainers
     try:

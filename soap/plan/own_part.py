@@ -3,12 +3,13 @@
 A part is a plan by itself. It has the device's tiles, fetches and messages, the exchanges and sums in which it takes part, and of other
 devices' things what these name: of a fetch the pieces that this device gives, of an exchange the parts that it gives or takes (and the
 first one, which names it), the holdings from which these come and their tiles. All is numbered anew, in the same order. Shards and
-synchronizations keep their numbers, as all ranks and checkpoints name them; only their uses are the device's own.
+synchronizations keep their numbers, as all ranks and checkpoints name them: but for their uses they are the same in all parts
+(``PlanParts.shards``, ``syncs``), and the device's own uses are put in behind (``OwnUses``).
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -32,9 +33,31 @@ class Places:
     reductions: Mapping[int, int]
 
 
+@dataclass(frozen=True)
+class OwnUses:
+    """How a device's tiles use shards, and regions of synchronizations, in the numbers of its part. ``regions``: by position of the
+    synchronization, then of the region in it."""
+
+    shards: Uses
+    regions: Mapping[int, Uses]
+
+    def put_into(self, part: Plan) -> Plan:
+        """The part, whose shards and synchronizations have no uses, with these. In time in proportion to these, but for two copies."""
+        shards, syncs = [*part.shards], [*part.syncs]
+        for number, uses in self.shards.items():
+            shards[number] = replace(shards[number], uses=tuple(uses))
+        for position, own in self.regions.items():
+            regions = [*syncs[position].regions]
+            for place, uses in own.items():
+                regions[place] = replace(regions[place], uses=tuple(uses))
+            syncs[position] = replace(syncs[position], regions=tuple(regions))
+        return replace(part, shards=tuple(shards), syncs=tuple(syncs))
+
+
 class PlanParts:
-    """Cuts devices' parts out of a plan. To make it takes time in proportion to the plan, then each part in proportion to the part, but for
-    shards and synchronizations."""
+    """Cuts devices' parts out of a plan. To make it takes time in proportion to the plan, then each part in proportion to the part.
+
+    ``shards``, ``syncs``: the plan's without uses, the same objects in all parts."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -51,11 +74,11 @@ class PlanParts:
             self._first_region.append(self._first_region[-1] + len(sync.regions))
         self._shard_uses = self._uses_by_device(shard.uses for shard in plan.shards)
         self._region_uses = self._uses_by_device(region.uses for sync in plan.syncs for region in sync.regions)
-        self._shards, self._syncs = _without_uses(plan.shards, plan.syncs)
+        self.shards, self.syncs = _without_uses(plan.shards, plan.syncs)
 
-    def of(self, device: int, further: Collection[int] = ()) -> tuple[Plan, Places]:
-        """The part of a device, and where everything is in it; of a number that is no device, an empty one. ``further``: holdings that it
-        names, too."""
+    def of(self, device: int, further: Collection[int] = ()) -> tuple[Plan, Places, OwnUses]:
+        """The part of a device, without uses; where everything is in it; and the uses to put in. Of a number that is no device, an empty
+        part. ``further``: holdings that it names, too."""
         plan = self._plan
         exchanges = {number: self._exchange_parts(number, device) for number in self._exchanges.get(device, ())}
         messages, own = self._messages.get(device, []), self._fetches.get(device, [])
@@ -76,7 +99,7 @@ class PlanParts:
             _numbered(exchanges),
             _numbered({*self._reductions.get(device, ()), *sums}),
         )
-        return self._cut(device, places, pieces, exchanges), places
+        return self._cut(device, places, pieces, exchanges), places, self._own_uses(device, places)
 
     def _cut(self, device: int, places: Places, pieces: Mapping[int, Sequence[int]], exchanges: Mapping[int, Sequence[Part]]) -> Plan:
         plan, tiles = self._plan, [*places.tiles]
@@ -106,8 +129,8 @@ class PlanParts:
             messages=tuple([replace(own, parts=moved(own.parts)) for own in messages]),
             exchanges=tuple([replace(plan.exchanges[i], parts=moved(exchanges[i])) for i in places.exchanges]),
             reductions=tuple([replace(plan.reductions[i], tiles=self._summed_tiles(i, device, places)) for i in places.reductions]),
-            shards=self._own_shards(device, places),
-            syncs=self._own_syncs(device, places),
+            shards=self.shards,
+            syncs=self.syncs,
         )
 
     def _exchange_parts(self, number: int, device: int) -> list[Part]:
@@ -118,22 +141,13 @@ class PlanParts:
         tiles = self._plan.reductions[number].tiles
         return tuple([places.tiles[tiles[place]] for place in self._summed[number].get(device, ())])
 
-    def _own_shards(self, device: int, places: Places) -> tuple[Shard, ...]:
-        shards = [*self._shards]
-        for number, uses in self._shard_uses.get(device, {}).items():
-            shards[number] = replace(shards[number], uses=_placed(uses, places))
-        return tuple(shards)
-
-    def _own_syncs(self, device: int, places: Places) -> tuple[ShardSync, ...]:
-        syncs, uses = [*self._syncs], self._region_uses.get(device, {})
-        starts = {bisect_left(self._first_region, number + 1) - 1 for number in uses}
-        for position in starts:
-            first, regions = self._first_region[position], [*syncs[position].regions]
-            for place in range(len(regions)):
-                if first + place in uses:
-                    regions[place] = replace(regions[place], uses=_placed(uses[first + place], places))
-            syncs[position] = replace(syncs[position], regions=tuple(regions))
-        return tuple(syncs)
+    def _own_uses(self, device: int, places: Places) -> OwnUses:
+        shards = {number: _placed(uses, places) for number, uses in self._shard_uses.get(device, {}).items()}
+        regions: dict[int, Uses] = {}
+        for number, uses in self._region_uses.get(device, {}).items():
+            position = bisect_right(self._first_region, number) - 1
+            regions.setdefault(position, {})[number - self._first_region[position]] = _placed(uses, places)
+        return OwnUses(shards, regions)
 
     def _uses_by_device(self, uses: Iterable[Sequence[tuple[int, int]]]) -> dict[int, Uses]:
         found: dict[int, Uses] = {}
@@ -157,7 +171,7 @@ def _parts_by_device(plan: Plan, parts: Sequence[Part]) -> dict[int, list[int]]:
     return by_device({source, target} for source, target, *_ in remote_parts(plan, parts))
 
 
-def _without_uses(shards: Sequence[Shard], syncs: Sequence[ShardSync]) -> tuple[list[Shard], list[ShardSync]]:
+def _without_uses(shards: Sequence[Shard], syncs: Sequence[ShardSync]) -> tuple[tuple[Shard, ...], tuple[ShardSync, ...]]:
     """Both without uses. Equal tuples of devices are one object, so that parts are written in few bytes."""
     known: dict[tuple[int, ...], tuple[int, ...]] = {}
 
@@ -165,16 +179,18 @@ def _without_uses(shards: Sequence[Shard], syncs: Sequence[ShardSync]) -> tuple[
         return known.setdefault(devices, devices)
 
     return (
-        [replace(shard, uses=(), devices=one(shard.devices)) for shard in shards],
-        [
-            replace(
-                sync,
-                regions=tuple([replace(region, uses=()) for region in sync.regions]),
-                readers=one(sync.readers),
-                leaders=one(sync.leaders),
-            )
-            for sync in syncs
-        ],
+        tuple([replace(shard, uses=(), devices=one(shard.devices)) for shard in shards]),
+        tuple(
+            [
+                replace(
+                    sync,
+                    regions=tuple([replace(region, uses=()) for region in sync.regions]),
+                    readers=one(sync.readers),
+                    leaders=one(sync.leaders),
+                )
+                for sync in syncs
+            ]
+        ),
     )
 
 
@@ -182,5 +198,5 @@ def _numbered(positions: Iterable[int]) -> dict[int, int]:
     return {position: place for place, position in enumerate(sorted(positions))}
 
 
-def _placed(uses: Sequence[tuple[int, int]], places: Places) -> tuple[tuple[int, int], ...]:
-    return tuple([(places.tiles[tile], operand) for tile, operand in uses])
+def _placed(uses: Sequence[tuple[int, int]], places: Places) -> list[tuple[int, int]]:
+    return [(places.tiles[tile], operand) for tile, operand in uses]

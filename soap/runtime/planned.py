@@ -21,8 +21,8 @@ from soap.runtime.comm.handing_out import packed, unpacked
 from soap.runtime.comm.new_groups import needed_by
 from soap.runtime.comm.redistribute import Communicator
 from soap.runtime.program.program import Program, compile_program
-from soap.runtime.program.rank_programs import RankPrograms
-from soap.runtime.program.resizing import resized_program
+from soap.runtime.program.rank_programs import RankPrograms, with_uses
+from soap.runtime.program.resizing import other_program, resized_program
 from soap.strategy.config import Strategy
 from soap.tracing.model import TracedModel
 
@@ -114,6 +114,15 @@ class Planned:
 
         return self._handed(model, make)
 
+    def evaluation(self, model: TracedModel, whole: Program | None) -> Handed:
+        """The program of another model of the same parameters, split and placed as the one that was asked for."""
+
+        def make() -> Program:
+            assert whole is not None, "rank 0 keeps it"
+            return other_program(whole, model.graph, self._asked.topology)
+
+        return self._handed(model, make)
+
     def _handed(self, model: TracedModel, make: Callable[[], Program], predict: Predict = lambda _: None) -> Handed:
         strategy = self._asked.strategy
         kept: list[Program] = []
@@ -125,10 +134,15 @@ class Planned:
             ranks, groups = self._comm.world_size, program.device_groups()
             needed, cut = needed_by(groups, ranks), RankPrograms(program)
             known = {"graph": program.plan.graph, "strategy": strategy}
+            alike = {"shards": cut.shards, "syncs": cut.syncs, "unread": unread}  # under fsdp, by far the most: written once
+            yield packed(alike, known)
             for rank in range(ranks):
-                own = None if most is None or rank >= len(most) else most[rank]
-                yield packed(Handed(cut.of(rank), needed[rank], len(groups), unread, own), known)
+                peak = None if most is None or rank >= len(most) else most[rank]
+                part, uses = cut.without_uses(rank)
+                yield packed((Handed(part, needed[rank], len(groups), unread, peak), uses), known | alike)
 
-        handed = unpacked(self._comm.hand_out(parts), {"graph": model.graph, "strategy": strategy})
+        shared, own = self._comm.hand_out(parts)
+        known = {"graph": model.graph, "strategy": strategy}
+        handed, uses = unpacked(own, known | unpacked(shared, known))
         assert isinstance(handed, Handed)
-        return replace(handed, whole=kept[0]) if kept else handed
+        return replace(handed, program=with_uses(handed.program, uses), whole=kept[0] if kept else None)

@@ -39,6 +39,7 @@ class SizedProgram:
     """What executes steps on batches of one size. All sizes share the trainer's parameters and gradients."""
 
     trainer: Trainer
+    sizes: BatchSizes
     model: TracedModel
     program: Program
     runner: StepRunner
@@ -59,7 +60,7 @@ class SizedProgram:
     @cached_property
     def samples(self) -> BySamples:
         """What this rank reads of each input, in the order of the inputs."""
-        sizes, rank = self.trainer.sizes, self.trainer.rank
+        sizes, rank = self.sizes, self.trainer.rank
         own = samples_read(self.program.plan, rank, sizes.divided, sizes.read_whole)
         return {name: own.get(name, NO_SAMPLES) for name in self.model.input_names}
 
@@ -84,28 +85,31 @@ class SizedProgram:
 
 
 class BatchSizes:
-    """The programs, by the shapes of their inputs. ``gradients``: shared by all of them. ``take_over``: the first one uses the model's own
-    constants, and those that this rank does not read are freed."""
+    """The programs of a model, by the shapes of their inputs; ``handed``: the first one. ``gradients``: shared by all of them.
+    ``take_over``: the first one uses the model's own constants, and those that this rank does not read are freed. ``other``: what evaluates
+    in place of the trainer's model, with its parameters and gradients."""
 
-    def __init__(self, trainer: Trainer, handed: Handed, take_over: bool = False) -> None:
+    def __init__(self, trainer: Trainer, handed: Handed, take_over: bool = False, other: TracedModel | None = None) -> None:
         self.trainer, self._take_over = trainer, take_over
-        model = trainer.model
+        self.model = model = other or trainer.model
         self.divided = divided_inputs(model.graph)
         self.read_whole = looked_up_in(model.graph, trainer.plan) if trainer.lazy_sparse else frozenset()
         self._own: Shapes = tuple(model.graph.tensors[name].shape for name in model.input_names)
         self._models: dict[Shapes, TracedModel] = {self._own: model}
-        first = self._sized(model, handed, trainer.shards, None)
+        if other is None:
+            first = self._sized(model, handed, trainer.shards, None)
+        else:
+            first = self._sized(model, handed, self._own_shards(handed), trainer.sizes.gradients)
         self._sizes = {self._own: first}
-        self.gradients = first.runner.gradients
+        self.gradients: Gradients = first.runner.gradients
 
     def batches(self, inputs: Sequence[Given]) -> list[Batch]:
         """The micro-batches of what a step is given."""
-        trainer = self.trainer
-        return micro_batches(inputs, trainer.model.input_names, trainer.accumulate, self.divided)
+        return micro_batches(inputs, self.model.input_names, self.trainer.accumulate, self.divided)
 
     def check(self, parts: Sequence[Batch]) -> None:
         """Raise RuntimeFailure in one line if the model cannot be trained on these micro-batches. No other rank is needed."""
-        model = self.trainer.model
+        model = self.model
         for part in parts:
             check_types(model.graph, model.input_names, part.tensors, partial(run_dtype, model.graph, dtype=self.trainer.dtype))
             self._model(part.shapes)
@@ -120,13 +124,13 @@ class BatchSizes:
 
     def of_samples(self, size: int | None) -> SizedProgram:
         """The same for a batch of so many samples; None: the model's own number."""
-        given = zip(self.trainer.model.input_names, self._own, strict=True)
+        given = zip(self.model.input_names, self._own, strict=True)
         dims = ((self.divided.get(name), shape) for name, shape in given)
         return self.of(None if size is None else tuple(s if d is None else (*s[:d], size, *s[d + 1 :]) for d, s in dims))
 
     def _model(self, shapes: Shapes) -> TracedModel:
         if shapes not in self._models:
-            model = self.trainer.model
+            model = self.model
             try:
                 self._models[shapes] = model.resized(shapes)
             except ModelError as error:
@@ -139,22 +143,26 @@ class BatchSizes:
             raise RuntimeFailure("ranks were given batches of different sizes: every rank gets the whole global batch")
         handed = self.trainer.planned.resized(model, self._sizes[self._own].whole)
         comm.open_numbered(handed.groups, handed.group_count)
+        return self._sized(model, handed, self._own_shards(handed), self.gradients)
+
+    def _own_shards(self, handed: Handed) -> ShardStore:
+        """The trainer's shards, as tiles of another program read them."""
         shards = ShardStore(handed.program.plan, self.trainer.rank)
         shards.share_with(self.trainer.shards)
-        return self._sized(model, handed, shards, self.gradients)
+        return shards
 
     def _sized(self, model: TracedModel, handed: Handed, shards: ShardStore, gradients: Gradients | None) -> SizedProgram:
         trainer, program = self.trainer, handed.program
         dtype_of = partial(run_dtype, model.graph, dtype=trainer.dtype)
         runner = StepRunner(program, model, trainer.comm, shards, dtype_of, None, gradients, trainer.compiled, trainer.compressing)
         constants = self._constants(model, program.plan)
-        return SizedProgram(trainer, model, program, runner, constants, handed.unread, handed.whole)
+        return SizedProgram(trainer, self, model, program, runner, constants, handed.unread, handed.whole)
 
     def _constants(self, model: TracedModel, plan: Plan) -> dict[str, torch.Tensor]:
         """The constants that this rank reads, in full, on its device. Where nobody else uses the model they are its own."""
         trainer, read = self.trainer, constants_read(plan, self.trainer.rank)
         fixed = {name: trainer.place(tensor) for name, tensor in model.constants.items() if name in read and name not in model.state}
-        if model is trainer.model and not self._take_over:  # whose tensors are the user's
+        if model is self.model and not self._take_over:  # whose tensors are the user's
             return {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in fixed.items()}
         model.let_go([name for name in model.constants if name not in read])
         return {name: tensor.contiguous() for name, tensor in fixed.items()}

@@ -24,7 +24,7 @@ from soap.runtime.comm.redistribute import Communicator
 from soap.runtime.comm.traffic import Traffic
 from soap.runtime.comm.whole import home_of, whole_buffers, whole_parameters
 from soap.runtime.comm.world import close_world, open_world
-from soap.runtime.evaluation import mean_loss, require_evaluable
+from soap.runtime.evaluation import Evaluation, mean_loss, require_evaluable
 from soap.runtime.inputs import Batch, BySamples, compare_ranks, compare_samples
 from soap.runtime.part_batch import Given
 from soap.runtime.planned import Asked, Planned
@@ -177,7 +177,7 @@ class Trainer:
     def _iterate(self, inputs: Sequence[Given], recorder: Recorder | None) -> float:
         """Run all micro-batches of a step and the update. A recorder traces the last micro-batch. Returns the loss."""
         HERE.enter(self.steps + 1)
-        parts = self._batches(inputs, "training")
+        parts = self.given_batches(self.sizes, inputs, "training")
         losses = []
         looked_up: dict[str, torch.Tensor] = {}
         for number, part in enumerate(parts):
@@ -198,23 +198,28 @@ class Trainer:
         self.schedule.step(mean)
         return mean
 
-    def _batches(self, inputs: Sequence[Given], purpose: str) -> list[Batch]:
+    def given_batches(self, sizes: BatchSizes, inputs: Sequence[Given], purpose: str) -> list[Batch]:
         """The micro-batches of what a step is given, checked; what is given first for this purpose is compared with other ranks'."""
-        parts = self.sizes.batches(inputs)
+        parts = sizes.batches(inputs)
         if purpose not in self._compared:
-            compare_ranks(self.comm, parts, lambda: self.sizes.check(parts))
+            compare_ranks(self.comm, parts, lambda: sizes.check(parts))
             if any(part.size is not None for part in parts):
-                compare_samples(self.comm, parts, [self.sizes.of(part.shapes).samples_by_rank() for part in parts])
+                compare_samples(self.comm, parts, [sizes.of(part.shapes).samples_by_rank() for part in parts])
             self._compared.add(purpose)
-        self.sizes.check(parts)
+        sizes.check(parts)
         self.input_bytes += sum(tensor.nbytes for part in parts for tensor in part.tensors)
         return parts
 
     def evaluate(self, *inputs: Given) -> float:
         """The loss of a batch, as for ``step``, without training on it; the last step's ``gradients`` are gone then. RuntimeFailure in one
-        line if the program has dropout or batch norm's statistics: it cannot leave the mode that it was exported in."""
-        require_evaluable(self.model)
-        return mean_loss(self, self._batches(inputs, "evaluation"))
+        line if the program has dropout or batch norm's statistics: it cannot leave the mode that it was exported in (``evaluation``)."""
+        require_evaluable(self.model, "soap.Trainer.evaluation of one that was exported in evaluation mode")
+        return mean_loss(self, self.sizes, self.given_batches(self.sizes, inputs, "evaluation"))
+
+    def evaluation(self, model: TracedModel) -> Evaluation:
+        """Evaluation by another program of the same parameters, such as the module's in evaluation mode; called on all ranks at once.
+        RuntimeFailure in one line if its parameters are not the trainer's, or cannot be read where the plan keeps them."""
+        return Evaluation(self, model)
 
     def rows_looked_up(self, step: int, *inputs: torch.Tensor) -> dict[str, torch.Tensor]:
         """Sparse parameter -> rows that the step with this number looks up, ascending. No other rank is needed."""

@@ -31,6 +31,9 @@ class Source(Protocol):
     def let_go(self, names: Collection[str]) -> None:
         """Free its values of these parameters, if it has some."""
 
+    def take_state(self, values: Mapping[str, torch.Tensor]) -> None:
+        """From now on, trace with these values of buffers. ModelError if there is no file to trace from."""
+
     def trace(self, *, shapes: Sequence[Sequence[int]] | None = None, dtype: torch.dtype | None = None) -> ExecutableModel:
         """The model for inputs of these shapes, in this floating-point type; None: as it was traced."""
 
@@ -65,9 +68,7 @@ class ExecutableModel:
             return tuple(inputs[0].new_zeros(lengths(box), dtype=torch.float64) for box in tile.outputs)
         return self._tile(tile).run(inputs, parameters, context)
 
-    def rows_asked_for(
-        self, tile: Tile, parameter: int, inputs: Sequence[torch.Tensor | None], context: TileContext
-    ) -> torch.Tensor:
+    def rows_asked_for(self, tile: Tile, parameter: int, inputs: Sequence[torch.Tensor | None], context: TileContext) -> torch.Tensor:
         """See ``TracedModel.rows_asked_for``."""
         return self._tile(tile).rows_asked_for(parameter, inputs, context)
 
@@ -197,6 +198,16 @@ class ExecutableModel:
             raise ModelError("the model was made from a program in memory; expected soap.load of a file, for batches of other sizes")
         return replace(self.source.trace(shapes=shapes), parameters={}, shapes=shapes)
 
+    def with_state(self, values: Mapping[str, torch.Tensor]) -> ExecutableModel:
+        """See ``TracedModel.with_state``."""
+        known = {name: tensor for name, tensor in values.items() if name in self.unchanged and name not in self.parameters}
+        if all(_is_equal(tensor, self.unchanged[name]) for name, tensor in known.items()):
+            return self
+        if self.source is None:
+            raise ModelError("the model was made from a program in memory; expected soap.load of a file, for other values of buffers")
+        self.source.take_state(known)
+        return replace(self.source.trace(shapes=self.shapes), parameters={}, shapes=self.shapes)
+
     def widened(self) -> ExecutableModel | None:
         """See ``TracedModel.widened``."""
         return None if self.source is None else replace(self.source.trace(shapes=self.shapes, dtype=torch.float64), parameters={})
@@ -238,6 +249,10 @@ class ExecutableModel:
         calls = [call for call in self.program.calls if call.target in (batch_norm_apply, batch_norm_local)]
         named = [(call, call.kwargs["buffers"]) for call in calls if None not in call.kwargs["buffers"]]
         return [(call.name, mean.name, var.name, call.kwargs["momentum"]) for call, (mean, var) in named]
+
+
+def _is_equal(value: torch.Tensor, known: torch.Tensor) -> bool:
+    return not known.is_meta and torch.equal(value.to(known.dtype), known)
 
 
 def _plain_batch_norm(x: torch.Tensor, affine: Sequence[torch.Tensor], kwargs: dict[str, Any], context: TileContext) -> torch.Tensor:

@@ -121,6 +121,11 @@ class ProgramSource:
                     metas[first] = state[first].detach().to("meta").requires_grad_(state[first].requires_grad)
                 state[name] = metas[first]
 
+    def take_state(self, values: Mapping[str, torch.Tensor]) -> None:
+        """See ``Source``."""
+        state = self.exported.state_dict
+        state.update({name: tensor.to(state[name].dtype) for name, tensor in values.items() if name in state})
+
 
 class FileSource(ProgramSource):
     """The program of a ``.pt2`` file, with what the file records of its export."""
@@ -170,6 +175,10 @@ class ZooSource:
     def let_go(self, names: Collection[str]) -> None:
         """Nothing: parameters are made when a model is."""
 
+    def take_state(self, values: Mapping[str, torch.Tensor]) -> None:
+        """See ``Source``."""
+        raise ModelError(f"{self.spec} has buffers of its own; expected a .pt2 file, for other values of buffers")
+
 
 def _imported(
     source: ZooSource | ProgramSource,
@@ -209,6 +218,10 @@ class PlanningSource:
     def let_go(self, names: Collection[str]) -> None:
         """See ``Source``."""
         self.whole.let_go(names)
+
+    def take_state(self, values: Mapping[str, torch.Tensor]) -> None:
+        """See ``Source``."""
+        self.whole.take_state(values)
 
 
 def export_zoo(spec: str, *, plan_only: bool) -> tuple[ExportedProgram, str]:

@@ -89,9 +89,7 @@ class TracedModel(Protocol):
         these are partial results. Inputs must not be modified by the caller before the backward pass.
         """
 
-    def rows_asked_for(
-        self, tile: Tile, parameter: int, inputs: Sequence[torch.Tensor | None], context: TileContext
-    ) -> torch.Tensor:
+    def rows_asked_for(self, tile: Tile, parameter: int, inputs: Sequence[torch.Tensor | None], context: TileContext) -> torch.Tensor:
         """The different rows (dimension 0, in the whole parameter's numbers) that a tile looks up of its part of a sparse parameter,
         ascending. ``inputs``: those that exist before the tile runs; None for others. ModelError if there is no such row."""
 
@@ -125,6 +123,10 @@ class TracedModel(Protocol):
     def resized(self, shapes: Sequence[Sequence[int]]) -> TracedModel:
         """The same model for inputs of these shapes, without parameters. ModelError in one line if it cannot be traced for them."""
 
+    def with_state(self, values: Mapping[str, torch.Tensor]) -> TracedModel:
+        """The same model with other values of buffers that it only reads, by state-dict name; names that it does not have are ignored.
+        ModelError if it cannot be traced again."""
+
     def widened(self) -> TracedModel | None:
         """The same model in float64, without parameters, to judge rounding by; None if it cannot be traced again."""
 
@@ -143,9 +145,7 @@ class PlainModel(TracedModel):
             assert isinstance(own, dict)
             own.update({name: own[name].detach().to("meta") for name in names if name in own})
 
-    def rows_asked_for(
-        self, tile: Tile, parameter: int, inputs: Sequence[torch.Tensor | None], context: TileContext
-    ) -> torch.Tensor:
+    def rows_asked_for(self, tile: Tile, parameter: int, inputs: Sequence[torch.Tensor | None], context: TileContext) -> torch.Tensor:
         """Nothing is looked up."""
         raise NotImplementedError
 
@@ -174,6 +174,10 @@ class PlainModel(TracedModel):
     def resized(self, shapes: Sequence[Sequence[int]]) -> TracedModel:
         """There is no program to be traced again."""
         raise ModelError("made by hand for one size")
+
+    def with_state(self, values: Mapping[str, torch.Tensor]) -> TracedModel:
+        """There are no buffers."""
+        return self
 
     def widened(self) -> TracedModel | None:
         """There is no program to be traced again."""

@@ -55,6 +55,8 @@ def test_parts_are_the_whole_as_ranks_see_it(
             assert own.contributions == same.contributions and [*own.follow.values()] == [*same.follow.values()]
         assert [*moved(part, rank)] == [*moved(whole, rank)]
         assert (part.loss_count, rank in part.losses) == (len(whole.losses), rank in whole.losses)
+        bare = parts.without_uses(rank)[0].plan
+        assert bare.shards is parts.shards and bare.syncs is parts.syncs  # so they travel once for all ranks
 
 
 def named(program: Program, actions: str, rank: int) -> list[tuple[str, str]]:

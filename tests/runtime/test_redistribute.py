@@ -94,13 +94,15 @@ def handed(fails: bool) -> str:
 
     def make() -> Iterator[bytes]:
         assert world.rank == 0
+        yield b"all"
         for rank in range(3):
             if fails and rank == 1:
                 raise RuntimeFailure("no such plan")
             yield bytes([rank])
 
     try:
-        return comm.hand_out(make).hex()
+        alike, own = comm.hand_out(make)
+        return f"{alike.decode()} {own.hex()}"
     except RuntimeFailure as error:
         return str(error)
     finally:
@@ -108,7 +110,7 @@ def handed(fails: bool) -> str:
 
 
 def test_rank_0_hands_out_or_fails_for_all(pool: Pool) -> None:
-    assert pool.run(handed, False) == ["00", "01", "02"]
+    assert pool.run(handed, False) == ["all 00", "all 01", "all 02"]
     assert pool.run(handed, True) == ["no such plan"] * 3
 
 

@@ -95,9 +95,10 @@ def test_ranks_begin_with_drawn_values_or_a_checkpoint_s(
     assert isinstance(given, ExecutableModel)
     batches = islice(zoo.batches(MODEL), 2)
     losses = [float(given.reference_loss(batch, given.parameters, TileContext(0, 0, dict(given.buffers)))) for batch in batches]
-    assert evaluated == {"data": MODEL, "batches": 2, "loss": pytest.approx(sum(losses) / 2, rel=1e-5)}
+    assert evaluated == {"data": MODEL, "batches": 2, "model": None, "loss": pytest.approx(sum(losses) / 2, rel=1e-5)}
     assert all(torch.equal(own, saved.tensor(name)) for name, own in given.parameters.items())
     (next(Path("c").glob("step-*")) / "soap.json").write_text("{")
     capsys.readouterr()
     assert_refused(capsys, main, [*still, "--weights", "c"], 3, "weights 'c': ")
     assert_refused(capsys, main, [*still, "--eval-steps", "2"], 2, "--eval-steps without --eval-data")
+    assert_refused(capsys, main, [*still, "--eval-model", "m.pt2"], 2, "--eval-model without --eval-data")

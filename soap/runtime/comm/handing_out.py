@@ -12,13 +12,16 @@ import torch.distributed as dist
 from soap.errors import SoapError, StoppedBySignal
 
 
-def hand_out(rank: int, ranks: int, make: Callable[[], Iterable[bytes]]) -> bytes:
-    """What rank 0's ``make`` has for this rank: it gives one value for each rank, in their order. Called on all ranks at once; what it
-    raises of ours is raised on all of them. It travels as objects do in ``torch.distributed``, between the ranks of one run."""
+def hand_out(rank: int, ranks: int, make: Callable[[], Iterable[bytes]]) -> tuple[bytes, bytes]:
+    """What rank 0's ``make`` has for all ranks alike, and what it has for this rank: it gives the former first, then one value for each
+    rank, in their order. Called on all ranks at once; what it raises of ours is raised on all of them. It travels as objects do in
+    ``torch.distributed``, between the ranks of one run."""
     given: list[Any] | None = None
+    alike = b""
     if rank == 0:
         try:
-            given = [(None, own) for own in make()]
+            alike, *every = make()
+            given = [(None, own) for own in every]
         except StoppedBySignal:
             raise
         except SoapError as failure:
@@ -28,8 +31,9 @@ def hand_out(rank: int, ranks: int, make: Callable[[], Iterable[bytes]]) -> byte
     error, own = received[0] if given is None else given[0]
     if error is not None:
         raise error
-    assert isinstance(own, bytes)
-    return own
+    shared = [alike]
+    dist.broadcast_object_list(shared, src=0)
+    return shared[0], own
 
 
 class _Packing(pickle.Pickler):

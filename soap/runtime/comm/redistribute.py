@@ -320,8 +320,8 @@ class Communicator:
         dist.all_gather_object(values, value)
         return values
 
-    def hand_out(self, make: Callable[[], Iterable[bytes]]) -> bytes:
-        """What rank 0's ``make`` has for this rank; called on all ranks at once."""
+    def hand_out(self, make: Callable[[], Iterable[bytes]]) -> tuple[bytes, bytes]:
+        """What rank 0's ``make`` has for all ranks, and for this one; called on all ranks at once."""
         return hand_out(self.rank, self.world_size, make)
 
     def to_wire(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from soap.plan.own_part import Places, PlanParts, by_device
+from soap.plan.own_part import OwnUses, Places, PlanParts, by_device
 from soap.plan.plan import Plan
 from soap.plan.running.activity import Activity
 from soap.plan.running.execution_order import ExecutionOrder
@@ -21,10 +21,12 @@ Numbers = Mapping[int, int]
 
 
 class RankPrograms:
-    """Cuts ranks' parts out of a program, each in time in proportion to the part."""
+    """Cuts ranks' parts out of a program, each in time in proportion to the part. ``shards``, ``syncs``: the same in all parts, before a
+    rank's own uses are put in."""
 
     def __init__(self, program: Program) -> None:
         self._program, self._parts = program, PlanParts(program.plan)
+        self.shards, self.syncs = self._parts.shards, self._parts.syncs
         lists = (program.forward, program.backward, program.after_update, program.interleaved)
         self._actions = [_Actions(own) for own in lists]
         self._segments = by_device((segment.device,) for segment in program.segments)
@@ -35,16 +37,20 @@ class RankPrograms:
 
     def of(self, rank: int) -> Program:
         """The part of a rank; of one without a device, what all ranks do."""
+        return with_uses(*self.without_uses(rank))
+
+    def without_uses(self, rank: int) -> tuple[Program, OwnUses]:
+        """The part of a rank without its uses of shards and synchronizations, and these (``with_uses``)."""
         whole, told = self._program, min(self._program.losses.values())
-        plan, places = self._parts.of(rank, (told,))
+        plan, places, uses = self._parts.of(rank, (told,))
         tiles, holdings = places.tiles, places.holdings
         segments = {number: place for place, number in enumerate(self._segments.get(rank, ()))}
         sums = {number: place for place, number in enumerate(self._sums.get(rank, ()))}
         subjects = _subjects(places, segments, sums)
         forward, backward, after_update, interleaved = (
-            [_moved(own, subjects, rank) for own in actions.of(rank)] for actions in self._actions
+            [_moved(action, subjects, rank) for action in actions.of(rank)] for actions in self._actions
         )
-        return replace(
+        own = replace(
             whole,
             plan=plan,
             activity=_activity(whole.activity, places),
@@ -63,6 +69,12 @@ class RankPrograms:
             after_update=tuple(after_update),
             interleaved=tuple(interleaved),
         )
+        return own, uses
+
+
+def with_uses(program: Program, uses: OwnUses) -> Program:
+    """A rank's part with its uses of shards and synchronizations."""
+    return replace(program, plan=uses.put_into(program.plan))
 
 
 class _OfDevice:

@@ -37,10 +37,24 @@ def resized_program(program: Program, graph: OperatorGraph, topology: Topology) 
     return compile_program(plan)
 
 
+def other_program(program: Program, graph: OperatorGraph, topology: Topology) -> Program:
+    """The program of another model of the same parameters, such as the same module in evaluation mode, whose operators are split and placed
+    as their namesakes; those without one, as what they read from. It shares shards and synchronizations with ``program``.
+
+    Raises RuntimeFailure if operators then do not find their parameters.
+    """
+    places = _places_of_others(program.plan.graph, graph)
+    return compile_program(_replanned(program.plan, graph, topology, places))
+
+
 def resized_plan(plan: Plan, graph: OperatorGraph, topology: Topology) -> Plan:
     """The plan at another batch size (see the module's docstring). What does not depend on the batch size stays: who owns which shard, and
     how each parameter is synchronized. Raises RuntimeFailure as ``resized_program``."""
-    places = [plan.graph.index[_namesake(op, plan.graph.operators)] for op in graph.operators]
+    return _replanned(plan, graph, topology, [plan.graph.index[_namesake(op, plan.graph.operators)] for op in graph.operators])
+
+
+def _replanned(plan: Plan, graph: OperatorGraph, topology: Topology, places: Sequence[int]) -> Plan:
+    """The plan of another graph. ``places``: by operator, the operator whose configuration it takes over."""
     configs = {}
     for op, place in zip(graph.operators, places, strict=True):
         old = plan.graph.operators[place]
@@ -80,13 +94,32 @@ def _in_stages(plan: Plan, graph: OperatorGraph, places: Sequence[int], strategy
     return replace(strategy, stages=stages)
 
 
+def _places_of_others(graph: OperatorGraph, other: OperatorGraph) -> list[int]:
+    """For each operator of the other graph, the one of ``graph`` that reads the same parameters, else its namesake, else that of the
+    operator from which it reads."""
+    readers = {name: position for name, uses in graph.parameter_users.items() for position, _ in uses[:1]}
+    places: list[int] = []
+    for op in other.operators:
+        makers = [places[other.producers[operand.tensor][0]] for operand in op.inputs if operand.tensor in other.producers]
+        read = [readers[operand.tensor] for operand in op.parameters if operand.tensor in readers]
+        known = _most_calls(op, graph.operators)
+        places.append(next(iter([*read, *([] if known is None else [graph.index[known]]), *makers]), 0))
+    return places
+
+
 def _namesake(op: Operator, others: Sequence[Operator]) -> str:
     """The operator that makes the same calls, or most of them: with a size of 1, calls may be fused differently."""
-    common = Counter({other.name: len({*op.calls} & {*other.calls}) + (other.name == op.name) / 2 for other in others})
-    name, shared = common.most_common(1)[0]
-    if not shared:
+    name = _most_calls(op, others)
+    if name is None:
         raise RuntimeFailure(f"operator {op.name!r} exists for this batch size only; expected at least 2 samples: drop the last batch")
     return name
+
+
+def _most_calls(op: Operator, others: Sequence[Operator]) -> str | None:
+    """The operator that makes most of the same calls; None if there is none."""
+    common = Counter({other.name: len({*op.calls} & {*other.calls}) + (other.name == op.name) / 2 for other in others})
+    name, shared = common.most_common(1)[0]
+    return name if shared else None
 
 
 def _carried_over(old: Operator, config: OpConfig, new: Operator) -> OpConfig:
