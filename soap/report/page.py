@@ -21,8 +21,8 @@ from soap.report.section import Block, Choice, Figure
 from soap.report.sections import SECTIONS
 
 ASSETS = "assets"
-SCRIPTS = ("bokeh", "bokeh-gl")
-"""Parts of bokeh that pictures need; gl draws thousands of bars on the graphics processor, or in its place."""
+SCRIPTS = ("bokeh",)
+"""Parts of bokeh that pictures need: not its WebGL, by which thousands of bars are slower where the processor has to play it."""
 
 
 @dataclass(frozen=True)

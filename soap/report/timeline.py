@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from bokeh.models import LayoutDOM, Range1d
     from bokeh.plotting import figure as BokehFigure
 
-MOST_BARS = 12_000
+MOST_BARS = 6_000
 """Of more, tasks of one kind that follow each other on a row are drawn as one bar, so that the page stays small and fluid."""
 MOST_ROWS = 48
 
@@ -168,10 +168,8 @@ def draw(bars: Sequence[Bar], x_range: Range1d | None = None) -> tuple[BokehFigu
     place = {row: number for number, row in enumerate(rows)}
     end_ms = max((bar.end_ns for bar in kept), default=1) / 1e6
     span = x_range or Range1d(0, end_ms, bounds=(0, end_ms))
-    made = new_figure(
-        height_of(len(rows)) + 40, x_range=span, y_range=(0.5 - len(rows), 0.5), x_axis_label="time since the iteration began (ms)",
-        output_backend="webgl",
-    )  # fmt: skip
+    across = (0.5 - len(rows), 0.5)
+    made = new_figure(height_of(len(rows)) + 40, x_range=span, y_range=across, x_axis_label="time since the iteration began (ms)")
     by_kind: dict[str, list[Bar]] = {}
     for bar in shown:
         by_kind.setdefault(bar.kind, []).append(bar)

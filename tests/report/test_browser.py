@@ -118,7 +118,6 @@ def test_names_of_others_are_text(browser: Any, tmp_path: Path) -> None:
     assert complaints(browser) == []
 
 
-@pytest.mark.xfail(strict=False, reason="8 frames in 2 s where the processor plays WebGL on a crowded machine: docs/lab_notebook.md")
 def test_thousands_of_tasks_stay_fluid(browser: Any, tmp_path: Path) -> None:
     own = usual().measured
     assert own is not None

@@ -152,5 +152,3 @@ def test_missing_bokeh_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> N
 def test_nobody_loads_bokeh_without_need() -> None:
     program = "import sys, soap.report, soap.cli.search, soap.cli.report; sys.exit(bool({'bokeh', 'jinja2'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
-
-
