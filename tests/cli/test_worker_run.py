@@ -46,7 +46,14 @@ def test_searched_simulated_trained_and_gone_on_with(tmp_path: Path, capsys: pyt
     assert "--timeline with a stale strategy" in refused(
         simulate, capsys, MODEL, "--cluster", "local:2", "--strategy", plan, "--timeline", str(tmp_path / "t.json")
     )
-    assert diff.main([plan, plan]) == 0 and "minibatches in flight" in capsys.readouterr().out
+    assert diff.main([plan, plan]) == 0 and "the strategies are equal" in capsys.readouterr().out
+    written, other = json.loads(Path(plan).read_text()), tmp_path / "other.json"
+    in_flight = written["workers"]["in_flight"]
+    written["workers"]["in_flight"] = in_flight % 2 + 1  # another number from 1 on
+    other.write_text(json.dumps(written))
+    assert diff.main([plan, str(other)]) == 1
+    shown = capsys.readouterr().out
+    assert f"{in_flight} minibatches in flight" in shown and f"{in_flight % 2 + 1} minibatches in flight" in shown
 
 
 @pytest.mark.parametrize(

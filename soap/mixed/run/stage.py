@@ -90,9 +90,12 @@ class StageWork:
         self._next, self._done, self._first = finished + 1, finished, finished + 1
         self._asked, self._version, self._least = finished, values.version, values.version
 
-    def run(self) -> None:
-        """All minibatches, until this stage has done them and servers have its whole waves."""
+    def run(self, evenly: Callable[[], None] | None = None) -> None:
+        """All minibatches, until this stage has done them and servers have its whole waves. ``evenly``: called when its threads are
+        there."""
         threads = self._threads()
+        if evenly is not None:
+            evenly()
         while self._done < self._last:
             for item in self._inbox.waiting():
                 self._sort(item)

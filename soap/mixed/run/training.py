@@ -31,7 +31,7 @@ from soap.runtime.updates.optimizers import OptimizerFactory, ScheduleFactory
 class Job:
     """``minibatches``: by worker, how many more. Minibatch n of worker w, from 0 on, is sample n * V + w of ``batches``. ``ranks``: of all
     devices, also those that are in no worker. ``save``, ``resume``: folders that all ranks reach. ``parameters``: bring all values back.
-    ``delays_s``: by worker, see ``StageWork``. ``evenly``: called in each rank when its threads are there, such as
+    ``delays_s``: by worker, see ``StageWork``. ``evenly``: called in each stage's rank when its threads are there, such as
     ``emulation.placement.run_evenly``."""
 
     plan: WavePlan
@@ -117,10 +117,8 @@ class _Rank:
         """Until all workers have done all minibatches."""
         job, work = self._job, self._work
         dist.barrier()
-        if job.evenly is not None:
-            job.evenly()
         if work is not None:
-            work.run()
+            work.run(job.evenly)
         if job.save is not None:
             dist.barrier()  # servers have all whole waves
             self._save(job.save)
