@@ -76,6 +76,13 @@ def products_are_as_before() -> Iterator[None]:
         torch.set_float32_matmul_precision("highest")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_file_begins_in_a_cluster() -> None:
+    """A process is in one Ray cluster at most: what a file of tests has joined it leaves, whatever comes behind it in this process."""
+    if (ray := sys.modules.get("ray")) is not None and ray.is_initialized():
+        pytest.fail("another file's tests have left this process in a Ray cluster; expected a fixture that leaves it (elastic/conftest)")
+
+
 @pytest.fixture(scope="session")
 def four() -> Iterator[Pool]:
     """Four ranks, which keep the models that they have traced."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import os
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 
 import soap
 from soap.cli.preprocess import main
+from soap.elastic.session import session
 from soap.preprocessing.container import PreprocessError
 from soap.preprocessing.engine import Options, run
 from soap.preprocessing.ray_nodes import RayNodes
@@ -27,12 +27,10 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture(scope="module")
 def ray() -> Iterator[Any]:
-    """A cluster of one machine, on which several nodes are emulated."""
+    """A cluster of our own, on which several nodes are emulated; not whichever Ray finds on this machine, which may be another test's."""
     module = pytest.importorskip("ray", reason="nodes of a cluster are served by Ray (the extra 'elastic')")
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    module.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR", object_store_memory=100_000_000)
-    yield module
-    module.shutdown()
+    with session(cpus=2):
+        yield module
 
 
 def _days(folder: Path, files: int, rows: int, seed: int) -> tuple[list[Path], list[bytes]]:
