@@ -2,9 +2,10 @@
 operators offload: the copies to the host and back.
 
 A second run waits for its *need*, a task without work, so that nothing is made again before the backward pass comes there. That is the
-first of the tile's readers, from the end of the model, that has a gradient for it: the reader with the highest position. A reader that is
-itself recomputed from the tile's second output needs it as soon as it is needed itself. So the need has a *position*, which is above the
-tile's own, and it waits for nothing below this position: tasks cannot wait for each other in a circle.
+first of the tile's readers, in the order of the backward pass, that has a gradient for it: of those whose action comes first
+(``Plan.rank``; without micro-batches there is but one), the reader with the highest position. A reader that is itself recomputed from the
+tile's second output needs it as soon as it is needed itself. So the need has a *precedence*, which is above the tile's own, and it waits
+for nothing below this precedence: tasks cannot wait for each other in a circle.
 
 What a tile has offloaded comes back at its need, too. There a reader's own need counts if it offloads as well (``plan.offloading``).
 """
@@ -33,9 +34,10 @@ NEED_NS = 1
 
 
 class Need(NamedTuple):
-    """A reader's claim: the position of the operator that the backward pass has come to, and the task after which that is so."""
+    """A reader's claim: the ``precedence`` of the pass that the backward pass has come to, and the task after which that is so. Passes come
+    in falling precedence, (- rank of the action, position of the operator)."""
 
-    position: int
+    precedence: tuple[int, int]
     task: int
 
 
@@ -67,7 +69,7 @@ class SecondRuns:
                 if links and held.reduction is None and tile in self._needs and self._plan.tiles[tile].operator in together:
                     self._claim(holding, self._needs[tile])
                 elif carries and tile in self._backward:
-                    self._claim(holding, Need(self._plan.tiles[tile].operator, self._backward[tile]))
+                    self._claim(holding, Need(self._precedence(tile), self._backward[tile]))
 
     def _needed_together(self, maker: int) -> frozenset[int]:
         """The operators whose needs are also those of a tile that they read: it is made again for them, or comes back from its host."""
@@ -81,7 +83,7 @@ class SecondRuns:
         if not self._marked and not self._away:
             return
         readers = (tile for number in fetches for tile, _ in self._plan.fetches[number].consumers if tile in self._backward)
-        claim = Need(min(self._plan.tiles[tile].operator for tile in readers), task)
+        claim = Need(min(map(self._precedence, readers)), task)
         for holding in holdings:
             self._claim(holding, claim)
 
@@ -92,11 +94,11 @@ class SecondRuns:
     def summed(self, holdings: Iterable[int], task: int) -> list[Need]:
         """The claims for holdings of one sum as a single one, if a task sums their gradients."""
         claims = self.claims(holdings)
-        return [Need(min(claim.position for claim in claims), task)] if claims else []
+        return [Need(min(claim.precedence for claim in claims), task)] if claims else []
 
     def start(self, task: int) -> Need:
-        """The claim of the loss, which starts the backward pass: its position is above all others."""
-        return Need(len(self._plan.graph.operators), task)
+        """The claim of the loss, which starts the backward pass: its precedence is above all others."""
+        return Need((1, 0), task)
 
     def run(self, tile: Tile, number: int, ready: Iterable[int], claims: Iterable[Need]) -> list[int]:
         """Add the need of a tile with these claims, and its second run, or its copies to the host and back. Returns the task that its
@@ -105,11 +107,11 @@ class SecondRuns:
         if tile.operator not in self._marked | self._away:
             return []
         claims = list(claims)
-        position = max(claim.position for claim in claims)
-        after = {claim.task for claim in claims if claim.position == position}
+        precedence = max(claim.precedence for claim in claims)
+        after = {claim.task for claim in claims if claim.precedence == precedence}
         place = (BACKWARD, len(self._plan.graph.operators) - 1 - tile.operator, NEED, tile.index, 0, 0)
         need = self._list.add(place, need_name(self._plan.operator(tile), tile), TaskKind.RECOMPUTE, (), NEED_NS, after)
-        self._needs[number] = Need(position, need)
+        self._needs[number] = Need(precedence, need)
         if tile.operator in self._away:
             return [self._copies(tile, next(iter(ready)), need)]
         self._again[number] = self._compute(tile, (*ready, need))
@@ -132,6 +134,11 @@ class SecondRuns:
         """Let second runs wait for those whose outputs they read. Call it when all are there."""
         for tile, makers in find_recomputation(self._plan, self._backward).links.items() if self._marked else ():
             self._list.wait_also(self._again[tile], (self._again[maker] for maker in makers))
+
+    def _precedence(self, number: int) -> tuple[int, int]:
+        """Of a tile's backward pass."""
+        tile = self._plan.tiles[number]
+        return -self._plan.rank(tile, "B"), tile.operator
 
     def _claim(self, holding: int, need: Need) -> None:
         self._claims.setdefault(holding, []).append(need)

@@ -118,6 +118,18 @@ def finish(g: GraphBuilder, *values: str) -> OperatorGraph:
     return g.build(g.operator("loss", [Factor("b", rows, SAMPLE, summed=True)], reads, [], [((), ())], name="loss")[0])
 
 
+def beside_a_barrier(rows: int = 4) -> OperatorGraph:
+    """``v`` is read by ``mean`` over the batch; by ``behind``, which reads that, too; and by ``before``. ``m1`` and ``m2`` are terms of the
+    loss, means of the latter two. In micro-batches the backward pass comes to ``m1`` and ``behind`` first, though their positions are
+    lower."""
+    g = GraphBuilder()
+    v = g.linear(g.input("x", rows, 2), 2, bias=False, name="v")
+    mean = g.elementwise(g.batch_mean(v), g.constant("held", 2), name="mean")
+    behind = g.mean(g.elementwise(v, mean, name="behind"), name="m1")
+    before = g.mean(g.elementwise(v, name="before"), name="m2")
+    return g.build(g.sum(behind, before, name="loss"), terms=(behind, before))
+
+
 def chain(rows: int, *widths: int) -> OperatorGraph:
     """Input ``x`` of widths[0] columns through linear operators ``l1``, ``l2``, … (factors b, k, n) of the other widths to the loss."""
     g = GraphBuilder()
@@ -138,9 +150,9 @@ def strategy(**configs: OpConfig) -> Strategy:
 
 
 def batch_split(graph: OperatorGraph, devices: Sequence[int]) -> Strategy:
-    """Every operator split along its first factor over the devices."""
-    rest = {op.name: (1,) * (len(op.factors) - 1) for op in graph.operators}
-    return Strategy({name: OpConfig((len(devices), *ones), tuple(devices)) for name, ones in rest.items()})
+    """Every operator split along its first factor over the devices; one without factors on the first device."""
+    degrees = {op.name: tuple(len(devices) if i == 0 else 1 for i in range(len(op.factors))) for op in graph.operators}
+    return Strategy({name: OpConfig(own, tuple(devices if own else devices[:1])) for name, own in degrees.items()})
 
 
 def by_name(tasks: TaskGraph) -> dict[str, Task]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 
@@ -19,6 +21,7 @@ from tests.graph_builder import GraphBuilder
 from tests.simulator.examples import (
     PointCosts,
     batch_split,
+    beside_a_barrier,
     by_name,
     chain,
     finish,
@@ -103,6 +106,36 @@ def test_a_value_is_needed_by_the_first_reader_that_the_backward_pass_meets() ->
     assert predecessors(tasks, "need v[0]") == {"need u[0]"} and predecessors(tasks, "need u[0]") == {"need t[0]"}
     assert predecessors(tasks, "need r[0]") == {"backward x[0]"}
     assert len(set(spans(tasks, simulate(tasks)))) == len(tasks.tasks)
+
+
+def test_with_micro_batches_the_first_reader_is_that_of_the_first_action() -> None:
+    """``before`` has a higher position than ``m1``, but its backward pass comes behind that of the barrier: to wait for it would be a
+    circle, as it waits for ``behind``, which reads ``v`` again."""
+    graph = beside_a_barrier()
+    usual = marked(batch_split(graph, [0]), "v", "behind")
+    assert predecessors(lowered(graph, usual), "need v[0]") == {"backward before[0]"}
+    tasks = lowered(graph, replace(usual, microbatches=2))
+    times = spans(tasks, simulate(tasks))
+    for part in parts(2):
+        assert predecessors(tasks, f"need behind{part}") == {f"backward m1{part}"}
+        assert predecessors(tasks, f"need v{part}") == {f"need behind{part}"}
+        assert f"recompute v{part}" in predecessors(tasks, f"recompute behind{part}")
+        assert times[f"backward behind{part}"][1] <= times["backward before[0] of micro-batch 0"][0]
+
+
+def test_gradients_that_come_together_come_with_the_last_reader() -> None:
+    """From device 1 comes the gradient of ``behind`` alone, before ``before`` has one; or also that of the barrier's reader, behind it."""
+    graph, back = beside_a_barrier(), "transfer gradient of v[{}:{},0:2] 1->0 of micro-batch {}"
+    alone = marked(replace(batch_split(graph, [0]), microbatches=2), "v").with_operator("behind", on(1, degrees=(1, 1)))
+    both = alone.with_operator("batch_mean1", on(1, degrees=(1, 1)))
+    for number, part in enumerate(parts(2)):
+        assert predecessors(lowered(graph, alone), f"need v{part}") == {back.format(2 * number, 2 * number + 2, number)}
+        assert predecessors(lowered(graph, both), f"need v{part}") == {f"backward before{part}"}
+
+
+def parts(count: int) -> list[str]:
+    """Of an operator with one tile, what follows its name in those of tasks."""
+    return [f"[{part}] of micro-batch {part}" for part in range(count)]
 
 
 def held_before_the_loss(graph: OperatorGraph, chosen: Strategy) -> int:

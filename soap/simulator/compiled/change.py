@@ -100,7 +100,7 @@ class Undo(NamedTuple):
     fields: Ints
     rows: Ints
     alive: Ints
-    claim: Ints
+    claim: Longs
     alive_ptr: Ints
     sync_row: Ints
     gather_row: Ints
@@ -124,7 +124,7 @@ def make_undo(operators: int, readers: int, parameters: int, devices: int, slots
         fields=ints(FIELDS * operators),
         rows=ints(2 * readers + 2),
         alive=ints(slots),
-        claim=ints(slots),
+        claim=longs(slots),
         alive_ptr=ints(operators + 1),
         sync_row=ints(operators),
         gather_row=ints(operators),

@@ -19,8 +19,8 @@ from soap.simulator.compiled.second_runs import (
     add_claim,
     begin_claims,
     claim_by_readers,
+    last_reader,
     link_second_runs,
-    lowest_reader,
     need_tiles,
     place_copies,
     place_second_runs,
@@ -266,7 +266,7 @@ def _return_gradients(W, op, own, own_slot):  # type: ignore[no-untyped-def]
         if not active:
             continue
         task = add_carrier(W, op, carrier, True)
-        lowest = lowest_reader(W, op, carrier) if C.marked[op] else -1
+        last = last_reader(W, op, carrier) if C.marked[op] else -1
         before = -1
         for i in range(S.k_part[carrier], S.k_part[carrier + 1]):
             part = S.part[i]
@@ -274,7 +274,7 @@ def _return_gradients(W, op, own, own_slot):  # type: ignore[no-untyped-def]
             if is_active(S, carrier, part):
                 _add_gradient(S, S.p_hold[part], own + task)
                 if C.marked[op]:
-                    add_claim(S, S.p_hold[part], own + task, lowest)
+                    add_claim(S, S.p_hold[part], own + task, last)
             if fetch != before and S.f_alive[fetch] > 0:
                 _after_consumers(W, first_reader, fetch, own_slot + task)
             before = fetch

@@ -28,7 +28,8 @@ class PassTables(NamedTuple):
     """The actions of an order: ``kind`` (FORWARD, BACKWARD: whole backward passes or input gradients, WEIGHTS), ``part`` (micro-batch),
     ``chunk``. Chunk c has the operators ``operator[ptr[c]:ptr[c + 1]]``, ascending. ``count``: micro-batches; 1 if there is no order.
     By operator: ``divided``, whether its backward pass is in two; ``late``, whether it is one, and takes place with weight gradients.
-    ``epilogue``: the operators of the loss's, which run behind all actions."""
+    ``epilogue``: the operators of the loss's, which run behind all actions. ``back_rank``: [operator, micro-batch], the place of the action
+    of its backward pass, or the first half of it (``PassOrder.rank``); 0 if there is no order."""
 
     count: Ints  # type: ignore[assignment]  # not tuple's method
     kind: Ints
@@ -39,6 +40,7 @@ class PassTables(NamedTuple):
     divided: Ints
     late: Ints
     epilogue: Ints
+    back_rank: Ints
 
 
 FORWARD, BACKWARD, WEIGHTS = range(3)
@@ -50,7 +52,7 @@ def pass_tables(order: PassOrder | None, operators: int) -> PassTables:
     ints = lambda values: np.array(list(values), np.int32)  # noqa: E731
     if order is None:
         whole = ints([0] * operators)
-        return PassTables(ints([1]), ints([]), ints([]), ints([]), ints([0]), ints([]), whole, whole, ints([]))
+        return PassTables(ints([1]), ints([]), ints([]), ints([]), ints([0]), ints([]), whole, whole, ints([]), whole)
     chunks = sorted({*order.chunks})
     behind = order.cut.graph.epilogue
     members = [[position for position, chunk in enumerate(order.chunks) if chunk == own and position not in behind] for own in chunks]
@@ -65,7 +67,19 @@ def pass_tables(order: PassOrder | None, operators: int) -> PassTables:
         divided=ints(position in order.divided for position in range(operators)),
         late=ints(kind == "W" for kind in order.backward),
         epilogue=ints(sorted(order.cut.graph.epilogue)),
+        back_rank=_back_ranks(order, numbers),
     )
+
+
+def _back_ranks(order: PassOrder, numbers: Mapping[int, int]) -> Ints:
+    """``PassTables.back_rank``. ``numbers``: by chunk. An operator that is not cut has its one rank for all micro-batches."""
+    ranks = np.zeros((len({*_KINDS.values()}), len(numbers), order.cut.count), np.int32)
+    for action, rank in order.ranks.items():
+        ranks[_KINDS[action.kind], numbers[action.chunk], action.microbatch] = rank
+    found = ranks[[_KINDS[kind] for kind in order.backward], [numbers[chunk] for chunk in order.chunks]]
+    whole = [order.cut.parts(position) == 1 for position in range(len(found))]
+    found[whole] = found[whole, -1:]
+    return found.ravel()
 
 
 def repeated(config: OpConfig, parts: int) -> tuple[int, ...]:

@@ -124,8 +124,8 @@ class Scratch(NamedTuple):
     claim_head: Ints
     claim_next: Ints
     claim_task: Ints
-    claim_position: Ints
-    best: Ints
+    claim_precedence: Longs
+    best: Longs
     slot_base: Ints
     need_base: Ints
     update: Longs
@@ -197,7 +197,7 @@ def make_scratch(size: int, devices: int, links: int) -> Scratch:
     sizes |= dict.fromkeys(("update", "floor", "taken", "settled", "settling", "offloaded", "on_host", "lifting", "packed_own"), devices)
     sizes |= dict.fromkeys(("last_pass", "lookups", "leader", "inside", "touched", "together", "received", "seen"), devices + 1)
     sizes |= dict.fromkeys(("e_src", "e_dst", "res", "work", "fill", "gradient_next", "gradient_task"), 4 * size)
-    sizes |= dict.fromkeys(("claim_next", "claim_task", "claim_position"), 4 * size)
+    sizes |= dict.fromkeys(("claim_next", "claim_task", "claim_precedence"), 4 * size)
     sizes |= dict.fromkeys(("g_next", "g_list", "g_kept", "packed_effort"), 4 * size)
     kinds = Scratch.__annotations__.items()
     fields: dict[str, Any] = {

@@ -17,7 +17,7 @@ from soap.simulator.compiled.scratch import CLAIMS, EDGES, FETCHES, FULL, HOLDIN
 from soap.simulator.compiled.state import AGAIN_TILE, COPY_AWAY, COPY_BACK, NEED, State
 from soap.simulator.compiled.syncs.offloading import copied_ns, lift
 from soap.simulator.compiled.task_keys import BACKWARD, FORWARD, set_key, task_key
-from soap.simulator.compiled.variants import AWAY, CELLS
+from soap.simulator.compiled.variants import AWAY, CELLS, PARTS
 from soap.simulator.compiled.world import World
 from soap.simulator.second_runs import AGAIN as AGAIN_STAGE
 from soap.simulator.second_runs import AWAY as AWAY_STAGE
@@ -26,7 +26,7 @@ from soap.simulator.second_runs import NEED_NS
 from soap.strategy.kept import OFFLOADED
 
 NONE = -1
-"""Position of a tile that nobody needs."""
+"""Claim of a tile that nobody needs."""
 
 
 @compiled
@@ -97,12 +97,29 @@ def begin_claims(S) -> None:  # type: ignore[no-untyped-def]
 
 
 @compiled
-def add_claim(S, hold, source, position):  # type: ignore[no-untyped-def]
-    """Note a reader's claim for a holding: the operator that the backward pass has come to, and the task after which that is so."""
+def precedence(W: World, op: int, tile: int) -> int:
+    """Of a tile's backward pass (``simulator.second_runs.Need``), as one number below that of the loss's claim: passes come in falling
+    precedence."""
+    A, V, row = W.order, W.variants, W.state.variant[op]
+    cells = V.rows[row, CELLS]
+    part = (tile % cells) // (cells // V.rows[row, PARTS])
+    return op + len(W.graph.backward) * (len(A.part) - A.back_rank[op * A.count[0] + part])
+
+
+@compiled
+def of_the_loss(W: World) -> int:
+    """The precedence of the loss's claim, above all others."""
+    return len(W.graph.backward) * (len(W.order.part) + 1)
+
+
+@compiled
+def add_claim(S, hold, source, precedence):  # type: ignore[no-untyped-def]
+    """Note a reader's claim for a holding: the precedence of the pass that the backward pass has come to, and the task after which that is
+    so."""
     n = S.count[CLAIMS]
     if n + 1 > len(S.claim_task):
         raise MemoryError(FULL)
-    S.claim_task[n], S.claim_position[n], S.claim_next[n] = source, position, S.claim_head[hold]
+    S.claim_task[n], S.claim_precedence[n], S.claim_next[n] = source, precedence, S.claim_head[hold]
     S.claim_head[hold] = n
     S.count[CLAIMS] = n + 1
 
@@ -135,22 +152,22 @@ def claim_by_readers(W: World, op: int) -> None:
                     if whole and S.h_red[hold] < 0 and needed_together(C.marked[op], C.marked[reader]):
                         add_claim(S, hold, S.need_base[slot] + tile, C.claim[C.tile_slot[reader] + 2 * count + tile])
                     elif carries:
-                        add_claim(S, hold, S.slot_base[slot] + tile, reader)
+                        add_claim(S, hold, S.slot_base[slot] + tile, precedence(W, reader, tile))
             consumer = S.c_next[consumer]
 
 
 @compiled
-def lowest_reader(W: World, op: int, carrier: int) -> int:
-    """The lowest operator that gives a gradient to a part of a carrier."""
+def last_reader(W: World, op: int, carrier: int) -> int:
+    """The precedence of the last pass that gives a gradient to a part of a carrier."""
     G, V, C, S = W.graph, W.variants, W.state, W.scratch
-    lowest = len(G.backward)
+    lowest = of_the_loss(W)
     for i in range(S.k_part[carrier], S.k_part[carrier + 1]):
         fetch = S.p_fetch[S.part[i]]
         consumer = S.f_first[fetch] if S.f_alive[fetch] > 0 else -1
         while consumer >= 0:
             reader = G.reader[G.reader_ptr[op] + S.c_slot[consumer]]
             if C.alive[C.tile_slot[reader] + tile_count(V, C, reader) + S.c_tile[consumer]]:
-                lowest = min(lowest, reader)
+                lowest = min(lowest, precedence(W, reader, S.c_tile[consumer]))
             consumer = S.c_next[consumer]
     return lowest
 
@@ -166,20 +183,20 @@ def need_tiles(W: World, op: int, cells: int, own: int, start: bool) -> bool:
     fill(S.best, 0, count, NONE)
     if start:
         for tile in range(min(cells, count)):
-            S.best[tile] = len(W.graph.backward)
+            S.best[tile] = of_the_loss(W)
     need = C.tile_slot[op] + 2 * count
     for offer in range(2):
         for hold in range(S.count[HOLDINGS]):
             if S.h_red[hold] < 0:
                 _offer_holding(C, S, hold, S.h_tile[hold], need, offer)
         for red in range(S.count[REDUCTIONS]):
-            _offer_sum(C, S, red, cells, own, need, offer)
+            _offer_sum(C, S, red, cells, own, need, offer, of_the_loss(W))
     changed = False
     for tile in range(count):
         alive = C.alive[need - count + tile]
-        position = S.best[tile] if alive else NONE
-        changed |= C.claim[need + tile] != position
-        C.claim[need + tile], C.alive[need + tile], C.alive[need + count + tile] = position, alive, alive
+        claim = S.best[tile] if alive else NONE
+        changed |= C.claim[need + tile] != claim
+        C.claim[need + tile], C.alive[need + tile], C.alive[need + count + tile] = claim, alive, alive
         if C.marked[op] == OFFLOADED:
             C.alive[need + 2 * count + tile] = alive
     return changed
@@ -189,16 +206,16 @@ def need_tiles(W: World, op: int, cells: int, own: int, start: bool) -> bool:
 def _offer_holding(C, S, hold, tile, need, offer):  # type: ignore[no-untyped-def]
     node = S.claim_head[hold]
     while node >= 0:
-        _offer(C, S, tile, S.claim_task[node], S.claim_position[node], need, offer)
+        _offer(C, S, tile, S.claim_task[node], S.claim_precedence[node], need, offer)
         node = S.claim_next[node]
 
 
 @compiled
-def _offer(C, S, tile, source, position, need, offer):  # type: ignore[no-untyped-def]
+def _offer(C, S, tile, source, precedence, need, offer):  # type: ignore[no-untyped-def]
     """First find the highest claim of each tile; then add edges from the tasks of these."""
     if offer == 0:
-        S.best[tile] = max(S.best[tile], position)
-    elif S.best[tile] == position and C.alive[need - C.tiles[C.owner[need]] + tile]:
+        S.best[tile] = max(S.best[tile], precedence)
+    elif S.best[tile] == precedence and C.alive[need - C.tiles[C.owner[need]] + tile]:
         n = S.count[EDGES]
         if n + 1 > len(S.e_src):
             raise MemoryError(FULL)
@@ -207,16 +224,16 @@ def _offer(C, S, tile, source, position, need, offer):  # type: ignore[no-untype
 
 
 @compiled
-def _offer_sum(C, S, red, cells, own, need, offer):  # type: ignore[no-untyped-def]
-    """Claims of a sum's readers, for all tiles of its group. If a task sums the gradients, it is the only claim."""
+def _offer_sum(C, S, red, cells, own, need, offer, lowest):  # type: ignore[no-untyped-def]
+    """Claims of a sum's readers, for all tiles of its group. If a task sums the gradients, it is the only claim. ``lowest``: above all
+    precedences of readers."""
     first, last = S.member_ptr[S.r_group[red]], S.member_ptr[S.r_group[red] + 1]
-    lowest = len(C.loose)
     for hold in range(S.r_hold[red], S.r_hold[red + 1]):
         node = S.claim_head[hold]
         while node >= 0:
-            lowest = min(lowest, S.claim_position[node])
+            lowest = min(lowest, S.claim_precedence[node])
             for i in range(first, last if S.r_back[red] < 0 else first):
-                _offer(C, S, S.r_rep[red] * cells + S.member[i], S.claim_task[node], S.claim_position[node], need, offer)
+                _offer(C, S, S.r_rep[red] * cells + S.member[i], S.claim_task[node], S.claim_precedence[node], need, offer)
             node = S.claim_next[node]
     for i in range(first, first if S.r_back[red] < 0 else last):
         _offer(C, S, S.r_rep[red] * cells + S.member[i], own + S.r_back[red], lowest, need, offer)

@@ -53,7 +53,7 @@ class State(NamedTuple):
     of a message, in ns, for which it holds nothing; ``overhead`` of communication, in ns, for which it keeps devices busy that have ports
     at its links; ``resource`` (>= 0: in ``static``, else -1 - place in ``arena``) and ``resource_n``; ``waits`` (number of edges into it);
     ``alive`` (whether it takes place); ``kind``; ``owner`` (operator, -1 after the backward pass); ``index`` (tile, row of another task,
-    group of a sum, or device); ``claim`` of a need: its position (``simulator.second_runs``); ``moved`` bytes; ``alias`` (the slot that
+    group of a sum, or device); ``claim`` of a need: its precedence (``second_runs``); ``moved`` bytes; ``alias`` (the slot that
     replaces this one in a trial, -1 if none does); ``follow``: of a tile's pass, the one behind it on its device (``pass_order``), or 0.
 
     By device: ``head``, the first pass in that order, or 0; ``busy``, ns of all its tiles, forward and backward; ``doubtful``, ns of those
@@ -97,7 +97,7 @@ class State(NamedTuple):
     owner: Ints
     index: Ints  # type: ignore[assignment]  # not tuple's method
     moved: Longs
-    claim: Ints
+    claim: Longs
     alias: Ints
     follow: Ints
     head: Ints

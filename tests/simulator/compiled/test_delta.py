@@ -20,12 +20,14 @@ from soap.simulator.compiled.task_keys import FORWARD, task_key
 from soap.simulator.draws import Draws, Risk
 from soap.strategy.classical import random_config
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
+from soap.strategy.kept import OFFLOADED, with_mark
+from soap.strategy.recomputation import LIGHT, RECOMPUTED, STAYS, with_marks
 from soap.strategy.sync import SPARSE_ALL_GATHER, parameter_server
 from tests.extent import ALL, MANY, USUAL
 from tests.graph_builder import GraphBuilder
 from tests.simulator.compiled.agreement import reference_tasks, synchronized
 from tests.simulator.compiled.walks import Edit, Walk, check, walks
-from tests.simulator.examples import ExampleSpreads
+from tests.simulator.examples import ExampleSpreads, batch_split, beside_a_barrier
 from tests.strategies import CPU, cluster
 
 TRAININGS = (PLAIN, PlannedTraining(clips=True))
@@ -113,6 +115,28 @@ def test_equal_lookups_of_which_other_numbers_of_rows_are_known() -> None:
     for strategy, alike in ((start, True), (both, False)):
         tasks = reference_tasks(graph, topology, RooflineCosts(topology), strategy)
         assert (tasks[firsts[0]][0] == tasks[firsts[1]][0]) is alike
+
+
+def test_what_runs_again_for_readers_on_both_sides_of_a_barrier() -> None:
+    """In micro-batches the reader whose backward pass comes first may have the lower position. Readers on other devices, and sums, too."""
+    graph, topology = beside_a_barrier(), cluster([2, 1], CPU)
+    start = replace(with_marks(batch_split(graph, [0]), ("v", "behind"), True), microbatches=2)
+    own = start.operators
+    moved = {name: replace(own[name], devices=(1,)) for name in ("behind", "before")}
+    summed = OpConfig((1, 2, 1), (0, 1), recompute=RECOMPUTED)
+    configs: list[dict[str, OpConfig]] = [
+        {"before": with_mark(own["before"], RECOMPUTED)},
+        {"before": moved["before"]},
+        {"behind": moved["behind"]},
+        {"v": summed},
+        {"v": summed, **moved},
+        {"v": with_mark(own["v"], LIGHT)},
+        {"v": replace(own["v"], devices=(2,)), "m1": with_mark(own["m1"], RECOMPUTED)},
+        {"behind": with_mark(own["behind"], STAYS)},
+        {name: with_mark(own[name], OFFLOADED) for name in ("v", "behind")},
+    ]
+    edits = [Edit(config, {}, accepted) for accepted in (False, True) for config in configs]
+    check((graph, topology, start, edits), afresh=True)
 
 
 def test_update_comes_to_wait() -> None:
