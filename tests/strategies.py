@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from hypothesis import strategies as st
@@ -29,6 +29,10 @@ from tests.graph_builder import ATTRIBUTE, GraphBuilder
 
 CPU = DeviceType("test-cpu", "cpu", {"float32": 1e10}, 1e10, 2**30, 1e-6, "made up for tests")
 GPU = DeviceType("test-gpu", "cuda", {"float32": 1e12, "float16": 4e12}, 1e11, 2**32, 5e-6, "made up for tests")
+SLOW_CPU = DeviceType("test-slow-cpu", "cpu", {"float32": 3e9, "float64": 1e9}, 4e9, 2**29, 3e-6, "made up for tests")
+SLOW_GPU = DeviceType("test-slow-gpu", "cuda", {"float32": 4e11, "bfloat16": 6e11}, 3e10, 2**31, 9e-6, "made up for tests")
+BESIDE = {CPU: (SLOW_CPU, GPU), GPU: (SLOW_GPU, SLOW_GPU, CPU)}
+"""What may be in a cluster beside a type."""
 
 MOVES = (
     "linear", "elementwise", "join", "norm", "conv", "embedding", "attention", "slice", "concat", "chunk", "center", "opaque",
@@ -124,10 +128,11 @@ def _parameter_copy(g: GraphBuilder, s: int, d: int) -> str:
 
 @st.composite
 def topologies(draw: st.DrawFn, *, max_devices: int = 4, ports: bool = True) -> Topology:
-    """One to three hosts with a switch each, joined by one more, or by rails, too, with up to ``max_devices`` devices; with ``ports`` at
-    some links, and a price of waiting."""
+    """One to three hosts with a switch each, joined by one more, or by rails, too, with up to ``max_devices`` devices, of one type or of
+    two; with ``ports`` at some links, and a price of waiting."""
     counts = draw(st.lists(st.integers(1, max_devices), min_size=1, max_size=3).filter(lambda c: sum(c) <= max_devices))
     made = cluster(counts, draw(st.sampled_from((CPU, GPU))), draw(st.sampled_from((1e8, 1e10))), draw(st.sampled_from((0.0, 1e-5))))
+    made = mixed(made, draw(st.lists(st.integers(0, sum(counts) - 1), unique=True)), draw(st.integers(0, 2)))
     made = with_rails(made) if len(counts) > 1 and draw(st.booleans()) else made
     made = named(made, draw(st.sampled_from(("", "pcie", "nvlink4"))))
     made = with_servers(made, draw(st.integers(0, len(counts) - 1)) if draw(st.booleans()) else 0)
@@ -154,6 +159,13 @@ def cluster(counts: list[int], kind: DeviceType = GPU, bandwidth_bytes_per_secon
     ends = [(a, b, rate) for x, y, rate in edges for a, b in ((x, y), (y, x))]
     links = tuple(Link(i, f"{a}>{b}", a, b, rate, latency_seconds) for i, (a, b, rate) in enumerate(ends))
     return Topology("test", devices, hosts, links)
+
+
+def mixed(topology: Topology, numbers: Collection[int], other: int = 0) -> Topology:
+    """The cluster whose devices of these numbers are of another type of ``BESIDE``."""
+    choices = {number: BESIDE[topology.devices[number].type] for number in numbers}
+    changed = {number: replace(topology.devices[number], type=own[other % len(own)]) for number, own in choices.items()}
+    return replace(topology, devices=tuple([changed.get(own.index, own) for own in topology.devices]))
 
 
 def with_servers(topology: Topology, count: int) -> Topology:

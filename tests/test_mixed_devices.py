@@ -42,6 +42,13 @@ def test_a_run_has_devices_of_one_kind() -> None:
         run_kind(BOTH)
 
 
+def test_two_types_have_two_names() -> None:
+    """What tiles cost is looked up by the name of a type."""
+    with pytest.raises(TopologyError, match=r"^cluster 'test': two device types are named 'test-cpu'; rename one$"):
+        pair(CPU, replace(CPU, kernel_seconds=2e-6))
+    assert len(types_of(pair(CPU, replace(CPU, source="elsewhere")))) == 2  # the same figures
+
+
 def test_ranks_on_both_kinds_do_not_meet_on_gpus() -> None:
     assert [backend_of("auto", own) for own in (PROCESSORS, GPUS, BOTH)] == ["gloo", "nccl", "gloo"]
     assert {place.backend for place in link_places(BOTH)} == {"gloo"}

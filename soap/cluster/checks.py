@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from soap.errors import TopologyError
 
 if TYPE_CHECKING:
-    from soap.cluster.topology import Link
+    from soap.cluster.topology import DeviceType, Link
 
 
 def reachable(start: str, edges: Iterable[tuple[str, str]]) -> set[str]:
@@ -33,6 +33,15 @@ def check_unique(what: str, names: Iterable[str]) -> None:
         if name in seen:
             raise TopologyError(f"{what} name {name!r} occurs twice; expected unique names")
         seen.add(name)
+
+
+def check_types(where: str, types: Iterable[DeviceType]) -> None:
+    """TopologyError if two device types of different figures have one name, by which costs are looked up."""
+    seen: dict[str, DeviceType] = {}
+    for kind in types:
+        known = seen.setdefault(kind.name, kind)
+        if known is not kind and known.identity != kind.identity:
+            raise TopologyError(f"{where}: two device types are named {kind.name!r}; rename one")
 
 
 def check_positive(where: str, what: str, value: float) -> None:

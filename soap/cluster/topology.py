@@ -12,7 +12,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
-from soap.cluster.checks import check_parallel, check_positive, check_unique, reachable
+from soap.cluster.checks import check_parallel, check_positive, check_types, check_unique, reachable
 from soap.cluster.device_clock import DeviceClock, NoClock, WarmUp
 from soap.cluster.identity import identity
 from soap.cluster.interconnects import Interconnect, interconnects, library
@@ -201,6 +201,7 @@ class Topology:
         check_unique("host", (host.name for host in self.hosts))
         check_unique("device", (device.name for device in self.devices))
         check_unique("link", (link.name for link in self.links))
+        check_types(f"cluster {self.name!r}", (device.type for device in self.devices))
         self._check_indices()
         self._check_described()
         check_parallel(self.links)

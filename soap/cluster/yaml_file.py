@@ -77,6 +77,7 @@ import yaml
 from soap.cluster.build import SERVER, build_cluster
 from soap.cluster.emulated import FAMILY as EMULATED
 from soap.cluster.fields import Fields
+from soap.cluster.kinds import types_of
 from soap.cluster.presets import device_types, family, preset
 from soap.cluster.price import CURRENCY, PRICE, read_price
 from soap.cluster.topology import DeviceType, Topology
@@ -131,7 +132,6 @@ def dump_cluster(topology: Topology) -> str:
     order = [device.host for device in topology.devices]
     if order != sorted(order) or set(order) != set(range(len(topology.hosts))):
         raise TopologyError(f"cluster {topology.name!r}: its devices are not in the order of its hosts; list them host by host")
-    types = _distinct_types(topology)
     hosts = [
         {
             "name": host.name,
@@ -154,7 +154,8 @@ def dump_cluster(topology: Topology) -> str:
         }
         for link in topology.links
     ]
-    description: dict[str, Any] = {"name": topology.name, "device_types": {t.name: _type_fields(t) for t in types}, "hosts": hosts}
+    types = {kind.name: _type_fields(kind) for kind in types_of(topology)}
+    description: dict[str, Any] = {"name": topology.name, "device_types": types, "hosts": hosts}
     if links:
         description |= {"switches": list(topology.switches), "links": links}
     if topology.price is not None:
@@ -178,14 +179,6 @@ def _is_file_name(spec: str) -> bool:
     if spec.startswith(f"{EMULATED}:"):  # such as emulated clusters, whose rates contain a slash
         return False
     return spec.endswith((".yaml", ".yml", ".json")) or "/" in spec or "\\" in spec or Path(spec).is_file()
-
-
-def _distinct_types(topology: Topology) -> list[DeviceType]:
-    types: dict[str, DeviceType] = {}
-    for device in topology.devices:
-        if types.setdefault(device.type.name, device.type) != device.type:
-            raise TopologyError(f"cluster {topology.name!r}: two device types are named {device.type.name!r}; rename one")
-    return list(types.values())
 
 
 def _type_fields(device_type: DeviceType) -> dict[str, Any]:

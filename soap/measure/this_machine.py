@@ -10,7 +10,9 @@ from __future__ import annotations
 import os
 import platform
 import warnings
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -27,6 +29,7 @@ from soap.measure.gpus import Gpus, first_gpus, gpu_count
 from soap.measure.link_figures import with_measured_links
 from soap.measure.link_probe import LinkRates, Probed, measure_link
 from soap.measure.machine_cache import Key, Measurement
+from soap.units import format_bytes
 
 SIGNIFICANT_DIGITS = 4
 """Digits kept: more than the measurement is exact to, and short numbers in the cache file and in reports."""
@@ -92,6 +95,10 @@ def _measured_gpus(count: int, found: Gpus, cache: bool) -> Topology:
             own = {**_key("cuda", count), "gpu": kind[0], "gpu_memory_bytes": kind[1]}
             types[kind] = _measured(own, partial(measure_device, "cuda", count, gpu), None, cache).device
     if len(types) > 1:
+        names = Counter(own.name for own in types.values())
+        for kind, own in types.items():
+            if names[own.name] > 1:  # sold with more and with less memory
+                types[kind] = replace(own, name=f"{own.name} {format_bytes(kind[1])}")
         host = with_types(host, [types[kind] for kind in found.kinds])
     if found.are_joined_alike:
         return host

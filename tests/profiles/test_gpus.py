@@ -150,6 +150,13 @@ def test_gpus_of_several_kinds_each_have_their_own_figures(machine: Machine) -> 
     assert only_environment(soap.load_cluster("local:2")).device == A[0]
 
 
+def test_gpus_of_one_name_with_unequal_memory_have_types_of_their_own(machine: Machine) -> None:
+    machine.kinds, machine.joined = [A, (A[0], 96 * 10**9)], [range(2)]
+    types = [device.type for device in soap.load_cluster("local").devices]
+    assert [own.name for own in types] == [f"{A[0]} 74.5 GiB", f"{A[0]} 89.4 GiB"]
+    assert [own.memory_bytes for own in types] == [kind[1] // 16 * 15 for kind in machine.kinds]
+
+
 def test_islands_whose_links_cannot_be_measured(machine: Machine) -> None:
     machine.joined, machine.copies_fail = [range(4), range(4, 8)], True
     with pytest.warns(UserWarning, match="no copies here; going on with the usual figures"):

@@ -49,6 +49,7 @@ class Geometries:
         self._compressed, self._effort = GrowingLists(), Growing(np.int64)
         self._shapes: list[tuple[int, ...]] = []
         self._first = {topology.devices[first].host: first for first in first_devices(topology)}
+        self._accelerators = {own.host: own.index for own in topology.devices if own.type.kind != "cpu"}  # one of each host
         self._ptr.add([0])
         self._use_ptr.add([0])
 
@@ -104,7 +105,7 @@ class Geometries:
             kinds, size = hosts + len(self._types), (high << LOW_BITS) + low
             place, of_rows = owner % kinds, owner // kinds == 1
             if owner >= 2 * kinds:
-                kind = offload_updater(self._topology, next(d.index for d in self._topology.devices if d.host == place))
+                kind = offload_updater(self._topology, self._accelerators[place])
             else:
                 kind = server_type(self._topology, self._first[place]) if place < hosts else self._types[place - hosts]
             self._prices.add((owner, high, low))

@@ -21,14 +21,15 @@ from soap.simulator.draws import Draws, Risk
 from soap.strategy.classical import random_config
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
 from soap.strategy.kept import OFFLOADED, with_mark
+from soap.strategy.named import named
 from soap.strategy.recomputation import LIGHT, RECOMPUTED, STAYS, with_marks
 from soap.strategy.sync import SPARSE_ALL_GATHER, parameter_server
 from tests.extent import ALL, MANY, USUAL
-from tests.graph_builder import GraphBuilder
+from tests.graph_builder import GraphBuilder, mlp
 from tests.simulator.compiled.agreement import reference_tasks, synchronized
 from tests.simulator.compiled.walks import Edit, Walk, check, walks
 from tests.simulator.examples import ExampleSpreads, batch_split, beside_a_barrier
-from tests.strategies import CPU, cluster
+from tests.strategies import CPU, cluster, mixed
 
 TRAININGS = (PLAIN, PlannedTraining(clips=True))
 """Whether ranks clip their gradients before they send them, if some are compressed."""
@@ -148,6 +149,15 @@ def test_update_comes_to_wait() -> None:
     start = Strategy({first: OpConfig((1, 1, 1, 2), (0, 3)), middle: here, last: here})
     edits = [Edit({last: there}, {}, False), Edit({last: there}, {}, True), Edit({last: here}, {}, True)]
     check((graph, cluster([1, 3], CPU, 1e8, 0.0), start, edits), afresh=True)
+
+
+def test_hosts_update_for_a_gpu_beside_a_cpu() -> None:
+    """The host's share of cores does it, though the host's first device is a CPU, which updates by itself."""
+    graph, topology = mlp(), mixed(cluster([2, 1], CPU), [1, 2], 1)
+    assert [device.type.kind for device in topology.devices] == ["cpu", "cuda", "cuda"]
+    first = graph.operators[0]
+    moved = Edit({first.name: OpConfig((1,) * len(first.factors), (1,))}, {}, True)
+    check((graph, topology, named("data_parallel+offload", graph, topology), [moved]), afresh=True)
 
 
 @pytest.mark.slow
