@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ from tests.runtime.plans import plan_of, random_order, split
 from tests.runtime.pool import Pool
 from tests.runtime.test_training import NAMED, assert_equal_to_one_process
 from tests.runtime.traced import checked, traced
+from tests.simulator.examples import batch_split, beside_a_barrier
 from tests.strategies import CPU, cases, cluster
 from tests.transformers_models import MODELS as TRANSFORMERS
 
@@ -108,6 +110,26 @@ def test_many_random_strategies(pool: Pool, case: tuple[OperatorGraph, Topology,
 def test_halos_and_channels_run_again(pool: Pool) -> None:
     plan = plan_of(convnet(), split((0, 1), b=2), conv0=split((0, 1, 2, 0), o=2, l=2), conv1=split((1, 2, 0, 1), c=2, l=2))
     assert_equal_to_one_process(pool.run(train, recomputed(plan, share=1.0)))
+
+
+@pytest.mark.parametrize("device", [0, 1])
+def test_readers_on_both_sides_of_a_barrier(pool: Pool, device: int) -> None:
+    """In two micro-batches what reads ``v`` before the barrier is on either device. The second runs come before the first backward pass
+    that needs them, that of ``behind``."""
+    graph = beside_a_barrier()
+    usual = replace(with_marks(batch_split(graph, [0]), ("v", "behind"), True), microbatches=2)
+    plan = build_plan(graph, usual.with_operator("before", replace(usual.operators["before"], devices=(device,))), THREE)
+    program = compile_program(plan)
+    of: dict[str, set[int]] = {}
+    for number, own in enumerate(program.segments):
+        for tile in own.tiles:
+            of.setdefault(plan.operator(plan.tiles[tile]).name, set()).add(number)
+    order = [(action.kind, action.subject) for action in part_of(program.backward, 0)]
+    again = [order.index((ActionKind.RECOMPUTE, number)) for number in of["v"]]
+    first = min(order.index((ActionKind.SEGMENT, number)) for number in of["m2" if device else "before"])  # in chunk 0
+    last = max(order.index((ActionKind.SEGMENT, number)) for number in of["behind"])
+    assert len(again) == 2 and max(again) < last < first
+    assert_equal_to_one_process(pool.run(train, plan))
 
 
 ZOO_OFTEN = ("gpt", "rnnlm")
