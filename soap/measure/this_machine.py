@@ -95,10 +95,10 @@ def _measured_gpus(count: int, found: Gpus, cache: bool) -> Topology:
             own = {**_key("cuda", count), "gpu": kind[0], "gpu_memory_bytes": kind[1]}
             types[kind] = _measured(own, partial(measure_device, "cuda", count, gpu), None, cache).device
     if len(types) > 1:
-        names = Counter(own.name for own in types.values())
-        for kind, own in types.items():
-            if names[own.name] > 1:  # sold with more and with less memory
-                types[kind] = replace(own, name=f"{own.name} {format_bytes(kind[1])}")
+        names = Counter(measured.name for measured in types.values())
+        for kind, measured in types.items():
+            if names[measured.name] > 1:  # sold with more and with less memory
+                types[kind] = replace(measured, name=f"{measured.name} {format_bytes(kind[1])}")
         host = with_types(host, [types[kind] for kind in found.kinds])
     if found.are_joined_alike:
         return host
