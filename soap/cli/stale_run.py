@@ -41,7 +41,9 @@ SHOWN_LOSSES = 8
 EXACT_ALONE = {
     "check": "--check", "memory": "--memory", "timeline": "--timeline", "compare_data_parallel": "--compare-data-parallel",
     "emulate": "--emulate", "compile": "--compile", "clip_norm": "--clip-norm", "correct_momentum": "--correct-momentum", "keep": "--keep",
-    "weight_decay": "--weight-decay", "no_decay": "--no-decay", "schedule": "--schedule",
+    "weight_decay": "--weight-decay", "no_decay": "--no-decay", "schedule": "--schedule", "weights": "--weights",
+    "save_weights": "--save-weights", "eval_data": "--eval-data", "eval_steps": "--eval-steps", "eval_model": "--eval-model",
+    "restarts": "--restarts", "spare_plans": "--spare-plans", "report": "--report",
 }  # fmt: skip
 """Options of runs by ranks that workers without state do not have: name -> as it is written."""
 

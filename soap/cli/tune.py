@@ -21,6 +21,7 @@ from soap.cli.options import add_cluster, add_costs, add_json, add_model, not_ne
 from soap.cli.plain_text import aligned, listed, milliseconds
 from soap.cli.plan_summary import crowded, shared_cores
 from soap.cli.run import STRATEGY, add_training, on_ranks, prepare
+from soap.cli.run import make_parser as run_parser
 from soap.errors import RuntimeFailure, SoapWarning
 from soap.files import check_writable
 from soap.search.partition_tuning import BATCHES, ITERATIONS, MOST_SAMPLES, Sample, Tuning, choose, next_partitions
@@ -34,10 +35,6 @@ if TYPE_CHECKING:
 PROG = "soap-tune"
 OUT_OF_MEMORY = ("out of memory", "enough memory", "allocate memory", "memoryerror")
 """Words of errors that fewer bytes on a server may avoid: from torch, Python, and the launcher when a rank was killed."""
-LEFT_OUT = dict.fromkeys(
-    ("dtype", "lr", "timeline", "save", "save_every", "keep", "resume", "save_weights", "eval_data", "eval_steps"), None
-) | dict.fromkeys(("check", "compare_data_parallel", "memory"), False)
-"""Options of ``soap-run`` that this command does not have."""
 
 
 def make_parser() -> Parser:
@@ -76,8 +73,12 @@ def make_parser() -> Parser:
     emulation.add_emulation(parser)
     reporting.add_report(parser, "the tuned plan, and its runs against the number of partitions")
     add_json(parser)
-    parser.set_defaults(**LEFT_OUT)
     return parser
+
+
+def _with_others(args: argparse.Namespace) -> argparse.Namespace:
+    """Also what ``soap-run`` would be told of the options that this command does not have, which it runs as that one does."""
+    return argparse.Namespace(**{**vars(run_parser().parse_args([args.strategy, "--model", args.model])), **vars(args)})
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -89,7 +90,7 @@ def execute(args: argparse.Namespace) -> int:
     check_writable(args.output)
     reporting.check(args.report)
     emulation.check_possible(args)
-    job, predicted, costs = prepare(args)
+    job, predicted, costs = prepare(_with_others(args))
     from soap.cli.partition_runs import Trial  # torch is loaded by now
     from soap.runner.tuning import tuned_range, with_partitions
 

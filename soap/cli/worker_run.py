@@ -29,6 +29,7 @@ OTHERS = {
     "weight_decay": "--weight-decay", "no_decay": "--no-decay", "ray": "--ray", "fsync": "--fsync", "reduce_dense": "--reduce-dense",
     "reduce_sparse": "--reduce-sparse", "save_every": "--save-every", "save_weights": "--save-weights", "weights": "--weights",
     "restarts": "--restarts", "spare_plans": "--spare-plans", "eval_data": "--eval-data",
+    "eval_steps": "--eval-steps", "eval_model": "--eval-model", "report": "--report",
 }  # fmt: skip
 """Options that virtual workers do not have: name -> as it is written."""
 

@@ -154,6 +154,8 @@ def test_interrupted_run_says_how_to_go_on(folder: Path) -> None:
     ("words", "said"),
     [
         (["async.json", "--check"], "--check is for plans that ranks run; servers and workers do not know it: leave it out"),
+        (["async.json", "--weights", "init:normal(0.02)"], "--weights is for plans that ranks run"),
+        (["async.json", "--report", "new.html"], "--report is for plans that ranks run"),
         (["async.json", "--accumulate", "2"], "--accumulate is for plans that ranks run"),
         (["async.json", "--schedule", "torch.optim.lr_scheduler.StepLR:step_size=2"], "--schedule is for plans that ranks run"),
         (["async.json", "--optimizer", "*.bias=sgd", "--optimizer", "adam"], "servers update all parameters alike; expected one optimizer"),
