@@ -22,7 +22,7 @@ from soap.strategy.consistency import parse
 
 if TYPE_CHECKING:
     from soap.mixed.partitioning import WorkerPlan
-    from soap.mixed.searching import Finder, Found
+    from soap.mixed.searching import Finder
     from soap.mixed.steady import MixedSteady
     from soap.tracing.model import TracedModel
 
@@ -67,23 +67,16 @@ def find_workers(
     """Search which devices make a virtual worker, its stages, and how many minibatches it has in flight, for the most samples per second
     within a bound on staleness. The workers share the model's batch: each has a minibatch of its part. ``policy``: NP, ED, ED-local or HD
     (``soap.mixed.allocations``), or ``any``. SoapError in one line if nothing fits, or the samples do not divide."""
-    from soap.elastic.faults import ElasticError
     from soap.mixed.planned import strategy_of
+    from soap.mixed.searching import fitting
 
     bound = parse(consistency)
     if not bound.stale:
         raise StrategyError(f"consistency {consistency} with virtual workers; expected bounded:D, strictest with D = 0, or async")
     topology = with_memory_budget(topology_of(cluster), memory_budget)
-    found: list[Found] = []
-    problems: list[ElasticError] = []
-    for finder, choices in _finders(model, topology, bound.bound, policy, costs):
-        for allocation in choices:
-            try:
-                found.append(finder.best_in_flight(allocation))
-            except ElasticError as problem:
-                problems.append(problem)
-    if not found:
-        raise problems[0] if problems else StrategyError(_indivisible(model.graph, topology))
+    tries = ((finder, own) for finder, choices in _finders(model, topology, bound.bound, policy, costs) for own in choices)
+    if not (found := fitting(tries)):
+        raise StrategyError(_indivisible(model.graph, topology))
     best = max(found, key=lambda own: own.steady.samples_per_second)
     hosts = {topology.devices[stage.device].host for plan in best.plans for stage in plan.stages}
     servers = 1 if best.allocation.local else len(hosts)

@@ -20,6 +20,7 @@ from soap.cli.figures import rate
 from soap.cli.options import reading
 from soap.cli.plain_text import listed
 from soap.cli.preprocessed import folder_of, sized
+from soap.cli.rank_options import refuse_rank_options
 from soap.cli.stale_folders import check_folders
 from soap.cli.stale_plan import describe, head
 from soap.cli.updating import Updating
@@ -38,14 +39,8 @@ OWN = "own"
 """Word for a session of our own."""
 REDUCTIONS = ("mean", "sum")
 SHOWN_LOSSES = 8
-EXACT_ALONE = {
-    "check": "--check", "memory": "--memory", "timeline": "--timeline", "compare_data_parallel": "--compare-data-parallel",
-    "emulate": "--emulate", "compile": "--compile", "clip_norm": "--clip-norm", "correct_momentum": "--correct-momentum", "keep": "--keep",
-    "weight_decay": "--weight-decay", "no_decay": "--no-decay", "schedule": "--schedule", "weights": "--weights",
-    "save_weights": "--save-weights", "eval_data": "--eval-data", "eval_steps": "--eval-steps", "eval_model": "--eval-model",
-    "restarts": "--restarts", "spare_plans": "--spare-plans", "report": "--report",
-}  # fmt: skip
-"""Options of runs by ranks that workers without state do not have: name -> as it is written."""
+FURTHER = ("emulate", "schedule")
+"""Options that workers without state do not have, beside those of ``rank_options``."""
 
 
 def add_stale_run(parser: Parser) -> None:
@@ -241,13 +236,8 @@ def _curve(losses: Sequence[float], steps: Sequence[int]) -> str:
 
 def _refuse(args: argparse.Namespace) -> None:
     """UsageError in one line for what workers without state do not do."""
-    for name, option in EXACT_ALONE.items():
-        if getattr(args, name, None):
-            raise UsageError(f"{option} is for plans that ranks run; servers and workers do not know it: leave it out")
-    if args.accumulate > 1 or args.warm_up != (0, 0):
-        raise UsageError(f"{'--accumulate' if args.accumulate > 1 else '--warm-up'} is for plans that ranks run; leave it out")
-    if args.device == "cuda" or args.backend == "nccl":
-        raise UsageError("servers and workers compute on processors; expected --device cpu")
+    said = "is for plans that ranks run; servers and workers do not know it: leave it out"
+    refuse_rank_options(args, FURTHER, said, "servers and workers")
     check_folders(args)
 
 

@@ -11,6 +11,7 @@ from soap.cli import emulation
 from soap.cli.command import UsageError
 from soap.cli.figures import rate
 from soap.cli.plain_text import listed
+from soap.cli.rank_options import refuse_rank_options
 from soap.cli.stale_folders import check_folders
 from soap.cli.updating import Updating
 from soap.cluster.topology import Topology
@@ -23,20 +24,14 @@ if TYPE_CHECKING:
     from soap.strategy.config import Strategy
     from soap.tracing.model import TracedModel
 
-OTHERS = {
-    "check": "--check", "memory": "--memory", "timeline": "--timeline", "compare_data_parallel": "--compare-data-parallel",
-    "compile": "--compile", "clip_norm": "--clip-norm", "correct_momentum": "--correct-momentum", "keep": "--keep",
-    "weight_decay": "--weight-decay", "no_decay": "--no-decay", "ray": "--ray", "fsync": "--fsync", "reduce_dense": "--reduce-dense",
-    "reduce_sparse": "--reduce-sparse", "save_every": "--save-every", "save_weights": "--save-weights", "weights": "--weights",
-    "restarts": "--restarts", "spare_plans": "--spare-plans", "eval_data": "--eval-data",
-    "eval_steps": "--eval-steps", "eval_model": "--eval-model", "report": "--report",
-}  # fmt: skip
-"""Options that virtual workers do not have: name -> as it is written."""
+FURTHER = ("ray", "fsync", "reduce_dense", "reduce_sparse", "save_every")
+"""Options that virtual workers do not have, beside those of ``rank_options``."""
 
 
 def execute(args: argparse.Namespace, topology: Topology, planned: TracedModel, strategy: Strategy, read: Mapping[str, Any]) -> int:
     """Train, report. ``planned``: the model of all workers' minibatches together, without values; ``read``: how it is read."""
-    _refuse(args)
+    refuse_rank_options(args, FURTHER, "is not for virtual workers; leave it out", "virtual workers")
+    check_folders(args)
     emulation.check_possible(args)
     from soap.cli.lease_data import lease_data
     from soap.elastic.worker import Source
@@ -152,15 +147,3 @@ def _rate(seen: Seen, samples: int) -> float | None:
     """Samples per second of a worker from the end of its first minibatch on; None if there was one alone."""
     ended: Sequence[float] = seen.ended_s
     return None if len(ended) < 2 or ended[-1] <= ended[0] else (len(ended) - 1) * samples / (ended[-1] - ended[0])
-
-
-def _refuse(args: argparse.Namespace) -> None:
-    """UsageError in one line for what virtual workers do not do."""
-    for name, option in OTHERS.items():
-        if getattr(args, name, None):
-            raise UsageError(f"{option} is not for virtual workers; leave it out")
-    if args.accumulate > 1 or args.warm_up != (0, 0):
-        raise UsageError(f"{'--accumulate' if args.accumulate > 1 else '--warm-up'} is not for virtual workers; leave it out")
-    if args.device == "cuda" or args.backend == "nccl":
-        raise UsageError("virtual workers compute on processors as yet; expected --device cpu")
-    check_folders(args)

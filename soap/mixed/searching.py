@@ -43,6 +43,20 @@ class Found:
         return self.plans[0].in_flight
 
 
+def fitting(tries: Iterable[tuple[Finder, Allocation]]) -> list[Found]:
+    """Those allocations that fit, each with the best number of minibatches in flight, by the finder for its minibatches. The first one's
+    ElasticError if none fits; nothing if there are none."""
+    found, problems = list[Found](), list[ElasticError]()
+    for finder, allocation in tries:
+        try:
+            found.append(finder.best_in_flight(allocation))
+        except ElasticError as problem:
+            problems.append(problem)
+    if problems and not found:
+        raise problems[0]
+    return found
+
+
 class Finder:
     """Looks for the best workers for one model on one cluster. ``graph``: of one minibatch. ``bound``: D, in waves; None for none."""
 
@@ -85,15 +99,7 @@ class Finder:
         """The best of all: of the policies that suit the cluster, the most promising other divisions, and ``more``. ElasticError if nothing
         fits."""
         candidates = [*policies(self._topology), *more, *self.promising()]
-        found, problems = list[Found](), list[ElasticError]()
-        for allocation in candidates:
-            try:
-                found.append(self.best_in_flight(allocation))
-            except ElasticError as problem:
-                problems.append(problem)
-        if not found:
-            raise problems[0]
-        return max(found, key=lambda own: own.steady.samples_per_second)
+        return max(fitting((self, own) for own in candidates), key=lambda own: own.steady.samples_per_second)
 
     def promising(self, most: int = MOST_SIMULATED) -> list[Allocation]:
         """Divisions into equal workers that fit, by ``allowed_rate``, the best first."""
