@@ -1,4 +1,4 @@
-"""What the README and docs/usage.md show works."""
+"""What the README and the pages on using SOAP show works."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from soap.cluster.yaml_file import parse_cluster
 from soap.runtime.updates.trial import Scope, try_optimizer
 
 ROOT = Path(__file__).parent.parent
-TEXT = "\n".join((ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/usage.md"))
+HOWTO = ("pipelines", "training_loop", "runner", "optimizers", "weights", "cluster_file")
+PAGES = ("README.md", "docs/usage.md", *(f"docs/howto/{name}.md" for name in HOWTO))
+TEXT = "\n".join((ROOT / page).read_text(encoding="utf-8") for page in PAGES)
 
 
 def blocks(language: str) -> list[str]:

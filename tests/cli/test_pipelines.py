@@ -19,7 +19,7 @@ MODEL, CLUSTER = "zoo:gpt:tiny", "v100-4"
 
 @pytest.fixture(scope="module")
 def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As in docs/usage.md."""
+    """As in docs/howto/pipelines.md."""
     model, cluster = soap.load(MODEL, plan_only=True), soap.load_cluster(CLUSTER)
     blocks = soap.classical("model_parallel", model, cluster)
     stages = {name: config.devices[0] for name, config in blocks.operators.items()}

@@ -2,8 +2,8 @@
 
 A segment's gradients become complete one by one. An exchange that would follow right after the segment, and that waits for nothing else,
 starts as soon as its own gradient is complete. Exchanges start in the program's order, which all ranks share. Under gloo, messages and
-collectives have separate queues: there a sum may also start before the segment's own messages. ``docs/architecture.md`` draws the control
-flow.
+collectives have separate queues: there a sum may also start before the segment's own messages. ``docs/internals/runtime.md`` draws the
+control flow.
 """
 
 from __future__ import annotations
