@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from soap.strategy.config import OpConfig, Strategy, SyncConfig
     from soap.tracing.without_values import without_weights
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOME = {
     "Job": "soap.api",

@@ -43,6 +43,10 @@ MEMORY_COLOURS: Mapping[str, str] = {
 }
 INK = "#767676"
 """Of axes and labels until the page knows whether it is dark: readable on white and on black."""
+ENTRY_TAG = "entry-pixels"
+"""In a legend's tags before the width of its widest entry, for ``assets/page.js``."""
+LETTER_PIXELS, ENTRY_PIXELS = 7.5, 36
+"""About the width of a letter of a legend, and of what an entry has beside its letters."""
 ROW_PIXELS, LEAST_PIXELS, MOST_PIXELS = 20, 180, 900
 
 
@@ -69,13 +73,14 @@ def height_of(rows: int) -> int:
 
 
 def new_figure(height: int, tools: str = "", **options: Any) -> BokehFigure:
-    """An empty picture as wide as the page. ``options``: of ``bokeh.plotting.figure``."""
+    """An empty picture as wide as the page, without a toolbar if there are no ``tools``. ``options``: of ``bokeh.plotting.figure``."""
     from bokeh.plotting import figure
 
     made = figure(
         height=height,
         sizing_mode="stretch_width",
         tools=tools,
+        toolbar_location="right" if tools else None,
         background_fill_alpha=0,
         border_fill_alpha=0,
         outline_line_color=None,
@@ -102,6 +107,7 @@ def zoomable(made: BokehFigure, tooltips: Sequence[tuple[str, str]], renderers: 
     if renderers is not None:
         hover.renderers = list(renderers)
     made.add_tools(PanTool(dimensions="width"), box, wheel, ResetTool(), SaveTool(), hover)
+    made.toolbar_location = "right"
     made.toolbar.active_drag, made.toolbar.active_scroll = box, wheel
 
 
@@ -118,14 +124,15 @@ def name_rows(made: BokehFigure, names: Sequence[str], most: int = 44) -> None:
 
 
 def legend_above(made: BokehFigure, items: Sequence[tuple[str, Sequence[Any]]], *, hide: bool = True) -> None:
-    """A legend over the picture, in rows. ``hide``: a click on an entry hides what it names."""
+    """A legend over the picture, in as many columns as fit, which the page's script finds by ``ENTRY_TAG``. ``hide``: a click on an entry
+    hides what it names."""
     from bokeh.models import Legend, LegendItem
 
     legend = Legend(items=[LegendItem(label=name, renderers=list(own)) for name, own in items], orientation="horizontal")
     legend.background_fill_alpha, legend.border_line_color, legend.label_text_color = 0, None, INK
     legend.click_policy = "hide" if hide else "none"
     legend.margin, legend.padding, legend.spacing = 0, 4, 10
-    legend.ncols = 6
+    legend.ncols, legend.tags = 6, [ENTRY_TAG, max((len(name) for name, _ in items), default=0) * LETTER_PIXELS + ENTRY_PIXELS]
     made.add_layout(legend, "above")
 
 

@@ -6,7 +6,23 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from soap.report.contents import Contents
-from soap.report.figures import BLUE, GREEN, GREY, INK, ORANGE, PINK, RED, SKY, WINE, height_of, legend_above, name_rows, new_figure, plain
+from soap.report.figures import (
+    BLUE,
+    GREEN,
+    GREY,
+    INK,
+    ORANGE,
+    PINK,
+    RED,
+    SKY,
+    WINE,
+    duration,
+    height_of,
+    legend_above,
+    name_rows,
+    new_figure,
+    plain,
+)  # fmt: skip
 from soap.report.section import Block, Figure, Section, Table, Text
 from soap.search.plot import WIDE_RANGE
 from soap.search.record import SearchResult
@@ -20,6 +36,8 @@ MOST_ACCEPTED = 3000
 """Accepted proposals that are drawn, evenly spread over all."""
 MOST_LINES = 7
 """Starts whose cost is a line: data parallelism, and the best others."""
+FARTHEST = 1.2
+"""A start that costs this many times what data parallelism and all accepted proposals do has no line: it would leave these no room."""
 
 
 def lacks(contents: Contents) -> str:
@@ -38,6 +56,7 @@ def blocks(contents: Contents) -> Sequence[Block]:
     )
     found: list[Block] = [Text(text, leading=True)]
     found.append(Figure("Best cost so far against proposals, beside the starts", _against_proposals(result), "Dots: accepted proposals."))
+    found.append(_starts(result))
     if result.improvements:
         about = "Each step is a new best plan. What chains in compiled code find is known at the end of their rounds."
         found.append(Figure("Best cost so far against time", _against_time(result), about))
@@ -54,8 +73,10 @@ def _against_proposals(result: SearchResult) -> BokehFigure:
     accepted = [(row.proposal, row.cost_ns / 1e6) for row in result.rows if row.accepted and row.cost_ns is not None]
     accepted = accepted[:: 1 + len(accepted) // MOST_ACCEPTED]
     best = thinned(result.best_costs)
-    fitting = sorted((start for start in result.starts if start.fits and start.name != BASELINE), key=lambda start: start.cost_ns)
-    lines = {BASELINE: result.data_parallel_ns, **{start.name: start.cost_ns for start in fitting[: MOST_LINES - 1]}}
+    most = FARTHEST * max([result.data_parallel_ns, *(1e6 * cost_ms for _, cost_ms in accepted)])
+    near = [start for start in result.starts if start.fits and start.name != BASELINE and start.cost_ns <= most]
+    near.sort(key=lambda start: start.cost_ns)
+    lines = {BASELINE: result.data_parallel_ns, **{start.name: start.cost_ns for start in near[: MOST_LINES - 1]}}
     shown = [result.cost_ns, *lines.values()]
     scale = "log" if max(shown) > WIDE_RANGE * min(shown) else "linear"
     made = new_figure(400, tools="pan,box_zoom,reset,save", x_axis_label="proposal", y_axis_label="cost (ms)", y_axis_type=scale)
@@ -73,6 +94,14 @@ def _against_proposals(result: SearchResult) -> BokehFigure:
     items.append((f"best {result.cost_ns / 1e6:.4g} ms", [step]))
     legend_above(made, items)
     return made
+
+
+def _starts(result: SearchResult) -> Table:
+    rows = [
+        (start.name, duration(start.cost_ns), f"{start.cost_ns / max(1, result.cost_ns):.2f}", "fits" if start.fits else "does not fit")
+        for start in sorted(result.starts, key=lambda start: start.cost_ns)
+    ]
+    return Table("What the search began with", ("start", "cost", "times the best", "memory"), rows)
 
 
 def thinned(best: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

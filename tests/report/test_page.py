@@ -123,7 +123,7 @@ def test_what_is_not_known_is_left_out_with_a_reason() -> None:
     own = usual()
     tabs, left_out = tabs_of([replace(own, result=None, tuning=None, preprocessing=None)])
     assert {name for name, _ in left_out} == {"Search", "Partitions", "Preprocessing"}
-    assert "Search (the plan was not searched for here" in Parsed(render(replace(own, result=None))).text
+    assert "Search: the plan was not searched for here" in Parsed(render(replace(own, result=None))).text
 
 
 def test_two_plans_stand_side_by_side() -> None:

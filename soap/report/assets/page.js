@@ -25,12 +25,28 @@
     }
   }
 
+  /* Legends have as many columns as there is room for. */
+  const places = new Map();
+  function fit() {
+    for (const [place, doc] of places) {
+      if (!place.clientWidth) continue;
+      for (const root of doc.roots()) for (const model of root.references()) {
+        if (model.type !== "Legend" || model.tags[0] !== "entry-pixels") continue;
+        const columns = Math.floor((Math.max(place.clientWidth, 560) - 150) / model.tags[1]);
+        const ncols = Math.max(1, Math.min(model.items.length, columns));
+        if (model.ncols !== ncols) model.ncols = ncols;
+      }
+    }
+  }
+
   async function draw(place) {
     const source = waiting.get(place.id);
     if (!source) return;
     waiting.delete(place.id);
     await Bokeh.embed.embed_item(JSON.parse(source.textContent), place.id);
     source.remove();
+    places.set(place, Bokeh.documents.at(-1));
+    fit();
     paint();
   }
 
@@ -69,6 +85,7 @@
     });
   }
   dark.addEventListener("change", paint);
+  window.addEventListener("resize", fit);
   window.addEventListener("hashchange", () => open(location.hash.slice(1)));
   open(location.hash.slice(1));
 })();

@@ -1,0 +1,135 @@
+"""A newcomer's first minutes: a new environment, the wheel installed into it, and the first commands, as docs/first_minutes.md shows them.
+
+    python -m build && python -m benchmarks.first_minutes dist/*.whl -o docs/first_minutes.md
+
+Commands run one after the other in an empty folder with an empty home, so nothing is compiled or measured before. The page has what they
+print and how long they take; how much of the machine other programs used meanwhile stands beside. Expected: each command ends with 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from benchmarks.pages import give
+from benchmarks.quiet import Watch
+from soap.errors import SoapError
+
+ROOT = Path(__file__).parent.parent
+WIDEST = 140
+"""Characters of a line of output on the page."""
+MOST_LINES = 44
+LIMIT_S = 1800
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command with a sentence about it."""
+
+    about: str
+    command: str
+
+
+STEPS = (
+    Step("A new environment.", "python3 -m venv .venv"),
+    Step(
+        "The package, with what draws reports, in the versions that its tests run with.",
+        "pip install -q -c constraints.txt './{wheel}[report]'",
+    ),
+    Step(
+        "The first search: the simulator is compiled, the machine and the model are measured, the best plans are run in turns.",
+        "soap-search zoo:gpt:tiny",
+    ),
+    Step("Once more, with all of it measured.", "soap-search zoo:gpt:tiny"),
+    Step("Without measuring and running.", "soap-search zoo:gpt:tiny --cluster p100-4x4 --profile 0 --verify 0 -o p100.json"),
+    Step("Train with what was found, and compare with one process.", "soap-run strategy.json --model zoo:gpt:tiny --steps 20 --check"),
+    Step("A page to look at.", "soap-report zoo:gpt:tiny --cluster p100-4x4 --strategy p100.json -o report.html"),
+    Step("A larger model on GPUs that are not here.", "soap-simulate zoo:gpt --cluster h100-8 --builtin fsdp"),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command printed, and the seconds that it took."""
+
+    step: Step
+    lines: tuple[str, ...]
+    seconds: float
+
+
+def run(step: Step, wheel: Path, folder: Path, home: Path) -> Outcome:
+    """Run a command as a person would at a shell. SoapError if it fails."""
+    kept = {name: value for name, value in os.environ.items() if name.startswith(("PIP_", "SSL_", "REQUESTS_", "LANG", "LC_"))}
+    places = [str(folder / ".venv" / "bin"), str(Path(sys.base_prefix) / "bin"), "/usr/bin", "/bin"]
+    environment = {**kept, "PATH": os.pathsep.join(places), "HOME": str(home)}
+    command, begin = step.command.format(wheel=wheel), time.perf_counter()
+    done = subprocess.run(
+        command, shell=True, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT_S
+    )
+    seconds = time.perf_counter() - begin
+    if done.returncode:
+        raise SoapError(f"{command!r} ended with {done.returncode}: {done.stdout[-2000:]}")
+    return Outcome(step, tuple(done.stdout.replace(str(folder), ".").replace(str(home), "~").splitlines()), seconds)
+
+
+def shown(outcome: Outcome, wheel: Path) -> list[str]:
+    """A command's part of the page."""
+    command = outcome.step.command.format(wheel=wheel.name)
+    lines = [line[:WIDEST].rstrip() for line in outcome.lines]
+    if len(lines) > MOST_LINES:
+        lines = [*lines[: MOST_LINES - 2], "...", lines[-1]]
+    took = f"{outcome.seconds:.0f} s" if outcome.seconds >= 10 else f"{outcome.seconds:.1f} s"
+    return [outcome.step.about, "", "```text", f"$ {command}", *lines, "```", "", f"({took})", ""]
+
+
+def page(outcomes: Sequence[Outcome], wheel: Path, others: float | None) -> str:
+    """The page."""
+    memory = re.search(r"MemTotal:\s+(\d+)", Path("/proc/meminfo").read_text(encoding="ascii"))
+    machine = f"{os.cpu_count()} cores, {int(memory[1]) / 2**20:.0f} GiB" if memory else f"{os.cpu_count()} cores"
+    crowd = "" if others is None else f" Other programs used {others:.0%} of the cores meanwhile."
+    head = [
+        "# The first minutes",
+        "",
+        "What a newcomer sees, from an empty environment on; `python -m benchmarks.first_minutes` ran these commands and wrote this page.",
+        f"{datetime.now(UTC):%Y-%m-%d}, {machine}, no GPU, Python {sys.version.split()[0]}.{crowd}",
+        "",
+    ]
+    total = sum(own.seconds for own in outcomes)
+    tail = [f"All of it took {total / 60:.0f} minutes. Where to go on: the table at the end of the [README](../README.md).", ""]
+    return "\n".join([*head, *(line for own in outcomes for line in shown(own, wheel)), *tail])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.first_minutes", description=__doc__)
+    parser.add_argument("wheel", metavar="WHEEL", type=Path, help="of this package")
+    parser.add_argument("-o", "--output", metavar="FILE", help="where the page goes (default: standard output)")
+    args = parser.parse_args(argv)
+    watch = Watch()
+    with tempfile.TemporaryDirectory() as parent:
+        folder, home = Path(parent) / "work", Path(parent) / "home"
+        folder.mkdir()
+        home.mkdir()
+        for path in (args.wheel, ROOT / "constraints.txt"):
+            shutil.copy(path, folder)
+        wheel = Path(args.wheel.name)
+        outcomes = []
+        for step in STEPS:
+            outcomes.append(run(step, wheel, folder, home))
+            print(f"{outcomes[-1].seconds:8.1f} s  {step.command}", file=sys.stderr, flush=True)
+    give(page(outcomes, wheel, watch.others_share()), args.output)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
