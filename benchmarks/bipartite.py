@@ -4,9 +4,9 @@
 
 Twitter's layers (``zoo:full_sparse:emulation``) on six hosts whose links are as narrow for them as 150 MB/s were for Twitter's. In a round
 all parts of a lease and the links are measured, every plan is predicted from that, and every plan trains for ``--seconds``; so do threads
-of one machine without locks, and data parallelism with sparse gradients. Rounds take turns and begin each with another plan. What a host
-sends for a lease is counted at its network card. Needs root, as emulation does, and a box that nobody else uses. Rounds are kept in
-``--results`` as soon as they are known; the same command goes on with those that are missing.
+of one machine without locks, and data parallelism with sparse gradients. Rounds take turns and begin each with another plan. Needs root, as
+emulation does, and a box that nobody else uses. Rounds are kept in ``--results`` as soon as they are known; the same command goes on with
+those that are missing. What hosts send is ``benchmarks.egress``.
 """
 
 from __future__ import annotations
@@ -56,26 +56,19 @@ DRAWN = 8
 """Batches of data, which leases take in turn."""
 WITHIN = 0.15
 """Aimed at: the error of a predicted rate."""
-COLUMNS, ENTRIES = 3 * 32, 3 * 64
-"""Of all tables; of a sample."""
-EGRESS = (1, 2, 4)
-"""Numbers of servers with which a worker's bytes are counted."""
-COUNTED_ROUNDS = 2
-"""Of leases on all batches."""
 HOGWILD, DATA_PARALLEL = f"Hogwild, {HOSTS} threads of one machine", f"data parallel, sparse gradients, {HOSTS} hosts"
 PORT = 29517
-VERSION = 1
+VERSION = 2
 _NUMBERS = {"type": "object", "additionalProperties": {"type": "number"}}
 _CELL = {
     "type": "object",
     "properties": {
         "number": {"type": "integer", "minimum": 0},
         **{name: _NUMBERS for name in ("predicted", "measured", "predicted_idle", "measured_idle")},
-        "egress": {"type": "array", "items": {"type": "array", "items": {"type": "integer"}, "minItems": 5, "maxItems": 5}},
         "machine": {"type": "string"},
         "others_share": {"anyOf": [{"type": "number", "minimum": 0, "maximum": 1}, {"type": "null"}]},
     },
-    "required": ["number", "predicted", "measured", "predicted_idle", "measured_idle", "egress", "machine", "others_share"],
+    "required": ["number", "predicted", "measured", "predicted_idle", "measured_idle", "machine", "others_share"],
     "additionalProperties": False,
 }
 INTRO = """# Servers and workers on emulated hosts
@@ -87,28 +80,16 @@ Workers and owners are those of `soap.elastic`; leases are dealt by a process of
 
     python -m benchmarks.bipartite --results FILE --write docs/results/bipartite.md
 """
-COUNTED = """## Bytes that hosts send for a lease
-
-At network cards, without headers of packets; planned are the messages with their headers (32 bytes, and 8 for each array and each of its
-dimensions) and those of their frames (16 bytes). S: ids and values, 8 bytes for both; a worker sends them twice, since owners keep nothing
-between a look-up and its push. B: samples; out: columns of all tables together. The formulas leave out headers and the dense variables
-(their values one way, their gradients the other). What is counted beyond the plan was lost on the way, and sent again.
-
-| servers | worker, counted | planned | 2 S + 4 P B out | all servers, counted | planned | 4 P B out |
-|---:|---:|---:|---:|---:|---:|---:|"""
-
 
 @dataclass(frozen=True)
 class Round:
-    """Everything run once. By plan or peer: samples per second, and the share of time in which devices compute nothing. ``egress``:
-    (servers, bytes that the worker's card has sent for its leases, those planned, bytes that all servers' cards have, those planned)."""
+    """Everything run once. By plan or peer: samples per second, and the share of time in which devices compute nothing."""
 
     number: int
     predicted: Mapping[str, float]
     measured: Mapping[str, float]
     predicted_idle: Mapping[str, float]
     measured_idle: Mapping[str, float]
-    egress: Sequence[Sequence[int]]
     machine: str
     others_share: float | None
 
@@ -157,7 +138,7 @@ class Bench:
 
     def simulated(self, design: Design, topology: Topology, work: MeasuredWork) -> Steady:
         """With leases that ask for what the data's do on average."""
-        return simulate(topology, Traffic(design, _average(self.needs(design))), work)
+        return simulate(topology, Traffic(design, average(self.needs(design))), work)
 
     def round(self, number: int, seconds: float) -> Round:
         """One round."""
@@ -178,9 +159,8 @@ class Bench:
             print(f"{name}: {rates[name]:.0f}", file=sys.stderr, flush=True)
         predicted = {name: own.samples_per_second for name, own in steady.items()}
         predicted_idle = {name: _mean(own.idle) for name, own in steady.items()}
-        egress = [self.egress(servers) for servers in EGRESS]
         others = watch.others_share(sum(self.hosts.ask_all(range(HOSTS), "processor_seconds")) - used)
-        return Round(number, predicted, rates, predicted_idle, idle, egress, machine(), others)
+        return Round(number, predicted, rates, predicted_idle, idle, machine(), others)
 
     def _works(self, designs: Sequence[Design]) -> dict[Measured, MeasuredWork]:
         """By what they depend on, as all hosts measure it at once."""
@@ -199,29 +179,9 @@ class Bench:
             self.hosts.tell(host, "data_parallel", MODEL, host, HOSTS, PORT, BATCH, seconds)
         return float(median(self.hosts.answer(host) for host in range(HOSTS)))
 
-    def egress(self, servers: int) -> list[int]:
-        """Bytes of one worker's leases."""
-        graph = self.model.graph
-        design = design_of(bipartite(graph, [servers], range(servers), BATCH, parse("async")), graph)
-        planned = [sent_bytes(Traffic(design, needs)) for needs in self.needs(design)]
-        with self.hosts.prepared(design):
-            trained = self.hosts.train(design, leases=COUNTED_ROUNDS * DRAWN)
-        answered = sum(trained.sent_bytes[server] for server in range(servers))
-        asked, answers = (COUNTED_ROUNDS * sum(own) for own in zip(*planned, strict=True))
-        return [servers, trained.sent_bytes[servers], asked, answered, answers]
 
-
-def sent_bytes(traffic: Traffic) -> tuple[int, int]:
-    """(bytes that a worker sends for a lease, bytes that owners send)."""
-    layout = traffic.design.layout
-    tables = [place for places in layout.tables.values() for place in places]
-    worker = sum(map(traffic.asking, tables)) + len(layout.dense) * traffic.pulling() + sum(map(traffic.push, layout.places))
-    owners = sum(map(traffic.sums, tables)) + sum(map(traffic.values, layout.dense)) + len(layout.places) * traffic.counted()
-    return worker, owners
-
-
-def _average(needs: Sequence[Needs]) -> Needs:
-    """Equal batches, but for how many entries each partition gets."""
+def average(needs: Sequence[Needs]) -> Needs:
+    """Of equal batches, but for how many entries each partition gets."""
     tables = {}
     for name, first in needs[0].tables.items():
         sums = np.cumsum([0, *np.sum([own.tables[name].shares for own in needs], 0)]) // len(needs)
@@ -250,19 +210,7 @@ def page(rounds: Sequence[Round]) -> str:
         parts.append(f"| {name} | | {median(own.measured[name] for own in rounds):.0f} | | | |")
     most = max(map(abs, errors))
     parts += ["", f"{len(errors)} plans: median error {median(map(abs, errors)):.1%}, most {most:.1%} (aim {WITHIN:.0%})."]
-    return "\n".join([*parts, "", *_counted(rounds), ""])
-
-
-def _counted(rounds: Sequence[Round]) -> list[str]:
-    """What hosts sent, beside the formulas."""
-    lines = [COUNTED]
-    leases = COUNTED_ROUNDS * DRAWN
-    for servers, *figures in rounds[-1].egress:
-        counted, planned, answered, answers = (figure / leases for figure in figures)
-        sums, entries = 4 * servers * BATCH * COLUMNS, 2 * 8 * BATCH * ENTRIES
-        cells = (counted, planned, entries + sums, answered, answers, sums)
-        lines.append(f"| {servers} | {' | '.join(f'{cell:.0f}' for cell in cells)} |")
-    return lines
+    return "\n".join([*parts, ""])
 
 
 def read(path: Path) -> list[Round]:

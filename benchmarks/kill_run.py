@@ -67,7 +67,7 @@ class Paced(InMemory):
 @dataclass(frozen=True)
 class Settings:
     """``folder``: of the model and the file to hurry. ``kept``: where servers keep their partitions. ``address``: of a cluster to join,
-    of which so many ``nodes`` must be there; None: a session of its own."""
+    of which so many ``nodes`` must be there; None: a session of its own. ``server_machines``: as in ``Options``."""
 
     folder: str
     kept: str
@@ -79,6 +79,7 @@ class Settings:
     partitions: int = 3
     snapshot_every_pushes: int = 100
     pause_s: float = 0.02
+    server_machines: tuple[int, ...] | None = None
 
     @property
     def leases(self) -> int:
@@ -99,6 +100,13 @@ def samples(settings: Settings) -> Paced:
 
 COUNTED: dict[str, Any] = {"reduce_dense": "sum", "reduce_sparse": "sum"}
 """A push counts whole, not by its share of a step."""
+
+
+def options(settings: Settings) -> Options:
+    """Of the launcher."""
+    machines = None if settings.server_machines is None else tuple(settings.server_machines)
+    own = (BATCH, settings.epochs, settings.workers, settings.servers, settings.partitions)
+    return Options(*own, bound=None, server_machines=machines, **COUNTED)
 
 
 def counted(parameters: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -128,7 +136,9 @@ def run(settings: Settings) -> None:
     def started(made: Run) -> None:
         ray = module()
         servers = ray.get([server.address.remote() for server in made.servers])
-        say(started={"servers": servers, "processes": ray.get([server.process.remote() for server in made.servers])})
+        processes = ray.get([server.process.remote() for server in made.servers])
+        workers = ray.get([made.crew.arrival(worker) for worker in range(settings.workers)])
+        say(started={"servers": servers, "processes": processes, "workers": workers})
 
     def told(number: int, report: Report) -> None:
         say(lease=number)
@@ -139,7 +149,7 @@ def run(settings: Settings) -> None:
             Source(str(Path(settings.folder) / MODEL), "float64"),
             samples(settings),
             Keeping(settings.kept, partial(torch.optim.SGD, lr=1.0), snapshot_every_pushes=settings.snapshot_every_pushes),
-            Options(BATCH, settings.epochs, settings.workers, settings.servers, settings.partitions, bound=None, **COUNTED),
+            options(settings),
             parameters=True,
             told=told,
             started=started,

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from soap.cluster.presets import preset
@@ -62,6 +62,20 @@ class RayHosts:
             yield
         finally:
             set_cable(self.number, host, "up")
+
+    def kill(self, host: int) -> None:
+        """Kill all of Ray on a host."""
+        signal_all([*descendants(self.nodes[host]), self.nodes[host]], signal.SIGKILL)
+
+    @contextmanager
+    def again(self, host: int) -> Iterator[RayHosts]:
+        """Within the context Ray is on a host again, other than the head's. Gives the cluster as it is then."""
+        folder, words = self.token.parent, [f"--address={self.address}"]
+        node = start_node(self.words(host), self.addresses[host], words, self.token, folder / f"node-{host}-again.log")
+        try:
+            yield replace(self, nodes=(*self.nodes[:host], node.pid, *self.nodes[host + 1 :]))
+        finally:
+            end_node(node)
 
 
 @contextmanager

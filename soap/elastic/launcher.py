@@ -1,8 +1,9 @@
 """Training with servers that own and workers that hold no state: starts both as actors of Ray, deals leases, and notes what is done.
 
 The launcher gives each idle worker a lease by a call of its actor, and the call's return is the acknowledgement: all owners have counted
-the lease by then. If a worker is lost, Ray fails the call and starts the worker anew, and its lease is dealt again. If a server is lost,
-Ray starts it anew, it recovers from its folder, and workers ask it again. If the launcher is, the same call goes on from the folder.
+the lease by then. If a worker is lost, Ray fails the call and starts the worker again on the same machine, and its lease is dealt again;
+if the machine is gone for good, the worker is created on another (``crew``). If a server is lost, Ray starts it again, it recovers from
+its folder, and workers ask it again. If the launcher is, the same call goes on from the folder.
 """
 
 from __future__ import annotations
@@ -21,19 +22,20 @@ from torch import Tensor
 
 from soap.elastic import notes
 from soap.elastic.clocks import ASYNC, SYNC, Clocks
+from soap.elastic.crew import Crew
 from soap.elastic.cut import Cut
 from soap.elastic.faults import ElasticError
 from soap.elastic.layout import Layout, lay_out, lay_out_planned
 from soap.elastic.leases import Dealer, Finished, Lease
 from soap.elastic.owners import Owners, whole
-from soap.elastic.places import hosts, node
+from soap.elastic.places import held_on, hosts, is_lost, node
 from soap.elastic.plan import TableCut
 from soap.elastic.pulse import Pulse
 from soap.elastic.server_actor import Keeping, Server
 from soap.elastic.session import module
 from soap.elastic.steps import Steps
 from soap.elastic.transport import PeerLost
-from soap.elastic.worker import Batches, Report, Source, Worker
+from soap.elastic.worker import Batches, Report, Source
 from soap.errors import SoapError, SoapWarning, first_line
 
 TICK_S = 0.5
@@ -41,8 +43,6 @@ NOTE_S = 2.0
 """How often it is noted which leases are done. What is done beyond that is dealt again after a restart, and counts no second time."""
 ADDRESS_S = 30.0
 CLOSE_S = 10.0
-RESTARTS = 20
-"""Ray starts a worker anew so often at most: one that ends at once, for want of memory, would be started for ever."""
 
 Reduction = Literal["mean", "sum"]
 """How the gradients of a step's leases count: by their shares of its samples, or each as it is."""
@@ -105,17 +105,21 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Addresses:
-    """Where servers listen, asked of their actors by anyone in the cluster."""
+    """Where servers listen, asked of their actors by anyone in the cluster. ``machines``: the address of each one's machine."""
 
     servers: tuple[Any, ...]
+    machines: tuple[str, ...]
 
     def __call__(self, server: int) -> tuple[str, int]:
-        """Waits while the server is being started. PeerLost if that takes long."""
+        """Waits while the server is being started. PeerLost if that takes long; ElasticError if its machine is gone for good."""
         ray = module()
         try:
             host, port = ray.get(self.servers[server].address.remote(), timeout=ADDRESS_S)
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as cause:
             raise PeerLost(f"server {server} is away: {said(cause)}") from None
+        except ray.exceptions.ActorUnschedulableError:
+            why = f"server {server} is lost: its machine {self.machines[server]} is gone, and its folder is there"
+            raise ElasticError(f"{why}; start Ray there again, then the same call goes on from what is done") from None
         return host, port
 
 
@@ -154,7 +158,7 @@ def laid_out(source: Source, options: Options) -> Layout:
 
 
 class Run:
-    """Servers and workers of one training, and the dealer of its leases. ``servers``, ``workers``: their actors."""
+    """Servers and workers of one training, and the dealer of its leases. ``servers``, ``crew.actors``: their actors."""
 
     def __init__(self, source: Source, batches: Batches, keeping: Keeping, options: Options, layout: Layout) -> None:
         self._ray, self._layout, self._options = module(), layout, options
@@ -166,13 +170,12 @@ class Run:
         self._secret = secrets.token_bytes(32)
         self.outcome = Outcome()
         self.servers: list[Any] = []
-        self.workers: list[Any] = []
+        self.crew = Crew(self._ray)
         self._leases: dict[Any, tuple[int, Lease]] = {}
         self._coming: dict[Any, int] = {}
         self._idle: set[int] = set()
         self._asked: dict[Any, int] = {}
         self._gone = ""
-        self._data: Any = None
         try:
             self._start_servers(source, keeping)
             self._note()  # where they are
@@ -193,7 +196,7 @@ class Run:
             waiting = [*self._leases, *self._coming]
             if not waiting:
                 self._pulse.check()
-                why = f"all {len(self.workers)} workers are lost for good, the last one since {self._gone}"
+                why = f"all {len(self.crew.actors)} workers are lost for good, the last one since {self._gone}"
                 raise ElasticError(f"{why}; the same call goes on from what is done")
             ready, _ = self._ray.wait(waiting, num_returns=1, timeout=TICK_S)
             for reference in ready:
@@ -210,7 +213,7 @@ class Run:
 
     def parameters(self) -> dict[str, Tensor]:
         """All values, whole. Weights of tables travel for it."""
-        owners = Owners(self._layout, Addresses(tuple(self.servers)), self._secret)
+        owners = Owners(self._layout, self._addresses, self._secret)
         try:
             step = self.first_left if self._options.averaged else 0
             found = {name: whole(places, owners.values(places, step)) for name, places in self._layout.tables.items()}
@@ -233,19 +236,18 @@ class Run:
             ready, _ = self._ray.wait([*closing], num_returns=len(closing), timeout=CLOSE_S) if closing else ([], [])
             for reference in ready:
                 self._warn(closing[reference], reference)
-        for actor in (*self.workers, *self.servers):
+        self.crew.close()
+        for server in self.servers:
             with suppress(self._ray.exceptions.RayError):
-                self._ray.kill(actor)
-        self.workers, self.servers, self._data = [], [], None
+                self._ray.kill(server)
+        self.servers = []
 
     def _start_servers(self, source: Source, keeping: Keeping) -> None:
         """Each where its folder is."""
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
         actor = self._ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(Server)
         own = (source, keeping, self._secret, None, self._steps if self._options.averaged else None)
         for number, host in enumerate(self._hosts):
-            place = NodeAffinitySchedulingStrategy(node_id=node(self._ray, host), soft=False)
+            place = held_on(node(self._ray, host))
             self.servers.append(actor.options(scheduling_strategy=place).remote(number, self._layout, *own))
         try:
             self._get([server.address.remote() for server in self.servers])
@@ -253,18 +255,16 @@ class Run:
             raise ElasticError(f"a server cannot start: {said(cause)}") from None
 
     def _start_workers(self, source: Source, batches: Batches) -> None:
-        """Where they are planned, or dealt out over the machines behind the servers; one whose machine is lost comes back on another. Ray's
-        own spreading now and then puts all on one machine."""
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
+        """Where they are planned, or dealt out over the machines behind the servers."""
         turn = range(len(self.servers), len(self.servers) + self._options.workers)
         there = hosts(self._ray, self._options.workers, machines=self._options.worker_machines or turn)
-        actor = self._ray.remote(num_cpus=0, max_restarts=RESTARTS)(Worker)
-        addresses, self._data = Addresses(tuple(self.servers)), self._ray.put(batches)  # held: workers that start again read it again
+        self.crew.start(there, source, self._ray.put(batches), self._layout, self._addresses, self._secret)
         for number in range(self._options.workers):
-            place = NodeAffinitySchedulingStrategy(node_id=node(self._ray, there[number]), soft=True)
-            self.workers.append(actor.options(scheduling_strategy=place).remote(source, self._data, self._layout, addresses, self._secret))
             self._await(number)
+
+    @property
+    def _addresses(self) -> Addresses:
+        return Addresses(tuple(self.servers), tuple(self._hosts))
 
     def _get(self, references: Any) -> Any:
         """What Ray gets, however long it takes, while its head is there."""
@@ -276,14 +276,22 @@ class Run:
 
     def _await(self, worker: int) -> None:
         """Notice when the worker is there."""
-        self._coming[self.workers[worker].process.options(max_task_retries=-1).remote()] = worker
+        self._coming[self.crew.arrival(worker)] = worker
 
     def _welcome(self, reference: Any) -> None:
         worker = self._coming.pop(reference)
         try:
             self._ray.get(reference)
-        except self._ray.exceptions.RayActorError as cause:  # for good: Ray has tried
-            self._gone = said(cause)
+        except self._ray.exceptions.RayError as cause:
+            if not is_lost(self._ray, cause):
+                raise ElasticError(f"worker {worker} cannot start: {said(cause)}") from None
+            before = self.crew.machines[worker]
+            if self.crew.replace(worker):
+                why = f"its machine {before} is gone, so it works on {self.crew.machines[worker]}"
+                warnings.warn(f"worker {worker}: {why}", SoapWarning, stacklevel=1)
+                self._await(worker)
+            else:  # for good: Ray has tried
+                self._gone = said(cause)
         else:
             self._idle.add(worker)
 
@@ -304,7 +312,7 @@ class Run:
             self._idle.remove(worker)
             step, share = self._steps.of(lease.number), self._share(lease.number)
             scales = [share if reduce == "mean" else 1.0 for reduce in (self._options.reduce_dense, self._options.reduce_sparse)]
-            reference = self.workers[worker].work.remote(lease.number, lease.indices, *scales, step if self._options.averaged else 0)
+            reference = self.crew.actors[worker].work.remote(lease.number, lease.indices, *scales, step if self._options.averaged else 0)
             self._leases[reference] = worker, lease
         return False
 
@@ -318,14 +326,14 @@ class Run:
         worker, lease = self._leases.pop(reference)
         try:
             report: Report = self._ray.get(reference)
-        except self._ray.exceptions.RayActorError:
+        except self._ray.exceptions.RayError as error:
+            if not is_lost(self._ray, error):
+                raise ElasticError(f"lease {lease.number} failed: {said(error)}") from None
             self._clocks.left(worker)
             self.outcome.lost_workers += 1
             self.outcome.dealt_again += self._dealer.lost(worker)
             self._await(worker)
             return
-        except self._ray.exceptions.RayError as error:
-            raise ElasticError(f"lease {lease.number} failed: {said(error)}") from None
         self._clocks.finished(worker)
         self._dealer.done(lease.number)
         self._idle.add(worker)

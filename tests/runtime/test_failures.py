@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -19,7 +20,7 @@ from soap.plan.syncs.sharded_state import sum_name
 from soap.plan.syncs.sharing import holders
 from soap.profiles.roofline import RooflineCosts
 from soap.runtime.comm import position
-from soap.runtime.comm.failures import MOST_CHARACTERS, Desk, Folder, Kind, kind_of, message_of, told_positions
+from soap.runtime.comm.failures import MOST_CHARACTERS, Desk, Folder, Kind, RankLost, kind_of, message_of, told_positions
 from soap.runtime.comm.position import HERE, LIBRARIES, PACKAGE
 from soap.runtime.program.actions import ActionKind
 from soap.runtime.program.program import Program, compile_program
@@ -217,6 +218,28 @@ def test_a_rank_says_its_first_error_once_unless_another_has_nothing_to_do_with_
     assert [report.message for report in desk.folder.reports()] == ["ValueError: first"]
     assert desk.tell(OSError("another")) is Kind.OWN
     assert [report.message for report in desk.folder.reports()] == ["OSError: another"]
+
+
+@pytest.mark.parametrize(
+    ("said", "lost"),
+    [
+        ("CUDA error: uncorrectable ECC error encountered\nSearch for `cudaErrorECCUncorrectable'", True),
+        ("CUDA error: uncorrectable NVLink error detected during the execution", True),
+        ("CUDA error: CUDA-capable device(s) is/are busy or unavailable", True),
+        ("CUDA error: no CUDA-capable device is detected", True),
+        ("CUDA error: unknown error", True),
+        ("CUDA unknown error - this may be due to an incorrectly set up environment", True),
+        ("CUDA error: an illegal memory access was encountered", False),
+        ("CUDA error: device-side assert triggered", False),
+        ("CUDA out of memory. Tried to allocate 2 GiB", False),
+        ("an unknown error of mine", False),
+    ],
+)
+def test_a_broken_gpu_is_a_lost_rank(tmp_path: Path, said: str, lost: bool) -> None:
+    """So that a run may go on without it; what a wrong program causes would come again."""
+    found = _tell(tmp_path, (0, RuntimeError(CLOSED)), (2, torch.AcceleratorError(said))).first_cause(_end(0, 1))
+    assert str(found).startswith(f"rank 2 failed: AcceleratorError: {said.splitlines()[0]}")
+    assert isinstance(found, RankLost) is lost and getattr(found, "rank", 2) == 2
 
 
 def test_who_noticed_stays_until_the_cause_is_there(tmp_path: Path) -> None:

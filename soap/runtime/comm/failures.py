@@ -57,6 +57,11 @@ _PEER_LEFT = (
     "communicator was aborted",
 )
 _LATE = ("timed out", "timeout")
+_DEVICE_LOST = re.compile(
+    r"CUDA error: (?:no CUDA-capable device|CUDA-capable device\(s\) is/are busy|uncorrectable |unknown error|hardware stack error)"
+    r"|CUDA unknown error"
+)
+"""What CUDA and torch say of a GPU that is broken, or gone. A wrong program does not cause these, as it does "illegal memory access"."""
 _CRASHED = re.compile(r"^Current thread [^\n]*\n((?:  File .*\n?)*)", re.MULTILINE)
 _CRASH_LINE = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _NATIVE = re.compile(r"\n(?:Exception raised from|C\+\+ CapturedTraceback|frame #0)| This is typically caused by a remote worker")
@@ -64,7 +69,7 @@ _SOURCE = re.compile(r"\[\S*gloo\S*:\d+\] ")
 
 
 class RankLost(RuntimeFailure):
-    """A rank ended without saying why, or is not heard of any more. ``rank``: its number, if it is known."""
+    """A rank ended without saying why, is not heard of any more, or has lost its GPU. ``rank``: its number, if it is known."""
 
     def __init__(self, message: str, rank: int | None = None) -> None:
         super().__init__(message)
@@ -220,7 +225,9 @@ class Folder:
             return _noted(RankLost(f"rank {rank} failed: {_silent_end(failures[rank].exitcode, crash)}", rank), shown)
         first = reports[0]
         if first.kind is Kind.OWN:
-            return _noted(RuntimeFailure(f"rank {first.rank} failed: {first.message}"), first.trace)
+            told = f"rank {first.rank} failed: {first.message}"
+            found = RankLost(told, first.rank) if _DEVICE_LOST.search(first.message) else RuntimeFailure(told)
+            return _noted(found, first.trace)
         text = f"rank {first.rank} lost another rank, which did not say why: {first.message}"
         if first.kind is Kind.LATE:
             text = f"rank {first.rank} has waited in vain: {told_positions(first.positions, self.ranks)} ({first.message})"
