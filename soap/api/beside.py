@@ -17,12 +17,13 @@ from soap.files import read_text
 from soap.model.graph import OperatorGraph
 from soap.search.options import OPTIMIZER_STATES
 from soap.simulator.beside import Job as Beside
-from soap.simulator.beside import beside
+from soap.simulator.beside import beside, check_apart
 from soap.simulator.costs import CostSource
 from soap.simulator.simulate import Simulation, Simulator
 from soap.strategy.config import Strategy
 from soap.strategy.json_text import parse_json
 from soap.strategy.mismatch import one_line, short
+from soap.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,20 @@ def simulate_beside(
 
 
 def beside_of(simulations: Sequence[Simulation], topology: Topology) -> tuple[Beside, ...]:
-    """``simulate_beside`` of jobs that are simulated alone, each on a part of the cluster."""
+    """``simulate_beside`` of jobs that are simulated alone, each on a part of the cluster. Devices are each job's own, so what they hold is
+    known; what jobs hold in the memory of hosts adds up: StrategyError if that is more than a host has."""
     if len(simulations) < 2:
         raise StrategyError(f"{len(simulations)} jobs beside each other; expected two at least")
-    return beside([simulation.tasks for simulation in simulations], topology)
+    tasks = [simulation.tasks for simulation in simulations]
+    check_apart(tasks, topology)
+    for host, *uses in zip(topology.hosts, *(simulation.host_memory for simulation in simulations), strict=True):
+        if host.memory_bytes is not None and sum(uses) > host.memory_bytes:
+            own, have = " + ".join(format_bytes(use) for use in uses), format_bytes(host.memory_bytes)
+            raise StrategyError(
+                f"host {host.name!r} would hold {own} of {len(uses)} jobs; expected at most its memory, {have}: fewer of them beside each "
+                "other, or with less on servers and offloaded"
+            )
+    return beside(tasks, topology)
 
 
 def job_simulation(job: Job, topology: Topology, *, optimizer_states: int = OPTIMIZER_STATES, costs: CostSource = "auto") -> Simulation:

@@ -8,11 +8,14 @@ has ended one, and end while all go on, until each job has ``LEAST_STEPS`` of th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 
 from soap.cluster.topology import Topology
 from soap.errors import StrategyError
+from soap.simulator.communication.offloading import ON_HOST, offload_resource, offload_updater, offloading_device
 from soap.simulator.communication.servers import first_cores
 from soap.simulator.reference import Loop
 from soap.simulator.tasks import Task, TaskGraph, TaskKind
@@ -44,9 +47,10 @@ class Job:
 def beside(jobs: Sequence[TaskGraph], whole: Topology, *, least_steps: int = LEAST_STEPS) -> tuple[Job, ...]:
     """All jobs on the cluster ``whole``, of which each job's cluster is a part (``cluster.fewer.part_of``), without a device in common.
     StrategyError in one line if these are not, or steps are so different in length that too many would have to be played."""
-    _check_apart(jobs, whole)
-    placed = [_placed(job, whole) for job in jobs]
-    alone = [_play([own], whole, [0], least_steps)[0][0] for own in placed]
+    check_apart(jobs, whole)
+    alone = [_play([_placed(job, whole, _updating([job]))], whole, [0], least_steps)[0][0] for job in jobs]
+    sharing = _updating(jobs)
+    placed = [_placed(job, whole, sharing) for job in jobs]
     _check_few(placed, alone, least_steps)
     runs = [
         _play(placed, whole, [round(start * number % STARTS / STARTS * own) for number, own in enumerate(alone)], least_steps)
@@ -59,7 +63,7 @@ def beside(jobs: Sequence[TaskGraph], whole: Topology, *, least_steps: int = LEA
     return tuple(found)
 
 
-def _check_apart(jobs: Sequence[TaskGraph], whole: Topology) -> None:
+def check_apart(jobs: Sequence[TaskGraph], whole: Topology) -> None:
     """StrategyError unless each job has devices of ``whole`` to itself."""
     owners: dict[str, int] = {}
     links = {link.name for link in whole.links}
@@ -88,17 +92,45 @@ def _check_few(placed: Sequence[Sequence[Task]], alone_ns: Sequence[float], leas
         )
 
 
-def _placed(job: TaskGraph, whole: Topology) -> list[Task]:
-    """A job's tasks with the resources of the whole cluster."""
+def _updating(jobs: Sequence[TaskGraph]) -> Counter[str]:
+    """By host, among how many devices its cores are shared, as these or others of their job offload updates to it."""
+    found = Counter[str]()
+    for job in jobs:
+        part = job.topology
+        places = [offloading_device(part, own) for task in job.tasks for own in task.resources]
+        busy = {part.devices[place[0]].host for place in places if place is not None and place[1] == ON_HOST}
+        found.update(part.hosts[device.host].name for device in part.devices if device.host in busy)
+    return found
+
+
+def _placed(job: TaskGraph, whole: Topology, updating: Mapping[str, int]) -> list[Task]:
+    """A job's tasks with the resources of the whole cluster. ``updating``: ``_updating`` of all jobs; what devices of several
+    jobs offload, a host's cores update more slowly than what those of this one do."""
     part = job.topology
     devices = {device.name: device.index for device in whole.devices}
     links = {link.name: whole.device_count + link.index for link in whole.links}
     numbers = [devices[device.name] for device in part.devices] + [links[link.name] for link in part.links]
     further = first_cores(whole)[0] - len(numbers)  # hosts and their cores are the same ones
-    return [
-        replace(task, resources=tuple([numbers[own] if own < len(numbers) else own + further for own in task.resources]))
-        for task in job.tasks
-    ]
+    slower: dict[int, float] = {}
+
+    def moved(resource: int) -> int:
+        place = offloading_device(part, resource)
+        if place is not None:
+            return offload_resource(whole, numbers[place[0]], place[1])
+        return numbers[resource] if resource < len(numbers) else resource + further
+
+    def duration_ns(task: Task) -> int:
+        place = offloading_device(part, task.resources[0]) if task.resources else None
+        if place is None or place[1] != ON_HOST:
+            return task.duration_ns
+        device = place[0]
+        if device not in slower:
+            among = updating[part.hosts[part.devices[device].host].name]
+            own, shared = offload_updater(part, device), offload_updater(part, device, among)
+            slower[device] = own.memory_bandwidth_bytes_per_second / shared.memory_bandwidth_bytes_per_second
+        return ceil(task.duration_ns * slower[device])
+
+    return [replace(task, resources=tuple(map(moved, task.resources)), duration_ns=duration_ns(task)) for task in job.tasks]
 
 
 class _Run:

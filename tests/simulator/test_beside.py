@@ -6,15 +6,18 @@ from dataclasses import replace
 
 import pytest
 
+from soap.api.beside import beside_of
 from soap.cluster.fewer import part_of
 from soap.cluster.topology import DeviceType, Topology
 from soap.errors import StrategyError, TopologyError
 from soap.model.graph import OperatorGraph
+from soap.plan.offloading import host_update_name
 from soap.profiles.roofline import RooflineCosts
 from soap.simulator.beside import Job, beside
 from soap.simulator.simulate import Simulation, Simulator
 from soap.strategy.classical import data_parallel
 from soap.strategy.ralp import cut_at
+from soap.strategy.sync import offloaded
 from tests.graph_builder import mlp
 from tests.strategies import CPU, GPU, cluster, with_servers
 
@@ -22,9 +25,10 @@ SMALL, LARGE = mlp(batch=8), mlp(batch=32, widths=(64, 128, 64))
 TWO_HOSTS = cluster([2, 2], CPU)
 
 
-def run(graph: OperatorGraph, whole: Topology, *names: str, served: bool = False) -> Simulation:
+def run(graph: OperatorGraph, whole: Topology, *names: str, served: bool = False, away: bool = False) -> Simulation:
     part = part_of(whole, names)
     strategy = cut_at(graph, part, len(graph.operators), part.servers) if served else data_parallel(graph, part)
+    strategy = offloaded(graph, strategy) if away else strategy
     return Simulator(graph, part, RooflineCosts(part, 0), 0).run(strategy)
 
 
@@ -74,6 +78,50 @@ def test_servers_of_one_host_share_its_cores_and_links() -> None:
     alone = one.tasks.topology
     cores = {core for task in one.tasks.tasks for core in task.resources if core >= alone.device_count + len(alone.links)}
     assert cores and min(cores) == alone.device_count + len(alone.links) + 2 * 4  # of the third host, in the part
+
+
+def test_offloading_jobs_on_hosts_of_their_own_are_as_if_alone() -> None:
+    """Copies and updates of the second host's devices have numbers of their own in the whole cluster, which the part has for others."""
+    whole = cluster([3, 2, 1])
+    own = [run(LARGE, whole, f"host{host}", away=True) for host in range(3)]
+    for found, simulation in zip(jobs(whole, *own), own, strict=True):
+        assert found.step_ns == found.least_ns == found.most_ns == found.alone_ns == simulation.makespan_ns
+    assert own[1].host_memory[1] > 0 == own[1].host_memory[0]
+
+
+def test_offloading_jobs_share_their_hosts_cores_alone() -> None:
+    """A device alone has its host's four cores, and with the other job's device two of them. Nothing else is shared here: so a step takes
+    longer by what the update does. A job that offloads nothing takes none."""
+    whole = cluster([2, 2])
+    one, other = (run(LARGE, whole, f"host0/device{k}", away=True) for k in range(2))
+    (updated,) = [task for task in one.tasks.tasks if task.name == host_update_name(0)]
+    first, second = jobs(whole, one, other)
+    for found in (first, second):
+        assert found.alone_ns == one.makespan_ns and found.step_ns == one.makespan_ns + updated.duration_ns
+    calm = jobs(whole, one, run(LARGE, whole, "host0/device1"))
+    assert [own.slowdown for own in calm] == [1.0, 1.0]
+
+
+def test_memory_of_hosts_adds_up_over_jobs() -> None:
+    """Each offloads to the one host, which has room for either alone."""
+    whole = cluster([2, 1])
+
+    def with_memory(size: int) -> Topology:
+        return replace(whole, hosts=tuple(replace(host, memory_bytes=size) for host in whole.hosts))
+
+    needed = [run(graph, whole, f"host0/device{k}", away=True).host_memory[0] for k, graph in enumerate((SMALL, LARGE))]
+    assert min(needed) > 0
+    for lacking in (0, 1):
+        have = with_memory(sum(needed) - lacking)
+        own = [run(graph, have, f"host0/device{k}", away=True) for k, graph in enumerate((SMALL, LARGE))]
+        assert all(simulation.fits for simulation in own)
+        if lacking:
+            with pytest.raises(StrategyError, match=r"host 'host0' would hold .* \+ .* of 2 jobs; expected at most its memory, "):
+                beside_of(own, have)
+        else:
+            assert len(beside_of(own, have)) == 2
+    apart = [run(SMALL, have, "host0/device0", away=True), run(LARGE, have, "host1/device0", away=True)]
+    assert len(beside_of(apart, have)) == 2
 
 
 def test_three_jobs_are_slower_than_two() -> None:

@@ -42,17 +42,27 @@ def offload_resource(topology: Topology, device: int, place: int) -> int:
     """The number of one of a device's three resources; of a CPU the device itself."""
     if topology.devices[device].type.kind == "cpu":
         return device
-    return topology.device_count + len(topology.links) + sum(host.cpu_cores for host in topology.hosts) + 3 * device + place
+    return _first(topology) + 3 * device + place
 
 
-def offload_updater(topology: Topology, device: int) -> DeviceType:
+def offloading_device(topology: Topology, resource: int) -> tuple[int, int] | None:
+    """The device that ``offload_resource`` has this number for, and the place; None if it is a device, a link or a core."""
+    own = resource - _first(topology)
+    return divmod(own, 3) if own >= 0 else None
+
+
+def _first(topology: Topology) -> int:
+    return topology.device_count + len(topology.links) + sum(host.cpu_cores for host in topology.hosts)
+
+
+def offload_updater(topology: Topology, device: int, neighbours: int | None = None) -> DeviceType:
     """What updates offloaded parameters of a device: an equal share of its host's cores, as fast as these together or as the host's memory
-    allows; or the device itself, if it is a CPU."""
+    allows; or the device itself, if it is a CPU. ``neighbours``: how many devices share the host (default: all that the topology has)."""
     own = topology.devices[device]
     if own.type.kind == "cpu":
         return own.type
     host = topology.hosts[own.host]
-    core, neighbours = host.core or HOST_CORE, sum(other.host == own.host for other in topology.devices)
+    core, neighbours = host.core or HOST_CORE, neighbours or sum(other.host == own.host for other in topology.devices)
     cores = max(1, host.cpu_cores // neighbours)
     bandwidth = min(cores * core.memory_bandwidth_bytes_per_second, HOST_BYTES_PER_SECOND / neighbours)
     rates = {dtype: cores * rate for dtype, rate in core.flops_per_second.items()}
