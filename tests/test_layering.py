@@ -61,7 +61,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 """Prefix of module names -> prefixes of our modules that they may import. The longest prefix counts."""
 
 COMMANDS = tuple(
-    f"soap.cli.{name}" for name in ("search", "run", "simulate", "diff", "compare", "profile", "tune", "preprocess", "schedule", "report")
+    f"soap.cli.{name}"
+    for name in ("search", "run", "simulate", "diff", "compare", "profile", "tune", "preprocess", "schedule", "report", "export")
 )
 WITHOUT_TORCH = (
     *PLANNING, "soap.simulator", "soap.search", "soap.emulation", "soap.runtime.system.clock", "soap.preprocessing", "soap.report",

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from soap import zoo
+from soap.cli.imported import imported
 from soap.cli.preprocessed import folder_of
 from soap.cli.sampled import Batches, NumberedBatches, chronological, numbered, parts_of, tensors_of
 from soap.errors import SoapError
 from soap.model.regions import Interval
 from soap.plan.samples import Samples
 from soap.runtime.part_batch import PartBatch, taken
-from soap.tracing.imports import from_here
 from soap.tracing.model import TracedModel
 
 SEED_STRIDE = 1_000_003
@@ -183,12 +183,5 @@ def _callable(spec: str) -> Callable[[], Any]:
     module, _, name = spec.partition(":")
     if module == "zoo" and name:
         return partial(zoo.batches, spec)
-    if not module or not name:
-        raise SoapError(f"--data {spec}: expected package.module:callable, which yields one sequence of tensors per step")
-    try:
-        found: Callable[[], Any] = getattr(from_here(module), name)
-    except (ImportError, AttributeError) as cause:
-        raise SoapError(f"--data {spec}: {cause}; expected package.module:callable that can be imported from here") from None
-    if not callable(found):
-        raise SoapError(f"--data {spec}: {type(found).__name__} cannot be called; expected a callable that yields batches")
+    found: Callable[[], Any] = imported(spec, "--data", "yields one sequence of tensors per step")
     return found

@@ -45,6 +45,14 @@ def named_call(text: str) -> NamedCall:
     return NamedCall(name, options, text)
 
 
+def setting(text: str) -> tuple[str, Any]:
+    """Parse ``key=value``."""
+    key, equals, value = text.partition("=")
+    if not equals or not _KEY.fullmatch(key.strip()):
+        raise argparse.ArgumentTypeError(f"{text[:100]!r} is not allowed; expected KEY=VALUE; values are {VALUES}")
+    return key.strip(), _value(value.strip(), text)
+
+
 def _split(text: str) -> list[str] | None:
     """The parts between commas that are not in brackets; None if brackets do not match."""
     parts, closing = [""], list[str]()

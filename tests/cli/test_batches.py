@@ -102,8 +102,8 @@ def test_user_batches_by_step(module: str) -> None:
         ("none", "no batches; expected at least one"),
         ("words", "a batch holds str; expected a sequence of tensors per step"),
         ("number", "the callable returned int; expected an iterable of batches"),
-        ("value", "int cannot be called; expected a callable that yields batches"),
-        ("absent", "has no attribute 'absent'"),
+        ("value", "int cannot be called; expected package.module:callable, which yields"),
+        ("absent", "has no .absent."),
         ("", "expected package.module:callable"),
     ],
 )

@@ -1,0 +1,195 @@
+"""``soap-export``: a ``.pt2`` file of a function's module, or of a configuration of the ``transformers`` library."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import sys
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from soap import api
+from soap.cli.command import Parser, UsageError, run_command
+from soap.cli.example_inputs import FORM, drawn, example_input
+from soap.cli.imported import imported
+from soap.cli.library_models import PREFIX, TASKS, Sizes, library_model
+from soap.cli.named_calls import VALUES, setting
+from soap.cli.options import module_name, positive, refuse_overwriting
+from soap.errors import ModelError, first_line
+from soap.files import check_writable
+from soap.units import format_bytes
+
+if TYPE_CHECKING:
+    from torch import nn
+
+PROG = "soap-export"
+OUTPUT = "model.pt2"
+RETURNS = "(module, args), (module, args, kwargs), or with --input the module alone"
+BATCH = 8
+SEED = 0
+
+
+def make_parser() -> Parser:
+    """The command's options."""
+    parser = Parser(
+        PROG,
+        "Write a training model to a .pt2 file, which the other commands read.",
+        f"{PROG} mypackage.models:small -o model.pt2\n  {PROG} hf:gpt2 --set n_layer=4 --batch 8 --sequence 256",
+    )
+    text = (
+        f"package.module:function, called without arguments, which returns {RETURNS}; or {PREFIX}CONFIG: a model type of transformers "
+        f"({PREFIX}llama), or a folder or file with its config.json"
+    )
+    parser.add_argument("source", metavar="SOURCE", help=text)
+    parser.add_argument("-o", "--output", metavar="FILE", default=OUTPUT, help="where the model goes (default %(default)s)")
+    own = parser.add_argument_group("of a function")
+    text = f"an example input of the module by the name of forward's argument: {FORM} (0 otherwise) (repeatable)"
+    own.add_argument("--input", metavar="NAME=TYPE[SIZES]", dest="inputs", type=example_input, action="append", default=[], help=text)
+    text = "the field of the module's output that is the loss, if it returns more (loss, of models of transformers)"
+    own.add_argument("--loss", metavar="FIELD", help=text)
+    library = parser.add_argument_group(f"of {PREFIX}CONFIG")
+    text = "what it is trained for (default: what the configuration names, else the first of these that there is)"
+    library.add_argument("--task", choices=list(TASKS), help=text)
+    library.add_argument("--batch", metavar="N", type=positive, help=f"samples (default {BATCH})")
+    library.add_argument("--sequence", metavar="N", type=positive, help="words of each sample (default 512, or fewer if it has fewer)")
+    text = f"another value in the configuration: {VALUES} (repeatable)"
+    library.add_argument("--set", metavar="KEY=VALUE", dest="settings", type=setting, action="append", default=[], help=text)
+    text = "draw weights as the library does (default: none: soap-run then needs --weights, and nothing large is allocated)"
+    library.add_argument("--initialize", action="store_true", help=text)
+    parser.add_argument("--dynamic-batch", action="store_true", help="leave the number of samples open, for a smaller last batch")
+    parser.add_argument("--no-verify", action="store_true", help="do not compare a step of the file with one of the module")
+    text = "this module defines custom operators of the model; commands then need --import, too (repeatable)"
+    parser.add_argument("--import", metavar="MODULE", dest="imports", type=module_name, action="append", default=[], help=text)
+    return parser
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Make the module and its inputs, export, report."""
+    _refuse_options(args)
+    if not args.source.startswith(PREFIX):
+        refuse_overwriting({"SOURCE": args.source.partition(":")[0]}, {"--output": args.output})
+    _refuse_other_file(args.output)
+    check_writable(args.output)
+    import torch
+
+    torch.manual_seed(SEED)
+    name, field = args.source, args.loss
+    if args.source.startswith(PREFIX):
+        settings = dict(args.settings)
+        sizes = Sizes(args.batch or BATCH, args.sequence)
+        module, named, task = library_model(args.source, task=args.task, settings=settings, sizes=sizes, initialize=args.initialize)
+        given: tuple[Sequence[Any], Mapping[str, Any]] = ((), named)
+        name, field = f"{args.source} ({task})", "loss"
+    else:
+        module, *given = _made(args)  # type: ignore[assignment]
+    api.export(
+        module, *given, path=args.output, loss=None if field is None else loss_field(field), dynamic_batch=args.dynamic_batch,
+        verify=not args.no_verify, imports=args.imports,
+    )
+    print(_report(args, name, module, given))
+    return 0
+
+
+def _refuse_options(args: argparse.Namespace) -> None:
+    """UsageError if options of one kind of source are given for the other, or twice."""
+    if args.source.startswith(PREFIX):
+        wrong = [option for option, value in (("--input", args.inputs), ("--loss", args.loss)) if value]
+        expected = f"package.module:function, or none of them for {PREFIX}CONFIG, which has inputs and a loss"
+    else:
+        known = ("task", "batch", "sequence", "settings", "initialize")
+        wrong = [f"--{name.replace('settings', 'set')}" for name in known if getattr(args, name)]
+        expected = f"{PREFIX}CONFIG; a function says this itself"
+    if wrong:
+        raise UsageError(f"{wrong[0]} with {args.source}; expected it with {expected}")
+    for option, names in (("--input", [own.name for own in args.inputs]), ("--set", [key for key, _ in args.settings])):
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise UsageError(f"{option} {twice} is given twice; expected it once")
+
+
+def _refuse_other_file(path: str) -> None:
+    """UsageError if something that is no ``.pt2`` file has the name of the output."""
+    if Path(path).is_file() and Path(path).stat().st_size and not zipfile.is_zipfile(path):
+        raise UsageError(f"{path} is there and is no .pt2 file; expected -o FILE, another place for the model")
+
+
+def _made(args: argparse.Namespace) -> tuple[nn.Module, Sequence[Any], Mapping[str, Any]]:
+    """What the function returns, with the inputs of ``--input`` where it returns a module alone. ModelError in one line."""
+    from torch import nn
+
+    from soap.tracing.tracebacks import user_line
+
+    function: Callable[[], Any] = imported(args.source, "SOURCE", f"returns {RETURNS}", ModelError)
+    try:
+        made = function()
+    except (Exception, SystemExit) as cause:
+        place = user_line(cause)
+        where = f" at {place}" if place else ""
+        raise ModelError(f"{args.source} raised {type(cause).__name__}{where}: {first_line(cause)}; expected {RETURNS}") from cause
+    module, *rest = made if isinstance(made, (tuple, list)) and made else (made,)
+    if not isinstance(module, nn.Module) or len(rest) > 2:
+        found = f"({', '.join(type(own).__name__ for own in made)})" if isinstance(made, (tuple, list)) else type(made).__name__
+        raise ModelError(f"{args.source} returned {found}; expected {RETURNS}")
+    if not rest:
+        if not args.inputs:
+            raise ModelError(f"{args.source} returned a module without inputs; expected --input for each argument of forward: {FORM}")
+        import torch
+
+        return module, (), drawn(args.inputs, torch.Generator().manual_seed(SEED))
+    if args.inputs:
+        raise ModelError(f"{args.source} returned inputs of its own; expected no --input, or a function that returns the module alone")
+    positional, named = rest[0], rest[1] if len(rest) == 2 else {}
+    if isinstance(positional, Mapping) and len(rest) == 1:
+        positional, named = (), positional
+    if not isinstance(positional, (tuple, list)) or not isinstance(named, Mapping):
+        raise ModelError(
+            f"{args.source} returned arguments {type(positional).__name__} and {type(named).__name__}; expected "
+            "a tuple of positional ones, then a dictionary of named ones"
+        )
+    return module, tuple(positional), dict(named)
+
+
+def loss_field(name: str) -> Callable[[Any], Any]:
+    """Takes this field of a module's output, an attribute or an entry. ModelError if there is none."""
+
+    def take(output: Any) -> Any:
+        found = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+        if found is None:
+            known = ", ".join(map(str, output)) if isinstance(output, Mapping) else type(output).__name__
+            raise ModelError(f"--loss {name}: the module's output has no such field; expected one of it ({known})")
+        return found
+
+    return take
+
+
+def _report(args: argparse.Namespace, name: str, module: nn.Module, given: tuple[Sequence[Any], Mapping[str, Any]]) -> str:
+    import torch
+
+    parameters = {id(own): own for own in module.parameters()}.values()
+    count = sum(own.numel() for own in parameters)
+    without = " without values" if any(own.is_meta for own in parameters) else ""
+    bound = inspect.signature(module.forward).bind(*given[0], **given[1]).arguments
+    shapes = [
+        f"{name}{torch.utils._pytree.keystr(path)} {str(own.dtype).removeprefix('torch.')}[{','.join(map(str, own.shape))}]"
+        for name, value in bound.items()
+        for path, own in torch.utils._pytree.tree_flatten_with_path(value)[0]
+        if isinstance(own, torch.Tensor)
+    ]
+    size = format_bytes(Path(args.output).stat().st_size)
+    lines = [
+        f"{name}: {type(module).__name__}, {count:,} parameters{without}",
+        f"inputs: {', '.join(shapes)}",
+        f"wrote {args.output} ({size}); next: soap-search {args.output}",
+    ]
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point."""
+    return run_command(make_parser(), execute, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
