@@ -13,6 +13,7 @@ STAMP := $(VENV)/.installed
 ifeq ($(origin PY),undefined)
 PY := $(abspath $(VENV))/bin/python
 ENVIRONMENT := $(STAMP)
+DOCS_ENVIRONMENT := $(VENV)/.docs-installed
 endif
 
 # Tests run in so many processes, each of which starts ranks of its own.
@@ -28,7 +29,7 @@ test test-all quick: export PYTHONDONTWRITEBYTECODE :=
 test test-all quick: export SOAP_TESTS ?= $(@:test-all=all)
 PYTEST = $(PY) -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: help demo test test-all quick checked lint types machine-code wheel venv clean
+.PHONY: help demo test test-all quick checked lint types machine-code wheel docs venv clean
 .DEFAULT_GOAL := help
 
 help:  ## what can be made
@@ -61,6 +62,9 @@ types: $(ENVIRONMENT)  ## types of the package, strictly
 wheel: $(ENVIRONMENT)  ## dist/*.whl
 	$(PY) -m build --wheel --no-isolation
 
+docs: $(ENVIRONMENT) $(DOCS_ENVIRONMENT)  ## the pages as a site in build/site (to read it: python -m http.server -d build/site)
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+
 venv: $(ENVIRONMENT)  ## the environment in .venv
 
 $(STAMP): pyproject.toml constraints.txt
@@ -69,6 +73,10 @@ $(STAMP): pyproject.toml constraints.txt
 	if [ -z "$$python" ]; then echo "make: no Python >= 3.11 found on PATH; install one, or name it: make venv PY=..." >&2; exit 1; fi; \
 	[ -x $(VENV)/bin/python ] || $$python -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e '.[test,plots,preprocess,elastic,report]'
+	@touch $@
+
+$(VENV)/.docs-installed: $(STAMP)
+	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e '.[docs]'
 	@touch $@
 
 clean:  ## remove what was built, not the environment

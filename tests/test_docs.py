@@ -77,7 +77,7 @@ def test_the_picture_is_what_its_script_draws(monkeypatch: pytest.MonkeyPatch) -
 
 def test_commands_of_the_pages_exist_with_these_options() -> None:
     seen = set()
-    for page in (ROOT / "README.md", ROOT / "docs" / "usage.md", *sorted((ROOT / "docs" / "howto").glob("*.md"))):
+    for page in BY_HAND:
         for program, *words in commands(page):
             module = importlib.import_module(f"soap.cli.{program.removeprefix('soap-')}")
             module.make_parser().parse_args(words)  # ends the test with what is wrong otherwise

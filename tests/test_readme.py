@@ -60,8 +60,8 @@ def test_optimizers_of_a_runner() -> None:
 
 @pytest.mark.slow
 def test_classical_strategy_trainer_and_hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    export, _, pipeline, classical, train, _, hugging_face, script, _, _ = blocks("python")
-    assert "soap.get_runner(" in script  # the notebook of it runs in test_notebook
+    export, _, pipeline, classical, train, _, hugging_face, included, _, _ = blocks("python")
+    assert included == '--8<-- "examples/tagger.py:script"\n'  # the notebook of it runs in test_notebook
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     pipeline = pipeline.replace("local:4", "local:2")  # which is measured already
     monkeypatch.chdir(tmp_path)

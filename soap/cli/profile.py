@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -310,16 +311,21 @@ def _left_last(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"{line}  {row[-1]}".rstrip() for line, row in zip(numbers, rows, strict=True))
 
 
+VERBS: dict[str, tuple[Callable[[], Parser], Callable[[argparse.Namespace], int]]] = {
+    "show": (make_show_parser, execute_show),
+    "links": (links.make_parser, links.execute),
+    "export": (partial(make_file_parser, "export"), execute_export),
+    "import": (partial(make_file_parser, "import"), execute_import),
+}
+"""First word of the command -> the parser of what follows it, and what is done then. Without one of these, models are measured."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point. Give a model that is named like a verb as ``./show``."""
     words = list(sys.argv[1:] if argv is None else argv)
-    verb = words[0] if words else ""
-    if verb == "show":
-        return run_command(make_show_parser(), execute_show, words[1:])
-    if verb == "links":
-        return run_command(links.make_parser(), links.execute, words[1:])
-    if verb in ("export", "import"):
-        return run_command(make_file_parser(verb), execute_export if verb == "export" else execute_import, words[1:])
+    if words and words[0] in VERBS:
+        make, run = VERBS[words[0]]
+        return run_command(make(), run, words[1:])
     return run_command(make_parser(), execute, words)
 
 
