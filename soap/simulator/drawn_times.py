@@ -29,6 +29,14 @@ def reference_times_ns(outcome: Simulation | FoldedSimulation, draws: Draws) -> 
     return tuple(simulate(drawn.under(draw)).makespan_ns for draw in range(draws.count))
 
 
+def replayed_times_ns(outcome: Simulation | FoldedSimulation, draws: Draws) -> tuple[int, ...]:
+    """The same by compiled code, from the same tasks: of what no engine lowers, or has lowered."""
+    from soap.simulator.replay import Replay  # imports numba
+
+    drawn, replay = DrawnTasks(outcome.tasks, draws, outcome.between_hosts), Replay(outcome.tasks)
+    return tuple(replay.makespan_ns(drawn.times(draw)) for draw in range(draws.count))
+
+
 def drawn_times(simulator: Simulator, strategies: Iterable[Strategy], draws: Draws, *, compiled: bool = True) -> list[DrawnTimes]:
     """The times of each strategy, under the same draws. ``compiled``: by compiled code; else by the reference, which is slower, needs no
     compiler, and gives the same times. StrategyError if a strategy does not fit the graph or the cluster."""
@@ -40,7 +48,7 @@ def drawn_times(simulator: Simulator, strategies: Iterable[Strategy], draws: Dra
     for strategy in strategies:
         folded = simulator.run_folded(strategy) if is_large(strategy) else ""
         if not isinstance(folded, str):
-            found.append(_by_reference(folded, draws))
+            found.append(DrawnTimes(folded.makespan_ns, replayed_times_ns(folded, draws), folded.messages))
             continue
         engine = engine or DrawnEngine(simulator.graph, simulator.topology, simulator.costs, draws, simulator.training)
         engine.load(strategy)

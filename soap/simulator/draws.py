@@ -30,10 +30,11 @@ from soap.model.graph import OperatorGraph
 from soap.plan.syncs.seam import SELECT
 from soap.plan.tiling import Tile
 from soap.simulator.task_list import UPDATE
-from soap.simulator.tasks import GRADIENTS, Task, TaskGraph, TaskKind
+from soap.simulator.tasks import GRADIENTS, Task, TaskGraph, TaskKind, Times, times_of
 
 Floats = NDArray[np.float64]
 Longs = NDArray[np.int64]
+
 
 
 class Error(NamedTuple):
@@ -152,6 +153,12 @@ def drawn_ns(ns: int, factor: float) -> int:
     return max(1, int(ns * factor)) if ns > 0 else 0
 
 
+def drawn(ns: Longs, factors: Floats | float) -> Longs:
+    """``drawn_ns`` of many."""
+    longer: Longs = np.where(ns > 0, np.maximum(1, (ns * factors).astype(np.int64)), 0)
+    return longer
+
+
 def links_between_hosts(topology: Topology) -> NDArray[np.bool_]:
     """[link]: whether no route between two devices of one host crosses it."""
     found = np.ones(len(topology.links), bool)
@@ -166,32 +173,35 @@ def links_between_hosts(topology: Topology) -> NDArray[np.bool_]:
 
 
 class DrawnTasks:
-    """The timed tasks of a plan under each draw, for the reference simulation. The compiled counterpart is ``compiled.draws``."""
+    """The timed tasks of a plan under each draw. The compiled counterpart, of what engines lower, is ``compiled.draws``."""
 
     def __init__(self, tasks: TaskGraph, draws: Draws, between_hosts: NDArray[np.bool_]) -> None:
         """``between_hosts``: ``links_between_hosts`` of the cluster; of a folded plan, of what its links stand for (``Folding``)."""
-        self._tasks = tasks
+        self._tasks, self._times = tasks, times_of(tasks)
         self._between = between_hosts
         self._spreads = draws.spreads
-        self._durations = [draws.factors(self._errors(task)) for task in tasks.tasks]
+        self._durations = np.array([draws.factors(self._errors(task)) for task in tasks.tasks]).reshape(-1, draws.count)
         self._overhead = draws.factors(draws.spreads.of_overhead())
-        self._launches = {kind: draws.factors(draws.spreads.of_launch(kind)) for kind in {d.type for d in tasks.topology.devices}}
+        launches = {kind: draws.factors(draws.spreads.of_launch(kind)) for kind in {d.type for d in tasks.topology.devices}}
+        self._launches = np.array([launches[device.type] for device in tasks.topology.devices])
+        self._launched_by = np.array([task.resources[0] if task.launch_ns else 0 for task in tasks.tasks], np.int64)
+
+    def times(self, draw: int) -> Times:
+        """The tasks' times under one draw."""
+        own, factors = self._times, self._durations[:, draw]
+        duration, latency = drawn(own.duration, factors), drawn(own.latency, factors)
+        launch = drawn(own.launch, self._launches[self._launched_by, draw])
+        return Times(duration, launch, np.minimum(np.maximum(0, duration - 1), latency), drawn(own.overhead, self._overhead[draw]))
 
     def under(self, draw: int) -> TaskGraph:
         """The tasks as they are under one draw."""
-        return replace(self._tasks, tasks=tuple(map(self._task, self._tasks.tasks, self._durations, [draw] * len(self._durations))))
-
-    def _task(self, task: Task, factors: Floats, draw: int) -> Task:
-        duration_ns = drawn_ns(task.duration_ns, float(factors[draw]))
-        launch_ns = 0
-        if task.launch_ns:
-            launch_ns = drawn_ns(task.launch_ns, float(self._launches[self._tasks.topology.devices[task.resources[0]].type][draw]))
+        rows = zip(self._tasks.tasks, *(column.tolist() for column in self.times(draw)), strict=True)
         return replace(
-            task,
-            duration_ns=duration_ns,
-            launch_ns=launch_ns,
-            latency_ns=min(max(0, duration_ns - 1), drawn_ns(task.latency_ns, float(factors[draw]))),
-            cpu_overhead_ns=drawn_ns(task.cpu_overhead_ns, float(self._overhead[draw])),
+            self._tasks,
+            tasks=tuple(
+                replace(task, duration_ns=duration, launch_ns=launch, latency_ns=latency, cpu_overhead_ns=overhead)
+                for task, duration, launch, latency, overhead in rows
+            ),
         )
 
     def _errors(self, task: Task) -> tuple[Error, ...]:

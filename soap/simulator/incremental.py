@@ -12,7 +12,7 @@ from soap.simulator.compiled.memory_tables import FITS, UNLIKELY
 from soap.simulator.compiled.rebuild import lower_all
 from soap.simulator.costs import CostModel
 from soap.simulator.drawn_engine import make_engine
-from soap.simulator.drawn_times import reference_times_ns
+from soap.simulator.drawn_times import replayed_times_ns
 from soap.simulator.draws import Draws, cost_ns
 from soap.simulator.engine import Engine
 from soap.simulator.folded_bound import most_overflow_bytes
@@ -206,7 +206,7 @@ class IncrementalSimulator:
         if self.draws is not None or folding.has_parts:  # an engine knows no other readers than those of two copies
             folded = simulator.run_folded(strategy)
             assert not isinstance(folded, str)
-            return folded.makespan_ns if self.draws is None else cost_ns(reference_times_ns(folded, self.draws), self.draws.risk)
+            return folded.makespan_ns if self.draws is None else cost_ns(replayed_times_ns(folded, self.draws), self.draws.risk)
         costs = FoldedCosts(simulator.graph, simulator.costs)
         engine = Engine(folding.copies.graph, folding.topology, costs, folding.communication, training=simulator.training)
         engine.load(folding.copies.strategy)

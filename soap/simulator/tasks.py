@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,8 @@ from soap.cluster.topology import Topology
 from soap.plan.collectives import Flow
 from soap.plan.plan import Plan
 from soap.simulator.task_ids import LIMITS
+
+Longs = NDArray[np.int64]
 
 
 class TaskKind(StrEnum):
@@ -78,6 +81,21 @@ class TaskGraph:
     plan: Plan
     topology: Topology
     tasks: tuple[Task, ...]
+
+
+class Times(NamedTuple):
+    """What may change of tasks, in ns, by their positions: ``Task.duration_ns``, ``launch_ns``, ``latency_ns``, ``cpu_overhead_ns``."""
+
+    duration: Longs
+    launch: Longs
+    latency: Longs
+    overhead: Longs
+
+
+def times_of(tasks: TaskGraph) -> Times:
+    """The times that tasks have."""
+    rows = [(task.duration_ns, task.launch_ns, task.latency_ns, task.cpu_overhead_ns) for task in tasks.tasks]
+    return Times(*np.array(rows, np.int64).reshape(-1, len(Times._fields)).T.copy())
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.plan.copies import LEFT
 from soap.profiles.roofline import RooflineCosts
 from soap.schedules.named import parse
-from soap.simulator.drawn_times import reference_times_ns
+from soap.simulator.drawn_times import reference_times_ns, replayed_times_ns
 from soap.simulator.draws import Draws, links_between_hosts
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.folding import Folding, fold
@@ -97,7 +97,7 @@ def check_outcome(
     assert folded.bytes_moved == whole.bytes_moved
     assert folded.messages == whole.messages
     draws = Draws(ExampleSpreads(), 2)
-    assert reference_times_ns(folded, draws) == reference_times_ns(whole, draws)
+    assert replayed_times_ns(folded, draws) == reference_times_ns(folded, draws) == reference_times_ns(whole, draws)
     assert folded.busy_ns == whole.busy_ns
     assert folded.link_bytes == whole.link_bytes
     assert folded.critical_path_ns == whole.critical_path_ns
