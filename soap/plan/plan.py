@@ -211,6 +211,7 @@ class Plan:
     CPUs; a server beside such a device keeps its parameters in the host's memory. ``sparse_lookups``: operators whose tiles look rows up
     (``row_counts.sparse_lookup_operators``). ``strategy``: what the plan was built from; for a folded plan, the strategy of two copies.
     ``training``: what it adds to compressed parameters. ``order``: in which devices run the passes of micro-batches; None without them.
+    ``own_samples``: see ``Topology``.
     """
 
     strategy: Strategy
@@ -229,6 +230,7 @@ class Plan:
     sparse_lookups: frozenset[int]
     training: PlannedTraining = PLAIN
     order: PassOrder | None = None
+    own_samples: bool = False
 
     @cached_property
     def recomputed_operators(self) -> frozenset[int]:
