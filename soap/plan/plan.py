@@ -208,10 +208,9 @@ class Plan:
     module in ``soap.plan.syncs`` says what the synchronization moves, updates and holds in memory.
 
     ``first_tile[i]``: the position of operator i's first tile; its tiles follow in index order. ``accelerators``: devices that are not
-    CPUs; a server beside such a device keeps its parameters in the host's memory. ``sparse_lookups``: operators whose tiles look rows up
-    (``row_counts.sparse_lookup_operators``). ``strategy``: what the plan was built from; for a folded plan, the strategy of two copies.
-    ``training``: what it adds to compressed parameters. ``order``: in which devices run the passes of micro-batches; None without them.
-    ``own_samples``: see ``Topology``.
+    CPUs; a server beside one keeps its parameters in the host's memory. ``sparse_lookups``: operators whose tiles look rows up. ``strategy``:
+    what it was built from; of a folded plan, for two copies. ``training``: what it adds to compressed parameters. ``order``: in which
+    devices run the passes of micro-batches, if any. ``own_samples``: see ``Topology``.
     """
 
     strategy: Strategy
