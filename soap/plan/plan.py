@@ -207,10 +207,9 @@ class Plan:
     Every trainable shard that gets a gradient is in exactly one of ``syncs``; so is each frozen one whose values are gathered. The method's
     module in ``soap.plan.syncs`` says what the synchronization moves, updates and holds in memory.
 
-    ``first_tile[i]``: the position of operator i's first tile; its tiles follow in index order. ``accelerators``: devices that are not
-    CPUs; a server beside one keeps its parameters in the host's memory. ``sparse_lookups``: operators whose tiles look rows up. ``strategy``:
-    what it was built from; of a folded plan, for two copies. ``training``: what it adds to compressed parameters. ``order``: in which
-    devices run the passes of micro-batches, if any. ``own_samples``: see ``Topology``.
+    ``first_tile[i]``: the position of operator i's first tile; its tiles follow in index order. ``accelerators``: devices that are no CPUs;
+    servers beside them keep parameters in the host's memory. ``sparse_lookups``: operators whose tiles look rows up. ``strategy``: of two
+    copies for a folded plan. ``training``: what it adds to compressed parameters. ``order``: of the passes of micro-batches, if any.
     """
 
     strategy: Strategy
@@ -229,7 +228,7 @@ class Plan:
     sparse_lookups: frozenset[int]
     training: PlannedTraining = PLAIN
     order: PassOrder | None = None
-    own_samples: bool = False
+    own_samples: bool = False  # see ``Topology``
 
     @cached_property
     def recomputed_operators(self) -> frozenset[int]:
