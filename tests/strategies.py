@@ -129,13 +129,14 @@ def _parameter_copy(g: GraphBuilder, s: int, d: int) -> str:
 @st.composite
 def topologies(draw: st.DrawFn, *, max_devices: int = 4, ports: bool = True) -> Topology:
     """One to three hosts with a switch each, joined by one more, or by rails, too, with up to ``max_devices`` devices, of one type or of
-    two; with ``ports`` at some links, and a price of waiting."""
+    two, given whole batches or their own samples; with ``ports`` at some links, and a price of waiting."""
     counts = draw(st.lists(st.integers(1, max_devices), min_size=1, max_size=3).filter(lambda c: sum(c) <= max_devices))
     made = cluster(counts, draw(st.sampled_from((CPU, GPU))), draw(st.sampled_from((1e8, 1e10))), draw(st.sampled_from((0.0, 1e-5))))
     made = mixed(made, draw(st.lists(st.integers(0, sum(counts) - 1), unique=True)), draw(st.integers(0, 2)))
     made = with_rails(made) if len(counts) > 1 and draw(st.booleans()) else made
     made = named(made, draw(st.sampled_from(("", "pcie", "nvlink4"))))
     made = with_servers(made, draw(st.integers(0, len(counts) - 1)) if draw(st.booleans()) else 0)
+    made = replace(made, own_samples=draw(st.booleans()))
     busy = draw(st.lists(st.integers(0, len(made.links) - 1), max_size=4 if ports else 0, unique=True))
     own = 2 * sum(counts)  # a device's links come first, two for each
     shares = st.builds(Share, st.sampled_from((0, 700, 90_000)), st.sampled_from((0, 333, 1000)))

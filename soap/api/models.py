@@ -122,10 +122,11 @@ def measure_rows(model: TracedModel | str | Path, batches: Iterable[Sequence[Any
     return replace(traced.graph, sparse=row_counting.measure_rows(traced, batches))
 
 
-def load_cluster(spec: str | Path) -> Topology:
+def load_cluster(spec: str | Path, *, own_samples: bool = False) -> Topology:
     """Load a cluster from a YAML file or a preset. ``local:N`` and ``emulated:HxD@RATE`` stand for this machine, which is measured once;
     the result is remembered. ``local`` is ``local:N`` with as many devices as torch sees GPUs; without GPUs, with 4 processes, or 2 on
-    fewer than 4 cores. TopologyError in one line if the description is wrong."""
+    fewer than 4 cores. ``own_samples``: memory is predicted for a job in which each device is given only the samples of a batch that it
+    reads (``soap.PartBatch``). TopologyError in one line if the description is wrong."""
     if spec == LOCAL:
         from soap.measure.this_machine import device_count
 
@@ -134,8 +135,8 @@ def load_cluster(spec: str | Path) -> Topology:
     if isinstance(spec, str) and topology.name == spec and family(spec) is not None:
         from soap.measure.this_machine import measured_topology
 
-        return measured_topology(topology)
-    return topology
+        topology = measured_topology(topology)
+    return replace(topology, own_samples=own_samples) if own_samples else topology
 
 
 def graph_of(model: Model, topology: Topology | None = None) -> OperatorGraph:

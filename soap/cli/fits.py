@@ -51,6 +51,7 @@ def commands(way: Way, args: argparse.Namespace) -> list[str]:
     """The command that makes a strategy file of a way; of one with several batches also the one that trains by it."""
     model = args.model if way.micro_batches == 1 else way.model
     options = [*reading_options(args), *((OPTION, args.memory_budget) if args.memory_budget else ())]
+    options += ["--batches", args.batches] if args.batches != "whole" else []
     if way.budgeted is not None:  # a search begins with it
         start = ["--start", way.base, "--recompute", "yes", "--budget", "1"]
         return [shlex.join(["soap-search", model, "--cluster", args.cluster, *options, *start, "-o", STRATEGY_FILE])]

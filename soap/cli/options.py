@@ -9,9 +9,10 @@ from dataclasses import replace
 from math import isfinite
 from typing import TypedDict
 
+from soap import api
 from soap.cli.command import Parser, UsageError
 from soap.cluster.kinds import has_gpus
-from soap.cluster.memory_budget import OPTION, read_budget
+from soap.cluster.memory_budget import OPTION, read_budget, with_memory_budget
 from soap.cluster.presets import LOCAL
 from soap.cluster.topology import Topology
 from soap.errors import StrategyError, TopologyError
@@ -271,9 +272,16 @@ def memory_budget(text: str) -> str:
 
 
 def add_memory_budget(parser: Parser) -> None:
-    """``--memory-budget``."""
+    """``--memory-budget`` and ``--batches``."""
     text = "how much of each device's memory plans may use: a share such as 80%%, or a size such as 20GB (default: all that there is)"
     parser.add_argument(OPTION, metavar="SHARE", type=memory_budget, help=text)
+    text = "what each device is given of a batch: all of it (default), or the samples that it reads, as where ranks read data by samples"
+    parser.add_argument("--batches", choices=("whole", "parts"), default="whole", help=text)
+
+
+def cluster_of(args: argparse.Namespace, spec: str) -> Topology:
+    """The cluster of this name or file, with the options of ``add_memory_budget``."""
+    return with_memory_budget(api.load_cluster(spec, own_samples=args.batches == "parts"), args.memory_budget)
 
 
 def _sync_forms() -> str:

@@ -11,8 +11,7 @@ from typing import Any
 from soap import api
 from soap.cli import reporting, rows, timelines
 from soap.cli.command import Parser, UsageError, run_command
-from soap.cli.options import add_cluster, add_costs, add_memory_budget, add_model, add_rows, builtin, refuse_overwriting
-from soap.cluster.memory_budget import with_memory_budget
+from soap.cli.options import add_cluster, add_costs, add_memory_budget, add_model, add_rows, builtin, cluster_of, refuse_overwriting
 from soap.simulator.analysis.comparison import compare
 from soap.simulator.analysis.timeline_file import loads
 from soap.strategy.named import forms
@@ -52,7 +51,7 @@ def execute(args: argparse.Namespace) -> int:
     refuse_overwriting(inputs, {"--output": args.output})
     reporting.check(args.output)
     measured = timelines.read(args.measured, "measured") if args.measured else None
-    topology = with_memory_budget(api.load_cluster(args.cluster), args.memory_budget)
+    topology = cluster_of(args, args.cluster)
     graph = rows.load_graph(args, topology)
     strategy = api.load_strategy(args.strategy, graph, topology) if args.strategy else None
     if args.strategy and not (args.data or args.alpha or args.alpha_from):

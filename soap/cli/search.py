@@ -15,13 +15,12 @@ from soap.cli import at_hand, clusters, explain, plan_summary, reporting, rows, 
 from soap.cli.clusters import Candidate
 from soap.cli.command import Parser, UsageError, note, run_command
 from soap.cli.first_measuring import Measured
-from soap.cli.options import add_cluster, add_costs, add_explain, add_model, add_outputs, add_rows, reading, refuse_overwriting
+from soap.cli.options import add_cluster, add_costs, add_explain, add_model, add_outputs, add_rows, cluster_of, reading, refuse_overwriting
 from soap.cli.search_options import add_budget, add_choices, add_runs, add_servers, search_options
 from soap.cli.stopping import Stopping
 from soap.cli.timelines import predicted_text
 from soap.cli.updating import Updating, add_optimizer
 from soap.cluster.kinds import has_gpus
-from soap.cluster.memory_budget import with_memory_budget
 from soap.cluster.presets import LOCAL, family
 from soap.cluster.topology import Topology
 from soap.errors import RuntimeFailure, StoppedBySignal, StrategyError
@@ -136,7 +135,7 @@ def _outputs(args: argparse.Namespace) -> list[str]:
 
 def _search(args: argparse.Namespace, stopping: Stopping) -> int:
     _check_outputs(args)
-    topology = with_memory_budget(api.load_cluster(args.cluster[0]), args.memory_budget)
+    topology = cluster_of(args, args.cluster[0])
     clusters.check_priced(args.objective, {args.cluster[0]: topology})
     wish = at_hand.wish(topology, args.profile, args.verify, args.costs)
     if wish.problem:
@@ -181,7 +180,7 @@ def _decided_for(graph: OperatorGraph, options: SearchOptions, stopping: Stoppin
 def _search_several(args: argparse.Namespace, stopping: Stopping) -> int:
     """Search for each cluster, and keep the best one's strategy. Nothing is measured or run: at most one of them is this machine."""
     _check_outputs(args)
-    topologies = {spec: with_memory_budget(api.load_cluster(spec), args.memory_budget) for spec in args.cluster}
+    topologies = {spec: cluster_of(args, spec) for spec in args.cluster}
     clusters.check_priced(args.objective, topologies)
     if any(family(spec) for spec in args.cluster):
         note(PROG, "several clusters are compared by predictions: nothing is measured or run")

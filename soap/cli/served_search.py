@@ -10,12 +10,11 @@ from soap import api
 from soap.cli import plan_summary, rows, stale_plan, worker_plan
 from soap.cli.command import Parser, UsageError, note
 from soap.cli.figures import rate
-from soap.cli.options import reading
+from soap.cli.options import cluster_of, reading
 from soap.cli.plain_text import listed
 from soap.cli.search_options import search_options
 from soap.cli.stopping import Stopping
 from soap.cli.updating import Updating
-from soap.cluster.memory_budget import with_memory_budget
 from soap.files import check_writable
 from soap.search.options import DEFAULT_BUDGET
 from soap.strategy.consistency import parse
@@ -41,7 +40,7 @@ def search(prog: str, args: argparse.Namespace, stopping: Stopping) -> int:
     check_writable(args.output)
     if args.workers is not None:
         return _search_workers(args)
-    topology = with_memory_budget(api.load_cluster(args.cluster[0]), args.memory_budget)
+    topology = cluster_of(args, args.cluster[0])
     graph = rows.load_graph(args, topology)
     options = search_options(args, Updating(tuple(args.optimizer or ("adam",))), graph)
     found = api.find_servers(
@@ -70,7 +69,7 @@ def search(prog: str, args: argparse.Namespace, stopping: Stopping) -> int:
 
 def _search_workers(args: argparse.Namespace) -> int:
     """The same of virtual workers."""
-    topology = with_memory_budget(api.load_cluster(args.cluster[0]), args.memory_budget)
+    topology = cluster_of(args, args.cluster[0])
     model = api.load(args.model, plan_only=True, **reading(args, topology))
     found = api.find_workers(model, topology, args.consistency, args.workers, costs=args.costs)
     found.save(args.output)

@@ -22,12 +22,12 @@ from soap.cli.options import (
     add_outputs,
     add_rows,
     builtin,
+    cluster_of,
     reading,
     refuse_overwriting,
     share,
 )
 from soap.cli.timelines import predicted_text
-from soap.cluster.memory_budget import with_memory_budget
 from soap.cluster.topology import Topology
 from soap.errors import StrategyError
 from soap.files import check_writable, write_text_atomically
@@ -85,7 +85,7 @@ def make_parser() -> Parser:
 def execute(args: argparse.Namespace) -> int:
     """Simulate and report."""
     _check(args)
-    whole = with_memory_budget(api.load_cluster(args.cluster), args.memory_budget)
+    whole = cluster_of(args, args.cluster)
     topology = beside.asked_part(args, whole)
     graph = rows.load_graph(args, topology)
     if args.fits and not args.strategy:

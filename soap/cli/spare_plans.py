@@ -26,7 +26,7 @@ def left(topology: Topology, gone: Collection[int]) -> Topology:
     """The cluster without the devices of these numbers; this machine's is as it is when it is loaded, with what was measured of it."""
     found = without(topology, gone)
     if family(found.name) == LOCAL:
-        return replace(api.load_cluster(found.name), limits=found.limits)
+        return replace(api.load_cluster(found.name), limits=found.limits, own_samples=found.own_samples)
     return found
 
 

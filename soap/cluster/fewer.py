@@ -25,7 +25,7 @@ def without(topology: Topology, devices: Collection[int]) -> Topology:
         )
     limits = tuple(topology.limits[device.index] for device in left) if topology.limits else ()
     if family(topology.name) == LOCAL:
-        return replace(local_topology(len(left)), limits=limits, price=topology.price)
+        return replace(local_topology(len(left)), limits=limits, price=topology.price, own_samples=topology.own_samples)
     described = replace(
         topology,
         links=topology.described or topology.links,

@@ -175,7 +175,8 @@ class Topology:
     ``ports`` (at most one per link), ``cpu_overhead``, ``latency_factor`` and ``cold_penalty``: what communication costs processors and
     other communication, where that was measured (``soap.cluster.overheads``); no part of the identity. ``price``: what the cluster
     costs, if known; no part of the identity either, and no prediction depends on it. ``limits``: for each device the bytes that plans may
-    use of its memory, if not all of it (``soap.cluster.memory_budget``); no part of the identity.
+    use of its memory, if not all of it (``soap.cluster.memory_budget``); no part of the identity. ``own_samples``: the job gives each
+    device only those samples of a batch that it reads (``soap.plan.samples``), not all of it; no part of the identity either.
     """
 
     name: str
@@ -192,6 +193,7 @@ class Topology:
     cold_penalty: ColdPenalty = NO_COLD_PENALTY
     price: Price | None = None
     limits: tuple[int, ...] = ()
+    own_samples: bool = False
 
     def __post_init__(self) -> None:
         for attribute in ("devices", "hosts", "links", "described", "ports", "limits"):
@@ -213,7 +215,7 @@ class Topology:
     def __reduce__(self) -> tuple[object, ...]:
         measured = (self.measured, self.stated, self.described, self.links_source)
         between = (self.ports, self.cpu_overhead, self.latency_factor, self.cold_penalty)
-        return (Topology, (self.name, self.devices, self.hosts, self.links, *measured, *between, self.price, self.limits))
+        return (Topology, (self.name, self.devices, self.hosts, self.links, *measured, *between, self.price, self.limits, self.own_samples))
 
     @property
     def links_known(self) -> Literal["described", "quick", "measured"]:

@@ -10,7 +10,6 @@ as in a long step, so that neither waits for the other.
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from typing import Protocol
 import torch
 
 from soap.emulation import reference_work
+from soap.runtime.system import collector
 
 FINE_CLOCK_SECONDS = 1e-4
 """A thread's processor time is used if the system counts it at least this finely."""
@@ -150,18 +150,13 @@ def repeat(run: Callable[[], Sequence[float]], most_seconds: float = MOST_SECOND
     """Times of each step of ``run``, which is repeated until all medians are settled or the time is over. Warm up before."""
     rows: list[list[float]] = []
     stop = time.perf_counter() + most_seconds
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
+    with collector.paused():
         while len(rows) < MOST_REPETITIONS:
             rows.append(list(run()))
             if time.perf_counter() > stop and len(rows) >= FEW_REPETITIONS:
                 break
             if len(rows) >= LEAST_REPETITIONS and all(is_settled(column) for column in zip(*rows, strict=True)):
                 break
-    finally:
-        if enabled:
-            gc.enable()
     return [list(column) for column in zip(*rows, strict=True)]
 
 

@@ -3,8 +3,8 @@
 A part is a plan by itself. It has the device's tiles, fetches and messages, the exchanges and sums in which it takes part, and of other
 devices' things what these name: of a fetch the pieces that this device gives, of an exchange the parts that it gives or takes (and the
 first one, which names it), the holdings from which these come and their tiles. All is numbered anew, in the same order. Shards and
-synchronizations keep their numbers, as all ranks and checkpoints name them: but for their uses they are the same in all parts
-(``PlanParts.shards``, ``syncs``), and the device's own uses are put in behind (``OwnUses``).
+synchronizations keep their numbers, as all ranks and checkpoints name them: but for their uses they are the same in all parts. So a part is
+cut without them, and they (``PlanParts.shards``, ``syncs``) and the device's own uses (``OwnUses``) are put in behind.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from soap.plan.plan import Fetch, Part, Piece, Plan, Shard, ShardSync, remote_pa
 ByDevice = Mapping[int, list[int]]
 """Device -> positions, ascending."""
 Uses = dict[int, list[tuple[int, int]]]
-"""Shard, or region of a synchronization -> its uses."""
+"""Group of shards, or region of a synchronization -> its uses."""
 
 
 @dataclass(frozen=True)
@@ -35,21 +35,24 @@ class Places:
 
 @dataclass(frozen=True)
 class OwnUses:
-    """How a device's tiles use shards, and regions of synchronizations, in the numbers of its part. ``regions``: by position of the
-    synchronization, then of the region in it."""
+    """How a device's tiles use shards, and regions of synchronizations, in the numbers of its part. ``shards``: by group of shards with
+    equal uses (``PlanParts.used_alike``). ``regions``: by position of the synchronization, then of the region in it."""
 
     shards: Uses
     regions: Mapping[int, Uses]
 
-    def put_into(self, part: Plan) -> Plan:
-        """The part, whose shards and synchronizations have no uses, with these. In time in proportion to these, but for two copies."""
+    def put_into(self, part: Plan, used_alike: Sequence[Sequence[int]]) -> Plan:
+        """The part, whose shards and synchronizations have no uses, with these. In time in proportion to the shards and regions that the
+        device uses, but for two copies."""
         shards, syncs = [*part.shards], [*part.syncs]
-        for number, uses in self.shards.items():
-            shards[number] = replace(shards[number], uses=tuple(uses))
+        for place, found in self.shards.items():
+            uses = tuple(found)
+            for number in used_alike[place]:
+                shards[number] = replace(shards[number], uses=uses)
         for position, own in self.regions.items():
             regions = [*syncs[position].regions]
-            for place, uses in own.items():
-                regions[place] = replace(regions[place], uses=tuple(uses))
+            for place, found in own.items():
+                regions[place] = replace(regions[place], uses=tuple(found))
             syncs[position] = replace(syncs[position], regions=tuple(regions))
         return replace(part, shards=tuple(shards), syncs=tuple(syncs))
 
@@ -57,7 +60,8 @@ class OwnUses:
 class PlanParts:
     """Cuts devices' parts out of a plan. To make it takes time in proportion to the plan, then each part in proportion to the part.
 
-    ``shards``, ``syncs``: the plan's without uses, the same objects in all parts."""
+    ``shards``, ``syncs``: the plan's without uses, for all parts. ``used_alike``: groups of shards that the same tiles use, such as the
+    parts of a region of which each reader owns one."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -72,13 +76,17 @@ class PlanParts:
         self._first_region = [0]
         for sync in plan.syncs:
             self._first_region.append(self._first_region[-1] + len(sync.regions))
-        self._shard_uses = self._uses_by_device(shard.uses for shard in plan.shards)
+        alike: dict[int, list[int]] = {}
+        for number, shard in enumerate(plan.shards):
+            alike.setdefault(id(shard.uses), []).append(number)
+        self.used_alike = tuple(map(tuple, alike.values()))
+        self._shard_uses = self._uses_by_device(plan.shards[numbers[0]].uses for numbers in self.used_alike)
         self._region_uses = self._uses_by_device(region.uses for sync in plan.syncs for region in sync.regions)
         self.shards, self.syncs = _without_uses(plan.shards, plan.syncs)
 
     def of(self, device: int, further: Collection[int] = ()) -> tuple[Plan, Places, OwnUses]:
-        """The part of a device, without uses; where everything is in it; and the uses to put in. Of a number that is no device, an empty
-        part. ``further``: holdings that it names, too."""
+        """The part of a device, without shards, synchronizations and order; where everything is in it; and the uses to put in. Of a number
+        that is no device, an empty part. ``further``: holdings that it names, too."""
         plan = self._plan
         exchanges = {number: self._exchange_parts(number, device) for number in self._exchanges.get(device, ())}
         messages, own = self._messages.get(device, []), self._fetches.get(device, [])
@@ -129,8 +137,9 @@ class PlanParts:
             messages=tuple([replace(own, parts=moved(own.parts)) for own in messages]),
             exchanges=tuple([replace(plan.exchanges[i], parts=moved(exchanges[i])) for i in places.exchanges]),
             reductions=tuple([replace(plan.reductions[i], tiles=self._summed_tiles(i, device, places)) for i in places.reductions]),
-            shards=self.shards,
-            syncs=self.syncs,
+            shards=(),
+            syncs=(),
+            order=None,
         )
 
     def _exchange_parts(self, number: int, device: int) -> list[Part]:

@@ -207,10 +207,9 @@ class Plan:
     Every trainable shard that gets a gradient is in exactly one of ``syncs``; so is each frozen one whose values are gathered. The method's
     module in ``soap.plan.syncs`` says what the synchronization moves, updates and holds in memory.
 
-    ``first_tile[i]``: the position of operator i's first tile; its tiles follow in index order. ``accelerators``: devices that are not
-    CPUs; a server beside such a device keeps its parameters in the host's memory. ``sparse_lookups``: operators whose tiles look rows up
-    (``row_counts.sparse_lookup_operators``). ``strategy``: what the plan was built from; for a folded plan, the strategy of two copies.
-    ``training``: what it adds to compressed parameters. ``order``: in which devices run the passes of micro-batches; None without them.
+    ``first_tile[i]``: the position of operator i's first tile; its tiles follow in index order. ``accelerators``: devices that are no CPUs;
+    servers beside them keep parameters in the host's memory. ``sparse_lookups``: operators whose tiles look rows up. ``strategy``: of two
+    copies for a folded plan. ``training``: what it adds to compressed parameters. ``order``: of the passes of micro-batches, if any.
     """
 
     strategy: Strategy
@@ -229,6 +228,7 @@ class Plan:
     sparse_lookups: frozenset[int]
     training: PlannedTraining = PLAIN
     order: PassOrder | None = None
+    own_samples: bool = False  # see ``Topology``
 
     @cached_property
     def recomputed_operators(self) -> frozenset[int]:

@@ -150,6 +150,7 @@ class PlanBuilder:
             sparse_lookups=sparse_lookup_operators(self.graph, strategy.parameters),
             training=self.training,
             order=self._orders.order(strategy),
+            own_samples=self.topology.own_samples,
         )
 
     def delivery(self, position: int, strategy: Strategy) -> Delivery:

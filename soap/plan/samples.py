@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from soap.model.batch import sample_dims, samples_of
-from soap.model.graph import OperatorGraph, TensorKind
+from soap.model.graph import OperatorGraph, Tensor, TensorKind
 from soap.model.regions import Interval, cells
 from soap.plan.plan import Plan
 
@@ -61,18 +61,52 @@ def divided_inputs(graph: OperatorGraph) -> dict[str, int]:
 def samples_read(plan: Plan, device: int, divided: Mapping[str, int], whole: Collection[str] = ()) -> dict[str, Samples]:
     """What a device reads of each input; nothing if the plan has no such device. ``divided``: see ``divided_inputs``, of the graph or of
     the same one at another batch size. ``whole``: inputs of which every device reads all samples."""
-    inputs = [tensor for tensor in plan.graph.tensors.values() if tensor.kind is TensorKind.INPUT]
-    read: dict[str, set[Interval]] = {tensor.name: set() for tensor in inputs}
-    for tile in plan.tiles:
-        for operand, box in zip(plan.operator(tile).inputs, tile.inputs, strict=True) if tile.device == device else ():
-            if operand.tensor in divided and operand.tensor in read:
-                read[operand.tensor].add(box[divided[operand.tensor]])
+    read = _intervals_read(plan, divided, [device])
     found: dict[str, Samples] = {}
-    for tensor in inputs:
+    for tensor in _inputs(plan.graph):
         dim = divided.get(tensor.name)
         size = 0 if dim is None else tensor.shape[dim]
-        all_of_it = [(0, size)] if tensor.name in whole and device < plan.device_count else read[tensor.name]
+        all_of_it = [(0, size)] if tensor.name in whole and device < plan.device_count else read.get((device, tensor.name), ())
         found[tensor.name] = Samples(dim, size, joined(all_of_it))
+    return found
+
+
+def given_bytes(plan: Plan) -> list[int]:
+    """For each device, bytes of the inputs that it is given: all of each, or with ``Plan.own_samples`` the samples that it reads, beside
+    inputs that no sample has and those that name rows (``looked_up_in``): a rank may need these of all samples."""
+    graph = plan.graph
+    divided = divided_inputs(graph) if plan.own_samples else {}
+    for name in looked_up_in(graph, plan):
+        divided.pop(name, None)
+    found = [sum(tensor.bytes for tensor in _inputs(graph) if tensor.name not in divided)] * plan.device_count
+    for (device, name), intervals in _intervals_read(plan, divided, range(plan.device_count)).items():
+        tensor = graph.tensors[name]
+        samples = tensor.shape[divided[name]]
+        found[device] += tensor.bytes // max(1, samples) * Samples(divided[name], samples, joined(intervals)).count
+    return found
+
+
+def looked_up_in(graph: OperatorGraph, plan: Plan) -> frozenset[str]:
+    """Inputs with the rows that sparse parameters look up. A rank that updates such rows alone needs those of all samples
+    (``runtime.sync.look_ups``), unless they come by rows."""
+    by_rows = {sync.parameter for sync in plan.syncs if sync.contract.by_rows}
+    uses = [use for name, access in graph.sparse.items() if name not in by_rows for use in access.lookups]
+    read = {operand.tensor for use in uses for operand in graph.operators[use.operator].inputs}
+    return frozenset(name for name in read if graph.tensors[name].kind is TensorKind.INPUT)
+
+
+def _inputs(graph: OperatorGraph) -> list[Tensor]:
+    return [tensor for tensor in graph.tensors.values() if tensor.kind is TensorKind.INPUT]
+
+
+def _intervals_read(plan: Plan, divided: Mapping[str, int], devices: Collection[int]) -> dict[tuple[int, str], set[Interval]]:
+    """(device, input with samples) -> the intervals of samples that tiles there read."""
+    found: dict[tuple[int, str], set[Interval]] = {}
+    names = divided.keys() & {tensor.name for tensor in _inputs(plan.graph)}
+    for tile in plan.tiles:
+        for operand, box in zip(plan.operator(tile).inputs, tile.inputs, strict=True) if tile.device in devices else ():
+            if operand.tensor in names:
+                found.setdefault((tile.device, operand.tensor), set()).add(box[divided[operand.tensor]])
     return found
 
 

@@ -21,8 +21,9 @@ from soap.runtime.comm.handing_out import packed, unpacked
 from soap.runtime.comm.new_groups import needed_by
 from soap.runtime.comm.redistribute import Communicator
 from soap.runtime.program.program import Program, compile_program
-from soap.runtime.program.rank_programs import RankPrograms, with_uses
+from soap.runtime.program.rank_programs import RankPrograms
 from soap.runtime.program.resizing import other_program, resized_program
+from soap.runtime.system import collector
 from soap.strategy.config import Strategy
 from soap.tracing.model import TracedModel
 
@@ -134,15 +135,15 @@ class Planned:
             ranks, groups = self._comm.world_size, program.device_groups()
             needed, cut = needed_by(groups, ranks), RankPrograms(program)
             known = {"graph": program.plan.graph, "strategy": strategy}
-            alike = {"shards": cut.shards, "syncs": cut.syncs, "unread": unread}  # under fsdp, by far the most: written once
-            yield packed(alike, known)
+            yield packed((cut.alike, unread), known)  # under fsdp, by far the most: written once
             for rank in range(ranks):
                 peak = None if most is None or rank >= len(most) else most[rank]
-                part, uses = cut.without_uses(rank)
-                yield packed((Handed(part, needed[rank], len(groups), unread, peak), uses), known | alike)
+                part, uses = cut.bare(rank)
+                yield packed((Handed(part, needed[rank], len(groups), frozenset(), peak), uses), known)
 
-        shared, own = self._comm.hand_out(parts)
+        with collector.paused():
+            shared, own = self._comm.hand_out(parts)
         known = {"graph": model.graph, "strategy": strategy}
-        handed, uses = unpacked(own, known | unpacked(shared, known))
+        (alike, unread), (handed, uses) = unpacked(shared, known), unpacked(own, known)
         assert isinstance(handed, Handed)
-        return replace(handed, program=with_uses(handed.program, uses), whole=kept[0] if kept else None)
+        return replace(handed, program=alike.put_into(handed.program, uses), unread=unread, whole=kept[0] if kept else None)

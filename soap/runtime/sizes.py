@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from soap.errors import ModelError, RuntimeFailure
-from soap.model.graph import OperatorGraph, TensorKind
 from soap.plan.plan import Plan
-from soap.plan.samples import Samples, divided_inputs, samples_read
+from soap.plan.samples import Samples, divided_inputs, looked_up_in, samples_read
 from soap.plan.tiling import Tile
 from soap.runtime.inputs import Batch, BySamples, Shapes, check_samples, check_types, micro_batches, other_shape
 from soap.runtime.part_batch import Given
@@ -166,15 +165,6 @@ class BatchSizes:
             return {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in fixed.items()}
         model.let_go([name for name in model.constants if name not in read])
         return {name: tensor.contiguous() for name, tensor in fixed.items()}
-
-
-def looked_up_in(graph: OperatorGraph, plan: Plan) -> frozenset[str]:
-    """Inputs with the rows that sparse parameters look up. A rank that updates such rows alone needs those of all samples (``note_rows``),
-    unless they come by rows."""
-    by_rows = {sync.parameter for sync in plan.syncs if sync.contract.by_rows}
-    uses = [use for name, access in graph.sparse.items() if name not in by_rows for use in access.lookups]
-    read = {operand.tensor for use in uses for operand in graph.operators[use.operator].inputs}
-    return frozenset(name for name in read if graph.tensors[name].kind is TensorKind.INPUT)
 
 
 def constants_read(plan: Plan, rank: int) -> frozenset[str]:

@@ -253,7 +253,7 @@ class _Folding:
         made = Topology(whole.name, devices, _hosts(whole, hosts), own, measured=whole.measured, described=described)
         if _ways(made) != _ways(whole):
             raise UnfoldableError(f"{len(self.images)} copies without links or devices that change what communication costs")
-        return replace(made, latency_factor=whole.latency_factor)
+        return replace(made, latency_factor=whole.latency_factor, own_samples=whole.own_samples)
 
     def _check_fetches(self, builder: PlanBuilder) -> None:
         folded = self.copies.folded

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from hypothesis import given
@@ -11,14 +12,14 @@ from hypothesis import strategies as st
 
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
-from soap.plan.own_part import PlanParts
+from soap.plan.own_part import Places, PlanParts
 from soap.plan.plan import remote_parts
 from soap.plan.planning import build_plan
 from soap.plan.running.activity import ValueKey
 from soap.plan.running.execution_order import ExecutionOrder
 from soap.runtime.comm.handing_out import packed, unpacked
 from soap.runtime.comm.new_groups import needed_by
-from soap.runtime.program.actions import part_of
+from soap.runtime.program.actions import ActionKind, part_of
 from soap.runtime.program.prepared import Fetched, PreparedTile, PreparedTiles
 from soap.runtime.program.program import Program, compile_program
 from soap.runtime.program.rank_programs import RankPrograms
@@ -55,8 +56,9 @@ def test_parts_are_the_whole_as_ranks_see_it(
             assert own.contributions == same.contributions and [*own.follow.values()] == [*same.follow.values()]
         assert [*moved(part, rank)] == [*moved(whole, rank)]
         assert (part.loss_count, rank in part.losses) == (len(whole.losses), rank in whole.losses)
-        bare = parts.without_uses(rank)[0].plan
-        assert bare.shards is parts.shards and bare.syncs is parts.syncs  # so they travel once for all ranks
+        bare = parts.bare(rank)[0]
+        assert not (bare.plan.shards or bare.plan.syncs or bare.plan.order or bare.idle_shards)  # they travel once for all ranks
+        assert (part.plan.order, part.idle_shards) == (plan.order, whole.idle_shards)
 
 
 def named(program: Program, actions: str, rank: int) -> list[tuple[str, str]]:
@@ -106,6 +108,23 @@ def moved(program: Program, rank: int) -> Iterator[object]:
             yield reduction.box, reduction.devices, reduction.cells, own_tiles, number in program.activity.reductions
 
 
+@given(cases(servers=True))
+def test_shards_and_synchronizations_have_the_device_s_own_uses(case: tuple[OperatorGraph, Topology, Strategy]) -> None:
+    graph, topology, strategy = case
+    plan = build_plan(graph, strategy, topology)
+    cut = PlanParts(plan)
+    for device in range(plan.device_count):
+        bare, places, uses = cut.of(device)
+        part = uses.put_into(replace(bare, shards=cut.shards, syncs=cut.syncs), cut.used_alike)
+
+        def own(uses: Sequence[tuple[int, int]], device: int = device, places: Places = places) -> tuple[tuple[int, int], ...]:
+            return tuple((places.tiles[tile], operand) for tile, operand in uses if plan.tiles[tile].device == device)
+
+        assert part.shards == tuple(replace(shard, uses=own(shard.uses)) for shard in plan.shards)
+        for found, sync in zip(part.syncs, plan.syncs, strict=True):
+            assert found == replace(sync, regions=tuple(replace(region, uses=own(region.uses)) for region in sync.regions))
+
+
 def test_a_part_does_not_grow_with_the_cluster() -> None:
     sizes = []
     for count in (4, 32):
@@ -129,7 +148,17 @@ def test_what_all_ranks_have_does_not_travel() -> None:
     data = packed({"graph": graph, "also": [value, graph]}, {"graph": graph})
     again = unpacked(data, {"graph": value})
     assert again == {"graph": value, "also": [value, value]} and again["graph"] is value
-    assert len(data) < 100
+    assert len(data) < 200
+
+
+def test_what_travels_comes_as_it_was() -> None:
+    program = compile_program(plan_of(mlp(), split((0, 1), b=2)))
+    known = {"graph": program.plan.graph}
+    bare, uses = RankPrograms(program).bare(1)
+    data = packed((bare, uses, ActionKind.TILE, other := mlp(batch=4)), known)
+    again = unpacked(data, known)
+    assert again == (bare, uses, ActionKind.TILE, other)  # what is known is known by itself, not by its type
+    assert again[0].plan.graph is program.plan.graph and again[3] is not other
 
 
 def test_groups_are_needed_by_their_members_alone() -> None:

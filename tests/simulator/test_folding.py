@@ -104,9 +104,10 @@ def check_outcome(
 
 
 @settings(MANY, suppress_health_check=list(HealthCheck))
-@given(copied(), st.sampled_from((PLAIN, PlannedTraining(clips=True))))
-def test_folded_is_whole(case: Case, training: PlannedTraining) -> None:
+@given(copied(), st.sampled_from((PLAIN, PlannedTraining(clips=True))), st.booleans())
+def test_folded_is_whole(case: Case, training: PlannedTraining, own_samples: bool) -> None:
     graph, topology, strategy = case
+    topology = replace(topology, own_samples=own_samples)
     folding = fold(graph, topology, strategy, training)
     if isinstance(folding, str):
         event(f"not folded: {folding.split(' ')[0:6]}")

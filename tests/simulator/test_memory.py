@@ -13,12 +13,14 @@ from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph, TensorKind
 from soap.model.regions import Box, volume
 from soap.plan.plan import Plan
+from soap.plan.samples import given_bytes
 from soap.plan.tiling import iteration_points
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.memory import peaks
 from soap.simulator.memory.peaks import MemoryUse, memory_use, peak_bytes
 from soap.simulator.reference import execution_order, simulate
 from soap.strategy.config import Strategy
+from soap.strategy.sync import parameter_server
 from tests.graph_builder import GraphBuilder
 from tests.simulator.examples import PointCosts, batch_split, chain, finish, on, pairwise_cluster, strategy
 from tests.strategies import cases
@@ -66,6 +68,27 @@ def test_frozen_parameters_have_no_gradients_and_no_states() -> None:
 def test_an_idle_device_holds_the_batch_alone() -> None:
     graph = chain(8, 2, 3)
     assert peak_bytes(build_plan(graph, batch_split(graph, [1]), TWO))[0] == 64
+
+
+def test_devices_that_are_given_their_own_samples_hold_no_others() -> None:
+    graph, topology = chain(8, 2, 3), replace(TWO, own_samples=True)
+    whole, own = (memory_use(build_plan(graph, batch_split(graph, [0, 1]), given)) for given in (TWO, topology))
+    assert [a.activations - b.activations for a, b in zip(whole, own, strict=True)] == [32, 32]  # half of x
+    idle, all_of_it = peak_bytes(build_plan(graph, batch_split(graph, [1]), topology))
+    assert (idle, all_of_it) == (0, peak_bytes(build_plan(graph, batch_split(graph, [1]), TWO))[1])
+    columns = strategy(l1=on(0, 1, degrees=(1, 2, 1)), loss=on(0, degrees=(1,)))
+    assert peaks.batch_bytes(build_plan(graph, columns, topology)) == [64, 64]  # each reads a part of every sample
+
+
+def test_inputs_of_no_sample_and_those_that_name_rows_are_given_whole() -> None:
+    g = GraphBuilder()
+    ids, bias = g.input("ids", 8, dtype="int64"), g.input("bias", 3)
+    x = g.linear(g.input("x", 8, 3), 3)
+    graph, topology = g.build(g.mean(g.elementwise(g.embedding(ids, 20, 3, name="find"), x, bias))), replace(TWO, own_samples=True)
+    split = batch_split(graph, [0, 1])
+    by_rows = split.with_parameter("find.weight", parameter_server(rows=True))
+    found = [given_bytes(build_plan(graph, own, topology)) for own in (split, by_rows)]
+    assert found == [[64 + 12 + 48] * 2, [32 + 12 + 48] * 2]  # ids, bias, half of x
 
 
 def test_splitting_a_weight_splits_its_memory() -> None:

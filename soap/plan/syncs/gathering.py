@@ -12,12 +12,12 @@ PyTorch's FSDP, which is what its pipelines use: all gathers begin with the step
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from soap.plan.plan import Plan, ShardSync
 from soap.plan.recomputation import needed_from
-from soap.plan.syncs.even_parts import bucket_bytes, is_even, part_bytes
+from soap.plan.syncs.even_parts import bucket_bytes, is_even
 from soap.plan.syncs.sharing import owned_bytes, sharers
 
 UNDER_WAY = 2
@@ -61,6 +61,7 @@ def gathers(plan: Plan) -> tuple[Gather, ...]:
     places = _places(plan, numbers)
     back = frozenset(position for position, op in enumerate(plan.graph.operators) if plan.graph.needs_backward(op))
     uses = {number: sorted({tile for tile, _ in plan.syncs[number].uses}) for number in numbers}
+    on = {number: _by_device(plan, tiles) for number, tiles in uses.items()}
     first = {number: min(plan.tiles[tile].operator for tile in own) for number, own in uses.items()}
     needed = needed_from(plan)
     last = {
@@ -74,10 +75,8 @@ def gathers(plan: Plan) -> tuple[Gather, ...]:
     for number, backward in order:
         forward_tiles, backward_tiles = set(uses[number] if backward else ()), set[int]()
         for device, (other, other_backward) in before[number, backward]:
-            for tile in uses[other]:
+            for tile in on[other].get(device, ()):
                 operator = plan.tiles[tile].operator
-                if plan.tiles[tile].device != device:
-                    continue
                 if not other_backward and (backward or operator < first[number]):
                     forward_tiles.add(tile)
                 elif other_backward and operator in back and operator > last[number]:
@@ -107,53 +106,71 @@ def most_gathered(plan: Plan) -> Mapping[int, Most]:
     """
     found: dict[int, Most] = {}
     sizes = {number: bucket_bytes(plan, sync) for number, sync in enumerate(plan.syncs) if sync.contract.gathers_values}
-    trained = {number for number in sizes if not plan.is_frozen(plan.syncs[number])}
-    waited: dict[tuple[int, Item], set[int]] = {}
+    leaving = {number: _Leaving.of(plan, plan.syncs[number]) for number in sizes if not plan.is_frozen(plan.syncs[number])}
+    kinds: dict[tuple[int, ...], int] = {}
+    kind_of = {number: kinds.setdefault(plan.syncs[number].readers, number) for number in leaving}
     own = gathers(plan)
-    before = _before(plan, [(gather.sync, gather.backward) for gather in own])
-    for gather in own:
-        for device, item in before[gather.sync, gather.backward]:
-            waited[device, item] = {*(gather.after_backward if item[1] else gather.after_forward)}
-    for device in range(plan.device_count):
-        items = [(gather.sync, gather.backward) for gather in own if device in plan.syncs[gather.sync].readers]
-        if not items:
-            continue
+    unwaited = _not_waited_for(plan, own)
+    for device, items in sorted(_by_reader(plan, [(gather.sync, gather.backward) for gather in own]).items()):
         rows = [items[k :: plan.strategy.prefetch + 1] for k in range(min(len(items), plan.strategy.prefetch + 1))]
-        kept = {number for number, backward in items if not _is_waited_for(plan, device, (number, backward), waited)}
+        kept = unwaited.get(device, set())
         values = sum(max(sizes[number] for number, _ in row) for row in rows) + sum(sizes[number] for number in kept)
-        back = [[number for number, backward in row if backward and number in trained] for row in rows]
-        gradients = sum(max((sizes[number] for number in row), default=0) for row in back) + sum(sizes[number] for number in kept & trained)
+        back = [[number for number, backward in row if backward and number in leaving] for row in rows]
+        gradients = sum(max((sizes[number] for number in row), default=0) for row in back)
+        gradients += sum(sizes[number] for number in kept & leaving.keys())
         mine = {number for number, _ in items}
-        total, largest, leaving = sum(sizes[number] for number in mine), max(sizes[number] for number in mine), mine & trained
-        most = sum(sizes[number] for number in leaving)
+        total, largest, trained = sum(sizes[number] for number in mine), max(sizes[number] for number in mine), mine & leaving.keys()
+        most = sum(sizes[number] for number in trained)
         if stays(plan):
             values = total
-        if stays(plan) or len({plan.syncs[number].readers for number in leaving}) > 1:
+        if stays(plan) or len({kind_of[number] for number in trained}) > 1:
             gradients = most
-        moved = [sizes[number] + _received_bytes(plan, plan.syncs[number], device) for number in leaving]
-        padding = sum(_padding_bytes(plan, plan.syncs[number], device) for number in leaving)
+        moved = [sizes[number] + leaving[number].received_bytes(device) for number in trained]
+        padding = sum(leaving[number].padding_bytes(device) for number in trained)
         moving = min((UNDER_WAY + 1) * max(moved, default=0), sum(moved)) + padding
         found[device] = Most(min(values, total) + largest, min(gradients, most), moving)
     return found
 
 
-def _is_waited_for(plan: Plan, device: int, item: Item, waited: Mapping[tuple[int, Item], set[int]]) -> bool:
-    """Whether the gather behind this one in its row waits for all uses on the device; there need be none behind it."""
-    if (device, item) not in waited:
-        return True
-    uses = {tile for tile, _ in plan.syncs[item[0]].uses if plan.tiles[tile].device == device}
-    needs_backward = plan.graph.needs_backward
-    return waited[device, item] >= {tile for tile in uses if not item[1] or needs_backward(plan.operator(plan.tiles[tile]))}
+@dataclass(frozen=True, slots=True)
+class _Leaving:
+    """Gradients of what is synchronized together, on their way to their owners. ``owned``: by device, bytes of its parts. ``others``:
+    readers of a copy beside the owner; 0 if a collective adds up what they send. ``part``: bytes of each owner's sums, if so."""
+
+    owned: Mapping[int, int]
+    others: int
+    part: int
+
+    @classmethod
+    def of(cls, plan: Plan, sync: ShardSync) -> _Leaving:
+        owned = owned_bytes(plan, sync)
+        return cls(owned, 0, max(owned.values())) if is_even(plan, sync) else cls(owned, sharers(sync) - 1, 0)
+
+    def received_bytes(self, device: int) -> int:
+        """What others send a device of its parts."""
+        return self.others * self.owned.get(device, 0)
+
+    def padding_bytes(self, device: int) -> int:
+        """By how much the sums that a collective leaves on a device are larger than what it owns."""
+        return self.part - self.owned.get(device, 0) if self.part else 0
 
 
-def _received_bytes(plan: Plan, sync: ShardSync, device: int) -> int:
-    """Gradients that others send a device of its parts; a collective adds them up on their way."""
-    return 0 if is_even(plan, sync) else (sharers(sync) - 1) * owned_bytes(plan, sync).get(device, 0)
-
-
-def _padding_bytes(plan: Plan, sync: ShardSync, device: int) -> int:
-    """By how much the sums that a collective leaves on a device are larger than what it owns."""
-    return part_bytes(plan, sync) - owned_bytes(plan, sync).get(device, 0) if is_even(plan, sync) else 0
+def _not_waited_for(plan: Plan, own: Sequence[Gather]) -> Mapping[int, set[int]]:
+    """Device -> synchronizations of which the gather behind one of theirs, in its row, does not wait for all uses on the device; there need
+    be none behind it."""
+    found: dict[int, set[int]] = {}
+    before = _before(plan, [(gather.sync, gather.backward) for gather in own])
+    needed = {}  # gather -> device -> the tiles that use it
+    for gather in own:
+        tiles = {tile for tile, _ in plan.syncs[gather.sync].uses}
+        with_backward = {tile for tile in tiles if plan.graph.needs_backward(plan.operator(plan.tiles[tile]))}
+        needed[gather.sync, gather.backward] = _by_device(plan, with_backward if gather.backward else tiles)
+    for gather in own:
+        awaited = frozenset(gather.after_forward), frozenset(gather.after_backward)
+        for device, item in before[gather.sync, gather.backward]:
+            if not awaited[item[1]].issuperset(needed[item].get(device, ())):
+                found.setdefault(device, set()).add(item[0])
+    return found
 
 
 def _places(plan: Plan, numbers: Sequence[int]) -> Mapping[int, tuple[int, int]]:
@@ -166,8 +183,24 @@ def _before(plan: Plan, order: Sequence[Item]) -> Mapping[Item, Sequence[tuple[i
     """Gather -> (device, the gather for whose uses it waits there); none where values stay."""
     found: dict[Item, list[tuple[int, Item]]] = {item: [] for item in order}
     ahead = plan.strategy.prefetch + 1
-    for device in range(plan.device_count if not stays(plan) else 0):
-        own = [item for item in order if device in plan.syncs[item[0]].readers]
+    for device, own in sorted(_by_reader(plan, order).items()) if not stays(plan) else ():
         for earlier, item in zip(own, own[ahead:], strict=False):
             found[item].append((device, earlier))
+    return found
+
+
+def _by_reader(plan: Plan, order: Sequence[Item]) -> dict[int, list[Item]]:
+    """Device -> the gathers that it takes part in as a reader, in their order."""
+    found: dict[int, list[Item]] = {}
+    for item in order:
+        for device in plan.syncs[item[0]].readers:
+            found.setdefault(device, []).append(item)
+    return found
+
+
+def _by_device(plan: Plan, tiles: Iterable[int]) -> dict[int, list[int]]:
+    """Device -> those of the tiles that are on it."""
+    found: dict[int, list[int]] = {}
+    for tile in tiles:
+        found.setdefault(plan.tiles[tile].device, []).append(tile)
     return found

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copyreg
 import io
 import pickle
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch.distributed as dist
@@ -36,13 +39,32 @@ def hand_out(rank: int, ranks: int, make: Callable[[], Iterable[bytes]]) -> tupl
     return shared[0], own
 
 
-class _Packing(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, known: Mapping[str, object]) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self._names = {id(value): name for name, value in known.items()}
+class _Ways(dict[type, Callable[[Any], Any]]):
+    """How to write objects of a type, for a pickler, which asks with every object that is no plain value or container: so known objects are
+    none of these. Of dataclasses with slots it would ask ``fields`` for each object; here they are made anew from their fields' values."""
 
-    def persistent_id(self, value: object) -> str | None:
-        return self._names.get(id(value))
+    def __init__(self, known: Mapping[str, object]) -> None:
+        super().__init__(copyreg.dispatch_table)
+        names = {id(value): name for name, value in known.items()}
+
+        def by_name(value: object) -> Any:
+            name = names.get(id(value))
+            return value.__reduce_ex__(pickle.HIGHEST_PROTOCOL) if name is None else (_known, (name,))
+
+        self.update({type(value): by_name for value in known.values()})
+
+    def __missing__(self, kind: type) -> Callable[[Any], Any]:
+        own = fields(kind) if is_dataclass(kind) and "__slots__" in vars(kind) else ()
+        if len(own) < 2 or not all(field.init for field in own):
+            raise KeyError(kind)  # the pickler's own way
+        values = attrgetter(*(field.name for field in own))
+        self[kind] = way = lambda value: (kind, values(value))
+        return way
+
+
+def _known(name: str) -> object:
+    """Stands for a known object where it is written; ``_Unpacking`` puts it in."""
+    raise NotImplementedError(name)
 
 
 class _Unpacking(pickle.Unpickler):
@@ -50,14 +72,16 @@ class _Unpacking(pickle.Unpickler):
         super().__init__(file)
         self._known = known
 
-    def persistent_load(self, name: str) -> object:
-        return self._known[name]
+    def find_class(self, module: str, name: str) -> Any:
+        return self._known.__getitem__ if (module, name) == (__name__, _known.__name__) else super().find_class(module, name)
 
 
 def packed(value: object, known: Mapping[str, object]) -> bytes:
-    """A value as bytes. ``known``: objects in it that every rank has, by name: only the name is written."""
+    """A value as bytes. ``known``: objects of our classes in it that every rank has, by name: only the name is written."""
     file = io.BytesIO()
-    _Packing(file, known).dump(value)
+    pickler = pickle.Pickler(file, protocol=pickle.HIGHEST_PROTOCOL)
+    pickler.dispatch_table = _Ways(known)
+    pickler.dump(value)
     return file.getvalue()
 
 

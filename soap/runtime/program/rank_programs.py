@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from soap.plan.own_part import OwnUses, Places, PlanParts, by_device
-from soap.plan.plan import Plan
+from soap.plan.pass_order import PassOrder
+from soap.plan.plan import Plan, Shard, ShardSync
 from soap.plan.running.activity import Activity
 from soap.plan.running.execution_order import ExecutionOrder
 from soap.plan.running.segments import Segment
@@ -20,13 +21,30 @@ Numbers = Mapping[int, int]
 """Positions in the whole -> positions in a part."""
 
 
+@dataclass(frozen=True)
+class Alike:
+    """What the parts of all ranks have alike: fields of the program, and of its plan. Shards and synchronizations without uses.
+    ``used_alike``: see ``PlanParts``."""
+
+    shards: tuple[Shard, ...]
+    syncs: tuple[ShardSync, ...]
+    used_alike: tuple[tuple[int, ...], ...]
+    order: PassOrder | None
+    idle_shards: tuple[int, ...]
+
+    def put_into(self, bare: Program, uses: OwnUses) -> Program:
+        """A rank's part, which came without these and without its uses, with both."""
+        plan = uses.put_into(replace(bare.plan, shards=self.shards, syncs=self.syncs, order=self.order), self.used_alike)
+        return replace(bare, plan=plan, idle_shards=self.idle_shards)
+
+
 class RankPrograms:
-    """Cuts ranks' parts out of a program, each in time in proportion to the part. ``shards``, ``syncs``: the same in all parts, before a
-    rank's own uses are put in."""
+    """Cuts ranks' parts out of a program, each in time in proportion to the part. ``alike``: what they share, and so do not hold."""
 
     def __init__(self, program: Program) -> None:
-        self._program, self._parts = program, PlanParts(program.plan)
-        self.shards, self.syncs = self._parts.shards, self._parts.syncs
+        self._parts = parts = PlanParts(program.plan)
+        self.alike = Alike(parts.shards, parts.syncs, parts.used_alike, program.plan.order, program.idle_shards)
+        self._program = replace(program, idle_shards=())
         lists = (program.forward, program.backward, program.after_update, program.interleaved)
         self._actions = [_Actions(own) for own in lists]
         self._segments = by_device((segment.device,) for segment in program.segments)
@@ -37,10 +55,10 @@ class RankPrograms:
 
     def of(self, rank: int) -> Program:
         """The part of a rank; of one without a device, what all ranks do."""
-        return with_uses(*self.without_uses(rank))
+        return self.alike.put_into(*self.bare(rank))
 
-    def without_uses(self, rank: int) -> tuple[Program, OwnUses]:
-        """The part of a rank without its uses of shards and synchronizations, and these (``with_uses``)."""
+    def bare(self, rank: int) -> tuple[Program, OwnUses]:
+        """The part of a rank without what is alike, and its uses of shards and synchronizations (``Alike.put_into``)."""
         whole, told = self._program, min(self._program.losses.values())
         plan, places, uses = self._parts.of(rank, (told,))
         tiles, holdings = places.tiles, places.holdings
@@ -70,11 +88,6 @@ class RankPrograms:
             interleaved=tuple(interleaved),
         )
         return own, uses
-
-
-def with_uses(program: Program, uses: OwnUses) -> Program:
-    """A rank's part with its uses of shards and synchronizations."""
-    return replace(program, plan=uses.put_into(program.plan))
 
 
 class _OfDevice:

@@ -38,8 +38,10 @@ from soap.simulator.compiled.memory_tables import (
     LARGEST_SUM,
     LARGEST_SURE_GRADIENT,
     LARGEST_TILE,
+    LEAST_GIVEN,
     LEAVING,
     MADE,
+    MOST_GIVEN,
     PARAMETER_GRADIENTS,
     PARTS,
     PRODUCTS,
@@ -126,15 +128,16 @@ def _sum_up(K, M, operators, device):  # type: ignore[no-untyped-def]
     part, states = M.part, M.fixed[1]
     backward = peak + part[LARGEST_TILE, device] + part[LARGEST_ADDED, device] + 2 * part[LARGEST_GRADIENT, device]
     backward += part[COLLECTED, device] + part[COLLECTED_TWICE, device] + part[SENT, device] + part[SENT_BETWEEN, device]
-    held, trainable, work = part[HELD, device], part[TRAINABLE, device], M.fixed[0] + part[ACTIVATIONS, device] + backward
+    held, trainable, work = part[HELD, device], part[TRAINABLE, device], M.fixed[MOST_GIVEN] + part[ACTIVATIONS, device] + backward
     bucket = min(trainable, BUCKET_BYTES + part[LARGEST_SHARD, device])
     updating = max(trainable, 3 * part[LARGEST_SHARD, device]) if states > 1 and K.serves_itself[device] else trainable
     M.total[device] = held + (1 + states) * trainable + max(work + max(part[LARGEST_SUM, device], bucket), updating)
     held, trainable = held - part[HELD_DOUBTFUL, device], trainable - part[TRAINABLE_DOUBTFUL, device]
     work -= 2 * (part[LARGEST_GRADIENT, device] - part[LARGEST_SURE_GRADIENT, device])
     work += part[LARGEST_SUM, device] - part[DOUBTFUL, device] - part[COLLECTED_DOUBTFUL, device]
+    work += M.fixed[LEAST_GIVEN] - M.fixed[MOST_GIVEN]
     M.least[device] = held + (1 + states) * trainable + max(work, trainable)
-    certain = held + states * trainable + M.fixed[0] + max(part[SURE, device], trainable - part[LEAVING, device])
+    certain = held + states * trainable + M.fixed[LEAST_GIVEN] + max(part[SURE, device], trainable - part[LEAVING, device])
     M.certain[device] = min(M.least[device], int((1 + ALLOWANCE) * certain)) if M.fixed[2] else M.total[device]
 
 

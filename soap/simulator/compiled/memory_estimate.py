@@ -34,6 +34,7 @@ from soap.simulator.compiled.memory_tables import (
     TRAINABLE,
     UNKNOWN,
     UNLIKELY,
+    USUALLY_GIVEN,
     WHOLE,
     MemoryTables,
 )
@@ -78,7 +79,7 @@ def _share(W, M, T):  # type: ignore[no-untyped-def]
         updating = 0
         if states > 1:
             updating = 3 * part[LARGEST_SHARD, device] if K.serves_itself[device] else stays
-        estimate = held + M.fixed[0] + max(M.highest[device], updating)
+        estimate = held + M.fixed[USUALLY_GIVEN] + max(M.highest[device], updating)
         highest = max(highest, WHOLE * estimate // max(1, M.limit[device]))
     return highest
 

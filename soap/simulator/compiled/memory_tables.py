@@ -31,6 +31,9 @@ What ``ordered_memory`` counts otherwise is by itself: ``SENT_BETWEEN``, what is
 comes together of that, at most; ``COLLECTED_TWICE``, sums of gradients of regions that several tiles read, and ``COLLECTED_AT_ONCE``, of
 these, where two are of one micro-batch; ``ASSEMBLED``, the part of activations that are regions of parameters."""
 
+MOST_GIVEN, LEAST_GIVEN, USUALLY_GIVEN = 0, 5, 6
+"""Places in ``MemoryTables.fixed``."""
+
 FITS, UNKNOWN, LACKING, LIKELY, UNLIKELY = range(5)
 """Verdicts of the bounds. FITS: every device has its upper bound. LACKING: some device has less than it certainly needs, whatever the
 order. UNKNOWN: neither; then ``memory_estimate`` may say LIKELY or UNLIKELY to fit."""
@@ -51,8 +54,10 @@ class MemoryTables(NamedTuple):
     number of the set of regions into which a parameter operand is cut. ``cut_volume``: elements of these regions together; -1 if they
     overlap. ``user``, ``user_operand``: by parameter, from ``user_ptr`` on: the operators that use it, and as which of their parameter
     operands. ``elements``, ``itemsize``, ``trainable``, ``row_bytes``: by parameter. ``operand[operand_ptr[op]:]``: an operator's parameter
-    operands, as numbers of parameters. ``fixed``: (bytes of the batch and of constants, which every device holds; states of the optimizer
-    per parameter; whether the order that is played decides). ``limit``: bytes of memory, by device.
+    operands, as numbers of parameters. ``fixed``: (bytes of the batch and of constants that a device holds at most,
+    ``MOST_GIVEN``; states of the optimizer per parameter; whether the order that is played decides; whether hosts may lack memory for
+    servers, and for what devices keep there; as the first, at least and on average, ``LEAST_GIVEN`` and ``USUALLY_GIVEN``: they differ if
+    devices hold only the samples that they read). ``limit``: bytes of memory, by device.
 
     Working arrays. ``part``: see its rows. ``step``: [device, operator], changes of the bytes of gradients that wait between operators.
     ``seen``: a stamp, then [region, device]. ``seen_by``: the same places, user and micro-batch of the last tile that reads the region.

@@ -31,6 +31,7 @@ from soap.simulator.compiled.memory_tables import (
     LARGEST_SUM,
     LARGEST_TILE,
     MADE,
+    MOST_GIVEN,
     PARTIALS,
     PRODUCTS,
     READ,
@@ -95,8 +96,9 @@ def _sum_up(W, M, L, device):  # type: ignore[no-untyped-def]
         level += L.change[place]
         peak = max(peak, level)
     part, states = M.part, M.fixed[1]
-    work = M.fixed[0] + L.steady[device] + peak + part[ASSEMBLED, device] + part[LARGEST_TILE, device] + part[LARGEST_ADDED, device]
-    work += 2 * part[LARGEST_GRADIENT, device] + part[COLLECTED, device] + part[COLLECTED_AT_ONCE, device] + part[SENT, device]
+    work = M.fixed[MOST_GIVEN] + L.steady[device] + peak + part[ASSEMBLED, device]
+    work += part[LARGEST_TILE, device] + part[LARGEST_ADDED, device] + 2 * part[LARGEST_GRADIENT, device]
+    work += part[COLLECTED, device] + part[COLLECTED_AT_ONCE, device] + part[SENT, device]
     work += min(part[SENT_BETWEEN, device], max(SENT_BYTES, part[LARGEST_SENT, device]))
     trainable = part[TRAINABLE, device]
     bucket = min(trainable, BUCKET_BYTES + part[LARGEST_SHARD, device])

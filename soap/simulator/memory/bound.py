@@ -11,6 +11,7 @@ import numpy as np
 from soap.model.graph import Operand, Operator, TensorKind
 from soap.model.regions import Box, cells, in_one_piece, volume
 from soap.plan.row_counts import row_bytes, tile_lookups
+from soap.plan.samples import divided_inputs
 from soap.plan.tiling import Tile, windows
 from soap.simulator.compiled.graph_arrays import Ints, Longs
 from soap.simulator.compiled.growing import Growing
@@ -79,7 +80,9 @@ class MemoryBound:
                 users[numbers[operand.tensor]].append((position, place))
         pairs = np.array([pair for own in users for pair in own], np.int32).reshape(-1, 2)
         given = [t for t in graph.tensors.values() if t.kind in (TensorKind.INPUT, TensorKind.CONSTANT)]
-        always, devices = sum(t.bytes for t in given) + graph.next_state_bytes, engine.topology.device_count
+        most, devices = sum(t.bytes for t in given) + graph.next_state_bytes, engine.topology.device_count
+        read = sum(graph.tensors[name].bytes for name in divided_inputs(graph)) if engine.topology.own_samples else 0
+        batch = most, most - read, most - read + read // devices
         self._with_backward, self._keepers = with_backward(graph), keepers(graph)
         self._packing = {device.type.kind != "cpu" for device in engine.topology.devices}
         lack = [hosts_may_lack(graph, engine.topology, optimizer_states, offloading=offloading) for offloading in (False, True)]
@@ -94,7 +97,7 @@ class MemoryBound:
             "operand": np.array([numbers[o.tensor] for op in graph.operators for o in op.parameters], np.int32),
             "looked_up": np.zeros(devices, np.int64),
             "trainable": np.array([t.requires_grad for t in graph.parameters], np.int32),
-            "fixed": np.array([always, optimizer_states, played, *lack], np.int64),
+            "fixed": np.array([batch[0], optimizer_states, played, *lack, *batch[1:]], np.int64),
             "limit": np.array(limits_bytes, np.int64),
             "part": np.zeros((PARTS, devices), np.int64),
             "step": np.zeros(devices * (len(graph.operators) + 2), np.int64),

@@ -131,9 +131,12 @@ def gradient_bytes(plan: Plan) -> list[int]:
         trained = ((o.tensor, box) for o, box in operands if graph.tensors[o.tensor].requires_grad)
         size = sum(operand_bytes(plan, compact, tile, name, box) for name, box in trained)
         largest[tile.device] = max(largest[tile.device], size)
+    several: dict[int, list[int]] = {}  # of equal uses, which are one object where readers own parts of a region
     for number, shard in enumerate(plan.shards):
         if shard.trainable and number not in plan.on_servers:
-            for device in _several(plan, shard.uses):
+            if id(shard.uses) not in several:
+                several[id(shard.uses)] = _several(plan, shard.uses)
+            for device in several[id(shard.uses)]:
                 collected[device] += box_bytes(plan, shard.parameter, shard.box)
     for sync in plan.syncs:
         sizes = method_for(sync).copies(plan, sync) if sync.contract.has_servers else {}

@@ -1,11 +1,12 @@
 """Peak memory of a plan, device by device: an upper bound on what a training step holds, so that "fits" can be trusted.
 
-It follows the runtime. These count as held through the whole step: parameter shards, their gradients and optimizer states; the whole batch
-and the constants (every rank gets them); everything that the forward pass makes (although the backward pass frees activations as it goes);
-and what is sent (kept until the step ends). What a recomputed operator makes counts twice, since both may be there for a while, and so does
-what an offloading operator keeps; on a CPU, which is its own host, three times. Where backward passes are in two, so do gradients of
-outputs, which wait for the second half. Added to these are the largest set of gradients that wait
-between operators, the gradients that one tile makes, those of shared parameters, and the largest sum over devices. Not counted:
+It follows the runtime. These count as held through the whole step: parameter shards, their gradients and optimizer states; the batch, or
+the samples of it that the device reads (``Plan.own_samples``), and the constants (every rank gets them); everything that the forward pass
+makes (although the backward pass frees activations as it goes); and what is sent (kept until the step ends). What a recomputed operator
+makes counts twice, since both may be there for a while, and so does what an offloading operator keeps; on a CPU, which is its own host,
+three times. Where backward passes are in two, so do gradients of outputs, which wait for the second half. Added to these are the largest
+set of gradients that wait between operators, the gradients that one tile makes, those of shared parameters, and the largest sum over
+devices. Not counted:
 fragmentation of the allocator, workspaces of libraries, and a model's buffers (running statistics), which are no tensors of the graph.
 """
 
@@ -17,9 +18,10 @@ from math import prod
 
 from soap.cluster.topology import Topology
 from soap.model.graph import RECURRENT_KINDS, Operand, Operator, OperatorGraph, TensorKind
-from soap.model.regions import Box, Interval, in_one_piece, volume, whole
+from soap.model.regions import Box, Interval, in_one_piece, volume
 from soap.plan.flows import partial_bytes, reduced_tensor
 from soap.plan.plan import Plan
+from soap.plan.samples import given_bytes
 from soap.plan.tiling import Tile, is_window, made_bytes, windows
 from soap.simulator.memory.footprint import kept_places, kept_share, passing_share, product_share, work_share
 from soap.simulator.memory.parameters import assembled_bytes, exchanged_bytes, gradient_bytes, kept_parameters, updating_bytes
@@ -182,19 +184,25 @@ def padded_bytes(graph: OperatorGraph, op: Operator, place: int, box: Box, inter
 
 
 def _read_bytes(plan: Plan) -> list[int]:
-    """For each device, bytes of all model inputs and constants, and of a copy of every distinct part of them that its tiles read.
+    """For each device, bytes of the inputs that it is given and of all constants, and of a copy of every distinct part of these that its
+    tiles read.
 
     Parts that are contiguous in memory, such as samples, are read in place and need no copy. Other parts may be copied, and kept for the
     backward pass.
     """
-    given = [t for t in plan.graph.tensors.values() if t.kind in (TensorKind.INPUT, TensorKind.CONSTANT)]
-    read = {(device, t.name, whole(t.shape)) for t in given for device in range(plan.device_count)}
-    names = {t.name for t in given}
+    names = {t.name for t in plan.graph.tensors.values() if t.kind in (TensorKind.INPUT, TensorKind.CONSTANT)}
+    read: set[tuple[int, str, Box]] = set()
     for tile in plan.tiles:
         for operand, box in zip(plan.operator(tile).inputs, tile.inputs, strict=True):
             if operand.tensor in names and not in_one_piece(box, plan.graph.tensors[operand.tensor].shape):
                 read.add((tile.device, operand.tensor, box))
-    return [size + plan.graph.next_state_bytes for size in _total(plan, read)]
+    return _sum((_total(plan, read), batch_bytes(plan)))
+
+
+def batch_bytes(plan: Plan) -> list[int]:
+    """For each device, bytes of what is there when the step begins, and of buffers' next values: ``given_bytes`` and all constants."""
+    always = sum(t.bytes for t in plan.graph.tensors.values() if t.kind is TensorKind.CONSTANT) + plan.graph.next_state_bytes
+    return [always + own for own in given_bytes(plan)]
 
 
 def _summed_bytes(plan: Plan) -> list[int]:

@@ -1,6 +1,7 @@
 """Memory over simulated time: how much each device holds when. ``peaks`` is a bound of it for any order of the tasks.
 
-Held all the time: parameter shards, optimizer states, the buffers of gradients that are summed over devices, the whole batch and constants.
+Held all the time: parameter shards, optimizer states, the buffers of gradients that are summed over devices, the batch (or, with
+``Plan.own_samples``, the samples of it that the device reads) and constants.
 Held for a part of the step:
 
 - a tile's outputs, what it saves, and copies of its inputs: from its forward task to its backward task and the last task (or transfer)
@@ -21,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from soap.model.graph import TensorKind
-from soap.model.regions import Box, in_one_piece, whole
+from soap.model.regions import Box, in_one_piece
 from soap.plan.flows import box_bytes, partial_bytes
 from soap.plan.memory_kinds import ALLOWANCE as BEYOND
 from soap.plan.memory_kinds import MemoryKind
@@ -92,11 +93,8 @@ class _Values:
         self.hold = ledger.hold
 
     def always(self, optimizer_states: int) -> None:
-        """Parameters, optimizer states, gradients that stay, and the whole batch."""
-        graph = self.plan.graph
-        given = [t for t in graph.tensors.values() if t.kind in (TensorKind.INPUT, TensorKind.CONSTANT)]
-        batch = sum(box_bytes(self.plan, tensor.name, whole(tensor.shape)) for tensor in given) + graph.next_state_bytes
-        for device in range(self.plan.device_count):
+        """Parameters, optimizer states, gradients that stay, and what of the batch the device is given."""
+        for device, batch in enumerate(peaks.batch_bytes(self.plan)):
             self.hold(device, 0, self.spans.end_ns, batch, MemoryKind.BATCH)
         for device, size in enumerate(host_copies(self.plan)):
             self.hold(device, 0, self.spans.end_ns, size, MemoryKind.BUFFERS)
