@@ -3,8 +3,9 @@
     python -m benchmarks.uneven
     python -m benchmarks.uneven --rounds 1 --steps 6
 
-One host has twice the processor time of the other, and its device is said to be twice as fast. Both plans, and what shifting samples makes
-of the second, run in the same processes, in turn, as in ``benchmarks.accuracy``. Needs root, as emulation does.
+One host has twice the processor time of the other (``two_speeds``). Both plans, and what shifting samples makes of the second, run in the
+same processes, in turn, as in ``benchmarks.accuracy``; predicted is from what ``soap-profile`` measures before (``--profile`` seconds; 0:
+with what is known). Needs root, as emulation does.
 """
 
 from __future__ import annotations
@@ -13,51 +14,29 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
+from benchmarks import two_speeds
 from benchmarks.accuracy import OPTIMIZER, READING, measure
 from benchmarks.accuracy_report import Plan
 from benchmarks.end_to_end import machine
 from benchmarks.models import export_model
 from benchmarks.quiet import Watch
 from soap import api
-from soap.cli.options import positive
+from soap.cli.options import not_negative, positive
 from soap.cli.updating import states_of
-from soap.cluster.topology import Device, DeviceType, Host, Link, Topology
+from soap.cluster.topology import Topology
 from soap.errors import SoapError
+from soap.model.graph import OperatorGraph
 from soap.search.shares import divisions, shifted
 from soap.simulator.incremental import IncrementalSimulator
 from soap.simulator.simulate import Simulator
 from soap.strategy.config import Strategy
-from soap.units import parse_bandwidth
 
-MODEL, RATE, SCALE = "emulated-vgg16", "1Gbit/s", 0.5
+MODEL, RATE, SCALE = "emulated-vgg16", "2Gbit/s", 0.5
 """``SCALE``: of the cluster's three cores and its links, so that the machine has half of a core left for what communicates."""
 EQUAL, BY_SPEED, SHIFTED = "data_parallel", "data_parallel+uneven", "shifted"
 AIM = 1.3
-LATENCY_SECONDS = 5e-5
-
-
-def two_hosts(rate: str) -> Topology:
-    """A host with two cores and a device twice as fast as this machine's, and one with one core and this machine's device."""
-    own = api.load_cluster("local:1").devices[0].type
-    devices = (Device(0, "fast/cpu0", 0, _faster(own, 2)), Device(1, "slow/cpu0", 1, _faster(own, 1)))
-    hosts = (Host("fast", 2, None), Host("slow", 1, None))
-    ends = [(a, b) for device in devices for a, b in ((device.name, "network"), ("network", device.name))]
-    speed = parse_bandwidth(rate, "rate")
-    links = tuple(Link(i, f"{a}->{b}", a, b, speed, LATENCY_SECONDS) for i, (a, b) in enumerate(ends))
-    return Topology(f"2:1 at {rate}", devices, hosts, links)
-
-
-def _faster(own: DeviceType, times: int) -> DeviceType:
-    return replace(
-        own,
-        name=f"{own.name}, {times} times",
-        flops_per_second={dtype: times * rate for dtype, rate in own.flops_per_second.items()},
-        memory_bandwidth_bytes_per_second=times * own.memory_bandwidth_bytes_per_second,
-        kernel_seconds=own.kernel_seconds / times,
-    )
 
 
 def plans_of(simulator: Simulator) -> dict[str, Strategy]:
@@ -65,6 +44,12 @@ def plans_of(simulator: Simulator) -> dict[str, Strategy]:
     graph, topology = simulator.graph, simulator.topology
     equal, by_speed = (api.classical(name, graph, topology) for name in (EQUAL, BY_SPEED))
     return {EQUAL: equal, BY_SPEED: by_speed, SHIFTED: shifted(graph, IncrementalSimulator(simulator), by_speed)}
+
+
+def _simulator(graph: OperatorGraph, topology: Topology, rate: str) -> Simulator:
+    """With the costs that are known now."""
+    states = states_of(OPTIMIZER)
+    return Simulator(graph, topology, two_speeds.measured_costs(topology, 1, rate, states), states)
 
 
 def table(plans: Sequence[Plan], strategies: Mapping[str, Strategy], simulator: Simulator) -> str:
@@ -86,14 +71,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rate", default=RATE, help="of the hosts' links (default %(default)s)")
     parser.add_argument("--rounds", type=positive, default=3, help="default %(default)s")
     parser.add_argument("--steps", type=positive, default=10, help="of each plan in a round, warm-up included (default %(default)s)")
+    seconds = "to measure computations, before (default %(default)s)"
+    parser.add_argument("--profile", type=not_negative, default=60, help=seconds)
     args = parser.parse_args(argv)
     try:
-        topology = two_hosts(args.rate)
+        topology = two_speeds.two_speeds(1, args.rate)
+        topology = two_speeds.with_links(topology, SCALE) if args.profile else api.with_links(topology)
         with tempfile.TemporaryDirectory() as temporary:
             file = export_model(args.model, Path(temporary))
             graph = api.load(file, plan_only=True, **READING).graph
-            simulator = api.simulator_for(graph, topology, optimizer_states=states_of(OPTIMIZER), costs="estimate")
-            strategies, watch = plans_of(simulator), Watch()
+            simulator = _simulator(graph, topology, args.rate)
+            strategies = plans_of(simulator)
+            for _ in range(2 if args.profile else 0):  # what is shifted depends on what is measured, and is measured then
+                two_speeds.profile(str(file), 1, args.rate, strategies.values(), args.profile // 2)
+                simulator = _simulator(graph, topology, args.rate)
+                strategies = plans_of(simulator)
+            watch = Watch()
             found = measure(simulator, topology.name, args.model, file, strategies, args.steps, args.rounds, scale=SCALE)
             others = watch.others_share()
     except SoapError as error:

@@ -93,28 +93,17 @@ def simulate_workers(
     from soap.mixed.partitioning import Partitioner
     from soap.mixed.planned import minibatch_of, stages_of
     from soap.mixed.run.plan import wave_plan
-    from soap.mixed.servers import Placement
     from soap.mixed.steady import simulate
 
     topology = with_memory_budget(topology_of(cluster), memory_budget)
     cut, workers = stages_of(strategy, model.graph), strategy.workers
     assert workers is not None
     minibatch = minibatch_graph(model, len(cut))
-    partitioner = Partitioner(minibatch, topology, simulator_for(minibatch, topology, costs=costs).costs)
-    plans = tuple(partitioner.given(own, workers.in_flight) for own in cut)
-    waves = wave_plan(strategy, model.graph, topology)
-    shares = []
-    for own in waves.workers:
-        of_stages: list[Mapping[int, int]] = []
-        for stage in own:
-            held: dict[int, int] = {}
-            for piece in (piece for name in stage.parameters for piece in waves.pieces[name]):
-                host, itemsize = topology.devices[waves.servers[piece.server]].host, model.graph.tensors[piece.parameter].itemsize
-                held[host] = held.get(host, 0) + (piece.span[1] - piece.span[0]) * itemsize
-            of_stages.append(held)
-        shares.append(tuple(of_stages))
     bound = parse(strategy.consistency).bound
-    steady = simulate(topology, plans, Placement(tuple(shares)), minibatch_of(strategy, model.graph), bound)
+    partitioner = Partitioner(minibatch, topology, simulator_for(minibatch, topology, costs=costs).costs, bound)
+    plans = tuple(partitioner.given(own, workers.in_flight) for own in cut)
+    placement = wave_plan(strategy, model.graph, topology).placement(model.graph, topology)
+    steady = simulate(topology, plans, placement, minibatch_of(strategy, model.graph), bound)
     return WorkersOutcome(simulator_for(model.graph, topology, costs=costs), strategy, "as given", plans, steady)
 
 

@@ -69,10 +69,13 @@ class WorkerWeights(Generic[Values]):
         updates that are not in them."""
         return reduce(add, self._own.values(), self._pulled)
 
-    def finished(self, update: Values) -> Push[Values] | None:
-        """The next minibatch is finished. Returns its wave if that is complete."""
+    def finished(self, update: Values, whole: Values | None = None) -> Push[Values] | None:
+        """The next minibatch is finished. Returns its wave if that is complete. ``whole``: the sum of the wave that it completes, in the
+        order of minibatches, if somebody has that already: it is kept instead of another one of the same."""
         number = self._finished // self._wave
-        self._own[number] = self._own[number] + update if number in self._own else update
+        if whole is None:
+            whole = self._own[number] + update if number in self._own else update
+        self._own[number] = whole
         self._finished += 1
         return None if self._finished % self._wave else Push(number, self._wave, self._own[number])
 

@@ -5,7 +5,9 @@ under way without a flush. Stage s keeps what it has made of ``in_flight - s`` o
 backward pass follows at once: the simulation holds stages to that, and so must what runs. Each minibatch computes both its passes with the
 values with which it has begun, so there are as many versions of a stage's parameters as minibatches in flight; beside them the gradient
 that is being computed, and the sum of the wave. With one in flight there are values and gradient alone. Sums of waves that servers do not
-have yet are on the host.
+have yet are on the host, which on processors is the same memory (``copies_on_processors``). Activations that have come wait for their
+turn: those of as many minibatches as the stage before may have begun. Gradients that come back wait, too, and a layer's gradients are
+there while it is computed.
 """
 
 from __future__ import annotations
@@ -18,16 +20,18 @@ import numpy as np
 
 from soap.cluster.topology import Topology
 from soap.elastic.faults import ElasticError
-from soap.model.graph import OperatorGraph
+from soap.model.graph import OperatorGraph, TensorKind
 from soap.model.micro_batches import MicroBatches
 from soap.search.stage_costs import StageCosts, StagePrices
 from soap.search.stage_groups import StageGroups, single_devices
-from soap.search.stages import Chain, partition
+from soap.search.stages import Borders, Chain, partition
 from soap.simulator.costs import CostModel
 from soap.units import format_bytes
 
 MOST_CONSIDERED = 16
 """Minibatches in flight of a worker; HetPipe had up to 7."""
+COUNTED_BOUND = 4
+"""See ``copies_on_processors``; the bound with which HetPipe was fastest."""
 STEP_COPIES = 2
 """Of trained parameters that ``StageCosts.chain`` counts without an optimizer's states: value and gradient."""
 
@@ -71,11 +75,23 @@ def parameter_copies(in_flight: int) -> int:
     return in_flight + (2 if in_flight > 1 else 1)
 
 
-class Partitioner:
-    """Cuts one model on one cluster. Answers for devices that are alike are worked out once. ``graph``: of one minibatch."""
+def copies_on_processors(in_flight: int, bound: int | None) -> int:
+    """The same where devices are processors, so that all that ``mixed.run`` holds is in their memory: of each minibatch in flight its
+    values or, behind its backward pass, its update; what was last pulled, and while more is pulled what has come and the same end to end; a
+    gradient, and the update that is made of it; the sums of own waves that are not in what was pulled, of which there are ``bound + 1``;
+    with more than one in flight also two of the wave that is not complete, one of what the worker has finished and one of what the stage
+    has; and what is being pushed, by server. Without a bound nothing limits how many waves there are: then it is as many as with
+    ``COUNTED_BOUND``."""
+    waves = (COUNTED_BOUND if bound is None else bound) + 1
+    return in_flight + 3 + 2 + waves + (2 if in_flight > 1 else 0) + 1
 
-    def __init__(self, graph: OperatorGraph, topology: Topology, costs: CostModel) -> None:
-        self.graph, self.topology = graph, topology
+
+class Partitioner:
+    """Cuts one model on one cluster. Answers for devices that are alike are worked out once. ``graph``: of one minibatch. ``bound``: D,
+    which decides what stages hold on processors; None for none."""
+
+    def __init__(self, graph: OperatorGraph, topology: Topology, costs: CostModel, bound: int | None = 0) -> None:
+        self.graph, self.topology, self.bound = graph, topology, bound
         self._prices = StagePrices(graph, topology, costs, 0)
         self._costs: dict[Hashable, StageCosts] = {}
         self._found: dict[Hashable, WorkerPlan | None] = {}
@@ -103,7 +119,7 @@ class Partitioner:
             return
         groups = self._groups(devices)
         costs, names = self._priced(groups), ", ".join(self.topology.devices[device].name for device in devices)
-        chain = _chain(costs, 1)
+        chain = self._chain(costs, groups, (1,) * len(devices), 1)
         if len(devices) > chain.layer_count:
             raise ElasticError(f"a worker on {names}: {len(devices)} stages of {chain.layer_count} layers; expected as many layers")
         needed = (chain.kept_bytes + chain.activation_bytes).min(axis=0)
@@ -130,9 +146,30 @@ class Partitioner:
             self._costs[key] = self._prices.costs(groups, 1, self._whole)
         return self._costs[key]
 
+    def _chain(self, costs: StageCosts, groups: StageGroups, kept: Sequence[int], in_flight: int) -> Chain:
+        """With the copies of parameters that so many minibatches in flight need, and what passes between stages. ``kept``: see
+        ``kept_minibatches``."""
+        copies = np.full(len(costs.trained_bytes), parameter_copies(in_flight))
+        for (device,), kind in zip(groups.devices, groups.kinds, strict=True):
+            if self.topology.devices[device].type.kind == "cpu":
+                copies[kind] = copies_on_processors(in_flight, self.bound)
+        more = (copies - STEP_COPIES)[:, None] * costs.trained_bytes
+        always = costs.chain.kept_bytes + np.asarray(more, np.int64)
+        return replace(costs.chain, kept_bytes=always, borders=self._borders(costs, kept))
+
+    def _borders(self, costs: StageCosts, kept: Sequence[int]) -> Borders:
+        """Each stage reads a minibatch's inputs by itself, so they are there once more in each. A layer's gradients are of what it reads
+        and makes, each at most as large as its largest tensor."""
+        graph = self.graph
+        sizes = [[graph.tensors[own.tensor].bytes for own in (*op.inputs, *op.outputs)] for op in graph.operators]
+        inputs = sum(tensor.bytes for tensor in graph.tensors.values() if tensor.kind is TensorKind.INPUT)
+        most = np.maximum.reduceat(np.array([2 * max(own, default=0) for own in sizes], np.int64), costs.firsts) + inputs
+        forward, back = (np.array([first, *row, 0], np.int64) for first, row in zip((inputs, 0), costs.sent_bytes, strict=True))
+        return Borders((kept[0], *kept[:-1]), forward, back, most)
+
     def _cut(self, groups: StageGroups, in_flight: int) -> WorkerPlan | None:
         costs, kept = self._priced(groups), kept_minibatches(len(groups.devices), in_flight)
-        chain = _chain(costs, in_flight)
+        chain = self._chain(costs, groups, kept, in_flight)
         found = partition(chain, groups.kinds, kept, any_order=True)
         if found is None:
             return None
@@ -151,7 +188,7 @@ class Partitioner:
                     f"the stage on {self.topology.devices[device].name} begins with operator {name!r}; expected one "
                     "with which a layer begins, where little is sent: search again"
                 )
-        chain, devices = _chain(costs, in_flight), [device for device, _ in stages]
+        chain, devices = self._chain(costs, groups, kept, in_flight), [device for device, _ in stages]
         kinds = tuple(groups.kinds[groups.devices.index((device,))] for device in devices)
         firsts = tuple(costs.firsts.index(first) for _, first in stages)
         made = _priced_stages(costs, chain, devices, kinds, firsts, kept)
@@ -167,18 +204,14 @@ def _priced_stages(
     for number, (device, kind, first, end) in enumerate(zip(devices, kinds, firsts, ends, strict=True)):
         span = slice(first, end)
         needed = chain.kept_bytes[kind, span].sum() + kept[number] * chain.activation_bytes[kind, span].sum()
+        if chain.borders is not None:
+            needed += chain.borders.needed_bytes(number, kept[number])[first, end]
         sent = (0, 0) if end == chain.layer_count else (int(costs.sent_bytes[0, end - 1]), int(costs.sent_bytes[1, end - 1]))
         forward_ns = int(costs.forward_ns[kind, span].sum())
         backward_ns = int((costs.backward_ns + costs.upkeep_ns)[kind, span].sum())
         trained = int(costs.trained_bytes[kind, span].sum())
         stages.append(Stage(device, costs.firsts[first], forward_ns, backward_ns, sent, trained, int(needed)))
     return tuple(stages)
-
-
-def _chain(costs: StageCosts, in_flight: int) -> Chain:
-    """With the copies of parameters that so many minibatches in flight need."""
-    more = (parameter_copies(in_flight) - STEP_COPIES) * costs.trained_bytes
-    return replace(costs.chain, kept_bytes=costs.chain.kept_bytes + np.asarray(more, np.int64))
 
 
 def _placed_like(plan: WorkerPlan, groups: StageGroups, topology: Topology) -> WorkerPlan:

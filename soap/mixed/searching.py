@@ -63,7 +63,7 @@ class Finder:
     def __init__(self, graph: OperatorGraph, topology: Topology, costs: CostModel, bound: int | None, delays: Delays = NO_DELAYS) -> None:
         if bound is not None and bound < 0:
             raise ElasticError(f"a bound of {bound} waves; expected 0 or more, or none")
-        self._partitioner, self._topology = Partitioner(graph, topology, costs), topology
+        self._partitioner, self._topology = Partitioner(graph, topology, costs, bound), topology
         self._batch, self._bound, self._delays = samples_of(graph) or 1, bound, delays
 
     def best_in_flight(self, allocation: Allocation) -> Found:

@@ -23,6 +23,29 @@ NEVER = 2**60
 """Longer than any time in nanoseconds; twice that still fits into an int64."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Borders:
+    """What stages of layers hold beside what the layers keep. ``received`` [stages]: of how many micro-batches at once what has come from
+    the stage before. ``forward_bytes``, ``back_bytes`` [layers + 1]: of a micro-batch, what crosses a border before a layer (before the
+    first one: the inputs), and what of that has gradients. ``most_bytes`` [layers]: what a layer takes while it computes, which is that of
+    one layer at a time."""
+
+    received: tuple[int, ...]
+    forward_bytes: Integers
+    back_bytes: Integers
+    most_bytes: Integers
+
+    def needed_bytes(self, stage: int, in_flight: int) -> Integers:
+        """By first layer, and layer behind the last one, of a stage: what has come, the gradients of what it has sent, those that it sends,
+        and what the largest of its layers takes."""
+        at_first = self.received[stage] * self.forward_bytes + self.back_bytes
+        layers = len(self.most_bytes)
+        most = np.zeros((layers + 1, layers + 1), np.int64)
+        for first in range(layers):
+            most[first, first + 1 :] = np.maximum.accumulate(self.most_bytes[first:])
+        return at_first[:, None] + in_flight * self.back_bytes[None, :] + most  # type: ignore[no-any-return]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Chain:
     """Layers in order, and what they cost on each kind of group.
@@ -30,7 +53,8 @@ class Chain:
     ``layer_ns`` [kinds, layers]: forward and backward pass of a micro-batch. ``message_ns`` [kinds, kinds, layers - 1]: its messages, both
     ways, over the cut behind a layer, from a group of the first kind to one of the second. ``kept_bytes`` [kinds, layers]: what a device
     keeps all the time, such as parameters. ``activation_bytes`` [kinds, layers]: what it keeps for each micro-batch in flight.
-    ``limit_bytes`` [kinds]: the memory of a device. ValueError if shapes do not fit.
+    ``limit_bytes`` [kinds]: the memory of a device. ``borders``: what passes between stages, if memory is to count that. ValueError if
+    shapes do not fit.
     """
 
     layer_ns: Integers
@@ -38,6 +62,7 @@ class Chain:
     kept_bytes: Integers
     activation_bytes: Integers
     limit_bytes: Integers
+    borders: Borders | None = None
 
     def __post_init__(self) -> None:
         kinds, layers = self.layer_ns.shape
@@ -157,6 +182,8 @@ class _Problem:
     def _part_ns(self, kind: int, stage: int, at_most_ns: int) -> Integers:
         """What parts take as this stage; for ever if they do not fit, or take too long."""
         needed_bytes = self.kept_bytes[kind] + self.in_flight[stage] * self.activation_bytes[kind]
+        if self.chain.borders is not None:
+            needed_bytes = needed_bytes + self.chain.borders.needed_bytes(stage, self.in_flight[stage])
         part_ns = self.part_ns[kind]
         fits = (needed_bytes <= self.chain.limit_bytes[kind]) & (part_ns <= at_most_ns)
         return np.where(fits if self.banned is None else fits & (self.banned[stage] <= 0), part_ns, NEVER)

@@ -9,6 +9,7 @@ import pytest
 
 import soap
 from soap.cli.layers_on_servers import text
+from soap.cli.run import main as run
 from soap.cli.simulate import main
 from tests.cli.refusals import assert_refused
 
@@ -40,6 +41,33 @@ def test_the_cut_is_said_and_written(cluster: Path, tmp_path: Path, capsys: pyte
     assert strategy.operators[found["best"]["first"]].devices == (2,)
     assert main(command) == 0
     assert f"layers on servers: {found['best']['operators']} operators from {found['best']['first']} on" in capsys.readouterr().out
+
+
+CPUS = """
+name: workers and servers
+device_types: {core: {kind: cpu, flops: {float32: 50 GFLOP/s}, memory_bandwidth: 10 GB/s, memory: 4 GiB, kernel_overhead: 5 us}}
+hosts:
+  - {name: worker, count: 2, devices: {type: core, count: 1}, cpu_cores: 1, memory: 8 GiB}
+  - {name: server, count: SERVERS, devices: {type: core, count: 1}, cpu_cores: 1, memory: 8 GiB, server: true}
+network: {bandwidth: 1 Gbit/s, latency: 30 us}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("servers", [1, 2])
+def test_what_is_planned_trains_like_one_process(
+    servers: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], kept_ranks: None
+) -> None:
+    """``--check``, with one and with two devices of servers that compute the tail."""
+    (tmp_path / "cluster.yaml").write_text(CPUS.replace("SERVERS", str(servers)))
+    model, plan = "zoo:alexnet:tiny", str(tmp_path / "ralp.json")
+    common = ["--cluster", str(tmp_path / "cluster.yaml"), "--costs", "estimate", "--json"]
+    assert main([model, *common, "--builtin", f"ralp:{servers}", "--least-gain", "0", "-o", plan]) == 0
+    found = json.loads(capsys.readouterr().out)["layers_on_servers"]
+    assert found["best"]["devices"] == [f"server{k}/cpu0" for k in range(servers)] and found["friendly"]
+    assert run([plan, "--model", model, *common, "--steps", "1", "--check"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["check"]["passed"], report["check"]
 
 
 def test_what_stays_on_plain_servers_says_why() -> None:

@@ -11,8 +11,9 @@ import pytest
 from soap.cluster.topology import Topology
 from soap.elastic.faults import ElasticError
 from soap.mixed.partitioning import Partitioner, WorkerPlan, kept_minibatches, parameter_copies
-from soap.model.graph import OperatorGraph
+from soap.model.graph import OperatorGraph, TensorKind
 from soap.profiles.roofline import RooflineCosts
+from soap.search.stage_groups import StageGroups
 from soap.tracing.load import load_model
 from tests.elastic.stars import star
 from tests.strategies import GPU
@@ -53,6 +54,16 @@ def of_layers(partitioner: Partitioner, devices: Sequence[int]) -> Sequence[tupl
     ]
 
 
+def passing(partitioner: Partitioner, groups: StageGroups, first: int, end: int, came: int, kept: int) -> int:
+    """What a stage of these layers holds of what passes its borders, and while it computes."""
+    graph, costs = partitioner.graph, partitioner._priced(groups)
+    inputs = sum(tensor.bytes for tensor in graph.tensors.values() if tensor.kind is TensorKind.INPUT)
+    forward, back = ([at_first, *map(int, row), 0] for at_first, row in zip((inputs, 0), costs.sent_bytes, strict=True))
+    operators = graph.operators[costs.firsts[first] : costs.firsts[end] if end < len(costs.firsts) else None]
+    largest = max(graph.tensors[own.tensor].bytes for op in operators for own in (*op.inputs, *op.outputs))
+    return came * forward[first] + back[first] + kept * back[end] + 2 * largest + inputs
+
+
 def exhaustive(partitioner: Partitioner, devices: Sequence[int], in_flight: int) -> tuple[int, int] | None:
     """The least (slowest stage or message, sum of all), over all orders of devices and all cuts."""
     groups = partitioner._groups(devices)
@@ -67,7 +78,9 @@ def exhaustive(partitioner: Partitioner, devices: Sequence[int], in_flight: int)
             for stage, (place, first, end) in enumerate(zip(places, (0, *cuts), (*cuts, count), strict=True)):
                 own = layers[place][first:end]
                 kept = 1 if stage == len(order) - 1 else max(1, in_flight - stage)
+                came = in_flight if stage == 0 else max(1, in_flight - stage + 1)
                 needed = sum((versions + 1) * p + buffers + kept * a for _, p, buffers, a in own)
+                needed += passing(partitioner, groups, first, end, came, kept)
                 fits &= needed <= partitioner.topology.memory_limits[order[place]]
                 times.append(sum(ns for ns, *_ in own))
             times += [

@@ -116,6 +116,28 @@ def test_what_travels_is_what_the_formula_says(servers: int, residual: bool) -> 
         assert sums == workers * worker_bytes(graph, cut, workers) // 2 + 2 * (servers - 1) * (behind + 4)  # and the loss
 
 
+@pytest.mark.parametrize("servers", [1, 2])
+def test_servers_of_thirty_workers_are_busy_with_what_is_theirs(servers: int) -> None:
+    """30 + 1 and 30 + 2, without latencies: each server's card receives its part of all gradients and activations, and with two servers
+    twice half of the tail's gradients; its GPU computes the tail for its part of all samples, and updates it."""
+    graph, workers, rate = net(batch=4 * 30, channels=32), 30, 1e8
+    topology = with_servers(cluster([1] * (workers + servers), GPU, 10 * rate, 0.0), servers)
+    own, cut, tail = simulator(graph, topology), graph.index["fc0"], tails(topology, servers)[0]
+    simulation = own.run(cut_at(graph, topology, cut, tail))
+    behind = sum(tensor.bytes for tensor in graph.parameters) - worker_parameters(graph, cut)
+    from_workers = workers * worker_bytes(graph, cut, workers) // 2 / servers
+    samples = [tile for tile in simulation.plan.tiles if tile.operator >= cut and tile.device == tail[0]]
+    kind = topology.devices[0].type
+    computed = sum(ask(graph, tile, kind) for tile in samples for ask in (own.costs.forward_ns, own.costs.backward_ns))
+    updated = sum(task.duration_ns for task in simulation.tasks.tasks if task.kind is TaskKind.UPDATE and task.resources == (tail[0],))
+    assert {tile.intervals[0] for tile in samples if tile.intervals} == {(0, 120 // servers)} and updated > 1
+    for device in tail:
+        received = from_workers + 2 * (servers - 1) / servers * behind
+        host = topology.hosts[topology.devices[device].host].name
+        assert simulation.busy_ns[f"network>{host}/switch"] == pytest.approx(1e9 * received / rate, rel=0.01)
+        assert simulation.busy_ns[topology.devices[device].name] == computed + updated
+
+
 def worker_parameters(graph: OperatorGraph, cut: int) -> int:
     used = {operand.tensor for op in graph.operators[:cut] for operand in op.parameters}
     return sum(tensor.bytes for tensor in graph.parameters if tensor.name in used)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,6 +11,7 @@ from soap.cluster.topology import Topology
 from soap.errors import StrategyError
 from soap.mixed.partitioning import kept_minibatches
 from soap.mixed.planned import minibatch_of, stages_of
+from soap.mixed.servers import Placement
 from soap.model.batch import sample_factor
 from soap.model.graph import KEEP_STATE, NEXT_STATE, OperatorGraph, TensorKind
 from soap.model.regions import Interval, balanced
@@ -73,6 +75,20 @@ class WavePlan:
         """Numbers of a server's pieces that a stage's parameters have."""
         names = set(self.workers[worker][stage].parameters)
         return tuple(number for number, piece in enumerate(self.held_by(server)) if piece.parameter in names)
+
+    def placement(self, graph: OperatorGraph, topology: Topology) -> Placement:
+        """How much of each stage's parameters is on which host's server."""
+        shares = []
+        for own in self.workers:
+            of_stages: list[Mapping[int, int]] = []
+            for stage in own:
+                held = Counter[int]()
+                for piece in (piece for name in stage.parameters for piece in self.pieces[name]):
+                    size = (piece.span[1] - piece.span[0]) * graph.tensors[piece.parameter].itemsize
+                    held[topology.devices[self.servers[piece.server]].host] += size
+                of_stages.append(held)
+            shares.append(tuple(of_stages))
+        return Placement(tuple(shares))
 
     def value_bytes(self, worker: int) -> int:
         """All parameters of a worker: what it pushes for a wave, and what a pull brings."""

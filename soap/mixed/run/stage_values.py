@@ -22,6 +22,8 @@ class StageValues:
         self._ended: deque[Tensor] = deque()
         self._wave, self._done = wave, self._weights.finished_minibatches
         self._sum = None if begun is None else begun[1]
+        self._whole: dict[int, Tensor] = {}
+        """Sums of waves that are complete here, and that the worker has not finished."""
 
     @property
     def version(self) -> int:
@@ -36,14 +38,15 @@ class StageValues:
         if self._done % self._wave:
             return None
         push = Push(self._done // self._wave - 1, self._wave, self._sum)
-        self._sum = None
+        self._whole[push.wave], self._sum = self._sum, None
         return push
 
     def values(self, finished: int, pulled: Tensor | None, version: int) -> Tensor:
         """What a minibatch begins with, when the worker has finished so many. ``pulled``: what servers have given for it, of this version,
         which has none of the worker's own waves that are not finished; None if it goes on with what it had."""
-        while self._weights.finished_minibatches < finished:
-            self._weights.finished(self._ended.popleft())
+        while (number := self._weights.finished_minibatches) < finished:
+            whole = self._whole.pop(number // self._wave) if (number + 1) % self._wave == 0 else None
+            self._weights.finished(self._ended.popleft(), whole)
         if pulled is not None:
             self._weights.pull(pulled, version)
         return self._weights.values()
