@@ -185,10 +185,16 @@ def _callable(spec: str) -> Callable[[], Any]:
         return partial(zoo.batches, spec)
     if not module or not name:
         raise SoapError(f"--data {spec}: expected package.module:callable, which yields one sequence of tensors per step")
+    return found_callable("--data", spec, "that yields batches")
+
+
+def found_callable(option: str, spec: str, what: str) -> Callable[[], Any]:
+    """The user's callable ``package.module:name`` of an option. SoapError in one line if there is none. ``what``: what it does."""
+    module, _, name = spec.partition(":")
     try:
         found: Callable[[], Any] = getattr(from_here(module), name)
     except (ImportError, AttributeError) as cause:
-        raise SoapError(f"--data {spec}: {cause}; expected package.module:callable that can be imported from here") from None
+        raise SoapError(f"{option} {spec}: {cause}; expected package.module:callable that can be imported from here") from None
     if not callable(found):
-        raise SoapError(f"--data {spec}: {type(found).__name__} cannot be called; expected a callable that yields batches")
+        raise SoapError(f"{option} {spec}: {type(found).__name__} cannot be called; expected a callable {what}")
     return found
