@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from soap.runner.sharding import shard
     from soap.runner.tuning import tune
     from soap.runtime.part_batch import PartBatch
+    from soap.runtime.step_metrics import StepMetrics
     from soap.runtime.trainer import Trainer
     from soap.runtime.training_options import TrainingOptions
     from soap.search.options import SearchOptions
@@ -71,6 +72,7 @@ _HOME = {
     "without_weights": "soap.tracing.without_values",
     "RunnerConfig": "soap.runner.config",
     "PartBatch": "soap.runtime.part_batch",
+    "StepMetrics": "soap.runtime.step_metrics",
     "Trainer": "soap.runtime.trainer",
     "TrainingOptions": "soap.runtime.training_options",
     "SearchOptions": "soap.search.options",
@@ -115,6 +117,7 @@ __all__ = [  # noqa: RUF022 - verbs, then values, then errors
     "SearchOptions",
     "SearchOutcome",
     "ServersOutcome",
+    "StepMetrics",
     "Trainer",
     "TrainingOptions",
     "OperatorGraph",

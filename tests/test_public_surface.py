@@ -12,7 +12,7 @@ import soap
 EXPECTED = {
     "classical", "export", "find", "fits", "load", "load_cluster", "load_strategy", "measure_rows", "preprocess", "save_strategy",
     "simulate", "simulate_beside", "Job", "find_servers", "simulate_servers", "ServersOutcome",
-    "get_runner", "partitioner", "shard", "tune", "without_weights", "PartBatch", "RunnerConfig",
+    "get_runner", "partitioner", "shard", "tune", "without_weights", "PartBatch", "RunnerConfig", "StepMetrics",
     "SearchOptions", "SearchOutcome", "Trainer", "TrainingOptions", "OperatorGraph", "OpConfig", "Strategy", "SyncConfig", "Topology",
     "SoapError", "InfeasibleError", "ModelError", "ProfileError", "RuntimeFailure", "StrategyError", "TopologyError",
     "__version__",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,15 +21,20 @@ from soap.search.explanation import Line, Synchronized, Unkept
 from soap.search.plot import plot
 from soap.search.record import MOST_FINALISTS, SearchResult
 from soap.search.starts import BASELINE, Start
+from soap.simulator.analysis.rich_display import milliseconds
 from soap.simulator.draws import Draws
 from soap.simulator.simulate import Simulation, Simulator
 from soap.simulator.throughput import Throughput, throughput
 from soap.strategy.config import Strategy
+from soap.strategy.rich_display import bars, strategy_html, table
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from soap.search.oracles.bounds import LowerBound
+
+MOST_SHOWN = 8
+"""Starts in a notebook's table."""
 
 
 @dataclass(frozen=True)
@@ -188,6 +194,16 @@ class SearchOutcome:
         count = simulator.topology.device_count
         space = build_space(simulator.graph, count, allowed=parse(simulator.graph, count, self.pins, self.forbidden))
         return lower_bound(space, simulator.topology, simulator.costs) if is_quickly_bounded(space) else None
+
+    def _repr_html_(self) -> str:
+        """What notebooks show: the time, beside what the search began with, and the strategy."""
+        title = f"{milliseconds(self.time_ns)} an iteration, {self.speedup:.2f} times as fast as data parallelism (predicted)"
+        began = sorted(self.result.starts, key=lambda own: own.cost_ns)[:MOST_SHOWN]  # costs are means over draws; shown is what is usual
+        others = sorted((self.simulator.makespan_ns(own.strategy), own.name, own.fits) for own in began)
+        plans = [("kept", self.time_ns, True), *((name, time_ns, fits) for time_ns, name, fits in others)]
+        drawn = zip(plans, bars([time_ns for _, time_ns, _ in plans]), strict=True)
+        rows = [[escape(name), bar, milliseconds(time_ns) + ("" if fits else ", does not fit")] for (name, time_ns, fits), bar in drawn]
+        return f"<b>{escape(title)}</b>" + table(("plan", "", "predicted"), rows) + strategy_html(self.strategy, self.simulator.graph)
 
     @property
     def record(self) -> dict[str, Any]:

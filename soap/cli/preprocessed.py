@@ -1,12 +1,24 @@
-"""Models and batches by what ``soap-preprocess`` wrote: ``--data preprocessed:OUT``, ``--alpha-from OUT``."""
+"""``--data``, and models and batches by what ``soap-preprocess`` wrote: ``--data preprocessed:OUT``, ``--alpha-from OUT``."""
 
 from __future__ import annotations
 
-from soap.cli.command import UsageError
+from soap.cli.command import Parser, UsageError
+from soap.cli.options import data_spec
 
 PREFIX = "preprocessed:"
 SIZED = ("zoo:dlrm",)
 """Models whose tables have as many rows as the data, if they are given data."""
+
+
+def add_data(parser: Parser) -> None:
+    """The option of whatever trains."""
+    data_help = (
+        "yields one sequence of tensors per step, the same on all ranks, or returns a torch dataset, of which each rank reads its samples; "
+        "or zoo:NAME; or preprocessed:OUT, what soap-preprocess wrote "
+        "(default: drawn like the example inputs, of which whole numbers other than indices and labels, such as offsets and masks, "
+        "are taken as they are)"
+    )
+    parser.add_argument("--data", metavar="PKG.MOD:CALLABLE", type=data_spec, help=data_help)
 
 
 def folder_of(data: str | None) -> str | None:

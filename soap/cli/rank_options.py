@@ -9,7 +9,7 @@ from soap.cli.command import UsageError
 
 RANKS_ALONE = (
     "check", "memory", "timeline", "compare_data_parallel", "compile", "clip_norm", "correct_momentum", "keep", "weight_decay", "no_decay",
-    "weights", "save_weights", "eval_data", "eval_steps", "eval_model", "restarts", "spare_plans", "report",
+    "weights", "save_weights", "eval_data", "eval_steps", "eval_model", "restarts", "spare_plans", "report", "log",
 )  # fmt: skip
 """Names of the parsed options."""
 

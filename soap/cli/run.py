@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from soap import api
-from soap.cli import compressing, emulation, evaluating, figures, reporting, restarting, stale_run, warm_up, weights
+from soap.cli import compressing, emulation, evaluating, figures, reporting, restarting, stale_run, step_log, warm_up, weights
 from soap.cli.checkpoints import add_checkpoints, chosen
 from soap.cli.command import Parser, UsageError, note, run_command
 from soap.cli.options import (
@@ -23,7 +23,6 @@ from soap.cli.options import (
     add_costs,
     add_model,
     add_outputs,
-    data_spec,
     not_negative,
     positive,
     positive_number,
@@ -32,9 +31,9 @@ from soap.cli.options import (
 )
 from soap.cli.plain_text import aligned, listed, milliseconds, speed_up
 from soap.cli.plan_summary import crowded, resting, shared_cores
-from soap.cli.preprocessed import folder_of, sized
+from soap.cli.preprocessed import add_data, folder_of, sized
 from soap.cli.timelines import measured_text, not_as_priced
-from soap.cli.updating import Updating, add_updating
+from soap.cli.updating import Updating, add_updating, require_trainable
 from soap.cluster.kinds import run_kind
 from soap.cluster.presets import says_all
 from soap.errors import RuntimeFailure, SoapWarning, StrategyError
@@ -83,6 +82,7 @@ def make_parser() -> Parser:
     evaluating.add_evaluation(parser)
     restarting.add_restarts(parser)
     stale_run.add_stale_run(parser)
+    step_log.add_log(parser)
     reporting.add_report(parser, "the plan beside what was measured, task by task")
     add_outputs(parser, timeline="write an iteration for Perfetto and soap-compare, predicted and measured side by side")
     return parser
@@ -100,20 +100,14 @@ def add_training(parser: Parser) -> None:
     parser.add_argument("--accumulate", metavar="K", type=positive, default=1, help=accumulate_help)
     parser.add_argument("--compile", action="store_true", help="by torch.compile, which takes its time in the first step")
     add_compressed_training(parser)
-    data_help = (
-        "yields one sequence of tensors per step, the same on all ranks, or returns a torch dataset, of which each rank reads its samples; "
-        "or zoo:NAME; or preprocessed:OUT, what soap-preprocess wrote "
-        "(default: drawn like the example inputs, of which whole numbers other than indices and labels, such as offsets and masks, "
-        "are taken as they are)"
-    )
-    parser.add_argument("--data", metavar="PKG.MOD:CALLABLE", type=data_spec, help=data_help)
+    add_data(parser)
     weights.add_weights(parser)
 
 
 def execute(args: argparse.Namespace) -> int:
     """Plan, train, report."""
     inputs = {"STRATEGY": args.strategy, "--model": args.model, "--cluster": args.cluster}
-    refuse_overwriting(inputs, {"--timeline": args.timeline, "--report": args.report})
+    refuse_overwriting(inputs, {"--timeline": args.timeline, "--report": args.report, "--log": args.log})
     if args.memory and args.accumulate > 1:
         raise UsageError("--memory with --accumulate; expected one batch per update, which is what memory is predicted for")
     if os.environ.get("RANK", "0") != "0":  # under torchrun, rank 0 prints the warnings for all
@@ -125,6 +119,7 @@ def execute(args: argparse.Namespace) -> int:
         return stale_run.execute(args, api.load_cluster(args.cluster or _recorded_cluster(args.strategy)), PROG)
     emulation.check_possible(args)
     restarting.check_possible(args)
+    step_log.check(args)
     (job, predicted, costs), outcome, restarts = restarting.train(args, prepare, start, partial(note, PROG))
     if outcome is None:  # under torchrun, on a rank that does not report
         return 0
@@ -161,9 +156,6 @@ def prepare(args: argparse.Namespace, topology: Topology | None = None) -> tuple
     graph = api.with_recorded_rows(graph, args.strategy)
     updating = Updating.of(args)
     from soap.plan.syncs.compressed import compressed_names
-    from soap.runtime.updates.clipping import require_clippable
-    from soap.runtime.updates.momentum import require_correctable
-    from soap.runtime.updates.parts import require_possible
     from soap.runtime.updates.trial import optimizer_states  # needed from here on anyway
 
     tried = updating.tried(graph)
@@ -179,13 +171,7 @@ def prepare(args: argparse.Namespace, topology: Topology | None = None) -> tuple
 
     trained = [STRATEGY, BASELINE] if args.compare_data_parallel else [STRATEGY]
     for name in trained:
-        require_possible(predicted[name].plan, tried, lazy_sparse=False)
-        if args.correct_momentum is not None:
-            require_correctable(predicted[name].plan)
-        if args.clip_norm is not None and compressed_names(predicted[name].plan):
-            require_clippable(predicted[name].plan, args.clip_norm)
-            if getattr(args, "check", False):
-                raise UsageError("--check with --clip-norm and a plan that compresses: each rank clips its own gradients; check without")
+        require_trainable(args, predicted[name].plan, tried)
         compressing.warn_of_memory(predicted[name])
     orders = {name: execution_order(predicted[name].tasks, predicted[name].schedule) for name in trained}
     job = Job(
@@ -214,6 +200,7 @@ def prepare(args: argparse.Namespace, topology: Topology | None = None) -> tuple
         emulated=args.emulate,
         record=record,
         evaluated=evaluating.chosen(args),
+        log=getattr(args, "log", None),
     )
     phases = warm_up.document(simulator, strategies[STRATEGY], args.warm_up, args.accumulate)
     return job, predicted, {**api.costs_record(simulator, predicted[STRATEGY].tasks), **({"warm_up": phases} if phases else {})}

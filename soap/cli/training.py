@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from soap.cli import compressing, evaluating, journal, weights
+from soap.cli import compressing, evaluating, journal, step_log, weights
 from soap.cli.batches import ConvertedBatches, DrawnBatches, JoinedBatches, batch_size, user_batches
 from soap.cli.checkpoints import Checkpoints, Saver
 from soap.cli.options import Reading
@@ -50,7 +50,7 @@ class Job:
     hosts. ``correct_momentum``, ``warm_up``: see ``--correct-momentum`` and ``--warm-up``. ``compressed``: name of a
     strategy -> parameters that it compresses, in order. ``weighed``: whether peak memory is measured.
     ``record``: what the model's file says of its export. ``journal``: the file for each step's loss (``soap.cli.journal``).
-    ``evaluated``: that of which the loss is asked for at the end."""
+    ``evaluated``: that of which the loss is asked for at the end. ``log``: as ``--log``."""
 
     model: str
     reading: Reading
@@ -78,6 +78,7 @@ class Job:
     record: ExportRecord | None = None
     journal: str | None = None
     evaluated: evaluating.Evaluated | None = None
+    log: str | None = None
 
     @property
     def updating(self) -> Updating:
@@ -151,6 +152,8 @@ def converted(job: Job, batches: Batches) -> Batches:
 def _measure(job: Job, model: TracedModel, name: str, batches: Batches, saver: Saver | None) -> tuple[StepTimes, float | None]:
     """Run all steps of the job, and for what is saved evaluate it then. The first few steps are not timed, unless there are no others."""
     trainer = make_trainer(job, model, name)
+    if saver is not None and job.log is not None and trainer.rank == 0:
+        trainer.on_step = step_log.logger(job.log, anew=job.checkpoints.resume is None)
     if job.checkpoints.resume is not None:
         _resume(job, trainer, job.checkpoints.resume)
     warm_up = min(WARM_UP_STEPS, job.steps - 1)

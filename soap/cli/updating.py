@@ -17,6 +17,7 @@ from soap.model.graph import OperatorGraph
 if TYPE_CHECKING:
     import torch
 
+    from soap.plan.plan import Plan
     from soap.runtime.updates.optimizers import Recipe
     from soap.runtime.updates.trial import Tried
 
@@ -340,3 +341,19 @@ def _defaults(target: Any) -> str:
 
 def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def require_trainable(args: argparse.Namespace, plan: Plan, tried: Tried) -> None:
+    """RuntimeFailure or UsageError in one line if the options do not go with this plan."""
+    from soap.plan.syncs.compressed import compressed_names
+    from soap.runtime.updates.clipping import require_clippable
+    from soap.runtime.updates.momentum import require_correctable
+    from soap.runtime.updates.parts import require_possible
+
+    require_possible(plan, tried, lazy_sparse=False)
+    if args.correct_momentum is not None:
+        require_correctable(plan)
+    if args.clip_norm is not None and compressed_names(plan):
+        require_clippable(plan, args.clip_norm)
+        if getattr(args, "check", False):
+            raise UsageError("--check with --clip-norm and a plan that compresses: each rank clips its own gradients; check without")

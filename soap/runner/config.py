@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from soap.errors import RuntimeFailure, StrategyError
+from soap.runtime.step_metrics import OnStep
 from soap.runtime.training_options import TrainingOptions
 from soap.runtime.updates.optimizers import GroupOptions, Optimizers, Recipe, ScheduleFactory, plain_sgd
 from soap.search.options import DEFAULT_BUDGET
@@ -43,10 +44,10 @@ class RunnerConfig:
     ``reduce_dense``, ``reduce_sparse``: gradients of dense and of sparse parameters are the mean over ranks, which is exact, or their sum,
     which is as many times as large (behind clipping).
 
-    ``optimizer``, ``groups``, ``schedule``, ``clip_norm``, ``seed``, ``backend``: see ``soap.TrainingOptions``; the searched plan does not
-    cut parameters that the optimizer needs whole. ``loss``, ``dynamic_batch``: see ``soap.export``. ``budget``, ``costs``: see
-    ``soap.SearchOptions``. ``alpha``: pattern of parameter names -> share of its rows that a batch touches. ``timeout_s``: seconds to wait
-    for ranks that do not answer. ``verify``: before the first step, rank 0 compares the module's own step on the first batch with its
+    ``optimizer``, ``groups``, ``schedule``, ``clip_norm``, ``seed``, ``backend``, ``on_step``: see ``soap.TrainingOptions``; the searched
+    plan does not cut parameters that the optimizer needs whole. ``loss``, ``dynamic_batch``: see ``soap.export``. ``budget``, ``costs``:
+    see ``soap.SearchOptions``. ``alpha``: pattern of parameter names -> share of its rows that a batch touches. ``timeout_s``: seconds to
+    wait for ranks that do not answer. ``verify``: before the first step, rank 0 compares the module's own step on the first batch with its
     program's, as ``soap.export`` does; all ranks refuse a difference.
     """
 
@@ -72,6 +73,7 @@ class RunnerConfig:
     seed: int = 0
     timeout_s: float = TIMEOUT_S
     verify: bool = True
+    on_step: OnStep | None = None
     consistency: str = SYNC
     reduce_dense: Reduction = "mean"
     reduce_sparse: Reduction = "mean"
@@ -91,6 +93,7 @@ class RunnerConfig:
             clip_norm=self.clip_norm,
             seed=self.seed,
             backend=self.backend,
+            on_step=self.on_step,
         )
 
     def __post_init__(self) -> None:
@@ -120,7 +123,7 @@ class RunnerConfig:
             return
         if not self.sharded:
             raise RuntimeFailure(f"consistency {self.consistency!r} with sharded=False: expected each rank's own part of a batch")
-        others = {name: getattr(self, name) for name in ("checkpoint", "groups", "schedule", "clip_norm", "tuning_iterations")}
+        others = {name: getattr(self, name) for name in ("checkpoint", "groups", "schedule", "clip_norm", "tuning_iterations", "on_step")}
         others["optimizer"] = self.optimizer if isinstance(self.optimizer, Mapping) else None
         for name, value in others.items():
             if value:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from types import TracebackType
 from typing import TYPE_CHECKING, Unpack
 
@@ -33,6 +34,7 @@ from soap.runtime.run_types import run_dtype
 from soap.runtime.sizes import BatchSizes
 from soap.runtime.step.micro_batch import MicroBatch
 from soap.runtime.step.step_end import StepEnd
+from soap.runtime.step_metrics import StepMetrics
 from soap.runtime.sync.look_ups import note_rows
 from soap.runtime.sync.shards import ShardStore, gather_regions
 from soap.runtime.system.malloc import keep_if_there_is_room
@@ -81,7 +83,7 @@ class Trainer:
         self.model, self.seed, self.dtype = model, options.seed, options.dtype
         self.accumulate, self.clip_norm, self.compressing = options.accumulate, options.clip_norm, options.compressing
         self.compiled, self.lazy_sparse = options.compiled, options.lazy_sparse
-        self.recipe = options.recipe
+        self.recipe, self.on_step = options.recipe, options.on_step
         self.gradient_norm: float | None = None
         self.steps = self.input_bytes = 0  # bytes of all batches that this rank was given
         self.world = open_world(asked.topology.device_count, asked.kind, options.backend, options.timeout_s)
@@ -177,6 +179,7 @@ class Trainer:
     def _iterate(self, inputs: Sequence[Given], recorder: Recorder | None) -> float:
         """Run all micro-batches of a step and the update. A recorder traces the last micro-batch. Returns the loss."""
         HERE.enter(self.steps + 1)
+        begin = perf_counter()
         parts = self.given_batches(self.sizes, inputs, "training")
         losses = []
         looked_up: dict[str, torch.Tensor] = {}
@@ -195,7 +198,10 @@ class Trainer:
         self.steps += 1
         mean = sum(loss() for loss in losses) / len(losses)
         HERE.enter(0)
+        rates = tuple(float(group["lr"]) for group in self.optimizer.param_groups) if self.optimizer is not None else ()
         self.schedule.step(mean)
+        if self.on_step is not None and self.rank == 0:
+            self.on_step(StepMetrics(self.steps, mean, perf_counter() - begin, rates, self.gradient_norm))
         return mean
 
     def given_batches(self, sizes: BatchSizes, inputs: Sequence[Given], purpose: str) -> list[Batch]:

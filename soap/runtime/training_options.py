@@ -11,6 +11,7 @@ from soap.cluster.topology import DeviceKind
 from soap.errors import RuntimeFailure
 from soap.runtime.comm.world import TIMEOUT_S
 from soap.runtime.compression.peer import AS_IT_IS, CompressedTraining
+from soap.runtime.step_metrics import OnStep
 from soap.runtime.updates.optimizers import GroupOptions, Optimizers, Recipe, ScheduleFactory, plain_sgd
 
 
@@ -31,6 +32,7 @@ class TrainingKeywords(TypedDict, total=False):
     backend: str
     device_kind: DeviceKind | None
     timeout_s: float
+    on_step: OnStep | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +56,8 @@ class TrainingOptions:
     that a rank of a pipeline does not hold the other stages. Nor does it hold constants that it does not read, or others twice.
 
     ``backend``: ``gloo``, ``nccl``, or ``auto`` (by the devices). ``device_kind``: kind of the ranks' devices; None: the cluster's.
-    ``timeout_s``: seconds to wait for ranks that do not answer.
+    ``timeout_s``: seconds to wait for ranks that do not answer. ``on_step``: called on rank 0 behind each step with what it showed
+    (``StepMetrics``), to be logged; the next step begins when it returns, and its error ends the training.
     """
 
     optimizer: Optimizers = plain_sgd
@@ -71,6 +74,7 @@ class TrainingOptions:
     backend: str = "auto"
     device_kind: DeviceKind | None = None
     timeout_s: float = TIMEOUT_S
+    on_step: OnStep | None = None
 
     def __post_init__(self) -> None:
         if self.accumulate < 1 or not (self.clip_norm is None or self.clip_norm > 0):

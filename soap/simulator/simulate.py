@@ -17,6 +17,7 @@ from soap.model.graph import OperatorGraph
 from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.plan.plan import Plan
 from soap.plan.syncs.clipping import refusal
+from soap.simulator.analysis.rich_display import simulation_html
 from soap.simulator.analysis.timeline import busy_time_ns, bytes_moved, critical_path_ns, link_bytes
 from soap.simulator.communication.prices import Communication
 from soap.simulator.communication.synchronizing import before_passes
@@ -67,6 +68,10 @@ class Simulation:
     tasks: TaskGraph
     schedule: Schedule
     optimizer_states: int
+
+    def _repr_html_(self) -> str:
+        """What notebooks show."""
+        return simulation_html(self)
 
     @property
     def topology(self) -> Topology:

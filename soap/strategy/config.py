@@ -192,6 +192,12 @@ class Strategy:
         plain = {name: dict(value) if isinstance(value, MappingProxyType) else value for name, value in values.items()}
         return (_rebuilt, (type(self), plain))
 
+    def _repr_html_(self) -> str:
+        """What notebooks show."""
+        from soap.strategy.rich_display import strategy_html  # which reads files' fields, and so this module
+
+        return strategy_html(self)
+
     def with_changes(self, operators: Mapping[str, OpConfig] = NOTHING, parameters: Mapping[str, SyncConfig] = NOTHING) -> Self:
         """A copy with other configurations of some operators, and other synchronizations of some parameters."""
         configs = {**self.operators, **operators} if operators else self.operators

@@ -50,7 +50,7 @@ def test_a_trainer_refuses_names_that_there_are_not() -> None:
 
 def test_a_runner_hands_on_what_its_trainer_takes() -> None:
     """All fields that both have, but how long ranks wait: for the one that searches."""
-    config = RunnerConfig(seed=4, clip_norm=0.5, backend="gloo", groups=lambda name, shape: {}, schedule=None)
+    config = RunnerConfig(seed=4, clip_norm=0.5, backend="gloo", groups=lambda name, shape: {}, schedule=None, on_step=print)
     common = {field.name for field in fields(TrainingOptions)} & {field.name for field in fields(RunnerConfig)} - {"timeout_s"}
-    assert common == {"optimizer", "groups", "schedule", "clip_norm", "seed", "backend"}
+    assert common == {"optimizer", "groups", "schedule", "clip_norm", "seed", "backend", "on_step"}
     assert {name: getattr(config.training, name) for name in common} == {name: getattr(config, name) for name in common}

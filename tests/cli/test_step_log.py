@@ -1,0 +1,104 @@
+"""``--log``: where each step's metrics go."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import soap
+from soap.cli import step_log
+from soap.cli.run import main
+from soap.errors import SoapError
+from soap.runtime.step_metrics import StepMetrics
+from tests.cli.refusals import assert_refused
+from tests.graph_builder import mlp
+from tests.runtime.handmade import HandModel
+from tests.runtime.plans import plan_of, split
+
+SEEN: list[StepMetrics] = []
+NOT_CALLABLE = 3
+
+
+def collector() -> Any:
+    return SEEN.append
+
+
+def makes_nothing() -> None:
+    return None
+
+
+def test_a_trainer_tells_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = mlp()
+    model = HandModel(graph)
+    seen: list[StepMetrics] = []
+    schedule = lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)  # noqa: E731 - as people write it
+    keywords: dict[str, Any] = {"optimizer": lambda p: torch.optim.SGD(p, lr=0.5), "schedule": schedule, "clip_norm": 1.0}
+    plan = plan_of(graph, split((0,)), device_count=1)
+    with soap.Trainer(model, plan, on_step=seen.append, dtype=torch.float64, **keywords) as trainer:
+        losses = [trainer.step(*model.inputs(step)) for step in range(3)]
+        assert [own.loss for own in seen] == losses and [own.step for own in seen] == [1, 2, 3]
+        assert [own.learning_rates for own in seen] == [(0.5,), (0.25,), (0.125,)]
+        assert seen[-1].gradient_norm == trainer.gradient_norm is not None and all(own.seconds > 0 for own in seen)
+
+
+def test_scalars_have_names() -> None:
+    assert StepMetrics(3, 1.5, 0.25).scalars() == {"train/loss": 1.5, "train/seconds": 0.25}
+    assert StepMetrics(3, 1.5, 0.25, (0.1, 0.2), 7.0).scalars() == {
+        "train/loss": 1.5, "train/seconds": 0.25, "train/learning_rate": 0.1, "train/learning_rate_1": 0.2, "train/gradient_norm": 7.0,
+    }  # fmt: skip
+
+
+def test_lines_are_begun_anew_but_for_a_training_that_goes_on(tmp_path: Path) -> None:
+    file = tmp_path / "log.jsonl"
+    file.write_text("old\n")
+    step_log.logger(str(file), anew=False)(StepMetrics(8, 0.5, 0.25, (0.1,), None))
+    old, line = file.read_text().splitlines()
+    assert old == "old"
+    assert json.loads(line) == {"step": 8, "loss": 0.5, "seconds": 0.25, "learning_rates": [0.1], "gradient_norm": None}
+    step_log.logger(str(file), anew=True)
+    assert file.read_text() == ""
+
+
+def test_a_logger_of_the_user_s() -> None:
+    SEEN.clear()
+    step_log.logger("tests.cli.test_step_log:collector", anew=True)(StepMetrics(1, 2.0, 0.5))
+    import tests.cli.test_step_log as imported  # a second one, if pytest imports files by their paths
+
+    assert [own.step for own in imported.SEEN] == [1]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nothing", "has no attribute 'nothing'; expected package.module:callable"),
+        ("NOT_CALLABLE", "int cannot be called; expected a callable that returns a function of metrics"),
+        ("makes_nothing", "it returned NoneType; expected a function that takes soap.StepMetrics"),
+    ],
+)
+def test_what_is_no_logger_is_refused(name: str, message: str) -> None:
+    with pytest.raises(SoapError, match=message):
+        step_log.logger(f"tests.cli.test_step_log:{name}", anew=True)
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    command = ["strategy.json", "--model", "zoo:gpt:tiny", "--cluster", "p100-4x4", "--log", str(tmp_path / "no" / "log.jsonl")]
+    assert_refused(capsys, main, command, 1, "log.jsonl")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("kept_ranks")
+def test_a_run_writes_a_line_for_each_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, cluster = "zoo:rnnlm:tiny", "v100-2"
+    loaded, topology = soap.load(model, plan_only=True), soap.load_cluster(cluster)
+    soap.save_strategy(tmp_path / "s.json", soap.classical("data_parallel", loaded, topology), loaded, topology)
+    log = tmp_path / "log.jsonl"
+    options = ["--device", "cpu", "--steps", "4", "--clip-norm", "1", "--json", "--log", str(log)]
+    assert main([str(tmp_path / "s.json"), "--model", model, "--cluster", cluster, *options]) == 0
+    told = json.loads(capsys.readouterr().out)["strategies"]["strategy"]["losses"]
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4] and [line["loss"] for line in lines] == told
+    assert all(line["gradient_norm"] > 0 and line["learning_rates"] == [0.01] for line in lines)
