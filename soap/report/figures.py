@@ -45,7 +45,7 @@ INK = "#767676"
 """Of axes and labels until the page knows whether it is dark: readable on white and on black."""
 ENTRY_TAG = "entry-pixels"
 """In a legend's tags before the width of its widest entry, for ``assets/page.js``."""
-LETTER_PIXELS, ENTRY_PIXELS = 7.5, 36
+LETTER_PIXELS, ENTRY_PIXELS = 6.5, 32
 """About the width of a letter of a legend, and of what an entry has beside its letters."""
 ROW_PIXELS, LEAST_PIXELS, MOST_PIXELS = 20, 180, 900
 
@@ -131,7 +131,7 @@ def legend_above(made: BokehFigure, items: Sequence[tuple[str, Sequence[Any]]], 
     legend = Legend(items=[LegendItem(label=name, renderers=list(own)) for name, own in items], orientation="horizontal")
     legend.background_fill_alpha, legend.border_line_color, legend.label_text_color = 0, None, INK
     legend.click_policy = "hide" if hide else "none"
-    legend.margin, legend.padding, legend.spacing = 0, 4, 10
+    legend.margin, legend.padding, legend.spacing, legend.location = 0, 4, 10, "top_left"
     legend.ncols, legend.tags = 6, [ENTRY_TAG, max((len(name) for name, _ in items), default=0) * LETTER_PIXELS + ENTRY_PIXELS]
     made.add_layout(legend, "above")
 

@@ -21,7 +21,8 @@ MOST_LINKS = 16
 """Rows of the table."""
 MOST_DRAWN = 4000
 """A drawing of more links shows nothing."""
-LABELLED_DEVICES = 24
+LABELLED = 80
+"""Up to so many devices, or switches, there is room for their numbers and names."""
 BESIDE = 0.09
 """How far the two directions of a cable are apart, in devices."""
 CURVED = 16
@@ -144,23 +145,34 @@ def _nodes(made: BokehFigure, topology: Topology, places: Mapping[str, Point]) -
 
     devices = {device.name: device for device in topology.devices}
     switches = [name for name in places if name not in devices]
-    for names, marker, size in ((list(devices), "square", 11), (switches, "diamond", 15)):
+    for names, marker, size in ((list(devices), "square", 16 if len(devices) <= LABELLED else 6), (switches, "diamond", 15)):
         source = ColumnDataSource(
             {
                 "x": [places[name][0] for name in names],
                 "y": [places[name][1] for name in names],
                 "name": [plain(name) for name in names],
                 "short": [str(devices[name].index) if name in devices else plain(name, 24) for name in names],
+                "aside": [-11 if _leans_right(topology, places, name) else 11 for name in names],
+                "align": ["center" if name in devices else "right" if _leans_right(topology, places, name) else "left" for name in names],
             }
         )
         drawn = made.scatter("x", "y", marker=marker, size=size, fill_color=GREY, line_color=INK, source=source)
         made.add_tools(HoverTool(renderers=[drawn], tooltips=[("node", "@name")]))
-        if len(names) <= LABELLED_DEVICES or marker == "square":
-            below = {"x_offset": 0, "y_offset": 15, "text_align": "center", "text_baseline": "middle"}
-            beside = {"x_offset": 11, "y_offset": -5, "text_align": "left", "text_baseline": "bottom"}
-            where = below if marker == "square" else beside
-            made.text(x="x", y="y", text="short", text_font_size="10px", text_color=INK, source=source, **where)
+        if len(names) > LABELLED:
+            continue
+        inside = marker == "square"
+        made.text(
+            x="x", y="y", text="short", text_font_size="9px" if inside else "10px", text_color="#000000" if inside else INK,
+            text_align="align", text_baseline="middle", x_offset=0 if inside else "aside", y_offset=0 if inside else -7, source=source,
+        )  # fmt: skip
     made.y_range.range_padding = 0.12
+
+
+def _leans_right(topology: Topology, places: Mapping[str, Point], name: str) -> bool:
+    """Whether the cables that lead up from a switch lead to the right, so that its name has to be at its left."""
+    x, height = places[name]
+    above = [places[link.target][0] for link in topology.links if link.source == name and places[link.target][1] > height]
+    return bool(above) and max(above) > x
 
 
 def _hosts(made: BokehFigure, topology: Topology, places: Mapping[str, Point], lowest: float) -> None:
@@ -175,20 +187,17 @@ def _hosts(made: BokehFigure, topology: Topology, places: Mapping[str, Point], l
 
 
 def _table(simulation: Simulation | FoldedSimulation) -> Table:
+    """The busiest links; those of which all figures are alike have one row."""
     carried, busy = simulation.link_bytes, simulation.busy_ns
     used = sorted((link for link in simulation.topology.links if carried[link.name]), key=lambda link: (-busy[link.name], link.index))
-    rows = [
-        (
-            link.name,
-            format_bytes(carried[link.name]),
-            duration(busy[link.name]),
-            f"{busy[link.name] / max(1, simulation.makespan_ns):.0%}",
-            format_rate(link.bandwidth_bytes_per_second),
-        )
-        for link in used[:MOST_LINKS]
-    ]
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for link in used:
+        held = f"{busy[link.name] / max(1, simulation.makespan_ns):.0%}"
+        figures = format_bytes(carried[link.name]), duration(busy[link.name]), held, format_rate(link.bandwidth_bytes_per_second)
+        alike.setdefault(figures, []).append(link.name)
+    rows = [(f"{own[0]} and {len(own) - 1} alike" if len(own) > 1 else own[0], *figures) for figures, own in alike.items()]
     head = ("link", "carries", "held for", "of the iteration", "bandwidth")
-    return Table(f"The busiest of {len(used)} links that carry something", head, rows)
+    return Table(f"The busiest of {len(used)} links that carry something", head, rows[:MOST_LINKS])
 
 
 SECTION = Section("links", "Links", lacks, blocks)

@@ -13,6 +13,7 @@ from soap.report import links, memory, operators, searching, timeline
 from soap.report.timeline import Bar
 from soap.search.record import Improvement
 from soap.strategy.config import OpConfig, Strategy
+from soap.units import format_bytes
 from tests.graph_builder import mlp, transformer
 from tests.report.made import usual
 from tests.strategies import cluster
@@ -125,3 +126,32 @@ def test_a_search_knows_when_it_found_what() -> None:
     assert seconds == sorted(seconds) and seconds[0] >= 0
     assert replace(result, improvements=(Improvement(0, 0.0, 1),)) == result  # no part of what makes searches equal
     assert result.best_costs[-1][1] == result.cost_ns
+
+
+def test_links_that_are_alike_have_one_row() -> None:
+    table = links._table(SIMULATION)
+    used = [name for name, size in SIMULATION.link_bytes.items() if size]
+    counts = [1 + int(row[0].split(" and ")[1].split()[0]) if " and " in row[0] else 1 for row in table.rows]
+    assert sum(counts) == len(used) and len(table.rows) < len(used)
+    for row in table.rows:
+        assert row[1] == format_bytes(SIMULATION.link_bytes[row[0].split(" and ")[0]])
+
+
+def test_names_of_switches_stand_where_no_cable_leads_up() -> None:
+    topology = cluster([2, 2])
+    places = links.places_of(topology)
+    leaning = {name: links._leans_right(topology, places, name) for name in topology.switches}
+    middle = sum(x for x, _ in places.values()) / len(places)
+    highest = max(height for _, height in places.values())
+    assert all(leaning[name] == (places[name][0] < middle and places[name][1] < highest) for name in leaning)
+
+
+def test_starts_that_are_far_off_have_no_line_but_a_row() -> None:
+    result = usual().result
+    assert result is not None
+    far = replace(result.starts[0], name="far", cost_ns=100 * result.data_parallel_ns, overflow_bytes=0)
+    with_far = replace(result, starts=(*result.starts, far))
+    made = searching._against_proposals(with_far)
+    named = [item.label.value for legend in made.legend for item in legend.items]
+    assert not any(name.startswith("far ") for name in named) and any(name.startswith("data_parallel ") for name in named)
+    assert [row[0] for row in searching._starts(with_far).rows][-1] == "far"

@@ -32,7 +32,7 @@
       if (!place.clientWidth) continue;
       for (const root of doc.roots()) for (const model of root.references()) {
         if (model.type !== "Legend" || model.tags[0] !== "entry-pixels") continue;
-        const columns = Math.floor((Math.max(place.clientWidth, 560) - 150) / model.tags[1]);
+        const columns = Math.floor((place.clientWidth - 40) / model.tags[1]);
         const ncols = Math.max(1, Math.min(model.items.length, columns));
         if (model.ncols !== ncols) model.ncols = ncols;
       }
