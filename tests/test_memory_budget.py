@@ -11,6 +11,7 @@ import pytest
 import soap
 from soap.cluster.memory_budget import read_budget, with_memory_budget
 from soap.errors import TopologyError
+from soap.model.graph import TensorKind
 from soap.simulator.memory.peaks import overflow_bytes
 from soap.strategy.classical import data_parallel
 from tests.graph_builder import mlp
@@ -70,6 +71,21 @@ def test_it_is_the_same_cluster_with_less_room() -> None:
     roomy = soap.simulate(graph, TOPOLOGY, "data_parallel", costs="estimate", memory_budget=f"{max(needed.peak_bytes)} B")
     assert (needed.fits, tight.fits, roomy.fits) == (True, False, True)
     assert tight.makespan_ns == needed.makespan_ns and tight.peak_bytes == needed.peak_bytes
+
+
+def test_a_batch_that_no_device_holds_is_planned_for_ranks_with_their_own_samples() -> None:
+    graph, whole = mlp(batch=4096), soap.load_cluster("p100-4x4")
+    own = soap.load_cluster("p100-4x4", own_samples=True)
+    assert own.hash == whole.hash and pickle.loads(pickle.dumps(own)) == own != whole
+    needed = [soap.simulate(graph, given, "data_parallel", costs="estimate") for given in (whole, own)]
+    given_bytes = sum(tensor.bytes for tensor in graph.tensors.values() if tensor.kind is TensorKind.INPUT)
+    saved = {a.activations - b.activations for a, b in zip(needed[0].memory, needed[1].memory, strict=True)}
+    assert saved == {given_bytes * 15 // 16} and needed[0].makespan_ns == needed[1].makespan_ns
+    assert max(needed[1].peak_bytes) < given_bytes
+    options = soap.SearchOptions(budget=50, memory_budget=f"{given_bytes} B", costs="estimate")
+    assert soap.find(graph, own, options).simulation.fits
+    with pytest.raises(soap.InfeasibleError):
+        soap.find(graph, whole, options)
 
 
 def test_plans_made_with_a_budget_hold_for_the_cluster(tmp_path) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 from math import prod
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+import soap
 from soap.cluster.presets import local_topology
 from soap.cluster.topology import Topology
 from soap.errors import RuntimeFailure
@@ -79,6 +82,23 @@ def test_each_rank_of_data_parallelism_is_given_its_share(four: Pool, model: str
     labels = 8 * prod(graph.tensors["labels"].shape) if model == "gpt" else 0
     for own, whole in four.run(bytes_given, spec, strategy):
         assert (own - labels) * 4 == whole - labels
+
+
+class Summed(nn.Sequential):
+    """A sum over labels, of which some are ignored, divided by what the module is given."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(super().forward(x), labels, reduction="sum") / count
+
+
+def test_labels_of_a_sum_are_shared_out(four: Pool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    labels = torch.tensor([0, 1, -100, 2] * 4)
+    path = tmp_path / "m.pt2"
+    soap.export(Summed(nn.Linear(8, 3)), (torch.randn(16, 8), labels, torch.tensor(12.0)), path=path, verify=False)
+    graph = traced(str(path)).graph
+    for own, whole in four.run(bytes_given, str(path), CLASSICAL["data_parallel"](graph, FOUR)):
+        assert (own - 8) * 4 == whole - 8  # all but the number by which it is divided
 
 
 @pytest.mark.long

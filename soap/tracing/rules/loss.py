@@ -21,12 +21,11 @@ def _class_dim(shape: tuple[int, ...]) -> int:
     return 1 if len(shape) > 1 else 0
 
 
-def _local_targets(local: Local) -> tuple[torch.Tensor, torch.Tensor]:
-    """(this tile's targets, all targets). Targets are given whole because the mean divides by what the whole batch holds."""
-    target = local.tensors[1]
+def _own_of(target: torch.Tensor, local: Local) -> torch.Tensor:
+    """This tile's part of all targets."""
     class_dim = _class_dim(local.shapes[0])
     region = tuple(slice(a, b) for i, (a, b) in enumerate(local.boxes[0]) if i != class_dim)
-    return target[region], target
+    return target[region]
 
 
 def _denominator(targets: torch.Tensor, weight: torch.Tensor | None, ignore_index: int) -> torch.Tensor:
@@ -72,7 +71,8 @@ def _run_cross_entropy(local: Local) -> torch.Tensor:
     if local.shapes[0] == local.shapes[1]:  # targets are probabilities: their region comes along with x's
         summed = F.cross_entropy(x, local.tensors[1], weight, reduction="none" if reduction == 0 else "sum", label_smoothing=smoothing)
         return summed / (prod(local.shapes[0]) // local.shapes[0][_class_dim(local.shapes[0])]) if reduction == MEAN else summed
-    targets, everyone = _local_targets(local)
+    everyone = local.tensors[1]
+    targets = _own_of(everyone, local) if reduction == MEAN else everyone
     how = "none" if reduction == 0 else "sum"
     if logits and how == "sum" and _is_plain(x, weight, smoothing):
         loss = cast(torch.Tensor, _CrossEntropy.apply(x, targets, ignore))  # type: ignore[no-untyped-call]
@@ -87,15 +87,17 @@ def _run_cross_entropy(local: Local) -> torch.Tensor:
 
 @rule("aten.cross_entropy_loss", "aten.nll_loss", "aten.nll_loss_nd", "aten.nll_loss2d")
 def cross_entropy(view: View) -> Tiled:
-    """Classes are needed whole; samples and positions are free and summed."""
+    """Classes are needed whole; samples and positions are free and summed. A mean divides by what the whole batch holds, so it needs all
+    targets."""
     shape = view.shapes[0]
     class_dim = _class_dim(shape)
     scope = Scope()
     maps = tuple(WHOLE if i == class_dim else scope.factor("b" if i == 0 else f"d{i}", size) for i, size in enumerate(shape))
-    target = maps if view.shapes[1] == shape else (WHOLE,) * len(view.shapes[1])
+    own = tuple(dim for i, dim in enumerate(maps) if i != class_dim)
+    target = maps if view.shapes[1] == shape else (WHOLE,) * len(own) if view.get("reduction", MEAN) == MEAN else own
     weight = [(WHOLE,)] * (len(view.shapes) - 2)
     none = view.get("reduction", MEAN) == 0
-    out = tuple(dim for i, dim in enumerate(maps) if i != class_dim) if none else ()
+    out = own if none else ()
     return Tiled(
         tuple(scope.factors),
         (maps, target, *weight),
