@@ -122,14 +122,16 @@ class Partitioner:
         chain = self._chain(costs, groups, (1,) * len(devices), 1)
         if len(devices) > chain.layer_count:
             raise ElasticError(f"a worker on {names}: {len(devices)} stages of {chain.layer_count} layers; expected as many layers")
-        needed = (chain.kept_bytes + chain.activation_bytes).min(axis=0)
-        layer, limits = int(needed.argmax()), sum(self.topology.memory_limits[device] for device in devices)
+        passing = np.zeros((chain.layer_count + 1,) * 2, np.int64) if chain.borders is None else chain.borders.needed_bytes(0, 1)
+        layers = (chain.kept_bytes + chain.activation_bytes).min(axis=0)
+        alone, together = layers + passing.diagonal(1), int(layers.sum() + passing[0, -1])
+        layer, limits = int(alone.argmax()), sum(self.topology.memory_limits[device] for device in devices)
         first = self.graph.operators[costs.firsts[layer]].name
         raise ElasticError(
-            f"a worker on {names} fits no stages into memory, even with one minibatch in flight: all layers need "
-            f"{format_bytes(int(needed.sum()))} of {format_bytes(limits)}, the largest, from {first!r} on, "
-            f"{format_bytes(int(needed[layer]))} of {format_bytes(int(chain.limit_bytes.max()))} at most; expected more or larger "
-            "devices, or a smaller minibatch"
+            f"a worker on {names} fits no stages into memory, even with one minibatch in flight: all layers together need "
+            f"{format_bytes(together)}, the devices have {format_bytes(limits)}; the largest layer alone, from {first!r} on, needs "
+            f"{format_bytes(int(alone[layer]))}, the largest device has {format_bytes(int(chain.limit_bytes.max()))}; expected more or "
+            "larger devices, or a smaller minibatch"
         )
 
     def _groups(self, devices: Sequence[int]) -> StageGroups:

@@ -16,7 +16,7 @@ from soap.elastic.simulation.delays import NO_DELAYS, Delays
 from soap.elastic.simulation.steady import SETTLED
 from soap.mixed.allocations import Allocation, allocations, policies
 from soap.mixed.partitioning import MOST_CONSIDERED, Partitioner, WorkerPlan
-from soap.mixed.servers import placed
+from soap.mixed.servers import placed, require_room
 from soap.mixed.steady import MixedSteady, simulate
 from soap.model.batch import samples_of
 from soap.model.graph import OperatorGraph
@@ -68,7 +68,7 @@ class Finder:
 
     def best_in_flight(self, allocation: Allocation) -> Found:
         """The best number of minibatches in flight for these workers, the least of equal ones. More are tried as long as that helps.
-        ElasticError if one of the workers fits nowhere."""
+        ElasticError if one of the workers fits nowhere, or a host lacks memory for servers."""
         for devices in allocation.workers:
             self._partitioner.require_fits(devices)
         most = self._most(allocation)
@@ -124,4 +124,5 @@ class Finder:
 
     def _simulated(self, allocation: Allocation, plans: Sequence[WorkerPlan]) -> MixedSteady:
         placement = placed(self._topology, allocation, plans)
+        require_room(self._topology, plans, placement, self._bound)
         return simulate(self._topology, plans, placement, self._batch, self._bound, delays=self._delays)

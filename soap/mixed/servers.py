@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from soap.cluster.topology import Topology
 from soap.elastic.faults import ElasticError
 from soap.mixed.allocations import Allocation
-from soap.mixed.partitioning import WorkerPlan
+from soap.mixed.partitioning import COUNTED_BOUND, WorkerPlan
 from soap.plan.collectives import REDUCE_TRAFFIC
 from soap.simulator.communication.servers import server_type
 from soap.simulator.costs import nanoseconds
+from soap.units import format_bytes
 
 COPY_TRAFFIC = 2
 """Bytes that a server reads and writes for each byte of values that it gives away."""
@@ -47,6 +48,31 @@ def placed(topology: Topology, allocation: Allocation, plans: Sequence[WorkerPla
 
 def _even(size: int, hosts: Sequence[int]) -> Mapping[int, int]:
     return {host: size * (k + 1) // len(hosts) - size * k // len(hosts) for k, host in enumerate(hosts)}
+
+
+def host_bytes(topology: Topology, plans: Sequence[WorkerPlan], placement: Placement, bound: int | None) -> tuple[int, ...]:
+    """By host, what it holds at most of parameters, for any order of events: its servers the versions that may be asked for, pushes of
+    waves that not all workers have pushed, and a question and an answer of each worker; and, of stages on accelerators, the sums of own
+    waves that are in no pulled values (of those on processors these are in the device's memory). Without a bound as with
+    ``COUNTED_BOUND``."""
+    ahead, found = (COUNTED_BOUND if bound is None else bound) + 2, [0] * len(topology.hosts)
+    copies = ahead + 2 + (len(plans) - 1) * ahead + 2 * len(plans)
+    for host, size in ((host, size) for shares in placement.shares[0] for host, size in shares.items()):
+        found[host] += copies * size
+    for stage in (stage for plan in plans for stage in plan.stages):
+        device = topology.devices[stage.device]
+        found[device.host] += 0 if device.type.kind == "cpu" else ahead * stage.parameter_bytes
+    return tuple(found)
+
+
+def require_room(topology: Topology, plans: Sequence[WorkerPlan], placement: Placement, bound: int | None) -> None:
+    """ElasticError in one line if a host's memory, where it is known, is less than ``host_bytes``."""
+    for host, size in zip(topology.hosts, host_bytes(topology, plans, placement, bound), strict=True):
+        if host.memory_bytes is not None and size > host.memory_bytes:
+            raise ElasticError(
+                f"servers and waiting updates of {len(plans)} workers need {format_bytes(size)} on host {host.name!r}, which has "
+                f"{format_bytes(host.memory_bytes)}; expected a tighter bound, fewer workers, or more memory"
+            )
 
 
 def count_ns(topology: Topology, device: int, size: int) -> int:

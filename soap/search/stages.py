@@ -37,13 +37,13 @@ class Borders:
 
     def needed_bytes(self, stage: int, in_flight: int) -> Integers:
         """By first layer, and layer behind the last one, of a stage: what has come, the gradients of what it has sent, those that it sends,
-        and what the largest of its layers takes."""
-        at_first = self.received[stage] * self.forward_bytes + self.back_bytes
+        and what the largest of its layers takes. There is always room for one more that comes."""
+        at_first = (self.received[stage] + 1) * self.forward_bytes + self.back_bytes
         layers = len(self.most_bytes)
         most = np.zeros((layers + 1, layers + 1), np.int64)
         for first in range(layers):
             most[first, first + 1 :] = np.maximum.accumulate(self.most_bytes[first:])
-        return at_first[:, None] + in_flight * self.back_bytes[None, :] + most
+        return at_first[:, None] + (in_flight + 1) * self.back_bytes[None, :] + most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -61,7 +61,7 @@ def passing(partitioner: Partitioner, groups: StageGroups, first: int, end: int,
     forward, back = ([at_first, *map(int, row), 0] for at_first, row in zip((inputs, 0), costs.sent_bytes, strict=True))
     operators = graph.operators[costs.firsts[first] : costs.firsts[end] if end < len(costs.firsts) else None]
     largest = max(graph.tensors[own.tensor].bytes for op in operators for own in (*op.inputs, *op.outputs))
-    return came * forward[first] + back[first] + kept * back[end] + 2 * largest + inputs
+    return (came + 1) * forward[first] + back[first] + (kept + 1) * back[end] + 2 * largest + inputs
 
 
 def exhaustive(partitioner: Partitioner, devices: Sequence[int], in_flight: int) -> tuple[int, int] | None:
@@ -139,10 +139,10 @@ def test_what_stages_keep() -> None:
 def test_less_memory_means_fewer_in_flight_and_then_nothing() -> None:
     graph = graph_of(MODELS[0])
     whole = sum(tensor.bytes for tensor in graph.parameters)
-    most = [partitioner_of(graph, [share * whole] * 2).most_in_flight(range(2), 8) for share in (1, 3, 6, 60)]
+    most = [partitioner_of(graph, [share * whole] * 2).most_in_flight(range(2), 8) for share in (10, 60, 100, 400)]
     assert most == sorted(most) and most[0] == 0 and most[-1] == 8 and 0 < most[2] < 8
-    partitioner_of(graph, [60 * whole] * 2).require_fits(range(2))
-    expected = r"^a worker on d0, d1 fits no stages.* need .* of .*, the largest, from '.*' on, .* of .* at most; expected"
+    partitioner_of(graph, [400 * whole] * 2).require_fits(range(2))
+    expected = r"^a worker on d0, d1 fits no stages.* need .*, the devices have .*; the largest layer alone, from '.*' on, needs "
     with pytest.raises(ElasticError, match=expected):
         partitioner_of(graph, [whole] * 2).require_fits(range(2))
 

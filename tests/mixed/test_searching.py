@@ -10,11 +10,14 @@ from soap.cluster.fewer import without
 from soap.cluster.presets import preset
 from soap.cluster.topology import Topology
 from soap.elastic.faults import ElasticError
-from soap.mixed.allocations import POLICIES, Allocation, allocations
+from soap.mixed.allocations import POLICIES, Allocation, allocations, node_partition
 from soap.mixed.searching import Finder
+from soap.mixed.servers import host_bytes, placed
 from soap.model.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
 from soap.tracing.load import load_model
+from tests.elastic.stars import star
+from tests.strategies import GPU
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +49,7 @@ def test_all_workers_have_as_many_in_flight_as_the_least_has_memory_for(graph: O
     """NP suffers from its smallest host, ED does not: there all workers are alike, and the small device gets a small stage."""
     topology = hosts("titanrtx", "p4000")
     whole = sum(tensor.bytes for tensor in graph.parameters)
-    small = replace(topology, limits=(100 * whole, 100 * whole, 6 * whole, 6 * whole))
+    small = replace(topology, limits=(1000 * whole, 1000 * whole, 80 * whole, 80 * whole))
     own = finder(graph, small)
     most = {name: own.best_in_flight(POLICIES[name](small)).most_in_flight for name in ("NP", "ED")}
     assert max(most["NP"]) == 16 > min(most["NP"]) and min(most["NP"]) < min(most["ED"]) == max(most["ED"])
@@ -54,7 +57,7 @@ def test_all_workers_have_as_many_in_flight_as_the_least_has_memory_for(graph: O
     assert found.in_flight <= min(most["NP"])
     with pytest.raises(ElasticError, match=rf"16 minibatches in flight of allocation 'NP'; expected 1 to {min(most['NP'])}: memory"):
         own.with_in_flight(POLICIES["NP"](small), 16)
-    with pytest.raises(ElasticError, match=r"a worker on .*p4000.* fits no stages into memory, .*, the largest, from '"):
+    with pytest.raises(ElasticError, match=r"a worker on .*p4000.* fits no stages into memory, .*; the largest layer alone, from '"):
         nothing = replace(topology, limits=(100 * whole, 100 * whole, whole // 4, whole // 4))
         finder(graph, nothing).best_in_flight(POLICIES["NP"](nothing))
 
@@ -80,3 +83,23 @@ def test_the_best_is_no_slower_than_any_policy(graph: OperatorGraph) -> None:
 def test_a_bound_below_none_is_refused(graph: OperatorGraph) -> None:
     with pytest.raises(ElasticError, match="a bound of -1 waves; expected 0 or more, or none"):
         finder(graph, hosts("titanrtx"), -1)
+
+
+def test_hosts_without_room_for_servers_are_refused() -> None:
+    """D = 1, two workers of one GPU each with half of the parameters on either host: three versions, two more while one is made, three
+    pushes that wait, two questions and two answers; and the GPU's own three waves."""
+    graph = load_model("zoo:alexnet:tiny@4", plan_only=True).graph
+    size = sum(tensor.bytes for tensor in graph.parameters if tensor.requires_grad)
+    topology = star([GPU, GPU], 1e9)
+    allocation = node_partition(topology)
+    found = Finder(graph, topology, RooflineCosts(topology), 1).with_in_flight(allocation, 1)
+    needed = host_bytes(topology, found.plans, placed(topology, allocation, found.plans), 1)
+    assert needed == tuple((3 + 2 + 3 + 4) * (size // 2) + 3 * size for _ in range(2))
+    for lacking in (0, 1):
+        hosts = tuple(replace(host, memory_bytes=needed[0] - lacking) for host in topology.hosts)
+        finder = Finder(graph, replace(topology, hosts=hosts), RooflineCosts(topology), 1)
+        if lacking:
+            with pytest.raises(ElasticError, match=r"updates of 2 workers need .* on host 'host0', which has .*; expected"):
+                finder.best_in_flight(allocation)
+        else:
+            finder.with_in_flight(allocation, 1)

@@ -84,10 +84,11 @@ class Inbox:
 
 
 class Outbox:
-    """Sends without waiting; what is under way stays alive. ``sent_bytes``: of tensors that others compute with."""
+    """Sends without waiting; what is under way stays alive until ``wait_all``, in a thread of its own, has seen it go. (gloo says that a
+    send is complete only to who waits for it.) ``sent_bytes``: of tensors that others compute with."""
 
     def __init__(self) -> None:
-        self._under_way: list[tuple[Any, Tensor]] = []
+        self._under_way: SimpleQueue[tuple[Any, Tensor] | None] = SimpleQueue()
         self._lock = threading.Lock()
         self.sent_bytes = 0
 
@@ -95,15 +96,19 @@ class Outbox:
         """Numbers, if there are any, and then the tensors. From any thread; that of the device catches up first."""
         head = [torch.tensor(numbers, dtype=torch.int64)] if numbers else []
         with self._lock:
-            self._under_way = [own for own in self._under_way if not own[0].is_completed()]
             for tensor in (*head, *(own.detach().contiguous() for own in tensors)):
-                self._under_way.append((dist.isend(tensor, rank, tag=tag), tensor))
+                self._under_way.put((dist.isend(tensor, rank, tag=tag), tensor))
             self.sent_bytes += sum(own.nbytes for own in tensors)
 
+    def wait_all(self) -> None:
+        """Until ``finish``: wait for one after the other, and let go of it."""
+        while (own := self._under_way.get()) is not None:
+            own[0].wait()
+            del own
+
     def finish(self) -> None:
-        """Wait until all is sent."""
-        for work, _ in self._under_way:
-            work.wait()
+        """Nothing more is sent: ``wait_all`` ends when all is."""
+        self._under_way.put(None)
 
 
 def receive(rank: int, tag: int, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype]) -> list[Tensor]:

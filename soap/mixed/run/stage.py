@@ -93,7 +93,7 @@ class StageWork:
     def run(self, evenly: Callable[[], None] | None = None) -> None:
         """All minibatches, until this stage has done them and servers have its whole waves. ``evenly``: called when its threads are
         there."""
-        threads = self._threads()
+        threads, sending = self._threads(), self._inbox.thread("sent", self._outbox.wait_all)
         if evenly is not None:
             evenly()
         while self._done < self._last:
@@ -105,8 +105,9 @@ class StageWork:
         self._pushes.put(None)
         for thread in threads:
             thread.join()
-        self._inbox.waiting()  # raises what they have failed with
         self._outbox.finish()
+        sending.join()
+        self._inbox.waiting()  # raises what they have failed with
         self.seen.activation_bytes = self._outbox.sent_bytes
 
     def leave(self) -> None:
