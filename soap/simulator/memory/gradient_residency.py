@@ -118,7 +118,7 @@ class GradientResidency:
             self.hold(device, start, until, size, MemoryKind.WORKSPACE, early=True)
             if reduction.cells:
                 self.ledger.send(device, start, self.spans.end_ns, box_bytes(plan, tensor, reduction.cells[place]))
-                if not cells_land_in_place(reduction):  # they come in another buffer first
+                if not cells_land_in_place(reduction.box, reduction.cells):  # they come in another buffer first
                     self.hold(device, start, begun, size, MemoryKind.BUFFERS, late=True)
 
     def _returns(self) -> None:

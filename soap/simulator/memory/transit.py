@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from soap.model.regions import in_one_piece, lengths, volume
+from soap.model.regions import Box, in_one_piece, lengths, volume
 from soap.plan.flows import box_bytes, partial_bytes, reduced_tensor
-from soap.plan.plan import Exchange, Fetch, Message, Part, Pattern, Piece, Plan, Reduction, local_pieces, remote_parts
+from soap.plan.plan import Exchange, Fetch, Message, Part, Pattern, Piece, Plan, local_pieces, remote_parts
 from soap.plan.syncs.bucketing import gradient_bytes
 from soap.plan.syncs.seam import method_for
 
@@ -126,12 +126,11 @@ def lands_in_place(plan: Plan, fetch: Fetch) -> bool:
     return all(in_one_piece(box, lengths(fetch.box)) for box in boxes)
 
 
-def cells_land_in_place(reduction: Reduction) -> bool:
-    """Whether the cells of a sum, in the order of its devices, lie one behind the other in the memory of all of it."""
-    starts = tuple(start for start, _ in reduction.box)
-    cells = [tuple((a - o, b - o) for (a, b), o in zip(cell, starts, strict=True)) for cell in reduction.cells if volume(cell)]
-    in_turn = all(one < other for one, other in pairwise(cells))
-    return in_turn and all(in_one_piece(cell, lengths(reduction.box)) for cell in cells)
+def cells_land_in_place(box: Box, cells: Sequence[Box]) -> bool:
+    """Whether the cells of a sum of ``box``, in the order of its devices, lie one behind the other in the memory of all of it."""
+    starts = [start for start, _ in box]
+    inside = [tuple((a - o, b - o) for (a, b), o in zip(cell, starts, strict=True)) for cell in cells if volume(cell)]
+    return all(one < other for one, other in pairwise(inside)) and all(in_one_piece(cell, lengths(box)) for cell in inside)
 
 
 def sent_bytes(plan: Plan) -> list[int]:
