@@ -264,6 +264,9 @@ class OperatorGraph:
     (``simulator.memory.footprint.costly_cuts``). Sizes of a tile are scaled up as if it had all points. If there is only the first entry,
     it holds for all tiles. For operators left out, ``saved_bytes`` is the bound.
 
+    ``part_footprints``: by operator whose parts of a sum are computed in a wider type, the memory of such parts: lengths of a tile's
+    intervals -> what a tile of these lengths takes, not scaled up. Each factor has one length, or two, in all combinations.
+
     ``sparse``: by parameter, which of its rows a step touches; all other parameters are dense.
 
     ``sums_of``: by tensor of batch norm's sums, the tensor that they are of. Nobody reads sums if the tiles of their readers see all of
@@ -282,6 +285,7 @@ class OperatorGraph:
     aliases: Mapping[str, str] = field(default_factory=dict)
     unsplit: Mapping[str, tuple[Unsplit, ...]] = field(default_factory=dict)
     footprints: Mapping[str, tuple[Footprint, ...]] = field(default_factory=dict)
+    part_footprints: Mapping[str, Mapping[tuple[int, ...], Footprint]] = field(default_factory=dict)
     sparse: Mapping[str, RowAccess] = field(default_factory=dict)
     sums_of: Mapping[str, str] = field(default_factory=dict)
     loss_terms: Mapping[str, float] = field(default_factory=dict)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from soap.model.graph import RECURRENT_KINDS, Footprint, Operator
 from soap.model.regions import lengths, relative, whole
-from soap.plan.tiling import Tile, iteration_points, tiles_of, windows
+from soap.plan.tiling import Tile, is_window, iteration_points, tiles_of, windows
 from soap.simulator.memory.footprint import Use, costly_cuts, tile_bytes
 from soap.strategy.config import OpConfig
 from soap.tracing.execute import ExecutableModel
@@ -31,6 +32,8 @@ operations."""
 
 FINER = 4
 """If half of an operator takes more than half of the memory, it is cut into so many parts as well, to see what does not shrink."""
+FINEST = 16
+"""Parts of sums are tried in halves and in so many parts: what takes the most of several terms is below a line between two tiles."""
 NONE = (0, 0, 0, 0)
 """All of a footprint shrinks."""
 NOTHING = Footprint(0, 0, 0, frozenset(), NONE, 0)
@@ -41,14 +44,20 @@ Footprints = tuple[Footprint, ...]
 """As in ``OperatorGraph.footprints``."""
 
 
-def find_footprints(model: ExecutableModel, *, on_gpus: bool = False) -> dict[str, Footprints]:
-    """Footprints by operator, on CPUs or on GPUs; operators that cannot be run so are left out.
+PartFootprints = dict[tuple[int, ...], Footprint]
+"""As in ``OperatorGraph.part_footprints``."""
+
+
+def find_footprints(model: ExecutableModel, *, on_gpus: bool = False) -> tuple[dict[str, Footprints], dict[str, PartFootprints]]:
+    """(footprints, of parts of sums that are computed in a wider type), both by operator, on CPUs or on GPUs; operators that cannot be run
+    so are left out.
 
     The operators run one after the other, so that each gets its inputs laid out in memory as they will be. Equal ones are tried once.
     """
     graph = model.graph
     found: dict[str, Footprints] = {}
-    known: dict[Hashable, Footprints | None] = {}
+    parts: dict[str, PartFootprints] = {}
+    known: dict[Hashable, tuple[Footprints | None, PartFootprints]] = {}
     with FakeTensorMode(allow_non_fake_inputs=True), as_on_gpus() if on_gpus else nullcontext():
         tensors = {name: torch.empty(t.shape, dtype=getattr(torch, t.dtype)) for name, t in graph.tensors.items()}
         context = TileContext(0, 0, {name: torch.empty(b.shape, dtype=b.dtype) for name, b in model.buffers.items()}, update_buffers=False)
@@ -60,13 +69,16 @@ def find_footprints(model: ExecutableModel, *, on_gpus: bool = False) -> dict[st
                 continue
             key = trials.key()
             if key not in known:
-                known[key] = trials.footprints()
-            own = known[key]
+                own = trials.footprints()
+                known[key] = own, {} if own is None else trials.of_parts(own)
+            own, of_parts = known[key]
             if own is not None:
                 found[op.name] = own
+                if of_parts:
+                    parts[op.name] = of_parts
             tensors.update(zip((o.tensor for o in op.outputs), results, strict=True))
     model.forget_tiles()
-    return found
+    return found, parts
 
 
 class _Trials:
@@ -111,6 +123,25 @@ class _Trials:
             return *known, *together, *(self._beside(degrees, known) if together else ())
         except Exception:  # as above; and not every operator has a backward pass
             return None
+
+    def of_parts(self, known: Footprints) -> PartFootprints:
+        """What parts of a sum take that are computed in a wider type; empty if there are none. Copies of an input and of a weight are a sum
+        of terms that shrink with other factors each, of which single cuts say too little: so all combinations of halves and small parts
+        are tried. Windows stay whole, as above. ``known``: the operator's footprints."""
+        if not self._has_wide_parts() or not any(self._op.factors[i].summed for i in costly_cuts(self._op, known)):
+            return {}
+        of_windows = {dim.factor for k in windows(self._op) for dim in self._op.inputs[k].dims if is_window(dim)}
+        factors = enumerate(self._op.factors)
+        degrees = [(1,) if i in of_windows else sorted({min(2, f.size), min(FINEST, f.size)}) for i, f in factors]
+        found: PartFootprints = {}
+        for chosen in product(*degrees):
+            tile = self._tile(chosen)
+            own = tuple(stop - start for start, stop in tile.intervals)
+            try:
+                found[own] = found.get(own) or self._footprint(tile, cut=True)
+            except Exception:  # as above
+                return {}
+        return found
 
     def _of_windows(self, own: Footprint) -> Footprints:
         """The same footprint for all cuts, except parts of a sum of a narrower type, which are computed in float32."""

@@ -99,8 +99,9 @@ def import_program(
         transient=frozenset(name for name in program.buffers if name not in exported.state_dict),
         unchanged={n: _converted(t, dtype) for n, t in _unchanged(exported, program, graph).items()},
     )
-    known = find_footprints(model, on_gpus=autocast_device == "cuda")
-    model.graph = replace(graph, footprints=known, sparse=measured_by_examples(model), loss_terms=find_loss_terms(model))
+    known, parts = find_footprints(model, on_gpus=autocast_device == "cuda")
+    found = replace(graph, footprints=known, part_footprints=parts)
+    model.graph = replace(found, sparse=measured_by_examples(model), loss_terms=find_loss_terms(model))
     return model
 
 

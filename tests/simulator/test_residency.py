@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
+from soap.model.regions import Box, lengths
 from soap.plan.flows import box_bytes
 from soap.plan.memory_kinds import ALLOWANCE, MemoryKind
+from soap.plan.syncs import large_parts
 from soap.plan.syncs.parameter_server import METHOD
+from soap.runtime.comm.packing import are_adjacent
+from soap.runtime.comm.redistribute import cut
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.memory import transit
 from soap.simulator.memory.as_run import as_run
@@ -18,10 +23,10 @@ from soap.simulator.memory.ledger import Ledger, MemoryCurve
 from soap.simulator.memory.parameters import is_away, kept_shards
 from soap.simulator.memory.peaks import MemoryUse, kept_bytes, memory_use, peak_bytes
 from soap.simulator.memory.residency import expected_peaks, memory_over_time, peaks_by_kind
-from soap.simulator.memory.transit import Send, packed_by_source, send_spans
+from soap.simulator.memory.transit import Send, cells_land_in_place, packed_by_source, send_spans
 from soap.simulator.reference import simulate
 from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
-from soap.strategy.classical import data_parallel
+from soap.strategy.classical import data_parallel, zero1
 from soap.strategy.config import Strategy, SyncConfig
 from soap.strategy.sync import SHARDED, SHARDED_STATE
 from tests.extent import MANY
@@ -96,6 +101,44 @@ def test_autograd_adds_up_what_a_segment_gives_to_one_region(sync: SyncConfig, m
     first, second, last = (ends[f"backward layer{place}[0]"] for place in (2, 1, 0))
     assert (first, second) in held and (second, last) in held  # sums beside what comes
     assert min(start for start, end in held if end >= last and start not in (first, second)) == last
+
+
+@pytest.mark.parametrize(("bias", "large"), [(False, False), (False, True), (True, False)])
+def test_a_buffer_of_gradients_is_made_when_what_was_added_up_has_gone(bias: bool, large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a weight that is used twice: two gradients and their sum, then that and the buffer; unless the bias's have made the buffer before.
+    A large sum stays as it is."""
+    g = GraphBuilder()
+    weight, x = g.parameter("weight", 8, 8), g.input("x", 4, 8)
+    for place in range(2):
+        x = g.linear(x, 8, name=f"layer{place}", weight=weight, bias=bias and place == 0)
+    graph = g.build(g.mean(x, name="loss"))
+    monkeypatch.setattr(large_parts, "LARGE_BYTES", 1 if large else 2**20)
+    tasks, schedule = played(graph, zero1(graph, TWO))
+    last = next(end for task, end in zip(tasks.tasks, schedule.end_ns.tolist(), strict=True) if task.name == "backward layer0[0]")
+    begun: list[int] = []
+    usual = Ledger.hold
+
+    def noting(self: Ledger, device: int, start: int, end: int, size: int, kind: MemoryKind, **order: bool) -> None:
+        if device == 0 and start == last and kind is MemoryKind.GRADIENTS and order.get("early"):
+            begun.append(size)
+        usual(self, device, start, end, size, kind, **order)
+
+    monkeypatch.setattr(Ledger, "hold", noting)
+    memory_over_time(tasks, schedule, 2)
+    of_weight, of_bias = 8 * 8 * 4, 8 * 4
+    added_up = 3 * of_weight
+    assert sum(begun) == (added_up + (of_weight + of_bias) + of_weight if bias else added_up)
+
+
+def test_cells_land_in_place_if_they_lie_in_the_order_of_the_devices() -> None:
+    """As tensors do."""
+    box: Box = ((4, 12), (3, 9))
+    rows: list[Box] = [((4, 6), (3, 9)), ((6, 6), (3, 9)), ((6, 12), (3, 9))]
+    columns: list[Box] = [((4, 12), (3, 5)), ((4, 12), (5, 9))]
+    for cells, in_place in ((rows, True), (rows[::-1], False), (columns, False), ([box], True)):
+        whole = torch.zeros(lengths(box))
+        places = [place for cell in cells if (place := cut(whole, box, cell)).numel()]
+        assert are_adjacent(places) == cells_land_in_place(box, cells) == in_place
 
 
 def test_an_allowance_is_made_below_the_bound() -> None:

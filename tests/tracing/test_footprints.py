@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from pathlib import Path
 from typing import Literal
 
@@ -12,7 +13,7 @@ import torch
 import soap
 from soap.model.graph import RECURRENT_KINDS, Footprint
 from soap.plan.tiling import tiles_of
-from soap.simulator.memory.footprint import Use, kept_share
+from soap.simulator.memory.footprint import Use, kept_places, kept_share
 from soap.strategy.config import OpConfig
 from soap.tracing.footprints import find_footprints
 from soap.tracing.importer import import_program
@@ -93,7 +94,7 @@ def test_recurrent_layers_really_run_if_they_are_small() -> None:
 @pytest.mark.slow
 def test_with_and_without_values_alike() -> None:
     with_values, without = (load_model("zoo:gpt:tiny", plan_only=plan_only) for plan_only in (False, True))
-    assert find_footprints(with_values) == dict(without.graph.footprints) == dict(with_values.graph.footprints)
+    assert find_footprints(with_values) == (dict(without.graph.footprints), {}) and without.graph.footprints == with_values.graph.footprints
     assert with_values.graph.hash == without.graph.hash
 
 
@@ -147,7 +148,42 @@ def test_parts_of_a_sum_alone_keep_wide_copies_of_16_bit_operands(device: Litera
         return kept_share(graph, op, [(0, factor.size // parts[i]) for i, factor in enumerate(op.factors)])
 
     assert [kept(), kept(samples=4), kept(made=4), kept(samples=4, made=4)] == [0, 0, 0, 0]
-    assert kept(read=2) == wide * (64 * 16 + 16 * 16)
+    for parts, by_samples, by_outputs in product((2, 4, 32), (1, 2, 4, 64), (1, 2, 16)):  # each copy shrinks with what it is cut by
+        copies = 64 // by_samples * 32 // parts + 16 // by_outputs * 32 // parts
+        assert kept(read=parts, samples=by_samples, made=by_outputs) == wide * copies
+    assert kept_places(graph, op, [(0, factor.size // (2 if i == read else 1)) for i, factor in enumerate(op.factors)]) == (
+        frozenset() if wide else {0, 1}
+    )
+
+
+class Convolved(torch.nn.Module):
+    """Two convolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Conv2d(4, 32, 3, padding=1), torch.nn.Conv2d(32, 16, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x)).square().sum()
+
+
+def test_parts_of_a_convolution_keep_wide_copies_of_weights_however_few_samples() -> None:
+    """Of a tile that is cut along the image, too."""
+    exported = torch.export.export(Convolved(), (torch.zeros(32, 4, 8, 8),))
+    graph = import_program(exported, name="convolved", dtype=torch.bfloat16).graph
+    op = graph.operators[graph.index["second"]]
+    weight, (out,) = op.parameters[0], op.outputs
+    samples, made, height = (dim.factor for dim in out.dims[:3])
+    read = weight.dims[1].factor
+
+    def kept(**cut: int) -> int:
+        parts = {samples: cut.get("samples", 1), made: cut.get("made", 1), read: cut["read"], height: cut.get("height", 1)}
+        return kept_share(graph, op, [(0, factor.size // parts.get(i, 1)) for i, factor in enumerate(op.factors)])
+
+    for parts, by_samples, by_outputs in product((2, 4, 32), (1, 2, 8, 32), (1, 2, 16)):
+        images, weights = 32 // by_samples * 32 // parts * 8 * 8, 16 // by_outputs * 32 // parts * 9
+        assert kept(read=parts, samples=by_samples, made=by_outputs) == 4 * (images + weights)
+        assert kept(read=parts, samples=by_samples, made=by_outputs, height=4) >= 4 * (images // 2 + weights)
 
 
 def test_a_file_is_priced_for_the_devices_of_the_cluster(tmp_path: Path) -> None:

@@ -238,10 +238,13 @@ class Communicator:
         wire = self.to_wire(message)
         return self._rows(wire, [wire] * len(devices), message, devices)
 
-    def gather_ragged(self, message: torch.Tensor, sizes: Sequence[int], devices: tuple[int, ...]) -> Pending:
+    def gather_ragged(
+        self, message: torch.Tensor, sizes: Sequence[int], devices: tuple[int, ...], buffer: torch.Tensor | None = None
+    ) -> Pending:
         """Start an all-gather of flat tensors of unlike ``sizes``, in elements, in the order of the devices. Gives all of them, one behind
-        the other. Gloo has no such collective, and NCCL's all-gather wants equal sizes: it is an all-to-all."""
-        sent, buffer = self.to_wire(message), message.new_empty(sum(sizes))
+        the other, in ``buffer`` if that is given. Gloo has no such collective, and NCCL's all-gather wants equal sizes: it is an
+        all-to-all."""
+        sent, buffer = self.to_wire(message), message.new_empty(sum(sizes)) if buffer is None else buffer
         wire, finish = self.from_wire(buffer)
         return self._all_to_each(sent, [sent] * len(devices), torch.split(wire, list(sizes)), buffer, finish, devices)
 

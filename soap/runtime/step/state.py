@@ -13,7 +13,7 @@ from soap.model.regions import Box, lengths
 from soap.plan.departures import Route
 from soap.plan.flows import reduced_tensor
 from soap.plan.plan import Reduction
-from soap.runtime.comm.packing import land, pack
+from soap.runtime.comm.packing import land, pack, plain
 from soap.runtime.comm.redistribute import Communicator, Pending, cut
 from soap.runtime.program.program import Program
 from soap.runtime.step.departures import Departures
@@ -162,10 +162,12 @@ class StepState:
         return pending
 
     def gather_cells(self, own: torch.Tensor, whole: torch.Tensor, reduction: Reduction, name: str) -> Pending:
-        """Start an all-gather of a reduction's cells into ``whole`` on each of its devices. ``own``: this rank's cell."""
+        """Start an all-gather of a reduction's cells into ``whole`` on each of its devices. ``own``: this rank's cell, which is sent from
+        where it lies if it is contiguous."""
         places = [cut(whole, reduction.box, cell) for cell in reduction.cells]
         buffer, finish = land([place for place in places if place.numel()])
-        pending = self.comm.all_to_all([[own]] * len(places), buffer, [place.numel() for place in places], reduction.devices)
+        sizes = [place.numel() for place in places]
+        pending = self.comm.gather_ragged(plain(pack([own])), sizes, reduction.devices, plain(buffer))
         self._count_scatter(whole)
         self.watch(name, TaskKind.REDUCE, pending)
         pending.tensor = whole

@@ -313,6 +313,7 @@ def _likeness(graph: OperatorGraph, op: Operator, numbers: Mapping[str, int]) ->
     lookups = (own for o in op.parameters if o.tensor in graph.sparse for own in graph.sparse[o.tensor].lookups)
     rows = [(own.parameter, own.indices, own.weighed) for own in lookups if own.operator == position]
     touched = [(graph.sparse[o.tensor].weighed, graph.sparse[o.tensor].touched) for o in op.parameters if o.tensor in graph.sparse]
-    kept, calls = graph.footprints.get(op.name), (len(op.calls), op.views)
+    kept = graph.footprints.get(op.name), graph.part_footprints.get(op.name)
+    calls = len(op.calls), op.views
     figures = (kept, op.flops, op.saved_bytes, calls, op.partitionable, op.arithmetic, op.skipped_share, op.fused_bytes, op.drawn)
     return repr((backward, rows, touched, order, alone, op.kind, op.factors, operands, same, figures))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
+from fractions import Fraction
+from math import ceil
 from typing import NamedTuple
 
 from soap.model.graph import Footprint, Operator, OperatorGraph
@@ -31,7 +33,9 @@ def kept_places(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval
     key = op.name, _lengths(intervals)
     found = graph.kept_operands.get(key)
     if found is None:
-        found = graph.kept_operands[key] = _kept_places(op, known, intervals)
+        parts = _of_part(graph, op, intervals)
+        kept = frozenset[int]().union(*(own.keeps for own in parts.values())) if parts else _kept_places(op, known, intervals)
+        found = graph.kept_operands[key] = kept
     return found
 
 
@@ -80,8 +84,38 @@ def _known_bytes(graph: OperatorGraph, op: Operator, intervals: Sequence[Interva
     key = op.name, _lengths(intervals), use
     found = graph.shares.get(key)
     if found is None:
-        found = graph.shares[key] = tile_bytes(op, graph.footprints[op.name], intervals, use)
+        parts = _of_part(graph, op, intervals)
+        own = _part_bytes(parts, key[1], use) if parts else tile_bytes(op, graph.footprints[op.name], intervals, use)
+        found = graph.shares[key] = own
     return found
+
+
+def _of_part(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval]) -> Mapping[tuple[int, ...], Footprint]:
+    """``OperatorGraph.part_footprints``, if the tile is a part of a sum for which there are some."""
+    known = graph.part_footprints.get(op.name, {})
+    return known if known and any(op.factors[i].summed for i in _cut_factors(op, intervals)) else {}
+
+
+def _part_bytes(known: Mapping[tuple[int, ...], Footprint], lengths: tuple[int, ...], use: Use) -> int:
+    """Bytes of one use by a part of a sum, rounded up: along each factor a line through the two lengths that were tried. Where only one
+    was, longer tiles take more in proportion, and shorter ones as much. What takes less with more points counts as not shrinking."""
+    if 0 in lengths:
+        return 0
+    sizes: dict[tuple[int, ...], Fraction] = {key: Fraction(own.sizes_bytes[use]) for key, own in known.items()}
+    for length in lengths:
+        ends: dict[tuple[int, ...], dict[int, Fraction]] = {}
+        for key, size in sizes.items():
+            ends.setdefault(key[1:], {})[key[0]] = size
+        sizes = {rest: _along(tried, length) for rest, tried in ends.items()}
+    (found,) = sizes.values()
+    return ceil(found) if use is Use.BACKWARD else max(0, ceil(found))
+
+
+def _along(tried: Mapping[int, Fraction], length: int) -> Fraction:
+    (few, least), (many, most) = min(tried.items()), max(tried.items())
+    if few == many:
+        return least * max(Fraction(1), Fraction(length, few)) if least > 0 else least
+    return least + max(Fraction(0), (most - least) / (many - few)) * (length - few) if most >= least else least
 
 
 def _lengths(intervals: Sequence[Interval]) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
 
 from soap.model.regions import Box
@@ -13,14 +14,19 @@ from soap.simulator.memory import peaks
 from soap.simulator.memory.ledger import Ledger
 from soap.simulator.memory.parameters import compact_parameters, operand_bytes
 from soap.simulator.memory.task_spans import Span, TaskSpans
-from soap.simulator.memory.transit import is_remote, told_parts
+from soap.simulator.memory.transit import cells_land_in_place, is_remote, told_parts
+
+Sum = tuple[int, str, Box]
+"""What autograd adds up: (first tile of a segment, parameter, region)."""
 
 
 class GradientResidency:
     """Writes into a ledger how long gradients are held."""
 
-    def __init__(self, spans: TaskSpans, ledger: Ledger) -> None:
-        self.spans, self.ledger, self.plan = spans, ledger, spans.plan
+    def __init__(self, spans: TaskSpans, ledger: Ledger, behind: Mapping[Sum, int]) -> None:
+        """``behind``: sum of a parameter's gradients in a segment -> bytes that are counted at its end, but are made only when what was
+        added up has gone."""
+        self.spans, self.ledger, self.plan, self._behind = spans, ledger, spans.plan, behind
         self.hold = ledger.hold
 
     def gradients(self) -> None:
@@ -80,8 +86,9 @@ class GradientResidency:
                 self.hold(device, begun, end, size, MemoryKind.GRADIENTS)
             if len(uses) > 1 and name not in graph.sparse:  # both are still there while they are added up
                 (_, end), size = uses[1]
-                self.hold(device, end, end, 2 * size, MemoryKind.GRADIENTS, early=True)
-                thirds[device, end] = max(thirds.get((device, end), 0), size)
+                counted = self._behind.get((segment, name, box), 0) if end == uses[-1][0][1] else 0
+                self.hold(device, end, end, max(0, 2 * size - counted), MemoryKind.GRADIENTS, early=True)
+                thirds[device, end] = max(thirds.get((device, end), 0), min(size, max(0, 3 * size - counted)))
         for (device, end), size in thirds.items():  # the first sum may be of views, and is then a third tensor, one at a time
             self.hold(device, end, end, size, MemoryKind.GRADIENTS, early=True)
 
@@ -110,8 +117,9 @@ class GradientResidency:
             until = max((self.spans.last(tile) for tile in tiles), default=start)
             self.hold(device, start, until, size, MemoryKind.WORKSPACE, early=True)
             if reduction.cells:
-                self.ledger.send(device, start, self.spans.end_ns, len(reduction.cells) * box_bytes(plan, tensor, reduction.cells[place]))
-                self.hold(device, start, begun, size, MemoryKind.BUFFERS, late=True)  # the buffer that receives the others' cells
+                self.ledger.send(device, start, self.spans.end_ns, box_bytes(plan, tensor, reduction.cells[place]))
+                if not cells_land_in_place(reduction.box, reduction.cells):  # they come in another buffer first
+                    self.hold(device, start, begun, size, MemoryKind.BUFFERS, late=True)
 
     def _returns(self) -> None:
         """Gradients that return from other devices: buffers in which each is received, buffers for several together, and what is sent."""

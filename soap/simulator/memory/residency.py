@@ -38,7 +38,7 @@ from soap.plan.syncs.seam import Hold, method_for
 from soap.plan.tiling import made_bytes
 from soap.simulator.memory import peaks
 from soap.simulator.memory.as_run import as_run
-from soap.simulator.memory.gradient_residency import GradientResidency
+from soap.simulator.memory.gradient_residency import GradientResidency, Sum
 from soap.simulator.memory.ledger import Ledger, MemoryCurve
 from soap.simulator.memory.parameters import assembled_regions, compact_parameters, host_copies, is_away, kept_shards, updating_bytes
 from soap.simulator.memory.peaks import MemoryUse
@@ -68,7 +68,7 @@ def memory_over_time(
     held.summed()
     held.sent()
     held.updated(optimizer_states)
-    GradientResidency(spans, ledger).gradients()
+    GradientResidency(spans, ledger, held.behind).gradients()
     return ledger.curves(by_kind=by_kind)
 
 
@@ -91,6 +91,7 @@ class _Values:
     def __init__(self, spans: TaskSpans, ledger: Ledger) -> None:
         self.spans, self.ledger, self.plan = spans, ledger, spans.plan
         self.hold = ledger.hold
+        self.behind: dict[Sum, int] = {}
 
     def always(self, optimizer_states: int) -> None:
         """Parameters, optimizer states, gradients that stay, and what of the batch the device is given."""
@@ -158,13 +159,18 @@ class _Values:
                     key = self.spans.segment[tile], place
                     made[key] = max(made.get(key, 0), self.spans.weighed(tile)[1])
         if made:
-            begun = min(made.values())
+            begun, counted = min(made.values()), 0
             if done > begun or not sync.contract.gathers_values:  # else it leaves at once, as part of what is under way
                 self.hold(own.device, begun, max(begun, done), own.size_bytes, own.kind, early=True)
+                counted = own.size_bytes
+            first = [(segment, sync.regions[place]) for (segment, place), ended in made.items() if ended == begun]
             if own.copied:
-                regions = (sync.regions[place] for (_, place), ended in made.items() if ended == begun)
-                single = max(box_bytes(self.plan, region.parameter, region.box) for region in regions)
+                single = max(box_bytes(self.plan, region.parameter, region.box) for _, region in first)
                 self.hold(own.device, begun, begun, single, MemoryKind.GRADIENTS, early=True)
+                counted += single
+            if len(first) == 1:  # a buffer may be there for another region before this one's gradients are added up
+                ((segment, region),) = first
+                self.behind[segment, region.parameter, region.box] = counted
 
     def values(self) -> None:
         """Outputs of tiles, what they keep, and their copies of parts of the batch."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
-from soap.model.regions import in_one_piece, lengths
+from soap.model.regions import Box, in_one_piece, lengths, volume
 from soap.plan.flows import box_bytes, partial_bytes, reduced_tensor
 from soap.plan.plan import Exchange, Fetch, Message, Part, Pattern, Piece, Plan, local_pieces, remote_parts
 from soap.plan.syncs.bucketing import gradient_bytes
@@ -123,6 +124,13 @@ def lands_in_place(plan: Plan, fetch: Fetch) -> bool:
     origin = tuple(start for start, _ in fetch.box)
     boxes = [tuple((a - o, b - o) for (a, b), o in zip(piece.box, origin, strict=True)) for piece in fetch.pieces]
     return all(in_one_piece(box, lengths(fetch.box)) for box in boxes)
+
+
+def cells_land_in_place(box: Box, cells: Sequence[Box]) -> bool:
+    """Whether the cells of a sum of ``box``, in the order of its devices, lie one behind the other in the memory of all of it."""
+    starts = [start for start, _ in box]
+    inside = [tuple((a - o, b - o) for (a, b), o in zip(cell, starts, strict=True)) for cell in cells if volume(cell)]
+    return all(one < other for one, other in pairwise(inside)) and all(in_one_piece(cell, lengths(box)) for cell in inside)
 
 
 def sent_bytes(plan: Plan) -> list[int]:
