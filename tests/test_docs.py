@@ -44,7 +44,7 @@ def commands(page: Path) -> Iterator[list[str]]:
     """The words of each ``soap-…`` command that stands in a block of its own; lines that end with a backslash are joined."""
     joined = page.read_text(encoding="utf-8").replace("\\\n", " ")
     for line in joined.splitlines():
-        found = re.match(r" {4}(?:sudo )?(soap-\w+ .*)", line)
+        found = re.match(r" {4}(?:sudo )?(soap-[\w-]+ .*)", line)
         if found:
             yield shlex.split(found.group(1), comments=True)
 
@@ -79,7 +79,7 @@ def test_commands_of_the_pages_exist_with_these_options() -> None:
     seen = set()
     for page in BY_HAND:
         for program, *words in commands(page):
-            module = importlib.import_module(f"soap.cli.{program.removeprefix('soap-')}")
+            module = importlib.import_module(f"soap.cli.{program.removeprefix('soap-').replace('-', '_')}")
             module.make_parser().parse_args(words)  # ends the test with what is wrong otherwise
             seen.add(program)
     assert {"soap-search", "soap-run", "soap-simulate"} <= seen

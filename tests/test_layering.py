@@ -51,6 +51,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "soap.data": ("soap.data", *GROUND_FLOOR),
     "soap.weights": ("soap.weights", "soap.tracing", *PLANNING),
+    "soap.exported_plans": ("soap.exported_plans", "soap.strategy", "soap.schedules", "soap.cluster", "soap.model", *GROUND_FLOOR),
     "soap.report": ("soap.report", "soap.api.what_if", "soap.search", "soap.simulator", *PLANNING),
     "soap.report.page": EVERYTHING,  # says which version made it
     "soap.api": EVERYTHING,
@@ -62,10 +63,13 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 
 COMMANDS = tuple(
     f"soap.cli.{name}"
-    for name in ("search", "run", "simulate", "diff", "compare", "profile", "tune", "preprocess", "schedule", "report", "export")
-)
+    for name in (
+        "search", "run", "simulate", "diff", "compare", "profile", "tune", "preprocess", "schedule", "report", "export", "export_plan",
+    )
+)  # fmt: skip
 WITHOUT_TORCH = (
     *PLANNING, "soap.simulator", "soap.search", "soap.emulation", "soap.runtime.system.clock", "soap.preprocessing", "soap.report",
+    "soap.exported_plans",
 )  # fmt: skip
 
 

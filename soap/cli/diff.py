@@ -14,7 +14,7 @@ from soap.cli.options import MODEL_HELP, add_cluster, add_costs, add_json, add_r
 from soap.cli.plain_text import aligned, devices, layers, listed, milliseconds, sync_document, sync_text
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.simulate import Simulation
-from soap.strategy.diff import Comparison, compare, grouped
+from soap.strategy.diff import Comparison, compare, grouped, masked
 from soap.strategy.fields import OPERATOR_FIELDS, STRATEGY_FIELDS, texts
 from soap.strategy.json_file import OperatorEntry, StrategyContents
 from soap.strategy.mismatch import one_line, short
@@ -142,7 +142,7 @@ def text(found: Mapping[str, Any], comparison: Comparison) -> str:
         sections.append("made for different clusters; devices are compared by number")
     if found["simulated"]:
         sections.append(_resources(found["simulated"]))
-    sections += _listings(comparison, first["operators"])
+    sections += listings(comparison, first["operators"])
     if comparison.equal:
         sections.append("the strategies are equal")
     return "\n\n".join(sections)
@@ -173,11 +173,12 @@ def _resources(simulated: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _listings(comparison: Comparison, operators: int) -> list[str]:
+def listings(comparison: Comparison, operators: int, first: str = "A", second: str = "B") -> list[str]:
+    """What is configured differently, as sections of text. ``first``, ``second``: what the two strategies are called."""
     sections = []
     groups = grouped(comparison.differences)
     if groups:
-        rows: list[tuple[str, ...]] = [("operator", "A", "B")]
+        rows: list[tuple[str, ...]] = [("operator", first, second)]
         for group in groups[:MOST_ROWS]:
             name = one_line(layers([difference.operator for difference in group]), 80)
             other_operator = (group[0].first.kind, group[0].first.sizes) != (group[0].second.kind, group[0].second.sizes)
@@ -186,17 +187,21 @@ def _listings(comparison: Comparison, operators: int) -> list[str]:
         rest = sum(len(group) for group in groups[MOST_ROWS:])
         sections.append("\n".join([head, listed(rows), *([f"  and {rest} more; --json has all"] if rest else [])]))
     if comparison.parameters:
-        rows = [("parameter", "A", "B")]
-        rows += [(one_line(name, 80), sync_text(sync_document(a)), sync_text(sync_document(b))) for name, a, b in comparison.parameters]
-        rest = len(comparison.parameters) - MOST_ROWS
-        more = f"\n  and {rest} more; --json has all" if rest > 0 else ""
+        pairs = [(name, sync_text(sync_document(a)), sync_text(sync_document(b))) for name, a, b in comparison.parameters]
+        alike: dict[tuple[str, str, str], list[str]] = {}
+        for name, a, b in pairs:
+            alike.setdefault((masked(name), a, b), []).append(name)
+        rows = [("parameter", first, second)]
+        rows += [(one_line(layers(names), 80), a, b) for (_, a, b), names in alike.items()]
+        rest = sum(len(names) for names in list(alike.values())[MOST_ROWS:])
+        more = f"\n  and {rest} more; --json has all" if rest else ""
         sections.append("synchronized differently:\n" + listed(rows[: MOST_ROWS + 1]) + more)
     if comparison.options:
-        rows = [("of the whole strategy", "A", "B")]
+        rows = [("of the whole strategy", first, second)]
         say = {field.name: field.say for field in STRATEGY_FIELDS}
         rows += [(name, *("default" if own is None else str(say[name](own)) for own in values)) for name, *values in comparison.options]
         sections.append("set differently:\n" + listed(rows))
-    for letter, names in (("A", comparison.only_first), ("B", comparison.only_second)):
+    for letter, names in ((first, comparison.only_first), (second, comparison.only_second)):
         if names:
             shown = ", ".join(short(name) for name in names[:4])
             sections.append(f"only in {letter}: {shown}" + (f" and {len(names) - 4} more" if len(names) > 4 else ""))

@@ -34,11 +34,11 @@ def megatron(graph: OperatorGraph, topology: Topology) -> Strategy:
     return _everywhere(graph, topology).place(tensor_parallel_width(topology))
 
 
-def sequence_parallel(graph: OperatorGraph, topology: Topology) -> Strategy:
+def sequence_parallel(graph: OperatorGraph, topology: Topology, tensor: int | None = None) -> Strategy:
     """``megatron`` whose cheap operators between split parts share the positions of sequences, instead of repeating all of them: sums are
     scattered to them, and their results gathered (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
-    2022). As many bytes move; activations between parts take a share of the memory."""
-    return _everywhere(graph, topology, scatters=True).place(tensor_parallel_width(topology))
+    2022). As many bytes move; activations between parts take a share of the memory. ``tensor``: devices of a group, by default a host's."""
+    return _everywhere(graph, topology, scatters=True).place(tensor or tensor_parallel_width(topology))
 
 
 def hybrid(graph: OperatorGraph, topology: Topology, *, tensor: int, pipeline: int = 1) -> Strategy:

@@ -1,0 +1,1 @@
+"""Plans as configurations of other trainers: the nearest one that each can be told, and what it means here."""

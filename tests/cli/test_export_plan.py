@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from soap.cli.export_plan import main
+from soap.cli.simulate import main as simulate
+from tests.cli.refusals import assert_refused
+
+GPT = ["zoo:gpt:tiny", "--cluster", "h100-2x4"]
+
+
+def test_says_what_it_gives_up_and_what_that_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = str(tmp_path / "plan.json")
+    assert main([*GPT, "--builtin", "megatron:2+zero1", "--to", "fsdp2", "-o", plan]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"wrote {plan}: PyTorch's fully_shard torch 2.13, 8 devices: 8 data, zero1\npredicted: ")
+    assert " ms by the plan (megatron:2+zero1), " in out
+    assert "of 27 operators are configured differently:" in out and "blocks.*.up (2 layers)" in out
+    assert '"""PyTorch\'s fully_shard torch 2.13: nearest to a plan of SOAP for zoo:gpt:tiny@8 on h100-2x4' in Path(plan).read_text()
+
+
+def test_a_strategy_file_that_is_told_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    strategy, plan = str(tmp_path / "strategy.json"), str(tmp_path / "plan.sh")
+    assert simulate([*GPT, "--builtin", "megatron:2+zero1", "-o", strategy]) == 0
+    capsys.readouterr()
+    assert main([*GPT, "--strategy", strategy, "--to", "megatron", "-o", plan]) == 0
+    assert capsys.readouterr().out.endswith("it says all of the plan\n")
+    assert main([*GPT, "--strategy", strategy, "--to", "megatron", "-o", plan, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["tensor"], found["data"], found["sharing"], found["operators"], found["notes"]) == (2, 4, "zero1", [], [])
+    assert found["planned_ns"] == found["exported_ns"] > 0
+
+
+def test_mixed_precision_is_the_model_s(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    assert main([*GPT, "--builtin", "data_parallel", "--autocast", "bfloat16", "--to", "deepspeed", "-o", str(plan)]) == 0
+    document = json.loads(plan.read_text())
+    assert document["bf16"]["enabled"] and not document["fp16"]["enabled"]
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "words"),
+    [
+        (["--builtin", "zero1", "--to", "horovod"], 2, "invalid choice: 'horovod'"),
+        (["--to", "fsdp2"], 2, "one of the arguments --strategy --builtin is required"),
+        (["--builtin", "bipartite+async", "--to", "fsdp2"], 5, "stale"),
+        (["--strategy", "absent.json", "--to", "fsdp2"], 5, "absent.json"),
+    ],
+)
+def test_what_is_wrong(command: list[str], code: int, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert_refused(capsys, main, [*GPT, *command, "-o", str(tmp_path / "plan")], code, words)
+    assert not (tmp_path / "plan").exists()
+
+
+def test_samples_that_do_not_divide(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["zoo:gpt:tiny@6", "--cluster", "h100-4", "--builtin", "data_parallel", "--to", "fsdp2", "-o", str(tmp_path / "plan")]
+    assert_refused(capsys, main, command, 5, "6 samples on 4 devices: PyTorch's fully_shard gives each device equally many")

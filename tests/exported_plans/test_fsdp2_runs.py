@@ -1,0 +1,100 @@
+"""The file for PyTorch's ``fully_shard`` trains: two processes, compared with one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import soap
+from soap.api.exported_plans import export_plan
+
+SCRIPT = '''
+import json, sys
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def made():
+    torch.manual_seed(0)
+    return Model(), torch.randn(8, 8)
+
+
+def main():
+    import plan
+    dist.init_process_group("gloo")
+    model, x = made()
+    plan.parallelize(model, "cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mine = x.chunk(dist.get_world_size())[dist.get_rank()]
+    for _ in range(2):
+        plan.backward(model, [(part,) for part in mine.chunk(plan.MICRO_BATCHES)])
+        optimizer.step()
+        optimizer.zero_grad()
+    found = {name: p.full_tensor().tolist() for name, p in model.named_parameters()}
+    if dist.get_rank() == 0:
+        json.dump({name.replace("_checkpoint_wrapped_module.", ""): value for name, value in found.items()}, open("out.json", "w"))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
+'''
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fsdp+selective", "zero1", pytest.param("fsdp+recompute", marks=pytest.mark.long)])
+def test_the_file_trains_like_one_process(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "script", raising=False)
+    import script  # type: ignore[import-not-found]
+
+    model, x = script.made()
+    soap.export(model, (x,), path=tmp_path / "model.pt2")
+    graph, cluster = soap.load(tmp_path / "model.pt2", plan_only=True).graph, soap.load_cluster("h100-2")
+    strategy = soap.classical(name, graph, cluster)
+    if name == "zero1":
+        from dataclasses import replace
+
+        strategy = replace(strategy, microbatches=2)
+    found = export_plan(strategy, graph, cluster, "fsdp2")
+    assert found.comparison.equal
+    (tmp_path / "plan.py").write_text(found.text)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    ranks = json.loads((tmp_path / "out.json").read_text())
+    assert ranks.keys() == dict(model.named_parameters()).keys()
+    for key, own in model.named_parameters():
+        torch.testing.assert_close(torch.tensor(ranks[key]), own.detach(), rtol=1e-5, atol=1e-6)
