@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -65,7 +66,8 @@ class PlannedTrainer(Trainer):
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Trainer's schedule, and the runner with the same one."""
         given, decaying = self.args, set(self.get_decay_parameter_names(self.model))
-        config = soap.RunnerConfig(
+        config = replace(
+            self._config,
             optimizer=lambda tensors: torch.optim.AdamW(
                 tensors, lr=given.learning_rate, betas=(given.adam_beta1, given.adam_beta2), eps=given.adam_epsilon
             ),
@@ -76,9 +78,6 @@ class PlannedTrainer(Trainer):
             clip_norm=given.max_grad_norm or None,
             loss=lambda output: output.loss,
             seed=given.seed,
-            run_option=self._config.run_option,
-            budget=self._config.budget,
-            costs=self._config.costs,
         )
         self.runner = soap.get_runner(self.model.train(), config=config)
         return super().create_scheduler(num_training_steps, optimizer)

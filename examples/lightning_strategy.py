@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -67,13 +68,8 @@ class PlannedStrategy(DDPStrategy):
         (own,) = self.optimizers
         known = inspect.signature(type(own)).parameters
         options = {name: value for name, value in own.param_groups[0].items() if name in known and name != "params"}
-        config = soap.RunnerConfig(
-            optimizer=lambda tensors: type(own)(tensors, **options),
-            clip_norm=trainer.gradient_clip_val or None,
-            run_option=self._planning.run_option,
-            budget=self._planning.budget,
-            costs=self._planning.costs,
-        )
+        clip_norm = trainer.gradient_clip_val or None
+        config = replace(self._planning, optimizer=lambda tensors: type(own)(tensors, **options), clip_norm=clip_norm)
         assert self.lightning_module is not None
         self.runner = soap.get_runner(Loss(self.lightning_module.train()), config=config)
 
