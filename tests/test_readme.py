@@ -21,7 +21,7 @@ TEXT = "\n".join((ROOT / page).read_text(encoding="utf-8") for page in PAGES)
 
 
 def blocks(language: str) -> list[str]:
-    """Those that stand on the pages; what these include from ``examples`` is run by ``test_examples``."""
+    """Those that stand on the pages; what these include from ``examples`` is run by ``test_examples`` and ``test_notebook``."""
     return [block for block in re.findall(rf"```{language}\n(.*?)```", TEXT, re.DOTALL) if not block.startswith("--8<--")]
 
 
