@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -144,3 +145,67 @@ def test_cells_of_a_notebook_show_tables_and_the_report(tmp_path: Path, monkeypa
     *tables, frame = (value._repr_html_() for value in shown)
     assert len(tables) == 3 and all("<table>" in table for table in tables)
     assert "report.html" in frame and (tmp_path / "report.html").stat().st_size > 100_000
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_hugging_face_s_trainer_trains_by_a_plan_as_by_itself(tmp_path: Path) -> None:
+    """Losses, the gradients' norms, learning rates and the saved model, beside Trainer's own in one process with the whole batch."""
+    pytest.importorskip("accelerate", reason="needs accelerate: pip install '.[huggingface]'")
+    from transformers import GPT2LMHeadModel, Trainer
+
+    from examples import hugging_face
+
+    steps = 6
+    module = hugging_face.language_model()
+    alone = Trainer(module, hugging_face.arguments(str(tmp_path / "alone"), 8, steps), train_dataset=hugging_face.texts())
+    alone.model_accepts_loss_kwargs = False  # else it divides GPT-2's loss by one label more for each sample than the model counts
+    alone.train()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
+    script = ["-m", "examples.hugging_face", "--steps", str(steps), "--output", str(tmp_path / "planned")]
+    done = subprocess.run([*launcher, *script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=540)
+    assert done.returncode == 0, done.stderr
+    history = json.loads((tmp_path / "planned" / "trainer_state.json").read_text())["log_history"]
+    for name in ("loss", "grad_norm", "learning_rate"):
+        found, expected = ([line[name] for line in lines if name in line] for lines in (history, alone.state.log_history))
+        assert len(found) == steps and found == pytest.approx(expected, rel=1e-3)
+    trained = GPT2LMHeadModel.from_pretrained(tmp_path / "planned").state_dict()
+    for name, value in module.state_dict().items():
+        torch.testing.assert_close(trained[name], value, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(("option", "message"), [
+    ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps 2: a plan does not know it; expected 1"),
+    ({"optim": "sgd"}, "expected 'adamw_torch'"),
+    ({"save_strategy": "steps"}, "expected save_only_model=True"),
+])  # fmt: skip
+def test_options_of_hugging_face_s_trainer_that_would_be_ignored_are_refused(option: dict[str, Any], message: str, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="needs accelerate: pip install '.[huggingface]'")
+    from examples import hugging_face
+
+    arguments = hugging_face.arguments(str(tmp_path), 4, 2)
+    with pytest.raises(soap.SoapError, match=message):
+        hugging_face.PlannedTrainer(hugging_face.language_model(), replace(arguments, **option), train_dataset=hugging_face.texts())
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_lightning_trains_by_a_plan_as_by_itself(tmp_path: Path) -> None:
+    """The last batch's loss, that of validation, and all weights, beside Lightning alone in one process with whole batches."""
+    pytest.importorskip("lightning", reason="needs lightning: pip install '.[lightning]'")
+    from examples import lightning_strategy
+
+    torch.manual_seed(0)
+    module = lightning_strategy.Classifier()
+    alone = lightning_strategy.fit(module, 16, devices=1)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
+    script = ["-m", "examples.lightning_strategy", "--output", str(tmp_path / "planned.pt")]
+    done = subprocess.run([*launcher, *script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=540)
+    assert done.returncode == 0, done.stderr
+    planned = torch.load(tmp_path / "planned.pt", weights_only=True)
+    assert planned["metrics"]["validation_loss"] == pytest.approx(float(alone.callback_metrics["validation_loss"]), rel=1e-3)
+    assert planned["metrics"]["train_loss"] == pytest.approx(float(alone.callback_metrics["own_loss"]), rel=1e-3)
+    for name, value in module.state_dict().items():
+        torch.testing.assert_close(planned["state"][name], value, rtol=1e-3, atol=1e-4)
