@@ -60,7 +60,8 @@ def _facts(contents: Contents, summary: Mapping[str, Any]) -> list[tuple[str, st
         ("moved per iteration", f"{format_bytes(summary['bytes_moved'])} ({_usual_moved(summary)})"),
     ]
     if (per_second := summary["throughput"]["samples_per_second"]) is not None:
-        rows.append(("throughput", f"{per_second:,.4g} samples per second, MFU {_share(summary['throughput']['mfu'])}"))
+        rate = f"{per_second:,.0f}" if per_second >= 1000 else f"{per_second:.4g}"
+        rows.append(("throughput", f"{rate} samples per second, MFU {_share(summary['throughput']['mfu'])}"))
     if summary["same_as"]:
         rows.append(("the same as", summary["same_as"]))
     if summary["folded"] and "copies" in summary["folded"]:

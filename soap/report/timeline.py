@@ -55,7 +55,7 @@ def blocks(contents: Contents) -> Sequence[Block]:
     else:
         described = contents.measured.description
         measured = timeline_bars(contents.measured)
-        one = f"One of {described.iterations} traced iterations, of middle length"
+        one = "The traced iteration" if described.iterations == 1 else f"One of {described.iterations} traced iterations, of middle length"
         whole = f"{one}; an untraced step takes {duration(described.iteration_ns)}."
         made, about = _both(predicted, measured)
         found.append(Figure("Predicted iteration above, a measured one below, on one time axis", made, f"{whole} {about}"))
