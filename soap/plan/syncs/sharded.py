@@ -61,11 +61,12 @@ class Sharded(ShardedState):
         others send until two later ones are on their way."""
         owned, whole, even = owned_bytes(plan, sync), gradient_bytes(plan, sync), is_even(plan, sync)
         large, small = large_bytes(plan, sync), packed_of_owners(plan, sync)
+        bucket, part = bucket_bytes(plan, sync), part_bytes(plan, sync)
         if not plan.is_frozen(sync):
             yield from held_gradients(plan, sync)
         for reader in sync.readers:
             own = owned.get(reader, 0)
-            come = bucket_bytes(plan, sync) if even else whole - large - small.get(reader, 0)
+            come = bucket if even else whole - large - small.get(reader, 0)
             for name, passes in self._gathered(plan, sync):
                 yield Hold(reader, come, since=name, used=passes)
                 yield Hold(reader, large, since=name, used=passes, throughout=True, kind=MemoryKind.VALUES)
@@ -74,9 +75,9 @@ class Sharded(ShardedState):
                 continue
             scatter = scatter_name(sync)
             received = received_bytes(sync, own)
-            moving, later = (bucket_bytes(plan, sync), 0) if even else (whole + received, own if received and not sync.aggregated else 0)
+            moving, later = (bucket, 0) if even else (whole + received, own if received and not sync.aggregated else 0)
             yield Hold(reader, moving, since=scatter, until=update_name(reader), before=True, queue="few", sum_bytes=later)
-            yield Hold(reader, part_bytes(plan, sync) if even else own - later, since=scatter, kind=MemoryKind.GRADIENTS)
+            yield Hold(reader, part if even else own - later, since=scatter, kind=MemoryKind.GRADIENTS)
 
     @staticmethod
     def _gathered(plan: Plan, sync: ShardSync) -> tuple[tuple[str, Uses], ...]:

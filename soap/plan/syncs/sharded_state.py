@@ -87,12 +87,13 @@ class ShardedState(SyncMethod):
     def buffers(self, plan: Plan, sync: ShardSync) -> Iterable[tuple[int, int]]:
         """What others send of a reader's parts, their sum, what it sends of their values, and what it receives of other values. With
         collectives: the sum, all values, and by how much padding makes the bucket of gradients larger; these are added up on their way."""
+        if is_even(plan, sync):
+            size = part_bytes(plan, sync) + 2 * room_bytes(plan, sync) - gradient_bytes(plan, sync)
+            yield from ((reader, size) for reader in sync.readers)
+            return
         owned, copied, count = owned_bytes(plan, sync), self.copies(plan, sync), sharers(sync)
         for reader in sync.readers:
-            if is_even(plan, sync):
-                yield reader, part_bytes(plan, sync) + 2 * room_bytes(plan, sync) - gradient_bytes(plan, sync)
-            else:
-                yield reader, (count + 1) * owned.get(reader, 0) + copied[reader]
+            yield reader, (count + 1) * owned.get(reader, 0) + copied[reader]
 
     def holds(self, plan: Plan, sync: ShardSync) -> Iterator[Hold]:
         """Gradients from the first one on until they have left; what others send until it is added up; from then on the sum, where two
@@ -103,14 +104,15 @@ class ShardedState(SyncMethod):
         """
         owned, scatter, gather, bucket = owned_bytes(plan, sync), scatter_name(sync), gather_name(sync), bucket_bytes(plan, sync)
         packed, small = packed_bytes(plan, sync), packed_of_owners(plan, sync)
+        even, part = is_even(plan, sync), part_bytes(plan, sync)
         yield from held_gradients(plan, sync)
         for reader, copied in self.copies(plan, sync).items():
             own, update = owned.get(reader, 0), update_name(reader)
             yield Hold(reader, copied, kind=MemoryKind.VALUES)
             ready = update if own else gather
-            if is_even(plan, sync):
+            if even:
                 yield Hold(reader, bucket, since=scatter, until=update, before=True, queue="received")
-                yield Hold(reader, part_bytes(plan, sync), since=scatter, kind=MemoryKind.GRADIENTS)
+                yield Hold(reader, part, since=scatter, kind=MemoryKind.GRADIENTS)
                 yield Hold(reader, bucket, since=ready, until=gather, queue="received")
                 continue
             yield Hold(reader, bucket, since=scatter, until=scatter, queue="sent")
