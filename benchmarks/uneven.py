@@ -23,6 +23,7 @@ from benchmarks.end_to_end import machine
 from benchmarks.models import export_model
 from benchmarks.quiet import Watch
 from soap import api
+from soap.cli.emulation import part_of_the_box
 from soap.cli.options import not_negative, positive
 from soap.cli.updating import states_of
 from soap.cluster.topology import Topology
@@ -33,8 +34,8 @@ from soap.simulator.incremental import IncrementalSimulator
 from soap.simulator.simulate import Simulator
 from soap.strategy.config import Strategy
 
-MODEL, RATE, SCALE = "emulated-vgg16", "2Gbit/s", 0.5
-"""``SCALE``: of the cluster's three cores and its links, so that the machine has half of a core left for what communicates."""
+MODEL, RATE, SCALE = "emulated-vgg16", "2Gbit/s", 0.25
+"""``SCALE``: of the cluster's three cores and its links, so that the machine has more than a core left for what communicates."""
 EQUAL, BY_SPEED, SHIFTED = "data_parallel", "data_parallel+uneven", "shifted"
 AIM = 1.3
 
@@ -73,10 +74,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=positive, default=10, help="of each plan in a round, warm-up included (default %(default)s)")
     seconds = "to measure computations, before (default %(default)s)"
     parser.add_argument("--profile", type=not_negative, default=60, help=seconds)
+    parser.add_argument("--scale", type=part_of_the_box, default=SCALE, help="of rates and CPU time; less beside other programs")
     args = parser.parse_args(argv)
     try:
         topology = two_speeds.two_speeds(1, args.rate)
-        topology = two_speeds.with_links(topology, SCALE) if args.profile else api.with_links(topology)
+        topology = two_speeds.with_links(topology, args.scale) if args.profile else api.with_links(topology)
         with tempfile.TemporaryDirectory() as temporary:
             file = export_model(args.model, Path(temporary))
             graph = api.load(file, plan_only=True, **READING).graph
@@ -87,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 simulator = _simulator(graph, topology, args.rate)
                 strategies = plans_of(simulator)
             watch = Watch()
-            found = measure(simulator, topology.name, args.model, file, strategies, args.steps, args.rounds, scale=SCALE)
+            found = measure(simulator, topology.name, args.model, file, strategies, args.steps, args.rounds, scale=args.scale)
             others = watch.others_share()
     except SoapError as error:
         parser.error(str(error))

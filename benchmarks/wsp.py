@@ -57,7 +57,7 @@ from soap.tracing.model import TracedModel
 
 VERSION, COMMAND = 2, "python -m benchmarks.wsp"
 MODEL, RATE = "emulated-vgg16", "500Mbit/s"
-SHAPES = {"2x1": (1, 0.5, "NP"), "2x2": (2, 0.25, "ED")}
+SHAPES = {"2x1": (1, 0.25, "NP"), "2x2": (2, 0.125, "ED")}
 """By shape (hosts x devices of each): devices of a host, scale of the clusters' three or six cores and their links, and policy."""
 DDP, BEST, BOUNDS = "data_parallel", "best synchronous", (0, 4, 32)
 HETPIPE = "hetpipe:"
@@ -114,7 +114,7 @@ class Shape:
     @property
     def scale(self) -> float:
         """Of the emulation."""
-        return SHAPES[self.name][1]
+        return SHAPES[self.name][1] * float(self.args.scale)
 
     @cached_property
     def topology(self) -> Topology:
@@ -274,6 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--minibatches", type=positive, default=60, help="of each worker, or steps (default %(default)s)")
     parser.add_argument("--budget", type=positive, default=2000, help="of the search for the best synchronous plan (default %(default)s)")
     parser.add_argument("--profile", type=not_negative, default=60, help="seconds, twice for each shape (default %(default)s)")
+    parser.add_argument("--scale", type=emulation.part_of_the_box, default=1.0, help="less than 1 beside other programs")
     args = parser.parse_args(argv)
     try:
         for path in filter(None, (args.results, args.write)):

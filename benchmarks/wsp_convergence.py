@@ -234,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--real", nargs="*", choices=[*STEPS], default=["digits"], help="tasks of real runs (default %(default)s)")
     parser.add_argument("--profile", type=not_negative, default=30, help="seconds, twice for each task (default %(default)s)")
     args = parser.parse_args(argv)
-    args.rate, args.budget = RATE, 1000
+    args.rate, args.budget, args.scale = RATE, 1000, 1.0
     torch.set_num_threads(1)
     try:
         for path in filter(None, (args.results, args.write)):

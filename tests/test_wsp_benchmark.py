@@ -82,7 +82,7 @@ def test_the_hosts_are_two_to_one(devices: int) -> None:
     topology, scale = two_speeds.two_speeds(devices, "1Gbit/s"), wsp.SHAPES[f"2x{devices}"][1]
     limits = host_limits(topology, scale, 2)
     shares = [own.cores / len(own.ranks) / scale for own in limits]
-    assert shares == [2.0, 1.0] and sum(own.cores for own in limits) == 1.5
+    assert shares == [2.0, 1.0] and sum(own.cores for own in limits) == 0.75
     base = two_speeds.alike(devices, "1Gbit/s")
     own = two_speeds.api.load_cluster(base).devices[0].type.flops_per_second["float32"] / device_cores(cpu_cores(), 2 * devices)
     found = [device.type.flops_per_second["float32"] for device in topology.devices]
