@@ -76,8 +76,8 @@ def load(
     ``plan_only``: allocate no memory for its weights. ``batch_dims``: input name -> dimension of the samples, if it is not 0. ``dtype``:
     replaces the floating-point type, for example ``float64`` for checks. ``autocast="bfloat16"``: use the casts of ``torch.autocast``
     on ``autocast_device`` (``cpu`` or ``cuda``: the kind of the devices that will train; their lists of calls differ, and without autocast
-    what products of 16-bit operands keep); ``float16``, for GPUs without bfloat16, with ``plan_only`` alone, because to train in it would
-    need gradient scaling.
+    what products of 16-bit operands keep); ``float16``, for GPUs without bfloat16, trains with a scaled loss
+    (``TrainingOptions.loss_scaling``).
     ``batch_norm``: ``global`` normalises by the whole batch, ``local`` each tile by its own part of it. A strategy is valid only for models
     that were loaded with the same ``batch_norm``.
     ``matmul_precision``: ``highest``, ``high`` or ``medium``, as for ``torch.set_float32_matmul_precision``, which is set for this process

@@ -147,15 +147,13 @@ def _config(spec: str, settings: Mapping[str, Any]) -> Any:
     """The configuration, with the settings."""
     given, library = spec.removeprefix(PREFIX), _library(spec)
     path = Path(given)
-    if path.exists():
-        where = path / "config.json" if path.is_dir() else path
-        if not where.is_file():
-            raise ModelError(f"{spec}: the folder has no config.json; expected a folder or file with a configuration of transformers")
+    where = path / "config.json" if path.is_dir() else path
+    if where.is_file():
 
         def make(**options: Any) -> Any:
             return library.AutoConfig.from_pretrained(where, local_files_only=True, trust_remote_code=False, **options)
     else:
-        _require_type(spec, given, library)
+        _require_type(spec, given, library, path)
 
         def make(**options: Any) -> Any:
             return library.AutoConfig.for_model(given, **options)
@@ -182,10 +180,12 @@ def _config(spec: str, settings: Mapping[str, Any]) -> Any:
     return config
 
 
-def _require_type(spec: str, given: str, library: ModuleType) -> None:
+def _require_type(spec: str, given: str, library: ModuleType, path: Path) -> None:
     known = list(library.models.auto.configuration_auto.CONFIG_MAPPING_NAMES)
     if given in known:
         return
+    if path.exists():
+        raise ModelError(f"{spec}: the folder has no config.json; expected a folder or file with a configuration of transformers")
     near = get_close_matches(given.split("/")[-1].lower(), known, 3) or ["gpt2", "llama", "bert"]
     raise ModelError(
         f"{spec}: neither a folder or file that is there, nor a model type of transformers {library.__version__}; expected one such as "

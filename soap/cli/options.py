@@ -31,6 +31,7 @@ CLUSTER_HELP = (
     "devices each, for soap-run --emulate. "
     "An unknown name lists all presets"
 )
+AUTOCAST_HELP = "compute in this type what torch.autocast does; float16 with a scaled loss, as torch.amp.GradScaler does it"
 LARGEST_COUNT = 10**9
 ALPHA_BATCHES = 8
 """Default number of batches on which touched rows are counted: batches differ by a few percent only, because their rows are many."""
@@ -72,7 +73,7 @@ def add_reading(parser: Parser) -> None:
         default="global",
         help="normalise by the whole batch, as one process does, or each part of it by itself (default %(default)s)",
     )
-    parser.add_argument("--autocast", choices=["bfloat16"], help="compute in this type what torch.autocast does")
+    parser.add_argument("--autocast", choices=["bfloat16", "float16"], help=AUTOCAST_HELP)
     precision = "torch.set_float32_matmul_precision: below highest, GPUs multiply float32 matrices in TF32 (default: torch's, highest)"
     parser.add_argument("--matmul-precision", choices=["highest", "high", "medium"], help=precision)
     parser.add_argument(

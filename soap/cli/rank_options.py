@@ -21,5 +21,7 @@ def refuse_rank_options(args: argparse.Namespace, further: Sequence[str], said: 
     asked += ["accumulate"] if args.accumulate > 1 else ["warm_up"] if args.warm_up != (0, 0) else []
     if asked:
         raise UsageError(f"--{asked[0].replace('_', '-')} {said}")
+    if args.autocast == "float16":
+        raise UsageError(f"--autocast float16 with {who}, which scale no loss; expected bfloat16")
     if args.device == "cuda" or args.backend == "nccl":
         raise UsageError(f"{who} compute on processors; expected --device cpu")

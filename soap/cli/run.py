@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from soap import api
-from soap.cli import compressing, emulation, evaluating, figures, reporting, restarting, stale_run, step_log, warm_up, weights
+from soap.cli import compressing, emulation, evaluating, figures, loss_scaling, reporting, restarting, stale_run, step_log, warm_up, weights
 from soap.cli.checkpoints import add_checkpoints, chosen
 from soap.cli.command import Parser, UsageError, note, run_command
 from soap.cli.options import (
@@ -38,6 +38,7 @@ from soap.cluster.kinds import run_kind
 from soap.cluster.presets import says_all
 from soap.errors import RuntimeFailure, SoapWarning, StrategyError
 from soap.files import check_writable, write_text_atomically
+from soap.plan.compression.training import for_scaling
 from soap.simulator.reference import execution_order
 from soap.simulator.simulate import Simulation
 from soap.simulator.throughput import throughput
@@ -159,7 +160,7 @@ def prepare(args: argparse.Namespace, topology: Topology | None = None) -> tuple
     from soap.runtime.updates.trial import optimizer_states  # needed from here on anyway
 
     tried = updating.tried(graph)
-    planned = compressing.training_of(args.correct_momentum, args.warm_up, args.clip_norm).planned
+    planned = for_scaling(compressing.training_of(args.correct_momentum, args.warm_up, args.clip_norm).planned, args.autocast)
     if planned.kept and updating.decays:  # which has a momentum of its own
         planned = replace(planned, kept=planned.kept + 1)
     states = optimizer_states(tried, sparse=bool(graph.sparse))
@@ -282,6 +283,7 @@ def document(
         "checkpoint": outcome.saved,
         "weights": job.checkpoints.weights,
         "evaluation": evaluating.document(job, outcome),
+        "loss_scaling": outcome.loss_scaling,
         "strategies": strategies,
         "compressed": compressing.count(predicted[STRATEGY]),
         "warm_up": [{**own, "predicted_ns": round(own["predicted_ns"] / scale)} for own in costs.get("warm_up", ())],
@@ -304,11 +306,9 @@ def _memory(predicted: Simulation, measured: Sequence[int] | None) -> list[dict[
     """By device: the peak in the simulated order, the bound that decides what fits, and the measured peak."""
     if measured is None:
         return None
+    keys = ("device", "predicted_bytes", "bound_bytes", "measured_bytes")
     rows = zip(predicted.topology.devices, predicted.peak_bytes, predicted.memory, measured, strict=True)
-    return [
-        {"device": device.name, "predicted_bytes": peak, "bound_bytes": bound.total, "measured_bytes": found}
-        for device, peak, bound, found in rows
-    ]
+    return [dict(zip(keys, (device.name, peak, bound.total, found), strict=True)) for device, peak, bound, found in rows]
 
 
 def text(report: Mapping[str, Any]) -> str:
@@ -330,7 +330,7 @@ def text(report: Mapping[str, Any]) -> str:
     if report["warm_up"]:
         facts.append(("predicted warm-up", warm_up.text(report["warm_up"], own["predicted_ns"])))
     facts += [(what, report[what]) for what in ("checkpoint", "weights") if report[what]]
-    facts += [*evaluating.facts(report), *restarting.facts(report)]
+    facts += [*loss_scaling.facts(report), *evaluating.facts(report), *restarting.facts(report)]
     if report["check"]:
         facts.append(("check", _checked(report["check"], lossy=report["compressed"] > 0)))
     head = f"{report['model']} on {report['cluster']}: {report['processes']} processes, {report['backend']}, {report['steps']} steps"

@@ -26,7 +26,7 @@ from soap.cli.options import (
 from soap.cli.updating import Updating
 from soap.errors import StrategyError
 from soap.model.graph import OperatorGraph
-from soap.plan.compression.training import PLAIN, PlannedTraining
+from soap.plan.compression.training import PLAIN, PlannedTraining, for_scaling
 from soap.search.deciding import DEFAULT_CONFIDENCE
 from soap.search.metropolis import DEFAULT_BETA
 from soap.search.options import DEFAULT_BUDGET, DEFAULT_DRAWS, DEFAULT_RISK, SearchOptions
@@ -208,9 +208,11 @@ def _training(args: argparse.Namespace, updating: Updating) -> PlannedTraining:
     named = [option for option, value in given.items() if value is not None]
     if named and not args.lossy:
         raise UsageError(f"{named[0]} without --lossy; expected --lossy METHOD too: the times of other plans do not depend on it")
+    if args.autocast == "float16" and args.lossy:
+        raise UsageError("--autocast float16 with --lossy; expected bfloat16: a scaled loss is not divided by its scale before it is sent")
     if not named and args.clip_norm is None:
-        return PLAIN
-    planned = training_of(args.correct_momentum, args.warm_up, args.clip_norm).planned
+        return for_scaling(PLAIN, args.autocast)
+    planned = for_scaling(training_of(args.correct_momentum, args.warm_up, args.clip_norm).planned, args.autocast)
     return replace(planned, kept=planned.kept + (planned.kept > 0 and updating.decays))
 
 

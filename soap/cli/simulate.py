@@ -32,6 +32,7 @@ from soap.cluster.topology import Topology
 from soap.errors import StrategyError
 from soap.files import check_writable, write_text_atomically
 from soap.model.graph import OperatorGraph
+from soap.plan.compression.training import PLAIN, for_scaling
 from soap.search.layer_placement import LEAST_GAIN
 from soap.search.plot import check_plot
 from soap.search.starts import BASELINE
@@ -97,7 +98,7 @@ def execute(args: argparse.Namespace) -> int:
         found = api.fits(graph, topology, strategy, costs=args.costs)
         return _report_fit(args, replace(found, asked=replace(found.asked, name=Path(args.strategy).name)), graph, topology)
     made_for = _made_for(args, topology) if args.what_if else None
-    simulator = api.simulator_for(graph, topology, costs=args.costs)
+    simulator = api.simulator_for(graph, topology, costs=args.costs, training=for_scaling(PLAIN, args.autocast))
     least_gain = LEAST_GAIN if args.least_gain is None else args.least_gain
     placed = api.placed_layers(args.builtin, simulator, least_gain) if _is_layered(args) else None
     if placed is not None:

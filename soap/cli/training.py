@@ -99,7 +99,7 @@ class Job:
 class Outcome:
     """What all ranks saw together. ``iterations``: the events of each traced iteration, empty if none was to be traced. ``saved``: the
     last checkpoint's path, if there is one. ``peak_bytes``: of each rank, if it was to be measured. ``evaluation``: the mean loss
-    on other data, if it was asked for."""
+    on other data, if it was asked for. ``loss_scaling``: the scaler's state at the end, if the loss was scaled."""
 
     backend: str
     measured: Mapping[str, StepTimes]
@@ -108,6 +108,7 @@ class Outcome:
     saved: str | None = None
     peak_bytes: tuple[int, ...] | None = None
     evaluation: float | None = None
+    loss_scaling: Mapping[str, Any] | None = None
 
 
 def train(job: Job) -> Outcome:
@@ -124,10 +125,10 @@ def train(job: Job) -> Outcome:
         found = _check(job, model, batches, optimizer) if job.checked else None
         saver = Saver(job.checkpoints, job.steps)
         results = {name: _measure(job, model, name, batches, saver if name == job.main else None) for name in job.strategies}
-        measured = {name: own for name, (own, _) in results.items()}
+        measured = {name: own for name, (own, _, _) in results.items()}
         traced = _trace(job, model, batches) if job.traced else ()
         held = _weigh(job, model, batches, world.device) if job.weighed else None
-        return Outcome(world.backend, measured, found, traced, saver.saved, held, results[job.main][1])
+        return Outcome(world.backend, measured, found, traced, saver.saved, held, *results[job.main][1:])
     finally:
         close_world(world)
 
@@ -149,8 +150,11 @@ def converted(job: Job, batches: Batches) -> Batches:
     return batches if job.dtype is None else ConvertedBatches(batches, getattr(torch, job.dtype))
 
 
-def _measure(job: Job, model: TracedModel, name: str, batches: Batches, saver: Saver | None) -> tuple[StepTimes, float | None]:
-    """Run all steps of the job, and for what is saved evaluate it then. The first few steps are not timed, unless there are no others."""
+def _measure(
+    job: Job, model: TracedModel, name: str, batches: Batches, saver: Saver | None
+) -> tuple[StepTimes, float | None, Mapping[str, Any] | None]:
+    """Run all steps of the job, and for what is saved evaluate it then; with it the state of the loss's scaler. The first few steps are not
+    timed, unless there are no others."""
     trainer = make_trainer(job, model, name)
     if saver is not None and job.log is not None and trainer.rank == 0:
         trainer.on_step = step_log.logger(job.log, anew=job.checkpoints.resume is None)
@@ -169,7 +173,8 @@ def _measure(job: Job, model: TracedModel, name: str, batches: Batches, saver: S
 
         card = card_counters if job.emulated else None
         times = measure_steps(trainer, by_rank(batches, trainer), job.steps - warm_up, warm_up, on_step=after, card=card)
-    return times, evaluating.evaluate(job, model, trainer) if saver is not None else None
+    scaled = None if trainer.scaler is None else trainer.scaler.state()
+    return times, evaluating.evaluate(job, model, trainer) if saver is not None else None, scaled
 
 
 def _resume(job: Job, trainer: Trainer, checkpoint: str) -> None:

@@ -41,7 +41,7 @@ def step_alone(
     parameters = {n: own(before[n]).clone().requires_grad_(graph.tensors[n].requires_grad) for n in trainer.model.parameters}
     trainable = {name: tensor for name, tensor in parameters.items() if tensor.requires_grad}
     buffers = {name: own(before[name]).clone() for name in trainer.model.buffers}
-    losses = []
+    losses, scale = [], 1.0 if trainer.scaler is None else trainer.scaler.used
     for number, (part, size, model) in enumerate(zip(parts, sized, models, strict=True)):
         if model is None:
             return None
@@ -49,11 +49,14 @@ def step_alone(
         loss = model.reference_loss([own(tensor) for tensor in part.tensors], parameters, context)
         model.end_step(context)
         if loss.requires_grad:
-            (loss / len(parts)).backward()  # type: ignore[no-untyped-call]
+            (loss / len(parts) * scale).backward()  # type: ignore[no-untyped-call]
         losses.append(loss.detach())
     for tensor in trainable.values():
         if tensor.grad is not None and tensor.grad.is_sparse:  # of an embedding with sparse=True; the ranks' gradients are dense
             tensor.grad = tensor.grad.to_dense()
+    for tensor in trainable.values():
+        if trainer.scaler is not None and tensor.grad is not None:
+            tensor.grad.mul_(1.0 / scale)
     if trainer.clip_norm is not None:
         torch.nn.utils.clip_grad_norm_(trainable.values(), trainer.clip_norm)
     gradients = {name: tensor.grad for name, tensor in trainable.items() if tensor.grad is not None}

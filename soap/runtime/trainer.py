@@ -41,6 +41,7 @@ from soap.runtime.system.malloc import keep_if_there_is_room
 from soap.runtime.trace import Event, Recorder, join_events
 from soap.runtime.training_options import DEFAULT_TRAINING, TrainingKeywords, TrainingOptions
 from soap.runtime.updates.clipping import require_clippable
+from soap.runtime.updates.loss_scaling import LossScaler, require_scalable
 from soap.runtime.updates.momentum import DecayMomentum, require_correctable, wrong_momentum
 from soap.runtime.updates.offloading import Offloading, require_offloadable
 from soap.runtime.updates.parts import joined_names, other_options, parts_of, require_possible, trainable_shapes
@@ -53,7 +54,7 @@ from soap.tracing.model import TileContext, TracedModel
 if TYPE_CHECKING:
     from soap.runtime.checkpoint.checkpoint import Training
 
-AGREED = ("dtype", "accumulate", "clip_norm", "compressing", "lazy_sparse", "seed")
+AGREED = ("dtype", "accumulate", "clip_norm", "scaler", "compressing", "lazy_sparse", "seed")
 """Options that change what is computed or exchanged."""
 
 
@@ -84,6 +85,7 @@ class Trainer:
         self.accumulate, self.clip_norm, self.compressing = options.accumulate, options.clip_norm, options.compressing
         self.compiled, self.lazy_sparse = options.compiled, options.lazy_sparse
         self.recipe, self.on_step = options.recipe, options.on_step
+        self.scaler = LossScaler.of(model, options.loss_scaling)
         self.gradient_norm: float | None = None
         self.steps = self.input_bytes = 0  # bytes of all batches that this rank was given
         self.world = open_world(asked.topology.device_count, asked.kind, options.backend, options.timeout_s)
@@ -111,6 +113,7 @@ class Trainer:
         """What devices hold at most, in bytes, if they are CPUs. RuntimeFailure if the options do not go with the whole plan."""
         if self.clip_norm is not None and compressed_names(plan):
             require_clippable(plan, self.clip_norm)
+        require_scalable(plan, self.scaler)
         require_possible(plan, tried, self.lazy_sparse)
         require_offloadable(plan, tried, lazy_sparse=self.lazy_sparse)
         return [use.total for use in memory_use(plan, tried.states)] if self.device.type == "cpu" else None
@@ -146,7 +149,7 @@ class Trainer:
         decay = None if rule is None else DecayMomentum(rule, self.optimizer, updated)
         clip_norm = None if compressed else self.clip_norm  # else each rank has clipped already
         lazy = self.lazy_sparse
-        self._ending = StepEnd(plan, self.comm, self.sizes.gradients, self._offloading, self.optimizer, clip_norm, lazy, decay)
+        self._ending = StepEnd(plan, self.comm, self.sizes.gradients, self._offloading, self.optimizer, clip_norm, lazy, decay, self.scaler)
         by_rows = {sync.parameter for sync in plan.syncs if sync.contract.by_rows}
         kept = {plan.shards[number].parameter for number in self.shards.tensors}
         self._to_look_up = [name for name in plan.graph.sparse if name in kept and name not in by_rows] if self.lazy_sparse else []
@@ -192,14 +195,15 @@ class Trainer:
             context = TileContext(self.seed, self.steps * self.accumulate + number, self.buffers, unread=sized.unread)
             own = sized.inputs(part)
             note_rows(looked_up, self._to_look_up, sized.model, own.named, context)
-            losses.append(runner.run(own, context, MicroBatch(number, len(parts))))
+            losses.append(runner.run(own, context, MicroBatch(number, len(parts), self.scaler.scale if self.scaler else 1.0)))
             sized.model.end_step(context)
         self.gradient_norm = self._ending.run(looked_up, recorder)
         self.steps += 1
         mean = sum(loss() for loss in losses) / len(losses)
         HERE.enter(0)
         rates = tuple(float(group["lr"]) for group in self.optimizer.param_groups) if self.optimizer is not None else ()
-        self.schedule.step(mean)
+        if self.scaler is None or self.scaler.finite:
+            self.schedule.step(mean)
         if self.on_step is not None and self.rank == 0:
             self.on_step(StepMetrics(self.steps, mean, perf_counter() - begin, rates, self.gradient_norm))
         return mean
@@ -321,6 +325,8 @@ class Trainer:
         found = load_checkpoint(path, self._training(), self.buffers)
         self._refresh_copies()
         self.steps, self.seed = found.step, found.seed
+        if self.scaler is not None and found.loss_scaling is not None:
+            self.scaler.restore(found.loss_scaling)
         for name, tensor in found.buffers.items():
             self._set_buffer(name, tensor)
         self._warn_of_unchanged(found.unchanged)
@@ -345,7 +351,7 @@ class Trainer:
         from soap.runtime.checkpoint.checkpoint import Training
 
         own = self.shards, self.parts, self.optimizer, self.schedule, self.place, self.sizes.gradients
-        return Training(self.model, self.plan, self.comm, *own, self.compressing)
+        return Training(self.model, self.plan, self.comm, *own, self.compressing, self.scaler)
 
     def _warn_of_unchanged(self, state: Mapping[str, torch.Tensor]) -> None:
         """Warn of loaded values that have no effect: what the program only reads keeps its exported value."""

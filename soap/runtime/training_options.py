@@ -12,6 +12,7 @@ from soap.errors import RuntimeFailure
 from soap.runtime.comm.world import TIMEOUT_S
 from soap.runtime.compression.peer import AS_IT_IS, CompressedTraining
 from soap.runtime.step_metrics import OnStep
+from soap.runtime.updates.loss_scaling import LossScaling
 from soap.runtime.updates.optimizers import GroupOptions, Optimizers, Recipe, ScheduleFactory, plain_sgd
 
 
@@ -22,6 +23,7 @@ class TrainingKeywords(TypedDict, total=False):
     groups: GroupOptions | None
     schedule: ScheduleFactory | None
     clip_norm: float | None
+    loss_scaling: LossScaling | None
     compressing: CompressedTraining
     lazy_sparse: bool
     accumulate: int
@@ -45,7 +47,9 @@ class TrainingOptions:
     ``{"weight_decay": 0.0}``; ``optimizer`` then gets torch's parameter groups. ``schedule``: a function that makes a schedule of
     ``torch.optim.lr_scheduler`` from the optimizer. It steps after each update, with the loss if it takes a metric. ``clip_norm``: scale
     gradients to at most this global norm; where some are compressed, each of N ranks scales its own, all together, to at most N^(-1/2) of
-    it. ``compressing``: momentum correction and warm-up of the parameters that the plan compresses.
+    it. ``loss_scaling``: how the loss is scaled; None: as ``torch.amp.GradScaler`` does by default if the model was loaded with
+    ``autocast="float16"``, else not at all; not where gradients are compressed. ``compressing``: momentum correction and warm-up of the
+    parameters that the plan compresses.
     ``lazy_sparse``: rows of sparse parameters that a step does not look up stay as they are, whatever the optimizer does with zero
     gradients (see ``row_update``).
 
@@ -64,6 +68,7 @@ class TrainingOptions:
     groups: GroupOptions | None = None
     schedule: ScheduleFactory | None = None
     clip_norm: float | None = None
+    loss_scaling: LossScaling | None = None
     compressing: CompressedTraining = AS_IT_IS
     lazy_sparse: bool = False
     accumulate: int = 1

@@ -58,6 +58,8 @@ class ExecutableModel:
     """What the model's file says of its export; None if it comes from no file."""
     shapes: Sequence[Sequence[int]] | None = None
     """Shapes of the inputs, if they are not the source's own."""
+    autocast: str | None = None
+    """The type that its calls are cast to by autocast, by torch's name; None without."""
     _compiled: dict[tuple[int, tuple[Interval, ...]], CompiledTile] = field(default_factory=dict, init=False, repr=False)
 
     def run_tile(

@@ -32,8 +32,7 @@ from soap.tracing.sizes import Shapes, is_dynamic
 from soap.tracing.without_values import tie_again
 
 LOWER = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-"""Types to which autocast may cast. Float16 is priced alone: to train in it would need gradient scaling."""
-NO_SCALING = "to train in it would need gradient scaling, which there is not; expected bfloat16 (predictions alone accept float16)"
+"""Types to which autocast may cast."""
 PRECISIONS = ("highest", "high", "medium")
 """Of products of float32 matrices, as ``torch.set_float32_matmul_precision`` knows them: below highest in TF32 where hardware has it."""
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -53,7 +52,7 @@ def load_model(
 ) -> ExecutableModel:
     """The traced model of a ``.pt2`` file or of a zoo model. ``plan_only`` reads shapes alone (zoo models are not even allocated).
     ``batch_dims``: input name -> batch dimension. ``dtype`` replaces all floating-point dtypes; ``autocast`` casts as
-    ``torch.autocast`` to this type does on ``autocast_device`` (cpu or cuda, whose lists of calls differ); float16 needs ``plan_only``.
+    ``torch.autocast`` to this type does on ``autocast_device`` (cpu or cuda, whose lists of calls differ); the model remembers it.
     ``batch_norm``: ``global`` or ``local``. ``matmul_precision``: torch's, set for this process. ``imports``: modules that define custom
     operators, imported first.
     Raises ModelError in one line."""
@@ -67,8 +66,6 @@ def load_model(
         if matmul_precision not in PRECISIONS:
             raise ModelError(f"matmul precision {matmul_precision!r}: expected one of {', '.join(PRECISIONS)}")
         torch.set_float32_matmul_precision(matmul_precision)
-    if autocast == "float16" and not plan_only:
-        raise ModelError(f"autocast 'float16': {NO_SCALING}")
     lists: ListOf = "cuda" if autocast_device == "cuda" else "cpu"
     options = Options(batch_dims, _dtype("dtype", dtype, DTYPES), _dtype("autocast", autocast, LOWER), lists, local)
     text = str(spec)
@@ -201,6 +198,7 @@ def _imported(
         batch_norm=options.batch_norm,
         shapes=shapes,
     )
+    model.autocast = next((name for name, dtype in LOWER.items() if dtype == options.autocast), None)
     model.source = PlanningSource(source) if plan_only else source
     return model
 

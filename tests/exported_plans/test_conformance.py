@@ -24,6 +24,7 @@ from soap.strategy.config import Strategy
 from soap.strategy.grids import device_order
 from soap.strategy.named import named
 from soap.strategy.stages import stages_of
+from tests.extent import ALL, often
 
 CLUSTER = "h100-2x4"
 STRATEGIES = (
@@ -31,6 +32,11 @@ STRATEGIES = (
     "recompute", "fsdp+selective", "zero1+offload", "single_device", "hybrid", "model_parallel", "parameter_server",
     "data_parallel+offload_kept", "pipeline:1f1b", "pipeline:gpipe", "pipeline:zb-h1", "pipeline:interleaved:2", "accumulated",
 )  # fmt: skip
+OFTEN = {
+    "zero1", "fsdp+selective", "megatron:2+zero1", "context_parallel+fsdp", "model_parallel", "pipeline:1f1b", "pipeline:interleaved:2",
+    "accumulated",
+}  # fmt: skip
+"""One of each kind of thing that a target is told."""
 EXACT = {
     "torchtitan": {
         "data_parallel", "zero1", "fsdp", "hsdp", "sequence_parallel+fsdp", "context_parallel+fsdp", "recompute", "fsdp+selective",
@@ -48,7 +54,7 @@ EXACT = {
 """What each target can be told as it is."""
 
 each = pytest.mark.parametrize("target", [target.name for target in TARGETS])
-every = pytest.mark.parametrize("name", STRATEGIES)
+every = pytest.mark.parametrize("name", often(STRATEGIES, OFTEN))
 
 
 @cache
@@ -104,8 +110,9 @@ def test_a_configuration_means_a_legal_strategy_of_all_devices(name: str, target
 
 @each
 def test_what_a_target_knows_it_is_told(target: str) -> None:
-    told = {name for name in STRATEGIES if exported(name, target).comparison.equal}
-    assert told == EXACT[target]
+    tried = set(STRATEGIES) if ALL else OFTEN
+    told = {name for name in tried if exported(name, target).comparison.equal}
+    assert told == EXACT[target] & tried
     for name in told:
         assert exported(name, target).exported.makespan_ns == exported(name, target).planned.makespan_ns
 

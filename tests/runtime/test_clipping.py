@@ -8,7 +8,7 @@ import torch
 from soap.plan.plan import Plan
 from soap.plan.syncs.clipping import NORM_NAME
 from soap.runtime.trainer import Trainer
-from soap.runtime.updates.clipping import clip
+from soap.runtime.updates.clipping import limit, squares, summed
 from tests.graph_builder import mlp
 from tests.runtime.handmade import HandModel
 from tests.runtime.plans import plan_of, split
@@ -76,6 +76,8 @@ class _Alone:
 def test_what_is_not_finite_spoils_everything_as_in_torch() -> None:
     gradients = {0: torch.tensor([1.0, float("inf")]), 1: torch.tensor([2.0])}
     plan = plan_of(mlp(), split((0,)))
-    norm = clip(_Alone(), plan, gradients, 1.0)  # type: ignore[arg-type]
+    [found] = summed(_Alone(), [squares(_Alone(), plan, gradients)])  # type: ignore[arg-type]
+    norm = found**0.5
+    limit(gradients.values(), norm, 1.0)
     assert norm == float("inf")
     assert gradients[1].item() == 0.0 and gradients[0].isnan().tolist() == [False, True]

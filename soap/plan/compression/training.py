@@ -3,7 +3,7 @@ most; memory has to hold for all of them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,13 +11,19 @@ class PlannedTraining:
     """``kept``, ``made``: tensors of a compressed parameter's size that its momentum keeps from step to step, and makes in a step.
     ``densest``: the largest density of a warm-up; 0: none. ``dense``: whether a warm-up begins with steps that send everything.
     ``clips``: gradients are clipped by their norm (``plan.syncs.clipping``): by each rank before it sends anything, if some are compressed,
-    which is known behind its whole backward pass; else by all together, before the update."""
+    which is known behind its whole backward pass; else by all together, before the update. With a scaled loss all ranks learn whether
+    their gradients are finite in the same way (``for_scaling``)."""
 
     kept: int = 0
     made: int = 0
     densest: float = 0.0
     dense: bool = False
     clips: bool = False
+
+
+def for_scaling(training: PlannedTraining, autocast: str | None) -> PlannedTraining:
+    """The same with a scaled loss, if autocast is to float16: before they update, all ranks sum a number, as for clipping."""
+    return replace(training, clips=True) if autocast == "float16" else training
 
 
 PLAIN = PlannedTraining()

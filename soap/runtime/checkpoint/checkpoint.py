@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -32,6 +32,7 @@ from soap.runtime.compression.peer import CompressedTraining
 from soap.runtime.step.gradients import Gradients
 from soap.runtime.sync.shards import ShardStore
 from soap.runtime.updates import schedules, state
+from soap.runtime.updates.loss_scaling import LossScaler
 from soap.runtime.updates.optimizers import recorded_name
 from soap.runtime.updates.parts import Part
 from soap.runtime.updates.schedules import Schedule
@@ -44,7 +45,7 @@ T = TypeVar("T")
 class Training:
     """What checkpoints need to know of a training on this rank. ``parts``: what the optimizer updates. ``place``: moves a tensor to this
     rank's device, in the dtype that is computed in. ``gradients``: give the state of the methods of synchronization. ``compressing``: see
-    ``TrainingOptions``."""
+    ``TrainingOptions``. ``scaler``: of the loss."""
 
     model: TracedModel
     plan: Plan
@@ -56,16 +57,19 @@ class Training:
     place: Callable[[torch.Tensor], torch.Tensor]
     gradients: Gradients
     compressing: CompressedTraining
+    scaler: LossScaler | None = None
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a checkpoint holds beside shards and optimizer state. ``unchanged``: name -> tensor that training does not change, on rank 0."""
+    """What a checkpoint holds beside shards and optimizer state. ``unchanged``: name -> tensor that training does not change, on rank 0.
+    ``loss_scaling``: the scaler's state, if the loss was scaled."""
 
     step: int
     seed: int
     buffers: Mapping[str, torch.Tensor]
     unchanged: Mapping[str, torch.Tensor]
+    loss_scaling: Mapping[str, Any] | None
 
 
 def save_checkpoint(
@@ -88,6 +92,8 @@ def save_checkpoint(
     temporary, save_id = comm.gather((begun, secrets.token_hex(8)))[0]
     ranks = states_of(comm, training.shards, training.gradients)
     manifest = replace(_manifest(training, step, seed, save_id, known), schedule=schedule, rank_states=ranks)
+    if training.scaler is not None:
+        manifest = replace(manifest, loss_scaling=training.scaler.state())
     if ranks:
         manifest = replace(manifest, compressing=asdict(training.compressing))
     try:
@@ -144,7 +150,7 @@ def load_checkpoint(path: str | Path, training: Training, buffers: Mapping[str, 
     if manifest.schedule is not None:
         record = manifest.schedule
         _together(comm, lambda: training.schedule.restore(record))
-    return Loaded(manifest.step, manifest.seed, read_buffers, unchanged)
+    return Loaded(manifest.step, manifest.seed, read_buffers, unchanged, manifest.loss_scaling)
 
 
 def read_state_dict(path: str | Path) -> dict[str, torch.Tensor]:

@@ -74,7 +74,7 @@ class Manifest:
     """A checkpoint's contents. ``aliases``: further names of tied parameters. ``optimizer``: name of its class; None if nothing is trained.
     ``schedule``: see ``runtime.updates.schedules``. ``sync_states``: parameter -> names of the state of its method of synchronization.
     ``rank_states``: compressed parameter -> what each rank keeps of it. ``compressing``: momentum correction and warm-up that they were
-    trained with."""
+    trained with. ``loss_scaling``: see ``runtime.updates.loss_scaling``."""
 
     save_id: str
     step: int
@@ -90,6 +90,7 @@ class Manifest:
     sync_states: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     rank_states: Mapping[str, RankStates] = field(default_factory=dict)
     compressing: Mapping[str, Any] | None = None
+    loss_scaling: Mapping[str, Any] | None = None
 
     @property
     def files(self) -> dict[str, int]:
@@ -106,7 +107,7 @@ class Manifest:
         for state in content["states"].values():
             if not state["others"]:
                 del state["others"]
-        for name in ("schedule", "sync_states", "rank_states", "compressing"):
+        for name in ("schedule", "sync_states", "rank_states", "compressing", "loss_scaling"):
             if not content[name]:
                 del content[name]
         return json.dumps({"format": FORMAT, "version": VERSION, **content}) + "\n"
@@ -175,6 +176,7 @@ def _map(values: dict[str, Any]) -> dict[str, Any]:
 _NAMES = {"type": "array", "items": {"type": "string"}}
 _NATURAL = {"type": "integer", "minimum": 0, "maximum": 2**62}
 _PEERS = {"type": "integer", "minimum": 1, "maximum": 2**20}
+_SCALE = {"type": "number", "minimum": 2.0**-24, "maximum": 2.0**127}
 _INTERVAL = {"type": "array", "items": _NATURAL, "minItems": 2, "maxItems": 2}
 _FILE = re.compile(r"__\d+_\d+\.distcp")
 _CHUNK = _record(
@@ -234,6 +236,7 @@ SCHEMA: dict[str, Any] = _record(
             )
         ),
         "compressing": {"type": "object"},
+        "loss_scaling": _record({"scale": _SCALE, "since": _NATURAL, "skipped": _NATURAL}),
     },
 )
 
@@ -288,6 +291,7 @@ def _manifest(path: Path, document: Mapping[str, Any]) -> Manifest:
             for name, own in document.get("rank_states", {}).items()
         },
         compressing=document.get("compressing"),
+        loss_scaling=document.get("loss_scaling"),
     )
 
 

@@ -9,11 +9,18 @@ from dataclasses import dataclass
 class MicroBatch:
     """Micro-batch ``number``, from 0 on, of the ``count`` in a step.
 
-    Gradients are added up over a step's micro-batches and synchronized with the last one: they belong to the mean of the losses.
+    Gradients are added up over a step's micro-batches and synchronized with the last one: they belong to the mean of the losses, times
+    ``scale``.
     """
 
     number: int = 0
     count: int = 1
+    scale: float = 1.0
+
+    @property
+    def share(self) -> float:
+        """The gradient of its loss."""
+        return self.scale / self.count
 
     @property
     def first(self) -> bool:

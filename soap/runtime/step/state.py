@@ -39,7 +39,7 @@ class StepState:
 
     ``values``: detached inputs of segments, until their last reader, and until their gradients are taken if they get any. ``outputs``:
     segment -> the tensors that its backward pass starts from. ``sent``: messages on their way that a gradient answers. ``share``: the
-    gradient of this micro-batch's loss, 1 / number of micro-batches.
+    gradient of this micro-batch's loss, ``MicroBatch.share``.
     """
 
     def __init__(

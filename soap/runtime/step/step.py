@@ -74,7 +74,7 @@ class StepRunner:
         """Run forward and backward pass. Returns a function that waits for the loss, so that the parameters can be updated meanwhile."""
         prepared = self._prepared
         values = ValueStore(prepared.readers, prepared.takers, prepared.second_readers, self.program.dropped)
-        state = StepState(self.program, values, self.comm, self.dtype_of, self.recorder, 1.0 / part.count)
+        state = StepState(self.program, values, self.comm, self.dtype_of, self.recorder, part.share)
         gradients = self.gradients
         on_host, asked = self._on_host, self._look_ups
         forward = ForwardPass(state, self.model, prepared, self.shards, inputs, context, asked, gradients, on_host, self._units)

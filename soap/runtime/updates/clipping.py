@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -24,22 +24,26 @@ def require_clippable(plan: Plan, largest: float) -> None:
         raise RuntimeFailure(f"clip_norm {largest:g} {why}")
 
 
-def clip(
-    comm: Communicator, plan: Plan, gradients: Mapping[int, torch.Tensor], largest: float, watch: Watch = watch_nothing
-) -> float:
-    """Scale this rank's complete gradients (by shard) in place so that the norm over all parameters is at most ``largest``.
-
-    Returns the norm before clipping, the same on all ranks. Each shard counts once, on its first device, however many own a copy.
-    ``watch``: times the sum over the ranks.
-    """
+def squares(comm: Communicator, plan: Plan, gradients: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    """The sum of squares of this rank's complete gradients (by shard), one number. Each shard counts once, on its first device, however
+    many own a copy."""
     own = [plain(gradient) for shard, gradient in gradients.items() if plan.shards[shard].devices[0] == comm.rank]
     squared = torch.zeros(1, dtype=torch.float64, device=comm.device)
     if own:
         squared += torch.stack(torch._foreach_norm(own, dtype=torch.float64 if comm.device.type == "cpu" else None)).double().square().sum()
-    pending = comm.all_reduce(squared, tuple(range(comm.world_size)))
+    return squared
+
+
+def summed(comm: Communicator, numbers: Sequence[torch.Tensor], watch: Watch = watch_nothing) -> list[float]:
+    """Numbers of every rank, summed over all of them at once; the same on all ranks. ``watch``: times the sum."""
+    pending = comm.all_reduce(torch.cat(list(numbers)), tuple(range(comm.world_size)))
     watch(NORM_NAME, TaskKind.SYNC, pending)
-    norm = pending.wait().sqrt()
-    factor = (largest / (norm + EPSILON)).clamp(max=1.0)
-    if gradients:
-        torch._foreach_mul_(list(gradients.values()), float(factor))
-    return float(norm)
+    found: list[float] = pending.wait().tolist()
+    return found
+
+
+def limit(gradients: Iterable[torch.Tensor], norm: float, largest: float) -> None:
+    """Scale gradients in place so that the norm over all parameters, which is ``norm``, is at most ``largest``."""
+    factor, own = largest / (norm + EPSILON), list(gradients)
+    if own:
+        torch._foreach_mul_(own, 1.0 if factor > 1 else factor)  # no number stays none, as with torch
