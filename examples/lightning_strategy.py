@@ -154,15 +154,16 @@ class Classifier(pl.LightningModule):
 
 
 def loader(batch: int, seed: int) -> DataLoader[Any]:
-    """64 samples; the labels can be learned. ``batch``: samples for each rank."""
+    """64 samples in their order; the labels can be learned. ``batch``: samples for each rank."""
     inputs = torch.randn(64, 16, generator=torch.Generator().manual_seed(seed))
-    return DataLoader(TensorDataset(inputs, inputs[:, :4].argmax(1)), batch_size=batch)
+    return DataLoader(soap.shard(TensorDataset(inputs, inputs[:, :4].argmax(1))), batch_size=batch)
 
 
 def fit(module: Classifier, batch: int, **options: Any) -> pl.Trainer:
     """Two epochs on CPUs, with validation."""
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = pl.Trainer(accelerator="cpu", max_epochs=2, gradient_clip_val=1.0, **quiet, **options)
+    divided: dict[str, Any] = {"use_distributed_sampler": False}  # but by soap.shard; Lightning's own sampler draws an order
+    trainer = pl.Trainer(accelerator="cpu", max_epochs=2, gradient_clip_val=1.0, **quiet, **divided, **options)
     trainer.fit(module, loader(batch, 0), loader(batch, 1))
     return trainer
 
