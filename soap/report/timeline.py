@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 MOST_BARS = 6_000
 """Of more, tasks of one kind that follow each other on a row are drawn as one bar, so that the page stays small and fluid."""
 MOST_ROWS = 48
+LEAST_HEIGHT = 300
+"""Pixels: below that there is no room for all tools beside the picture."""
 
 
 class Bar(NamedTuple):
@@ -169,7 +171,8 @@ def draw(bars: Sequence[Bar], x_range: Range1d | None = None) -> tuple[BokehFigu
     end_ms = max((bar.end_ns for bar in kept), default=1) / 1e6
     span = x_range or Range1d(0, end_ms, bounds=(0, end_ms))
     across = (0.5 - len(rows), 0.5)
-    made = new_figure(height_of(len(rows)) + 40, x_range=span, y_range=across, x_axis_label="time since the iteration began (ms)")
+    height = max(LEAST_HEIGHT, height_of(len(rows)) + 40)
+    made = new_figure(height, x_range=span, y_range=across, x_axis_label="time since the iteration began (ms)")
     by_kind: dict[str, list[Bar]] = {}
     for bar in shown:
         by_kind.setdefault(bar.kind, []).append(bar)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from soap.strategy.config import OpConfig, Strategy
 from soap.units import format_bytes
 from tests.graph_builder import mlp, transformer
 from tests.report.made import usual
-from tests.strategies import cluster
+from tests.strategies import GPU, cluster, with_rails
 
 SIMULATION = usual().simulation
 assert SIMULATION is not None
@@ -155,3 +156,17 @@ def test_starts_that_are_far_off_have_no_line_but_a_row() -> None:
     named = [item.label.value for legend in made.legend for item in legend.items]
     assert not any(name.startswith("far ") for name in named) and any(name.startswith("data_parallel ") for name in named)
     assert [row[0] for row in searching._starts(with_far).rows][-1] == "far"
+
+
+def test_switches_of_several_hosts_are_above_those_of_one_host_and_apart() -> None:
+    topology = with_rails(cluster([4, 4], GPU))
+    places = links.places_of(topology)
+    joined = {link.target for link in topology.links if places[link.source][1] == 0} - {device.name for device in topology.devices}
+    host = {device.name: device.host for device in topology.devices}
+    by_host = {name: {host[link.source] for link in topology.links if link.target == name and link.source in host} for name in joined}
+    rails = [name for name, own in by_host.items() if len(own) > 1]
+    inside = [name for name, own in by_host.items() if len(own) == 1]
+    assert len(rails) > 1 and inside
+    assert min(places[name][1] for name in rails) > max(places[name][1] for name in inside)
+    xs = sorted(places[name][0] for name in rails)
+    assert min(b - a for a, b in pairwise(xs)) >= 0.7
