@@ -57,6 +57,12 @@ def test_many_bars_become_few_without_losing_tasks() -> None:
 def test_rows_are_devices_first_in_the_order_of_their_numbers() -> None:
     bars = [Bar(name, kind, 0, 1, "", 0) for name, kind in (("gpu10", "forward"), ("gpu2", "forward"), ("a->b", "sync"))]
     assert timeline.shown_rows(bars) == (["gpu2", "gpu10", "a->b"], 0)
+    many = [Bar(f"gpu{i}", "forward", 0, 1, "", 0) for i in range(64)]
+    assert timeline.shown_rows(many) == ([f"gpu{i}" for i in range(timeline.MOST_ROWS)], 64 - timeline.MOST_ROWS)
+    links_too = [Bar(f"a->{i}", "sync", 0, 1 + i, "", 0) for i in range(40)]
+    shown, left_out = timeline.shown_rows([*many, *links_too])
+    assert shown[: timeline.MOST_DEVICES] == [f"gpu{i}" for i in range(timeline.MOST_DEVICES)] and left_out == 104 - timeline.MOST_ROWS
+    assert shown[timeline.MOST_DEVICES :] == [f"a->{39 - i}" for i in range(timeline.MOST_ROWS - timeline.MOST_DEVICES)]
 
 
 def test_memory_by_kind_adds_up_to_the_curve() -> None:
