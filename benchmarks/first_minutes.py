@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from resource import RUSAGE_CHILDREN, getrusage
 
 from benchmarks.pages import give
 from benchmarks.quiet import Watch
@@ -63,11 +64,12 @@ STEPS = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a command printed, and the seconds that it took."""
+    """What a command printed, the seconds that it took, and the processor seconds of all its processes."""
 
     step: Step
     lines: tuple[str, ...]
     seconds: float
+    processor_seconds: float
 
 
 def run(step: Step, wheel: Path, folder: Path, home: Path) -> Outcome:
@@ -75,14 +77,20 @@ def run(step: Step, wheel: Path, folder: Path, home: Path) -> Outcome:
     kept = {name: value for name, value in os.environ.items() if name.startswith(("PIP_", "SSL_", "REQUESTS_", "LANG", "LC_"))}
     places = [str(folder / ".venv" / "bin"), str(Path(sys.base_prefix) / "bin"), "/usr/bin", "/bin"]
     environment = {**kept, "PATH": os.pathsep.join(places), "HOME": str(home)}
-    command, begin = step.command.format(wheel=wheel), time.perf_counter()
+    command, begin, used = step.command.format(wheel=wheel), time.perf_counter(), _processor_seconds()
     done = subprocess.run(
         command, shell=True, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT_S
     )
-    seconds = time.perf_counter() - begin
+    seconds, used = time.perf_counter() - begin, _processor_seconds() - used
     if done.returncode:
         raise SoapError(f"{command!r} ended with {done.returncode}: {done.stdout[-2000:]}")
-    return Outcome(step, tuple(done.stdout.replace(str(folder), ".").replace(str(home), "~").splitlines()), seconds)
+    return Outcome(step, tuple(done.stdout.replace(str(folder), ".").replace(str(home), "~").splitlines()), seconds, used)
+
+
+def _processor_seconds() -> float:
+    """Of all children that have ended, and theirs."""
+    used = getrusage(RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def shown(outcome: Outcome, wheel: Path) -> list[str]:
@@ -91,8 +99,8 @@ def shown(outcome: Outcome, wheel: Path) -> list[str]:
     lines = [line[:WIDEST].rstrip() for line in outcome.lines]
     if len(lines) > MOST_LINES:
         lines = [*lines[: MOST_LINES - 2], "...", lines[-1]]
-    took = f"{outcome.seconds:.0f} s" if outcome.seconds >= 10 else f"{outcome.seconds:.1f} s"
-    return [outcome.step.about, "", "```text", f"$ {command}", *lines, "```", "", f"({took})", ""]
+    took = [f"{own:.0f} s" if own >= 10 else f"{own:.1f} s" for own in (outcome.seconds, outcome.processor_seconds)]
+    return [outcome.step.about, "", "```text", f"$ {command}", *lines, "```", "", f"({took[0]}; {took[1]} of a core)", ""]
 
 
 def page(outcomes: Sequence[Outcome], wheel: Path, others: float | None) -> str:

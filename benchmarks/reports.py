@@ -15,6 +15,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from statistics import median
@@ -50,7 +51,7 @@ def gpt(path: Path) -> None:
 def llama(path: Path) -> None:
     """The report of a strategy that has a name, on a cluster of which two copies are simulated."""
     graph, topology = graph_of(read()["models"]["llama3-8b-8192"], LLAMA_SEQUENCES, dtype="bfloat16"), api.load_cluster("h100-8x8")
-    simulator = api.simulator_for(graph, topology, costs="estimate")
+    simulator = api.simulator_for(replace(graph, name="llama3-8b"), topology, costs="estimate")
     strategy = named("fsdp+recompute", graph, topology)
     simulation = simulator.predict(strategy)
     write(path, reporting.plan_contents(reporting.titled("fsdp+recompute", simulator), simulator, strategy, simulation))

@@ -23,6 +23,8 @@ MOST_DRAWN = 4000
 """A drawing of more links shows nothing."""
 LABELLED = 80
 """Up to so many devices, or switches, there is room for their numbers and names."""
+THICK = 120
+"""More links that carry something are thin lines."""
 BESIDE = 0.09
 """How far the two directions of a cable are apart, in devices."""
 CURVED = 16
@@ -59,7 +61,8 @@ def blocks(contents: Contents) -> Sequence[Block]:
 
 
 def places_of(topology: Topology) -> dict[str, Point]:
-    """Where nodes are drawn: devices at height 0 in their order, with a gap between hosts; a switch above the middle of what it joins."""
+    """Where nodes are drawn: devices at height 0 in their order, with a gap between hosts; a switch above the middle of what it joins, and
+    one that joins devices of several hosts (a rail) above those of one host."""
     places: dict[str, Point] = {}
     gaps = 0
     for before, device in zip((topology.devices[0], *topology.devices), topology.devices, strict=False):
@@ -69,19 +72,23 @@ def places_of(topology: Topology) -> dict[str, Point]:
     for link in topology.links:
         neighbours.setdefault(link.source, set()).add(link.target)
         neighbours.setdefault(link.target, set()).add(link.source)
-    level, height = list(places), 0
-    while level:
+    hosts = {device.name: {device.host} for device in topology.devices}
+    width, height = max(x for x, _ in places.values()), 0
+    while above := sorted({other for name in places for other in neighbours.get(name, ()) if other not in places}, key=natural):
         height += 1
-        above = sorted({other for name in level for other in neighbours.get(name, ()) if other not in places}, key=natural)
-        known = {name: [places[other][0] for other in neighbours[name] if other in places] for name in above}
-        middles = {name: sum(xs) / len(xs) for name, xs in known.items()}
-        for name, x in _apart(middles).items():
+        below = {name: [other for other in neighbours[name] if other in places] for name in above}
+        for name, own in below.items():
+            hosts[name] = set().union(*(hosts[other] for other in own))
+        few = min(len(hosts[name]) for name in above)
+        chosen = [name for name in above if len(hosts[name]) == few]
+        middles = {name: sum(places[other][0] for other in below[name]) / len(below[name]) for name in chosen}
+        least = 0.7 if height == 1 else max(0.7, 0.8 * width / len(chosen))
+        for name, x in _apart(middles, least).items():
             places[name] = (x, float(height))
-        level = above
     return places
 
 
-def _apart(middles: Mapping[str, float], least: float = 0.7) -> dict[str, float]:
+def _apart(middles: Mapping[str, float], least: float) -> dict[str, float]:
     """The same places, moved to the right and back as a whole where they are too near to each other."""
     found: dict[str, float] = {}
     for name in sorted(middles, key=lambda own: (middles[own], natural(own))):
@@ -126,7 +133,9 @@ def _drawing(topology: Topology, simulation: Simulation | FoldedSimulation) -> B
                 "rate": [format_rate(link.bandwidth_bytes_per_second) for link in links],
             }
         )
-        colour = {"line_color": {"field": "size", "transform": mapper}, "line_width": 3} if used else {"line_color": INK, "line_width": 0.6}
+        own_width = 3 if len(links) <= THICK else 1.5
+        heated = {"line_color": {"field": "size", "transform": mapper}, "line_width": own_width}
+        colour = heated if used else {"line_color": INK, "line_width": 0.6}
         drawn = made.multi_line(xs="xs", ys="ys", source=source, **colour)
         tips = [("link", "@name"), ("carries", "@told"), ("held for", "@held of the iteration"), ("bandwidth", "@rate")]
         made.add_tools(HoverTool(renderers=[drawn], tooltips=tips, line_policy="interp"))

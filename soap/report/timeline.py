@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 MOST_BARS = 6_000
 """Of more, tasks of one kind that follow each other on a row are drawn as one bar, so that the page stays small and fluid."""
-MOST_ROWS = 48
+MOST_ROWS, MOST_DEVICES = 48, 32
+"""Of more rows the first devices are shown, more than so many only if there are few links, and the busiest links."""
+LEAST_HEIGHT = 300
+"""Pixels: below that there is no room for all tools beside the picture."""
 
 
 class Bar(NamedTuple):
@@ -105,8 +108,8 @@ def timeline_bars(timeline: Timeline) -> list[Bar]:
 
 
 def shown_rows(bars: Sequence[Bar]) -> tuple[list[str], int]:
-    """Names of the rows that are shown, in the order in which they first occur by kind: what computes, then what communicates, the busiest
-    links if there are too many; and how many are left out."""
+    """Names of the rows that are shown: what computes, by name, then what communicates, the busiest first; and how many are left out
+    (``MOST_DEVICES``)."""
     busy: dict[str, int] = {}
     computes: dict[str, None] = {}
     for bar in bars:
@@ -115,7 +118,8 @@ def shown_rows(bars: Sequence[Bar]) -> tuple[list[str], int]:
             computes[bar.row] = None
     devices = [row for row in busy if row in computes]
     others = sorted((row for row in busy if row not in computes), key=lambda row: (-busy[row], row))
-    shown = [*sorted(devices, key=natural), *others][:MOST_ROWS]
+    room = max(MOST_DEVICES, MOST_ROWS - len(others))
+    shown = [*sorted(devices, key=natural)[:room], *others][:MOST_ROWS]
     return shown, len(busy) - len(shown)
 
 
@@ -169,7 +173,8 @@ def draw(bars: Sequence[Bar], x_range: Range1d | None = None) -> tuple[BokehFigu
     end_ms = max((bar.end_ns for bar in kept), default=1) / 1e6
     span = x_range or Range1d(0, end_ms, bounds=(0, end_ms))
     across = (0.5 - len(rows), 0.5)
-    made = new_figure(height_of(len(rows)) + 40, x_range=span, y_range=across, x_axis_label="time since the iteration began (ms)")
+    height = max(LEAST_HEIGHT, height_of(len(rows)) + 40)
+    made = new_figure(height, x_range=span, y_range=across, x_axis_label="time since the iteration began (ms)")
     by_kind: dict[str, list[Bar]] = {}
     for bar in shown:
         by_kind.setdefault(bar.kind, []).append(bar)
@@ -206,7 +211,7 @@ def _about(tasks: int, bars: int, width_ns: int, left_out: int) -> str:
     if width_ns:
         found += f", drawn as {bars:,} bars: tasks of one kind less than {duration(width_ns)} apart are joined (--timeline writes all)"
     if left_out:
-        found += f"; {left_out} of the least busy devices and links are left out"
+        found += f"; {left_out} devices and links are left out"
     return f"{found}."
 
 

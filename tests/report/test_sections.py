@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from soap.strategy.config import OpConfig, Strategy
 from soap.units import format_bytes
 from tests.graph_builder import mlp, transformer
 from tests.report.made import usual
-from tests.strategies import cluster
+from tests.strategies import GPU, cluster, with_rails
 
 SIMULATION = usual().simulation
 assert SIMULATION is not None
@@ -56,6 +57,12 @@ def test_many_bars_become_few_without_losing_tasks() -> None:
 def test_rows_are_devices_first_in_the_order_of_their_numbers() -> None:
     bars = [Bar(name, kind, 0, 1, "", 0) for name, kind in (("gpu10", "forward"), ("gpu2", "forward"), ("a->b", "sync"))]
     assert timeline.shown_rows(bars) == (["gpu2", "gpu10", "a->b"], 0)
+    many = [Bar(f"gpu{i}", "forward", 0, 1, "", 0) for i in range(64)]
+    assert timeline.shown_rows(many) == ([f"gpu{i}" for i in range(timeline.MOST_ROWS)], 64 - timeline.MOST_ROWS)
+    links_too = [Bar(f"a->{i}", "sync", 0, 1 + i, "", 0) for i in range(40)]
+    shown, left_out = timeline.shown_rows([*many, *links_too])
+    assert shown[: timeline.MOST_DEVICES] == [f"gpu{i}" for i in range(timeline.MOST_DEVICES)] and left_out == 104 - timeline.MOST_ROWS
+    assert shown[timeline.MOST_DEVICES :] == [f"a->{39 - i}" for i in range(timeline.MOST_ROWS - timeline.MOST_DEVICES)]
 
 
 def test_memory_by_kind_adds_up_to_the_curve() -> None:
@@ -155,3 +162,17 @@ def test_starts_that_are_far_off_have_no_line_but_a_row() -> None:
     named = [item.label.value for legend in made.legend for item in legend.items]
     assert not any(name.startswith("far ") for name in named) and any(name.startswith("data_parallel ") for name in named)
     assert [row[0] for row in searching._starts(with_far).rows][-1] == "far"
+
+
+def test_switches_of_several_hosts_are_above_those_of_one_host_and_apart() -> None:
+    topology = with_rails(cluster([4, 4], GPU))
+    places = links.places_of(topology)
+    joined = {link.target for link in topology.links if places[link.source][1] == 0} - {device.name for device in topology.devices}
+    host = {device.name: device.host for device in topology.devices}
+    by_host = {name: {host[link.source] for link in topology.links if link.target == name and link.source in host} for name in joined}
+    rails = [name for name, own in by_host.items() if len(own) > 1]
+    inside = [name for name, own in by_host.items() if len(own) == 1]
+    assert len(rails) > 1 and inside
+    assert min(places[name][1] for name in rails) > max(places[name][1] for name in inside)
+    xs = sorted(places[name][0] for name in rails)
+    assert min(b - a for a, b in pairwise(xs)) >= 0.7
