@@ -4,7 +4,7 @@ the worker is created anew on another one. It holds no state, so nothing else ha
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -60,7 +60,7 @@ class Crew:
         actor = self._ray.remote(num_cpus=0, max_restarts=RESTARTS, scheduling_strategy=held_on(name))(Worker)
         return actor.remote(*self._arguments)
 
-    def _least_used(self, there: Sequence[str]) -> str:
+    def _least_used(self, there: Iterable[str]) -> str:
         """The machine with the fewest workers."""
         used = Counter(self.machines)
         return min(there, key=lambda address: used[address])
