@@ -108,4 +108,4 @@ def test_network_cards_count_what_the_formulas_say() -> None:
     assert len(found) == 3 * 2 * 2 + 2
     for own in found:
         least = -1e-3 if own.plan.startswith("bipartite") else -0.02  # of whichever batches a worker had
-        assert least < own.off < 0.02, own  # what was lost is sent again
+        assert least < own.off < 0.05, own  # what was lost is sent again
