@@ -116,7 +116,7 @@ def real(shape: Shape, task: str, seed: int) -> dict[str, Any]:
     plan, batches = wave_plan(strategy, graph, shape.topology), TaskBatches(task, seed)
     job = Job(
         plan=plan,
-        source=Source(shape.file, None, 0, READING),
+        source=Source(shape.minibatch, None, 0, READING),
         batches=batches,
         optimizer=partial(torch.optim.SGD, lr=rule.rate, momentum=rule.momentum, nesterov=rule.momentum > 0),
         minibatches=(steps,) * WORKERS,
