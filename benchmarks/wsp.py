@@ -281,9 +281,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_writable(path)
         cells = kept.read(args.results, CELL, VERSION, COMMAND)
         with tempfile.TemporaryDirectory() as temporary:
-            files = [str(make(args.model, Path(temporary))) for make in (export_model, export_minibatch)]
+            whole, minibatch = (str(make(args.model, Path(temporary))) for make in (export_model, export_minibatch))
             for name in SHAPES:
-                _complete(cells, Shape(name, *files, args))
+                _complete(cells, Shape(name, whole, minibatch, args))
     except SoapError as error:
         parser.error(str(error))
     give(page(cells, args), args.write)

@@ -43,7 +43,7 @@ class Borders:
         most = np.zeros((layers + 1, layers + 1), np.int64)
         for first in range(layers):
             most[first, first + 1 :] = np.maximum.accumulate(self.most_bytes[first:])
-        return at_first[:, None] + (in_flight + 1) * self.back_bytes[None, :] + most  # type: ignore[no-any-return]
+        return at_first[:, None] + (in_flight + 1) * self.back_bytes[None, :] + most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
