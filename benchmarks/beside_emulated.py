@@ -89,8 +89,8 @@ def measured_ns(jobs: Sequence[Trained], steps: Sequence[int], whole: Topology) 
 
 def _part_of(place: Placement, ranks: Sequence[int]) -> Placement:
     """Where these ranks of the whole cluster go, numbered anew."""
-    kept = {name: tuple(getattr(place, name)[rank] for rank in ranks) for name in ("hosts", "cores", "shares") if getattr(place, name)}
-    return replace(place, **kept)  # type: ignore[arg-type]
+    hosts, shares = tuple(place.hosts[rank] for rank in ranks), tuple(place.shares[rank] for rank in ranks)
+    return replace(place, hosts=hosts, shares=shares, cores=tuple(place.cores[rank] for rank in ranks) if place.cores else ())
 
 
 def _train(number: int, own: Trained, steps: int, place: Placement, address: str, told: Queue[tuple[int, list[int]]]) -> None:

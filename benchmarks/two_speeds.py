@@ -77,13 +77,13 @@ def measured_costs(topology: Topology, devices: int, rate: str, optimizer_states
 
 def profile(model: str, devices: int, rate: str, strategies: Iterable[Strategy], seconds: int) -> None:
     """Measure what these strategies compute, for so long in all. A model's file, or a name of the zoo's."""
-    base, strategies = api.load_cluster(alike(devices, rate)), list(strategies)
+    base, todo = api.load_cluster(alike(devices, rate)), list(strategies)
     graph: OperatorGraph = api.load(model, plan_only=True, batch_norm="global").graph
     with tempfile.TemporaryDirectory() as temporary:
         path = str(Path(temporary) / "strategy.json")
-        for strategy in strategies:
+        for strategy in todo:
             api.save_strategy(path, strategy, graph, base)
-            share = str(max(1, seconds // len(strategies)))
+            share = str(max(1, seconds // len(todo)))
             soap_profile([model, "--cluster", base.name, "--strategy", path, "--budget", share])
 
 

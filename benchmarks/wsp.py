@@ -98,8 +98,8 @@ HEAD = (
 
 @dataclass(frozen=True)
 class Shape:
-    """What the cells of a shape have in common. ``file``: the model; ``minibatch``: the same with the samples of one worker alone, whose
-    tiles are whole and are measured as such."""
+    """What the cells of a shape have in common. ``file``: the model with the samples of all workers, which synchronous plans run;
+    ``minibatch``: with those of one worker alone, which workers run, and whose tiles are measured whole."""
 
     name: str
     file: str
@@ -188,7 +188,7 @@ def workers(shape: Shape, bound: int) -> dict[str, Any]:
     data, _ = lease_data(shape.file, READING, shape.model, None, workers=WORKERS, batch=plan.samples, seed=0, dtype=None, dims=dims)
     job = Job(
         plan=plan,
-        source=Source(shape.file, None, 0, READING),
+        source=Source(shape.minibatch, None, 0, READING),
         batches=data,
         optimizer=partial(torch.optim.SGD, lr=0.01),
         minibatches=(args.minibatches,) * WORKERS,
@@ -281,9 +281,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_writable(path)
         cells = kept.read(args.results, CELL, VERSION, COMMAND)
         with tempfile.TemporaryDirectory() as temporary:
-            files = [str(make(args.model, Path(temporary))) for make in (export_model, export_minibatch)]
+            whole, minibatch = (str(make(args.model, Path(temporary))) for make in (export_model, export_minibatch))
             for name in SHAPES:
-                _complete(cells, Shape(name, *files, args))
+                _complete(cells, Shape(name, whole, minibatch, args))
     except SoapError as error:
         parser.error(str(error))
     give(page(cells, args), args.write)

@@ -116,7 +116,7 @@ def real(shape: Shape, task: str, seed: int) -> dict[str, Any]:
     plan, batches = wave_plan(strategy, graph, shape.topology), TaskBatches(task, seed)
     job = Job(
         plan=plan,
-        source=Source(shape.file, None, 0, READING),
+        source=Source(shape.minibatch, None, 0, READING),
         batches=batches,
         optimizer=partial(torch.optim.SGD, lr=rule.rate, momentum=rule.momentum, nesterov=rule.momentum > 0),
         minibatches=(steps,) * WORKERS,
@@ -242,8 +242,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         cells = kept.read(args.results, CELL, VERSION, COMMAND)
         with tempfile.TemporaryDirectory() as temporary:
             for task in args.tasks:
-                files = [str(make(f"task-{task}", Path(temporary))) for make in (export_model, export_minibatch)]
-                _complete(cells, Shape(SHAPE, *files, args), task, args)
+                whole, minibatch = (str(make(f"task-{task}", Path(temporary))) for make in (export_model, export_minibatch))
+                _complete(cells, Shape(SHAPE, whole, minibatch, args), task, args)
     except SoapError as error:
         parser.error(str(error))
     give(page(cells), args.write)
