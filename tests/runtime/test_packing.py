@@ -4,6 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from soap.measure.memory import peak_memory
 from soap.model.regions import Box, lengths, relative
 from soap.runtime.comm.packing import are_adjacent, land, pack
 from tests.strategies import boxes
@@ -30,6 +31,18 @@ def test_a_single_tensor_is_not_copied() -> None:
     assert pack([tensor]).data_ptr() == tensor.data_ptr()
     assert pack([tensor[:, 1]]).is_contiguous()
     assert pack([tensor[:, 1], tensor[0]]).tolist() == [1, 4, 0, 1, 2]
+
+
+def test_what_does_not_lie_in_one_piece_is_copied_once() -> None:
+    """Parts of gradients are the largest that a rank packs: a copy of each beside the packed ones was more than was predicted."""
+    whole = torch.arange(4096.0).reshape(64, 64)
+    expected = torch.cat([whole[:, :32].reshape(-1), whole[:16].reshape(-1), whole[:, 1::2].reshape(-1)])
+    with peak_memory(torch.device("cpu")) as peak:
+        packed = pack([whole[:, :32], whole[:16], whole[:, 1::2]])
+    assert torch.equal(packed, expected)
+    assert peak.bytes == packed.nbytes
+    marked = torch.view_as_complex(torch.randn(4, 3, 2)).conj()
+    assert torch.equal(pack([marked[:, :2], marked]), torch.cat([marked[:, :2].reshape(-1), marked.reshape(-1)]))
 
 
 @given(st.lists(boxes(2), min_size=1, max_size=4))

@@ -23,7 +23,7 @@ from soap.simulator.memory.ledger import Ledger, MemoryCurve
 from soap.simulator.memory.parameters import is_away, kept_shards
 from soap.simulator.memory.peaks import MemoryUse, kept_bytes, memory_use, peak_bytes
 from soap.simulator.memory.residency import expected_peaks, memory_over_time, peaks_by_kind
-from soap.simulator.memory.transit import Send, cells_land_in_place, packed_by_source, send_spans
+from soap.simulator.memory.transit import Send, cells_land_in_place, packed_by_source, until_free
 from soap.simulator.reference import simulate
 from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
 from soap.strategy.classical import data_parallel, zero1
@@ -160,11 +160,11 @@ def test_what_is_sent_is_kept_until_later_messages_push_it_out(monkeypatch: pyte
 
 def test_what_is_sent_is_held_until_it_is_answered_pushed_out_or_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     sends = [Send(0, 9, 10, 10), Send(1, 3, 10, 10), Send(4, 9, 10, 0), Send(5, 9, 10, 10)]
-    assert sorted(send_spans(sends)) == [(0, 9, 10), (1, 3, 10), (4, 9, 0), (5, 9, 10)]
+    assert sorted((send.start_ns, end, send.held) for send, end in until_free(sends)) == [(0, 9, 10), (1, 3, 10), (4, 9, 0), (5, 9, 10)]
     monkeypatch.setattr(transit, "SENT_BYTES", 20)  # the second is answered before there are more
-    assert sorted(send_spans(sends)) == [(0, 5, 10), (1, 3, 10), (4, 9, 0), (5, 9, 10)]
+    assert sorted((send.start_ns, end, send.held) for send, end in until_free(sends)) == [(0, 5, 10), (1, 3, 10), (4, 9, 0), (5, 9, 10)]
     monkeypatch.setattr(transit, "SENT_TENSORS", 1)
-    assert sorted(send_spans(sends)) == [(0, 1, 10), (1, 3, 10), (4, 5, 0), (5, 9, 10)]
+    assert sorted((send.start_ns, end, send.held) for send, end in until_free(sends)) == [(0, 1, 10), (1, 3, 10), (4, 5, 0), (5, 9, 10)]
 
 
 def test_what_is_received_is_added_up_one_after_the_other() -> None:

@@ -11,9 +11,16 @@ from soap.tracing.calls import as_real
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """All elements, one tensor after the other; a single contiguous tensor is not copied."""
-    flat = [tensor.detach().reshape(-1) for tensor in tensors]
-    return flat[0].contiguous() if len(flat) == 1 else torch.cat(flat)
+    """All elements, one tensor after the other. Each is copied once; a single contiguous tensor is not copied."""
+    own = [tensor.detach() for tensor in tensors]
+    if len(own) == 1:
+        return own[0].reshape(-1).contiguous()
+    if all(tensor.is_contiguous() for tensor in own):
+        return torch.cat([tensor.view(-1) for tensor in own])
+    packed = own[0].new_empty(sum(tensor.numel() for tensor in own))
+    for place, tensor in zip(torch.split(packed, [tensor.numel() for tensor in own]), own, strict=True):
+        place.view(tensor.shape).copy_(tensor)
+    return packed
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from itertools import pairwise
 from soap.model.regions import Box
 from soap.plan.flows import box_bytes, reduced_tensor
 from soap.plan.memory_kinds import MemoryKind
-from soap.plan.plan import Message, reduce_name, remote_parts
+from soap.plan.plan import Exchange, Message, reduce_name, remote_parts
 from soap.plan.syncs.bucketing import sums_of_one
 from soap.simulator.memory import peaks
 from soap.simulator.memory.ledger import Ledger
@@ -121,6 +121,11 @@ class GradientResidency:
                 if not cells_land_in_place(reduction.box, reduction.cells):  # they come in another buffer first
                     self.hold(device, start, begun, size, MemoryKind.BUFFERS, late=True)
 
+    def _is_whole(self, carrier: Message | Exchange) -> bool:
+        """Whether gradients of the carrier's parts are those of whole regions, which leave from where autograd has made them."""
+        pieces = (self.plan.fetches[number].pieces[place].box == self.plan.fetches[number].box for number, place in carrier.parts)
+        return all(pieces)
+
     def _returns(self) -> None:
         """Gradients that return from other devices: buffers in which each is received, buffers for several together, and what is sent."""
         plan = self.plan
@@ -129,10 +134,10 @@ class GradientResidency:
             if back is None:
                 continue
             rooms: dict[int, list[tuple[int, int]]] = {}
-            leaving: dict[int, int] = {}
+            leaving: dict[int, list[int]] = {}
             for source, target, box, holding in remote_parts(plan, carrier.parts):
                 size = box_bytes(plan, plan.holdings[holding].tensor, box)
-                leaving[target] = leaving.get(target, 0) + size
+                leaving.setdefault(target, []).append(size)
                 rooms.setdefault(source, []).append((holding, size))
             for source, own in rooms.items():
                 own = own[: len(told_parts(carrier))]
@@ -141,8 +146,8 @@ class GradientResidency:
                 if len(own) > 1:
                     first = min(self.spans.wanted(holding)[0] for holding, _ in own)
                     self.hold(source, back[0], first, sum(size for _, size in own), MemoryKind.BUFFERS, late=True)
-            for target, size in leaving.items():
+            for target, sizes in leaving.items():
                 over = self.ledger.arrived(target, back[1])
                 if isinstance(carrier, Message):
                     over = min(over, self.spans.left_by(carrier, gradient=True, otherwise=over))
-                self.ledger.send(target, back[0], over, size)
+                self.ledger.send(target, back[0], over, sum(sizes), copied=len(sizes) > 1 or not self._is_whole(carrier))

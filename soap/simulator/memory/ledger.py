@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from soap.plan.memory_kinds import MemoryKind
 from soap.plan.plan import Plan
 from soap.plan.syncs.gathering import UNDER_WAY
-from soap.simulator.memory.transit import Send, send_spans, until_free
+from soap.simulator.memory.transit import Send, until_free
 
 ENDS, LEAVES, FREED, EARLY, LATE, BEGINS = range(6)
 """The order of changes at the same time."""
@@ -70,10 +70,10 @@ class Ledger:
             begins = LEAVES if leaves else EARLY if early else BEGINS
             self._changes[device] += [(start_ns, begins, size, kind), (end_ns, ends, -size, kind)]
 
-    def send(self, device: int, start_ns: int, answer_ns: int, size: int, held: int | None = None) -> None:
-        """A device sends ``size`` bytes, and keeps them until ``answer_ns`` or until later sends push them out. ``held``: see ``Send``;
-        None means all of it."""
-        self._sends[device].append(Send(start_ns, answer_ns, size, size if held is None else held))
+    def send(self, device: int, start_ns: int, answer_ns: int, size: int, *, since_ns: int = 0, copied: bool = False) -> None:
+        """A device sends ``size`` bytes, and keeps them until ``answer_ns`` or until later sends push them out. ``since_ns``, ``copied``:
+        see ``Send``."""
+        self._sends[device].append(Send(start_ns, answer_ns, size, size, since_ns=since_ns, copied=copied))
 
     def receive(self, device: int, start_ns: int, end_ns: int, size: int, *, few: bool = False, sum_bytes: int = 0) -> None:
         """A device receives ``size`` bytes for itself, and keeps them until ``end_ns`` or until later ones push them out, as for sends;
@@ -85,10 +85,15 @@ class Ledger:
         return end_ns if device in self._plan.accelerators else self._end_ns
 
     def curves(self, *, by_kind: bool = False) -> tuple[MemoryCurve, ...]:
-        """The curve of each device. ``by_kind``: with what is held of each kind at every time, which takes longer."""
+        """The curve of each device. ``by_kind``: with what is held of each kind at every time, which takes longer.
+
+        What is sent is let go when the next one has been packed, or when there is room to add up what answers it.
+        """
         for device, moving in enumerate(self._sends):
-            for start, end, size in send_spans(moving):
-                self.hold(device, start, end, size, MemoryKind.BUFFERS)
+            for send, end in until_free(moving):
+                start = max(send.start_ns, send.since_ns)
+                if end > start:
+                    self.hold(device, start, end, send.held, MemoryKind.BUFFERS, early=send.copied, late=True)
             moving.clear()
         for queues, most in ((self._receives, None), (self._few, UNDER_WAY)):
             for device, moving in enumerate(queues):

@@ -27,6 +27,7 @@ from soap.plan.flows import box_bytes, partial_bytes
 from soap.plan.memory_kinds import ALLOWANCE as BEYOND
 from soap.plan.memory_kinds import MemoryKind
 from soap.plan.plan import (
+    Part,
     Pattern,
     ShardSync,
     remote_parts,
@@ -43,7 +44,7 @@ from soap.simulator.memory.ledger import Ledger, MemoryCurve
 from soap.simulator.memory.parameters import assembled_regions, compact_parameters, host_copies, is_away, kept_shards, updating_bytes
 from soap.simulator.memory.peaks import MemoryUse
 from soap.simulator.memory.task_spans import Span, TaskSpans
-from soap.simulator.memory.transit import copied_to_send, is_remote, packed_by_source, received_apart, told_parts
+from soap.simulator.memory.transit import is_remote, packed_by_source, received_apart, told_parts
 from soap.simulator.tasks import Schedule, TaskGraph
 
 ALLOWANCE = 0.045
@@ -91,7 +92,9 @@ class _Values:
     def __init__(self, spans: TaskSpans, ledger: Ledger) -> None:
         self.spans, self.ledger, self.plan = spans, ledger, spans.plan
         self.hold = ledger.hold
+        # ``behind``: see ``GradientResidency``. ``_gone``: (tile, tensor that it makes) or (reduction, device) -> when that is let go.
         self.behind: dict[Sum, int] = {}
+        self._gone: dict[tuple[int, str | int], int] = {}
 
     def always(self, optimizer_states: int) -> None:
         """Parameters, optimizer states, gradients that stay, and what of the batch the device is given."""
@@ -230,6 +233,7 @@ class _Values:
         for (start, end), until in zip(self.spans.lives(number, used), waits, strict=False):
             own = used if number in self.spans.recomputation.light else end
             self.hold(device, start, max(own, until), size, MemoryKind.KEPT, late=True)
+            self._gone.setdefault((number, tensor), max(own, until))
 
     def assembled(self) -> None:
         """Regions of parameters that are assembled from several shards, or from rows."""
@@ -283,6 +287,7 @@ class _Values:
                 size = partial_bytes(plan, reduction, box)
                 over = max(done, ends.get(number, done)) if (number, device) in readers else self._certainly_over(number, device, done)
                 self.hold(device, start, over, size, MemoryKind.KEPT, early=True, late=True)  # of partial results
+                self._gone[number, device] = over
                 if reduction.cells:  # what is summed, what others are sent of it, and what they send for the cell
                     total = partial_bytes(plan, reduction, reduction.box)
                     self.hold(device, start, start, total, MemoryKind.BUFFERS, early=True)
@@ -306,15 +311,25 @@ class _Values:
             if part in self.spans.returned:  # known when the first of its gradients is added up
                 told = max(self.spans.returned[part][1], min(self.spans.wanted(holding)[0] for *_, holding in sent))
             size = sum(box_bytes(plan, plan.holdings[holding].tensor, box) for _, _, box, holding in sent)
-            self.ledger.send(message.source, start, told, size, sum(held for _, held in copied_to_send(plan, message.parts)))
+            since_ns = self._there_until(message.parts)
+            self.ledger.send(message.source, start, told, size, since_ns=since_ns, copied=not since_ns)
         for exchange in plan.exchanges:
             span = self.spans.brought[exchange.parts[0]]
             if exchange.pattern is Pattern.BROADCAST:
-                for source, size in copied_to_send(plan, told_parts(exchange)):
-                    self.ledger.send(source, span[0], span[1], size)
+                ((source, _, box, _), *_) = remote_parts(plan, told_parts(exchange))
+                since_ns, size = self._there_until(told_parts(exchange)), box_bytes(plan, exchange.tensor, box)
+                self.ledger.send(source, span[0], span[1], size, since_ns=since_ns)
                 continue
             for source, size in packed_by_source(plan, exchange).items():
                 self.ledger.send(source, span[0], self.ledger.arrived(source, span[1]), size)
+
+    def _there_until(self, parts: Sequence[Part]) -> int:
+        """Until when what is sent together is there anyway, since it is a whole holding and sent from where it lies; 0 if it is copied."""
+        ((_, _, box, holding), *others) = remote_parts(self.plan, parts)
+        held = self.plan.holdings[holding]
+        if others or box != held.box:
+            return 0
+        return self._gone[(held.tile, held.tensor) if held.reduction is None else (held.reduction, held.device)]
 
     def updated(self, optimizer_states: int) -> None:
         """What the optimizer takes for its step, which begins when all gradients are there, those of partitions included. On CPUs the

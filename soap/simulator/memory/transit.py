@@ -57,19 +57,17 @@ SENT_TENSORS = 64
 
 class Send(NamedTuple):
     """A send of ``size`` bytes that starts at ``start_ns``. ``held``: bytes that the device holds only for this send. ``answer_ns``: when
-    the device knows that they have arrived. ``sum_bytes``: of what is received, and added up before it is free: of the sum, which stays."""
+    the device knows that they have arrived. ``sum_bytes``: of what is received, and added up before it is free: of the sum, which stays.
+    ``since_ns``: until then what is sent is there anyway, as it is sent from where it lies. ``copied``: it is packed first, beside what it
+    is made of."""
 
     start_ns: int
     answer_ns: int
     size: int
     held: int
     sum_bytes: int = 0
-
-
-def send_spans(sends: Iterable[Send], most: int | None = None) -> Iterator[tuple[int, int, int]]:
-    """(start, end, bytes) of what one device holds for its sends, as ``until_free`` has them."""
-    for send, end in until_free(sends, most):
-        yield send.start_ns, end, send.held
+    since_ns: int = 0
+    copied: bool = False
 
 
 def until_free(sends: Iterable[Send], most: int | None = None) -> Iterator[tuple[Send, int]]:
