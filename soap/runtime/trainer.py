@@ -20,6 +20,7 @@ from soap.model.regions import volume
 from soap.plan.plan import Plan
 from soap.plan.running.execution_order import ExecutionOrder
 from soap.plan.syncs.compressed import compressed_names
+from soap.runtime.agreement import AGREED, require_agreement
 from soap.runtime.comm.position import HERE
 from soap.runtime.comm.redistribute import Communicator
 from soap.runtime.comm.traffic import Traffic
@@ -53,9 +54,6 @@ from soap.tracing.model import TileContext, TracedModel
 
 if TYPE_CHECKING:
     from soap.runtime.checkpoint.checkpoint import Training
-
-AGREED = ("dtype", "accumulate", "clip_norm", "scaler", "compressing", "lazy_sparse", "seed")
-"""Options that change what is computed or exchanged."""
 
 
 class Trainer:
@@ -91,7 +89,7 @@ class Trainer:
         self.world = open_world(asked.topology.device_count, asked.kind, options.backend, options.timeout_s)
         self.rank, self.device = self.world.rank, self.world.device
         self.comm = Communicator(self.device, (), self.world.timeout)
-        self._check_agreement(asked.digest)
+        require_agreement(self.comm, asked.digest, {name: str(getattr(self, name)) for name in AGREED})
         shapes = trainable_shapes(model.graph)
         self.layout = self.recipe.layout(shapes)
         tried = try_optimizer(self.layout, shapes, self.device)
@@ -368,19 +366,6 @@ class Trainer:
         self.buffers[name].copy_(value)
         if name in self.first_buffers:
             self.first_buffers[name].copy_(value)
-
-    def _check_agreement(self, asked: str) -> None:
-        """RuntimeFailure unless all ranks were asked to run the same with the same options: otherwise they would wait for each other
-        forever, or add up what does not belong together. ``asked``: ``Asked.digest``."""
-        own = {name: str(getattr(self, name)) for name in AGREED}
-        digests = self.comm.gather((asked, own))
-        for rank, (digest, options) in enumerate(digests):
-            if digest != digests[0][0]:
-                raise RuntimeFailure(f"rank {rank} has another model, strategy or order than rank 0; expected the same on all ranks")
-            for name, first in digests[0][1].items():
-                if options[name] != first:
-                    told = f"rank {rank} trains with {name} {options[name]}, rank 0 with {first}"
-                    raise RuntimeFailure(f"{told}; expected the same on all ranks")
 
     def own_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of the tensor on this rank's device, in the dtype that is computed in."""
