@@ -15,6 +15,7 @@ from soap.exported_plans.named import target_named
 from soap.exported_plans.nearest import nearest
 from soap.model.batch import samples_of, tokens_of
 from soap.model.graph import OperatorGraph
+from soap.simulator.costs import CostSource
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.simulate import Simulation, Simulator
 from soap.strategy.config import Strategy
@@ -39,7 +40,7 @@ class ExportedPlan:
 
 
 def export_plan(
-    strategy: Strategy, model: Model, cluster: Cluster, to: str, *, autocast: str | None = None, costs: str = "auto"
+    strategy: Strategy, model: Model, cluster: Cluster, to: str, *, autocast: str | None = None, costs: CostSource = "auto"
 ) -> ExportedPlan:
     """The configuration of another trainer that is nearest to a strategy (``soap.exported_plans.nearest``): ``to`` is torchtitan, fsdp2,
     megatron or deepspeed. ``autocast``: the type of mixed precision that the model was loaded with.

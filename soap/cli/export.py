@@ -76,14 +76,16 @@ def execute(args: argparse.Namespace) -> int:
 
     torch.manual_seed(SEED)
     name, field = args.source, args.loss
+    given: tuple[Sequence[Any], Mapping[str, Any]]
     if args.source.startswith(PREFIX):
         settings = dict(args.settings)
         sizes = Sizes(args.batch or BATCH, args.sequence)
-        module, named, task = library_model(args.source, task=args.task, settings=settings, sizes=sizes, initialize=args.initialize)
-        given: tuple[Sequence[Any], Mapping[str, Any]] = ((), named)
+        module, inputs, task = library_model(args.source, task=args.task, settings=settings, sizes=sizes, initialize=args.initialize)
+        given = ((), inputs)
         name, field = f"{args.source} ({task})", "loss"
     else:
-        module, *given = _made(args)  # type: ignore[assignment]
+        module, positional, named = _made(args)
+        given = (positional, named)
     api.export(
         module, *given, path=args.output, loss=None if field is None else loss_field(field), dynamic_batch=args.dynamic_batch,
         verify=not args.no_verify, imports=args.imports,

@@ -32,7 +32,7 @@ class Layers:
         for layer, chunk, amount in zip(self.of, chunks, work, strict=True):
             if layer is not None:
                 shares[layer][chunk] += amount
-        of_layer = [max(own, key=lambda chunk, own=own: (own[chunk], -chunk)) for own in shares]  # type: ignore[misc]
+        of_layer = [_most(own) for own in shares]
         for layer in range(1, len(of_layer)):
             of_layer[layer] = max(of_layer[layer - 1 : layer + 1])
         if set(of_layer) != set(range(count)):
@@ -54,6 +54,11 @@ class Layers:
             if own == chunk and (layer is not None or op.parameters):
                 names.append(op.name if layer is None else self.names[layer])
         return list(dict.fromkeys(names))
+
+
+def _most(shares: Counter[int]) -> int:
+    """The chunk with most work, the first of several."""
+    return max(shares, key=lambda chunk: (shares[chunk], -chunk))
 
 
 def _layer(name: str) -> tuple[str, int] | None:

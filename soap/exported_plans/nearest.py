@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from soap.cluster.topology import Topology
 from soap.errors import StrategyError
 from soap.exported_plans.configuration import (
+    Base,
     Configuration,
     Pipeline,
     Recompute,
@@ -83,9 +84,10 @@ def _candidates(
         for width in widths(graph, topology, base, world):
             yield from _divided(target, Configuration(base, width, world, samples), strategy.microbatches)
     if pipeline is not None:
-        splits = "tensor" if "tensor" in target.bases else "sequence"
+        splits: Base = "tensor" if "tensor" in target.bases else "sequence"
         for width in (1, *(widths(graph, topology, "tensor", world // pipeline.stages) if splits in target.bases else ())):
-            own = Configuration("data" if width == 1 else splits, width, world, samples, pipeline=pipeline)  # type: ignore[arg-type]
+            base = "data" if width == 1 else splits
+            own = Configuration(base, width, world, samples, pipeline=pipeline)
             yield from _divided(target, own, strategy.microbatches)
 
 
@@ -157,7 +159,8 @@ def _split_alike(a: OpConfig, b: OpConfig) -> bool:
 def _nearest_sharing(target: Target, graph: OperatorGraph, topology: Topology, strategy: Strategy, chosen: Configuration) -> Configuration:
     usual = placement(graph, topology, chosen)
     found: list[tuple[int, int, Sharing]] = []
-    for sharing in target.sharing if chosen.world > 1 else ("none",):
+    kinds: tuple[Sharing, ...] = target.sharing if chosen.world > 1 else ("none",)
+    for sharing in kinds:
         if target.allows(replace(chosen, sharing=sharing)) or (sharing == "hsdp" and not shares_in_hosts(topology)):
             continue
         other = shared(graph, topology, usual, sharing)

@@ -24,7 +24,7 @@ def write(written: Written) -> str:
     """The configuration: what of it concerns the plan."""
     own = written.configuration
     replicate, shard = replicas(written)
-    training = {
+    training: dict[str, object] = {
         "local_batch_size": own.samples // own.data,
         "global_batch_size": own.samples,
         **({"seq_len": written.sequence} if written.sequence else {}),

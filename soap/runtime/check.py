@@ -209,9 +209,9 @@ class _Reference:
                 tensor.copy_(before[name])
         scaler = self.trainer.scaler
         if scaler is not None and not scaler.finite:  # no update, and gradients that are no numbers cannot be compared
-            found = all(bool(gradient.isfinite().all()) for gradient in expected.gradients.values())
+            finite = all(bool(gradient.isfinite().all()) for gradient in expected.gradients.values())
             ours, alone = Alone(torch.tensor(loss, dtype=torch.float64), {}, after), replace(expected, gradients={})
-            overflow = Difference(step, "overflow", "gradients", inf if found else 0.0)
+            overflow = Difference(step, "overflow", "gradients", inf if finite else 0.0)
             return [overflow, *self._computed(step, ours, alone), *self._updated(step, after)]
         self._update(loss, gradients, self.trainer.rows_looked_up(step, *inputs) if self.trainer.lazy_sparse else {})
         ours = Alone(torch.tensor(loss, dtype=torch.float64), summed, after)
