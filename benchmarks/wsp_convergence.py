@@ -39,14 +39,19 @@ from soap.elastic.worker import Source
 from soap.emulation.placement import run_evenly
 from soap.errors import SoapError
 from soap.files import check_writable
+from soap.mixed.allocations import POLICIES
 from soap.mixed.planned import strategy_of
 from soap.mixed.run.plan import wave_plan
 from soap.mixed.run.training import Job, Outcome, train
+from soap.mixed.searching import Found
 from soap.mixed.training import Training
 from soap.runtime.comm.launch import launch
 
 VERSION, COMMAND = 1, "python -m benchmarks.wsp_convergence"
 SHAPE, SPREAD = "2x2", 0.2
+IN_FLIGHT = 4
+"""HetPipe had up to 7. So small a net would be quicker with 16, the most that are tried, but a start then lacks 22 minibatches at D = 0, a
+quarter of an epoch of digits, and 61 at D = 4; it learns nothing so."""
 BSP, REAL = "BSP", "real, D = {}"
 REAL_BOUND = 4
 STEPS = {"digits": 1000, "lstm": 500}
@@ -73,9 +78,14 @@ CELL = {
 lacked, on average. ``apart``: of a real run, how far a loss is from the replay's at most."""
 
 
+def found_of(shape: Shape) -> Found:
+    """The workers, with ``IN_FLIGHT`` minibatches in flight."""
+    return shape.finder.with_in_flight(POLICIES["ED"](shape.topology), IN_FLIGHT)
+
+
 def simulated(shape: Shape, bound: int, steps: int, seed: int) -> tuple[list[Minibatch], float]:
     """The minibatches of a simulated training, and how many of the other worker's a start lacks on average."""
-    graph, plans = shape.model.graph, shape.found.plans
+    graph, plans = shape.model.graph, found_of(shape).plans
     strategy = strategy_of(plans, graph, WORKERS, f"bounded:{bound}", shape.topology.device_count)
     placement = wave_plan(strategy, graph, shape.topology).placement(graph, shape.topology)
     training = Training(shape.topology, plans, placement, bound, steps, Delays(SPREAD, seed))
@@ -103,7 +113,7 @@ def cell(shape: Shape, task: str, way: str, seed: int) -> dict[str, Any]:
         minibatches, wave = synchronous(shape, STEPS[task]), 1
     else:
         minibatches, missing = simulated(shape, BOUNDS[WAYS.index(way) - 1], STEPS[task], seed)
-        wave = shape.found.in_flight
+        wave = IN_FLIGHT
     torch.manual_seed(seed)
     losses = Replay(make_model(f"task-{task}")[0], RULES[task], TaskBatches(task, seed), wave).losses(minibatches)
     return _cell(task, way, seed, wave, sorted(own.end_ns for own in minibatches), losses, missing, None)
@@ -112,7 +122,7 @@ def cell(shape: Shape, task: str, way: str, seed: int) -> dict[str, Any]:
 def real(shape: Shape, task: str, seed: int) -> dict[str, Any]:
     """One training on emulated hosts, and how far its losses are from those of one process that follows its starts."""
     graph, rule, steps = shape.model.graph, RULES[task], STEPS[task]
-    strategy = strategy_of(shape.found.plans, graph, WORKERS, f"bounded:{REAL_BOUND}", shape.topology.device_count)
+    strategy = strategy_of(found_of(shape).plans, graph, WORKERS, f"bounded:{REAL_BOUND}", shape.topology.device_count)
     plan, batches = wave_plan(strategy, graph, shape.topology), TaskBatches(task, seed)
     job = Job(
         plan=plan,
@@ -161,9 +171,10 @@ INTRO = """# Convergence of virtual workers
     OMP_NUM_THREADS=1 {command} --results FILE --write docs/results/wsp_convergence.md
 
 Two workers of two devices on two emulated hosts, devices 2 : 1 in speed, {rate} links; the nets and data of [convergence](convergence.md),
-SGD (digits: Nesterov's momentum of 0.9 at 0.02; lstm: rate 1, without clipping), each worker half of each batch. *D*: starts and ends are
-simulated, with delays of 20%, and trained in one process; *BSP*: by the simulated steps of the best synchronous plan for these devices;
-*real*: trained on the emulated hosts, whose losses differ from those of one process that follows its starts by *apart* at most.
+SGD without momentum or clipping (rates 0.1 and 1), each worker half of each batch. *D*: starts and ends are simulated, with delays of 20%,
+and trained in one process; *BSP*: by the simulated steps of the best synchronous plan for these devices; *real*: trained on the emulated
+hosts, whose losses differ from those of one process that follows its starts by *apart* at most. The nets are so small that messages take
+most of a minibatch's time: what workers gain by throughput is in [wsp](wsp.md), what stale values cost in steps is here.
 *Final*: mean training loss of the last {window} steps. *Time*: until the mean of as many is the mean final loss of BSP, median of the
 seeds; *steps*: how many minibatches a worker has then done. *Missing*: minibatches of the other worker that a start lacks, on average.
 """
