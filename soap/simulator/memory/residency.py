@@ -326,8 +326,8 @@ class _Values:
                 self.ledger.send(source, span[0], self.ledger.arrived(source, span[1]), size)
 
     def _there_until(self, parts: Sequence[Part]) -> int:
-        """Until when what is sent together is there anyway, since it is a whole holding and sent from where it lies; 0 if it is copied. With
-        micro-batches the end of the step, as the bound for their order has it (``compiled.ordered_memory``)."""
+        """Until when what is sent together is there anyway, since it is a whole holding and sent from where it lies; 0 if it is copied.
+        With micro-batches the end of the step, as the bound for their order has it (``compiled.ordered_memory``)."""
         ((_, _, box, holding), *others) = remote_parts(self.plan, parts)
         held = self.plan.holdings[holding]
         if others or box != held.box:
