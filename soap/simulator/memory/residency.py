@@ -324,12 +324,15 @@ class _Values:
                 self.ledger.send(source, span[0], self.ledger.arrived(source, span[1]), size)
 
     def _there_until(self, parts: Sequence[Part]) -> int:
-        """Until when what is sent together is there anyway, since it is a whole holding and sent from where it lies; 0 if it is copied."""
+        """Until when what is sent together is there anyway, since it is a whole holding and sent from where it lies; 0 if it is copied.
+        With micro-batches the end of the step, as the bound for their order has it (``compiled.ordered_memory``)."""
         ((_, _, box, holding), *others) = remote_parts(self.plan, parts)
         held = self.plan.holdings[holding]
         if others or box != held.box:
             return 0
-        return self._gone[(held.tile, held.tensor) if held.reduction is None else (held.reduction, held.device)]
+        if self.plan.order is not None:
+            return self.spans.end_ns
+        return self._gone[held.tile, held.tensor] if held.reduction is None else self._gone[held.reduction, held.device]
 
     def updated(self, optimizer_states: int) -> None:
         """What the optimizer takes for its step, which begins when all gradients are there, those of partitions included. On CPUs the
