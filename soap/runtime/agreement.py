@@ -1,4 +1,4 @@
-"""Whether all ranks were asked to train the same: otherwise they would wait for each other forever, or add up what does not belong together."""
+"""Whether all ranks were asked to train the same: else they would wait for each other forever, or add up what does not belong together."""
 
 from __future__ import annotations
 
