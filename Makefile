@@ -41,7 +41,7 @@ demo: $(ENVIRONMENT)  ## export a model, search, train with the found strategy o
 test: checked  ## what every change must pass: lint, types, tests (of each guarantee a part)
 	$(PYTEST) -m "not long" --durations 30
 
-test-all: checked  ## lint, types, and all tests with all their cases
+test-all: checked $(DOCS_ENVIRONMENT)  ## lint, types, and all tests with all their cases
 	$(PYTEST) --timeout 3600 --durations 100
 
 quick: checked  ## `make test` without the slow tests
