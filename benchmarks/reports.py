@@ -34,7 +34,7 @@ from soap.strategy.named import named
 LLAMA_SEQUENCES = 64
 TABS = {"gpt-8": ("overview", "operators", "memory", "search"), "llama-64": ("operators", "timeline", "links")}
 OPENINGS = 3
-COLOURS = 128
+COLOURS = 200
 WIDTH, LEAST, MOST = 1280, 700, 1250
 """Pixels of a picture: its width, and between which its height is."""
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", f"--window-size={WIDTH},1000", "--hide-scrollbars")
@@ -81,8 +81,8 @@ def opening_s(own: Any, path: Path) -> float:
 
 
 def save(png: bytes, path: Path) -> None:
-    """A picture with as few colours as it needs: a third of the size, and nothing that one could see is lost."""
-    Image.open(BytesIO(png)).convert("RGB").quantize(COLOURS, method=Image.Quantize.MEDIANCUT).save(path, optimize=True)
+    """A picture with few colours, rare ones among them: a legend shows some that occur nowhere else."""
+    Image.open(BytesIO(png)).convert("RGB").quantize(COLOURS, method=Image.Quantize.MAXCOVERAGE).save(path, optimize=True)
 
 
 def take(own: Any, tab: str, path: Path) -> None:
