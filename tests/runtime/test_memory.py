@@ -30,7 +30,6 @@ from soap.cluster.topology import Topology
 from soap.model.micro_batches import MicroBatches
 from soap.plan.running.execution_order import ExecutionOrder
 from soap.plan.syncs import large_parts
-from soap.runtime.part_batch import PartBatch
 from soap.runtime.sync import sharded
 from soap.runtime.sync.shards import keep_memory
 from soap.runtime.trainer import Trainer
@@ -252,37 +251,6 @@ def test_what_travels_as_it_lies_is_predicted(plan: str, pool: Pool, exported: E
     assert predicted != usual.peak_bytes
     found = pool.run(counted_as_they_lie, path, None, strategy, topology, execution_order(run.tasks, run.schedule), ranks=2)
     assert all(most <= peak <= MOST_OVER * most for most, peak in zip(found, predicted, strict=True)), (found, predicted)
-
-
-def counted_parts(path: str, strategy: Strategy, topology: Topology, order: ExecutionOrder) -> int:
-    """Run on each rank: ``counted``, given its own samples alone."""
-    model = api.load(path)
-    gc.collect()
-    with Live() as live, Trainer(model, (strategy, topology), order, optimizer=sgd) as trainer:
-        own = PartBatch.cut(model.example_inputs, trainer.samples())
-        for _ in range(2):
-            trainer.step(own)
-    return live.most_bytes
-
-
-def test_own_samples_are_counted(pool: Pool, tmp_path: Path) -> None:
-    class Labelled(nn.Sequential):
-        def forward(self, images: Tensor, labels: Tensor) -> Tensor:
-            return F.cross_entropy(super().forward(images), labels)
-
-    path, images = tmp_path / "m.pt2", torch.randn(64, 3000)
-    soap.export(Labelled(nn.Linear(3000, 4)), (images, torch.randint(4, (64,))), path=path, verify=False)
-    topology = replace(local_topology(2), own_samples=True)
-    graph = api.load(path, plan_only=True).graph
-    strategy = api.classical("data_parallel", graph, topology)
-    whole, own = (
-        api.simulator_for(graph, given, optimizer_states=STATES, costs="estimate").run(strategy) for given in (local_topology(2), topology)
-    )
-    saved = [a.activations - b.activations for a, b in zip(whole.memory, own.memory, strict=True)]
-    assert saved == [images.nbytes // 2] * 2  # labels are read whole
-    found = pool.run(counted_parts, str(path), strategy, topology, execution_order(own.tasks, own.schedule), ranks=2)
-    assert all(most <= peak <= MOST_OVER * most for most, peak in zip(found, own.peak_bytes, strict=True)), (found, own.peak_bytes)
-    assert all(most > images.nbytes // 2 for most in found)
 
 
 @pytest.mark.long
