@@ -167,6 +167,23 @@ def test_what_is_sent_is_held_until_it_is_answered_pushed_out_or_the_end(monkeyp
     assert sorted((send.start_ns, end, send.held) for send, end in until_free(sends)) == [(0, 1, 10), (1, 3, 10), (4, 5, 0), (5, 9, 10)]
 
 
+def test_what_is_sent_beside_what_it_is_made_of_and_what_answers_it() -> None:
+    """A copy is there beside its source; what is sent from where it lies is one piece of memory, and outlives its readers here."""
+    tasks, _ = played(chain(4, 2, 3), strategy(l1=on(0, degrees=(1, 1, 1)), loss=on(0, degrees=(1,))))
+
+    def held(copied: bool, since_ns: int) -> dict[int, int]:
+        ledger = Ledger(tasks.plan, 40)
+        ledger.hold(0, 0, 10, 2, MemoryKind.KEPT, late=True)
+        ledger.send(0, 10 if copied else 5, 20, 2, since_ns=since_ns, copied=copied)
+        ledger.hold(0, 20, 30, 8, MemoryKind.WORKSPACE, early=True)  # to which the answer is added
+        curve, _ = ledger.curves()
+        return dict(zip(curve.times_ns.tolist(), curve.bytes_held.tolist(), strict=True))
+
+    assert held(copied=True, since_ns=0) == {0: 2, 10: 4, 20: 10, 30: 0}
+    assert held(copied=False, since_ns=10) == {0: 2, 10: 2, 20: 10, 30: 0}
+    assert held(copied=False, since_ns=40) == {0: 2, 10: 0, 20: 8, 30: 0}
+
+
 def test_what_is_received_is_added_up_one_after_the_other() -> None:
     """Each sum of 2 is there from when what was received for it, 6, is let go: before the third where two may be under way, else at 20."""
     tasks, _ = played(chain(4, 2, 3), strategy(l1=on(0, degrees=(1, 1, 1)), loss=on(0, degrees=(1,))))
