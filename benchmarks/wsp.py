@@ -84,7 +84,8 @@ INTRO = """# Virtual workers beside synchronous plans
 
 `{model}` ({samples} samples of all workers) on two emulated hosts, whose devices are 2 : 1 in speed, with links of {rate}: {minibatches}
 minibatches of each worker, or steps. *2x1*: a device each, two workers of one; *2x2*: two each, two workers of a device of each host (ED).
-*Waiting*: of a minibatch until the bound lets it begin, by worker. Predicted are as many minibatches as are measured, from what
+*Waiting*: of a minibatch until the bound lets it begin, by worker; predicted from when there is room in flight for it, measured from when
+its first stage asks, which is later, so the two are not yet comparable. Predicted are as many minibatches as are measured, from what
 `soap-profile` measured of tiles and links. *Others used*: the share of this machine's cores that other programs had meanwhile; above a
 tenth a line says little.
 
