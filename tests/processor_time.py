@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,8 @@ def used_s() -> float:
 
 def _children(pid: int) -> Iterator[int]:
     for tasks in Path(f"/proc/{pid}/task").glob("*/children"):
-        yield from map(int, tasks.read_text().split())
+        with suppress(OSError):  # a thread that has ended meanwhile
+            yield from map(int, tasks.read_text().split())
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -74,8 +74,8 @@ def test_a_logger_of_the_user_s() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("nothing", "has no attribute 'nothing'; expected package.module:callable"),
-        ("NOT_CALLABLE", "int cannot be called; expected a callable that returns a function of metrics"),
+        ("nothing", "has no 'nothing'; expected package.module:callable"),
+        ("NOT_CALLABLE", "int cannot be called; expected package.module:callable, which returns a function of metrics"),
         ("makes_nothing", "it returned NoneType; expected a function that takes soap.StepMetrics"),
     ],
 )

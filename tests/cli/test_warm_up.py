@@ -74,7 +74,7 @@ def test_commands_say_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     command = [str(out), "--model", MODEL, "--cluster", CLUSTER, "--costs", "estimate", "--steps", "3", "--accumulate", "2"]
     job, predicted, costs = prepare(make_parser().parse_args([*command, "--warm-up", "5"]))
     measured = SimpleNamespace(median_ns=1000, times_ns=(1000,), losses=(1.0, 0.5, 0.25), input_bytes=(64, 64))
-    outcome = SimpleNamespace(measured={"strategy": measured}, backend="gloo", saved=None, peak_bytes=None, check=None)
+    outcome = SimpleNamespace(measured={"strategy": measured}, backend="gloo", saved=None, peak_bytes=None, check=None, loss_scaling=None)
     report = document(job, predicted, outcome, costs)  # type: ignore[arg-type]
     assert report["warm_up"][0]["predicted_ns"] > report["strategies"]["strategy"]["predicted_ns"] and "warm_up" not in report["costs"]
     assert "the first 5 steps that send everything take " in text(report)
