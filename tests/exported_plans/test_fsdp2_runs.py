@@ -86,7 +86,7 @@ def test_the_file_trains_like_one_process(name: str, tmp_path: Path, monkeypatch
     found = export_plan(strategy, graph, cluster, "fsdp2")
     assert found.comparison.equal
     (tmp_path / "plan.py").write_text(found.text)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "script.py"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "script.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
