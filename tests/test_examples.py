@@ -84,7 +84,7 @@ SCONTROL = """#!/bin/bash
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_slurm_starts_ranks_on_two_hosts(planned_classifier: Path, tmp_path: Path) -> None:
     """Two torchruns of one rank each, which meet over loopback; ``soap-run --check`` compares with one process."""
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("python", f'#!/bin/bash\nexec {sys.executable} "$@"\n')):

@@ -114,7 +114,7 @@ WRONG = (("budget", "call-arg"), ("argument 3", "arg-type"), ("read-only", "misc
 """Of the last four lines: a word of what the checker says of each, and its name of the error."""
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_consumer_s_checker_sees_the_types(wheel: Path, tmp_path: Path) -> None:
     """mypy takes types from an installed package alone, so the wheel lies in an environment of its own, above this one's packages."""
     environment = tmp_path / "environment"

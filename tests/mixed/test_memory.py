@@ -110,11 +110,11 @@ def planned(groups: tuple[tuple[int, ...], ...], in_flight: int, bound: int) -> 
 @pytest.mark.parametrize(
     ("groups", "in_flight", "bound"),
     [
-        (FOUR, 3, 1),
+        pytest.param(FOUR, 3, 1, marks=pytest.mark.long),
         pytest.param(FOUR, 4, 0, marks=pytest.mark.long),
         pytest.param(FOUR, 2, 4, marks=pytest.mark.long),
         pytest.param(PAIR, 1, 0, marks=pytest.mark.long),
-        pytest.param(PAIR, 4, 2, marks=pytest.mark.long),
+        (PAIR, 4, 2),
     ],
 )
 def test_stages_hold_no_more_than_is_predicted(groups: tuple[tuple[int, ...], ...], in_flight: int, bound: int) -> None:

@@ -186,7 +186,7 @@ def in_float16(name: str, initial: float) -> tuple[bool, float, int, list[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["data_parallel", "megatron+zero1"])
+@pytest.mark.parametrize("name", [pytest.param("data_parallel", marks=pytest.mark.long), "megatron+zero1"])
 def test_float16_is_trained_with_a_scaled_loss(pool: Pool, name: str) -> None:
     """It checks against one process, also where the first scales are too large for float16's numbers."""
     results: list[Any] = pool.run(in_float16, name, 2.0**16)
