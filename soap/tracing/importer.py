@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Literal
@@ -46,6 +47,14 @@ BatchNorm = Literal["global", "local"]
 """Over what training batch norm normalises: the whole batch, or each tile's own part of it."""
 
 
+@contextmanager
+def _own_device() -> Iterator[None]:
+    """What importing makes lies on the processor, whatever default device the user has set (``with torch.device("meta")``)."""
+    with torch.device("cpu"):
+        yield
+
+
+@_own_device()
 def import_program(
     exported: ExportedProgram,
     *,

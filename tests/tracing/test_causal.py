@@ -115,3 +115,18 @@ def test_masks_that_would_take_too_much_stay(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(causal, "LARGEST", N * N - 1)
     module, x = attentive(CAUSAL["tril"])
     assert attentions(imported(module, x)) == [(True, False)] * 2
+
+
+def test_a_default_device_of_the_user_s_does_not_count() -> None:
+    exported = export(*attentive(CAUSAL["ranges"]))
+    plain = import_program(exported, name="m")
+    with torch.device("meta"):
+        found = import_program(exported, name="m")
+    assert attentions(found) == [(False, True)] * 2 and found.graph.hash == plain.graph.hash
+    assert not any(tensor.is_meta for tensor in (*found.parameters.values(), *found.constants.values()))
+
+
+def test_masks_of_models_without_weights_are_known() -> None:
+    with torch.device("meta"):
+        exported = export(*attentive(CAUSAL["ranges"]))
+    assert attentions(import_program(exported, name="m", plan_only=True)) == [(False, True)] * 2
