@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Literal
@@ -47,14 +46,6 @@ BatchNorm = Literal["global", "local"]
 """Over what training batch norm normalises: the whole batch, or each tile's own part of it."""
 
 
-@contextmanager
-def _own_device() -> Iterator[None]:
-    """What importing makes lies on the processor, whatever default device the user has set (``with torch.device("meta")``)."""
-    with torch.device("cpu"):
-        yield
-
-
-@_own_device()
 def import_program(
     exported: ExportedProgram,
     *,
@@ -77,41 +68,42 @@ def import_program(
 
     Raises ModelError in one line for programs that cannot be planned; warns once per kind of call without a rule.
     """
-    if is_dynamic(exported):
-        exported = at_sizes(exported, shapes)
-    caster = None if autocast is None else Caster(autocast, autocast_device)
-    program = Reader(exported, dtype, caster=caster, local_statistics=batch_norm == "local").read()
-    find_equal_bags(program)
-    unsort_experts(program)
-    find_causal_masks(program)
-    find_grouped_queries(program)
-    fold(program, plan_only=plan_only)
-    decompose(program)
-    fold(program, plan_only=plan_only)  # what parts of a call need beside its operands
-    groups = Fuser(program).run()
-    if not any(program.loss in group.made for group in groups):
-        raise ModelError("the loss is a constant; expected a loss that depends on the inputs or parameters")
-    graph, programs = _Builder(exported, program, groups, name, batch_dims or {}).build()
-    _warn_if_untrained(graph)
-    wanted = {t.name for t in graph.parameters}
-    state = {n: exported.state_dict[n] for n in dict.fromkeys(program.parameters.values()) if n in wanted}
-    model = ExecutableModel(
-        graph=graph,
-        parameters={n: _converted(tensor, dtype) for n, tensor in state.items()},
-        buffers=program.buffers,
-        constants={**program.constants, **{value: program.buffers[n] for value, n in program.state.items() if value in graph.tensors}},
-        input_names=tuple(program.inputs),
-        example_inputs=_examples(exported, program, dtype),
-        programs=programs,
-        program=program,
-        state=program.state,
-        transient=frozenset(name for name in program.buffers if name not in exported.state_dict),
-        unchanged={n: _converted(t, dtype) for n, t in _unchanged(exported, program, graph).items()},
-    )
-    known, parts = find_footprints(model, on_gpus=autocast_device == "cuda")
-    found = replace(graph, footprints=known, part_footprints=parts)
-    model.graph = replace(found, sparse=measured_by_examples(model), loss_terms=find_loss_terms(model))
-    return model
+    with torch.device("cpu"):  # what importing makes lies there, whatever default device the user has set
+        if is_dynamic(exported):
+            exported = at_sizes(exported, shapes)
+        caster = None if autocast is None else Caster(autocast, autocast_device)
+        program = Reader(exported, dtype, caster=caster, local_statistics=batch_norm == "local").read()
+        find_equal_bags(program)
+        unsort_experts(program)
+        find_causal_masks(program)
+        find_grouped_queries(program)
+        fold(program, plan_only=plan_only)
+        decompose(program)
+        fold(program, plan_only=plan_only)  # what parts of a call need beside its operands
+        groups = Fuser(program).run()
+        if not any(program.loss in group.made for group in groups):
+            raise ModelError("the loss is a constant; expected a loss that depends on the inputs or parameters")
+        graph, programs = _Builder(exported, program, groups, name, batch_dims or {}).build()
+        _warn_if_untrained(graph)
+        wanted = {t.name for t in graph.parameters}
+        state = {n: exported.state_dict[n] for n in dict.fromkeys(program.parameters.values()) if n in wanted}
+        model = ExecutableModel(
+            graph=graph,
+            parameters={n: _converted(tensor, dtype) for n, tensor in state.items()},
+            buffers=program.buffers,
+            constants={**program.constants, **{value: program.buffers[n] for value, n in program.state.items() if value in graph.tensors}},
+            input_names=tuple(program.inputs),
+            example_inputs=_examples(exported, program, dtype),
+            programs=programs,
+            program=program,
+            state=program.state,
+            transient=frozenset(name for name in program.buffers if name not in exported.state_dict),
+            unchanged={n: _converted(t, dtype) for n, t in _unchanged(exported, program, graph).items()},
+        )
+        known, parts = find_footprints(model, on_gpus=autocast_device == "cuda")
+        found = replace(graph, footprints=known, part_footprints=parts)
+        model.graph = replace(found, sparse=measured_by_examples(model), loss_terms=find_loss_terms(model))
+        return model
 
 
 def _unchanged(exported: ExportedProgram, program: Program, graph: OperatorGraph) -> dict[str, torch.Tensor]:
