@@ -199,12 +199,16 @@ class Trainer:
         self.steps += 1
         mean = sum(loss() for loss in losses) / len(losses)
         HERE.enter(0)
-        rates = tuple(float(group["lr"]) for group in self.optimizer.param_groups) if self.optimizer is not None else ()
+        on_step = self.on_step if self.rank == 0 else None
+        rates = self._rates() if on_step is not None else ()  # of this step: the schedule changes them
         if self.scaler is None or self.scaler.finite:
             self.schedule.step(mean)
-        if self.on_step is not None and self.rank == 0:
-            self.on_step(StepMetrics(self.steps, mean, perf_counter() - begin, rates, self.gradient_norm))
+        if on_step is not None:
+            on_step(StepMetrics(self.steps, mean, perf_counter() - begin, rates, self.gradient_norm))
         return mean
+
+    def _rates(self) -> tuple[float, ...]:
+        return () if self.optimizer is None else tuple(float(group["lr"]) for group in self.optimizer.param_groups)
 
     def given_batches(self, sizes: BatchSizes, inputs: Sequence[Given], purpose: str) -> list[Batch]:
         """The micro-batches of what a step is given, checked; what is given first for this purpose is compared with other ranks'."""
