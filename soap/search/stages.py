@@ -26,19 +26,22 @@ NEVER = 2**60
 @dataclass(frozen=True, slots=True, eq=False)
 class Borders:
     """What stages of layers hold beside what the layers keep. ``received`` [stages]: of how many micro-batches at once what has come from
-    the stage before. ``forward_bytes``, ``back_bytes`` [layers + 1]: of a micro-batch, what crosses a border before a layer (before the
-    first one: the inputs), and what of that has gradients. ``most_bytes`` [layers]: what a layer takes while it computes, which is that of
-    one layer at a time."""
+    the stage before; of the first stage, of how many micro-batches it holds the inputs. ``forward_bytes``, ``back_bytes`` [layers + 1]: of
+    a micro-batch, what crosses a border before a layer (before the first one: the inputs), and what of that has gradients.
+    ``most_bytes`` [layers]: what a layer takes while it computes, which is that of one layer at a time. ``read_bytes``: what other stages
+    than the first read by themselves for a micro-batch."""
 
     received: tuple[int, ...]
     forward_bytes: Integers
     back_bytes: Integers
     most_bytes: Integers
+    read_bytes: int = 0
 
     def needed_bytes(self, stage: int, in_flight: int) -> Integers:
         """By first layer, and layer behind the last one, of a stage: what has come, the gradients of what it has sent, those that it sends,
-        and what the largest of its layers takes. There is always room for one more that comes."""
-        at_first = (self.received[stage] + 1) * self.forward_bytes + self.back_bytes
+        and what the largest of its layers takes. There is always room for one more that comes; nothing comes to the first stage."""
+        at_first = (self.received[stage] + 1) * self.forward_bytes + self.back_bytes + self.read_bytes
+        at_first[0] = self.received[stage] * self.forward_bytes[0] + self.back_bytes[0]
         layers = len(self.most_bytes)
         most = np.zeros((layers + 1, layers + 1), np.int64)
         for first in range(layers):

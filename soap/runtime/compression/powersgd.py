@@ -62,7 +62,7 @@ class LowRank(Compressor[PowerSgd, LowRankLayout]):
 
 def orthogonal(columns: torch.Tensor) -> torch.Tensor:
     """The columns by Gram and Schmidt: of length one and at right angles, or zero where they depend on others."""
-    rows = columns.T.contiguous()  # one column lies in one piece: half the time
+    rows = columns.T.clone(memory_format=torch.contiguous_format)  # one column lies in one piece: half the time
     for i, row in enumerate(rows):
         before = length = row.norm()
         if i:

@@ -124,6 +124,31 @@ def test_strides_do_not_matter_and_gradients_are_left_alone(compression: Compres
     assert torch.equal(crooked, given)
 
 
+@pytest.mark.parametrize(("compression", "shape"), every(3, list(product(SETTINGS, SHAPES))), ids=str)
+def test_what_was_received_is_left_alone_and_may_lie_anywhere(compression: Compression, shape: tuple[int, ...]) -> None:
+    """It may be a part of what came for several parameters, at any place; and in one process all ranks are given the same tensor."""
+    layout = layout_of(compression, shape, 4, RANKS)
+    found = []
+    for offset in (0, 8, 24):
+        made = [compressor_of(compression, shape, torch.float32, rank, RANKS) for rank in range(RANKS)]
+        states = [compressor.fresh() for compressor in made]
+        messages = [c.compress(s, g) for c, s, g in zip(made, states, gradients(shape, torch.float32, RANKS, 0), strict=True)]
+        for number, exchange in enumerate(layout.exchanges):
+            came = [moved(own, offset) for own in exchanged(exchange.kind, messages)]
+            given = [own.clone() for own in came]
+            last = number + 1 == len(layout.exchanges)
+            messages = [(c.total if last else c.answer)(s, own) for c, s, own in zip(made, states, came, strict=True)]
+            assert all(torch.equal(own, before) for own, before in zip(came, given, strict=True))
+        found.append(messages)
+    assert all(torch.equal(own, there) for others in found for own, there in zip(others, found[0], strict=True))
+
+
+def moved(tensor: torch.Tensor, offset: int) -> torch.Tensor:
+    """The same numbers in rows that have so many others in front, as where messages are joined."""
+    rows = torch.empty(*tensor.shape[:-1], tensor.shape[-1] + offset, dtype=tensor.dtype)[..., offset:]
+    return rows.copy_(tensor)
+
+
 @settings
 def test_equal_runs_give_equal_bits(compression: Compression) -> None:
     runs = []
