@@ -14,6 +14,7 @@ import pytest
 
 from soap.errors import ModelError, RuntimeFailure
 from soap.plan.plan import Plan
+from soap.runtime.comm import rank_processes
 from soap.runtime.comm.launch import launch
 from soap.simulator.lowering import build_plan
 from soap.strategy.config import OpConfig, Strategy
@@ -44,7 +45,8 @@ def test_ranks_go_to_their_places_reach_the_launcher_by_its_address_and_return_a
     found = launch(2, tell_mark, place=Mark("at"), address="127.0.0.1")
     assert found == {rank: (f"at {rank} False", "127.0.0.1") for rank in (0, 1)}
     assert (dict(os.environ), signal.getsignal(signal.SIGINT)) == before
-    assert list(tmp_path.iterdir()) == []  # the launcher's logs and error files are gone
+    left = [path for path in tmp_path.iterdir() if not path.name.startswith("pymp-")]  # ``multiprocessing``'s own, until this process ends
+    assert left == []  # the launcher's logs and error files are gone
 
 
 def halves() -> Plan:
@@ -133,25 +135,29 @@ def test_under_torchrun_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 STOPPED_WHILE_STARTING = """
-import multiprocessing.util as util, os, signal, sys, time
+import multiprocessing.forkserver as server, os, signal, sys, time
 from pathlib import Path
-from types import ModuleType
 from soap.errors import RuntimeFailure
 from soap.runtime.comm.launch import launch
 from tests.runtime.launched import wait_forever
 
-spawn, started = util.spawnv_passfds, []
+connect, read, started = server.connect_to_new_process, server.read_signed, []
 
-def spawn_and_be_stopped(path, args, fds):
-    started.append(spawn(path, args, fds))
-    if any("spawn_main" in os.fsdecode(arg) for arg in args):  # a rank: it waits for what it is to do, which follows
-        Path(sys.argv[1], f"started-{started[-1]}").touch()
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.2)
-    return started[-1]
+def connect_and_be_stopped(fds):
+    found = connect(fds)  # a rank: it waits for what it is to do, which follows
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.2)
+    return found
+
+def read_and_note(descriptor):
+    number = read(descriptor)
+    if len(started) < 2:  # a process's number; later its exit code
+        started.append(number)
+        Path(sys.argv[1], f"started-{number}").touch()
+    return number
 
 if __name__ == "__main__":
-    util.spawnv_passfds = spawn_and_be_stopped
+    server.connect_to_new_process, server.read_signed = connect_and_be_stopped, read_and_note
     try:
         launch(2, wait_forever, (sys.argv[1],))
     except RuntimeFailure as error:
@@ -170,6 +176,54 @@ def test_a_signal_between_the_starts_of_ranks_waits_for_the_last(tmp_path: Path)
     assert (done.returncode, done.stderr) == (1, "stopped by SIGTERM; all ranks have ended\n")
     ranks = [int(path.name.removeprefix("started-")) for path in tmp_path.glob("started-*")]
     assert len(ranks) == 2 and not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
+
+
+HANGING = """
+import sys
+from soap.runtime.comm.launch import launch
+from tests.runtime.launched import wait_forever
+
+if __name__ == "__main__":
+    launch(2, wait_forever, (sys.argv[1],))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(HANGING)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen([sys.executable, script, tmp_path], env=environment) as launcher:
+        ranks = [number_in(tmp_path / rank) for rank in "01"]
+        launcher.kill()
+    until = time.monotonic() + 60
+    while any(Path(f"/proc/{pid}").exists() for pid in ranks):
+        assert time.monotonic() < until, "ranks live on"
+        time.sleep(0.05)
+
+
+def number_in(path: Path) -> int:
+    """What a rank writes there, once it has."""
+    until = time.monotonic() + 120
+    while not path.exists() or not path.read_text():
+        assert time.monotonic() < until, f"no {path.name}"
+        time.sleep(0.05)
+    return int(path.read_text())
+
+
+def test_ranks_have_the_launcher_s_environment_but_for_what_is_given_to_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_processes, "_launched_with", {"EARLIER"})
+    monkeypatch.setenv("WANTED", "1")
+    monkeypatch.setenv("MASTER_ADDR", "elsewhere")
+    handed = rank_processes.Environment.of_launcher()
+    monkeypatch.setenv("EARLIER", "stale")
+    monkeypatch.setenv("WANTED", "stale")
+    for name in ("RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "given")
+    handed.enter()
+    assert "EARLIER" not in os.environ and os.environ["WANTED"] == "1"
+    assert {os.environ[name] for name in ("RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID")} == {"given"}
 
 
 @pytest.mark.long

@@ -31,6 +31,7 @@ from soap.errors import RuntimeFailure, StoppedBySignal
 from soap.logs import NATIVE_LOG_LEVEL, silenced
 from soap.runtime.comm.failures import AFTERMATH_S, Folder, Kind, kind_of, message_of, open_desk, told_positions
 from soap.runtime.comm.position import HERE, describe
+from soap.runtime.comm.rank_processes import Environment, end_with_launcher, import_ahead, start_method
 from soap.runtime.comm.world import under_launcher, world_size
 
 Result = TypeVar("Result")
@@ -39,8 +40,9 @@ SHUTDOWN_S = 5
 """How long ranks may take to end after one failed or Ctrl-C was pressed; then they are killed."""
 START_S = 120
 """How long ranks may take to find each other."""
-PATIENCE_S = 10
-"""How long a signal is held back while ranks are being started; after that it ends the launcher anyway."""
+PATIENCE_S = 60
+"""How long a signal is held back while ranks are being started; after that it ends the launcher anyway. The first rank starts once what
+ranks need is imported, which takes seconds, or many on a loaded machine."""
 AGAIN_S = 0.05
 """After so long a held-back signal is sent again."""
 LAUNCHER_LOGS = ("torch.distributed.elastic", "torch.multiprocessing.spawn")
@@ -84,13 +86,14 @@ def launch(
             _signals_end_ranks(),
             _environment_for_ranks(threads),
             _interrupts_for_launcher_alone(interrupted),
-            _own_temporary_folder() as path,
-            _time_limit(limit_s, late, folder := Folder(path, processes)),
         ):
-            try:
-                results: dict[int, Result] = elastic_launch(_config(processes, address), _rank_main)(payload, threads, folder)
-            except ChildFailedError as error:
-                raise folder.first_cause(error.failures) from None
+            import_ahead(entry)  # leaves a socket among temporary files until this process ends
+            with _own_temporary_folder() as path, _time_limit(limit_s, late, folder := Folder(path, processes)):
+                start = elastic_launch(_config(processes, address), _rank_main)
+                try:
+                    results: dict[int, Result] = start(payload, threads, folder, Environment.of_launcher())
+                except ChildFailedError as error:
+                    raise folder.first_cause(error.failures) from None
             return results
     except SignalException as error:
         if error.sigval is signal.SIGINT or interrupted.is_set():
@@ -117,13 +120,15 @@ def _config(processes: int, address: str) -> LaunchConfig:
         local_addr=address,
         max_restarts=0,
         monitor_interval=0.05,
-        start_method="spawn",
+        start_method=start_method(),
         **options,
     )
 
 
-def _rank_main(payload: bytes, threads: int, folder: Folder) -> Any:
+def _rank_main(payload: bytes, threads: int, folder: Folder, environment: Environment) -> Any:
     """The main function of a started rank. Ctrl-C and the launcher's signals end it at once, wherever it waits."""
+    end_with_launcher()
+    environment.enter()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     rank = int(os.environ["RANK"])

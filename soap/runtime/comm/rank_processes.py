@@ -1,0 +1,78 @@
+"""Processes of ranks: copies of one process that has imported what they need, where the system copies processes.
+
+Importing torch, and what reads and runs a model, takes each rank seconds of a core. A copy takes milliseconds, and ranks share the memory
+of what was imported. That process runs no threads and never touches a GPU, so it is safe to copy. It is made once for a launcher, with the
+environment of its first launch; later launches hand theirs over.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import forkserver
+from typing import Any
+
+_NUMBERS = frozenset(f"{of}{what}" for of in ("", "LOCAL_", "GROUP_", "ROLE_") for what in ("RANK", "WORLD_SIZE"))
+GIVEN_TO_RANKS = _NUMBERS | {"ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"}
+"""Variables that torch's launcher sets in each rank, beside those that begin with ``OF_LAUNCHER``."""
+OF_LAUNCHER = "TORCHELASTIC_"
+
+_launched_with: set[str] = set()
+"""Names of variables that any launch of this process has had: the process that is copied may have them."""
+
+
+def start_method() -> str:
+    """Of ``multiprocessing``: only Linux copies processes safely."""
+    return "forkserver" if sys.platform == "linux" else "spawn"
+
+
+def import_ahead(entry: Callable[..., Any]) -> None:
+    """Start the process that is copied, and have it import the module of ``entry`` and all that this one imports. Nothing if there is one
+    already, or processes are not copied."""
+    if start_method() == "spawn":
+        return
+    own = getattr(entry, "__module__", None)
+    ahead = ["soap.runtime.comm.launch", *([own] if own is not None and own.startswith("soap.") else [])]
+    multiprocessing.set_forkserver_preload(ahead)
+    forkserver.ensure_running()
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A launcher's variables, to be set in its ranks. ``gone``: names of those that it had in earlier launches alone."""
+
+    variables: dict[str, str]
+    gone: frozenset[str]
+
+    @classmethod
+    def of_launcher(cls) -> Environment:
+        """Of this process, now."""
+        variables = dict(os.environ)
+        _launched_with.update(variables)
+        return cls(variables, frozenset(_launched_with - variables.keys()))
+
+    def enter(self) -> None:
+        """Make it this rank's own, but for what torch's launcher gives to ranks."""
+        for name in filter(_inherited, self.gone):
+            os.environ.pop(name, None)
+        os.environ.update({name: value for name, value in self.variables.items() if _inherited(name)})
+
+
+def end_with_launcher() -> None:
+    """From now on this rank ends when its launcher does, however that ends: it may be killed."""
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None  # it was started by ``multiprocessing``
+
+    def wait() -> None:
+        launcher.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, name="launcher's end", daemon=True).start()
+
+
+def _inherited(name: str) -> bool:
+    return name not in GIVEN_TO_RANKS and not name.startswith(OF_LAUNCHER)
