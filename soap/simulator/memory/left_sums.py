@@ -44,12 +44,11 @@ def _followed(tasks: TaskGraph, schedule: Schedule, left: Sequence[tuple[int, in
         for other in task.predecessors:
             own |= behind[other]
         behind.append(own | named.get(task.name, 0))
-        device = None if task.tile is None else plan.tiles[task.tile].device
-        if device is not None and own & asked[device]:
-            start = int(schedule.start_ns[place])
+        if task.tile is not None and own & asked[plan.tiles[task.tile].device]:
+            here, start = plan.tiles[task.tile].device, int(schedule.start_ns[place])
             for number, bit in bits.items():
-                if own & asked[device] & bit:
-                    found[number, device] = min(start, found.get((number, device), start))
+                if own & asked[here] & bit:
+                    found[number, here] = min(start, found.get((number, here), start))
     return found
 
 
