@@ -15,7 +15,7 @@ from soap.plan.plan import Plan
 from soap.plan.syncs.gathering import UNDER_WAY
 from soap.simulator.memory.transit import Send, until_free
 
-ENDS, LEAVES, FREED, EARLY, LATE, BEGINS = range(6)
+ENDS, LEAVES, FREED, EARLY, LATE, MADE, OVER, BEGINS = range(8)
 """The order of changes at the same time."""
 
 Change = tuple[int, int, int, MemoryKind]
@@ -61,19 +61,23 @@ class Ledger:
         late: bool = False,
         leaves: bool = False,
         freed: bool = False,
+        made: bool = False,
+        over: bool = False,
     ) -> None:
         """A device holds ``size`` bytes of a kind from ``start_ns`` to ``end_ns``. At the same time, ends come before beginnings, but what
         begins ``early`` is made from what ends ``late``, so both are held for that moment. Before all that, what ``leaves`` begins to, and
-        then something is ``freed``."""
-        if size and end_ns >= start_ns + (not (early or late)):
-            ends = LATE if late or end_ns == start_ns else FREED if freed else ENDS
-            begins = LEAVES if leaves else EARLY if early else BEGINS
+        then something is ``freed``. After it something is ``made`` from what is then ``over``."""
+        if size and end_ns >= start_ns + (not (early or late or made)):
+            ends = OVER if over else LATE if late or end_ns == start_ns else FREED if freed else ENDS
+            begins = LEAVES if leaves else EARLY if early else MADE if made else BEGINS
             self._changes[device] += [(start_ns, begins, size, kind), (end_ns, ends, -size, kind)]
 
-    def send(self, device: int, start_ns: int, answer_ns: int, size: int, *, since_ns: int = 0, copied: bool = False) -> None:
-        """A device sends ``size`` bytes, and keeps them until ``answer_ns`` or until later sends push them out. ``since_ns``, ``copied``:
-        see ``Send``."""
-        self._sends[device].append(Send(start_ns, answer_ns, size, size, since_ns=since_ns, copied=copied))
+    def send(
+        self, device: int, start_ns: int, answer_ns: int, size: int, *, since_ns: int = 0, copied: bool = False, made: bool = False
+    ) -> None:
+        """A device sends ``size`` bytes, and keeps them until ``answer_ns`` or until later sends push them out. ``since_ns``, ``copied``,
+        ``made``: see ``Send``."""
+        self._sends[device].append(Send(start_ns, answer_ns, size, size, since_ns=since_ns, copied=copied, made=made))
 
     def receive(self, device: int, start_ns: int, end_ns: int, size: int, *, few: bool = False, sum_bytes: int = 0) -> None:
         """A device receives ``size`` bytes for itself, and keeps them until ``end_ns`` or until later ones push them out, as for sends;
@@ -93,7 +97,7 @@ class Ledger:
             for send, end in until_free(moving):
                 start = max(send.start_ns, send.since_ns)
                 if end > start:
-                    self.hold(device, start, end, send.held, MemoryKind.BUFFERS, early=send.copied, late=True)
+                    self.hold(device, start, end, send.held, MemoryKind.BUFFERS, early=send.copied, late=True, made=send.made)
             moving.clear()
         for queues, most in ((self._receives, None), (self._few, UNDER_WAY)):
             for device, moving in enumerate(queues):

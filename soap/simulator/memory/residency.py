@@ -41,6 +41,7 @@ from soap.simulator.memory import peaks
 from soap.simulator.memory.as_run import as_run
 from soap.simulator.memory.gradient_residency import GradientResidency, Sum
 from soap.simulator.memory.ledger import Ledger, MemoryCurve
+from soap.simulator.memory.left_sums import LeftSums
 from soap.simulator.memory.parameters import assembled_regions, compact_parameters, host_copies, is_away, kept_shards, updating_bytes
 from soap.simulator.memory.peaks import MemoryUse
 from soap.simulator.memory.task_spans import Span, TaskSpans
@@ -66,7 +67,7 @@ def memory_over_time(
     held.values()
     held.assembled()
     held.fetched()
-    held.summed()
+    held.summed(tasks, run.schedule)
     held.sent()
     held.updated(optimizer_states)
     GradientResidency(spans, ledger, held.behind).gradients()
@@ -270,8 +271,8 @@ class _Values:
                     for start, end in self.spans.lives(tile, until):
                         self.hold(fetch.device, start, end, size, MemoryKind.KEPT)
 
-    def summed(self) -> None:
-        """Sums of partial results, or their cells."""
+    def summed(self, tasks: TaskGraph, schedule: Schedule) -> None:
+        """Sums of partial results, or their cells. ``tasks``: without the waits that ranks add; ``schedule``: with them."""
         plan = self.plan
         ends: dict[int, int] = {}
         readers: set[tuple[int, int]] = set()
@@ -280,26 +281,28 @@ class _Values:
             if summed is not None:
                 ends[summed] = max(ends.get(summed, 0), until)
                 readers.add((summed, plan.holdings[holding].device))
+        pairs = ((number, device) for number, reduction in enumerate(plan.reductions) for device in reduction.devices)
+        left = LeftSums(tasks, schedule, self.spans, [pair for pair in pairs if pair not in readers])
         for number, reduction in enumerate(plan.reductions):
             start, done = self.spans.summed_from(reduction)
             boxes = reduction.cells or [reduction.box] * len(reduction.devices)
             for device, box in zip(reduction.devices, boxes, strict=True):
                 size = partial_bytes(plan, reduction, box)
-                over = max(done, ends.get(number, done)) if (number, device) in readers else self._certainly_over(number, device, done)
-                self.hold(device, start, over, size, MemoryKind.KEPT, early=True, late=True)  # of partial results
+                read = (number, device) in readers
+                over = max(done, ends.get(number, done) if read else left.over(number, device, self._answered(number, device, done)))
+                scattered = bool(reduction.cells)
+                self.hold(device, start, over, size, MemoryKind.KEPT, early=not scattered, late=True, made=scattered)
                 self._gone[number, device] = over
-                if reduction.cells:  # what is summed, what others are sent of it, and what they send for the cell
+                if scattered:  # the own sum is added up of partial results; when these have gone, it is cut and sent
                     total = partial_bytes(plan, reduction, reduction.box)
-                    self.hold(device, start, start, total, MemoryKind.BUFFERS, early=True)
-                    self.ledger.send(device, start, self.ledger.arrived(device, done), total - size)
-                    self.hold(device, start, done, (len(boxes) - 1) * size, MemoryKind.BUFFERS, early=True)
+                    self.hold(device, start, start, total, MemoryKind.BUFFERS, early=True, over=True)
+                    self.ledger.send(device, start, self.ledger.arrived(device, done), total - size, made=True)
+                    self.hold(device, start, done, (len(boxes) - 1) * size, MemoryKind.BUFFERS, made=True)
 
-    def _certainly_over(self, number: int, device: int, done_ns: int) -> int:
-        """How long a device may hold a sum that it does not read. Other devices may get to the sum later than simulated, but it is over
-        before its gradient arrives."""
-        reduction = self.plan.reductions[number]
-        own = [tile for tile in reduction.tiles if self.plan.tiles[tile].device == device]
-        return max(done_ns, self.spans.back_at(own, self.ledger.arrived(device, done_ns)))
+    def _answered(self, number: int, device: int, done_ns: int) -> int:
+        """When the gradient of a sum that a device does not read arrives, or the sum is over if there is none."""
+        own = [tile for tile in self.plan.reductions[number].tiles if self.plan.tiles[tile].device == device]
+        return self.spans.back_at(own, self.ledger.arrived(device, done_ns))
 
     def sent(self) -> None:
         """What devices send in the forward pass, until it has left."""

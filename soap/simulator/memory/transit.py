@@ -59,7 +59,7 @@ class Send(NamedTuple):
     """A send of ``size`` bytes that starts at ``start_ns``. ``held``: bytes that the device holds only for this send. ``answer_ns``: when
     the device knows that they have arrived. ``sum_bytes``: of what is received, and added up before it is free: of the sum, which stays.
     ``since_ns``: until then what is sent is there anyway, as it is sent from where it lies. ``copied``: it is packed first, beside what it
-    is made of."""
+    is made of. ``made``: it is packed of something that has been made for that (``Ledger.hold``)."""
 
     start_ns: int
     answer_ns: int
@@ -68,6 +68,7 @@ class Send(NamedTuple):
     sum_bytes: int = 0
     since_ns: int = 0
     copied: bool = False
+    made: bool = False
 
 
 def until_free(sends: Iterable[Send], most: int | None = None) -> Iterator[tuple[Send, int]]:
