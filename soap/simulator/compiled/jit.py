@@ -16,6 +16,7 @@ from numba.core.caching import IndexDataCacheFile
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import CPUDispatcher
 
+from soap import collector
 from soap.simulator.compiled.claims import claimed
 from soap.simulator.compiled.parts import PartCompiler
 from soap.simulator.compiled.stamps import stamp
@@ -73,12 +74,12 @@ class _Entry(_Dispatcher):
 
     def compile(self, sig: Any) -> Any:
         """Compile it, or load it; if another process compiles it, wait for that."""
-        with global_compiler_lock, self._claimed():  # in this order also where a function asks for another
+        with global_compiler_lock, self._claimed(), collector.paused():  # in this order also where a function asks for another
             return super().compile(sig)
 
     def compile_unless_claimed(self, sig: Any) -> bool:
         """``compile``, but False at once if another process compiles it."""
-        with global_compiler_lock, self._claimed(wait=False) as own:
+        with global_compiler_lock, self._claimed(wait=False) as own, collector.paused():
             if own:
                 super().compile(sig)
             return own
