@@ -40,7 +40,7 @@ def test_what_a_search_calls_last_comes_first() -> None:
     program = (
         "import soap; from soap.api.slow_functions import SLOW; from soap.simulator.compiled import jit; compile = jit._Entry.compile; "
         "jit._Entry.compile = lambda self, kinds: print(self.py_func.__name__) or compile(self, kinds); "
-        "soap.search('zoo:rnnlm:tiny', 'p100-4x4', budget=1000); print(*(own.py_func.__name__ for own in SLOW))"
+        "soap.find('zoo:rnnlm:tiny', 'p100-4x4', soap.SearchOptions(budget=1000)); print(*(own.py_func.__name__ for own in SLOW))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=LONGEST_S, check=True)
     *called, slow = done.stdout.splitlines()

@@ -10,8 +10,7 @@ from contextlib import contextmanager
 @contextmanager
 def paused() -> Iterator[None]:
     """Without it. It looks at all objects that there are whenever so many more have been made, which takes a third of the time in which
-    plans of many ranks are made, and a tenth of that in which the simulator is compiled; and what it does while something is timed would be
-    timed, too."""
+    plans of many ranks are made; and what it does while something is timed would be timed, too."""
     enabled = gc.isenabled()
     gc.disable()
     try:
