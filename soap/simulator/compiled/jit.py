@@ -64,8 +64,8 @@ def inlined(function: Function) -> Function:
 
 @contextmanager
 def _seldom_collected() -> Iterator[None]:
-    """Python looks for cyclic garbage less often: compiling makes millions of objects, and to look at them takes a tenth of its time. With no
-    collection at all, one of the smaller entries kept 180 MB of garbage."""
+    """Python looks for cyclic garbage less often: compiling makes millions of objects, and to look at them takes a tenth of its time. With
+    no collection at all, one of the smaller entries kept 180 MB of garbage."""
     usual = gc.get_threshold()
     gc.set_threshold(*SELDOM)
     try:
