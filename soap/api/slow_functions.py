@@ -24,8 +24,8 @@ from soap.simulator.engine import Engine
 from soap.simulator.memory.bound import NO_TABLES
 
 SLOW: tuple[Callable[..., Any], ...] = (advance, evaluate, bound_memory, lower_all)
-"""The functions that take longest to compile. What a search calls last comes first: so whoever compiles them in this order, and the search
-itself, meet in the middle. The first one has nearly all parts of the others."""
+"""The functions that take longest to compile. What a search calls last comes first, with the two that it calls by itself: so whoever
+compiles them in this order, and the search, which begins with the last one, do not wait for one another."""
 
 
 def slow_functions() -> Iterator[tuple[Callable[..., Any], tuple[Any, ...]]]:
