@@ -35,6 +35,18 @@ def test_arguments_have_the_types_that_a_search_passes() -> None:
         assert function.signatures == [tuple(typeof(argument) for argument in arguments)], function.py_func.__name__
 
 
+@pytest.mark.slow
+def test_what_a_search_calls_last_comes_first() -> None:
+    program = (
+        "import soap; from soap.api.slow_functions import SLOW; from soap.simulator.compiled import jit; compile = jit._Entry.compile; "
+        "jit._Entry.compile = lambda self, kinds: print(self.py_func.__name__) or compile(self, kinds); "
+        "soap.find('zoo:rnnlm:tiny', 'p100-4x4', soap.SearchOptions(budget=1000)); print(*(own.py_func.__name__ for own in SLOW))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=LONGEST_S, check=True)
+    *called, slow = done.stdout.splitlines()
+    assert list(dict.fromkeys(name for name in called if name in slow.split())) == slow.split()[::-1]
+
+
 def test_a_claim_excludes_others_until_it_is_given_back(tmp_path: Path) -> None:
     path = str(tmp_path / "claim")
     with claimed(path) as first:

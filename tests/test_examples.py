@@ -175,6 +175,33 @@ def test_hugging_face_s_trainer_trains_by_a_plan_as_by_itself(tmp_path: Path) ->
         torch.testing.assert_close(trained[name], value, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
+def test_a_loop_with_accelerate_trains_by_a_plan_as_a_plain_one(tmp_path: Path) -> None:
+    """Losses and values, beside one process with whole batches."""
+    pytest.importorskip("accelerate", reason="needs accelerate: pip install '.[huggingface]'")
+    from examples import accelerate_loop
+
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), "OMP_NUM_THREADS": "1"}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
+    script = ["-m", "examples.accelerate_loop", "--output", str(tmp_path / "trained.pt")]
+    done = subprocess.run([*launcher, *script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    planned = torch.load(tmp_path / "trained.pt", weights_only=True)
+
+    torch.manual_seed(0)
+    module, losses = quickstart.Classifier(), []
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.001)
+    for inputs, labels in [*torch.utils.data.DataLoader(accelerate_loop.samples(), batch_size=32)] * 2:
+        loss = module(inputs, labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert len(losses) == 8 and planned["losses"] == pytest.approx(losses, rel=1e-4)
+    for name, value in module.state_dict().items():
+        torch.testing.assert_close(planned["state"][name], value, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(("option", "message"), [
     ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps 2: a plan does not know it; expected 1"),
     ({"optim": "sgd"}, "expected 'adamw_torch'"),

@@ -1,7 +1,8 @@
-"""Compiling ahead: while a command still reads its model, a second process compiles the functions that a search calls first.
+"""Compiling ahead: from the time when a command reads its model, a second process compiles what its search will call, the last of it first.
 
 It matters once on a machine, and again after an update: compiling all of it takes most of a minute of one core. The functions are claimed
-on disk (``simulator.compiled.claims``): whoever comes first compiles one, the other process waits for that one and loads it.
+on disk (``simulator.compiled.claims``): whoever comes first compiles one, the other process waits for that one and loads it. Both need
+most parts of what they compile, and work these out for themselves; to wait for one another would take longer.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def _all_on_disk() -> bool:
 
 
 def main() -> None:
-    """Compile what takes longest, in the order in which a search needs it. What another process compiles is left out."""
+    """Compile what takes longest, in the order of ``SLOW``. What another process compiles is left out."""
     Thread(target=_end_with_parent, daemon=True).start()
     from soap.api.slow_functions import slow_functions
     from soap.simulator.compiled.jit import compile_unless_claimed

@@ -11,24 +11,13 @@ from typing import Any
 from soap import api
 from soap.api.exported_plans import ExportedPlan, export_plan
 from soap.cli import plan_summary, rows
+from soap.cli.asked_strategy import add_asked, read_file
 from soap.cli.command import Parser, run_command
 from soap.cli.diff import listings
-from soap.cli.options import (
-    add_cluster,
-    add_costs,
-    add_json,
-    add_memory_budget,
-    add_model,
-    add_rows,
-    builtin,
-    reading,
-    refuse_overwriting,
-)
+from soap.cli.options import add_json, cluster_of, reading, refuse_overwriting
 from soap.cli.plain_text import milliseconds
-from soap.cluster.memory_budget import with_memory_budget
 from soap.exported_plans.named import TARGETS
 from soap.files import check_writable, write_text_atomically
-from soap.strategy.named import forms
 
 PROG = "soap-export-plan"
 
@@ -40,14 +29,7 @@ def make_parser() -> Parser:
         "Write the configuration of another trainer that is nearest to a plan; say what it cannot be told, and what that costs.",
         f"{PROG} zoo:gpt:tiny --cluster p100-4x4 --strategy strategy.json --to torchtitan -o plan.toml",
     )
-    add_model(parser, positional=True)
-    add_cluster(parser)
-    add_costs(parser)
-    add_rows(parser)
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--strategy", metavar="FILE", help="a strategy that soap-search wrote")
-    which.add_argument("--builtin", metavar="NAME", type=builtin, help=f"a strategy that has a name: {forms()}")
-    add_memory_budget(parser)
+    add_asked(parser)
     told = "; ".join(f"{target.name}: {target.title} {target.version} ({target.suffix})" for target in TARGETS)
     parser.add_argument("--to", choices=[target.name for target in TARGETS], required=True, help=told)
     parser.add_argument("-o", "--output", metavar="FILE", required=True, help="where the configuration goes")
@@ -60,13 +42,10 @@ def execute(args: argparse.Namespace) -> int:
     inputs = {"MODEL": args.model, "--cluster": args.cluster, "--strategy": args.strategy}
     refuse_overwriting(inputs, {"--output": args.output})
     check_writable(args.output)
-    topology = with_memory_budget(api.load_cluster(args.cluster), args.memory_budget)
+    topology = cluster_of(args, args.cluster)
     graph = rows.load_graph(args, topology)
-    if args.strategy:
-        strategy = api.load_strategy(args.strategy, graph, topology)
-        if not (args.data or args.alpha or args.alpha_from):
-            graph = api.with_recorded_rows(graph, args.strategy)
-    else:
+    strategy, graph = read_file(args, graph, topology)
+    if strategy is None:
         strategy = api.simulated_name(args.builtin, api.simulator_for(graph, topology, costs=args.costs))
     found = export_plan(strategy, graph, topology, args.to, autocast=reading(args, topology)["autocast"], costs=args.costs)
     write_text_atomically(args.output, found.text)

@@ -10,11 +10,11 @@ from typing import Any
 
 from soap import api
 from soap.cli import reporting, rows, timelines
+from soap.cli.asked_strategy import add_asked, read_file
 from soap.cli.command import Parser, UsageError, run_command
-from soap.cli.options import add_cluster, add_costs, add_memory_budget, add_model, add_rows, builtin, cluster_of, refuse_overwriting
+from soap.cli.options import cluster_of, refuse_overwriting
 from soap.simulator.analysis.comparison import compare
 from soap.simulator.analysis.timeline_file import loads
-from soap.strategy.named import forms
 
 PROG = "soap-report"
 
@@ -26,14 +26,7 @@ def make_parser() -> Parser:
         "Write a page that shows a strategy: time beside other strategies, operators, timeline, memory, links, what else there is.",
         f"{PROG} zoo:gpt:tiny --cluster p100-4x4 --builtin megatron -o report.html",
     )
-    add_model(parser, positional=True)
-    add_cluster(parser)
-    add_costs(parser)
-    add_rows(parser)
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--strategy", metavar="FILE", help="a strategy that soap-search wrote")
-    which.add_argument("--builtin", metavar="NAME", type=builtin, help=f"a strategy that has a name: {forms()}")
-    add_memory_budget(parser)
+    add_asked(parser)
     parser.add_argument("--measured", metavar="FILE", help="what soap-run --timeline wrote of this strategy: shown beside the prediction")
     parser.add_argument(
         "--on",
@@ -53,9 +46,7 @@ def execute(args: argparse.Namespace) -> int:
     measured = timelines.read(args.measured, "measured") if args.measured else None
     topology = cluster_of(args, args.cluster)
     graph = rows.load_graph(args, topology)
-    strategy = api.load_strategy(args.strategy, graph, topology) if args.strategy else None
-    if args.strategy and not (args.data or args.alpha or args.alpha_from):
-        graph = api.with_recorded_rows(graph, args.strategy)
+    strategy, graph = read_file(args, graph, topology)
     simulator = api.simulator_for(graph, topology, costs=args.costs)
     strategy = api.simulated_name(args.builtin, simulator) if strategy is None else strategy
     if strategy.stale:

@@ -12,21 +12,9 @@ from typing import Any
 from soap import api
 from soap.api.fitting import MOST_WAYS
 from soap.cli import beside, explanation, fits, iteration, layers_on_servers, plan_summary, rows, sensitivity, stale_plan, worker_plan
+from soap.cli.asked_strategy import add_asked, read_file
 from soap.cli.command import Parser, UsageError, run_command
-from soap.cli.options import (
-    add_cluster,
-    add_costs,
-    add_explain,
-    add_memory_budget,
-    add_model,
-    add_outputs,
-    add_rows,
-    builtin,
-    cluster_of,
-    reading,
-    refuse_overwriting,
-    share,
-)
+from soap.cli.options import add_explain, add_outputs, cluster_of, reading, refuse_overwriting, share
 from soap.cli.timelines import predicted_text
 from soap.cluster.topology import Topology
 from soap.errors import StrategyError
@@ -40,7 +28,7 @@ from soap.simulator.folded import FoldedSimulation
 from soap.simulator.simulate import Simulation, Simulator
 from soap.strategy.config import Strategy
 from soap.strategy.mismatch import short
-from soap.strategy.named import base_of, forms, named
+from soap.strategy.named import base_of, named
 from soap.strategy.ralp import RALP
 
 PROG = "soap-simulate"
@@ -53,13 +41,7 @@ def make_parser() -> Parser:
         "Predict time, memory and traffic of one training iteration.",
         f"{PROG} zoo:gpt:tiny --cluster p100-4x4 --builtin megatron --timeline trace.json",
     )
-    add_model(parser, positional=True)
-    add_cluster(parser)
-    add_costs(parser)
-    add_rows(parser)
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--strategy", metavar="FILE", help="a strategy that soap-search wrote")
-    which.add_argument("--builtin", metavar="NAME", type=builtin, help=f"a strategy that has a name: {forms()}")
+    add_asked(parser, required=False)
     least = f"{100 * LEAST_GAIN:.0f}%%"
     gain_help = f"with --builtin {RALP}: what layers on servers must save at least of a step (default {least}), or none are moved"
     parser.add_argument("--least-gain", metavar="SHARE", type=share, help=gain_help)
@@ -67,7 +49,6 @@ def make_parser() -> Parser:
         f"say whether it fits into the devices' memory (default: {BASELINE}), and if not, the {MOST_WAYS} fastest ways that do, in seconds"
     )
     parser.add_argument("--fits", action="store_true", help=fits_help)
-    add_memory_budget(parser)
     beside.add_beside(parser)
     parser.add_argument("-o", "--output", metavar="FILE", help="write the strategy, as soap-search does (with --builtin)")
     parser.add_argument(
@@ -91,9 +72,7 @@ def execute(args: argparse.Namespace) -> int:
     graph = rows.load_graph(args, topology)
     if args.fits and not args.strategy:
         return _report_fit(args, api.fits(graph, topology, args.builtin or BASELINE, costs=args.costs), graph, topology)
-    strategy = None if args.builtin else _read(args, graph, topology)
-    if args.strategy and not (args.data or args.alpha or args.alpha_from):
-        graph = api.with_recorded_rows(graph, args.strategy)
+    strategy, graph = _read(args, graph, topology)
     if args.fits and strategy is not None:
         found = api.fits(graph, topology, strategy, costs=args.costs)
         return _report_fit(args, replace(found, asked=replace(found.asked, name=Path(args.strategy).name)), graph, topology)
@@ -229,10 +208,10 @@ def _record(simulation: Simulation | FoldedSimulation) -> dict[str, Any]:
     return {"predicted_ns": simulation.makespan_ns, "memory_bytes": memory, "bytes_moved": simulation.bytes_moved}
 
 
-def _read(args: argparse.Namespace, graph: OperatorGraph, topology: Topology) -> Strategy:
-    """The strategy of the file. If ``--what-if`` would help, the refusal says so."""
+def _read(args: argparse.Namespace, graph: OperatorGraph, topology: Topology) -> tuple[Strategy | None, OperatorGraph]:
+    """``read_file``. If ``--what-if`` would help, the refusal says so."""
     try:
-        return api.load_strategy(args.strategy, graph, topology, any_cluster=args.what_if)
+        return read_file(args, graph, topology, any_cluster=args.what_if)
     except StrategyError as error:
         header = api.load_strategy_header(args.strategy)
         if args.what_if or header.model_hash != graph.hash or len(header.devices) != topology.device_count:

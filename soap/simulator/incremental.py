@@ -311,9 +311,9 @@ class _Holder:
                 found.append((op.name, new))
         if held.parameters is not strategy.parameters:
             for parameter in graph.parameters:
-                sync = strategy.sync(parameter.name)
-                if sync != held.sync(parameter.name):
-                    found.append((parameter.name, sync))
+                new_sync, old_sync = strategy.sync(parameter.name), held.sync(parameter.name)
+                if new_sync is not old_sync and new_sync != old_sync:
+                    found.append((parameter.name, new_sync))
         if held.prefetch != strategy.prefetch:
             found.append((PREFETCH, strategy.prefetch))
         return found

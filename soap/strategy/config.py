@@ -143,6 +143,8 @@ class SyncConfig:
             raise StrategyError(f"{found}; expected {', '.join(FLOATING)}: others are not compressed")
 
 
+_USUAL_SYNC = SyncConfig()
+
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 """No changes."""
 
@@ -214,7 +216,7 @@ class Strategy:
 
     def sync(self, parameter: str) -> SyncConfig:
         """The parameter's synchronization."""
-        return self.parameters.get(parameter, SyncConfig())
+        return self.parameters.get(parameter, _USUAL_SYNC)
 
     @property
     def stale(self) -> bool:

@@ -2,11 +2,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from soap.api.exported_plans import ExportedPlan, export_plan
 from soap.cli.export_plan import main
 from soap.cli.simulate import main as simulate
+from soap.cluster.topology import Topology
+from soap.model.graph import OperatorGraph
+from soap.strategy.config import Strategy
 from tests.cli.refusals import assert_refused
 
 GPT = ["zoo:gpt:tiny", "--cluster", "h100-2x4"]
@@ -39,6 +44,21 @@ def test_mixed_precision_is_the_model_s(tmp_path: Path) -> None:
     assert main([*GPT, "--builtin", "data_parallel", "--autocast", "bfloat16", "--to", "deepspeed", "-o", str(plan)]) == 0
     document = json.loads(plan.read_text())
     assert document["bf16"]["enabled"] and not document["fp16"]["enabled"]
+
+
+def test_memory_is_what_the_options_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[Topology]()
+
+    def find(strategy: Strategy, graph: OperatorGraph, topology: Topology, target: str, **options: Any) -> ExportedPlan:
+        seen.append(topology)
+        return export_plan(strategy, graph, topology, target, **options)
+
+    monkeypatch.setattr("soap.cli.export_plan.export_plan", find)
+    command = [*GPT, "--builtin", "data_parallel", "--to", "fsdp2", "-o", str(tmp_path / "plan")]
+    assert main(command) == 0
+    assert main([*command, "--batches", "parts", "--memory-budget", "50%"]) == 0
+    assert [one.own_samples for one in seen] == [False, True]
+    assert list(seen[1].memory_limits) == pytest.approx([limit / 2 for limit in seen[0].memory_limits])
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,10 @@ import pytest
 pytest.importorskip("bokeh", reason="reports need bokeh: pip install '.[report]'")
 
 import soap
-from soap.cli import compare, diff, report, search
+from soap.cli import compare, diff, report, run, search, tune
 from soap.cli.report import main
 from soap.report import figures
+from soap.strategy.sync import parameter_server
 from soap.units import format_seconds
 
 MODEL, CLUSTER = "zoo:rnnlm:tiny", "p100-4x4"
@@ -37,6 +39,51 @@ def test_two_strategies_beside_each_other(tmp_path: Path, capsys: pytest.Capture
     assert f"<h2>a.json: {MODEL}@8 on {CLUSTER}</h2>" in text and f"<h2>b.json: {MODEL}@8 on {CLUSTER}</h2>" in text
 
 
+@pytest.mark.slow
+def test_a_search_shows_what_it_found_and_how(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page, strategy = tmp_path / "report.html", tmp_path / "found.json"
+    options = ["--cluster", CLUSTER, "--budget", "20", "--confidence", "0", "--seed", "3", "--json"]
+    assert search.main([MODEL, *options, "-o", str(strategy), "--report", str(page)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    text = page.read_text(encoding="utf-8")
+    assert f"found.json: {MODEL}@8 on {CLUSTER}" in text
+    assert f"{found['search']['evaluations']:,} simulations, seed 3" in text
+    assert figures.duration(json.loads(strategy.read_text())["record"]["predicted_ns"]) in text
+
+
+@pytest.mark.slow
+def test_a_run_shows_the_prediction_beside_what_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kept_ranks: None
+) -> None:
+    page, strategy = tmp_path / "report.html", tmp_path / "plan.json"
+    graph, cluster = soap.load(MODEL, plan_only=True).graph, soap.load_cluster("local:2")
+    soap.save_strategy(strategy, soap.classical("data_parallel", graph, cluster), graph, cluster)
+    options = ["--model", MODEL, "--cluster", "local:2", "--steps", "2", "--json"]
+    assert run.main([str(strategy), *options, "--report", str(page)]) == 0
+    own = json.loads(capsys.readouterr().out)["strategies"]["strategy"]
+    text = page.read_text(encoding="utf-8")
+    predicted, measured = figures.duration(own["predicted_ns"]), figures.duration(own["measured_ns"])
+    assert f"An iteration was predicted to take {predicted} and took {measured}: " in text
+    assert "plan.json" in text and "The tasks that are furthest off" in text
+
+
+@pytest.mark.slow
+def test_tuning_shows_its_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str], kept_ranks: None) -> None:
+    model, spec = "zoo:full_sparse:tiny", "emulated:2x1@200Mbit/s"
+    graph, cluster = soap.load(model, plan_only=True).graph, soap.load_cluster(spec)
+    strategy = soap.classical("hybrid", graph, cluster)
+    for name in graph.sparse:
+        strategy = strategy.with_parameter(name, parameter_server(2, rows=True))
+    soap.save_strategy(tmp_path / "plan.json", strategy, graph, cluster)
+    page, output = tmp_path / "report.html", tmp_path / "tuned.json"
+    options = ["--model", model, "--iterations", "4", "-o", str(output), "--json"]
+    assert tune.main([str(tmp_path / "plan.json"), *options, "--report", str(page)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    text = page.read_text(encoding="utf-8")
+    assert f"{found['partitions']} were chosen" in text and len(found["samples"]) >= 2
+    assert all(f"<td>{figures.duration(own['measured_ns'])}</td>" in text for own in found["samples"])
+
+
 def test_what_is_asked_wrongly_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     out = ["-o", str(tmp_path / "report.html")]
     known = [MODEL, "--cluster", CLUSTER]
@@ -58,6 +105,6 @@ def test_a_report_of_two_files_takes_a_model(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_all_commands_take_it() -> None:
-    for command in (search, compare, diff):
+    for command in (search, run, compare, diff, tune):
         assert "--report" in command.make_parser().format_help()
     assert "--measured" in report.make_parser().format_help()
