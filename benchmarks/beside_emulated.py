@@ -15,11 +15,15 @@ import argparse
 import multiprocessing
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
 from pathlib import Path
+from queue import Empty
 from statistics import median
+from typing import TypeAlias
 
 from benchmarks.accuracy import OPTIMIZER, READING, soap_profile
 from benchmarks.end_to_end import machine
@@ -33,7 +37,7 @@ from soap.cli.updating import states_of
 from soap.cluster.fewer import part_of
 from soap.cluster.topology import Topology
 from soap.emulation.placement import Placement
-from soap.errors import SoapError
+from soap.errors import RuntimeFailure, SoapError
 from soap.measure.core_speed import core_reference_ns
 from soap.runtime.comm.launch import launch
 from soap.simulator.reference import execution_order
@@ -44,6 +48,10 @@ from soap.strategy.ralp import RALP
 CLUSTER, MODELS, RATE = "emulated:2x2+1", ("emulated-alexnet", "emulated-vgg16"), "200Mbit/s"
 PLAIN, ALONE = "parameter_server", "alone"
 LEAST_STEPS = 12
+PATIENCE_S = 1200.0
+"""How long a pair may take."""
+Told: TypeAlias = "tuple[int, list[int] | str]"
+"""A training's number, and its steps' times in ns or why there are none."""
 
 
 @dataclass(frozen=True)
@@ -74,17 +82,39 @@ def measured_ns(jobs: Sequence[Trained], steps: Sequence[int], whole: Topology) 
 
     context = multiprocessing.get_context("spawn")
     with emulated(emulation.limits(whole, 1.0), core_reference_ns()) as made:
-        told: Queue[tuple[int, list[int]]] = context.Queue()
+        told: Queue[Told] = context.Queue()
         processes = [
             context.Process(target=_train, args=(number, own, count, _part_of(made.place, own.ranks), made.address, told))
             for number, (own, count) in enumerate(zip(jobs, steps, strict=True))
         ]
         for process in processes:
             process.start()
-        found = dict(told.get(timeout=600) for _ in processes)
-        for process in processes:
-            process.join()
+        try:
+            found = _times_of(told, processes)
+        finally:
+            for process in processes:
+                process.terminate()  # has ended, if all is well
+                process.join()
     return [median(found[n][len(found[n]) // 4 : -(len(found[n]) // 4)]) for n in range(len(jobs))]
+
+
+def _times_of(told: Queue[Told], processes: Sequence[BaseProcess]) -> dict[int, list[int]]:
+    """What all have told. RuntimeFailure if one has failed, or ended without a word."""
+    found, end_s = dict[int, list[int]](), time.monotonic() + PATIENCE_S
+    while len(found) < len(processes):
+        ended = {number for number, process in enumerate(processes) if process.exitcode is not None}
+        try:
+            number, times = told.get(timeout=1.0)
+        except Empty:
+            if ended - {*found}:
+                raise RuntimeFailure(f"training {min(ended - {*found})} has ended without a result") from None
+            if time.monotonic() > end_s:
+                raise RuntimeFailure(f"trainings have not ended after {PATIENCE_S:g} s; expected less: try fewer --seconds") from None
+            continue
+        if isinstance(times, str):
+            raise RuntimeFailure(f"training {number}: {times}")
+        found[number] = times
+    return found
 
 
 def _part_of(place: Placement, ranks: Sequence[int]) -> Placement:
@@ -93,13 +123,18 @@ def _part_of(place: Placement, ranks: Sequence[int]) -> Placement:
     return replace(place, hosts=hosts, shares=shares, cores=tuple(place.cores[rank] for rank in ranks) if place.cores else ())
 
 
-def _train(number: int, own: Trained, steps: int, place: Placement, address: str, told: Queue[tuple[int, list[int]]]) -> None:
+def _train(number: int, own: Trained, steps: int, place: Placement, address: str, told: Queue[Told]) -> None:
     """In a process of its own: a launcher, and its ranks."""
     order = execution_order(own.simulation.tasks, own.simulation.schedule)
     plans, topology = {PLAIN: (own.strategy, order)}, own.simulation.topology
     job = Job(own.file, READING, topology, plans, steps, 0, OPTIMIZER, emulated=True)
-    outcome = launch(topology.device_count, train, (job,), place=place, address=address)[0]
-    told.put((number, [] if outcome is None else [*outcome.measured[PLAIN].times_ns]))
+    try:
+        outcome = launch(topology.device_count, train, (job,), place=place, address=address)[0]
+    except SoapError as error:
+        told.put((number, str(error)))
+        return
+    assert outcome is not None  # not under torchrun
+    told.put((number, [*outcome.measured[PLAIN].times_ns]))
 
 
 def rows(own: Trained, others: Mapping[str, Trained], whole: Topology, seconds: int) -> list[list[str]]:
