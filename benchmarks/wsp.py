@@ -55,7 +55,7 @@ from soap.simulator.simulate import Simulator
 from soap.strategy.config import Strategy
 from soap.tracing.model import TracedModel
 
-VERSION, COMMAND = 2, "python -m benchmarks.wsp"
+VERSION, COMMAND = 3, "python -m benchmarks.wsp"
 MODEL, RATE = "emulated-vgg16", "500Mbit/s"
 SHAPES = {"2x1": (1, 0.25, "NP"), "2x2": (2, 0.125, "ED")}
 """By shape (hosts x devices of each): devices of a host, scale of the clusters' three or six cores and their links, and policy."""
@@ -84,10 +84,9 @@ INTRO = """# Virtual workers beside synchronous plans
 
 `{model}` ({samples} samples of all workers) on two emulated hosts, whose devices are 2 : 1 in speed, with links of {rate}: {minibatches}
 minibatches of each worker, or steps. *2x1*: a device each, two workers of one; *2x2*: two each, two workers of a device of each host (ED).
-*Waiting*: of a minibatch until the bound lets it begin, by worker; predicted from when there is room in flight for it, measured from when
-its first stage asks, which is later, so the two are not yet comparable. Predicted are as many minibatches as are measured, from what
-`soap-profile` measured of tiles and links. *Others used*: the share of this machine's cores that other programs had meanwhile; above a
-tenth a line says little.
+*Waiting*: of a minibatch from when there is room in flight for it until the bound lets it begin, by worker; meanwhile those in front of it
+are computed. Predicted are as many minibatches as are measured, from what `soap-profile` measured of tiles and links. *Others used*: the
+share of this machine's cores that other programs had meanwhile; above a tenth a line says little.
 
     {command} --results FILE --write docs/results/wsp.md
 """

@@ -1,9 +1,9 @@
 """Waves of all workers, played: minibatches go through their worker's stages without a flush, waves go to the servers, and values come back
 when the bound demands it. Clocks decide who may begin as it happens (``elastic.clocks``), so tasks are added while the event loop runs.
 
-A pull gets what servers have when the minibatch is dealt; each stage waits for its own part alone. Links serve first come, first served, in
-chunks; servers add and copy on their host's cores. A way from a device to the server of its own host takes the links between its device and
-the one of the host that stands for the server, none if that is the same.
+A pull gets what servers have when the minibatch is dealt, without a bound whenever they have more than before; each stage waits for its own
+part alone. Links serve first come, first served, in chunks; servers add and copy on their host's cores. A way from a device to the server
+of its own host takes the links between its device and the one of the host that stands for the server, none if that is the same.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Training:
     def _deal(self, number: int, worker: _Worker) -> None:
         minibatch, stages = worker.dealt, worker.plan.stages
         pulled: list[list[int]] = [[] for _ in stages]
-        if worker.version < self._clocks.needed(number):
+        if worker.version < (self._clocks.slowest if self._clocks.bound is None else self._clocks.needed(number)):  # as ``run.servers``
             worker.version = self._clocks.slowest
             pulled = [self._pull(number, stage, minibatch) for stage in range(len(stages))]
             self.trace.pulls[number] += 1

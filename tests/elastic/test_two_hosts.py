@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import pytest
+import torch
 
+import soap
 from benchmarks.kill_drills import miscounted
 from benchmarks.kill_run import Settings, export_model
 from benchmarks.ray_hosts import HOSTS, RayHosts, ray_hosts
 from benchmarks.trainee import PATIENCE_S, ROOT, Trainee
-from soap.elastic.processes import descendants, listeners, lives
+from soap.cli.batches import DrawnBatches
+from soap.cli.simulate import main as simulate_main
+from soap.elastic.processes import descendants, listeners, lives, name_of
+from tests.elastic.models import in_float64, trained_alone
 
 pytestmark = pytest.mark.long
+
+MODEL = "zoo:full_sparse:tiny"
+TWO = """
+name: two
+device_types: {core: {kind: cpu, flops: {float32: 50 GFLOP/s}, memory_bandwidth: 10 GB/s, memory: 4 GiB, kernel_overhead: 5 us}}
+hosts:
+  - {name: first, devices: {type: core, count: 2}, cpu_cores: 2, memory: 8 GiB, links: {intra: {bandwidth: 1 GB/s, latency: 50 us}}}
+  - {name: second, devices: {type: core, count: 2}, cpu_cores: 2, memory: 8 GiB, links: {intra: {bandwidth: 1 GB/s, latency: 50 us}}}
+network: {bandwidth: 1 Gbit/s, latency: 50 us}
+"""
+STEPS = 40
 
 
 @contextmanager
@@ -69,6 +87,41 @@ def test_both_hosts_own_and_work_and_each_sample_counts_once(hosts: RayHosts, tm
             assert not miscounted(trainee) and not trainee.left()
         finally:
             trainee.close()
+
+
+def test_the_command_trains_on_it_as_one_process_does(
+    hosts: RayHosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``soap-run --ray ADDRESS`` on one of the hosts: servers on the first and workers on the second, as the strategy has it; nothing of
+    them is left there."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "two.yaml").write_text(TWO)
+    assert simulate_main([MODEL, "--cluster", "two.yaml", "--builtin", "bipartite:2", "-o", "sync.json"]) == 0
+    capsys.readouterr()
+    words = ["sync.json", "--model", MODEL, "--cluster", "two.yaml", "--ray", hosts.address, "--steps", str(STEPS), "--json"]
+    command = [*hosts.words(0), sys.executable, "-m", "soap.cli.run", *words]
+    options = ["--dtype", "float64", "--optimizer", "torch.optim.Adagrad:lr=0.05", "--seed", "3"]
+    environment = {**hosts.environment, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([*command, *options], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    places, end_s = dict[int, tuple[str, str]](), time.monotonic() + 2 * PATIENCE_S
+    while process.poll() is None and time.monotonic() < end_s:
+        for one in (one for node in hosts.nodes for one in descendants(node)):
+            if (name := name_of(one).partition(".")[0]) in ("ray::Server", "ray::Worker"):
+                with suppress(FileNotFoundError):
+                    places[one] = name, network_of(one)
+        time.sleep(0.1)
+    process.kill()  # if it still runs
+    out, err = process.communicate()
+    assert process.returncode == 0 and "Traceback" not in err, err
+    networks = [network_of(node) for node in hosts.nodes]
+    assert sorted(places.values()) == [("ray::Server", networks[0])] * 2 + [("ray::Worker", networks[1])] * 2
+    found = json.loads(out)
+    assert (found["ray"], found["leases"], found["lost_workers"], found["dealt_again"]) == (hosts.address, 2 * STEPS, 0, 0)
+    drawn = DrawnBatches(soap.load(MODEL), 3)
+    batches = [in_float64(drawn(step)) for step in range(STEPS)]
+    losses, _ = trained_alone(MODEL, "float64", 3, batches, lambda tensors: torch.optim.Adagrad(tensors, lr=0.05))
+    assert found["losses"] == pytest.approx([losses[step - 1] for step in found["loss_steps"]], rel=1e-9)
+    assert not any(lives(one) for one in places), "actors end with the command"
 
 
 @pytest.mark.parametrize("how", ["killed", "cut off"])

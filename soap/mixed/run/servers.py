@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 
 import torch
@@ -35,7 +35,8 @@ class Desk:
         workers = range(len(plan.workers))
         self.clocks = Clocks(workers, plan.bound, plan.in_flight, finished=finished)
         self._finished = dict.fromkeys(workers, finished)
-        self._versions = dict.fromkeys(workers, finished // plan.in_flight)
+        self._told = {worker: deque([finished // plan.in_flight]) for worker in workers}
+        """By worker, the version of its last finished minibatch, and those of all behind it that may begin."""
         self._parts: Counter[tuple[int, int]] = Counter()
         self._leaving: Counter[int] = Counter()
 
@@ -48,10 +49,12 @@ class Desk:
             while not self.clocks.may_start(worker):
                 if not self._changed.wait(max(0.0, deadline - time.monotonic())):
                     raise ElasticError(f"worker {worker} has waited {PATIENCE_S:g} s to begin a minibatch; have others ended?")
-            if self._versions[worker] < self.clocks.needed(worker) or self._plan.bound is None:
-                self._versions[worker] = self.clocks.slowest
-            self.clocks.started(worker, self._versions[worker])
-            return self._versions[worker], self._least()
+            version = self._told[worker][-1]
+            if version < self.clocks.needed(worker) or self._plan.bound is None:
+                version = self.clocks.slowest
+            self.clocks.started(worker, version)
+            self._told[worker].append(version)
+            return version, self._least()
 
     def pushed(self, worker: int, wave: int) -> int:
         """Servers have a stage's part of a wave. Returns the least version that anybody will ask for."""
@@ -70,18 +73,19 @@ class Desk:
             self._leaving[worker] += 1
             if self._leaving[worker] == len(self._plan.workers[worker]):
                 self.clocks.left(worker)
-                self._versions.pop(worker)
+                self._told.pop(worker)
                 self._changed.notify_all()
             return self._least()
 
     def _has_finished(self, worker: int, finished: int) -> None:
         for _ in range(finished - self._finished[worker]):
             self.clocks.finished(worker, pushed=False)
+            self._told[worker].popleft()
         self._finished[worker] = max(finished, self._finished[worker])
 
     def _least(self) -> int:
-        """Stages of a worker may still pull the version that it was last told."""
-        return min(self._versions.values(), default=self.clocks.slowest)
+        """Stages of a worker may still pull what minibatches need that are not finished."""
+        return min((own[0] for own in self._told.values()), default=self.clocks.slowest)
 
 
 class WaveServer:

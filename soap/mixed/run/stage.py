@@ -24,7 +24,7 @@ from soap.runtime.system import clock
 @dataclass(frozen=True)
 class Start:
     """Of a minibatch: its values have so many waves of all workers (``version``) and, of its own worker's, the first ``finished``
-    minibatches that are not in these waves. ``waited_ns``: until the bound allowed it."""
+    minibatches that are not in these waves. ``waited_ns``: from when there was room in flight for it until the bound allowed it."""
 
     minibatch: int
     version: int
@@ -56,7 +56,10 @@ Batch = Callable[[int], Sequence[Tensor]]
 
 class StageWork:
     """``finished``: minibatches before, ``last``: the number of the last one. ``delay_s``: sleeps so long beside each pass, to try how
-    workers of unequal speed train. ``clients``: for pulls (and starts) and for pushes: each in a thread of its own."""
+    workers of unequal speed train. ``clients``: for starts, for pulls and for pushes: each in a thread of its own.
+
+    The first stage asks for a minibatch as soon as there is room for it in flight, which may be long before it is computed. So what it
+    needs is pulled while minibatches in front of it are computed."""
 
     def __init__(
         self,
@@ -67,7 +70,7 @@ class StageWork:
         values: StageValues,
         updates: Updates,
         batch: Batch,
-        clients: tuple[Client, Client],
+        clients: tuple[Client, Client, Client],
         finished: int,
         last: int,
         delay_s: float = 0.0,
@@ -76,12 +79,13 @@ class StageWork:
         self._stages = plan.workers[worker]
         self._own, self._room = self._stages[stage], plan.room(worker)[stage]
         self._program, self.values, self.updates, self._batch = program, values, updates, batch
-        self._puller, self._pusher = clients
+        self._asker, self._puller, self._pusher = clients
         self._last, self._delay_s = last, delay_s
         self._is_first, self._is_last = stage == 0, stage == len(self._stages) - 1
         self.seen = Seen(worker, stage)
         self._inbox, self._outbox = Inbox(), Outbox()
-        self._requests: SimpleQueue[int | None] = SimpleQueue()
+        self._requests: SimpleQueue[tuple[int, int]] = SimpleQueue()
+        self._dealt: SimpleQueue[tuple[int, int, int]] = SimpleQueue()
         self._pushes: SimpleQueue[Push[Tensor] | None] = SimpleQueue()
         self._granted: deque[Item] = deque()
         self._came: deque[Item] = deque()
@@ -96,12 +100,12 @@ class StageWork:
         threads, sending = self._threads(), self._inbox.thread("sent", self._outbox.wait_all)
         if evenly is not None:
             evenly()
+        self._ask()
         while self._done < self._last:
             for item in self._inbox.waiting():
                 self._sort(item)
             if not self._step():
                 self._sort(self._inbox.next())
-        self._requests.put(None)
         self._pushes.put(None)
         for thread in threads:
             thread.join()
@@ -125,13 +129,16 @@ class StageWork:
             return True
         if self._next > self._last or len(self._begun) >= self._room:
             return False
-        if self._is_first and self._asked < self._next:  # the one before has begun, and there is room: none waits for itself
-            self._asked = self._next
-            self._requests.put(self._done)
         if not self._granted or not (self._is_first or self._came):
             return False
         self._begin()
         return True
+
+    def _ask(self) -> None:
+        """Ask for all minibatches for which there is room in flight: none of them waits for what this worker has not finished."""
+        while self._is_first and self._asked < min(self._last, self._done + self._plan.in_flight):
+            self._asked += 1
+            self._requests.put((self._done, time.perf_counter_ns()))
 
     def _begin(self) -> None:
         granted = self._granted.popleft()
@@ -164,6 +171,7 @@ class StageWork:
         push = self.values.ended(self.updates.of(vector, begun.values))
         self._done += 1
         self.seen.ended_s.append(time.monotonic())
+        self._ask()
         if push is not None:
             self._pushes.put(push)
 
@@ -177,35 +185,38 @@ class StageWork:
 
     def _threads(self) -> list[Thread]:
         made = [self._inbox.thread("pushes", self._push_all)]
-        made.append(self._inbox.thread("starts", self._ask_all if self._is_first else self._hear_starts))
-        if not self._is_first:
+        made.append(self._inbox.thread("starts", self._hear_starts))
+        if self._is_first:
+            made.append(self._inbox.thread("questions", self._ask_all))
+        else:
             made.append(self._inbox.thread("activations", self._hear_activations))
         if not self._is_last:
             made.append(self._inbox.thread("gradients", self._hear_gradients))
         return made
 
     def _ask_all(self) -> None:
-        """Ask for each minibatch whether it may begin, tell the other stages, and pull."""
-        while (finished := self._requests.get()) is not None:
-            begin_ns = time.perf_counter_ns()
-            version, least = self._puller.start(finished)
-            waited_ns = time.perf_counter_ns() - begin_ns
+        """Wait for each minibatch until it may begin, and tell all stages."""
+        for _ in range(self._first, self._last + 1):
+            finished, able_ns = self._requests.get()
+            version, least = self._asker.start(finished)
             for stage in self._stages[1:]:
                 self._outbox.send(stage.device, STARTS, (), [version, least])
-            self._grant(version, least, waited_ns)
+            self._dealt.put((version, least, time.perf_counter_ns() - able_ns))
 
     def _hear_starts(self) -> None:
+        """Pull what each minibatch needs, one after the other."""
         for _ in range(self._first, self._last + 1):
-            version, least = receive_numbers(self._stages[0].device, STARTS, 2)
-            self._grant(version, least)
-
-    def _grant(self, version: int, least: int, waited_ns: int = 0) -> None:
-        self._least = least
-        pulled = self._puller.pull(version, least) if version > self._version else None
-        if pulled is not None:
-            self.seen.pulls += 1
-            self._version = version
-        self._inbox.put(Item(What.MAY_START, version, () if pulled is None else (pulled,), waited_ns=waited_ns))
+            waited_ns = 0
+            if self._is_first:
+                version, least, waited_ns = self._dealt.get()
+            else:
+                version, least = receive_numbers(self._stages[0].device, STARTS, 2)
+            self._least = least
+            pulled = self._puller.pull(version, least) if version > self._version else None
+            if pulled is not None:
+                self.seen.pulls += 1
+                self._version = version
+            self._inbox.put(Item(What.MAY_START, version, () if pulled is None else (pulled,), waited_ns=waited_ns))
 
     def _hear_activations(self) -> None:
         names, rank = self._own.receives, self._stages[self._number - 1].device

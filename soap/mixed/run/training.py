@@ -166,16 +166,16 @@ class _Rank:
         if before is not None:
             updates.momentum, begun = before.momentum, before.incomplete
             buffers.update(before.buffers)
-        self._clients = [Client(plan, worker, stage, addresses, secret) for _ in range(2)]
-        pulled = self._clients[0].pull(version, version)
+        self._clients = [Client(plan, worker, stage, addresses, secret) for _ in range(3)]
+        asker, puller, pusher = self._clients
+        pulled = puller.pull(version, version)
         if pulled is None:
             pulled = next(iter(self._values.values())).new_zeros(0)
         values = StageValues(plan.in_flight, pulled, version, begun)
-        self._clients[0].pulled_bytes = 0  # what it begins with counts as no pull
+        puller.pulled_bytes = 0  # what it begins with counts as no pull
         delay_s = job.delays_s[worker] if job.delays_s else 0.0
-        clients = self._clients[0], self._clients[1]
         goal = self._finished + job.minibatches[worker]
-        return StageWork(plan, worker, stage, program, values, updates, batch, clients, self._finished, goal, delay_s)
+        return StageWork(plan, worker, stage, program, values, updates, batch, (asker, puller, pusher), self._finished, goal, delay_s)
 
     def _save(self, folder: str) -> None:
         """Whole versions, and what each worker has beside them."""

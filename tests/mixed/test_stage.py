@@ -1,0 +1,119 @@
+"""A stage by itself: when it asks for minibatches and pulls, and how long servers keep what stages may still pull."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from soap.mixed.run.client import Client
+from soap.mixed.run.servers import Desk
+from soap.mixed.run.stage import StageWork
+from soap.mixed.run.stage_program import Begun, StageProgram
+from soap.mixed.run.stage_values import StageValues
+from soap.mixed.run.updates import Updates
+from tests.mixed.test_run import PAIR, plan_for
+
+PATIENCE_S = 20.0
+
+
+class Servers:
+    """What a stage asks, answered in the same process by a real desk; the other worker has left. ``asked``: of each minibatch, how many
+    were finished; ``pulled``: versions, in the order in which they come."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk, self._changed = desk, threading.Condition()
+        self.asked: list[int] = []
+        self.pulled: list[int] = []
+        desk.left(1)
+
+    def start(self, finished: int) -> tuple[int, int]:
+        """See ``Client``."""
+        self.asked.append(finished)
+        return self._desk.start(0, finished)
+
+    def pull(self, version: int, least: int) -> Tensor:
+        """See ``Client``."""
+        assert least <= version
+        with self._changed:
+            self.pulled.append(version)
+            self._changed.notify_all()
+        return torch.zeros(1)
+
+    def push(self, wave: int, update: Tensor, least: int) -> None:
+        """See ``Client``."""
+
+    def pushed(self, wave: int) -> int:
+        """See ``Client``."""
+        return self._desk.pushed(0, wave)
+
+    def wait_for(self, version: int) -> bool:
+        """Until it is pulled. Returns whether it was."""
+        with self._changed:
+            return self._changed.wait_for(lambda: version in self.pulled, PATIENCE_S)
+
+
+class Program:
+    """Computes nothing. ``before``: minibatch -> the version that must have been pulled when it is computed."""
+
+    def __init__(self, servers: Servers, before: dict[int, int]) -> None:
+        self._servers, self._before, self.came_late = servers, before, list[int]()
+
+    def forward(self, step: int, batch: object, received: object, values: Tensor) -> Begun:
+        """See ``StageProgram``. Worker 0 of two has every other step."""
+        minibatch = step // 2 + 1
+        if minibatch in self._before and not self._servers.wait_for(self._before[minibatch]):
+            self.came_late.append(minibatch)
+        return Begun(values, (), (), (), torch.zeros(()))
+
+    def backward(self, begun: Begun, gradients: object) -> tuple[Tensor, list[Tensor]]:
+        """See ``StageProgram``."""
+        return torch.ones(1), []
+
+
+@pytest.mark.parametrize("in_flight", [1, 3])
+def test_a_stage_asks_as_soon_as_there_is_room_in_flight(in_flight: int) -> None:
+    """A single stage computes one minibatch after the other; nevertheless so many are in flight, and what a minibatch needs comes while
+    those in front of it are computed: with D = 0 minibatch 2 Nm needs the first wave, and may begin when Nm are finished."""
+    plan, count = plan_for("alexnet:tiny", PAIR, in_flight, "bounded:0"), 4 * in_flight
+    servers = Servers(Desk(plan))
+    needing = {(2 + wave) * in_flight: wave + 1 for wave in range(3)}
+    before = {minibatch - in_flight + 1: version for minibatch, version in needing.items()}
+    program, values = Program(servers, before), StageValues(in_flight, torch.zeros(1))
+    client = cast(Client, servers)
+    work = StageWork(
+        plan, 0, 0, cast(StageProgram, program), values, Updates(_sgd, None, 2), lambda number: (), (client, client, client), 0, count
+    )
+    work.run()
+    assert program.came_late == []
+    assert servers.asked == [max(0, minibatch - in_flight) for minibatch in range(1, count + 1)]
+    assert [start.minibatch for start in work.seen.starts] == [*range(1, count + 1)]
+    assert [start.finished for start in work.seen.starts] == [*range(count)], "its own are in its values as soon as they are there"
+    assert (work.seen.pushes, work.seen.pulls) == (4, 3)
+    assert servers.pulled == [1, 2, 3]
+
+
+def _sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def test_servers_keep_versions_of_minibatches_that_are_not_finished() -> None:
+    """Without a bound each minibatch has what servers have: stages may still pull version 1 for the seventh when the eighth has 2."""
+    desk = Desk(plan_for("alexnet:tiny", PAIR, 2, "async"))
+
+    def starts(worker: int, finished: int) -> tuple[int, int]:
+        return desk.start(worker, finished)
+
+    assert [starts(0, 0), starts(0, 0), starts(1, 0), starts(1, 0)] == [(0, 0)] * 4
+    for wave in range(3):
+        assert desk.pushed(0, wave) == 0
+        if wave < 2:
+            assert [starts(0, 2 * wave + 2), starts(0, 2 * wave + 2)] == [(0, 0)] * 2
+    assert desk.pushed(1, 0) == 0
+    assert starts(0, 6) == (1, 0), "the sixth has 0 and may be the last that is finished; the seventh has 1"
+    assert [starts(1, 2), starts(1, 2), desk.pushed(1, 1)] == [(1, 0), (1, 0), 0]
+    assert starts(1, 4) == (2, 0) and starts(0, 6) == (2, 0)
+    assert starts(0, 7)[1] == 1, "the seventh is finished: nobody asks for 0"
