@@ -75,7 +75,7 @@ def sample_dims(graph: OperatorGraph) -> dict[str, int]:
     """By input, its dimension of samples; inputs that are not divided among samples are left out."""
     found: dict[str, int] = {}
     for op in graph.operators:
-        for operand in op.inputs:
+        for operand in (*op.own_inputs, *op.inputs):
             if graph.tensors[operand.tensor].kind is TensorKind.INPUT:
                 own = [d for d, dim in enumerate(operand.dims) if _is_sample(op, dim)]
                 found |= {operand.tensor: own[0]} if own else {}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from soap.errors import ModelError, RuntimeFailure
+from soap.plan.own_labels import reading
 from soap.plan.plan import Plan
 from soap.plan.samples import Samples, divided_inputs, looked_up_in, samples_read
 from soap.plan.tiling import Tile
@@ -42,6 +43,7 @@ class SizedProgram:
     model: TracedModel
     program: Program
     runner: StepRunner
+    """Of whole batches."""
     constants: Mapping[str, torch.Tensor]
     unread: frozenset[str]
     whole: Program | None
@@ -56,11 +58,24 @@ class SizedProgram:
         given = {name: self.trainer.place(tensor) for name, tensor in zip(self.model.input_names, batch.tensors, strict=True)}
         return StepInputs({**self.constants, **state, **given}, None if batch.size is None else self._own)
 
+    def runner_of(self, batch: Batch) -> StepRunner:
+        """What executes steps on such a batch. Of a part of one, ranks read their own labels alone, and count them together."""
+        return self.runner if batch.size is None else self._runner_of_parts
+
+    @cached_property
+    def _runner_of_parts(self) -> StepRunner:
+        program, whole = self._by_parts, self.runner
+        return whole if program is self.program else self.sizes.runner(program, self.model, whole.shards, whole.gradients)
+
+    @cached_property
+    def _by_parts(self) -> Program:
+        return _reading(self.program, own_labels=True)
+
     @cached_property
     def samples(self) -> BySamples:
         """What this rank reads of each input, in the order of the inputs."""
         sizes, rank = self.sizes, self.trainer.rank
-        own = samples_read(self.program.plan, rank, sizes.divided, sizes.read_whole)
+        own = samples_read(self._by_parts.plan, rank, sizes.divided, sizes.read_whole)
         return {name: own.get(name, NO_SAMPLES) for name in self.model.input_names}
 
     @property
@@ -76,9 +91,9 @@ class SizedProgram:
     def _own(self) -> OwnSamples:
         return OwnSamples(self.samples)
 
-    def traced(self, recorder: Recorder) -> StepRunner:
-        """A runner that times every task; called on all ranks at once."""
-        program = self.trainer.planned.single_tiles(self.model, self.whole)
+    def traced(self, recorder: Recorder, batch: Batch) -> StepRunner:
+        """A runner for such a batch that times every task; called on all ranks at once."""
+        program = _reading(self.trainer.planned.single_tiles(self.model, self.whole), own_labels=batch.size is not None)
         runner = self.runner
         return StepRunner(program, self.model, runner.comm, runner.shards, runner.dtype_of, recorder, runner.gradients)
 
@@ -151,11 +166,15 @@ class BatchSizes:
         return shards
 
     def _sized(self, model: TracedModel, handed: Handed, shards: ShardStore, gradients: Gradients | None) -> SizedProgram:
-        trainer, program = self.trainer, handed.program
+        program = _reading(handed.program, own_labels=False)
+        runner, constants = self.runner(program, model, shards, gradients), self._constants(model, program.plan)
+        return SizedProgram(self.trainer, self, model, program, runner, constants, handed.unread, handed.whole)
+
+    def runner(self, program: Program, model: TracedModel, shards: ShardStore, gradients: Gradients | None) -> StepRunner:
+        """What executes a program's steps. ``gradients``: of another one with the same shards."""
+        trainer = self.trainer
         dtype_of = partial(run_dtype, model.graph, dtype=trainer.dtype)
-        runner = StepRunner(program, model, trainer.comm, shards, dtype_of, None, gradients, trainer.compiled, trainer.compressing)
-        constants = self._constants(model, program.plan)
-        return SizedProgram(trainer, self, model, program, runner, constants, handed.unread, handed.whole)
+        return StepRunner(program, model, trainer.comm, shards, dtype_of, None, gradients, trainer.compiled, trainer.compressing)
 
     def _constants(self, model: TracedModel, plan: Plan) -> dict[str, torch.Tensor]:
         """The constants that this rank reads, in full, on its device. Where nobody else uses the model they are its own."""
@@ -165,6 +184,13 @@ class BatchSizes:
             return {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in fixed.items()}
         model.let_go([name for name in model.constants if name not in read])
         return {name: tensor.contiguous() for name, tensor in fixed.items()}
+
+
+def _reading(program: Program, *, own_labels: bool) -> Program:
+    """The same program for batches in parts (``own_labels``), or for whole ones; itself if that makes no difference."""
+    plan = program.plan
+    tiles = reading(plan.graph, plan.tiles, own_labels=own_labels)
+    return program if tiles == plan.tiles else replace(program, plan=replace(plan, tiles=tiles))
 
 
 def constants_read(plan: Plan, rank: int) -> frozenset[str]:
