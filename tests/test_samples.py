@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -13,7 +14,7 @@ from soap.cluster.presets import local_topology
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph, TensorKind
 from soap.plan.planning import build_plan
-from soap.plan.samples import Samples, divided_inputs, joined, pieces_read, samples_read
+from soap.plan.samples import Samples, divided_inputs, given_bytes, joined, pieces_read, samples_read
 from soap.strategy.classical import CLASSICAL
 from soap.strategy.config import Strategy
 from tests.graph_builder import GraphBuilder, mlp
@@ -68,13 +69,17 @@ def test_an_input_without_samples_is_not_divided() -> None:
     assert divided_inputs(graph) == {"x": 0, "y": 0}
 
 
-def test_labels_that_a_mean_counts_are_read_whole() -> None:
-    graph = soap.load("zoo:gpt:tiny", plan_only=True).graph
-    plan = build_plan(graph, CLASSICAL["data_parallel"](graph, local_topology(4)), local_topology(4))
+def test_labels_that_a_mean_counts_are_shared_out_with_the_samples() -> None:
+    """In plans for parts of batches; in others, each tile reads all of them."""
+    graph, topology = soap.load("zoo:gpt:tiny", plan_only=True).graph, local_topology(4)
+    strategy = CLASSICAL["data_parallel"](graph, topology)
     assert divided_inputs(graph) == {"sequences": 0, "labels": 0}
-    for device in range(4):
-        own = samples_read(plan, device, divided_inputs(graph))
-        assert (own["sequences"].count, own["labels"].count) == (2, 8)
+    for given_parts, labels in ((True, 2), (False, 8)):
+        plan = build_plan(graph, strategy, replace(topology, own_samples=given_parts))
+        for device in range(4):
+            own = samples_read(plan, device, divided_inputs(graph))
+            assert (own["sequences"].count, own["labels"].count) == (2, labels)
+        assert given_bytes(plan) == [graph.tensors["sequences"].bytes // 4 + graph.tensors["labels"].bytes // 4] * 4 or not given_parts
 
 
 def test_places_and_pieces() -> None:
