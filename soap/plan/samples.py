@@ -50,8 +50,8 @@ class Samples:
 
 
 def divided_inputs(graph: OperatorGraph) -> dict[str, int]:
-    """Inputs with one element for each sample -> their dimension of samples. Where all that read an input read all of it, as a mean reads
-    labels to count them, that is dimension 0 if it is as long."""
+    """Inputs with one element for each sample -> their dimension of samples. Where all that read an input read all of it, that is dimension
+    0 if it is as long."""
     samples, known = samples_of(graph), sample_dims(graph)
     inputs = [tensor for tensor in graph.tensors.values() if tensor.kind is TensorKind.INPUT and tensor.shape]
     dims = {tensor.name: known.get(tensor.name, 0) for tensor in inputs}
