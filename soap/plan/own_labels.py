@@ -29,17 +29,12 @@ class LabelCount:
     name: str
 
 
-def reading(graph: OperatorGraph, tiles: tuple[Tile, ...], *, own_labels: bool) -> tuple[Tile, ...]:
-    """The same tiles, which read of labels their own, or all."""
-    if not any(op.own_inputs for op in graph.operators):
-        return tiles
-
-    def changed(tile: Tile) -> Tile:
-        op = graph.operators[tile.operator]
-        operands = op.own_inputs if own_labels else op.inputs
-        return replace(tile, inputs=tuple([own.box(tile.intervals, graph.tensors[own.tensor].shape) for own in operands]))
-
-    return tuple([changed(tile) if graph.operators[tile.operator].own_inputs else tile for tile in tiles])
+def with_own_labels(graph: OperatorGraph, tile: Tile) -> Tile:
+    """The tile as it is where batches come in parts: of labels it reads its own alone."""
+    operands = graph.operators[tile.operator].own_inputs
+    if not operands:
+        return tile
+    return replace(tile, inputs=tuple([own.box(tile.intervals, graph.tensors[own.tensor].shape) for own in operands]))
 
 
 def count_name(graph: OperatorGraph, reduction: Reduction) -> str:

@@ -20,7 +20,6 @@ from soap.model.regions import Box, cells, contains, subtract, volume, whole
 from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.plan.coverage import HolderIndex
 from soap.plan.delivery import Carriers, LocalFetch, Reader
-from soap.plan.own_labels import reading
 from soap.plan.plan import Exchange, Fetch, Holding, Message, Part, Piece, Plan, Reduction
 from soap.plan.row_counts import sparse_lookup_operators
 from soap.plan.scattering import choose_cells
@@ -114,7 +113,7 @@ class PlanBuilder:
         first_holding = _offsets([len(own.holdings) for own in found])
         first_reduction = _offsets([len(own.reductions) for own in found])
         first_fetch = _offsets([len(own.fetches) for own in found])
-        tiles = reading(self.graph, tuple(tile for own in found for tile in own.tiles), own_labels=self.topology.own_samples)
+        tiles = tuple(tile for own in found for tile in own.tiles)
         shards, syncs = self._keeping.keep(tiles, first_tile, self._regions(configs), strategy)
         return Plan(
             strategy=strategy,

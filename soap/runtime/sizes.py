@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from soap.errors import ModelError, RuntimeFailure
-from soap.plan.own_labels import reading
+from soap.plan.own_labels import with_own_labels
 from soap.plan.plan import Plan
 from soap.plan.samples import Samples, divided_inputs, looked_up_in, samples_read
 from soap.plan.tiling import Tile
@@ -64,18 +64,14 @@ class SizedProgram:
 
     @cached_property
     def _runner_of_parts(self) -> StepRunner:
-        program, whole = self._by_parts, self.runner
+        program, whole = _for_parts(self.program), self.runner
         return whole if program is self.program else self.sizes.runner(program, self.model, whole.shards, whole.gradients)
-
-    @cached_property
-    def _by_parts(self) -> Program:
-        return _reading(self.program, own_labels=True)
 
     @cached_property
     def samples(self) -> BySamples:
         """What this rank reads of each input, in the order of the inputs."""
         sizes, rank = self.sizes, self.trainer.rank
-        own = samples_read(self._by_parts.plan, rank, sizes.divided, sizes.read_whole)
+        own = samples_read(self.program.plan, rank, sizes.divided, sizes.read_whole)
         return {name: own.get(name, NO_SAMPLES) for name in self.model.input_names}
 
     @property
@@ -93,7 +89,8 @@ class SizedProgram:
 
     def traced(self, recorder: Recorder, batch: Batch) -> StepRunner:
         """A runner for such a batch that times every task; called on all ranks at once."""
-        program = _reading(self.trainer.planned.single_tiles(self.model, self.whole), own_labels=batch.size is not None)
+        program = self.trainer.planned.single_tiles(self.model, self.whole)
+        program = program if batch.size is None else _for_parts(program)
         runner = self.runner
         return StepRunner(program, self.model, runner.comm, runner.shards, runner.dtype_of, recorder, runner.gradients)
 
@@ -166,7 +163,7 @@ class BatchSizes:
         return shards
 
     def _sized(self, model: TracedModel, handed: Handed, shards: ShardStore, gradients: Gradients | None) -> SizedProgram:
-        program = _reading(handed.program, own_labels=False)
+        program = handed.program
         runner, constants = self.runner(program, model, shards, gradients), self._constants(model, program.plan)
         return SizedProgram(self.trainer, self, model, program, runner, constants, handed.unread, handed.whole)
 
@@ -186,11 +183,12 @@ class BatchSizes:
         return {name: tensor.contiguous() for name, tensor in fixed.items()}
 
 
-def _reading(program: Program, *, own_labels: bool) -> Program:
-    """The same program for batches in parts (``own_labels``), or for whole ones; itself if that makes no difference."""
+def _for_parts(program: Program) -> Program:
+    """The same program for parts of batches; itself if that makes no difference."""
     plan = program.plan
-    tiles = reading(plan.graph, plan.tiles, own_labels=own_labels)
-    return program if tiles == plan.tiles else replace(program, plan=replace(plan, tiles=tiles))
+    if not any(plan.operator(tile).own_inputs for tile in plan.tiles):
+        return program
+    return replace(program, plan=replace(plan, tiles=tuple([with_own_labels(plan.graph, tile) for tile in plan.tiles])))
 
 
 def constants_read(plan: Plan, rank: int) -> frozenset[str]:
