@@ -62,8 +62,8 @@ class Unit:
                     outside[tile, k] = given_input(tile, k)
             for k in range(len(self.program.plan.operator(self.program.plan.tiles[tile]).parameters)):
                 outside[tile, k, "parameter"] = given_parameter(tile, k)
-            for call in self.program.plan.operator(self.program.plan.tiles[tile]).calls if counts is not None else ():
-                told = counts(call)
+            for call in self.program.plan.operator(self.program.plan.tiles[tile]).calls:
+                told = None if counts is None else counts(call)
                 if told is not None:
                     outside[tile, call, "count"] = told
         tensors, places = _distinct(outside)
