@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from soap.cluster.presets import local_topology
 from soap.model.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
 from soap.runtime.trainer import Trainer
@@ -16,7 +17,7 @@ from soap.simulator.lowering import build_plan, lower
 from soap.strategy.classical import CLASSICAL, random_strategy
 from soap.strategy.config import OpConfig, Strategy
 from soap.strategy.recomputation import recomputed, repeatable
-from tests.micro_batches import by_hand, in_micro_batches
+from tests.micro_batches import by_hand
 from tests.runtime.exact_modules import Batch, Trained, batches, converted, module_of, sgd, train_plainly, worst
 from tests.runtime.pool import Pool
 from tests.runtime.test_exactness import FILES, FOUR, Options, part_of
@@ -45,7 +46,7 @@ WAYS: dict[str, Callable[[OperatorGraph], Strategy]] = {
     "tensor parallel": lambda graph: CLASSICAL["megatron"](graph, FOUR),
     "replicated": replicated,
     "recomputed": lambda graph: recomputed(graph, data_parallel(graph), sorted(repeatable(graph))),
-    "in micro-batches": lambda graph: in_micro_batches(graph, data_parallel(graph), 2, random.Random(0), 4),
+    "in micro-batches": lambda graph: replace(CLASSICAL["data_parallel"](graph, local_topology(3)), microbatches=2),
     "a pipeline": lambda graph: replace(by_hand(graph, losses_of(graph)[:1], [(2, 0), (1, 3)], "1f1b"), microbatches=3),
     "random": lambda graph: random_strategy(graph, FOUR, random.Random(3)),
 }
