@@ -14,6 +14,7 @@ from soap.model.graph import OperatorGraph, TensorKind
 from soap.model.regions import volume
 from soap.plan.plan import sync_name, update_name
 from soap.plan.syncs.bucketing import gradient_bytes, idle_shards
+from soap.simulator.analysis.timeline import bytes_moved, link_bytes
 from soap.simulator.communication.allreduce import allreduce_bytes
 from soap.simulator.communication.offloading import names_behind_links
 from soap.simulator.lowering import PlanBuilder, build_plan, lower
@@ -67,6 +68,7 @@ def test_devices_with_their_own_labels_count_them_before_the_loss() -> None:
     counted = by_name(tasks)["count labels of loss#0"]
     assert (counted.kind, counted.bytes, counted.predecessors) == (TaskKind.REDUCE, 2 * 2 * 8, ())
     assert counted.resources == by_name(tasks)["reduce loss[]#0"].resources
+    assert sum(link_bytes(tasks).values()) >= bytes_moved(tasks)  # every sum's devices are known
     for tile in range(3):
         assert "count labels of loss#0" in predecessors(tasks, f"forward loss[{tile}]")
     for topology, devices in ((FOUR, range(3)), (own, range(1))):
