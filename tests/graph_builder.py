@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 
 from soap.model.graph import KEEP_STATE, NEXT_STATE, WHOLE, DimMap, Factor, FactorKind, Operand, Operator, OperatorGraph, Tensor, TensorKind
@@ -226,6 +227,12 @@ class GraphBuilder:
 
 def _block(factor: int, scale: int) -> DimMap:
     return DimMap(factor, scale, 0, scale)
+
+
+def counting(graph: OperatorGraph) -> OperatorGraph:
+    """The same graph, each mean of which divides by what its devices count together if they are given their own samples."""
+    operators = [replace(op, own_inputs=op.inputs) if op.factors and all(f.summed for f in op.factors) else op for op in graph.operators]
+    return replace(graph, operators=tuple(operators))
 
 
 def mlp(batch: int = 8, widths: Sequence[int] = (16, 32, 16), classes: int = 4) -> OperatorGraph:

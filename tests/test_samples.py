@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -13,7 +14,7 @@ from soap.cluster.presets import local_topology
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph, TensorKind
 from soap.plan.planning import build_plan
-from soap.plan.samples import Samples, divided_inputs, joined, pieces_read, samples_read
+from soap.plan.samples import Samples, divided_inputs, given_bytes, joined, pieces_read, samples_read
 from soap.strategy.classical import CLASSICAL
 from soap.strategy.config import Strategy
 from tests.graph_builder import GraphBuilder, mlp
@@ -68,13 +69,18 @@ def test_an_input_without_samples_is_not_divided() -> None:
     assert divided_inputs(graph) == {"x": 0, "y": 0}
 
 
-def test_labels_that_a_mean_counts_are_read_whole() -> None:
-    graph = soap.load("zoo:gpt:tiny", plan_only=True).graph
-    plan = build_plan(graph, CLASSICAL["data_parallel"](graph, local_topology(4)), local_topology(4))
+def test_labels_that_a_mean_counts_are_shared_out_with_the_samples() -> None:
+    """Which is what devices are given only if batches come in parts."""
+    graph, topology = soap.load("zoo:gpt:tiny", plan_only=True).graph, local_topology(4)
+    strategy = CLASSICAL["data_parallel"](graph, topology)
+    words, labels = (graph.tensors[name].bytes for name in ("sequences", "labels"))
     assert divided_inputs(graph) == {"sequences": 0, "labels": 0}
-    for device in range(4):
-        own = samples_read(plan, device, divided_inputs(graph))
-        assert (own["sequences"].count, own["labels"].count) == (2, 8)
+    for given_parts in (True, False):
+        plan = build_plan(graph, strategy, replace(topology, own_samples=given_parts))
+        for device in range(4):
+            own = samples_read(plan, device, divided_inputs(graph))
+            assert (own["sequences"].count, own["labels"].count) == (2, 2)
+        assert given_bytes(plan) == [words + labels // (4 if given_parts else 1)] * 4  # words name rows of a table
 
 
 def test_places_and_pieces() -> None:

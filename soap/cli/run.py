@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from soap import api
 from soap.cli import compressing, emulation, evaluating, figures, loss_scaling, reporting, restarting, stale_run, step_log, warm_up, weights
+from soap.cli.as_read import as_read, simulated
 from soap.cli.checkpoints import add_checkpoints, chosen
 from soap.cli.command import Parser, UsageError, note, run_command
 from soap.cli.options import (
@@ -165,9 +166,9 @@ def prepare(args: argparse.Namespace, topology: Topology | None = None) -> tuple
         planned = replace(planned, kept=planned.kept + 1)
     states = optimizer_states(tried, sparse=bool(graph.sparse))
     simulator = api.simulator_for(
-        graph, topology, optimizer_states=states, costs=args.costs, measured_updates=tried.measured, training=planned
+        graph, as_read(topology, args.data), optimizer_states=states, costs=args.costs, measured_updates=tried.measured, training=planned
     )
-    predicted = {name: simulator.run(strategy) for name, strategy in strategies.items()}
+    predicted = simulated(simulator, strategies, topology)
     from soap.cli.training import Job
 
     trained = [STRATEGY, BASELINE] if args.compare_data_parallel else [STRATEGY]

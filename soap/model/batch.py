@@ -71,11 +71,12 @@ def _is_sample(op: Operator, dim: DimMap) -> bool:
     return dim.factor is not None and op.factors[dim.factor].kind is FactorKind.SAMPLE
 
 
-def sample_dims(graph: OperatorGraph) -> dict[str, int]:
-    """By input, its dimension of samples; inputs that are not divided among samples are left out."""
+def sample_dims(graph: OperatorGraph, *, own_labels: bool = False) -> dict[str, int]:
+    """By input, its dimension of samples; inputs that are not divided among samples are left out. ``own_labels``: of labels that a mean
+    counts, too, of which each tile reads its own if it is told what to divide by (``Operator.own_inputs``)."""
     found: dict[str, int] = {}
     for op in graph.operators:
-        for operand in op.inputs:
+        for operand in (*(op.own_inputs if own_labels else ()), *op.inputs):
             if graph.tensors[operand.tensor].kind is TensorKind.INPUT:
                 own = [d for d, dim in enumerate(operand.dims) if _is_sample(op, dim)]
                 found |= {operand.tensor: own[0]} if own else {}

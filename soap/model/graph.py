@@ -180,8 +180,9 @@ class Operator:
     ``arithmetic``: the type in which the anchor call computes (``tf32``: float32 rounded to it by the hardware); empty: that of its first
     floating operand. ``skipped_share``: of ``flops``, what kernels leave out (causal attention: a half). ``fused_bytes``: of
     ``saved_bytes``, what kernels on GPUs never write (attention's weights, views). ``views``: of ``calls``, those for which a GPU has
-    nothing to do. ``drawn``: the random numbers of its calls. These five only change what an operator costs, and are no part of the
-    graph's identity.
+    nothing to do. ``drawn``: the random numbers of its calls. These five only change what an operator costs. ``own_inputs``: of a loss
+    that divides by a number which all labels decide, ``inputs`` as a tile reads them that is told this number: of labels only those that
+    belong to its scores. Empty for any other operator. These six are no part of the graph's identity.
     """
 
     name: str
@@ -199,6 +200,7 @@ class Operator:
     fused_bytes: int = 0
     views: int = 0
     drawn: tuple[Drawn, ...] = ()
+    own_inputs: tuple[Operand, ...] = ()
 
     @property
     def summed(self) -> tuple[int, ...]:
@@ -213,7 +215,7 @@ class Operator:
         raise KeyError(name)
 
 
-_PRICES = ("arithmetic", "skipped_share", "fused_bytes", "views", "drawn")
+_NOT_HASHED = ("arithmetic", "skipped_share", "fused_bytes", "views", "drawn", "own_inputs")
 """Fields of an operator that its graph's hash leaves out."""
 
 
@@ -388,6 +390,6 @@ class OperatorGraph:
     @cached_property
     def hash(self) -> str:
         """Identity of the model's structure (not of its weights): 16 hex digits of SHA-256."""
-        operators = [{name: value for name, value in asdict(op).items() if name not in _PRICES} for op in self.operators]
+        operators = [{name: value for name, value in asdict(op).items() if name not in _NOT_HASHED} for op in self.operators]
         text = json.dumps([operators, [asdict(t) for t in self.tensors.values()], self.loss], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]

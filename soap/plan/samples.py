@@ -13,6 +13,7 @@ from itertools import chain
 from soap.model.batch import sample_dims, samples_of
 from soap.model.graph import OperatorGraph, Tensor, TensorKind
 from soap.model.regions import Interval, cells
+from soap.plan.own_labels import with_own_labels
 from soap.plan.plan import Plan
 
 
@@ -50,17 +51,18 @@ class Samples:
 
 
 def divided_inputs(graph: OperatorGraph) -> dict[str, int]:
-    """Inputs with one element for each sample -> their dimension of samples. Where all that read an input read all of it, as a mean reads
-    labels to count them, that is dimension 0 if it is as long."""
-    samples, known = samples_of(graph), sample_dims(graph)
+    """Inputs with one element for each sample -> their dimension of samples. Where all that read an input read all of it, that is dimension
+    0 if it is as long."""
+    samples, known = samples_of(graph), sample_dims(graph, own_labels=True)
     inputs = [tensor for tensor in graph.tensors.values() if tensor.kind is TensorKind.INPUT and tensor.shape]
     dims = {tensor.name: known.get(tensor.name, 0) for tensor in inputs}
     return {tensor.name: dims[tensor.name] for tensor in inputs if tensor.shape[dims[tensor.name]] == samples}
 
 
 def samples_read(plan: Plan, device: int, divided: Mapping[str, int], whole: Collection[str] = ()) -> dict[str, Samples]:
-    """What a device reads of each input; nothing if the plan has no such device. ``divided``: see ``divided_inputs``, of the graph or of
-    the same one at another batch size. ``whole``: inputs of which every device reads all samples."""
+    """What a device reads of each input if batches come in parts (of labels that a mean counts its own: ``own_labels``); nothing if the
+    plan has no such device. ``divided``: see ``divided_inputs``, of the graph or of the same one at another batch size. ``whole``: inputs
+    of which every device reads all samples."""
     read = _intervals_read(plan, divided, [device])
     found: dict[str, Samples] = {}
     for tensor in _inputs(plan.graph):
@@ -103,8 +105,8 @@ def _intervals_read(plan: Plan, divided: Mapping[str, int], devices: Collection[
     """(device, input with samples) -> the intervals of samples that tiles there read."""
     found: dict[tuple[int, str], set[Interval]] = {}
     names = divided.keys() & {tensor.name for tensor in _inputs(plan.graph)}
-    for tile in plan.tiles:
-        for operand, box in zip(plan.operator(tile).inputs, tile.inputs, strict=True) if tile.device in devices else ():
+    for tile in (tile for tile in plan.tiles if tile.device in devices):
+        for operand, box in zip(plan.operator(tile).inputs, with_own_labels(plan.graph, tile).inputs, strict=True):
             if operand.tensor in names:
                 found.setdefault((tile.device, operand.tensor), set()).add(box[divided[operand.tensor]])
     return found

@@ -32,7 +32,7 @@ def mean_loss(trainer: Trainer, sizes: BatchSizes, batches: Sequence[Batch]) -> 
     for batch in batches:
         sized = sizes.of(batch.shapes)
         context = TileContext(trainer.seed, 0, trainer.buffers, update_buffers=False, unread=sized.unread)
-        losses.append(sized.runner.run(sized.inputs(batch), context, UNFINISHED))
+        losses.append(sized.runner_of(batch).run(sized.inputs(batch), context, UNFINISHED))
     return sum(loss() for loss in losses) / len(losses)
 
 

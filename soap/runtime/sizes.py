@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from soap.errors import ModelError, RuntimeFailure
+from soap.plan.own_labels import with_own_labels
 from soap.plan.plan import Plan
 from soap.plan.samples import Samples, divided_inputs, looked_up_in, samples_read
 from soap.plan.tiling import Tile
@@ -42,6 +43,7 @@ class SizedProgram:
     model: TracedModel
     program: Program
     runner: StepRunner
+    """Of whole batches."""
     constants: Mapping[str, torch.Tensor]
     unread: frozenset[str]
     whole: Program | None
@@ -55,6 +57,15 @@ class SizedProgram:
         state = {tensor: self.trainer.buffers[name] for tensor, name in self.model.state.items()}
         given = {name: self.trainer.place(tensor) for name, tensor in zip(self.model.input_names, batch.tensors, strict=True)}
         return StepInputs({**self.constants, **state, **given}, None if batch.size is None else self._own)
+
+    def runner_of(self, batch: Batch) -> StepRunner:
+        """What executes steps on such a batch. Of a part of one, ranks read their own labels alone, and count them together."""
+        return self.runner if batch.size is None else self._runner_of_parts
+
+    @cached_property
+    def _runner_of_parts(self) -> StepRunner:
+        program, whole = _for_parts(self.program), self.runner
+        return whole if program is self.program else self.sizes.runner(program, self.model, whole.shards, whole.gradients)
 
     @cached_property
     def samples(self) -> BySamples:
@@ -76,9 +87,10 @@ class SizedProgram:
     def _own(self) -> OwnSamples:
         return OwnSamples(self.samples)
 
-    def traced(self, recorder: Recorder) -> StepRunner:
-        """A runner that times every task; called on all ranks at once."""
+    def traced(self, recorder: Recorder, batch: Batch) -> StepRunner:
+        """A runner for such a batch that times every task; called on all ranks at once."""
         program = self.trainer.planned.single_tiles(self.model, self.whole)
+        program = program if batch.size is None else _for_parts(program)
         runner = self.runner
         return StepRunner(program, self.model, runner.comm, runner.shards, runner.dtype_of, recorder, runner.gradients)
 
@@ -151,11 +163,15 @@ class BatchSizes:
         return shards
 
     def _sized(self, model: TracedModel, handed: Handed, shards: ShardStore, gradients: Gradients | None) -> SizedProgram:
-        trainer, program = self.trainer, handed.program
+        program = handed.program
+        runner, constants = self.runner(program, model, shards, gradients), self._constants(model, program.plan)
+        return SizedProgram(self.trainer, self, model, program, runner, constants, handed.unread, handed.whole)
+
+    def runner(self, program: Program, model: TracedModel, shards: ShardStore, gradients: Gradients | None) -> StepRunner:
+        """What executes a program's steps. ``gradients``: of another one with the same shards."""
+        trainer = self.trainer
         dtype_of = partial(run_dtype, model.graph, dtype=trainer.dtype)
-        runner = StepRunner(program, model, trainer.comm, shards, dtype_of, None, gradients, trainer.compiled, trainer.compressing)
-        constants = self._constants(model, program.plan)
-        return SizedProgram(trainer, self, model, program, runner, constants, handed.unread, handed.whole)
+        return StepRunner(program, model, trainer.comm, shards, dtype_of, None, gradients, trainer.compiled, trainer.compressing)
 
     def _constants(self, model: TracedModel, plan: Plan) -> dict[str, torch.Tensor]:
         """The constants that this rank reads, in full, on its device. Where nobody else uses the model they are its own."""
@@ -165,6 +181,14 @@ class BatchSizes:
             return {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in fixed.items()}
         model.let_go([name for name in model.constants if name not in read])
         return {name: tensor.contiguous() for name, tensor in fixed.items()}
+
+
+def _for_parts(program: Program) -> Program:
+    """The same program for parts of batches; itself if that makes no difference."""
+    plan = program.plan
+    if not any(plan.operator(tile).own_inputs for tile in plan.tiles):
+        return program
+    return replace(program, plan=replace(plan, tiles=tuple([with_own_labels(plan.graph, tile) for tile in plan.tiles])))
 
 
 def constants_read(plan: Plan, rank: int) -> frozenset[str]:

@@ -186,9 +186,9 @@ class Trainer:
         looked_up: dict[str, torch.Tensor] = {}
         for number, part in enumerate(parts):
             sized = self.sizes.of(part.shapes)
-            runner, last = sized.runner, number == len(parts) - 1
+            runner, last = sized.runner_of(part), number == len(parts) - 1
             if recorder is not None and last:
-                runner = sized.traced(recorder)
+                runner = sized.traced(recorder, part)
                 recorder.align()
             context = TileContext(self.seed, self.steps * self.accumulate + number, self.buffers, unread=sized.unread)
             own = sized.inputs(part)

@@ -8,8 +8,9 @@ to last, backward last to first, synchronization, update.
 Order in the runtime. ``reference.execution_order`` gives one total order of all tiles forward, and one backward. Every rank follows it for
 its own tiles (except that tiles that wait for no other run right before their first readers: ``program``).
 
-- Forward: a tile waits for its fetches. After the last tile of a group comes the group's reduction. A message leaves as soon as its pieces
-  are ready; an exchange takes place as soon as all its pieces are.
+- Forward: where devices have their own labels alone, these are counted first (``plan.own_labels``). A tile waits for its fetches. After the
+  last tile of a group comes the group's reduction. A message leaves as soon as its pieces are ready; an exchange takes place as soon as all
+  its pieces are.
 - A second run (``second_runs``) comes when the backward pass first needs what it makes, and so does what was offloaded.
 - Backward: the reduction of a group's gradient comes before the group's first tile in that order. Once the last consumer of a message or
   exchange has run, the gradients travel back. Once the last use of its shards has run, a bucket is summed. The optimizer runs once, at the
@@ -32,6 +33,7 @@ from soap.cluster.topology import Topology
 from soap.model.regions import Box
 from soap.plan.division import weights_name
 from soap.plan.flows import box_bytes, exchange_rounds, partial_bytes, reduced_tensor, scatter_rounds
+from soap.plan.own_labels import COUNT_BYTES, count_name
 from soap.plan.pass_order import Pass
 from soap.plan.places import PlanPlaces
 from soap.plan.plan import (
@@ -56,7 +58,7 @@ from soap.simulator.communication.prices import Communication
 from soap.simulator.communication.synchronizing import Synchronization
 from soap.simulator.costs import CostModel, half_ns, launch_ns, light_ns
 from soap.simulator.second_runs import AGAIN, Need, SecondRuns
-from soap.simulator.task_list import BACKWARD, FORWARD, WEIGHTS, TaskList
+from soap.simulator.task_list import BACKWARD, COUNT, FORWARD, WEIGHTS, TaskList
 from soap.simulator.tasks import GRADIENTS, TaskGraph, TaskKind
 
 __all__ = ["PlanBuilder", "build_plan", "lower"]
@@ -126,6 +128,7 @@ class _Lowering:
                 self._carry(carrier)
             for fetch in self._index.fetches[position]:
                 self._fetch(fetch)
+            self._count_labels(position)
             for own in self._tiles(position):
                 self._forward.append(self._compute(own, TaskKind.FORWARD, self._arrivals[self._place(own)]))
             for place in self._index.reductions[position]:
@@ -295,6 +298,18 @@ class _Lowering:
         if len(reduction.devices) > 1 and after:
             return (self._reduce_task(reduction, after, gradient=True),)
         return after
+
+    def _count_labels(self, position: int) -> None:
+        """Where devices are given their own labels alone, sum how many count, when the step begins."""
+        for place in self._index.reductions[position] if self.plan.own_samples else ():
+            reduction = self.plan.reductions[place]
+            if self.plan.graph.operators[position].own_inputs and len(reduction.devices) > 1:
+                first = self.plan.tiles[reduction.tiles[0]].index
+                own = self._id(position, COUNT, first, reduction.output, gradient=False)
+                name = count_name(self.plan.graph, reduction)
+                task = self._list.all_reduce(own, name, TaskKind.REDUCE, COUNT_BYTES, reduction.devices, ())
+                for tile in reduction.tiles:
+                    self._arrivals[tile].append(task)
 
     def _reduce_task(self, reduction: Reduction, after: Iterable[int], *, gradient: bool) -> int:
         op = self.plan.graph.operators[reduction.operator]

@@ -17,6 +17,8 @@ from soap.simulator.tasks import Task, TaskKind
 
 FORWARD, BACKWARD, SYNC, UPDATE = range(4)
 """Phases, the first part of a task's id."""
+COUNT = 6
+"""Stage of a sum of counted labels among forward tasks."""
 WEIGHTS = 5
 """Stage of a tile's weight gradients among backward tasks, behind all others."""
 

@@ -37,12 +37,14 @@ class ProgramStep:
 
 @dataclass(frozen=True, slots=True)
 class OperatorProgram:
-    """An operator's calls in order. ``inputs`` and ``parameters``: (value, maps) in the order of the operator's operands."""
+    """An operator's calls in order. ``inputs`` and ``parameters``: (value, maps) in the order of the operator's operands. ``own_labels``:
+    the same calls for tiles that are told what a mean over labels divides by (``Operator.own_inputs``); None for other operators."""
 
     steps: tuple[ProgramStep, ...]
     inputs: tuple[tuple[str, Maps], ...]
     parameters: tuple[tuple[str, Maps], ...]
     outputs: tuple[str, ...]
+    own_labels: OperatorProgram | None = None
 
 
 class CompiledTile:
@@ -90,6 +92,15 @@ class CompiledTile:
             else:
                 step.perform(made, context)
         return tuple([made[place] for place in self._outputs])
+
+    def labels_counted(self, inputs: Sequence[torch.Tensor | None]) -> tuple[str, torch.Tensor]:
+        """See ``TracedModel.labels_counted``."""
+        made: list[Any] = [*inputs, *[None] * (len(self._boxes) - len(inputs))]
+        (counting,) = (number for number, step in enumerate(self._steps) if step.rule.count is not None)
+        context = TileContext()
+        for number in self._before(counting, frozenset(place for place, tensor in enumerate(inputs) if tensor is not None)):
+            self._steps[number].perform(made, context)
+        return self._steps[counting].local.call.name, self._steps[counting].counted(made)
 
     def _look_up_of(self, parameter: int) -> int:
         """The step that looks up rows of a parameter."""
@@ -230,6 +241,11 @@ class _Step:
     def rows_asked_for(self, made: Sequence[Any]) -> torch.Tensor:
         """The rows that the call, a lookup, reads. Values that are not known yet are missing in ``made``."""
         return rows_asked_for(replace(self.local, tensors=self._operands(made)), self.rule)
+
+    def counted(self, made: Sequence[Any]) -> torch.Tensor:
+        """What the labels in ``made`` are of the number that the call, a mean, divides by. Its scores may be missing."""
+        assert self.rule.count is not None
+        return self.rule.count(replace(self.local, tensors=self._operands(made)))
 
     def look_up(self, made: list[Any], rows: torch.Tensor) -> None:
         """Run the call, a lookup, on a table that has only these rows."""

@@ -60,7 +60,7 @@ class ExecutableModel:
     """Shapes of the inputs, if they are not the source's own."""
     autocast: str | None = None
     """The type that its calls are cast to by autocast, by torch's name; None without."""
-    _compiled: dict[tuple[int, tuple[Interval, ...]], CompiledTile] = field(default_factory=dict, init=False, repr=False)
+    _compiled: dict[tuple[int, tuple[Interval, ...], bool], CompiledTile] = field(default_factory=dict, init=False, repr=False)
 
     def run_tile(
         self, tile: Tile, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], context: TileContext
@@ -68,7 +68,7 @@ class ExecutableModel:
         """See ``TracedModel.run_tile``."""
         if context.unread and context.unread.issuperset(self.programs[self.graph.operators[tile.operator].name].outputs):
             return tuple(inputs[0].new_zeros(lengths(box), dtype=torch.float64) for box in tile.outputs)
-        return self._tile(tile).run(inputs, parameters, context)
+        return self._tile(tile, told=context.counts is not None).run(inputs, parameters, context)
 
     def rows_asked_for(self, tile: Tile, parameter: int, inputs: Sequence[torch.Tensor | None], context: TileContext) -> torch.Tensor:
         """See ``TracedModel.rows_asked_for``."""
@@ -83,14 +83,20 @@ class ExecutableModel:
         context: TileContext,
     ) -> tuple[torch.Tensor, ...]:
         """See ``TracedModel.run_sparse_lookup``."""
-        return self._tile(tile).run_sparse_lookup(inputs, parameters, rows, context)
+        return self._tile(tile, told=context.counts is not None).run_sparse_lookup(inputs, parameters, rows, context)
 
-    def _tile(self, tile: Tile) -> CompiledTile:
-        key = (tile.operator, tile.intervals)
+    def labels_counted(self, tile: Tile, inputs: Sequence[torch.Tensor | None]) -> tuple[str, torch.Tensor]:
+        """See ``TracedModel.labels_counted``."""
+        return self._tile(tile, told=True).labels_counted(inputs)
+
+    def _tile(self, tile: Tile, *, told: bool = False) -> CompiledTile:
+        """``told``: whether a mean over labels is told what it divides by."""
+        program = self.programs[self.graph.operators[tile.operator].name]
+        key = (tile.operator, tile.intervals, told and program.own_labels is not None)
         compiled = self._compiled.get(key)
         if compiled is None:
-            program = self.programs[self.graph.operators[tile.operator].name]
-            compiled = self._compiled[key] = CompiledTile(self.program.values, program, tile)
+            own = program.own_labels if told and program.own_labels is not None else program
+            compiled = self._compiled[key] = CompiledTile(self.program.values, own, tile)
         return compiled
 
     def forget_tiles(self) -> None:

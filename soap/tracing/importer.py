@@ -30,8 +30,9 @@ from soap.tracing.fuse import Fuser
 from soap.tracing.grouped import find_grouped_queries
 from soap.tracing.labels import batch_dimensions, gradients
 from soap.tracing.loss_terms import find_loss_terms
-from soap.tracing.match import Group, compose_all, simplified, unsplit
+from soap.tracing.match import Group, compose, compose_all, simplified, unsplit
 from soap.tracing.naming import anchor, canonical_names, group_outputs, operator_names, tensor_names
+from soap.tracing.own_labels import own_labels
 from soap.tracing.reader import Reader
 from soap.tracing.reasons import no_rule, unsplit_dimensions
 from soap.tracing.row_counting import measured_by_examples
@@ -202,11 +203,31 @@ class _Builder:
         )
         whole = unsplit_dimensions(self.program, group, steps, (*inputs, *parameters), outputs, self.tensor_names)
         self.unsplit.update({name: whole} if whole else {})
-        return operator, OperatorProgram(tuple(steps), inputs, parameters, tuple(outputs))
+        program = OperatorProgram(tuple(steps), inputs, parameters, tuple(outputs))
+        own = self._own_labels(group, numbers, operator, program)
+        if own is None:
+            return operator, program
+        own_inputs = tuple(Operand(self.tensor_names[v], m) for v, m in own.inputs)
+        return replace(operator, own_inputs=own_inputs), replace(program, own_labels=own)
+
+    def _own_labels(self, group: Group, numbers: Sequence[int], op: Operator, program: OperatorProgram) -> OperatorProgram | None:
+        """The calls as they are for tiles that are given only their own labels, if it has such (``own_labels``)."""
+        counting = [s for s in group.steps if s.rule.count is not None]
+        if len(counting) != 1 or not all(factor.summed for factor in op.factors):
+            return None
+        (mean,) = counting
+        change = {factor: compose(dim, self._change(group, numbers)) for factor, dim in mean.factors.items()}
+        given = {v for v, _ in program.inputs if self._kind(v) in (TensorKind.INPUT, TensorKind.CONSTANT)}
+        return own_labels(program, mean.call, change, self.program.values, given, len(op.factors))
+
+    @staticmethod
+    def _change(group: Group, numbers: Sequence[int]) -> dict[int, DimMap]:
+        """The group's factors as those of the operator."""
+        return {f: DimMap(numbers.index(f)) if f in numbers else unsplit(size) for f, size in group.sizes.items()}
 
     def _steps(self, group: Group, numbers: Sequence[int]) -> list[ProgramStep]:
         """The group's calls over the factors that stay."""
-        change = {f: DimMap(numbers.index(f)) if f in numbers else unsplit(size) for f, size in group.sizes.items()}
+        change = self._change(group, numbers)
 
         def over(names: Sequence[str], maps: Sequence[Maps]) -> tuple[Maps, ...]:
             shapes = [self.program.values[name].shape for name in names]

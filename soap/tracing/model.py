@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -25,7 +25,9 @@ class TileContext:
     leaves buffers alone. ``unread``: the answer of ``TracedModel.unread`` for the plan. ``tiles``: the plan's tiles, for the reference:
     local batch norm normalises by tile; None at all: by the whole batch. ``state``: the buffers' values at the end of the step, by
     name, as the forward pass has found them. ``drawn_by_torch``: ``reference_loss`` draws random numbers from torch's own generators,
-    as eager PyTorch does, to be compared with it.
+    as eager PyTorch does, to be compared with it. ``counts``: if tiles of a mean over labels are given their own labels alone
+    (``Operator.own_inputs``), by call the number that it divides by, in float64; None for other calls: they are given all labels, and
+    count.
     """
 
     seed: int = 0
@@ -37,6 +39,7 @@ class TileContext:
     drawn_by_torch: bool = False
     statistics: dict[str, list[tuple[Interval, torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
     state: dict[str, torch.Tensor] = field(default_factory=dict)
+    counts: Callable[[str], torch.Tensor | None] | None = None
 
     def random_seed(self, call: str) -> int:
         """63 bits from (seed, step, call): random numbers do not depend on how the operator is split."""
@@ -104,6 +107,10 @@ class TracedModel(Protocol):
         """``run_tile`` with parameters of which only some rows are there. ``rows``: by parameter (position), which rows, ascending; at
         least those that the tile looks up. Its tensor has just these, one below the other."""
 
+    def labels_counted(self, tile: Tile, inputs: Sequence[torch.Tensor | None]) -> tuple[str, torch.Tensor]:
+        """For a tile of an operator with ``own_inputs``: the call that divides, and what the tile's own labels are of the number that it
+        divides by, in float64. ``inputs``: regions as ``own_inputs`` say; None for activations."""
+
     def unread(self, tiles: Sequence[Tile]) -> frozenset[str]:
         """Values that no tile of a plan reads, for ``TileContext``: batch norm's statistics if each tile sees all of its channels."""
 
@@ -158,6 +165,10 @@ class PlainModel(TracedModel):
         context: TileContext,
     ) -> tuple[torch.Tensor, ...]:
         """Nothing is looked up."""
+        raise NotImplementedError
+
+    def labels_counted(self, tile: Tile, inputs: Sequence[torch.Tensor | None]) -> tuple[str, torch.Tensor]:
+        """Nothing is counted."""
         raise NotImplementedError
 
     def unread(self, tiles: Sequence[Tile]) -> frozenset[str]:

@@ -32,7 +32,7 @@ from soap.strategy.megatron import staged
 from soap.strategy.stages import stages_of
 from soap.strategy.sync import SHARDED, SHARDED_IN_HOSTS, SHARDED_STATE, parameter_server
 from tests.extent import MANY, USUAL, every, rows_often
-from tests.graph_builder import GraphBuilder, mlp, transformer
+from tests.graph_builder import GraphBuilder, counting, mlp, transformer
 from tests.simulator.copied import Case, copied
 from tests.simulator.examples import ExampleSpreads, LaunchedCosts
 from tests.strategies import CPU, GPU, cluster, with_rails
@@ -107,7 +107,7 @@ def check_outcome(
 @given(copied(), st.sampled_from((PLAIN, PlannedTraining(clips=True))), st.booleans())
 def test_folded_is_whole(case: Case, training: PlannedTraining, own_samples: bool) -> None:
     graph, topology, strategy = case
-    topology = replace(topology, own_samples=own_samples)
+    graph, topology = counting(graph) if own_samples else graph, replace(topology, own_samples=own_samples)
     folding = fold(graph, topology, strategy, training)
     if isinstance(folding, str):
         event(f"not folded: {folding.split(' ')[0:6]}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -13,13 +14,14 @@ from soap.model.graph import OperatorGraph, TensorKind
 from soap.model.regions import volume
 from soap.plan.plan import sync_name, update_name
 from soap.plan.syncs.bucketing import gradient_bytes, idle_shards
+from soap.simulator.analysis.timeline import bytes_moved, link_bytes
 from soap.simulator.communication.allreduce import allreduce_bytes
 from soap.simulator.communication.offloading import names_behind_links
 from soap.simulator.lowering import PlanBuilder, build_plan, lower
 from soap.simulator.reference import execution_order, simulate
 from soap.simulator.tasks import TaskGraph, TaskKind
 from soap.strategy.config import Strategy
-from tests.graph_builder import GraphBuilder
+from tests.graph_builder import GraphBuilder, counting
 from tests.simulator.examples import (
     PointCosts,
     batch_split,
@@ -57,6 +59,22 @@ def test_data_parallelism_only_reduces_the_loss_and_synchronizes(devices: int) -
     synced = {task.name: task.bytes for task in tasks.tasks if task.kind is TaskKind.SYNC}
     assert synced == {"sync l2.weight[0]+1": 2 * (devices - 1) * (6 * 2 + 3 * 6) * 4}
     assert by_name(tasks)["reduce loss[]#0"].bytes == 2 * (devices - 1) * 4
+
+
+def test_devices_with_their_own_labels_count_them_before_the_loss() -> None:
+    """Two sums of one number each: nothing is counted where all labels are on one device, or are given to all."""
+    graph, own = counting(chain(8, 2, 6, 3)), replace(FOUR, own_samples=True)
+    tasks = lowered(graph, batch_split(graph, range(3)), own)
+    counted = by_name(tasks)["count labels of loss#0"]
+    assert (counted.kind, counted.bytes, counted.predecessors) == (TaskKind.REDUCE, 2 * 2 * 8, ())
+    assert counted.resources == by_name(tasks)["reduce loss[]#0"].resources
+    assert sum(link_bytes(tasks).values()) >= bytes_moved(tasks)  # every sum's devices are known
+    for tile in range(3):
+        assert "count labels of loss#0" in predecessors(tasks, f"forward loss[{tile}]")
+    for topology, devices in ((FOUR, range(3)), (own, range(1))):
+        assert not any("count" in task.name for task in lowered(graph, batch_split(graph, devices), topology).tasks)
+    twice = batch_split(graph, range(3)).with_operator("loss", on(0, 1, 2, 3, degrees=(2,), replicas=2))
+    assert {name for name in by_name(lowered(graph, twice, own)) if "count" in name} == {f"count labels of loss#{i}" for i in range(2)}
 
 
 def test_one_device_has_nothing_to_send() -> None:

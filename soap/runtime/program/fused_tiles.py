@@ -8,7 +8,7 @@ In data parallelism without dropout, a unit is the rank's whole model.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,10 @@ Outputs = Sequence[torch.Tensor | None]
 """A tile's outputs; None for those that only other tiles of the unit read."""
 Given = Callable[[int, int], torch.Tensor]
 """(tile, place of the operand) -> its value, from outside the unit."""
+Counts = Callable[[str], torch.Tensor | None]
+Outside = tuple[int | str, ...]
+"""A tile and what it takes from outside of the unit: the place of an input; that of a parameter, or a call that is told a count, and which
+of both it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +53,19 @@ class Unit:
         self._wanted = [_wanted(program, self.tiles, tile) for tile in self.tiles]
         self._function: Callable[..., Sequence[torch.Tensor]] | None = None
 
-    def run(self, given_input: Given, given_parameter: Given) -> list[Outputs]:
-        """The outputs of all tiles, in the order of the tiles."""
-        outside: dict[Hashable, torch.Tensor] = {}
+    def run(self, given_input: Given, given_parameter: Given, counts: Counts | None = None) -> list[Outputs]:
+        """The outputs of all tiles, in the order of the tiles. ``counts``: ``TileContext.counts``; always or never given."""
+        outside: dict[Outside, torch.Tensor] = {}
         for tile, inputs in zip(self.tiles, self._inputs, strict=True):
             for k, source in enumerate(inputs):
                 if source is None:
                     outside[tile, k] = given_input(tile, k)
             for k in range(len(self.program.plan.operator(self.program.plan.tiles[tile]).parameters)):
                 outside[tile, k, "parameter"] = given_parameter(tile, k)
+            for call in self.program.plan.operator(self.program.plan.tiles[tile]).calls:
+                told = None if counts is None else counts(call)
+                if told is not None:
+                    outside[tile, call, "count"] = told
         tensors, places = _distinct(outside)
         with torch.set_grad_enabled(self.active):
             if self._function is None:
@@ -65,14 +73,15 @@ class Unit:
             results = iter(self._function(*tensors))
         return [[next(results) if wanted else None for wanted in outputs] for outputs in self._wanted]
 
-    def _compiled(self, places: dict[Hashable, int], tensors: Sequence[torch.Tensor]) -> Callable[..., Sequence[torch.Tensor]]:
+    def _compiled(self, places: dict[Outside, int], tensors: Sequence[torch.Tensor]) -> Callable[..., Sequence[torch.Tensor]]:
         def function(*tensors: torch.Tensor) -> list[torch.Tensor]:
             made: list[Sequence[torch.Tensor]] = []
             for tile, inputs in zip(self.tiles, self._inputs, strict=True):
                 here = self.program.plan.tiles[tile]
                 own = [tensors[places[tile, k]] if source is None else self._made(made, source) for k, source in enumerate(inputs)]
                 parameters = [tensors[places[tile, k, "parameter"]] for k in range(len(here.parameters))]
-                made.append(self.model.run_tile(here, own, parameters, TileContext()))
+                told = {key[1]: tensors[place] for key, place in places.items() if key[0] == tile and key[-1] == "count"}
+                made.append(self.model.run_tile(here, own, parameters, TileContext(counts=told.get if told else None)))
             return [t for wanted, outputs in zip(self._wanted, made, strict=True) for t, kept in zip(outputs, wanted, strict=True) if kept]
 
         flat = make_fx(function, pre_dispatch=True)(*tensors)
@@ -155,11 +164,11 @@ def _wanted(program: Program, tiles: Sequence[int], tile: int) -> list[bool]:
     return wanted
 
 
-def _distinct(outside: dict[Hashable, torch.Tensor]) -> tuple[list[torch.Tensor], dict[Hashable, int]]:
+def _distinct(outside: dict[Outside, torch.Tensor]) -> tuple[list[torch.Tensor], dict[Outside, int]]:
     """The distinct tensors, and operand -> its place among them. Different views of one tensor count as distinct."""
     tensors: list[torch.Tensor] = []
     known: dict[int, int] = {}
-    places: dict[Hashable, int] = {}
+    places: dict[Outside, int] = {}
     for key, tensor in outside.items():
         if id(tensor) not in known:
             known[id(tensor)] = len(tensors)

@@ -123,7 +123,7 @@ class ForwardPass:
         if self._units:
             if tile.number in self._units:
                 unit = self._units[tile.number]
-                self._computed.update(zip(unit.tiles, unit.run(self._unit_input, self._unit_parameter), strict=True))
+                self._computed.update(zip(unit.tiles, unit.run(self._unit_input, self._unit_parameter, self.context.counts), strict=True))
             if tile.number in self._computed:
                 return self._computed.pop(tile.number)
         if tile.empty:  # fewer samples than tiles: an empty output, or zeros for a sum

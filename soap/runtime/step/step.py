@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -21,6 +22,7 @@ from soap.runtime.step.forward import ForwardPass
 from soap.runtime.step.gradients import Gradients
 from soap.runtime.step.halves import Halves
 from soap.runtime.step.kept_on_host import KeptOnHost
+from soap.runtime.step.label_counts import LabelCounts
 from soap.runtime.step.micro_batch import WHOLE_STEP, MicroBatch
 from soap.runtime.step.state import StepState
 from soap.runtime.step.step_inputs import StepInputs
@@ -61,6 +63,7 @@ class StepRunner:
             self._forward, self._backward = [], _calls(program.interleaved, comm.rank)
         self._on_host = KeptOnHost(program, comm)
         self._look_ups = LookUps(self._prepared, program.plan, comm.rank)
+        self._labels = LabelCounts(self._prepared, program.plan, comm.rank)
         self._task_name = partial(task_name, program)
         last_only = {kind.name for kind in LAST_ONLY}
         self._without_sync = [call for call in self._backward if call[0] not in last_only]
@@ -77,6 +80,8 @@ class StepRunner:
         state = StepState(self.program, values, self.comm, self.dtype_of, self.recorder, part.share)
         gradients = self.gradients
         on_host, asked = self._on_host, self._look_ups
+        if inputs.own is not None:
+            context = replace(context, counts=self._labels.begin(self.model, inputs, state))
         forward = ForwardPass(state, self.model, prepared, self.shards, inputs, context, asked, gradients, on_host, self._units)
         halves = Halves(self.shards.leaves.values() if self.program.plan.divided else ())
         backward = BackwardPass(state, gradients, prepared, on_host, halves)

@@ -11,6 +11,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from soap.plan.collectives import flow_links
+from soap.plan.own_labels import count_name
 from soap.plan.plan import Plan, reduce_name
 from soap.plan.syncs.clipping import NORM_NAME, sums_norm
 from soap.plan.syncs.even_parts import Collective
@@ -250,6 +251,7 @@ def sum_groups(plan: Plan) -> Mapping[str, tuple[int, ...]]:
     steps = (step for sync in plan.syncs for step in method_for(sync).steps(plan, sync))
     groups = {step.name: step.among for step in steps if step.summed_bytes}
     for reduction in plan.reductions:
+        groups[count_name(plan.graph, reduction)] = reduction.devices
         for gradient in (False, True):
             groups[reduce_name(plan.graph.operators[reduction.operator], reduction, gradient=gradient)] = reduction.devices
     return groups | ({NORM_NAME: tuple(range(plan.device_count))} if sums_norm(plan) else {})

@@ -67,6 +67,10 @@ def begin(G: GraphTables, C: State, P: Trial, T: Trial, run: int, sums: bool) ->
             for slot in range(C.tile_slot[op], C.tile_slot[op] + C.tiles[op]):
                 if T.left[slot] == 0:
                     make_ready(Q, slot, 0)
+        if G.counts_labels[op]:
+            for slot in range(C.own_slot[op], C.own_slot[op] + C.own_count[op]):
+                if T.left[slot] == 0:
+                    make_ready(Q, slot, 0)
     if sums:
         make_sums_ready(C, P, T)
 

@@ -40,7 +40,8 @@ class GraphTables(NamedTuple):
     ``bucket_kinds``: (number of dtypes, four times that of methods); a bucket has one of each, one copy or several, and all or nothing
     frozen. ``gather_limit``: ``bucketing.gather_limit``. ``backward``: whether any output has a gradient. ``loss``: operator and output
     that make the loss. ``known``: whether an operator makes the loss or a term of it (``OperatorGraph.known_gradients``).
-    ``solid``: whether at least one replica of every tile has a backward pass under every strategy.
+    ``solid``: whether at least one replica of every tile has a backward pass under every strategy. ``counts_labels``: whether an operator's
+    devices count their own labels (``plan.own_labels``).
     """
 
     read_ptr: Ints
@@ -75,6 +76,7 @@ class GraphTables(NamedTuple):
     loss: Ints
     known: Ints
     solid: Ints
+    counts_labels: Ints
 
 
 class ClusterTables(NamedTuple):
@@ -198,6 +200,7 @@ def graph_tables(graph: OperatorGraph, topology: Topology) -> GraphTables:
         loss=np.array(graph.producers.get(graph.loss, (-1, 0)), np.int32),
         known=np.array([position in graph.known_gradients for position in range(len(graph.operators))], np.int32),
         solid=np.array(_solid(graph), np.int32),
+        counts_labels=np.array([bool(op.own_inputs) and topology.own_samples for op in graph.operators], np.int32),
     )
 
 

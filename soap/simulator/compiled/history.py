@@ -163,6 +163,8 @@ def first_difference(G: GraphTables, C: State, U: Undo, P: Trial) -> int:
     for n in range(U.what[CHANGED]):
         at = n * FIELDS
         op = U.fields[at]
+        if G.counts_labels[op]:
+            return 0  # its block has tasks that wait for nothing
         for slot in range(U.fields[at + 6], U.fields[at + 6] + U.fields[at + 7]):
             place = min(place, P.place[slot])
             if n < U.what[REPLACED] and P.ready[slot] == 0:

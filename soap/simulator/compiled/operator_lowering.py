@@ -12,7 +12,7 @@ from soap.simulator.compiled.fetches import is_remote
 from soap.simulator.compiled.holdings import tile_count
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.marks import needed_together, runs_again
-from soap.simulator.compiled.operator_tasks import add_carrier, add_sum, is_active
+from soap.simulator.compiled.operator_tasks import add_carrier, add_count, add_sum, is_active
 from soap.simulator.compiled.rows import is_sparse_lookup
 from soap.simulator.compiled.scratch import CARRIERS, EDGES, FETCHES, FULL, GRADIENTS, HOLDINGS, REDUCTIONS, RESOURCES, TASKS
 from soap.simulator.compiled.second_runs import (
@@ -32,6 +32,7 @@ from soap.simulator.compiled.task_keys import BACKWARD, FORWARD, STATE_FULL, set
 from soap.simulator.compiled.tile_times import AGAIN, PASSES, WEIGHTS
 from soap.simulator.compiled.variants import CELLS, COSTS, ROW_COSTS
 from soap.simulator.compiled.world import World
+from soap.simulator.task_list import COUNT
 from soap.simulator.task_list import WEIGHTS as WEIGHTS_STAGE
 from soap.strategy.kept import OFFLOADED
 from soap.strategy.recomputation import LIGHT, RECOMPUTED, STAYS
@@ -161,6 +162,10 @@ def _forward(W, op, own, own_slot):  # type: ignore[no-untyped-def]
             S.r_task[red] = add_sum(W, first_output, red, key, False)
             for i in range(S.member_ptr[S.r_group[red]], S.member_ptr[S.r_group[red] + 1]):
                 _edge(S, S.r_rep[red] * cells + S.member[i], own_slot + S.r_task[red])
+            if G.counts_labels[op]:
+                counting = add_count(W, red, task_key(FORWARD, op, COUNT, _first_tile(S, red, cells), S.r_out[red], 0))
+                for i in range(S.member_ptr[S.r_group[red]], S.member_ptr[S.r_group[red] + 1]):
+                    _edge(S, own + counting, C.tile_slot[op] + S.r_rep[red] * cells + S.member[i])
     for carrier in range(S.count[CARRIERS]):
         task = add_carrier(W, op, carrier, False)
         S.k_task[carrier] = task

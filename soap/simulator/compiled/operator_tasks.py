@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from soap.plan.own_labels import COUNT_BYTES
 from soap.simulator.compiled.arrays import sort
 from soap.simulator.compiled.carriers import BROADCAST, MESSAGE
 from soap.simulator.compiled.communication import (
@@ -62,6 +63,16 @@ def add_sum(W, first_output, red, key, gradient):  # type: ignore[no-untyped-def
                 add_flow(S, target if gradient else source, source if gradient else target, volume * itemsize)
     duration = round_ns(K, S, 0 if gradient else (last - first - 1) * largest * itemsize)
     return _add_collective(S, key, duration, exchange_overhead_ns(K, S, duration), resources, total_flow(S))
+
+
+@compiled
+def add_count(W, red, key):  # type: ignore[no-untyped-def]
+    """Add the sum of the labels that the devices of a reduction count."""
+    K, R, S = W.cluster, W.groups, W.scratch
+    first, last = S.r_dev_ptr[red], S.r_dev_ptr[red + 1]
+    duration, way = allreduce(R, find_list(R.sets, S.r_dev[first:last]), COUNT_BYTES)
+    overhead = sum_overhead_ns(K, last - first, duration)
+    return add_task(S, key, duration, overhead, R.resource[way], R.resource_n[way], 2 * (last - first - 1) * COUNT_BYTES)
 
 
 @compiled

@@ -72,7 +72,8 @@ def _run_cross_entropy(local: Local) -> torch.Tensor:
         summed = F.cross_entropy(x, local.tensors[1], weight, reduction="none" if reduction == 0 else "sum", label_smoothing=smoothing)
         return summed / (prod(local.shapes[0]) // local.shapes[0][_class_dim(local.shapes[0])]) if reduction == MEAN else summed
     everyone = local.tensors[1]
-    targets = _own_of(everyone, local) if reduction == MEAN else everyone
+    told = None if local.context.counts is None else local.context.counts(local.call.name)
+    targets = _own_of(everyone, local) if reduction == MEAN and told is None else everyone
     how = "none" if reduction == 0 else "sum"
     if logits and how == "sum" and _is_plain(x, weight, smoothing):
         loss = cast(torch.Tensor, _CrossEntropy.apply(x, targets, ignore))  # type: ignore[no-untyped-call]
@@ -82,19 +83,28 @@ def _run_cross_entropy(local: Local) -> torch.Tensor:
         loss = F.nll_loss(x, targets, weight, ignore_index=ignore, reduction=how)
     if reduction != MEAN:
         return loss
-    return loss / _denominator(everyone, weight, ignore)
+    if told is None:
+        return loss / _denominator(everyone, weight, ignore)
+    return loss / (told.long() if weight is None else told.to(weight.dtype))
+
+
+def _count(local: Local) -> torch.Tensor:
+    """What a tile's own labels are of the number by which a mean divides, in float64. Needs no scores."""
+    targets, weight, ignore = local.tensors[1], local.get("weight"), local.get("ignore_index", -100)
+    return _denominator(targets, None if weight is None else weight.detach().double(), ignore).double()
 
 
 @rule("aten.cross_entropy_loss", "aten.nll_loss", "aten.nll_loss_nd", "aten.nll_loss2d")
 def cross_entropy(view: View) -> Tiled:
     """Classes are needed whole; samples and positions are free and summed. A mean divides by what the whole batch holds, so it needs all
-    targets."""
+    targets, or has to be told."""
     shape = view.shapes[0]
     class_dim = _class_dim(shape)
     scope = Scope()
     maps = tuple(WHOLE if i == class_dim else scope.factor("b" if i == 0 else f"d{i}", size) for i, size in enumerate(shape))
     own = tuple(dim for i, dim in enumerate(maps) if i != class_dim)
-    target = maps if view.shapes[1] == shape else (WHOLE,) * len(own) if view.get("reduction", MEAN) == MEAN else own
+    counts = view.shapes[1] != shape and view.get("reduction", MEAN) == MEAN
+    target = maps if view.shapes[1] == shape else (WHOLE,) * len(own) if counts else own
     weight = [(WHOLE,)] * (len(view.shapes) - 2)
     none = view.get("reduction", MEAN) == 0
     out = own if none else ()
@@ -107,6 +117,8 @@ def cross_entropy(view: View) -> Tiled:
         flops=6 * prod(shape),
         saved_bytes=2 * view.itemsize * prod(shape) + 9 * prod(view.shapes[1]) + 64,
         lean=view.call.kind == "cross_entropy_loss",
+        count=_count if counts else None,
+        own_operands=(maps, own, *weight) if counts else (),
     )
 
 

@@ -40,6 +40,8 @@ class Tiled:
     ``picks``: which of these a tile looks up, from a ``Local`` in which operands that come from elsewhere may be missing; None for all.
     ``lean``: whole tensors go to ``run`` as well, which holds less memory than the ATen call.
     ``drawn``: random numbers of the whole call, in blocks along dimension 0 of its first output; ``drawn_at_once``: each tile draws all.
+    ``count``: of a mean, how much of the number that it divides by a tile's labels are: added up over the tiles, it is that number, which
+    the context tells (``TileContext.counts``). ``own_operands``: ``operands`` of a tile that is told it.
     """
 
     factors: tuple[tuple[str, int], ...]
@@ -59,6 +61,8 @@ class Tiled:
     lean: bool = False
     drawn: int = 0
     drawn_at_once: bool = False
+    count: Callable[[Local], torch.Tensor] | None = None
+    own_operands: tuple[Maps, ...] = ()
 
 
 @dataclass(slots=True)
