@@ -57,7 +57,7 @@ def _added(monkeypatch: pytest.MonkeyPatch) -> None:
         for name, value in (known if module is not json_file else {**known, **classes}).items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, value)
-    monkeypatch.setattr(config, "SyncConfig", NewSyncConfig)  # of parameters without an entry
+    monkeypatch.setattr(config, "_USUAL_SYNC", NewSyncConfig())  # of parameters without an entry
     monkeypatch.setattr(diff, "SyncConfig", NewSyncConfig)
 
 

@@ -172,27 +172,27 @@ def test_a_checkpoint_has_the_scale(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(resumed, PLANS["owned in parts"], str(tmp_path)) == [True] * 3
 
 
-def in_float16(name: str, initial: float) -> tuple[bool, float, int, list[str]]:
-    """A check against one process, the scale and the skipped updates, and the types of gradients."""
+def in_float16(name: str, *initial: float) -> list[tuple[bool, float, int, list[str]]]:
+    """For each first scale a check against one process, the scale and the skipped updates, and the types of gradients."""
     model, cluster = soap.load("zoo:gpt:tiny@6", autocast="float16"), soap.load_cluster("local:3")
-    with Trainer(
-        model, (soap.classical(name, model, cluster), cluster), optimizer=adam, clip_norm=1.0, loss_scaling=LossScaling(initial=initial)
-    ) as trainer:
-        batches = [[tensor.roll(step, 0) for tensor in model.example_inputs] for step in range(4)]
-        found = check(trainer, lambda step: batches[step], adam, 4)
-        assert trainer.scaler is not None
-        kinds = sorted({str(tensor.dtype) for tensor in trainer.gradients().values()})
-        return found.passed, trainer.scaler.scale, trainer.scaler.skipped, kinds
+    plan, seen = (soap.classical(name, model, cluster), cluster), []
+    for first in initial:
+        with Trainer(model, plan, optimizer=adam, clip_norm=1.0, loss_scaling=LossScaling(initial=first)) as trainer:
+            batches = [[tensor.roll(step, 0) for tensor in model.example_inputs] for step in range(4)]
+            found = check(trainer, lambda step, own=batches: own[step], adam, 4)  # type: ignore[misc]
+            assert trainer.scaler is not None
+            kinds = sorted({str(tensor.dtype) for tensor in trainer.gradients().values()})
+            seen.append((found.passed, trainer.scaler.scale, trainer.scaler.skipped, kinds))
+    return seen
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param("data_parallel", marks=pytest.mark.long), "megatron+zero1"])
 def test_float16_is_trained_with_a_scaled_loss(pool: Pool, name: str) -> None:
     """It checks against one process, also where the first scales are too large for float16's numbers."""
-    results: list[Any] = pool.run(in_float16, name, 2.0**16)
-    assert results == [(True, 2.0**16, 0, ["torch.float32"]), *[(True, 2.0**16, 0, [])] * 2]
-    results = pool.run(in_float16, name, 2.0**40)
-    assert results[0][:3] == (True, 2.0**36, 4)
+    results: list[Any] = pool.run(in_float16, name, 2.0**16, 2.0**40)
+    assert [own for own, _ in results] == [(True, 2.0**16, 0, ["torch.float32"]), *[(True, 2.0**16, 0, [])] * 2]
+    assert results[0][1][:3] == (True, 2.0**36, 4)
 
 
 def test_a_model_in_float16_is_scaled_unasked() -> None:
