@@ -142,7 +142,7 @@ class Bench:
 
     def round(self, number: int, seconds: float) -> Round:
         """One round."""
-        watch, used = Watch(), sum(self.hosts.ask_all(range(HOSTS), "processor_seconds"))
+        watch = Watch()
         designs = {name: design_of(plan, self.model.graph) for name, plan in plans(self.model.graph).items()}
         topology, works = self.hosts.measured_links(), self._works([*designs.values()])
         steady = {name: self.simulated(own, topology, works[measured_by(own)]) for name, own in designs.items()}
@@ -159,8 +159,7 @@ class Bench:
             print(f"{name}: {rates[name]:.0f}", file=sys.stderr, flush=True)
         predicted = {name: own.samples_per_second for name, own in steady.items()}
         predicted_idle = {name: _mean(own.idle) for name, own in steady.items()}
-        others = watch.others_share(sum(self.hosts.ask_all(range(HOSTS), "processor_seconds")) - used)
-        return Round(number, predicted, rates, predicted_idle, idle, machine(), others)
+        return Round(number, predicted, rates, predicted_idle, idle, machine(), watch.others_share())
 
     def _works(self, designs: Sequence[Design]) -> dict[Measured, MeasuredWork]:
         """By what they depend on, as all hosts measure it at once."""

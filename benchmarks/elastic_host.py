@@ -102,10 +102,6 @@ class Host:
         """How long the device has computed."""
         return self.device.busy_ns
 
-    def processor_seconds(self) -> float:
-        """Processor time of all threads of this process."""
-        return time.process_time()
-
     def echo(self) -> int:
         """Answer any frame by an empty one. Returns the port."""
         listener = Listener(lambda frame: [], self._job.secret, self._job.addresses[self._number])

@@ -6,24 +6,23 @@ test gets the property ``processor_s`` (``--junitxml`` writes it); the summary h
 
 from __future__ import annotations
 
-import os
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.quiet import used_seconds
+
 NAME = "processor_s"
 SHOWN = 40
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Note what was used before its set-up."""
-    item.stash[_BEFORE] = used_s()
+    item.stash[_BEFORE] = used_seconds()
     return (yield)
 
 
@@ -32,33 +31,11 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     """The last report, of its tear-down, tells what was used since then."""
     report = yield
     if call.when == "teardown":
-        report.user_properties.append((NAME, round(used_s() - item.stash[_BEFORE], 3)))
+        report.user_properties.append((NAME, round(used_seconds() - item.stash[_BEFORE], 3)))
     return report
 
 
 _BEFORE = pytest.StashKey[float]()
-
-
-def used_s() -> float:
-    """Processor seconds of this process and of all that it has started, ended or not, and that they have."""
-    own = os.times()
-    total = own.user + own.system + own.children_user + own.children_system
-    waiting = [*_children(os.getpid())]
-    while waiting:
-        pid = waiting.pop()
-        try:
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            waiting += _children(pid)
-        except OSError:  # it has ended meanwhile
-            continue
-        total += sum(map(int, fields[11:15])) / TICKS_PER_S
-    return total
-
-
-def _children(pid: int) -> Iterator[int]:
-    for tasks in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):  # a thread that has ended meanwhile
-            yield from map(int, tasks.read_text().split())
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from math import log
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +16,7 @@ from benchmarks.accuracy_report import HEAD, Plan, in_rounds, line_of, tau
 from benchmarks.end_to_end import Result, conclusion, contenders, table
 from benchmarks.models import MODELS, export_model
 from benchmarks.partitions import Swept, report
-from benchmarks.quiet import Watch
+from benchmarks.quiet import Watch, used_seconds
 from benchmarks.sparse import different
 from soap import api
 from soap.strategy.config import OpConfig, Strategy
@@ -72,6 +74,21 @@ def test_own_work_is_not_others_work() -> None:
     watch = Watch()
     share = watch.others_share()
     assert share is None or 0 <= share <= 1
+
+
+BUSY = "import time\nwhile time.process_time() < 0.5: pass"
+NESTED = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {BUSY!r}])\nprint(flush=True)\nsys.stdin.read()"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_what_children_of_living_children_used_is_own() -> None:
+    """As ranks, which are copies of a process that stays until the launcher ends."""
+    before = used_seconds()
+    with subprocess.Popen([sys.executable, "-c", NESTED], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdin is not None and child.stdout is not None
+        child.stdout.readline()  # its own child has ended
+        assert used_seconds() - before > 0.4
+        child.stdin.close()
 
 
 def test_a_disturbed_round_is_repeated_while_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:

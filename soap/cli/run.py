@@ -221,6 +221,7 @@ def on_ranks(
 ) -> Result | None:
     """Run ``entry`` with ``argument`` on all ranks. ``job`` says for which devices."""
     from soap.runtime.comm.launch import launch
+    from soap.runtime.comm.rank_processes import READING
     from soap.runtime.comm.world import under_launcher, world_size
 
     devices = job.topology.device_count
@@ -229,7 +230,8 @@ def on_ranks(
         note(PROG, f"{world_size(os.environ)} processes for {devices} devices: {world_size(os.environ) - devices} stay idle")
     with emulation.cluster(hosts) as emulated:
         place, address = emulated.place, emulated.address
-        return launch(processes=devices, entry=entry, args=(argument,), limit_s=limit_s, place=place, address=address).get(0)
+        started = launch(devices, entry, (argument,), limit_s=limit_s, place=place, address=address, modules=READING)
+        return started.get(0)
 
 
 def require_devices(job: Job) -> None:

@@ -42,6 +42,7 @@ def execute(args: argparse.Namespace, topology: Topology, planned: TracedModel, 
     from soap.mixed.run.training import Job, train
     from soap.mixed.run.updates import Updates
     from soap.runtime.comm.launch import launch
+    from soap.runtime.comm.rank_processes import READING
 
     recipe = Updating.of(args).recipe()
     if isinstance(recipe.optimizer, Mapping) or recipe.groups is not None:
@@ -69,7 +70,7 @@ def execute(args: argparse.Namespace, topology: Topology, planned: TracedModel, 
         evenly=run_evenly if hosts else None,
     )
     with emulation.cluster(hosts) as emulated:
-        found = launch(processes=job.ranks, entry=train, args=(job,), place=emulated.place, address=emulated.address)
+        found = launch(job.ranks, train, (job,), place=emulated.place, address=emulated.address, modules=READING)
     outcome = found.get(0)
     if outcome is None:  # under torchrun, on a rank that does not report
         return 0

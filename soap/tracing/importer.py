@@ -25,7 +25,7 @@ from soap.tracing.decompose import decompose
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.experts import unsort_experts
 from soap.tracing.fold import fold
-from soap.tracing.footprints import find_footprints
+from soap.tracing.found_later import footprints_later
 from soap.tracing.fuse import Fuser
 from soap.tracing.grouped import find_grouped_queries
 from soap.tracing.labels import batch_dimensions, gradients
@@ -101,7 +101,7 @@ def import_program(
             transient=frozenset(name for name in program.buffers if name not in exported.state_dict),
             unchanged={n: _converted(t, dtype) for n, t in _unchanged(exported, program, graph).items()},
         )
-        known, parts = find_footprints(model, on_gpus=autocast_device == "cuda")
+        known, parts = footprints_later(model, on_gpus=autocast_device == "cuda")
         found = replace(graph, footprints=known, part_footprints=parts)
         model.graph = replace(found, sparse=measured_by_examples(model), loss_terms=find_loss_terms(model))
         return model

@@ -60,12 +60,14 @@ def launch(
     limit_s: float | None = None,
     place: Callable[[int], None] | None = None,
     address: str = LOCALHOST,
+    modules: Sequence[str] = (),
 ) -> dict[int, Result]:
     """Run ``entry(*args)`` in ``processes`` processes, or in this one if it is a rank already. Returns rank -> what ``entry`` returned.
 
     ``entry`` and ``args`` must be picklable; ``entry`` is a function at the top of a module. ``limit_s``: time limit in seconds for ranks
     that are started here. ``place`` (picklable): called first in each rank that is started here, with its number, to move it where it
-    belongs, such as an emulated host. ``address``: this process's address as those ranks reach it.
+    belongs, such as an emulated host. ``address``: this process's address as those ranks reach it. ``modules``: what ranks are going to
+    import, beside the module of ``entry``.
 
     RuntimeFailure in one line if a rank fails (all ranks end then), or after the time limit. KeyboardInterrupt after Ctrl-C, which ends all
     ranks; StoppedBySignal after other signals.
@@ -87,7 +89,7 @@ def launch(
             _environment_for_ranks(threads),
             _interrupts_for_launcher_alone(interrupted),
         ):
-            import_ahead(entry)  # leaves a socket among temporary files until this process ends
+            import_ahead([entry.__module__, *modules])  # leaves a socket among temporary files until this process ends
             with _own_temporary_folder() as path, _time_limit(limit_s, late, folder := Folder(path, processes)):
                 start = elastic_launch(_config(processes, address), _rank_main)
                 try:

@@ -11,15 +11,16 @@ import multiprocessing
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from multiprocessing import forkserver
-from typing import Any
 
 _NUMBERS = frozenset(f"{of}{what}" for of in ("", "LOCAL_", "GROUP_", "ROLE_") for what in ("RANK", "WORLD_SIZE"))
 GIVEN_TO_RANKS = _NUMBERS | {"ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"}
 """Variables that torch's launcher sets in each rank, beside those that begin with ``OF_LAUNCHER``."""
 OF_LAUNCHER = "TORCHELASTIC_"
+READING = ("soap.tracing.load",)
+"""What ranks import that read a model: with it the half of torch that knows exported programs."""
 
 _launched_with: set[str] = set()
 """Names of variables that any launch of this process has had: the process that is copied may have them."""
@@ -30,14 +31,12 @@ def start_method() -> str:
     return "forkserver" if sys.platform == "linux" else "spawn"
 
 
-def import_ahead(entry: Callable[..., Any]) -> None:
-    """Start the process that is copied, and have it import the module of ``entry`` and all that this one imports. Nothing if there is one
-    already, or processes are not copied."""
+def import_ahead(modules: Iterable[str]) -> None:
+    """Start the process that is copied, and have it import those of the modules that are ours, and all that these import. Nothing if there
+    is one already, or processes are not copied. A user's own modules are left to ranks: they may start threads, or use a GPU."""
     if start_method() == "spawn":
         return
-    own = getattr(entry, "__module__", None)
-    ahead = ["soap.runtime.comm.launch", *([own] if own is not None and own.startswith("soap.") else [])]
-    multiprocessing.set_forkserver_preload(ahead)
+    multiprocessing.set_forkserver_preload(["soap.runtime.comm.launch", *(name for name in modules if name.startswith("soap."))])
     forkserver.ensure_running()
 
 
