@@ -230,8 +230,9 @@ def on_ranks(
         note(PROG, f"{world_size(os.environ)} processes for {devices} devices: {world_size(os.environ) - devices} stay idle")
     with emulation.cluster(hosts) as emulated:
         place, address = emulated.place, emulated.address
-        started = launch(devices, entry, (argument,), limit_s=limit_s, place=place, address=address, modules=READING)
-        return started.get(0)
+        return launch(
+            processes=devices, entry=entry, args=(argument,), limit_s=limit_s, place=place, address=address, modules=READING
+        ).get(0)
 
 
 def require_devices(job: Job) -> None:

@@ -65,13 +65,17 @@ def nothing_left(groups: CpuGroups) -> Iterator[None]:
 
 
 def launchers(groups: CpuGroups) -> set[int]:
-    """Parents of all processes on emulated hosts."""
+    """Parents of all processes on emulated hosts, and theirs: ranks are copies of a process that the launcher has started."""
     ranks = [line for path in groups.root.glob("soap-emulation-*/*/cgroup.procs") for line in path.read_text().split()]
-    found = set()
-    for rank in ranks:
-        with suppress(OSError):
-            found.add(int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1]))
-    return found
+    parents = {parent for rank in ranks for parent in parent_of(int(rank))}
+    return parents | {launcher for parent in parents for launcher in parent_of(parent)}
+
+
+def parent_of(pid: int) -> list[int]:
+    """Empty if the process has ended."""
+    with suppress(OSError):
+        return [int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])]
+    return []
 
 
 def command(*arguments: str) -> list[str]:

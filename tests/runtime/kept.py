@@ -29,6 +29,7 @@ def launch_on(pool: Pool) -> Callable[..., dict[int, Any]]:
         limit_s: float | None = None,
         place: Callable[[int], None] | None = None,
         address: str = "localhost",
+        modules: Sequence[str] = (),
     ) -> dict[int, Any]:
         assert place is None, "kept ranks go nowhere"
         found = dict(enumerate(pool.run(_in_folder, os.getcwd(), entry, tuple(args), ranks=processes)))
