@@ -10,12 +10,11 @@ import faulthandler
 import os
 import signal
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing import forkserver, parent_process
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from soap.runtime.comm.rank_processes import end_with_launcher
 from tests.kept_models import keep_zoo_models
 
 ROOT = Path(__file__).parents[2]
@@ -168,7 +168,7 @@ def _forks() -> Any:
 
 
 def _serve(rank: int, port: int, timeout_s: float, pipe: Connection, stacks: str) -> None:
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_launcher()
     os.chdir(ROOT)  # a test may have been in a folder of its own when ``multiprocessing``, which goes there, was imported
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout_s))
@@ -197,11 +197,3 @@ def _join(store: dist.Store, rank: int, job: Job, timeout_s: float) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(job.size), LOCAL_RANK=str(rank), GLOO_SOCKET_IFNAME="lo")
     own = dist.PrefixStore(f"world{job.world}", store)
     dist.init_process_group("gloo", store=own, rank=rank, world_size=job.size, timeout=timedelta(seconds=timeout_s))
-
-
-def _end_with_parent() -> None:
-    """A parent that is killed cannot end its ranks."""
-    parent = parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
