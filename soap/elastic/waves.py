@@ -48,11 +48,13 @@ class WorkerWeights(Generic[Values]):
     def __init__(self, wave: int, pulled: Values, version: int = 0, begun: tuple[int, Values] | None = None) -> None:
         if wave < 1 or version < 0:
             raise ElasticError(f"waves of {wave} minibatches behind version {version}; expected waves of at least 1, and 0 or more before")
-        self._wave, self._pulled, self.version = wave, pulled, version
+        self._wave, self._whole, self.version = wave, pulled, version
+        """``_whole``: what was pulled, and its own complete waves that are not in it: added once, not for each minibatch."""
         self._first = version
         self._finished = version * wave + (0 if begun is None else begun[0])
-        self._own: dict[int, Values] = {} if begun is None else {version: begun[1]}
-        """Sums of its own updates that are in no pulled values, by wave."""
+        self._own: dict[int, Values] = {}
+        """Sums of its own complete waves that are in no pulled values, in their order."""
+        self._incomplete: Values | None = None if begun is None else begun[1]
 
     @property
     def pushes(self) -> int:
@@ -67,30 +69,35 @@ class WorkerWeights(Generic[Values]):
     def values(self) -> Values:
         """What a minibatch begins with, and computes both its passes with, wherever it is: the values last pulled, and its own finished
         updates that are not in them."""
-        return reduce(add, self._own.values(), self._pulled)
+        return self._whole if self._incomplete is None else self._whole + self._incomplete
 
     def finished(self, update: Values, whole: Values | None = None) -> Push[Values] | None:
         """The next minibatch is finished. Returns its wave if that is complete. ``whole``: the sum of the wave that it completes, in the
         order of minibatches, if somebody has that already: it is kept instead of another one of the same."""
         number = self._finished // self._wave
         if whole is None:
-            whole = self._own[number] + update if number in self._own else update
-        self._own[number] = whole
+            whole = update if self._incomplete is None else self._incomplete + update
         self._finished += 1
-        return None if self._finished % self._wave else Push(number, self._wave, self._own[number])
+        if self._finished % self._wave:
+            self._incomplete = whole
+            return None
+        self._own[number], self._incomplete = whole, None
+        self._whole = self._whole + whole
+        return Push(number, self._wave, whole)
 
     def ended(self) -> Push[Values] | None:
         """There are no more minibatches. Returns the last wave if it is incomplete and has any."""
-        left = self._finished % self._wave
-        number = self._finished // self._wave
-        return Push(number, left, self._own[number]) if left else None
+        if self._incomplete is None:
+            return None
+        return Push(self._finished // self._wave, self._finished % self._wave, self._incomplete)
 
     def pull(self, values: Values, version: int) -> None:
         """The servers' values of a version, which is at least the last one. Own waves that are in them count no longer."""
         if version < self.version:
             raise ElasticError(f"values with {version} waves come after some with {self.version}; expected as many or more")
-        self._pulled, self.version = values, version
+        self.version = version
         self._own = {wave: own for wave, own in self._own.items() if wave >= version}
+        self._whole = reduce(add, self._own.values(), values)
 
 
 class GlobalWeights(Generic[Values]):

@@ -32,13 +32,17 @@ MOST_CONSIDERED = 16
 """Minibatches in flight of a worker; HetPipe had up to 7."""
 COUNTED_BOUND = 4
 """See ``copies_on_processors``; the bound with which HetPipe was fastest."""
+PASSES_OF_UPDATE, PASSES_OF_STAGE = 3, 13
+"""How often memory is passed over for each parameter: by plain SGD (value and gradient read, value written), and by a stage behind each
+backward pass (``mixed.run``): 2 for its gradients end to end, 2 for the update made of them, and 3 each for the wave's sum, for the sum of
+what the worker has finished, and for the next minibatch's values."""
 STEP_COPIES = 2
 """Of trained parameters that ``StageCosts.chain`` counts without an optimizer's states: value and gradient."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage's part of one minibatch. ``first``: its first operator. ``backward_ns``: with the update of its own values. ``sent_bytes``:
+    """A stage's part of one minibatch. ``first``: its first operator. ``backward_ns``: with what it does with its values. ``sent_bytes``:
     to the next stage, and what comes back; 0 for the last. ``parameter_bytes``: one copy of what is trained. ``needed_bytes``: of
     memory."""
 
@@ -145,7 +149,10 @@ class Partitioner:
     def _priced(self, groups: StageGroups) -> StageCosts:
         key = self._look(groups)
         if key not in self._costs:
-            self._costs[key] = self._prices.costs(groups, 1, self._whole)
+            own = self._prices.costs(groups, 1, self._whole)
+            upkeep_ns = own.upkeep_ns * PASSES_OF_STAGE // PASSES_OF_UPDATE
+            chain = replace(own.chain, layer_ns=own.forward_ns + own.backward_ns + upkeep_ns)
+            self._costs[key] = replace(own, upkeep_ns=upkeep_ns, chain=chain)
         return self._costs[key]
 
     def _chain(self, costs: StageCosts, groups: StageGroups, kept: Sequence[int], in_flight: int) -> Chain:

@@ -215,3 +215,32 @@ def test_wrong_use_is_said() -> None:
         clocks.pushed("a")
     with pytest.raises(ElasticError, match="begins minibatch 1 with 1 waves of all workers; expected 0 to 0"):
         clocks.started("a", 1)
+
+
+class _Counted:
+    """A value that counts its additions, and remembers their order."""
+
+    additions = 0
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __add__(self, other: _Counted) -> _Counted:
+        _Counted.additions += 1
+        return _Counted(f"({self.name}+{other.name})")
+
+
+def test_a_start_adds_once_however_many_waves_are_missing() -> None:
+    """The sum is that of all from left to right: what was pulled, whole waves in their order, and the one that is not complete."""
+    worker = WorkerWeights(2, _Counted("p"))
+    for number in range(7):
+        worker.finished(_Counted(str(number)))
+    _Counted.additions = 0
+    assert worker.values().name == "((((p+(0+1))+(2+3))+(4+5))+6)"
+    assert _Counted.additions == 1
+    worker.pull(_Counted("q"), 1)
+    assert worker.values().name == "(((q+(2+3))+(4+5))+6)"
+    worker.pull(_Counted("r"), 3)
+    worker.finished(_Counted("7"))
+    _Counted.additions = 0
+    assert worker.values().name == "(r+(6+7))" and _Counted.additions == 0, "nothing is incomplete"

@@ -153,3 +153,16 @@ def test_devices_that_are_alike_get_the_same_stages() -> None:
     partitioner = partitioner_of(graph, [2**30] * 6)
     one, other = partitioner.plan((0, 1), 2), partitioner.plan((1, 0), 2)
     assert one is not None and one == other
+
+
+def test_a_stage_works_with_its_values_beside_its_passes() -> None:
+    """Its gradients, its update, two sums and values are so many passes over its parameters, in units of what an update passes over."""
+    topology = mixed([10**10])
+    graph = graph_of("zoo:alexnet:tiny")
+    partitioner = Partitioner(graph, topology, RooflineCosts(topology))
+    (stage,) = partitioner.given([(0, 0)], 1).stages
+    plain = partitioner._prices.costs(partitioner._groups([0]), 1, partitioner._whole)
+    passes_ns, update_ns = int(plain.backward_ns.sum()), plain.upkeep_ns
+    assert update_ns.sum() > 0
+    assert stage.backward_ns == passes_ns + int((update_ns * 13 // 3).sum())
+    assert stage.forward_ns == int(plain.forward_ns.sum())

@@ -49,7 +49,7 @@ class Updates:
     @torch.no_grad()
     def of(self, gradient: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """The update of the next minibatch, in the order in which they end: -rate * gradient / V, weight decay at the values with which it
-        began, and momentum as of the worker's own gradients."""
+        began, and momentum as of the worker's own gradients. The gradient becomes the update where nothing else needs it."""
         rule = self.rule
         if rule.weight_decay:
             gradient = gradient + rule.weight_decay * values
@@ -57,7 +57,8 @@ class Updates:
             before = self.momentum
             self.momentum = gradient.clone() if before is None else rule.momentum * before + (1 - rule.dampening) * gradient
             gradient = gradient + rule.momentum * self.momentum if rule.nesterov else self.momentum
-        update = (-self.rate / self._workers) * gradient
+        factor = -self.rate / self._workers
+        update = factor * gradient if rule.momentum else gradient.mul_(factor)
         self._optimizer.step()  # of nothing: schedules warn if they are stepped first
         self._schedule.step(0.0)
         return update
