@@ -10,6 +10,7 @@ import torch
 
 import soap
 from soap.api.predictions import simulator_for
+from soap.cluster.presets import local_topology
 from soap.errors import ModelError, RuntimeFailure
 from soap.plan.compression.training import PLAIN, for_scaling
 from soap.plan.plan import Plan
@@ -174,7 +175,7 @@ def test_a_checkpoint_has_the_scale(pool: Pool, tmp_path: Path) -> None:
 
 def in_float16(name: str, *initial: float) -> list[tuple[bool, float, int, list[str]]]:
     """For each first scale a check against one process, the scale and the skipped updates, and the types of gradients."""
-    model, cluster = soap.load("zoo:gpt:tiny@6", autocast="float16"), soap.load_cluster("local:3")
+    model, cluster = soap.load("zoo:gpt:tiny@6", autocast="float16"), local_topology(3)
     plan, seen = (soap.classical(name, model, cluster), cluster), []
     for first in initial:
         with Trainer(model, plan, optimizer=adam, clip_norm=1.0, loss_scaling=LossScaling(initial=first)) as trainer:

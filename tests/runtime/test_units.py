@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from soap import api
+from soap.cluster.presets import local_topology
 from soap.runtime.program import fused_tiles
 from soap.runtime.program.program import compile_program
 from soap.runtime.trainer import Trainer
@@ -46,7 +47,7 @@ def test_running_statistics_stay_outside() -> None:
 
 
 def _losses(spec: str, compiled: bool, **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
-    model, topology = api.load(f"zoo:{spec}", dtype="float64"), api.load_cluster("local:1")
+    model, topology = api.load(f"zoo:{spec}", dtype="float64"), local_topology(1)
     strategy = CLASSICAL["data_parallel"](model.graph, topology)
     with Trainer(model, (strategy, topology), compiled=compiled, **options) as trainer:
         return [trainer.step(*model.example_inputs) for _ in range(3)], trainer.state_dict()
