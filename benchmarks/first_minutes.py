@@ -1,9 +1,11 @@
 """A newcomer's first minutes: a new environment, the wheel installed into it, and the first commands, as docs/first_minutes.md shows them.
 
-    python -m build && python -m benchmarks.first_minutes dist/*.whl -o docs/first_minutes.md
+    make wheel && python -m benchmarks.first_minutes dist/*.whl -o docs/first_minutes.md
 
-Commands run one after the other in an empty folder with an empty home, so nothing is compiled or measured before. The page has what they
-print and how long they take; how much of the machine other programs used meanwhile stands beside. Expected: each command ends with 0.
+Commands run one after the other in an empty folder with an empty home, so nothing is compiled or measured before: first with the wheel that
+brings machine code along, then, in another folder with a home of its own, the first search with the wheel for all platforms. The page has
+what they print and how long they take; how much of the machine other programs used meanwhile stands beside. Expected: each command ends
+with 0.
 """
 
 from __future__ import annotations
@@ -20,10 +22,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from resource import RUSAGE_CHILDREN, getrusage
 
 from benchmarks.pages import give
-from benchmarks.quiet import Watch
+from benchmarks.quiet import Watch, used_seconds
 from soap.errors import SoapError
 
 ROOT = Path(__file__).parent.parent
@@ -31,6 +32,11 @@ WIDEST = 140
 """Characters of a line of output on the page."""
 MOST_LINES = 44
 LIMIT_S = 1800
+SAMPLED_S = 0.1
+"""How often it is looked up how much processor time a command's processes have used. What the parent of a process that has ended did not
+ask for is known only while that parent lives."""
+PURE = "py3-none-any"
+"""Of the name of the wheel for all platforms."""
 
 
 @dataclass(frozen=True)
@@ -42,23 +48,26 @@ class Step:
 
 
 QUICK = "--cluster p100-4x4 --profile 0 --verify 0"
+NEW = Step("A new environment.", "python3 -m venv .venv")
 STEPS = (
-    Step("A new environment.", "python3 -m venv .venv"),
+    NEW,
     Step(
-        "The package, with what draws reports, in the versions that its tests run with.",
+        "The package for this platform, with what draws reports, in the versions that its tests run with.",
         "pip install -q -c constraints.txt './{wheel}[report]'",
     ),
-    Step(
-        "The first search, for 16 GPUs that are not here. The simulator is compiled for this machine, once.",
-        f"soap-search zoo:gpt:tiny {QUICK}",
-    ),
-    Step("The same again, with all of it compiled.", f"soap-search zoo:gpt:tiny {QUICK}"),
+    Step("The first search, for 16 GPUs that are not here.", f"soap-search zoo:gpt:tiny {QUICK}"),
+    Step("The same again: what was read of the model is kept.", f"soap-search zoo:gpt:tiny {QUICK}"),
     Step("A page to look at.", "soap-report zoo:gpt:tiny --cluster p100-4x4 --strategy strategy.json -o report.html"),
     Step(
         "For this machine: it and the model are measured, and the best plans are run in turns, each for up to a minute.",
         "soap-search zoo:rnnlm:tiny -o here.json",
     ),
     Step("Train with what was found, and compare with one process.", "soap-run here.json --model zoo:rnnlm:tiny --steps 20 --check"),
+)
+PURE_STEPS = (
+    NEW,
+    Step("The package for all platforms, which has no machine code.", "pip install -q -c constraints.txt ./{wheel}"),
+    Step("The first search compiles the simulator for this machine, once.", f"soap-search zoo:gpt:tiny {QUICK} --json > found.json"),
 )
 
 
@@ -77,20 +86,27 @@ def run(step: Step, wheel: Path, folder: Path, home: Path) -> Outcome:
     kept = {name: value for name, value in os.environ.items() if name.startswith(("PIP_", "SSL_", "REQUESTS_", "LANG", "LC_"))}
     places = [str(folder / ".venv" / "bin"), str(Path(sys.base_prefix) / "bin"), "/usr/bin", "/bin"]
     environment = {**kept, "PATH": os.pathsep.join(places), "HOME": str(home)}
-    command, begin, used = step.command.format(wheel=wheel), time.perf_counter(), _processor_seconds()
-    done = subprocess.run(
-        command, shell=True, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT_S
-    )
-    seconds, used = time.perf_counter() - begin, _processor_seconds() - used
-    if done.returncode:
-        raise SoapError(f"{command!r} ended with {done.returncode}: {done.stdout[-2000:]}")
-    return Outcome(step, tuple(done.stdout.replace(str(folder), ".").replace(str(home), "~").splitlines()), seconds, used)
+    command, begin = step.command.format(wheel=wheel), time.perf_counter()
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as printed:
+        running = subprocess.Popen(command, shell=True, cwd=folder, env=environment, stdout=printed, stderr=subprocess.STDOUT)
+        used, seconds = _watched(running, begin + LIMIT_S)
+        printed.seek(0)
+        text = printed.read()
+    if running.returncode:
+        raise SoapError(f"{command!r} ended with {running.returncode}: {text[-2000:]}")
+    return Outcome(step, tuple(text.replace(str(folder), ".").replace(str(home), "~").splitlines()), seconds, used)
 
 
-def _processor_seconds() -> float:
-    """Of all children that have ended, and theirs."""
-    used = getrusage(RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+def _watched(running: subprocess.Popen[bytes], latest: float) -> tuple[float, float]:
+    """(processor seconds of a process and of all that it starts, seconds) until it ends. ``latest``: when it is killed."""
+    began, before, most = time.perf_counter(), used_seconds(), 0.0
+    while running.poll() is None:
+        if time.perf_counter() > latest:
+            running.kill()
+        most = max(most, used_seconds() - before)
+        time.sleep(SAMPLED_S)
+    seconds = time.perf_counter() - began
+    return max(most, used_seconds() - before), seconds
 
 
 def shown(outcome: Outcome, wheel: Path) -> list[str]:
@@ -103,8 +119,8 @@ def shown(outcome: Outcome, wheel: Path) -> list[str]:
     return [outcome.step.about, "", "```text", f"$ {command}", *lines, "```", "", f"({took[0]}; {took[1]} of a core)", ""]
 
 
-def page(outcomes: Sequence[Outcome], wheel: Path, others: float | None) -> str:
-    """The page."""
+def page(outcomes: Sequence[Outcome], pure: Sequence[Outcome], wheels: tuple[Path, Path], others: float | None) -> str:
+    """The page. ``pure``: what was done with the wheel for all platforms, the second of ``wheels``."""
     memory = re.search(r"MemTotal:\s+(\d+)", Path("/proc/meminfo").read_text(encoding="ascii"))
     machine = f"{os.cpu_count()} cores, {int(memory[1]) / 2**20:.0f} GiB" if memory else f"{os.cpu_count()} cores"
     crowd = "" if others is None else f" Other programs used {others:.0%} of the cores meanwhile."
@@ -117,31 +133,47 @@ def page(outcomes: Sequence[Outcome], wheel: Path, others: float | None) -> str:
     ]
     total = sum(own.seconds for own in outcomes)
     tail = [f"All of it took {total / 60:.0f} minutes. Where to go on: the table at the end of the [README](../README.md).", ""]
-    return "\n".join([*head, *(line for own in outcomes for line in shown(own, wheel)), *tail])
+    title = ["## From the wheel for all platforms", ""] if pure else []
+    further = [line for own in pure for line in shown(own, wheels[1])]
+    return "\n".join([*head, *(line for own in outcomes for line in shown(own, wheels[0])), *title, *further, *tail])
+
+
+def wheels_of(paths: Sequence[Path]) -> tuple[Path, Path]:
+    """(the wheel with machine code, that for all platforms). SoapError if they are not these two."""
+    pure = [path for path in paths if PURE in path.name]
+    rest = [path for path in paths if path not in pure]
+    if len(pure) != 1 or len(rest) != 1:
+        raise SoapError(f"wheels {', '.join(path.name for path in paths)}: expected two, one of this platform and one for all: make wheel")
+    return rest[0], pure[0]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.first_minutes", description=__doc__)
-    parser.add_argument("wheel", metavar="WHEEL", type=Path, help="of this package")
+    parser.add_argument("wheels", metavar="WHEEL", type=Path, nargs="+", help="of this package: that of this platform, and that for all")
     parser.add_argument("-o", "--output", metavar="FILE", help="where the page goes (default: standard output)")
     args = parser.parse_args(argv)
+    try:
+        wheels = wheels_of(args.wheels)
+    except SoapError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
+    outcomes: tuple[list[Outcome], list[Outcome]] = [], []
     watch = Watch()
-    with tempfile.TemporaryDirectory() as parent:
-        folder, home = Path(parent) / "work", Path(parent) / "home"
-        folder.mkdir()
-        home.mkdir()
-        for path in (args.wheel, ROOT / "constraints.txt"):
-            shutil.copy(path, folder)
-        wheel = Path(args.wheel.name)
-        outcomes = []
-        for step in STEPS:
-            outcomes.append(run(step, wheel, folder, home))
-            print(f"{outcomes[-1].seconds:8.1f} s  {step.command}", file=sys.stderr, flush=True)
-            if args.output:
-                give(page(outcomes, wheel, watch.others_share()), args.output)  # so that it is there up to what fails
+    for own, wheel, steps in zip(outcomes, wheels, (STEPS, PURE_STEPS), strict=True):
+        with tempfile.TemporaryDirectory() as parent:
+            folder, home = Path(parent) / "work", Path(parent) / "home"
+            folder.mkdir()
+            home.mkdir()
+            for path in (wheel, ROOT / "constraints.txt"):
+                shutil.copy(path, folder)
+            for step in steps:
+                own.append(run(step, Path(wheel.name), folder, home))
+                print(f"{own[-1].seconds:8.1f} s  {step.command}", file=sys.stderr, flush=True)
+                if args.output:
+                    give(page(*outcomes, wheels, watch.others_share()), args.output)  # so that it is there up to what fails
     if not args.output:
-        give(page(outcomes, wheel, watch.others_share()), None)
+        give(page(*outcomes, wheels, watch.others_share()), None)
     return 0
 
 

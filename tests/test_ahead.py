@@ -72,7 +72,7 @@ def test_nothing_is_started_if_everything_is_on_disk() -> None:
 
 @pytest.mark.slow
 def test_the_process_ends_by_itself_or_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "_all_on_disk", lambda: False)
+    monkeypatch.setattr(ahead, "all_on_disk", lambda: False)
     monkeypatch.setattr(ahead, "FEWEST_CORES", 1)
     ahead.begin()
     (child,) = ahead._running

@@ -11,7 +11,7 @@ from soap.api.deciding import decision_record, memory_range, timed
 from soap.api.finding import find
 from soap.api.fitting import Fit, Way, fits
 from soap.api.informing import WhatDecides, what_decides
-from soap.api.models import Cluster, Model, export, load, load_cluster, measure_rows
+from soap.api.models import Cluster, Model, export, load, load_cluster, measure_rows, planned_graph
 from soap.api.outcome import LEAST_MEASURED, Run, SearchOutcome, least_measured
 from soap.api.predictions import (
     Prediction,
@@ -81,6 +81,7 @@ __all__ = [
     "measure_rows",
     "memory_range",
     "placed_layers",
+    "planned_graph",
     "predicted_range",
     "save_strategy",
     "sensitivity",

@@ -27,7 +27,7 @@ def begin() -> None:
 
     The process ends with this one, however this one ends, or by ``end``. Ctrl-C does not reach it.
     """
-    if _running or cpu_cores() < FEWEST_CORES or _all_on_disk():
+    if _running or cpu_cores() < FEWEST_CORES or all_on_disk():
         return
     try:
         # its standard input ends with this process; in a session of its own it gets none of the terminal's signals
@@ -63,7 +63,8 @@ def compiling() -> Iterator[None]:
         end()
 
 
-def _all_on_disk() -> bool:
+def all_on_disk() -> bool:
+    """Whether nothing of what takes long need be compiled."""
     from soap.api.slow_functions import SLOW  # importing numba takes half a second
     from soap.simulator.compiled.jit import is_compiled
 

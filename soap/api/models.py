@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from soap.api.kept_graphs import keep, kept_graph
 from soap.cluster import yaml_file
 from soap.cluster.kinds import has_gpus
 from soap.cluster.presets import LOCAL, family
@@ -107,6 +108,16 @@ def load(
     return model
 
 
+def planned_graph(spec: str | Path, **reading: Any) -> OperatorGraph:
+    """The graph of ``load(spec, plan_only=True, **reading)``. That of a zoo model is kept, and found again without torch
+    (``kept_graphs``). Errors are those of ``load``."""
+    graph = kept_graph(str(spec), reading)
+    if graph is None:
+        graph = load(spec, plan_only=True, **reading).graph
+        keep(str(spec), reading, graph)
+    return graph
+
+
 def measure_rows(model: TracedModel | str | Path, batches: Iterable[Sequence[Any]]) -> OperatorGraph:
     """The model's graph, for ``soap.find`` and the like, with the touched rows of sparse parameters counted on batches of the user's data.
 
@@ -145,7 +156,7 @@ def graph_of(model: Model, topology: Topology | None = None) -> OperatorGraph:
         return model
     if isinstance(model, (str, Path)):
         on_gpus = topology is not None and has_gpus(topology)
-        return load(model, plan_only=True, autocast_device="cuda" if on_gpus else "cpu").graph
+        return planned_graph(model, autocast_device="cuda" if on_gpus else "cpu")
     return model.graph
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from soap.api.ahead import all_on_disk
 from soap.api.deciding import known_spreads_of, range_record, timed
 from soap.api.models import Cluster, Model, graph_of, topology_of
 from soap.api.strategies import classical, simulated_name
@@ -22,6 +23,7 @@ from soap.search.explanation import Line, Synchronized, Unkept
 from soap.search.explanation import explain as explain_operators
 from soap.search.explanation import explain_synchronization as explain_parameters
 from soap.search.explanation import explain_unkept as explain_marks
+from soap.search.metropolis import Evaluator
 from soap.search.options import OPTIMIZER_STATES, check_costs
 from soap.search.starts import BASELINE
 from soap.simulator.costs import CostModel, CostSource
@@ -221,6 +223,14 @@ def plays_compiled(tasks: int, times: int) -> bool:
         return False
     announce_compiling()
     return True
+
+
+def quick_evaluator(simulator: Simulator) -> Evaluator:
+    """What answers questions for times and memory soonest: the compiled simulator, which gives the same answers, if it is compiled already,
+    else ``simulator`` itself."""
+    from soap.simulator.incremental import IncrementalSimulator  # imports numba
+
+    return IncrementalSimulator(simulator) if all_on_disk() else simulator
 
 
 def announce_compiling() -> None:

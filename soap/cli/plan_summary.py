@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from soap.api import SearchOutcome, costs_record, memory_range, predicted_range
+from soap.api.predictions import quick_evaluator
 from soap.cli import certainty, compressing, figures, recomputing, rows, warm_up
 from soap.cli.plain_text import aligned, devices, listed, milliseconds, speed_up, split, sync_document, sync_text
 from soap.cluster.topology import Topology
@@ -159,14 +160,15 @@ def _baselines(simulator: Simulator) -> dict[str, dict[str, Any]]:
     """Predictions by name. Strategies that would take minutes have none: too many tiles and no equal copies (servers never have equal
     copies)."""
     found: dict[str, dict[str, Any]] = {}
+    quick = quick_evaluator(simulator)
     for name, make in _named(simulator.graph).items():
         strategy = make(simulator.graph, simulator.topology)
         many = is_large(strategy) if name in SYNCHRONIZED else tile_count(strategy) > MOST_TILES
         if name != BASELINE and many and isinstance(simulator.run_folded(strategy), str):
             found[name] = {"predicted_ns": None, "overflow_bytes": None}
             continue
-        cost_ns, overflow_bytes = simulator.cost(strategy)
-        found[name] = {"predicted_ns": cost_ns, "overflow_bytes": overflow_bytes}
+        asked = simulator if is_large(strategy) else quick
+        found[name] = {"predicted_ns": asked.makespan_ns(strategy), "overflow_bytes": asked.overflow_bytes(strategy)}
     return found
 
 

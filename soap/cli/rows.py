@@ -24,6 +24,8 @@ MOST_ROWS = 16
 def load_graph(args: argparse.Namespace, topology: Topology | None) -> OperatorGraph:
     """The model's graph, with rows counted on ``--data`` and shares from ``--alpha``."""
     args.model = sized(args.model, args.alpha_from or folder_of(args.data))
+    if args.data is None and args.alpha_from is None:
+        return sparse_shares.with_alphas(api.planned_graph(args.model, **reading(args, topology)), args.alpha)
     model = api.load(args.model, plan_only=True, **reading(args, topology))
     graph = model.graph
     if args.data is not None:

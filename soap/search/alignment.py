@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from math import prod
 
@@ -11,6 +12,9 @@ from soap.model.graph import Operand, OperatorGraph
 from soap.model.regions import proportional
 from soap.strategy.config import OpConfig, Strategy, settled_config
 from soap.strategy.shares import shares_of
+
+KEPT = 2**10
+"""Answers of ``aligned_with`` that are kept: a search asks again and again for the same few, of layers that are alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +70,14 @@ def aligned_with(graph: OperatorGraph, source: OpConfig, position: int, edge: Ed
     op = graph.operators[position]
     if settled_config(op, 1) is not None:  # this operator follows nobody
         return []
-    sizes = [f.size for f in op.factors] if op.partitionable else [1] * len(op.factors)
-    shared = {theirs: mine for theirs, mine in edge.factors if source.degrees[theirs] > 1}
+    sizes = tuple(f.size if op.partitionable else 1 for f in op.factors)
+    return list(_aligned(source, sizes, tuple((theirs, mine) for theirs, mine in edge.factors if source.degrees[theirs] > 1)))
+
+
+@lru_cache(KEPT)
+def _aligned(source: OpConfig, sizes: tuple[int, ...], pairs: tuple[tuple[int, int], ...]) -> tuple[OpConfig, ...]:
+    """``aligned_with`` for an operator with factors of these sizes. ``pairs``: the edge's factors that the source splits."""
+    shared = dict(pairs)
     rest = source.replicas * prod(d for f, d in enumerate(source.degrees) if f not in shared)
     configs: list[OpConfig] = []
     if all(source.degrees[theirs] <= sizes[mine] for theirs, mine in shared.items()):
@@ -78,7 +88,7 @@ def aligned_with(graph: OperatorGraph, source: OpConfig, position: int, edge: Ed
             configs.extend(_follow(source, sizes, shared, f, drop=False) for f in free)
     if shared and len(source.devices) > 1:
         configs.extend(_single_axis(source, sizes))
-    return configs
+    return tuple(configs)
 
 
 def _follow(source: OpConfig, sizes: Sequence[int], shared: Mapping[int, int], extra: int | None, *, drop: bool) -> OpConfig:
@@ -112,7 +122,7 @@ def _follow(source: OpConfig, sizes: Sequence[int], shared: Mapping[int, int], e
     return source.placed(tuple(degrees), tuple(devices), replicas, shares_of(degrees, weights))
 
 
-def _single_axis(source: OpConfig, sizes: list[int]) -> list[OpConfig]:
+def _single_axis(source: OpConfig, sizes: Sequence[int]) -> list[OpConfig]:
     """All of the source's devices given to the replicas, or to one factor that is large enough."""
     ones, devices = [1] * len(sizes), source.devices
     configs = [source.placed(tuple(ones), devices, len(devices))]

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from soap.cluster.topology import Topology
-from soap.search.rough_costs import RoughCosts
+from soap.search.rough_costs import Laid, RoughCosts
 from soap.search.space import OperatorSpace, Space
 from soap.simulator.costs import CostModel
 from soap.strategy.config import OpConfig, Strategy
@@ -149,9 +149,7 @@ def additive_costs(space: Space, topology: Topology, costs: CostModel) -> tuple[
     graph = space.graph
     rough = RoughCosts(graph, topology, costs)
     choices = [candidates(own) for own in space.operators]
-    laid = [[rough.lay(i, config) for config in own] for i, own in enumerate(choices)]
-    nodes = [np.array([rough.node_seconds(i, config, tiles) for config, tiles in zip(choices[i], laid[i], strict=True)])
-             for i in range(len(choices))]  # fmt: skip
+    laid, nodes = _laid(rough, choices)
     edges: dict[tuple[int, int], Costs] = {}
     known: dict[tuple[int, ...], Costs] = {}
     for j, op in enumerate(graph.operators):
@@ -164,3 +162,16 @@ def additive_costs(space: Space, topology: Topology, costs: CostModel) -> tuple[
                 known[key] = np.array([[rough.edge_seconds(operand, output, k, a, b) for b in laid[j]] for a in laid[i]])
             edges[i, j] = edges[i, j] + known[key] if (i, j) in edges else known[key]
     return Additive(nodes, edges), choices
+
+
+def _laid(rough: RoughCosts, choices: list[list[OpConfig]]) -> tuple[list[list[Laid]], list[Costs]]:
+    """(how the candidates of each operator are laid, what they take), worked out once for all operators that differ in names only."""
+    known: dict[tuple[int, tuple[OpConfig, ...]], tuple[list[Laid], Costs]] = {}
+    found = []
+    for i, own in enumerate(choices):
+        key = rough.durations.same(i), tuple(own)
+        if key not in known:
+            laid = [rough.lay(i, config) for config in own]
+            known[key] = laid, np.array([rough.node_seconds(i, config, tiles) for config, tiles in zip(own, laid, strict=True)])
+        found.append(known[key])
+    return [laid for laid, _ in found], [nodes for _, nodes in found]

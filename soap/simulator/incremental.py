@@ -85,11 +85,12 @@ class IncrementalSimulator:
     def makespan_ns(self, strategy: Strategy) -> int:
         """Time of one iteration, or its cost under all draws. StrategyError if the strategy does not fit the graph or the cluster."""
         key = self._simulator.key(strategy)
-        if key not in self._answers:
-            self._answers[key] = self._simulate(strategy)
+        found = self._answers.get(key)  # a key takes long to hash
+        if found is None:
+            found = self._answers[key] = self._simulate(strategy)
             if len(self._answers) > CACHED_STRATEGIES:
                 self._answers.popitem(last=False)
-        return self._answers[key]
+        return found
 
     def overflow_bytes(self, strategy: Strategy) -> int:
         """Bytes of memory that the devices lack, added up, as ``Simulator.cost`` has them."""

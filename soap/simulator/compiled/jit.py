@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar, cast
 
 from numba import typeof, types
-from numba.core.caching import IndexDataCacheFile
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import CPUDispatcher
 
 from soap.simulator.compiled.claims import claimed
+from soap.simulator.compiled.kept import KeptCode, MachineCode
 from soap.simulator.compiled.parts import PartCompiler
-from soap.simulator.compiled.stamps import stamp
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -31,12 +30,7 @@ _OPTIONS = {"nopython": True, "nogil": True, "error_model": "numpy", "_nrt": Fal
 
 def entry(function: Function) -> Function:
     """For functions that Python calls: compiled at the first call; the machine code is kept on disk; other Python threads run meanwhile."""
-    made = _Entry(py_func=function, targetoptions=_OPTIONS)
-    with suppress(RuntimeError):  # nowhere to write: it is compiled again in every process
-        made.enable_caching()
-        cache = vars(made)["_cache"]
-        cache._cache_file = made.file = _MachineCode(made, cache.cache_path, cache._impl.filename_base)
-    return cast(Function, made)
+    return cast(Function, _Entry(py_func=function, targetoptions=_OPTIONS))
 
 
 def compile_unless_claimed(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bool:
@@ -47,7 +41,18 @@ def compile_unless_claimed(function: Callable[..., Any], arguments: tuple[Any, .
 
 def is_compiled(function: Callable[..., Any]) -> bool:
     """Whether an entry's machine code is on disk."""
-    return isinstance(function, _Entry) and function.file is not None and bool(function.file._load_index())
+    return isinstance(function, _Entry) and function.file.is_there
+
+
+def is_entry(function: Callable[..., Any]) -> bool:
+    """Whether Python calls it, so that its machine code is kept on disk."""
+    return isinstance(function, _Entry)
+
+
+def file_of(function: Callable[..., Any]) -> MachineCode:
+    """An entry's machine code on disk."""
+    assert isinstance(function, _Entry)
+    return function.file
 
 
 def compiled(function: Function) -> Function:
@@ -83,9 +88,14 @@ class _Dispatcher(CPUDispatcher):
 
 
 class _Entry(_Dispatcher):
-    """A function that Python calls. ``file``: where its machine code is kept; None if it is not."""
+    """A function that Python calls. ``file``: its machine code on disk."""
 
-    file: _MachineCode | None = None
+    file: MachineCode
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._cache = KeptCode(self)
+        self.file = self._cache.file
 
     def compile(self, sig: Any) -> Any:
         """Compile it, or load it; if another process compiles it, wait for that."""
@@ -100,7 +110,8 @@ class _Entry(_Dispatcher):
             return own
 
     def _claimed(self, *, wait: bool = True) -> AbstractContextManager[bool]:
-        return nullcontext(True) if self.file is None else claimed(f"{self.file._index_path}.claim", wait=wait)
+        claim = self.file.claim
+        return nullcontext(True) if claim is None else claimed(claim, wait=wait)
 
 
 class _Part(_Dispatcher):
@@ -117,19 +128,3 @@ class _Part(_Dispatcher):
 def _wide(kind: Any) -> Any:
     kind = types.unliteral(kind)
     return types.int64 if isinstance(kind, types.Integer) else kind
-
-
-class _MachineCode(IndexDataCacheFile):
-    """An entry's machine code on disk. Its ``stamp`` is computed at the first call, when all modules are loaded."""
-
-    def __init__(self, function: CPUDispatcher, cache_path: str, filename_base: str) -> None:
-        self._function = function
-        super().__init__(cache_path, filename_base, None)
-
-    @property
-    def _source_stamp(self) -> str:
-        return stamp(self._function)
-
-    @_source_stamp.setter
-    def _source_stamp(self, value: object) -> None:
-        """Ignored: numba's own stamp covers only the entry's file."""

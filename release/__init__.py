@@ -1,0 +1,1 @@
+"""What is done to release a version (docs/releasing.md)."""

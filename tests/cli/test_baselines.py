@@ -1,0 +1,39 @@
+"""What reports compare with: the compiled simulator says what the other one says, to the nanosecond and the byte."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from soap.api import predictions
+from soap.cli import plan_summary
+from soap.profiles.roofline import RooflineCosts
+from soap.simulator.simulate import Simulator
+from tests.graph_builder import mlp
+from tests.strategies import CPU, cluster
+
+
+@pytest.mark.parametrize("memory_bytes", [2**30, 10_000])
+def test_the_compiled_simulator_says_the_same(memory_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, topology = mlp(), cluster([2, 2], replace(CPU, memory_bytes=memory_bytes))
+    found = []
+    for compiled in (True, False):
+        asked: list[str] = []
+        monkeypatch.setattr(predictions, "all_on_disk", lambda answer=compiled: answer)
+        monkeypatch.setattr(Simulator, "_simulate", _noted(asked))
+        found.append(plan_summary._baselines(Simulator(graph, topology, RooflineCosts(topology))))
+        assert bool(asked) != compiled
+        monkeypatch.undo()
+    assert found[0] == found[1] and len(found[0]) == 5
+    assert any(own["overflow_bytes"] for own in found[0].values()) == (memory_bytes < 2**30)
+
+
+def _noted(asked: list[str]) -> object:
+    simulate = Simulator._simulate
+
+    def noted(self: Simulator, strategy: object) -> tuple[int, int]:
+        asked.append("played")
+        return simulate(self, strategy)  # type: ignore[arg-type]
+
+    return noted
