@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks import kept, memory
-from benchmarks.accuracy import OPTIMIZER, emulated, measure, profile_found, profiled, soap_profile
+from benchmarks.accuracy import OPTIMIZER, READING, emulated, measure, profile_found, profiled, soap_profile
 from benchmarks.accuracy_report import FOUND, USUAL, Plan
 from benchmarks.end_to_end import machine
 from benchmarks.lossy_emulated import MOST_OF_OTHERS
@@ -32,6 +32,7 @@ from soap import api
 from soap.cli.emulation import part_of_the_box
 from soap.cli.options import not_negative, positive
 from soap.cli.updating import states_of
+from soap.cli.verification import verify
 from soap.cluster.memory_budget import with_memory_budget
 from soap.errors import SoapError
 from soap.files import check_writable
@@ -52,6 +53,7 @@ ALWAYS = ("zero1", "fsdp", "fsdp+recompute", "megatron+zero1", "megatron+fsdp")
 """What everybody would try. ZeRO-2 is ``zero1``, and ``hsdp`` with one device a host is no plan of its own."""
 SLOWEST_OVER_FOUND = 4.0
 """What is predicted to take more than so many times as long is not run: it would only cost time."""
+VERIFY_SECONDS = 45
 WITHIN = 0.10
 """Of what was measured: what predictions aim at."""
 HEAD = ("model", "plan", "predicted, ms", "measured, ms", "error", "rounds apart", "rank", "peak, predicted", "measured", "of the limit")
@@ -155,6 +157,9 @@ def finished(model: str, file: Path, args: argparse.Namespace) -> Cell:
         said("measured again")
         outcome = api.find(graph, CLUSTER, options)
         said("searched again")
+    if args.verify:
+        outcome = verify(outcome, args.verify, str(file), READING, 0, optimizer=OPTIMIZER, scale=args.scale, seconds=VERIFY_SECONDS)
+        said("verified")
     topology = with_memory_budget(api.load_cluster(CLUSTER), options.memory_budget)
     simulator = api.simulator_for(graph, topology, optimizer_states=states)
     plans = contenders(simulator, outcome, args.most)
@@ -264,7 +269,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="half_memory", description="Plans that fit into half of the memory, on emulated hosts.")
     parser.add_argument("--only", nargs="+", choices=list(EMULATED_MODELS), default=list(MODELS), help="default %(default)s")
     parser.add_argument("--profile", type=not_negative, default=30, help="seconds of each time a model is measured (default %(default)s)")
-    parser.add_argument("--budget", type=positive, default=2000, help="proposals of each search (default %(default)s)")
+    parser.add_argument("--budget", type=positive, default=1000, help="proposals of each search (default %(default)s)")
+    parser.add_argument("--verify", type=not_negative, default=0, help="run so many of the best ones found before, as soap-search --verify")
     parser.add_argument("--most", type=positive, default=8, help="plans of a model (default %(default)s)")
     parser.add_argument("--steps", type=positive, default=9, help="of each plan in a round, warm-up included (default %(default)s)")
     parser.add_argument("--rounds", type=positive, default=2, help="over all plans (default %(default)s)")

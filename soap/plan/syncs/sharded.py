@@ -13,13 +13,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from soap.model.graph import OperatorGraph
 from soap.plan.memory_kinds import MemoryKind
-from soap.plan.plan import Plan, Shard, ShardSync, sync_name
+from soap.plan.plan import Plan, Shard, ShardSync, sync_name, update_name
 from soap.plan.syncs.bucketing import gather_limit, gradient_bytes, make_buckets
 from soap.plan.syncs.even_parts import bucket_bytes, is_even, part_bytes
 from soap.plan.syncs.gathering import is_read_back, stays
 from soap.plan.syncs.large_parts import large_bytes, packed_of_owners
 from soap.plan.syncs.seam import PULL, REGATHER, Hold, Phase, ShardUpdate, SyncStep, Uses
-from soap.plan.syncs.sharded_state import ShardedState, added_up_for, held_gradients, moving_step, received_bytes, scatter_name
+from soap.plan.syncs.sharded_state import ShardedState, held_gradients, moving_step, received_bytes, scatter_name
 from soap.plan.syncs.sharing import owned_bytes
 from soap.plan.tiling import Tile
 from soap.strategy.sync_contracts import named
@@ -76,8 +76,10 @@ class Sharded(ShardedState):
             scatter = scatter_name(sync)
             received = received_bytes(sync, own)
             moving, later = (bucket, 0) if even else (whole + received, own if received and not sync.aggregated else 0)
-            summed = added_up_for(plan, sync, reader)
-            yield Hold(reader, moving, since=scatter, until=summed, before=True, queue="few", sum_bytes=later)
+            if sync.aggregated:  # ranks sum over hosts next, and before that wait for what comes, and add it up
+                yield Hold(reader, moving + (part if even else own), since=scatter, until=scatter, before=True, queue="few")
+            else:
+                yield Hold(reader, moving, since=scatter, until=update_name(reader), before=True, queue="few", sum_bytes=later)
             yield Hold(reader, part if even else own - later, since=scatter, kind=MemoryKind.GRADIENTS)
 
     @staticmethod
