@@ -55,8 +55,8 @@ def infeasible(graph: OperatorGraph, topology: Topology, evaluator: Evaluator, r
 
 
 def _least(topology: Topology, recorder: Recorder, run: Callable[[Strategy], Simulation], closest_bytes: int) -> str:
-    """With a memory budget, which the user may change: the start whose fullest device needs least, if that is less than in the closest plan.
-    That one lacks least in all, which may all be on one device."""
+    """With a memory budget, which may be changed: the start whose fullest device needs least, if that is less than in the closest plan,
+    which lacks least in all: that may all be on one device."""
     if not topology.limits:
         return ""
     left, needed = MOST_TILES, list[tuple[int, str]]()
