@@ -60,9 +60,9 @@ HEAD = ("model", "plan", "predicted, ms", "measured, ms", "error", "rounds apart
 INTRO = f"""# Half of the memory
 
 What a search finds for devices that have half of the memory which data parallelism is predicted to need ({OPTIMIZER}), beside the plans
-with names that fit there too and the fastest others that do: on four emulated hosts with a device each and links of 1 Gbit/s
-(`{CLUSTER}`). Times are medians of the rounds, all plans in turns in the same processes. *Peak* is that of the rank that holds most:
-tensors from before its shards are made to the end of the third step. *Rank*: by measured time.
+with names that fit there too and the fastest others that do, the search's next best ones included: on four emulated hosts with a device
+each and links of 1 Gbit/s (`{CLUSTER}`). Times are medians of the rounds, all plans in turns in the same processes. *Peak* is that of the
+rank that holds most: tensors from before its shards are made to the end of the third step. *Rank*: by measured time.
 
     python -m benchmarks.half_memory --results FILE --write docs/results/half_memory.md
 """
@@ -186,14 +186,14 @@ def contenders(simulator: Simulator, outcome: api.SearchOutcome, most: int) -> d
 
 
 def _candidates(graph: OperatorGraph, simulator: Simulator, outcome: api.SearchOutcome) -> Iterator[tuple[str, Strategy]]:
-    """Names and plans: with names, those with which the search began, and its next best one."""
+    """Names and plans: with names, those with which the search began, and its next best ones."""
     topology = simulator.topology
     for name in dict.fromkeys((*ALWAYS, *saving_names(topology))):
         yield name, named(name, graph, topology)
     for start in outcome.result.starts:
         yield start.name, start.strategy
-    for second in outcome.next_best[:1]:
-        yield "next best found", second.strategy
+    for number, next_one in enumerate(outcome.next_best, 2):
+        yield f"{FOUND} {number}", next_one.strategy
 
 
 def weighed(file: Path, simulator: Simulator, plans: Mapping[str, Strategy], timed: Sequence[Plan]) -> list[Run]:
