@@ -32,6 +32,7 @@ def is_rounded_by_default(kind: str) -> bool:
     return kind.startswith("conv") or kind in RECURRENT_KINDS
 
 
+NARROW = ("bfloat16", "float16")
 LOCAL_BATCH_NORM = "batch_norm_local"
 """Kind of a batch norm of which each tile normalizes by its own samples."""
 NEXT_STATE = "next_state"
@@ -167,7 +168,7 @@ class Tensor:
     def partial_itemsize(self) -> int:
         """Bytes per element of the partial results of which it is the sum. Those of narrower types are made, sent and added up in
         float32."""
-        return 4 if self.dtype in ("bfloat16", "float16") else self.itemsize
+        return 4 if self.dtype in NARROW else self.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,8 +267,9 @@ class OperatorGraph:
     (``simulator.memory.footprint.costly_cuts``). Sizes of a tile are scaled up as if it had all points. If there is only the first entry,
     it holds for all tiles. For operators left out, ``saved_bytes`` is the bound.
 
-    ``part_footprints``: by operator whose parts of a sum are computed in a wider type, the memory of such parts: lengths of a tile's
-    intervals -> what a tile of these lengths takes, not scaled up. Each factor has one length, or two, in all combinations.
+    ``part_footprints``: by operator, the memory of tiles that take a sum of terms (``tracing.part_footprints``): lengths of a tile's
+    intervals -> what a tile of these lengths takes, not scaled up. Of tiles that are cut alike each factor has one length, or two, in all
+    combinations.
 
     ``sparse``: by parameter, which of its rows a step touches; all other parameters are dense.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-from soap.model.graph import DimMap, Operand, Operator, OperatorGraph
+from soap.model.graph import DimMap, FactorKind, Operand, Operator, OperatorGraph
 from soap.model.micro_batches import MicroBatches
 from soap.model.regions import Box, Interval, proportional, volume
 from soap.strategy.config import OpConfig
@@ -137,3 +137,13 @@ def windows(op: Operator) -> list[int]:
 def is_window(dim: DimMap) -> bool:
     """Whether an input's dimension is read through a window that may reach beyond its border."""
     return dim.factor is not None and (dim.lo < 0 < dim.hi or dim.hi > dim.scale)
+
+
+def spatial_factors(op: Operator) -> frozenset[int]:
+    """The factors of a convolution's image along which tiles read other inputs than their share, with steps between them or their
+    neighbours', or make more than they keep, as transposed ones do; none of any other operator."""
+    if not op.kind.startswith("conv"):
+        return frozenset()
+    transposed = "transpose" in op.kind
+    read = {dim for operand in op.inputs for dim in operand.dims if dim.factor is not None and (transposed or dim != DimMap(dim.factor))}
+    return frozenset(dim.factor for dim in read if dim.factor is not None and op.factors[dim.factor].kind is FactorKind.ATTRIBUTE)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from soap.cluster.memory_budget import OPTION
 from soap.cluster.topology import Topology
 from soap.errors import InfeasibleError
@@ -9,9 +11,12 @@ from soap.model.graph import OperatorGraph
 from soap.plan.memory_kinds import MemoryKind
 from soap.search.metropolis import Evaluator
 from soap.search.record import Recorder
-from soap.simulator.simulate import Simulation
+from soap.simulator.simulate import Simulation, tile_count
+from soap.strategy.config import Strategy
 from soap.units import format_bytes
 
+MOST_TILES = 2**14
+"""So many tiles are played in a few seconds."""
 SHRINKING = {
     MemoryKind.VALUES: "devices may share them (--sync fsdp)",
     MemoryKind.GRADIENTS: "devices may share them (--sync fsdp)",
@@ -39,6 +44,7 @@ def infeasible(graph: OperatorGraph, topology: Topology, evaluator: Evaluator, r
             rest = f" (of the starts {closest.name}, with {format_bytes(start_bytes)}){rest}"
         else:
             rest = f": {closest.name}{rest}"
+        rest += _least(topology, recorder, run, _fullest(topology, run(best.strategy))[1])
     ways = ["more devices or devices with more memory", "a smaller batch", "an optimizer that keeps fewer states"]
     ways += [] if saving else ["--sync zero or fsdp, by which devices share states or values"]
     ways += ["a larger --budget", *([f"a larger {OPTION}"] if topology.limits else [])]
@@ -46,6 +52,21 @@ def infeasible(graph: OperatorGraph, topology: Topology, evaluator: Evaluator, r
         f"model {graph.name!r} does not fit into the memory of cluster {topology.name!r}: {need}, in the closest of {len(recorder.rows)} "
         f"proposals and all starts{rest}; ways out: {', '.join(f'({number}) {way}' for number, way in enumerate(ways, 1))}"
     )
+
+
+def _least(topology: Topology, recorder: Recorder, run: Callable[[Strategy], Simulation], closest_bytes: int) -> str:
+    """With a memory budget, which may be changed: the start whose fullest device needs least, if that is less than in the closest plan,
+    which lacks least in all: that may all be on one device."""
+    if not topology.limits:
+        return ""
+    left, needed = MOST_TILES, list[tuple[int, str]]()
+    for start in recorder.starts:
+        left -= tile_count(start.strategy)
+        if left < 0:
+            break
+        needed.append((max(run(start.strategy).peak_bytes), start.name))
+    least_bytes, name = min(needed, default=(closest_bytes, ""))
+    return f"; with {name} no device needs more than {format_bytes(least_bytes)}" if least_bytes < closest_bytes else ""
 
 
 def _lacking(topology: Topology, simulation: Simulation) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import product
 from math import prod
 from typing import Any
 
@@ -15,16 +14,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from soap.model.graph import RECURRENT_KINDS, Footprint, Operator
+from soap.model.graph import NARROW, RECURRENT_KINDS, FactorKind, Footprint, Operator
 from soap.model.regions import lengths, relative, whole
-from soap.plan.tiling import Tile, is_window, iteration_points, tiles_of, windows
+from soap.plan.tiling import Tile, iteration_points, spatial_factors, tiles_of, windows
 from soap.simulator.memory.footprint import Use, costly_cuts, tile_bytes
 from soap.strategy.config import OpConfig
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.given import given
 from soap.tracing.model import TileContext
-from soap.tracing.narrow_products import as_on_gpus
+from soap.tracing.part_footprints import PartFootprints, Parts
 from soap.tracing.products import is_product
+from soap.tracing.trial_device import as_on_gpus
 
 REALLY_RUN_FLOPS = 2**32
 """Recurrent layers keep a workspace that shows only where they really run. They run at import if they take at most so many
@@ -32,8 +32,6 @@ operations."""
 
 FINER = 4
 """If half of an operator takes more than half of the memory, it is cut into so many parts as well, to see what does not shrink."""
-FINEST = 16
-"""Parts of sums are tried in halves and in so many parts: what takes the most of several terms is below a line between two tiles."""
 NONE = (0, 0, 0, 0)
 """All of a footprint shrinks."""
 NOTHING = Footprint(0, 0, 0, frozenset(), NONE, 0)
@@ -42,10 +40,6 @@ LITTLE = 50
 
 Footprints = tuple[Footprint, ...]
 """As in ``OperatorGraph.footprints``."""
-
-
-PartFootprints = dict[tuple[int, ...], Footprint]
-"""As in ``OperatorGraph.part_footprints``."""
 
 
 def find_footprints(model: ExecutableModel, *, on_gpus: bool = False) -> tuple[dict[str, Footprints], dict[str, PartFootprints]]:
@@ -70,7 +64,7 @@ def find_footprints(model: ExecutableModel, *, on_gpus: bool = False) -> tuple[d
             key = trials.key()
             if key not in known:
                 own = trials.footprints()
-                known[key] = own, {} if own is None else trials.of_parts(own)
+                known[key] = own, {} if own is None else trials.of_parts(own, on_gpus=on_gpus)
             own, of_parts = known[key]
             if own is not None:
                 found[op.name] = own
@@ -124,35 +118,35 @@ class _Trials:
         except Exception:  # as above; and not every operator has a backward pass
             return None
 
-    def of_parts(self, known: Footprints) -> PartFootprints:
-        """What parts of a sum take that are computed in a wider type; empty if there are none. Copies of an input and of a weight are a sum
-        of terms that shrink with other factors each, of which single cuts say too little: so all combinations of halves and small parts
-        are tried. Windows stay whole, as above. ``known``: the operator's footprints."""
-        if not self._has_wide_parts() or not any(self._op.factors[i].summed for i in costly_cuts(self._op, known)):
+    def of_parts(self, known: Footprints, *, on_gpus: bool) -> PartFootprints:
+        """As ``OperatorGraph.part_footprints``; empty if tiles take what ``known``, the operator's footprints, say."""
+        parts = Parts(self._graph, self._position, lambda tile: self._footprint(tile, cut=True))
+        try:
+            found = parts.of_images(on_gpus=on_gpus)
+            if self._has_wide_parts() and any(self._op.factors[i].summed for i in costly_cuts(self._op, known)):
+                found |= parts.summed()
+            return found
+        except Exception:  # as above
             return {}
-        of_windows = {dim.factor for k in windows(self._op) for dim in self._op.inputs[k].dims if is_window(dim)}
-        factors = enumerate(self._op.factors)
-        degrees = [(1,) if i in of_windows else sorted({min(2, f.size), min(FINEST, f.size)}) for i, f in factors]
-        found: PartFootprints = {}
-        for chosen in product(*degrees):
-            tile = self._tile(chosen)
-            own = tuple(stop - start for start, stop in tile.intervals)
-            try:
-                found[own] = found.get(own) or self._footprint(tile, cut=True)
-            except Exception:  # as above
-                return {}
-        return found
 
     def _of_windows(self, own: Footprint) -> Footprints:
-        """The same footprint for all cuts, except parts of a sum of a narrower type, which are computed in float32."""
-        if not self._has_wide_parts():
+        """The same footprint for all cuts of the image. Parts of a sum of a narrower type are computed in float32, casts of weights do not
+        shrink with the samples or the image, and strided convolutions may be computed in float32 if the weight is cut."""
+        narrow = self._op.arithmetic in NARROW
+        if not (narrow or self._has_wide_parts()):
             return (own,)
-        return own, *(self._cut_by(i, own) if factor.summed else own for i, factor in enumerate(self._op.factors))
+        space = spatial_factors(self._op)
+        cuts = [self._cut_by(i, own) if f.summed or (narrow and i not in space) else own for i, f in enumerate(self._op.factors)]
+        samples = [cut for cut, f in zip(cuts, self._op.factors, strict=True) if f.kind is FactorKind.SAMPLE and not f.summed]
+        if narrow and samples:
+            of_image = replace(own, fixed_bytes=_fixed(own, samples[0]))
+            cuts = [of_image if i in space else cut for i, cut in enumerate(cuts)]
+        return own, *cuts
 
     def _has_wide_parts(self) -> bool:
         """Whether parts of a sum are computed in a wider type than the sum."""
         lower = any(t.partial_itemsize > t.itemsize for t in (self._graph.tensors[o.tensor] for o in self._op.outputs))
-        return lower and any(factor.summed for factor in self._op.factors)
+        return (lower or self._op.arithmetic in NARROW) and any(factor.summed for factor in self._op.factors)
 
     def _beside(self, degrees: tuple[int, ...], known: Footprints) -> Footprints:
         """As ``_together``, with the factors whole by which a cut costs memory (``costly_cuts``); empty if there are none. Tiles that are
@@ -354,6 +348,13 @@ def _of_all(footprint: Footprint, op: Operator, tile: Tile) -> Footprint:
     points = iteration_points(op)
     kept, forward, backward, product = (-(-size * points // max(1, tile.size)) for size in footprint.sizes_bytes)
     return Footprint(kept, forward, backward, footprint.keeps, NONE, product)
+
+
+def _fixed(own: Footprint, cut: Footprint) -> tuple[int, int, int, int]:
+    """What does not shrink with a factor, by a footprint ``cut`` by it: if that has no line, what a half takes beyond half of it."""
+    uses = zip(cut.fixed_bytes, cut.sizes_bytes, own.sizes_bytes, strict=True)
+    kept, forward, backward, product = (max(fixed, size - whole, 0) for fixed, size, whole in uses)
+    return kept, forward, backward if own.backward_bytes > 0 else 0, product
 
 
 def _line(one: tuple[int, int], other: tuple[int, int], points: int) -> tuple[int, int]:

@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from soap.logs import TRIALS, silenced
 from soap.tracing.execute import ExecutableModel
-from soap.tracing.footprints import Footprints, PartFootprints, find_footprints
+from soap.tracing.footprints import Footprints, find_footprints
+from soap.tracing.part_footprints import PartFootprints
 
 Value = TypeVar("Value")
 

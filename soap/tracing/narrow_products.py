@@ -8,9 +8,7 @@ float32. The gradient of a part is that of the rounded sum, in the type of the o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -18,30 +16,18 @@ import torch
 
 from soap.tracing.rules.linear import added_to_bias, first_bias
 from soap.tracing.rules.notation import Local
+from soap.tracing.trial_device import is_on_gpu, stands_for_gpu
 from soap.tracing.types import LOWER_TYPES
-
-_as_on_gpus: ContextVar[bool] = ContextVar("as_on_gpus", default=False)
-
-
-@contextmanager
-def as_on_gpus() -> Iterator[None]:
-    """What is run here, on tensors without values, takes the memory that it would take on a GPU."""
-    token = _as_on_gpus.set(True)
-    try:
-        yield
-    finally:
-        _as_on_gpus.reset(token)
 
 
 def can_stay_narrow(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether these are operands of one 16-bit type on a GPU."""
-    on_gpu = tensors[0].is_cuda or _as_on_gpus.get()
-    return on_gpu and tensors[0].dtype in LOWER_TYPES and len({tensor.dtype for tensor in tensors}) == 1
+    return is_on_gpu(tensors[0]) and tensors[0].dtype in LOWER_TYPES and len({tensor.dtype for tensor in tensors}) == 1
 
 
 def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Product of two 16-bit matrices, or two batches of as many, in float32."""
-    if _as_on_gpus.get():
+    if stands_for_gpu():
         return a.new_empty((*a.shape[:-1], b.shape[-1]), dtype=torch.float32)
     return (torch.mm if a.dim() == 2 else torch.bmm)(a, b, out_dtype=torch.float32)
 

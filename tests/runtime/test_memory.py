@@ -151,7 +151,8 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.most_bytes = 0
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._before = {tensor.untyped_storage()._cdata for tensor in gc.get_objects() if type(tensor) in (Tensor, nn.Parameter)}
+        before = [tensor.untyped_storage() for tensor in gc.get_objects() if type(tensor) in (Tensor, nn.Parameter)]
+        self._before = {storage._cdata: StorageWeakRef(storage) for storage in before}  # while there is a reference no other has its number
 
     def resize(self, leaf: Tensor, *, kept: bool) -> None:
         """Give a leaf its memory, or free it, as a sharded parameter's is."""

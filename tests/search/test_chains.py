@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import io
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -16,6 +18,7 @@ from soap.search.options import SearchOptions
 from soap.simulator.simulate import Simulator
 from soap.strategy.classical import CLASSICAL
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
+from soap.units import parse_bytes
 from tests.graph_builder import mlp, transformer
 from tests.search.toys import TableCosts, TileCosts, layers
 from tests.simulator.examples import PointCosts, chain
@@ -245,6 +248,15 @@ def test_simulator_says_which_device_needs_how_much() -> None:
     graph, topology = mlp(batch=2**22, widths=(4096, 4096)), cluster([1, 1])
     with pytest.raises(InfeasibleError, match=r"host\d/device0 needs \d+(\.\d+)? [GT]iB, available \d+(\.\d+)? GiB, in the closest of 5 "):
         search(graph, topology, Simulator(graph, topology, PointCosts(1)), SearchOptions(budget=5))
+
+
+def test_with_a_budget_the_plan_whose_devices_need_least_is_said() -> None:
+    """What lacks least in all is one device's; what fits into the smallest budget is shared by all."""
+    graph, topology = mlp(batch=64, widths=(256, 256)), replace(cluster([4]), limits=(1000,) * 4)
+    with pytest.raises(InfeasibleError) as info:
+        search(graph, topology, Simulator(graph, topology, PointCosts(1)), SearchOptions(budget=5))
+    said = re.search(r"/device0 needs (.*?B), .*; with (\S+) no device needs more than (.*?B); ways out", str(info.value))
+    assert said is not None and said[2] != "single_device" and parse_bytes(said[3]) < parse_bytes(said[1]), info.value
 
 
 def test_bar_is_quiet_when_stderr_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:

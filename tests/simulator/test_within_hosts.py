@@ -10,6 +10,7 @@ from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.plan.plan import Plan, ShardSync, backward_name, update_name
 from soap.plan.syncs.bucketing import gradient_bytes
+from soap.plan.syncs.gathering import UNDER_WAY
 from soap.plan.syncs.seam import Phase, SyncStep, method_for
 from soap.plan.syncs.sharded_state import scatter_name
 from soap.plan.syncs.sharing import copies_of, holders
@@ -141,5 +142,8 @@ def test_a_device_holds_a_share_of_its_host() -> None:
     found = [simulator.run(make(graph, topology)).memory_over_time for make in (fsdp, hsdp, data_parallel)]
     peaks = [max(curve.peak_bytes for curve in curves) for curves in found]
     size = sum(tensor.bytes for tensor in graph.parameters)
-    assert 3 * size / 8 <= peaks[1] - peaks[0] <= 4 * size / 8  # values, two states and sums of gradients: a quarter, no eighth
+    # Values, two states and sums of gradients: a quarter, no eighth. But what comes in a scatter is added up at once, to be summed over
+    # hosts, where with one copy two scatters may be under way, and a third begins.
+    moving = (UNDER_WAY + 1) * max(tensor.bytes for tensor in graph.parameters)
+    assert 3 * size / 8 - moving <= peaks[1] - peaks[0] <= 4 * size / 8 - moving / 2
     assert peaks == sorted(peaks) and peaks[2] > 2 * peaks[1]

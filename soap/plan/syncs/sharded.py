@@ -76,7 +76,10 @@ class Sharded(ShardedState):
             scatter = scatter_name(sync)
             received = received_bytes(sync, own)
             moving, later = (bucket, 0) if even else (whole + received, own if received and not sync.aggregated else 0)
-            yield Hold(reader, moving, since=scatter, until=update_name(reader), before=True, queue="few", sum_bytes=later)
+            if sync.aggregated:  # ranks sum over hosts next, and before that wait for what comes, and add it up
+                yield Hold(reader, moving + (part if even else own), since=scatter, until=scatter, before=True, queue="few")
+            else:
+                yield Hold(reader, moving, since=scatter, until=update_name(reader), before=True, queue="few", sum_bytes=later)
             yield Hold(reader, part if even else own - later, since=scatter, kind=MemoryKind.GRADIENTS)
 
     @staticmethod

@@ -107,18 +107,18 @@ class ShardedState(SyncMethod):
         even, part = is_even(plan, sync), part_bytes(plan, sync)
         yield from held_gradients(plan, sync)
         for reader, copied in self.copies(plan, sync).items():
-            own, update = owned.get(reader, 0), update_name(reader)
+            own, update, summed = owned.get(reader, 0), update_name(reader), added_up_for(plan, sync, reader)
             yield Hold(reader, copied, kind=MemoryKind.VALUES)
             ready = update if own else gather
             if even:
-                yield Hold(reader, bucket, since=scatter, until=update, before=True, queue="received")
+                yield Hold(reader, bucket, since=scatter, until=summed, before=True, queue="received")
                 yield Hold(reader, part, since=scatter, kind=MemoryKind.GRADIENTS)
                 yield Hold(reader, bucket, since=ready, until=gather, queue="received")
                 continue
             yield Hold(reader, bucket, since=scatter, until=scatter, queue="sent")
             received = received_bytes(sync, own)
             later = own if received and not sync.aggregated else 0
-            yield Hold(reader, received, since=scatter, until=update, before=True, queue="received", sum_bytes=later)
+            yield Hold(reader, received, since=scatter, until=summed, before=True, queue="received", sum_bytes=later)
             yield Hold(reader, own - later, since=scatter, kind=MemoryKind.GRADIENTS)
             mine = small.get(reader, 0)
             yield Hold(reader, mine, since=update, until=gather, queue="sent")
@@ -135,6 +135,13 @@ def held_gradients(plan: Plan, sync: ShardSync) -> Iterator[Hold]:
     for reader, (places, size) in product(sync.readers, sizes.items()):
         copied = places == together
         yield Hold(reader, size, until=scatter, before=True, gradients_of=places, copied=copied, kind=MemoryKind.GRADIENTS)
+
+
+def added_up_for(plan: Plan, sync: ShardSync, reader: int) -> str:
+    """The task before which a reader adds up what came in a scatter: the sum over the holders of its part, or its update."""
+    owned = owned_bytes(plan, sync)
+    groups = (devices for devices in holders(sync) if reader in devices and owned.get(devices[0], 0))
+    return next((sum_name(sync, devices) for devices in groups), update_name(reader))
 
 
 def received_bytes(sync: ShardSync, own: int) -> int:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from fractions import Fraction
 from math import ceil
 from typing import NamedTuple
 
-from soap.model.graph import Footprint, Operator, OperatorGraph
+from soap.model.graph import NARROW, FactorKind, Footprint, Operator, OperatorGraph
 from soap.model.regions import Interval, volume
-from soap.plan.tiling import iteration_points
+from soap.plan.tiling import iteration_points, spatial_factors
 
 NEGLIGIBLE = 50
 """What a cut adds to less than this part of the whole is rounding."""
@@ -91,9 +92,40 @@ def _known_bytes(graph: OperatorGraph, op: Operator, intervals: Sequence[Interva
 
 
 def _of_part(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval]) -> Mapping[tuple[int, ...], Footprint]:
-    """``OperatorGraph.part_footprints``, if the tile is a part of a sum for which there are some."""
+    """Of ``OperatorGraph.part_footprints`` those of tiles like this one; empty if there are none."""
     known = graph.part_footprints.get(op.name, {})
-    return known if known and any(op.factors[i].summed for i in _cut_factors(op, intervals)) else {}
+    if not known:
+        return {}
+    wanted = _cuts(op, _lengths(intervals))
+    for cuts in dict.fromkeys((wanted, replace(wanted, image=False))) if wanted.of_sum else (wanted,):
+        found = {lengths: own for lengths, own in known.items() if _cuts(op, lengths) == cuts}
+        if found:
+            return found
+    return {}
+
+
+@dataclass(frozen=True)
+class _Cuts:
+    """How a tile is cut, as far as that decides in which type it computes and what it copies: along the image, into parts of a sum, or
+    else into parts of the weight."""
+
+    image: bool
+    of_sum: bool
+    weight: bool
+
+
+def _cuts(op: Operator, lengths: Sequence[int]) -> _Cuts:
+    cut = {i for i, (factor, own) in enumerate(zip(op.factors, lengths, strict=True)) if own != factor.size}
+    image, of_sum = not cut.isdisjoint(spatial_factors(op)), any(op.factors[i].summed for i in cut)
+    return _Cuts(image, of_sum, not image and not of_sum and any(op.factors[i].kind is FactorKind.PARAMETER for i in cut))
+
+
+def copies_are_known(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval]) -> bool:
+    """Whether ``kept_share`` and ``passing_share`` of a tile have the copies that padding makes."""
+    if op.name not in graph.part_footprints:
+        return False
+    own = _cuts(op, _lengths(intervals))
+    return own.image and any(_cuts(op, lengths) == own for lengths in graph.part_footprints[op.name])
 
 
 def _part_bytes(known: Mapping[tuple[int, ...], Footprint], lengths: tuple[int, ...], use: Use) -> int:
@@ -137,7 +169,8 @@ def tile_bytes(op: Operator, known: Sequence[Footprint], intervals: Sequence[Int
         size, fixed = _size(known[0], use)
         return fixed + _share(size - fixed, op, points)
     cuts = _of_cuts(op, known, cut)
-    alone, together = ([_part(_size(own[i], use), op.factors[i].size, intervals[i]) for i in cut if own] for own in cuts)
+    shares = {i: _read_share(op, i, intervals[i]) for i in cut}
+    alone, together = ([_part(_size(own[i], use), *shares[i]) for i in cut if own] for own in cuts)
     found = [_together(number, alone) for number in range(len(alone))]
     if len(cut) > 1 and together and together[0].bytes_times > 0:
         found.append(_together(0, together))
@@ -154,8 +187,22 @@ class _Part(NamedTuple):
     below: int
 
 
-def _part(sizes: tuple[int, int], whole: int, interval: Interval) -> _Part:
-    (size, fixed), length = sizes, interval[1] - interval[0]
+def _read_share(op: Operator, factor: int, interval: Interval) -> tuple[int, int]:
+    """(of how many, so many) points of a factor memory is in proportion to. Narrow convolutions copy what they read into another type: of
+    the image more than their share."""
+    size, length = op.factors[factor].size, interval[1] - interval[0]
+    if op.arithmetic not in NARROW or factor not in spatial_factors(op):
+        return size, length
+    whole, most = 1, 1
+    for dim in (dim for operand in op.inputs for dim in operand.dims if dim.factor == factor):
+        inside, read = (size - 1) * dim.scale + 1, (length - 1) * dim.scale + dim.hi - dim.lo
+        if min(read, inside) * whole > most * inside or whole == most == 1:
+            whole, most = inside, min(read, inside)
+    return whole, most
+
+
+def _part(sizes: tuple[int, int], whole: int, length: int) -> _Part:
+    size, fixed = sizes
     bytes_times = fixed * whole + (size - fixed) * length
     return _Part(bytes_times, whole, *((bytes_times, size * whole) if fixed > 0 else (length, whole)))
 

@@ -115,7 +115,8 @@ class Ledger:
             if send.sum_bytes:
                 end = max(send.start_ns, end + turns.get(send, 1 if most is None else -1))
                 self.hold(device, end, self._end_ns, send.sum_bytes, MemoryKind.GRADIENTS, early=True)
-            self.hold(device, send.start_ns, end, send.held, MemoryKind.BUFFERS, leaves=most is not None, late=send.sum_bytes > 0)
+            late = send.sum_bytes > 0 or end == send.start_ns
+            self.hold(device, send.start_ns, end, send.held, MemoryKind.BUFFERS, leaves=most is not None, late=late)
 
 
 def _curve(changes: Sequence[Change]) -> MemoryCurve:

@@ -22,8 +22,8 @@ from soap.model.regions import Box, Interval, in_one_piece, volume
 from soap.plan.flows import partial_bytes, reduced_tensor
 from soap.plan.plan import Plan
 from soap.plan.samples import given_bytes
-from soap.plan.tiling import Tile, is_window, made_bytes, windows
-from soap.simulator.memory.footprint import kept_places, kept_share, passing_share, product_share, work_share
+from soap.plan.tiling import Tile, is_partial, is_window, made_bytes, windows
+from soap.simulator.memory.footprint import copies_are_known, kept_places, kept_share, passing_share, product_share, work_share
 from soap.simulator.memory.parameters import assembled_bytes, exchanged_bytes, gradient_bytes, kept_parameters, updating_bytes
 from soap.simulator.memory.transit import fetched_bytes, is_remote, largest_sum_bytes, sent_bytes
 
@@ -167,8 +167,10 @@ def tile_padded_bytes(plan: Plan, tile: Tile) -> int:
 
 
 def padded_bytes(graph: OperatorGraph, op: Operator, place: int, box: Box, intervals: Sequence[Interval]) -> int:
-    """Bytes of an input's padded copy. A tile makes one only if space is cut and it needs different padding on the two sides; otherwise the
-    ATen call pads by itself, without a copy."""
+    """Bytes of an input's padded copy, if they are not among what the tile keeps. A tile makes one only if space is cut and it needs
+    different padding on the two sides; otherwise the ATen call pads by itself, without a copy."""
+    if copies_are_known(graph, op, intervals):
+        return 0
     tensor = graph.tensors[op.inputs[place].tensor]
     spans, uneven, cut = [], False, False
     for dim, (start, stop), size in zip(op.inputs[place].dims, box, tensor.shape, strict=True):
@@ -180,7 +182,8 @@ def padded_bytes(graph: OperatorGraph, op: Operator, place: int, box: Box, inter
         spans.append(max(0, high - low))
         uneven |= max(0, -low) != max(0, high - size)
         cut |= (start, stop) != (0, size) or (first, last) != (0, op.factors[dim.factor or 0].size)
-    return prod(spans) * tensor.itemsize if uneven and cut else 0
+    itemsize = tensor.partial_itemsize if is_partial(op, intervals) else tensor.itemsize
+    return prod(spans) * itemsize if uneven and cut else 0
 
 
 def _read_bytes(plan: Plan) -> list[int]:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from soap.model.graph import WHOLE, DimMap
 from soap.tracing.rules.notation import Local, View
+from soap.tracing.trial_device import is_on_gpu
 
 SPACE = {1: ("l",), 2: ("h", "w"), 3: ("d", "h", "w")}
 """Names of the dimensions of space, by their number."""
@@ -104,6 +105,6 @@ def convolve(
     weight = local.tensors[1]
     rank = weight.dim() - 2
     own = local.tensors[0].shape[-rank - 1 :] == torch.Size(local.shapes[0][-rank - 1 :]) and weight.shape == torch.Size(local.shapes[1])
-    if own or max(stride) == 1 or x.dtype.itemsize >= 4 or x.device.type != "cpu":
+    if own or max(stride) == 1 or x.dtype.itemsize >= 4 or is_on_gpu(x):
         return function(x, weight, bias, stride, *rest)
     return function(x.float(), weight.float(), None if bias is None else bias.float(), stride, *rest).to(x.dtype)

@@ -1,0 +1,70 @@
+"""What ``benchmarks.half_memory`` takes, keeps and says: of a small model, and of made-up cells."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import half_memory, kept
+from benchmarks.accuracy_report import FOUND
+from benchmarks.half_memory import Cell, Run
+from soap import api
+from soap.cluster.memory_budget import with_memory_budget
+from soap.errors import SoapError
+from soap.search.options import SearchOptions
+
+MS, MIB = 10**6, 2**20
+RUNS = (
+    Run(FOUND, 95 * MS, 100 * MS, (98.0 * MS, 102.0 * MS), 9 * MIB, 8 * MIB),
+    Run("fsdp", 150 * MS, 130 * MS, (130.0 * MS,), 6 * MIB, 6 * MIB),
+    Run("zero1", 120 * MS, 110 * MS, (110.0 * MS,), 10 * MIB, 10 * MIB),
+)
+CELL = Cell("emulated-gpt", 20 * MIB, 10 * MIB, RUNS, 0.02, "a box")
+
+
+def cells_of(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_lines_say_errors_ranks_and_shares_of_the_limit() -> None:
+    lines = [cells_of(line) for line in half_memory.lines(CELL)]
+    assert lines[0] == ["emulated-gpt", FOUND, "95.0", "100.0", "-5.0%", "4.0%", "1", "9.00 MiB", "8.00 MiB", "80%"]
+    assert [line[6] for line in lines] == ["1", "3", "2"] and {len(line) for line in lines} == {len(half_memory.HEAD)}
+
+
+def test_a_conclusion_says_whether_the_found_plan_is_the_best_and_fits() -> None:
+    said = half_memory.conclusion(CELL)
+    assert "10.0 MiB of 20.0 MiB: the found plan is the measured best of 3 that fit: zero1 takes 1.100 times as long." in said
+    assert "2 of 3 predictions are within 10%; none held more than the limit. Others used 2% of the cores." in said
+    worse = replace(CELL, plans=(replace(RUNS[0], measured_ns=143 * MS, measured_bytes=11 * MIB), *RUNS[1:]), others_share=0.4)
+    said = half_memory.conclusion(worse)
+    assert "is not the measured best of 3 that fit: zero1 takes 0.769 times as long" in said
+    assert "1 of 3 held more than the limit" in said and "40% of the cores (too much" in said
+
+
+def test_cells_are_kept_and_anything_else_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "cells.json"
+    assert half_memory.read(None) == half_memory.read(path) == []
+    kept.write(path, [asdict(CELL)], half_memory.VERSION)
+    (found,) = half_memory.read(path)
+    assert half_memory.page([found]) == half_memory.page([CELL]) and found.found.name == FOUND
+    kept.write(path, [{**asdict(CELL), "plans": []}], half_memory.VERSION)
+    with pytest.raises(SoapError, match=r"cells/0/plans: \[\] .*; expected a file of benchmarks.half_memory"):
+        half_memory.read(path)
+
+
+def test_contenders_fit_and_differ() -> None:
+    """With half of what data parallelism needs it is none of them, and nothing that needs more is."""
+    graph = api.load("zoo:gpt:tiny", plan_only=True).graph
+    simulator = api.simulator_for(graph, half_memory.CLUSTER, costs="estimate")
+    needed = max(simulator.run(api.classical("data_parallel", graph, simulator.topology)).peak_bytes)
+    options = SearchOptions(budget=50, memory_budget=f"{needed // 2} B", costs="estimate", risk=None)
+    outcome = api.find(graph, half_memory.CLUSTER, options, polish=False)
+    tight = api.simulator_for(graph, with_memory_budget(simulator.topology, options.memory_budget), costs="estimate")
+    found = half_memory.contenders(tight, outcome, 6)
+    assert next(iter(found)) == FOUND and 1 < len(found) <= max(6, 1 + len(half_memory.ALWAYS))
+    assert "data_parallel" not in found and len({*map(repr, found.values())}) == len(found)
+    assert all(tight.overflow_bytes(strategy) == 0 for strategy in found.values())
+    assert all(max(tight.run(strategy).peak_bytes) <= needed // 2 for strategy in found.values())
