@@ -60,9 +60,10 @@ HEAD = ("model", "plan", "predicted, ms", "measured, ms", "error", "rounds apart
 INTRO = f"""# Half of the memory
 
 What a search finds for devices that have half of the memory which data parallelism is predicted to need ({OPTIMIZER}), beside the plans
-with names that fit there too and the fastest others that do, the search's next best ones included: on four emulated hosts with a device
-each and links of 1 Gbit/s (`{CLUSTER}`). Times are medians of the rounds, all plans in turns in the same processes. *Peak* is that of the
-rank that holds most: tensors from before its shards are made to the end of the third step. *Rank*: by measured time.
+with names that fit there too and the fastest others that do, the search's next best ones included: on four emulated hosts with
+a device each and links of 1 Gbit/s (`{CLUSTER}`). Times are medians of the rounds, all plans in turns in the same processes.
+*Peak* is that of the rank that holds most: tensors from before its shards are made to the end of the third step. *Rank*: by
+measured time.
 
     python -m benchmarks.half_memory --results FILE --write docs/results/half_memory.md
 """
