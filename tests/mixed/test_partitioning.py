@@ -61,7 +61,8 @@ def passing(partitioner: Partitioner, groups: StageGroups, first: int, end: int,
     forward, back = ([at_first, *map(int, row), 0] for at_first, row in zip((inputs, 0), costs.sent_bytes, strict=True))
     operators = graph.operators[costs.firsts[first] : costs.firsts[end] if end < len(costs.firsts) else None]
     largest = max(graph.tensors[own.tensor].bytes for op in operators for own in (*op.inputs, *op.outputs))
-    return (came + 1) * forward[first] + back[first] + (kept + 1) * back[end] + 2 * largest + inputs
+    read = 2 * inputs if first else 0  # its own, and those of the next minibatch; the first stage's are what comes to it
+    return (came + 1) * forward[first] + back[first] + (kept + 1) * back[end] + 2 * largest + read
 
 
 def exhaustive(partitioner: Partitioner, devices: Sequence[int], in_flight: int) -> tuple[int, int] | None:

@@ -96,6 +96,52 @@ def test_a_stage_asks_as_soon_as_there_is_room_in_flight(in_flight: int) -> None
     assert servers.pulled == [1, 2, 3]
 
 
+def test_inputs_are_read_while_minibatches_before_are_computed() -> None:
+    """Those of the next one have been read when one is computed, and no more."""
+    plan, count = plan_for("alexnet:tiny", PAIR, 1, "async"), 6
+    servers, changed, read = Servers(Desk(plan)), threading.Condition(), list[int]()
+
+    class Waiting(Program):
+        """Waits for the inputs of the next minibatch, and writes down how many have been read; their own are what it gets."""
+
+        def forward(self, step: int, batch: object, received: object, values: Tensor) -> Begun:
+            """See ``StageProgram``."""
+            minibatch = step // 2 + 1
+            assert batch == (minibatch - 1,)
+            with changed:
+                there = changed.wait_for(lambda: len(read) > min(minibatch, count - 1), PATIENCE_S)
+                seen.append((there, len(read)))
+            return super().forward(step, batch, received, values)
+
+    def reading(minibatch: int) -> Any:
+        with changed:
+            read.append(minibatch)
+            changed.notify_all()
+        return (minibatch,)
+
+    seen: list[tuple[bool, int]] = []
+    client, values = cast(Client, servers), StageValues(1, torch.zeros(1))
+    program = cast(StageProgram, Waiting(servers, {}))
+    work = StageWork(plan, 0, 0, program, values, Updates(_sgd, None, 2), reading, (client, client, client), 0, count)
+    work.run()
+    assert read == [*range(count)]
+    assert seen == [(True, min(minibatch + 1, count)) for minibatch in range(1, count + 1)]
+
+
+def test_a_stage_fails_with_what_reading_fails_with() -> None:
+    plan = plan_for("alexnet:tiny", PAIR, 1, "async")
+    servers = Servers(Desk(plan))
+
+    def reading(minibatch: int) -> Any:
+        raise ValueError(f"minibatch {minibatch} cannot be read")
+
+    client, values = cast(Client, servers), StageValues(1, torch.zeros(1))
+    program = cast(StageProgram, Program(servers, {}))
+    work = StageWork(plan, 0, 0, program, values, Updates(_sgd, None, 2), reading, (client, client, client), 0, 4)
+    with pytest.raises(ValueError, match="minibatch 0 cannot be read"):
+        work.run()
+
+
 def _sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 

@@ -28,13 +28,14 @@ class What(Enum):
     MAY_START = auto()
     ACTIVATIONS = auto()
     GRADIENTS = auto()
+    INPUTS = auto()
     FAILED = auto()
 
 
 @dataclass(frozen=True)
 class Item:
     """``number``: of activations: how many minibatches the worker has finished; of a start: its version. ``tensors``: activations,
-    gradients, or pulled values. ``waited_ns``: until the bound allowed a start.
+    gradients, pulled values, or a minibatch's inputs. ``waited_ns``: until the bound allowed a start.
     ``failure``: of a thread."""
 
     what: What

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from threading import Thread
+from threading import Semaphore, Thread
 
 from torch import Tensor
 
@@ -52,14 +52,16 @@ class Seen:
 
 Batch = Callable[[int], Sequence[Tensor]]
 """The inputs of a worker's minibatch, from 0 on."""
+READ_AHEAD = 1
+"""Inputs of so many minibatches are read, in a thread of their own, before the one that begins next has begun."""
 
 
 class StageWork:
     """``finished``: minibatches before, ``last``: the number of the last one. ``delay_s``: sleeps so long beside each pass, to try how
     workers of unequal speed train. ``clients``: for starts, for pulls and for pushes: each in a thread of its own.
 
-    The first stage asks for a minibatch as soon as there is room for it in flight, which may be long before it is computed. So what it
-    needs is pulled while minibatches in front of it are computed."""
+    Inputs are read while minibatches before are computed (``READ_AHEAD``). The first stage asks for a minibatch as soon as there is room
+    for it in flight, which may be long before it is computed. So what it needs is pulled while minibatches in front of it are computed."""
 
     def __init__(
         self,
@@ -90,6 +92,8 @@ class StageWork:
         self._granted: deque[Item] = deque()
         self._came: deque[Item] = deque()
         self._gradients: deque[Item] = deque()
+        self._inputs: deque[Item] = deque()
+        self._readable = Semaphore(READ_AHEAD)
         self._begun: deque[Begun] = deque()
         self._next, self._done, self._first = finished + 1, finished, finished + 1
         self._asked, self._version, self._least = finished, values.version, values.version
@@ -129,7 +133,7 @@ class StageWork:
             return True
         if self._next > self._last or len(self._begun) >= self._room:
             return False
-        if not self._granted or not (self._is_first or self._came):
+        if not self._granted or not self._inputs or not (self._is_first or self._came):
             return False
         self._begin()
         return True
@@ -148,9 +152,10 @@ class StageWork:
         if self._is_first:
             self.seen.starts.append(Start(self._next, granted.number, finished, granted.waited_ns))
         self.seen.begun_s.append(time.monotonic())
-        received = () if came is None else came.tensors
+        received, batch = () if came is None else came.tensors, self._inputs.popleft().tensors
+        self._readable.release()
         step = (self._next - 1) * len(self._plan.workers) + self._worker
-        begun = self._program.forward(step, self._batch(self._next - 1), received, values)
+        begun = self._program.forward(step, batch, received, values)
         self._sleep()
         clock.catch_up()
         if begun.loss is not None:
@@ -180,12 +185,18 @@ class StageWork:
             time.sleep(self._delay_s)
 
     def _sort(self, item: Item) -> None:
-        places = {What.MAY_START: self._granted, What.ACTIVATIONS: self._came, What.GRADIENTS: self._gradients}
+        places = {
+            What.MAY_START: self._granted,
+            What.ACTIVATIONS: self._came,
+            What.GRADIENTS: self._gradients,
+            What.INPUTS: self._inputs,
+        }
         places[item.what].append(item)
 
     def _threads(self) -> list[Thread]:
         made = [self._inbox.thread("pushes", self._push_all)]
         made.append(self._inbox.thread("starts", self._hear_starts))
+        made.append(self._inbox.thread("inputs", self._read_inputs))
         if self._is_first:
             made.append(self._inbox.thread("questions", self._ask_all))
         else:
@@ -202,6 +213,12 @@ class StageWork:
             for stage in self._stages[1:]:
                 self._outbox.send(stage.device, STARTS, (), [version, least])
             self._dealt.put((version, least, time.perf_counter_ns() - able_ns))
+
+    def _read_inputs(self) -> None:
+        """Of one minibatch after the other."""
+        for minibatch in range(self._first, self._last + 1):
+            self._readable.acquire()
+            self._inbox.put(Item(What.INPUTS, tensors=tuple(self._batch(minibatch - 1))))
 
     def _hear_starts(self) -> None:
         """Pull what each minibatch needs, one after the other."""
