@@ -169,7 +169,7 @@ from soap.cli.search import main
 assert main(["{SPEC}", "--cluster", "p100-4x4", "--profile", "0", "--verify", "0", "--budget", "50"]) == 0
 print(*(name for name in {NEEDLESS!r} if name in sys.modules), file=sys.stderr)
 """
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}  # in which is a folder "soap", not to be taken for the package
     outputs, imported = [], []
     for _ in range(2):
         done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
