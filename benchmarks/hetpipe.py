@@ -146,8 +146,12 @@ def policy_row(name: str, own: Found | str) -> str:
 
 
 def bound_row(graph: OperatorGraph, topology: Topology, own: Found, bound: int) -> str:
-    """A policy with another bound, at random delays, with the number in flight that is best without delays."""
-    found = finder(graph, topology, bound, SPREAD).with_in_flight(own.allocation, own.in_flight).steady
+    """A policy with another bound, at random delays, with the number in flight that is best without delays; says so where hosts have no
+    room for as many versions."""
+    try:
+        found = finder(graph, topology, bound, SPREAD).with_in_flight(own.allocation, own.in_flight).steady
+    except ElasticError:
+        return f"| {own.allocation.name} | {bound} | does not fit | | | | |"
     waiting = ", ".join(f"{each / 1e6:.0f}" for each in found.waiting_ns)
     missing = f"{found.mean_staleness:.1f} | {max(found.staleness)}"
     return f"| {own.allocation.name} | {bound} | {found.samples_per_second:.0f} | {waiting} | {missing} | {found.pulls:.2f} |"
