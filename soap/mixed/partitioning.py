@@ -32,6 +32,8 @@ MOST_CONSIDERED = 16
 """Minibatches in flight of a worker; HetPipe had up to 7."""
 COUNTED_BOUND = 4
 """See ``copies_on_processors``; the bound with which HetPipe was fastest."""
+READ_AHEAD = 1
+"""Inputs of so many minibatches are read, in a thread of their own, before the one that begins next has begun (``mixed.run.stage``)."""
 PASSES_OF_UPDATE, PASSES_OF_STAGE = 3, 13
 """How often memory is passed over for each parameter: by plain SGD (value and gradient read, value written), and by a stage behind each
 backward pass (``mixed.run``): 2 for its gradients end to end, 2 for the update made of them, and 3 each for the wave's sum, for the sum of
@@ -167,16 +169,16 @@ class Partitioner:
         return replace(costs.chain, kept_bytes=always, borders=self._borders(costs, kept))
 
     def _borders(self, costs: StageCosts, kept: Sequence[int]) -> Borders:
-        """Each stage reads a minibatch's inputs by itself, so they are there once more in each, and those of the next one (``run.stage``,
-        READ_AHEAD). A layer's gradients are of what it reads and makes, each at most as large as its largest tensor; inputs have none,
-        but are copied where a kernel wants another layout."""
+        """Each stage reads a minibatch's inputs by itself, so they are there once more in each, and those that are read ahead. A layer's
+        gradients are of what it reads and makes, each at most as large as its largest tensor; inputs have none, but are copied where a
+        kernel wants another layout."""
         graph = self.graph
         parts = {name: tensor.bytes * (1 if tensor.kind is TensorKind.INPUT else 2) for name, tensor in graph.tensors.items()}
         largest = [max((parts[own.tensor] for own in (*op.inputs, *op.outputs)), default=0) for op in graph.operators]
         inputs = sum(tensor.bytes for tensor in graph.tensors.values() if tensor.kind is TensorKind.INPUT)
         most = np.maximum.reduceat(np.array(largest, np.int64), costs.firsts)
         forward, back = (np.array([first, *row, 0], np.int64) for first, row in zip((inputs, 0), costs.sent_bytes, strict=True))
-        return Borders((kept[0] + 1, *kept[:-1]), forward, back, most, 2 * inputs)
+        return Borders((kept[0] + READ_AHEAD, *kept[:-1]), forward, back, most, (1 + READ_AHEAD) * inputs)
 
     def _cut(self, groups: StageGroups, in_flight: int) -> WorkerPlan | None:
         costs, kept = self._priced(groups), kept_minibatches(len(groups.devices), in_flight)

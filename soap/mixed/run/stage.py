@@ -12,6 +12,7 @@ from threading import Semaphore, Thread
 from torch import Tensor
 
 from soap.elastic.waves import Push
+from soap.mixed.partitioning import READ_AHEAD
 from soap.mixed.run.client import Client
 from soap.mixed.run.neighbours import BACKWARD, FORWARD, STARTS, Inbox, Item, Outbox, What, receive, receive_numbers
 from soap.mixed.run.plan import WavePlan
@@ -52,8 +53,6 @@ class Seen:
 
 Batch = Callable[[int], Sequence[Tensor]]
 """The inputs of a worker's minibatch, from 0 on."""
-READ_AHEAD = 1
-"""Inputs of so many minibatches are read, in a thread of their own, before the one that begins next has begun."""
 
 
 class StageWork:
