@@ -76,7 +76,8 @@ def measured_costs(topology: Topology, devices: int, rate: str, optimizer_states
 
 
 def profile(model: str, devices: int, rate: str, strategies: Iterable[Strategy], seconds: int) -> None:
-    """Measure what these strategies compute, for so long in all. A model's file, or a name of the zoo's."""
+    """Measure what these strategies compute, again if it is known: what was measured while the machine was busy may be a sixth too long.
+    For so long in all. A model's file, or a name of the zoo's."""
     base, todo = api.load_cluster(alike(devices, rate)), list(strategies)
     graph: OperatorGraph = api.load(model, plan_only=True, batch_norm="global").graph
     with tempfile.TemporaryDirectory() as temporary:
@@ -84,7 +85,7 @@ def profile(model: str, devices: int, rate: str, strategies: Iterable[Strategy],
         for strategy in todo:
             api.save_strategy(path, strategy, graph, base)
             share = str(max(1, seconds // len(todo)))
-            soap_profile([model, "--cluster", base.name, "--strategy", path, "--budget", share])
+            soap_profile([model, "--cluster", base.name, "--strategy", path, "--budget", share, "--again"])
 
 
 def with_links(topology: Topology, scale: float) -> Topology:

@@ -34,7 +34,7 @@ from soap import api
 from soap.cli import emulation
 from soap.cli.lease_data import lease_data
 from soap.cli.options import not_negative, positive
-from soap.cli.worker_run import samples_per_second
+from soap.cli.worker_run import rate_of, samples_per_second
 from soap.cluster.topology import Topology
 from soap.elastic.simulation.delays import NO_DELAYS
 from soap.elastic.worker import Source
@@ -206,7 +206,7 @@ def workers(shape: Shape, bound: int) -> dict[str, Any]:
     expected, waited, waiting = 0.0, [], []
     for worker in range(WORKERS):
         done = sorted(int(ends[task]) for task in trace.done[worker])
-        expected += 1e9 * plan.samples * (len(done) - 1) / (done[-1] - done[0])
+        expected += rate_of([own / 1e9 for own in done], plan.samples, plan.in_flight) or 0.0
         waited.append(_mean([start.dealt_ns - start.able_ns for start in trace.starts[worker]]))
         waiting.append(shape.scale * _mean([start.waited_ns for start in outcome.of(worker, 0).starts]))
     return {

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from benchmarks import two_speeds, wsp, wsp_convergence
 from benchmarks.wsp_replay import WORKERS, Minibatch, Replay, Rule
 from soap import api
+from soap.cli.worker_run import rate_of
 from soap.cluster.emulated import device_cores
 from soap.emulation.hosts import host_limits
 from soap.measure.this_machine import cpu_cores
@@ -88,6 +89,15 @@ def test_the_hosts_are_two_to_one(devices: int) -> None:
     own = api.load_cluster(base).devices[0].type.flops_per_second["float32"] / device_cores(cpu_cores(), 2 * devices)
     found = [device.type.flops_per_second["float32"] for device in topology.devices]
     assert found == pytest.approx([share * own for share in shares for _ in range(devices)])
+
+
+def test_rates_count_while_pipelines_are_full() -> None:
+    """From the end of the first minibatch until nothing begins any more; of two minibatches with many in flight all there is."""
+    ended_s = [2.0, 3.0, 4.0, 5.0, 5.2, 5.4]
+    assert rate_of(ended_s, 8, 3) == pytest.approx(8 * 3 / 3.0)
+    assert rate_of(ended_s, 8, 1) == pytest.approx(8 * 5 / 3.4)
+    assert rate_of(ended_s, 8, 6) == pytest.approx(8 * 5 / 3.4), "there is one end alone while it is full"
+    assert rate_of(ended_s[:1], 8, 1) is None and rate_of([2.0, 2.0], 8, 1) is None
 
 
 def test_pages_say_what_cells_have() -> None:

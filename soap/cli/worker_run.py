@@ -19,7 +19,6 @@ from soap.units import format_bytes
 
 if TYPE_CHECKING:
     from soap.mixed.run.plan import WavePlan
-    from soap.mixed.run.stage import Seen
     from soap.mixed.run.training import Outcome
     from soap.strategy.config import Strategy
     from soap.tracing.model import TracedModel
@@ -91,7 +90,7 @@ def document(
             {
                 "devices": [topology.devices[stage.device].name for stage in stages],
                 "losses": outcome.losses(number),
-                "samples_per_second": _rate(seen[0], plan.samples),
+                "samples_per_second": rate_of(seen[0].ended_s, plan.samples, plan.in_flight),
                 "waiting_ns": sum(waited_ns) / max(1, len(waited_ns)),
                 "pushes": seen[0].pushes,
                 "pulls": seen[0].pulls,
@@ -138,13 +137,15 @@ def text(told: Mapping[str, Any]) -> str:
 
 
 def samples_per_second(outcome: Outcome, plan: WavePlan) -> float | None:
-    """Of all workers, each from the end of its first minibatch on; None if one had a single minibatch."""
-    rates = [_rate(outcome.of(worker, 0), plan.samples) for worker in range(len(plan.workers))]
+    """Of all workers; None if one had a single minibatch."""
+    rates = [rate_of(outcome.of(worker, 0).ended_s, plan.samples, plan.in_flight) for worker in range(len(plan.workers))]
     known = [own for own in rates if own is not None]
     return sum(known) if len(known) == len(rates) else None
 
 
-def _rate(seen: Seen, samples: int) -> float | None:
-    """Samples per second of a worker from the end of its first minibatch on; None if there was one alone."""
-    ended: Sequence[float] = seen.ended_s
-    return None if len(ended) < 2 or ended[-1] <= ended[0] else (len(ended) - 1) * samples / (ended[-1] - ended[0])
+def rate_of(ended_s: Sequence[float], samples: int, in_flight: int) -> float | None:
+    """Samples per second of a worker from the end of its first minibatch until its pipeline runs empty, if there are enough; otherwise
+    until its last one. ``ended_s``: when its minibatches ended, in order. None if there was one alone."""
+    full = ended_s[: len(ended_s) - in_flight + 1]
+    counted = full if len(full) > 1 else ended_s
+    return None if len(counted) < 2 or counted[-1] <= counted[0] else (len(counted) - 1) * samples / (counted[-1] - counted[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
@@ -10,12 +11,13 @@ import torch
 from torch import Tensor
 
 from soap.mixed.run.client import Client
+from soap.mixed.run.neighbours import Inbox, Item, Outbox, What
 from soap.mixed.run.servers import Desk
 from soap.mixed.run.stage import StageWork
 from soap.mixed.run.stage_program import Begun, StageProgram
 from soap.mixed.run.stage_values import StageValues
 from soap.mixed.run.updates import Updates
-from tests.mixed.test_run import PAIR, plan_for
+from tests.mixed.test_run import FOUR, PAIR, plan_for
 
 PATIENCE_S = 20.0
 
@@ -140,6 +142,74 @@ def test_a_stage_fails_with_what_reading_fails_with() -> None:
     work = StageWork(plan, 0, 0, program, values, Updates(_sgd, None, 2), reading, (client, client, client), 0, 4)
     with pytest.raises(ValueError, match="minibatch 0 cannot be read"):
         work.run()
+
+
+def test_passes_are_in_the_order_in_which_all_is_there_that_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of two stages, three in flight: what may begin before gradients come is computed before their backward pass, and what they
+    make room for behind it."""
+    plan, count, in_flight = plan_for("alexnet:tiny", FOUR, 3, "async"), 6, 3
+    servers, changed, heard, order = Servers(Desk(plan)), threading.Condition(), list[What](), list[str]()
+    put = Inbox.put
+
+    def note(inbox: Inbox, item: Item) -> None:
+        with changed:
+            put(inbox, item)
+            heard.append(item.what)
+            changed.notify_all()
+
+    def wait(what: What, times: int) -> None:
+        with changed:
+            assert changed.wait_for(lambda: heard.count(what) >= times, PATIENCE_S)
+
+    def gradients(rank: int, tag: int, shapes: object, dtypes: object) -> list[Tensor]:
+        """Those of minibatch n come when all have been granted that were asked for before; the next ones when it has ended."""
+        number = heard.count(What.GRADIENTS)
+        with changed:
+            assert changed.wait_for(lambda: f"B{number}" in order or number == 0, PATIENCE_S)
+        wait(What.MAY_START, min(count, in_flight + number))
+        return []
+
+    class Noting(Program):
+        """Writes down what is computed. The first forward pass lasts until the first gradients have come, each until inputs are read."""
+
+        def shapes(self, names: object) -> list[tuple[int, ...]]:
+            """See ``StageProgram``."""
+            return []
+
+        def dtypes(self, names: object) -> list[torch.dtype]:
+            """See ``StageProgram``."""
+            return []
+
+        def has_gradient(self, names: Sequence[str]) -> list[bool]:
+            """See ``StageProgram``."""
+            return [True for _ in names]
+
+        def forward(self, step: int, batch: object, received: object, values: Tensor) -> Begun:
+            """See ``StageProgram``."""
+            minibatch = step // 2 + 1
+            order.append(f"F{minibatch}")
+            wait(What.INPUTS, min(count, minibatch + 1))
+            if minibatch == 1:
+                wait(What.GRADIENTS, 1)
+            return Begun(values, (), (), (), None)
+
+        def backward(self, begun: Begun, gradients: object) -> tuple[Tensor, list[Tensor]]:
+            """See ``StageProgram``."""
+            with changed:
+                order.append(f"B{sum(own[0] == 'B' for own in order) + 1}")
+                changed.notify_all()
+            return super().backward(begun, gradients)
+
+    monkeypatch.setattr(Inbox, "put", note)
+    monkeypatch.setattr("soap.mixed.run.stage.receive", gradients)
+    monkeypatch.setattr(Outbox, "send", lambda *given: None)
+    client, program = cast(Client, servers), cast(StageProgram, Noting(servers, {}))
+    values, updates = StageValues(in_flight, torch.zeros(1)), Updates(_sgd, None, 2)
+    StageWork(plan, 0, 0, program, values, updates, lambda number: (), (client, client, client), 0, count).run()
+    assert order[:4] == ["F1", "F2", "F3", "B1"], "the first gradients came during F1, behind the grants of all three"
+    assert [own for own in order if own[0] == "F"] == [f"F{number}" for number in range(1, count + 1)]
+    assert [own for own in order if own[0] == "B"] == [f"B{number}" for number in range(1, count + 1)]
+    assert all(order.index(f"F{number + in_flight}") > order.index(f"B{number}") for number in range(1, count - in_flight + 1))
 
 
 def _sgd(parameters: Any) -> torch.optim.Optimizer:

@@ -1,4 +1,7 @@
-"""A stage at work: begins minibatches and ends them in the order in which they can be, backward passes first."""
+"""A stage at work: it computes passes in the order in which all is there that they need, as HetPipe's stages and simulated ones do. The
+last stage computes a minibatch's backward pass behind its forward pass.
+
+With backward passes first a stage would never have computed ahead of the next one, which would wait for each message."""
 
 from __future__ import annotations
 
@@ -88,10 +91,14 @@ class StageWork:
         self._requests: SimpleQueue[tuple[int, int]] = SimpleQueue()
         self._dealt: SimpleQueue[tuple[int, int, int]] = SimpleQueue()
         self._pushes: SimpleQueue[Push[Tensor] | None] = SimpleQueue()
-        self._granted: deque[Item] = deque()
-        self._came: deque[Item] = deque()
-        self._gradients: deque[Item] = deque()
-        self._inputs: deque[Item] = deque()
+        self._turn = 0
+        """Counts what has happened; of what can be done, what could be first is done first."""
+        self._granted: deque[tuple[int, Item]] = deque()
+        self._came: deque[tuple[int, Item]] = deque()
+        self._gradients: deque[tuple[int, Item]] = deque()
+        self._inputs: deque[tuple[int, Item]] = deque()
+        self._slots = deque([0] * self._room)
+        """Since when there is room for one more minibatch."""
         self._readable = Semaphore(READ_AHEAD)
         self._begun: deque[Begun] = deque()
         self._next, self._done, self._first = finished + 1, finished, finished + 1
@@ -127,15 +134,27 @@ class StageWork:
 
     def _step(self) -> bool:
         """Do what can be done. Returns whether there was anything."""
-        if self._begun and (self._is_last or self._gradients):
+        backward, forward = self._backward_since(), self._forward_since()
+        if backward is not None and (forward is None or backward <= forward):
             self._end()
-            return True
-        if self._next > self._last or len(self._begun) >= self._room:
-            return False
-        if not self._granted or not self._inputs or not (self._is_first or self._came):
-            return False
-        self._begin()
-        return True
+        elif forward is not None:
+            self._begin()
+        return backward is not None or forward is not None
+
+    def _backward_since(self) -> int | None:
+        """Since when the next backward pass could be; None if it cannot yet."""
+        if not self._begun:
+            return None
+        if self._is_last:
+            return 0
+        return self._gradients[0][0] if self._gradients else None
+
+    def _forward_since(self) -> int | None:
+        """The same of the next forward pass. Inputs are the stage's own matter: when they were read does not count."""
+        there = self._granted and self._slots and self._inputs and (self._is_first or self._came)
+        if self._next > self._last or not there:
+            return None
+        return max(self._granted[0][0], self._slots[0], 0 if self._is_first else self._came[0][0])
 
     def _ask(self) -> None:
         """Ask for all minibatches for which there is room in flight: none of them waits for what this worker has not finished."""
@@ -144,14 +163,15 @@ class StageWork:
             self._requests.put((self._done, time.perf_counter_ns()))
 
     def _begin(self) -> None:
-        granted = self._granted.popleft()
-        came = None if self._is_first else self._came.popleft()
+        _, granted = self._granted.popleft()
+        came = None if self._is_first else self._came.popleft()[1]
+        self._slots.popleft()
         finished = self._done if came is None else came.number
         values = self.values.values(finished, granted.tensors[0] if granted.tensors else None, granted.number)
         if self._is_first:
             self.seen.starts.append(Start(self._next, granted.number, finished, granted.waited_ns))
         self.seen.begun_s.append(time.monotonic())
-        received, batch = () if came is None else came.tensors, self._inputs.popleft().tensors
+        received, batch = () if came is None else came.tensors, self._inputs.popleft()[1].tensors
         self._readable.release()
         step = (self._next - 1) * len(self._plan.workers) + self._worker
         begun = self._program.forward(step, batch, received, values)
@@ -166,7 +186,7 @@ class StageWork:
 
     def _end(self) -> None:
         begun = self._begun.popleft()
-        gradients = () if self._is_last else self._gradients.popleft().tensors
+        gradients = () if self._is_last else self._gradients.popleft()[1].tensors
         vector, back = self._program.backward(begun, gradients)
         self._sleep()
         clock.catch_up()
@@ -174,6 +194,7 @@ class StageWork:
             self._outbox.send(self._stages[self._number - 1].device, BACKWARD, back)
         push = self.values.ended(self.updates.of(vector, begun.values))
         self._done += 1
+        self._slots.append(self._turn)
         self.seen.ended_s.append(time.monotonic())
         self._ask()
         if push is not None:
@@ -190,7 +211,8 @@ class StageWork:
             What.GRADIENTS: self._gradients,
             What.INPUTS: self._inputs,
         }
-        places[item.what].append(item)
+        self._turn += 1
+        places[item.what].append((self._turn, item))
 
     def _threads(self) -> list[Thread]:
         made = [self._inbox.thread("pushes", self._push_all)]
