@@ -132,7 +132,7 @@ class Planned:
             program = make()
             kept.append(program)
             most, unread = predict(program.plan), model.unread(program.plan.tiles)
-            ranks, groups = self._comm.world_size, program.device_groups()
+            ranks, groups = self._comm.world_size, program.device_groups(both_ways=self._comm.messages_apart)
             needed, cut = needed_by(groups, ranks), RankPrograms(program)
             known = {"graph": program.plan.graph, "strategy": strategy}
             yield packed((cut.alike, unread), known)  # under fsdp, by far the most: written once

@@ -161,7 +161,7 @@ def test_passes_are_in_the_order_in_which_all_is_there_that_they_need(monkeypatc
         with changed:
             assert changed.wait_for(lambda: heard.count(what) >= times, PATIENCE_S)
 
-    def gradients(rank: int, tag: int, shapes: object, dtypes: object) -> list[Tensor]:
+    def gradients(rank: int, tag: int, shapes: object, dtypes: object, back: None) -> list[Tensor]:
         """Those of minibatch n come when all have been granted that were asked for before; the next ones when it has ended."""
         number = heard.count(What.GRADIENTS)
         with changed:

@@ -1,6 +1,7 @@
 """How a stage hears of others: one thread for each neighbour takes what comes and puts it into the stage's inbox; sends are not waited for.
 
-Tensors travel by the ranks' process group, as between the stages of pipelines inside a step.
+Tensors travel by the ranks' process group, as between the stages of pipelines inside a step; gradients, which go the other way, by a second
+one (``runtime.comm.new_groups.Groups`` says why).
 """
 
 from __future__ import annotations
@@ -86,9 +87,10 @@ class Inbox:
 
 class Outbox:
     """Sends without waiting; what is under way stays alive until ``wait_all``, in a thread of its own, has seen it go. (gloo says that a
-    send is complete only to who waits for it.) ``sent_bytes``: of tensors that others compute with."""
+    send is complete only to who waits for it.) ``back``: the group of gradients. ``sent_bytes``: of tensors that others compute with."""
 
-    def __init__(self) -> None:
+    def __init__(self, back: dist.ProcessGroup | None = None) -> None:
+        self._back = back
         self._under_way: SimpleQueue[tuple[Any, Tensor] | None] = SimpleQueue()
         self._lock = threading.Lock()
         self.sent_bytes = 0
@@ -98,7 +100,8 @@ class Outbox:
         head = [torch.tensor(numbers, dtype=torch.int64)] if numbers else []
         with self._lock:
             for tensor in (*head, *(own.detach().contiguous() for own in tensors)):
-                self._under_way.put((dist.isend(tensor, rank, tag=tag), tensor))
+                sending = dist.isend(tensor, rank, tag=tag, group=self._back if tag == BACKWARD else None)
+                self._under_way.put((sending, tensor))
             self.sent_bytes += sum(own.nbytes for own in tensors)
 
     def wait_all(self) -> None:
@@ -112,11 +115,17 @@ class Outbox:
         self._under_way.put(None)
 
 
-def receive(rank: int, tag: int, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-    """Wait for tensors that another rank sends."""
+def receive(
+    rank: int,
+    tag: int,
+    shapes: Sequence[tuple[int, ...]],
+    dtypes: Sequence[torch.dtype],
+    back: dist.ProcessGroup | None = None,
+) -> list[Tensor]:
+    """Wait for tensors that another rank sends. ``back``: as for ``Outbox``."""
     found = [torch.empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
     for tensor in found:
-        dist.recv(tensor, rank, tag=tag)
+        dist.recv(tensor, rank, tag=tag, group=back if tag == BACKWARD else None)
     return found
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from threading import Semaphore, Thread
 
+import torch.distributed as dist
 from torch import Tensor
 
 from soap.elastic.waves import Push
@@ -60,7 +61,8 @@ Batch = Callable[[int], Sequence[Tensor]]
 
 class StageWork:
     """``finished``: minibatches before, ``last``: the number of the last one. ``delay_s``: sleeps so long beside each pass, to try how
-    workers of unequal speed train. ``clients``: for starts, for pulls and for pushes: each in a thread of its own.
+    workers of unequal speed train. ``clients``: for starts, for pulls and for pushes: each in a thread of its own. ``back``: as for
+    ``Outbox``.
 
     Inputs are read while minibatches before are computed (``READ_AHEAD``). The first stage asks for a minibatch as soon as there is room
     for it in flight, which may be long before it is computed. So what it needs is pulled while minibatches in front of it are computed."""
@@ -78,6 +80,7 @@ class StageWork:
         finished: int,
         last: int,
         delay_s: float = 0.0,
+        back: dist.ProcessGroup | None = None,
     ) -> None:
         self._plan, self._worker, self._number = plan, worker, stage
         self._stages = plan.workers[worker]
@@ -87,7 +90,7 @@ class StageWork:
         self._last, self._delay_s = last, delay_s
         self._is_first, self._is_last = stage == 0, stage == len(self._stages) - 1
         self.seen = Seen(worker, stage)
-        self._inbox, self._outbox = Inbox(), Outbox()
+        self._inbox, self._outbox, self._back = Inbox(), Outbox(back), back
         self._requests: SimpleQueue[tuple[int, int]] = SimpleQueue()
         self._dealt: SimpleQueue[tuple[int, int, int]] = SimpleQueue()
         self._pushes: SimpleQueue[Push[Tensor] | None] = SimpleQueue()
@@ -267,7 +270,7 @@ class StageWork:
         names = [name for name, has in zip(self._own.sends, self._program.has_gradient(self._own.sends), strict=True) if has]
         rank = self._stages[self._number + 1].device
         for _ in range(self._first, self._last + 1):
-            came = receive(rank, BACKWARD, self._program.shapes(names), self._program.dtypes(names))
+            came = receive(rank, BACKWARD, self._program.shapes(names), self._program.dtypes(names), self._back)
             self._inbox.put(Item(What.GRADIENTS, 0, tuple(came)))
 
     def _push_all(self) -> None:

@@ -103,6 +103,7 @@ class _Rank:
         self._desk: Desk | None = None
         self._listener: Listener | None = None
         self._clients: list[Client] = []
+        self._back = dist.new_group(list(range(job.ranks)))
         secret: bytes = _from_first(secrets.token_bytes(32))
         if rank in self._plan.servers:
             self._serve(self._plan.servers.index(rank), version, secret)
@@ -175,7 +176,10 @@ class _Rank:
         puller.pulled_bytes = 0  # what it begins with counts as no pull
         delay_s = job.delays_s[worker] if job.delays_s else 0.0
         goal = self._finished + job.minibatches[worker]
-        return StageWork(plan, worker, stage, program, values, updates, batch, (asker, puller, pusher), self._finished, goal, delay_s)
+        clients = asker, puller, pusher
+        return StageWork(
+            plan, worker, stage, program, values, updates, batch, clients, self._finished, goal, delay_s, self._back
+        )
 
     def _save(self, folder: str) -> None:
         """Whole versions, and what each worker has beside them."""

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 Groups = dict[tuple[int, ...], dist.ProcessGroup | None]
-"""Devices, ascending -> their group; None for the group of all."""
+"""Devices, ascending -> their group; None for the group of all. Devices, descending -> a second group of the same: gloo requests a message
+on the connection on which it sends, so requests queue behind data, and what goes one way would wait for all that goes the other."""
 
 
 def all_make_all() -> bool:

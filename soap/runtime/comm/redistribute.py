@@ -133,14 +133,14 @@ class Communicator:
     def send(self, tensor: torch.Tensor, target: int, tag: int) -> Pending:
         """Start sending; ``finish_sends`` waits for it. The tensor must not change until then."""
         wire = self.to_wire(plain(tensor.detach().contiguous()))
-        pending = Pending(self._point_to_point(dist.isend, wire, target, tag), wire)
+        pending = Pending(self._point_to_point(dist.isend, wire, target, tag, target < self.rank), wire)
         self.keep(pending)
         return pending
 
     def receive(self, buffer: torch.Tensor, source: int, tag: int) -> Pending:
         """Start receiving into a contiguous buffer."""
         wire, finish = self.from_wire(plain(buffer))
-        return Pending(self._point_to_point(dist.irecv, wire, source, tag), buffer, finish)
+        return Pending(self._point_to_point(dist.irecv, wire, source, tag, self.rank < source), buffer, finish)
 
     def all_reduce(self, tensor: torch.Tensor, devices: tuple[int, ...]) -> Pending:
         """Start summing a contiguous tensor in place over the devices. A single device has nothing to do."""
@@ -164,9 +164,15 @@ class Communicator:
         return Pending((_work(dist.broadcast(wire, source, group=group, async_op=True)),), tensor, finish)
 
     def all_to_all(
-        self, parcels: Sequence[Sequence[torch.Tensor]], buffer: torch.Tensor, sizes: Sequence[int], devices: tuple[int, ...]
+        self,
+        parcels: Sequence[Sequence[torch.Tensor]],
+        buffer: torch.Tensor,
+        sizes: Sequence[int],
+        devices: tuple[int, ...],
+        *,
+        back: bool = False,
     ) -> Pending:
-        """Start an all-to-all. ``parcels``: tensors for each device, in the order of the devices; may be empty.
+        """Start an all-to-all. ``parcels``: tensors for each device, in the order of the devices; may be empty. ``back``: see ``post``.
 
         Received elements land in the flat ``buffer``, in the order of the devices; ``sizes``: how many come from each. One dtype for all.
         """
@@ -179,30 +185,37 @@ class Communicator:
             work = _work(dist.all_to_all_single(wire, sent, list(sizes), given, group=group, async_op=True))
             self.keep(Pending((work,), sent))
             return Pending((work,), buffer, finish)
-        coming, leaving = self._each_to_each(torch.split(wire, list(sizes)), torch.split(sent, given), devices)
+        coming, leaving = self._each_to_each(torch.split(wire, list(sizes)), torch.split(sent, given), devices, back=back)
         self.keep(Pending(leaving, sent))
         return Pending(coming, buffer, finish)
 
     def _each_to_each(
-        self, coming: Sequence[torch.Tensor], leaving: Sequence[torch.Tensor], devices: tuple[int, ...]
+        self, coming: Sequence[torch.Tensor], leaving: Sequence[torch.Tensor], devices: tuple[int, ...], *, back: bool = False
     ) -> tuple[list[dist.Work], list[dist.Work]]:
         """An all-to-all of messages."""
         place = devices.index(self.rank)
         coming[place].copy_(leaving[place])
-        return self.post([[tensor] for tensor in coming], [[tensor] for tensor in leaving], devices)
+        return self.post([[tensor] for tensor in coming], [[tensor] for tensor in leaving], devices, back=back)
 
     def post(
-        self, coming: Sequence[Sequence[torch.Tensor]], leaving: Sequence[Sequence[torch.Tensor]], devices: tuple[int, ...]
+        self,
+        coming: Sequence[Sequence[torch.Tensor]],
+        leaving: Sequence[Sequence[torch.Tensor]],
+        devices: tuple[int, ...],
+        *,
+        back: bool = False,
     ) -> tuple[list[dist.Work], list[dist.Work]]:
         """Start receiving ``coming[i]`` from device i, and sending it ``leaving[i]``: contiguous tensors, a message for each that is not
-        empty. What is given to this rank itself is left out. Returns what waits for receives, and what waits for sends.
+        empty. What is given to this rank itself is left out. Returns what waits for receives, and what waits for sends. ``back``: by the
+        devices' second group if they have one: for what answers an exchange that may still be under way.
 
         All receives are posted before any send. gloo requests a message on the same connection on which it sends, so the request queues
         behind data. Its own all-to-all sends first: a late rank then receives nothing until it has sent everything, which took twice as
         long on a 200 Mbit/s link. We call the group's own methods, because on a CPU the overhead of ``dist.isend`` doubles the time of the
         call.
         """
-        place, group = devices.index(self.rank), self.groups[devices] or dist.group.WORLD
+        second = self.groups.get(devices[::-1]) if back else None
+        place, group = devices.index(self.rank), second or self.groups[devices] or dist.group.WORLD
         assert group is not None
         turns = [(place + turn) % len(devices) for turn in range(1, len(devices))]
         received = [(i, tensor) for i in reversed(turns) for tensor in coming[i] if tensor.numel()]
@@ -349,10 +362,12 @@ class Communicator:
         wire = self.to_wire(tensor)
         return wire, None if wire is tensor else partial(_copy, tensor, wire)
 
-    def _point_to_point(self, operation: Callable[..., Any], wire: torch.Tensor, peer: int, tag: int) -> list[dist.Work]:
+    def _point_to_point(self, operation: Callable[..., Any], wire: torch.Tensor, peer: int, tag: int, back: bool) -> list[dist.Work]:
+        """``back``: to a lower rank; by the second group of all, if there is one."""
         if self._nccl:
             return dist.batch_isend_irecv([dist.P2POp(operation, wire, peer)])
-        return [_work(operation(wire, peer, tag=tag))]
+        group = self.groups.get(tuple(reversed(range(self.world_size)))) if back else None
+        return [_work(operation(wire, peer, tag=tag, group=group))]
 
 
 class _Assemble(torch.autograd.Function):

@@ -120,10 +120,13 @@ class Program:
         """How often parts of the gradients of a rank's fetches are taken, as ``count_takers`` counts."""
         return count_takers(self.plan, self.index, rank)
 
-    def device_groups(self) -> list[tuple[int, ...]]:
-        """The distinct sets of devices that sum or exchange something together, in an order that is the same on all ranks."""
+    def device_groups(self, *, both_ways: bool) -> list[tuple[int, ...]]:
+        """The distinct sets of devices that sum or exchange something together, in an order that is the same on all ranks. ``both_ways``:
+        also those that have a second group, as ``comm.new_groups.Groups`` has them."""
         sets = {r.devices for r in self.plan.reductions} | {s.devices for s in self.plan.shards} | {e.devices for e in self.plan.exchanges}
-        return sorted(devices for devices in sets | groups(self.plan) if len(devices) > 1)
+        everyone = tuple(range(self.plan.device_count))
+        sets |= groups(self.plan) | ({everyone[::-1]} if self.plan.messages else set())
+        return sorted(devices for devices in sets if len(devices) > 1 and (both_ways or devices[0] < devices[-1]))
 
 
 def compile_program(

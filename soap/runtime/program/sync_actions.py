@@ -93,8 +93,10 @@ def uses_of_gathered(plan: Plan, rank: int, passes: Sequence[Collection[int]]) -
 
 
 def after_update(plan: Plan) -> tuple[Action, ...]:
-    """Values from owners to leaders, then from leaders to members."""
+    """Values from owners to leaders, those of servers first, in the order in which backward passes complete gradients: they are updated as
+    these come. Then from leaders to members."""
     wanted = [(i, sync, rank_sync(sync.contract).after_update(sync)) for i, sync in enumerate(plan.syncs)]
+    wanted.sort(key=lambda own: -min((tile for tile, _ in own[1].uses), default=0) if own[1].contract.has_servers else 1)
     kinds = (ActionKind.BRING, ActionKind.HAND_ON)
     return tuple(Action(kind, i, plan.members(sync)) for kind in kinds for i, sync, own in wanted if kind in own)
 
@@ -113,7 +115,7 @@ def after_backward(
 
 def groups(plan: Plan) -> set[tuple[int, ...]]:
     """The sets of devices that exchange something to keep parameters in step."""
-    further = (group for sync in plan.syncs for group in rank_sync(sync.contract).groups(sync))
+    further = (group for sync in plan.syncs for group in rank_sync(sync.contract).groups(plan, sync))
     return {asking_devices(plan), *(plan.members(sync) for sync in plan.syncs), *further}
 
 

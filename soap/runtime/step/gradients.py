@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -51,6 +51,9 @@ class Gradients:
         self._after_update = part_of(program.after_update, comm.rank)
         self._started: dict[tuple[ActionKind, int], None] = {}
         self._clip_norm = compressing.clip_norm
+        self.serves_early = False
+        """Whether steps that are not traced update what servers own as gradients come (``serve``)."""
+        self._brought: set[int] = set()
         parameters = {sync.parameter for sync in plan.syncs if sync.contract.by_rows}
         idle = {i: shards.tensors[i] for i in program.idle_shards if i in shards.tensors}
         no_rows = torch.empty(0, dtype=torch.int64, device=comm.device)
@@ -64,14 +67,18 @@ class Gradients:
         self.rows: dict[int, RowGradient] = {}
 
     @contextmanager
-    def step(self, schedule: SyncSchedule, part: MicroBatch = WHOLE_STEP, watch: Watch = watch_nothing) -> Iterator[None]:
-        """The time of one micro-batch. The first one drops the last step's gradients; after the last one the gradients are complete."""
+    def step(
+        self, schedule: SyncSchedule, part: MicroBatch = WHOLE_STEP, watch: Watch = watch_nothing, *, served: bool = False
+    ) -> Iterator[None]:
+        """The time of one micro-batch. The first one drops the last step's gradients; after the last one the gradients are complete, but
+        for those that servers get if these are ``served`` as they come."""
         if part.first:
             self.dense, self.rows = {}, {}
             if self._asks:
                 self.context.requests.forget()
         self._started.clear()
         for method in self._methods:
+            method.serves_early = served
             method.begin(part, watch)
         with self.early.step(schedule, part):
             yield
@@ -131,14 +138,34 @@ class Gradients:
             if not together or kind is not ActionKind.COLLECT:
                 self._start(kind, number)
 
+    def serve(self, update: Callable[[Sequence[int]], None]) -> None:
+        """Wait for what servers get of one parameter after the other, ``update`` this rank's shards of it, and begin to send it back, while
+        others are still under way. Readers begin to receive."""
+        plan = self.context.plan
+        for action in self._after_update:
+            sync = plan.syncs[action.subject]
+            if action.kind is ActionKind.BRING and sync.contract.has_servers:
+                own = [shard for shard in self._of[action.subject].shards if shard in sync.shards]
+                if own:
+                    self.add_up(own)
+                    update(own)
+                self.bring(action.subject)
+                self._brought.add(action.subject)
+        self.context.comm.finish_sends()
+
     def refresh(self, watch: Watch = watch_nothing) -> None:
-        """Send values that were updated or loaded to readers that keep copies of them. Waits until all have arrived."""
+        """Send values that were updated or loaded to readers that keep copies of them, if ``serve`` has not sent them. Waits until all have
+        arrived."""
         if not self._after_update:
             return
         for method in self._methods:
             method.watch = watch
         for action in self._after_update:
-            (self.bring if action.kind is ActionKind.BRING else self.hand_on)(action.subject)
+            if action.kind is not ActionKind.BRING:
+                self.hand_on(action.subject)
+            elif action.subject not in self._brought:
+                self.bring(action.subject)
+        self._brought.clear()
         for method in self._methods:
             method.arrived()
         self.context.comm.finish_sends()

@@ -87,7 +87,8 @@ class StepRunner:
         backward = BackwardPass(state, gradients, prepared, on_host, halves)
         handlers = _handlers(forward, backward, gradients)
         HERE.name = self._task_name
-        with gradients.step(self._schedule, part, state.watch):
+        served = gradients.serves_early and part.last and self.recorder is None
+        with gradients.step(self._schedule, part, state.watch, served=served):
             for call in self._forward:
                 HERE.call = call
                 handlers[call[0]](call[1])
@@ -96,7 +97,8 @@ class StepRunner:
                 HERE.call = call
                 handlers[call[0]](call[1])
             HERE.call = None
-            self.comm.finish_sends()  # gradients are still being summed meanwhile
+            if not served:  # else when this rank receives what its sends are answered with
+                self.comm.finish_sends()  # gradients are still being summed meanwhile
         return forward.loss_value
 
 

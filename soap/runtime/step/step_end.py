@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -20,6 +20,7 @@ from soap.runtime.updates.loss_scaling import LossScaler
 from soap.runtime.updates.momentum import DecayMomentum
 from soap.runtime.updates.offloading import Offloading
 from soap.runtime.updates.parts import merged
+from soap.runtime.updates.trial import updates_elementwise
 from soap.simulator.tasks import TaskKind
 
 
@@ -45,6 +46,12 @@ class StepEnd:
         self._offloading, self._parts, self._name = offloading, offloading.parts, update_name(comm.rank)
         parts = offloading.parts
         tensors = {number: part.tensor for number, part in parts.items()}
+        gradients.serves_early = self._serves_early = (
+            comm.messages_apart
+            and (clip_norm, decay, scaler) == (None, None, None)
+            and not offloading.numbers
+            and (optimizer is None or updates_elementwise(optimizer))
+        )
         self._updater = Updater(optimizer, tensors, {number: (part.parameter, part.box) for number, part in parts.items()}, lazy)
 
     def run(self, looked_up: Mapping[str, torch.Tensor], recorder: Recorder | None) -> float | None:
@@ -53,7 +60,7 @@ class StepEnd:
         gradients, norm = self.gradients, None
         watch = watch_nothing if recorder is None else recorder.watch
         HERE.task = self._name
-        done = set() if recorder is None else self._serve(recorder)
+        done = self._serve_early(looked_up) if recorder is None else self._serve(recorder)
         gradients.add_up()
         if self.clip_norm is not None or self._scaler is not None:
             norm = self._agree(watch)
@@ -106,6 +113,19 @@ class StepEnd:
             self._updater.update(gradients, {}, {}, self._offloading.numbers)
         with recorder.task(from_host_name(rank), TaskKind.SYNC):
             self._offloading.from_host()
+
+    def _serve_early(self, looked_up: Mapping[str, torch.Tensor]) -> set[int]:
+        """Update what this rank serves as gradients come, as simulated, unless something must be known of all gradients first. Returns the
+        updated shards. Each is a step of the optimizer, so it must be one that updates each element by itself."""
+        updated = set[int]()
+
+        def update(shards: Sequence[int]) -> None:
+            self._updater.update(self.gradients.dense, {}, looked_up, shards)
+            updated.update(shards)
+
+        if self._serves_early:
+            self.gradients.serve(update)
+        return updated
 
     def _serve(self, recorder: Recorder) -> set[int]:
         """In a traced step, add up and update each partition that this rank serves as a task of its own. Returns the updated shards. With

@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 
 from soap.plan.compression.seam import ExchangeKind
-from soap.plan.plan import ShardSync, sync_name
+from soap.plan.plan import Plan, ShardSync, sync_name
 from soap.plan.syncs.compressed import COLLECT, EXCHANGES, HAND_ON
 from soap.runtime.comm.parcels import Parcels, bytes_of, start_exchange
 from soap.runtime.comm.redistribute import Pending
@@ -66,7 +66,7 @@ class CompressedSum(BucketedSum):
             self._totals = {}
 
     @classmethod
-    def groups(cls, sync: ShardSync) -> Iterable[tuple[int, ...]]:
+    def groups(cls, plan: Plan, sync: ShardSync) -> Iterable[tuple[int, ...]]:
         """The peers."""
         return (sync.peers,)
 

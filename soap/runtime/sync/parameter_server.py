@@ -5,18 +5,18 @@ Each partition of a region is a shard of its server. With local aggregation, the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
 import torch
 
-from soap.plan.plan import ShardSync
+from soap.plan.plan import Plan, ShardSync
 from soap.runtime.comm.parcels import Parcels, bytes_of, start_exchange
 from soap.runtime.comm.redistribute import Pending, cut
 from soap.runtime.program.actions import ActionKind
 from soap.runtime.step.micro_batch import MicroBatch
 from soap.runtime.sync.roles import pieces_read, roles_of
-from soap.runtime.sync.seam import RankSync, SyncContext
+from soap.runtime.sync.seam import Gradient, RankSync, SyncContext
 from soap.runtime.trace import Watch
 
 
@@ -32,13 +32,19 @@ class DenseServing(RankSync):
         self._blank = torch.empty(0, device=self.comm.device)
         self._arriving: dict[int, Pending] = {}
         self._collecting: dict[int, tuple[Pending, Parcels]] = {}
-        self._pushing: list[Pending] = []
+        self._pushing: dict[int, Pending] = {}
+        self._number_of = {shard: number for number, sync in syncs.items() for shard in sync.shards}
         self._given: dict[int, dict[int, torch.Tensor]] = {}
         read = pieces_read(self.plan)
         self._leaves = {i: self.store.leaves[read[i][0]] for i, roles in self._roles.items() if self.rank in roles.readers}
         early = context.early
         for number, leaf in self._leaves.items():  # the hook must not hold this object: it lives as long as the leaf
             leaf.register_post_accumulate_grad_hook(lambda _, number=number: early.arrived(number))  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def groups(cls, plan: Plan, sync: ShardSync) -> Iterable[tuple[int, ...]]:
+        """Values go back while other parameters' gradients are on their way."""
+        return (plan.members(sync)[::-1],)
 
     @classmethod
     def after_update(cls, sync: ShardSync) -> tuple[ActionKind, ...]:
@@ -55,6 +61,7 @@ class DenseServing(RankSync):
         super().begin(part, watch)
         if part.first:
             self._given.clear()
+            self._pushing.clear()
             for leaf in self._leaves.values():
                 leaf.grad = None
 
@@ -90,15 +97,20 @@ class DenseServing(RankSync):
                     place = torch.empty_like(self.store.tensors[shard], requires_grad=False)
                     self._given.setdefault(shard, {})[sender] = place
                     places.setdefault(sender, []).append(place)
-        self._pushing.append(self._move(ActionKind.SYNC, number, parcels, places))
+        self._pushing[number] = self._move(ActionKind.SYNC, number, parcels, places)
         self.comm.traffic.pushed_bytes += bytes_of(parcels) + bytes_of(places)
 
     def end(self, part: MicroBatch) -> None:
-        """Wait for all messages. After the last micro-batch the gradients are complete."""
-        for pending in (*self._pushing, *(pending for pending, _ in self._collecting.values())):
+        """Wait for all messages, but for servers' gradients if these are served early: ``gradients`` waits for them."""
+        for pending in (*(() if self.serves_early else self._pushing.values()), *(pending for pending, _ in self._collecting.values())):
             pending.wait()
-        self._pushing.clear()
         self._collecting.clear()
+
+    def gradients(self, shards: Sequence[int]) -> Mapping[int, Gradient]:
+        """See ``RankSync``. Waits for what has not come yet."""
+        for number in sorted({self._number_of[shard] for shard in shards} & self._pushing.keys()):
+            self._pushing[number].wait()
+        return super().gradients(shards)
 
     def gradient(self, shard: int) -> torch.Tensor:
         """The sum of a partition's gradients, in the order of the readers' devices."""
@@ -117,7 +129,7 @@ class DenseServing(RankSync):
                     parcels.setdefault(leader, []).append(self.store.tensors[shard].detach())
                 elif leader == self.rank:
                     places.setdefault(server, []).append(cut(self._leaves[number].detach(), box, self.plan.shards[shard].box))
-        self._arriving[number] = self._move(ActionKind.BRING, number, parcels, places)
+        self._arriving[number] = self._move(ActionKind.BRING, number, parcels, places, back=True)
         self.comm.traffic.pulled_bytes += bytes_of(parcels) + bytes_of(places)
 
     def hand_on(self, number: int) -> None:
@@ -130,7 +142,7 @@ class DenseServing(RankSync):
             parcels = {member: [self._leaves[number].detach()] for member in roles.members(self.rank) if member != self.rank}
         elif self.rank in roles.readers:
             places = {roles.leader(self.rank): [self._leaves[number].detach()]}
-        self._arriving[number] = start_exchange(self.comm, roles.devices, parcels, places, self._blank)
+        self._arriving[number] = start_exchange(self.comm, roles.devices, parcels, places, self._blank, back=True)
         self.comm.traffic.handed_bytes += bytes_of(parcels) + bytes_of(places)
 
     def arrived(self) -> None:
@@ -153,9 +165,9 @@ class DenseServing(RankSync):
         pending.wait()
         return _sum([own if member == self.rank else places[member][0] for member in self._roles[number].members(self.rank)])
 
-    def _move(self, kind: ActionKind, number: int, parcels: Parcels, places: Parcels) -> Pending:
+    def _move(self, kind: ActionKind, number: int, parcels: Parcels, places: Parcels, *, back: bool = False) -> Pending:
         devices = self._roles[number].devices
-        pending = start_exchange(self.comm, devices, parcels, places, self._blank)
+        pending = start_exchange(self.comm, devices, parcels, places, self._blank, back=back)
         return self.named(kind, number, pending) if len(devices) > 1 else pending
 
 

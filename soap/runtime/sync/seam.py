@@ -78,10 +78,12 @@ class RankSync(ABC):
         self.context, self.syncs = context, syncs
         self.plan, self.comm, self.store, self.rank = context.plan, context.comm, context.shards, context.comm.rank
         self.watch: Watch = watch_nothing
+        self.serves_early = False
+        """Whether ``end`` may leave servers' gradients under way, which are then waited for one after the other."""
 
     @classmethod
-    def groups(cls, sync: ShardSync) -> Iterable[tuple[int, ...]]:
-        """The sets of devices that exchange something, beside all its members."""
+    def groups(cls, plan: Plan, sync: ShardSync) -> Iterable[tuple[int, ...]]:
+        """The sets of devices that exchange something, beside all its members; descending: see ``comm.new_groups.Groups``."""
         return ()
 
     @classmethod

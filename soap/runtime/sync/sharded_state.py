@@ -22,7 +22,7 @@ from typing import ClassVar
 import torch
 
 from soap.model.regions import lengths
-from soap.plan.plan import ReadRegion, ShardSync, sync_name
+from soap.plan.plan import Plan, ReadRegion, ShardSync, sync_name
 from soap.plan.syncs.sharded_state import sum_name
 from soap.plan.syncs.sharing import copies_of, holders
 from soap.runtime.comm.even_parts import all_gather_parts, reduce_scatter_parts
@@ -103,7 +103,7 @@ class ShardedState(RankSync):
                 self.take_gradients(leaf, number, ShardedState._collect, number, place)
 
     @classmethod
-    def groups(cls, sync: ShardSync) -> Iterable[tuple[int, ...]]:
+    def groups(cls, plan: Plan, sync: ShardSync) -> Iterable[tuple[int, ...]]:
         """The readers of each copy, and the holders of each part."""
         return (*copies_of(sync), *holders(sync))
 

@@ -107,7 +107,7 @@ class _Trial:
         self._step(optimizer)
         states = max((_states_of(optimizer, tensor) for tensor in tensors), default=0)
         spares = all(spares_rows(optimizer, group) for group in optimizer.param_groups)
-        scopes = {} if _is_known(optimizer) else self._scopes(recorded_name(optimizer))
+        scopes = {} if updates_elementwise(optimizer) else self._scopes(recorded_name(optimizer))
         by_name = {name: scopes.get(kind.name, Scope.ELEMENT) for kind in self.kinds for name in kind.names}
         measured = type(optimizer) in MEASURED
         return Tried(recorded_name(optimizer), {name: by_name[name] for name in self.parameters}, states, spares, measured)
@@ -248,7 +248,8 @@ def optimizer_states(tried: Tried, *, sparse: bool) -> int:
     return tried.states if tried.spares_rows or not sparse else max(tried.states, LEAST_DENSE_STATES)
 
 
-def _is_known(optimizer: torch.optim.Optimizer) -> bool:
+def updates_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is known to update each element by itself, and to count steps by tensor."""
     members: Sequence[Any] = getattr(optimizer, "members", (optimizer,))
     hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     return all(type(one) in ELEMENTWISE and not any(getattr(one, hook, None) for hook in hooks) for one in (*members,))
