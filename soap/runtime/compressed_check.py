@@ -13,7 +13,7 @@ import torch
 from soap.model.regions import lengths, whole
 from soap.plan.syncs.amounts import reading_groups
 from soap.plan.syncs.compressed import compressed_shards
-from soap.runtime.comm.redistribute import cut
+from soap.runtime.comm.assembling import cut
 from soap.runtime.compression.peer import Peer, copied
 from soap.runtime.compression.seam import State
 from soap.runtime.compression.together import in_order, synchronized

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from soap.cluster.topology import Topology
 from soap.runtime.comm.redistribute import Communicator, Pending
 from soap.runtime.comm.world import open_world
 from soap.runtime.step.gradients import Gradients
@@ -29,15 +30,15 @@ from tests.runtime.test_sharded_state import files as files  # a fixture
 from tests.runtime.traced import traced
 from tests.strategies import with_servers
 
-TOPOLOGY = with_servers(hosts(2, 1), 1)
-"""Two workers and a server, which computes nothing."""
+TOPOLOGY, SHARED = with_servers(hosts(1, 1, 1), 1), with_servers(hosts(2, 1), 1)
+"""Two workers and a server, which computes nothing; on the second cluster one worker speaks for both."""
 SERVER = 2
 Event = tuple[str, int]
 
 
-def served(path: str) -> Strategy:
+def served(path: str, topology: Topology = TOPOLOGY) -> Strategy:
     """Samples on workers, all parameters on the server."""
-    return parameter_server(traced(path).graph, TOPOLOGY)
+    return parameter_server(traced(path).graph, topology)
 
 
 def events(path: str, steps: Sequence[Batch], options: Mapping[str, Any]) -> list[Event]:
@@ -99,9 +100,9 @@ def test_what_all_gradients_decide_comes_first(four: Pool, files: dict[str, str]
 
 
 @pytest.mark.parametrize("name", often(("odd", "shared", "weighted"), ("odd",)))
-@pytest.mark.parametrize("optimizer", often(("adam", "momentum"), ("adam",)))
-def test_trains_like_one_process(four: Pool, files: dict[str, str], name: str, optimizer: str) -> None:
-    trained(four, files, name, served(files[name]), TOPOLOGY, optimizer)
+@pytest.mark.parametrize("topology", [TOPOLOGY, SHARED])
+def test_trains_like_one_process(four: Pool, files: dict[str, str], name: str, topology: Topology) -> None:
+    trained(four, files, name, served(files[name], topology), topology)
 
 
 def used_groups(path: str) -> set[tuple[str, tuple[int, ...]]]:

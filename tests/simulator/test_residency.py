@@ -14,8 +14,8 @@ from soap.plan.flows import box_bytes
 from soap.plan.memory_kinds import ALLOWANCE, MemoryKind
 from soap.plan.syncs import large_parts
 from soap.plan.syncs.parameter_server import METHOD
+from soap.runtime.comm.assembling import cut
 from soap.runtime.comm.packing import are_adjacent
-from soap.runtime.comm.redistribute import cut
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.memory import transit
 from soap.simulator.memory.as_run import as_run

@@ -1,4 +1,4 @@
-"""Moving regions: messages, collectives over groups, and assembling pieces. One code path for gloo and NCCL.
+"""Moving tensors: messages, and collectives over groups. One code path for gloo and NCCL.
 
 Every rank calls in the program's global order. NCCL matches messages by this order, gloo by tags as well. CUDA tensors under gloo travel
 through pinned host memory.
@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from soap.model.regions import Box, lengths, relative
 from soap.runtime.comm.failures import tell_before_leaving
 from soap.runtime.comm.handing_out import hand_out
 from soap.runtime.comm.new_groups import Groups, make_groups
@@ -368,36 +367,6 @@ class Communicator:
             return dist.batch_isend_irecv([dist.P2POp(operation, wire, peer)])
         group = self.groups.get(tuple(reversed(range(self.world_size)))) if back else None
         return [_work(operation(wire, peer, tag=tag, group=group))]
-
-
-class _Assemble(torch.autograd.Function):
-    """Assemble disjoint pieces that cover a box into one tensor; the gradient is cut into the same pieces."""
-
-    @staticmethod
-    def forward(ctx: Any, box: Box, boxes: Sequence[Box], *pieces: torch.Tensor) -> torch.Tensor:
-        ctx.box, ctx.boxes = box, boxes
-        whole = pieces[0].new_empty(lengths(box))
-        for own, piece in zip(boxes, pieces, strict=True):
-            whole[relative(own, box)] = piece
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        needed = ctx.needs_input_grad[2:]
-        parts = [gradients[0][relative(own, ctx.box)] if need else None for own, need in zip(ctx.boxes, needed, strict=True)]
-        return (None, None, *parts)
-
-
-def assemble(box: Box, boxes: Sequence[Box], pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One tensor for ``box`` from pieces with the boxes ``boxes``; differentiable. A single piece that is the box is returned as it is."""
-    if len(boxes) == 1 and boxes[0] == box:
-        return pieces[0]
-    return cast(torch.Tensor, _Assemble.apply(box, tuple(boxes), *pieces))  # type: ignore[no-untyped-call]
-
-
-def cut(tensor: torch.Tensor, held: Box, box: Box) -> torch.Tensor:
-    """The part ``box`` of a tensor that holds ``held``: a view, or the tensor itself."""
-    return tensor if box == held else tensor[relative(box, held)]
 
 
 def _host_memory(tensor: torch.Tensor) -> torch.Tensor:

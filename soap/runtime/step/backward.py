@@ -23,7 +23,8 @@ from soap.plan.plan import (
     reduce_name,
     remote_parts,
 )
-from soap.runtime.comm.redistribute import Pending, cut
+from soap.runtime.comm.assembling import cut
+from soap.runtime.comm.redistribute import Pending
 from soap.runtime.program.actions import ActionKind
 from soap.runtime.program.prepared import PreparedTiles
 from soap.runtime.step.gradients import Gradients

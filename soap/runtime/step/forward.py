@@ -23,7 +23,8 @@ from soap.plan.departures import sending_pass
 from soap.plan.plan import ASK_NAME, message_name, recompute_name, reduce_name, remote_parts
 from soap.plan.running.activity import ValueKey
 from soap.runtime.comm.arrivals import Arrivals
-from soap.runtime.comm.redistribute import Pending, assemble, cut
+from soap.runtime.comm.assembling import assemble, cut
+from soap.runtime.comm.redistribute import Pending
 from soap.runtime.program.actions import ActionKind
 from soap.runtime.program.fused_tiles import Outputs, Unit
 from soap.runtime.program.prepared import Fetched, Parameter, Part, Piece, PreparedTile, PreparedTiles, Source

@@ -13,8 +13,9 @@ from soap.model.regions import Box, lengths
 from soap.plan.departures import Route
 from soap.plan.flows import reduced_tensor
 from soap.plan.plan import Reduction
+from soap.runtime.comm.assembling import cut
 from soap.runtime.comm.packing import land, pack, plain
-from soap.runtime.comm.redistribute import Communicator, Pending, cut
+from soap.runtime.comm.redistribute import Communicator, Pending
 from soap.runtime.program.program import Program
 from soap.runtime.step.departures import Departures
 from soap.runtime.step.value_store import ValueStore

@@ -11,8 +11,9 @@ from typing import ClassVar
 import torch
 
 from soap.plan.plan import Plan, ShardSync
+from soap.runtime.comm.assembling import cut
 from soap.runtime.comm.parcels import Parcels, bytes_of, start_exchange
-from soap.runtime.comm.redistribute import Pending, cut
+from soap.runtime.comm.redistribute import Pending
 from soap.runtime.program.actions import ActionKind
 from soap.runtime.step.micro_batch import MicroBatch
 from soap.runtime.sync.roles import pieces_read, roles_of

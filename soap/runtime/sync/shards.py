@@ -15,7 +15,8 @@ import torch
 from soap.errors import RuntimeFailure
 from soap.model.regions import Box, lengths, relative, whole
 from soap.plan.plan import Plan, ShardSync
-from soap.runtime.comm.redistribute import Communicator, assemble, cut
+from soap.runtime.comm.assembling import assemble, cut
+from soap.runtime.comm.redistribute import Communicator
 from soap.runtime.run_types import run_dtype
 from soap.runtime.sync.layout import Layout
 from soap.runtime.sync.roles import pieces, pieces_read, uses_of_pieces
