@@ -103,14 +103,16 @@ class DenseServing(RankSync):
 
     def end(self, part: MicroBatch) -> None:
         """Wait for all messages, but for servers' gradients if these are served early: ``gradients`` waits for them."""
-        for pending in (*(() if self.serves_early else self._pushing.values()), *(pending for pending, _ in self._collecting.values())):
+        for number in () if self.serves_early else [*self._pushing]:
+            self._pushing.pop(number).wait()
+        for pending, _ in self._collecting.values():
             pending.wait()
         self._collecting.clear()
 
     def gradients(self, shards: Sequence[int]) -> Mapping[int, Gradient]:
         """See ``RankSync``. Waits for what has not come yet."""
         for number in sorted({self._number_of[shard] for shard in shards} & self._pushing.keys()):
-            self._pushing[number].wait()
+            self._pushing.pop(number).wait()  # and let go of the memory in which all of it came
         return super().gradients(shards)
 
     def gradient(self, shard: int) -> torch.Tensor:
