@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 from soap.cluster.topology import Topology
+from soap.runtime.comm import parcels
+from soap.runtime.comm.packing import land
 from soap.runtime.comm.redistribute import Communicator, Pending
 from soap.runtime.comm.world import open_world
 from soap.runtime.step.gradients import Gradients
@@ -129,6 +131,34 @@ def test_values_go_back_by_other_connections_than_gradients_come(four: Pool, fil
     *readers, server = four.run(used_groups, files["odd"], ranks=3)
     assert server == {("in", (0, 1, 2)), ("out", (2, 1, 0))}
     assert readers == [{("out", (0, 1, 2)), ("in", (2, 1, 0))}] * 2
+
+
+def copies(path: str) -> tuple[list[bool], list[bool]]:
+    """Of a step: whether values are sent from where they are, and whether what comes lands where it belongs."""
+    sent, landed = list[bool](), list[bool]()
+    before = Communicator.post
+
+    def post(self: Communicator, coming: Any, leaving: Any, devices: tuple[int, ...], *, back: bool = False) -> Any:
+        sent.extend(own.data_ptr() in values for tensors in leaving for own in tensors if back and own.numel())
+        return before(self, coming, leaving, devices, back=back)
+
+    def landing(places: Sequence[torch.Tensor]) -> Any:
+        found = land(places)
+        landed.append(found[1] is None)
+        return found
+
+    with Trainer(traced(path), (served(path), TOPOLOGY), optimizer=OPTIMIZERS["adam"]) as trainer:
+        values = {own.data_ptr() for own in trainer.shards.tensors.values()}
+        with patch.object(Communicator, "post", post), patch.object(parcels, "land", landing):
+            trainer.step(*batch_of("odd", 6, 0))
+    return sent, landed
+
+
+def test_servers_copy_nothing(four: Pool, files: dict[str, str]) -> None:
+    """Values for two readers, and gradients of two: predicted memory has no room for copies of them."""
+    sent, landed = four.run(copies, files["odd"], ranks=3)[SERVER]
+    count = len(in_order(files["odd"]))
+    assert sent == [True] * 2 * count and landed == [True] * count
 
 
 def both_ways() -> list[float]:

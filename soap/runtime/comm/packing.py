@@ -37,6 +37,15 @@ def are_adjacent(places: Sequence[torch.Tensor]) -> bool:
     return all(place.data_ptr() + place.nbytes == other.data_ptr() for place, other in pairwise(places))
 
 
+def adjacent(like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Room for tensors of these shapes and one dtype, one behind the other: what comes for all of them lands there without a copy."""
+    if not like:
+        return []
+    flat = like[0].detach().new_empty(sum(own.numel() for own in like))
+    parts = torch.split(flat, [own.numel() for own in like])
+    return [part.view(own.shape) for part, own in zip(parts, like, strict=True)]
+
+
 def land(places: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None] | None]:
     """(flat memory that receives what ``pack`` made of such tensors, function that then copies it to its places).
 

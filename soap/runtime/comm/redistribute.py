@@ -175,17 +175,19 @@ class Communicator:
 
         Received elements land in the flat ``buffer``, in the order of the devices; ``sizes``: how many come from each. One dtype for all.
         """
-        content = [tensor for parcel in parcels for tensor in parcel]
-        given = [sum(tensor.numel() for tensor in parcel) for parcel in parcels]
-        sent = self.to_wire(plain(pack(content) if content else buffer.new_empty(0)))
+        nothing = buffer.new_empty(0)
         wire, finish = self.from_wire(plain(buffer))
         if self._nccl:
+            content = [tensor for parcel in parcels for tensor in parcel]
+            given = [sum(tensor.numel() for tensor in parcel) for parcel in parcels]
+            sent = plain(pack(content) if content else nothing)
             group = self.groups[devices]
             work = _work(dist.all_to_all_single(wire, sent, list(sizes), given, group=group, async_op=True))
             self.keep(Pending((work,), sent))
             return Pending((work,), buffer, finish)
-        coming, leaving = self._each_to_each(torch.split(wire, list(sizes)), torch.split(sent, given), devices, back=back)
-        self.keep(Pending(leaving, sent))
+        leaves = [self.to_wire(plain(pack(parcel) if parcel else nothing)) for parcel in parcels]  # a single tensor is not copied
+        coming, leaving = self._each_to_each(torch.split(wire, list(sizes)), leaves, devices, back=back)
+        self.keep(Pending(leaving, nothing, further=leaves))
         return Pending(coming, buffer, finish)
 
     def _each_to_each(

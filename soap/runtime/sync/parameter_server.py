@@ -12,6 +12,7 @@ import torch
 
 from soap.plan.plan import Plan, ShardSync
 from soap.runtime.comm.assembling import cut
+from soap.runtime.comm.packing import adjacent
 from soap.runtime.comm.parcels import Parcels, bytes_of, start_exchange
 from soap.runtime.comm.redistribute import Pending
 from soap.runtime.program.actions import ActionKind
@@ -75,7 +76,8 @@ class DenseServing(RankSync):
             parcels[roles.leader(self.rank)] = [self._own_gradient(number)]
         elif self.rank in roles.readers:
             like = self._leaves[number].detach()
-            places = {member: [torch.empty_like(like)] for member in roles.members(self.rank) if member != self.rank}
+            members = [member for member in roles.members(self.rank) if member != self.rank]
+            places = {member: [room] for member, room in zip(members, adjacent([like] * len(members)), strict=True)}
         self._collecting[number] = self._move(ActionKind.COLLECT, number, parcels, places), places
         self.comm.traffic.handed_bytes += bytes_of(parcels) + bytes_of(places)
 
@@ -92,12 +94,10 @@ class DenseServing(RankSync):
                     self._given.setdefault(shard, {})[server] = part
                 else:
                     parcels.setdefault(server, []).append(part)
-        for shard in roles.owned_by(self.rank):
-            for sender in roles.speakers:
-                if sender != self.rank:
-                    place = torch.empty_like(self.store.tensors[shard], requires_grad=False)
-                    self._given.setdefault(shard, {})[sender] = place
-                    places.setdefault(sender, []).append(place)
+        coming = [(sender, shard) for sender in sorted(roles.speakers) if sender != self.rank for shard in roles.owned_by(self.rank)]
+        for (sender, shard), room in zip(coming, adjacent([self.store.tensors[shard] for _, shard in coming]), strict=True):
+            self._given.setdefault(shard, {})[sender] = room
+            places.setdefault(sender, []).append(room)
         self._pushing[number] = self._move(ActionKind.SYNC, number, parcels, places)
         self.comm.traffic.pushed_bytes += bytes_of(parcels) + bytes_of(places)
 
