@@ -100,7 +100,7 @@ class Trainer:
         if self.clip_norm is not None and compressed_names(self.plan):
             self.compressing = replace(self.compressing, clip_norm=self.clip_norm)
         most, limit = handed.most_bytes, asked.topology.memory_limits[self.rank]
-        self.room = None if most is None else room_within(most, limit)
+        self.room = None if most is None else room_within(most, limit, self._taken_over_bytes() if options.take_over else 0)
         self._place_values(joined_names(self.plan, tried), options.take_over)
         self._compared: set[str] = set()
         self.sizes = BatchSizes(self, handed, options.take_over)
@@ -115,6 +115,11 @@ class Trainer:
         require_possible(plan, tried, self.lazy_sparse)
         require_offloadable(plan, tried, lazy_sparse=self.lazy_sparse)
         return [use.total for use in memory_use(plan, tried.states)] if self.device.type == "cpu" else None
+
+    def _taken_over_bytes(self) -> int:
+        """The model's own values, of which this rank's are a part."""
+        found = (tensor.untyped_storage() for tensor in self.model.parameters.values())
+        return sum({storage.data_ptr(): storage.nbytes() for storage in found}.values())
 
     def _place_values(self, joined: Sequence[str], take_over: bool) -> None:
         """Load this rank's parts of parameters and its copy of the buffers; make them equal on all ranks that have them."""

@@ -35,11 +35,12 @@ class _Place:
 
 
 class MemoryRoom:
-    """What a process may hold: ``limit_bytes`` more than when this is made. Linux, GNU's C library (``room_within`` asks for both)."""
+    """What a process may hold: ``limit_bytes`` more than when this is made, of which ``there_bytes`` are there already. Linux, GNU's C
+    library (``room_within`` asks for both)."""
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, there_bytes: int = 0) -> None:
         malloc.give_back()
-        self._most_bytes = held_bytes() + limit_bytes
+        self._most_bytes = held_bytes() - there_bytes + limit_bytes
         self._places: dict[Hashable, _Place] = {}
         self._last: _Place | None = None
         self._held_bytes = 0
@@ -76,11 +77,11 @@ class MemoryRoom:
             place.needs_bytes = max(place.needs_bytes, grown_bytes)
 
 
-def room_within(most_bytes: int, limit_bytes: int) -> MemoryRoom | None:
-    """For a process that may hold ``most_bytes`` and has ``limit_bytes``: what looks after its memory; None if there is room for all holes,
-    or the C library does not let us choose. From then on freed memory is kept."""
+def room_within(most_bytes: int, limit_bytes: int, there_bytes: int = 0) -> MemoryRoom | None:
+    """For a process that may hold ``most_bytes`` and has ``limit_bytes``, ``there_bytes`` of it already: what looks after its memory; None if
+    there is room for all holes, or the C library does not let us choose. From then on freed memory is kept."""
     able = malloc.keep_freed_memory()
-    return MemoryRoom(limit_bytes) if able and most_bytes * malloc.HOLES > limit_bytes else None
+    return MemoryRoom(limit_bytes, there_bytes) if able and most_bytes * malloc.HOLES > limit_bytes else None
 
 
 def held_bytes() -> int:
