@@ -3,9 +3,11 @@
 Freed memory that is kept is there at once when it is allocated again; memory that went back to the system comes with pages that are cleared
 anew, one fault each. But kept memory has holes: a step whose tensors take 450 MB took 680 to 720 MB. Where a rank has room for that
 (``malloc.HOLES``), it keeps everything and looks no further. Where it has not, it looks between the actions of each step how much the
-process holds. A step does the same again and again, so it is known by how much memory grows until the next look. Only if that would pass
-the limit, what is free goes back (one call, ``malloc.give_back``); and where even this leaves too little room, as around the peak, large
-pieces are not kept at all until there is room again.
+process holds, and all that is free goes back (one call, ``malloc.give_back``) before too much would be held.
+
+A step does the same again and again, so what comes next is known from the steps before: by how much the process grows until the next look
+at most, when nothing is free, and how much it grew last, when what was free was used again. The first steps give back at each look, which
+shows the first of both, and what the process comes to in any case: up to a little above that nothing is lost by keeping.
 
 What counts is what the kernel says of the process: anonymous memory beyond what it had when its tensors were about to be made. So holes,
 kernels' workspaces and Python's own objects are part of it.
@@ -23,15 +25,22 @@ from soap.runtime.system import malloc
 LEARNED = 2
 """At so many visits of a place what is free goes back before it, so that all that is needed there shows: the first one also allocates what
 stays, such as the optimizer's states."""
+SURPRISE = 16
+"""One of so many parts of a limit is left for growth that was not expected."""
+LITTLE_BYTES = 16 * 2**20
+"""Holes of so little are kept above what the process comes to in any case: it takes as much for itself, beside tensors, and of its limit no
+plan counts that."""
 _PAGE_BYTES = resource.getpagesize()
 
 
 @dataclass(slots=True)
 class _Place:
-    """A moment of a step. ``needs_bytes``: by how much the process grows until the next moment."""
+    """A moment of a step. Until the next one, the process grows by ``needs_bytes`` at most, which is seen when nothing is free, and grew by
+    ``grew_bytes`` last when something was."""
 
     visits: int = 0
     needs_bytes: int = 0
+    grew_bytes: int = 0
 
 
 class MemoryRoom:
@@ -40,11 +49,12 @@ class MemoryRoom:
 
     def __init__(self, limit_bytes: int, there_bytes: int = 0) -> None:
         malloc.give_back()
-        self._most_bytes = held_bytes() - there_bytes + limit_bytes
+        surprise = limit_bytes // SURPRISE
+        self._most_bytes, self._trusted_bytes = held_bytes() - there_bytes + limit_bytes - surprise, max(surprise, LITTLE_BYTES)
         self._places: dict[Hashable, _Place] = {}
         self._last: _Place | None = None
         self._held_bytes = 0
-        self._keeps = True
+        self._gave_back = False
         self._run: Hashable = None
         self._moment = 0
 
@@ -54,27 +64,30 @@ class MemoryRoom:
         self.look()
 
     def look(self) -> None:
-        """See to it that what the process holds until the next look does not pass the limit."""
+        """Give back what is free if too much would be held until the next look."""
         held = held_bytes()
         if self._last is not None:
-            self._note(self._last, held - self._held_bytes)
+            self._note(self._last, held)
         place = self._places.setdefault((self._run, self._moment), _Place())
         place.visits, self._moment = place.visits + 1, self._moment + 1
-        learns = place.visits <= LEARNED
-        if self._keeps and (learns or held + place.needs_bytes > self._most_bytes):
+        more = place.grew_bytes if place.needs_bytes <= self._trusted_bytes else place.needs_bytes
+        self._gave_back = place.visits <= LEARNED or held + more > self._most_bytes
+        if self._gave_back:
             malloc.give_back()
             held = held_bytes()
-        keeps = learns or held + place.needs_bytes <= self._most_bytes
-        if keeps is not self._keeps:
-            (malloc.keep_freed_memory if keeps else malloc.give_freed_memory_back)()
-        self._last, self._held_bytes, self._keeps = place, held, keeps
+        self._last, self._held_bytes = place, held
 
-    def _note(self, place: _Place, grown_bytes: int) -> None:
-        """Learn by how much the process has grown since a place. Where large pieces go back, what was needed meanwhile does not show."""
-        if place.visits <= LEARNED:
-            place.needs_bytes = max(0, grown_bytes)
-        elif self._keeps:
-            place.needs_bytes = max(place.needs_bytes, grown_bytes)
+    def _note(self, place: _Place, held: int) -> None:
+        """Learn from what is held at the look after a place."""
+        grown = held - self._held_bytes
+        if not self._gave_back:
+            place.grew_bytes = grown
+        elif place.visits <= LEARNED:
+            place.needs_bytes = max(0, grown)
+        else:
+            place.needs_bytes = max(place.needs_bytes, grown)
+        if place.visits == LEARNED:  # less is not possible
+            self._most_bytes = max(self._most_bytes, held + LITTLE_BYTES)
 
 
 def room_within(most_bytes: int, limit_bytes: int, there_bytes: int = 0) -> MemoryRoom | None:
