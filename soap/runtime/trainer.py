@@ -38,7 +38,7 @@ from soap.runtime.step.step_end import StepEnd
 from soap.runtime.step_metrics import StepMetrics
 from soap.runtime.sync.look_ups import note_rows
 from soap.runtime.sync.shards import ShardStore, gather_regions
-from soap.runtime.system.memory_room import room_within
+from soap.runtime.system.memory_room import MemoryRoom, room_within
 from soap.runtime.trace import Event, Recorder, join_events
 from soap.runtime.training_options import DEFAULT_TRAINING, TrainingKeywords, TrainingOptions
 from soap.runtime.updates.clipping import require_clippable
@@ -99,8 +99,10 @@ class Trainer:
         self.program, self.plan = handed.program, handed.program.plan
         if self.clip_norm is not None and compressed_names(self.plan):
             self.compressing = replace(self.compressing, clip_norm=self.clip_norm)
-        most, limit = handed.most_bytes, asked.topology.memory_limits[self.rank]
-        self.room = None if most is None else room_within(most, limit, self._taken_over_bytes() if options.take_over else 0)
+        self.room: MemoryRoom | None = None
+        if handed.most_bytes is not None:
+            there = self._taken_over_bytes() if options.take_over else 0
+            self.room = room_within(handed.most_bytes, asked.topology.memory_limits[self.rank], there)
         self._place_values(joined_names(self.plan, tried), options.take_over)
         self._compared: set[str] = set()
         self.sizes = BatchSizes(self, handed, options.take_over)
