@@ -54,6 +54,8 @@ class Parts:
             for parted in (_whole, _parted) if spread and summed else (_whole,):
                 kinds = [cut if i in self._space else parted if i in summed else _ends for i in range(len(op.factors))]
                 chosen = [kind(f.size) for kind, f in zip(kinds, op.factors, strict=True)]
+                if spread and wide:
+                    chosen = [self._within(i) if i in self._space else own for i, own in enumerate(chosen)]
                 found |= self._tried(chosen, inside=spread, at_end=spread and wide)
         if weight and wide:
             kinds = [_near if i in weight else _whole if i in summed | self._space else _ends for i in range(len(op.factors))]
@@ -62,8 +64,8 @@ class Parts:
 
     def _tried(self, lengths: Sequence[Sequence[int]], *, inside: bool = False, at_end: bool = False) -> PartFootprints:
         """Tiles with each combination of these lengths: ``inside`` the image, where windows see all that they may; or at the beginning of
-        its first dimension, so that they are padded there. Kept is also what a tile inside keeps. ``at_end``: at the image's end as well, on
-        each side, where more is made that is cut off."""
+        its first dimension, so that they are padded there. Kept is also what a tile inside keeps. ``at_end``: at the image's end as well,
+        on each side, where more is made that is cut off."""
         choices = [sorted({*own}) for own in lengths]
         found = {chosen: self._run(self._tile(self._grown(chosen), inside)) for chosen in product(*choices)}
         if at_end:
@@ -81,8 +83,22 @@ class Parts:
         grown = [size if size and own == _near(size)[0] and not tiny else own for (own, size), tiny in zip(pairs, small, strict=True)]
         return grown if any(small) else lengths
 
+    def _within(self, place: int) -> list[int]:
+        """Lengths of a side of the image: as ``_inner``, but no longer than what a tile in the middle sees all neighbours with. Longer ones
+        see no more than what there is, and one that sees all of the image may be computed in another type."""
+        size, image = self._op.factors[place].size, self._op.inputs[0]
+        whole = [f.size for f in self._op.factors]
+        dims = [(k, dim) for k, dim in enumerate(image.dims) if dim.factor == place]
+        shape = self._graph.tensors[image.tensor].shape
+        for length in range(max(1, size // 2), 1, -1):
+            box = self._tile([*whole[:place], length, *whole[place + 1 :]], True).inputs[0]
+            if all(box[k][1] - box[k][0] == (length - 1) * dim.scale + dim.hi - dim.lo < shape[k] for k, dim in dims):
+                return [length, max(1, length // FINEST)]
+        return _inner(size)
+
     def _at_ends(self, lengths: Sequence[int]) -> Iterator[Tile]:
-        """Tiles of these lengths that end where the image ends, along one or several of the sides that they cut, and are inside of others."""
+        """Tiles of these lengths that end where the image ends, along one or several of the sides that they cut, and are inside of the
+        others."""
         cut = [i for i in sorted(self._space) if lengths[i] < self._op.factors[i].size]
         for chosen in product((False, True), repeat=len(cut)):
             if any(chosen):

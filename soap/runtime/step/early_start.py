@@ -35,8 +35,8 @@ class SyncSchedule:
 
 class EarlyStart:
     """Starts each exchange as soon as its gradient is complete, in the program's order. When the program reaches the exchange's own action,
-    it has started already. ``start``: the bound method that starts an exchange (held weakly). ``room``: a segment's backward pass may be all
-    of a step's, so memory is looked at whenever a gradient has come. ``is_open``: True during a micro-batch."""
+    it has started already. ``start``: the bound method that starts an exchange (held weakly). ``room``: a segment's backward pass may be
+    all of a step's, so memory is looked at whenever a gradient has come. ``is_open``: True during a micro-batch."""
 
     def __init__(self, start: Callable[[ActionKind, int], object], room: MemoryRoom | None = None) -> None:
         self._start, self._room = weakref.WeakMethod(start), room

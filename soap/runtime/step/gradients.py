@@ -30,7 +30,8 @@ from soap.runtime.trace import Watch, watch_nothing
 class Gradients:
     """The gradients of one rank. One object serves all programs of a trainer: their plans have the same shards and synchronizations.
 
-    ``room``: looked at when a gradient has come, where memory is short. ``by_rows``: position in ``Plan.syncs`` -> the method, for synchronizations by rows. ``early``: starts exchanges within segments.
+    ``room``: looked at when a gradient has come, where memory is short. ``by_rows``: position in ``Plan.syncs`` -> the method, for
+    synchronizations by rows. ``early``: starts exchanges within segments.
     ``dense``, ``rows``: owned shard -> its gradient, complete after a step's last micro-batch and ``add_up``.
     """
 

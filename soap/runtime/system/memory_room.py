@@ -91,8 +91,8 @@ class MemoryRoom:
 
 
 def room_within(most_bytes: int, limit_bytes: int, there_bytes: int = 0) -> MemoryRoom | None:
-    """For a process that may hold ``most_bytes`` and has ``limit_bytes``, ``there_bytes`` of it already: what looks after its memory; None if
-    there is room for all holes, or the C library does not let us choose. From then on freed memory is kept."""
+    """For a process that may hold ``most_bytes`` and has ``limit_bytes``, ``there_bytes`` of it already: what looks after its memory; None
+    if there is room for all holes, or the C library does not let us choose. From then on freed memory is kept."""
     able = malloc.keep_freed_memory()
     return MemoryRoom(limit_bytes, there_bytes) if able and most_bytes * malloc.HOLES > limit_bytes else None
 
