@@ -38,7 +38,7 @@ from soap.runtime.step.step_end import StepEnd
 from soap.runtime.step_metrics import StepMetrics
 from soap.runtime.sync.look_ups import note_rows
 from soap.runtime.sync.shards import ShardStore, gather_regions
-from soap.runtime.system.memory_room import MemoryRoom, room_within
+from soap.runtime.system.memory_room import MemoryRoom, room_within, stored_bytes
 from soap.runtime.trace import Event, Recorder, join_events
 from soap.runtime.training_options import DEFAULT_TRAINING, TrainingKeywords, TrainingOptions
 from soap.runtime.updates.clipping import require_clippable
@@ -101,7 +101,7 @@ class Trainer:
             self.compressing = replace(self.compressing, clip_norm=self.clip_norm)
         self.room: MemoryRoom | None = None
         if handed.most_bytes is not None:
-            there = self._taken_over_bytes() if options.take_over else 0
+            there = stored_bytes(self.model.parameters.values()) if options.take_over else 0
             self.room = room_within(handed.most_bytes, asked.topology.memory_limits[self.rank], there)
         self._place_values(joined_names(self.plan, tried), options.take_over)
         self._compared: set[str] = set()
@@ -117,11 +117,6 @@ class Trainer:
         require_possible(plan, tried, self.lazy_sparse)
         require_offloadable(plan, tried, lazy_sparse=self.lazy_sparse)
         return [use.total for use in memory_use(plan, tried.states)] if self.device.type == "cpu" else None
-
-    def _taken_over_bytes(self) -> int:
-        """The model's own values, of which this rank's are a part."""
-        found = (tensor.untyped_storage() for tensor in self.model.parameters.values())
-        return sum({storage.data_ptr(): storage.nbytes() for storage in found}.values())
 
     def _place_values(self, joined: Sequence[str], take_over: bool) -> None:
         """Load this rank's parts of parameters and its copy of the buffers; make them equal on all ranks that have them."""

@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+
+import torch
 
 from soap.runtime.system import malloc
 
@@ -95,6 +97,12 @@ def room_within(most_bytes: int, limit_bytes: int, there_bytes: int = 0) -> Memo
     if there is room for all holes, or the C library does not let us choose. From then on freed memory is kept."""
     able = malloc.keep_freed_memory()
     return MemoryRoom(limit_bytes, there_bytes) if able and most_bytes * malloc.HOLES > limit_bytes else None
+
+
+def stored_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """What these tensors take, those that share memory together."""
+    found = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in found}.values())
 
 
 def held_bytes() -> int:
