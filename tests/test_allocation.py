@@ -12,7 +12,7 @@ from soap.runtime.system.malloc import keep_freed_memory
 PAGES = """
 import resource
 import torch
-from soap.runtime.system.malloc import keep_freed_memory, keep_if_there_is_room
+from soap.runtime.system.malloc import give_back, give_freed_memory_back, keep_freed_memory
 
 def faults(work):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -27,9 +27,10 @@ given_back = faults(use)
 assert keep_freed_memory()
 use()
 kept = faults(use)
-assert not keep_if_there_is_room(100, 149)
+assert give_freed_memory_back()
+give_back()
 short = faults(use)
-assert keep_if_there_is_room(100, 150)
+assert keep_freed_memory()
 use()
 print(given_back, kept, short, faults(use))
 """

@@ -13,6 +13,7 @@ from soap.errors import StrategyError
 from soap.strategy.classical import NAMED, data_parallel, hybrid, megatron, zero1
 from soap.strategy.named import ADDED, SAVING, SAVING_STARTS, check_name, named, saving_names
 from soap.strategy.sync import SHARDED, SHARDED_IN_HOSTS, SHARDED_STATE, saving_memory, worded
+from soap.strategy.without_effect import MEANT, without_effect
 from tests.graph_builder import transformer
 from tests.strategies import cluster
 
@@ -91,3 +92,20 @@ def test_a_copy_on_each_host_has_a_word_of_its_own() -> None:
         sync_method("hsdp:2")
     with pytest.raises(StrategyError, match=r"^synchronization '' is unknown"):
         worded("")
+
+
+def test_names_that_divide_nothing_are_known() -> None:
+    """On one device every plan that divides is the same as without; ``hsdp`` needs several hosts, some with several devices."""
+    one = cluster([1])
+    whole = named("single_device", GRAPH, one)
+    for name in (*NAMED, "megatron+fsdp", "data_parallel+zero1", "recompute+uneven"):
+        strategy, idle = named(name, GRAPH, one), name not in MEANT
+        assert (without_effect(name, one) != "") is idle, name
+        assert all({*config.degrees} <= {1} and config.replicas == 1 for config in strategy.operators.values()), name
+        assert name == "recompute" or "recompute" in name or strategy.operators == whole.operators
+        assert "hsdp" in name or without_effect(name, TOPOLOGY) == without_effect(name, cluster([4])) == ""
+    assert without_effect("megatron+fsdp", one) == "one device has nothing to divide, which is what 'megatron' and 'fsdp' would do"
+    assert without_effect("recompute+offload", one) == without_effect("data_parallel+selective", one) == ""
+    assert without_effect("hsdp", cluster([4])) == "'hsdp' is 'fsdp' on one host"
+    assert without_effect("megatron+hsdp", cluster([1, 1])).startswith("'hsdp' shares nothing where each host has one device")
+    assert without_effect("megatron+hsdp", TOPOLOGY) == ""

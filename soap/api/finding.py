@@ -14,10 +14,11 @@ from soap.search.chains import search as search_graph
 from soap.search.constraints import pairs_of
 from soap.search.options import SearchOptions
 from soap.search.polish import MAX_POLISHED
-from soap.search.starts import DYNAMIC
+from soap.search.starts import DYNAMIC, RANDOM, check_start
 from soap.simulator.draws import Draws, Risk
 from soap.simulator.simulate import Simulator
 from soap.strategy.config import Strategy
+from soap.strategy.without_effect import warn_without_effect
 
 DEFAULT_OPTIONS = SearchOptions()
 
@@ -54,6 +55,10 @@ def find(
         measured_updates=options.measured_updates,
         training=options.training,
     )
+    for name in options.starts or ():
+        if name not in (RANDOM, DYNAMIC):
+            check_start(name)
+            warn_without_effect(name, simulator.topology)
     from soap.simulator.incremental import IncrementalSimulator  # importing numba takes a second: do it for searches only
 
     draws = _compared_by(simulator, options)

@@ -31,6 +31,7 @@ from soap.simulator.memory.peaks import overflow_bytes
 from soap.simulator.simulate import Simulator, is_large, tile_count
 from soap.strategy.config import Strategy
 from soap.strategy.named import ADDED, DATA_PARALLEL, JOIN, MOST_SAVING, RECOMPUTE, SHARING, named, on_top, saving_names
+from soap.strategy.without_effect import warn_without_effect
 
 if TYPE_CHECKING:
     from soap.simulator.incremental import IncrementalSimulator
@@ -127,6 +128,8 @@ def fits(
     simulator = simulator_for(model, topology, optimizer_states=optimizer_states, costs=costs)
     graph = simulator.graph
     name, chosen = (strategy, named(strategy, graph, topology)) if isinstance(strategy, str) else (THIS, strategy)
+    if isinstance(strategy, str):
+        warn_without_effect(name, topology)
     asked = _way(simulator, name, chosen)
     return Fit(asked) if asked.fits else _Ways(simulator, asked, begin_s, seconds, smaller or _smaller_zoo(graph)).found()
 

@@ -20,24 +20,28 @@ from soap.strategy.config import Strategy
 from soap.strategy.json_file import StrategyContents, StrategyHeader
 from soap.strategy.named import PIPELINE, base_of, check_name, named
 from soap.strategy.ralp import RALP
+from soap.strategy.without_effect import warn_without_effect
 
 T = TypeVar("T")
 
 
 def classical(name: str, model: Model, cluster: Cluster) -> Strategy:
-    """The strategy of this name, such as ``data_parallel``, ``megatron`` or ``megatron+zero1``; StrategyError if there is none."""
+    """The strategy of this name, such as ``data_parallel``, ``megatron`` or ``megatron+zero1``; StrategyError if there is none. On one
+    device, where nothing can be divided, it is ``single_device``, perhaps with operators that are recomputed."""
     return named(name, graph_of(model), topology_of(cluster))
 
 
 def simulated_name(name: str, simulator: Simulator) -> Strategy:
     """``classical`` that also knows ``pipeline``: the best of those pipelines that rough costs find promising, by simulation, and ``ralp``
-    (``placed_layers``). StrategyError if there is none."""
+    (``placed_layers``). StrategyError if there is none; a warning if it divides nothing here, or less than its name says."""
     graph, topology = simulator.graph, simulator.topology
     check_name(name)
     if base_of(name)[0] == RALP:
         return named(name, graph, topology, placed_layers(name, simulator).strategy)
     if base_of(name)[0] != PIPELINE:
-        return named(name, graph, topology)
+        strategy = named(name, graph, topology)
+        warn_without_effect(name, topology)
+        return strategy
     from soap.simulator.incremental import IncrementalSimulator  # importing numba takes a second
 
     space, evaluator = build_space(graph, topology.device_count), IncrementalSimulator(simulator)

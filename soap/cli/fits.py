@@ -15,6 +15,7 @@ from soap.cli.plan_summary import kinds_text
 from soap.cli.recomputing import budgeted, budgeted_text
 from soap.cluster.memory_budget import OPTION
 from soap.cluster.topology import Topology
+from soap.errors import InfeasibleError
 from soap.model.graph import OperatorGraph
 from soap.plan.memory_kinds import MemoryKind
 from soap.search.infeasible import shrinking
@@ -105,6 +106,14 @@ def text(found: Mapping[str, Any]) -> str:
         sections.append(f"no time was left for {', '.join(found['untried'])}")
     sections.append("soap-search looks for mixtures of these that are faster")
     return "\n\n".join(sections)
+
+
+def require_way(found: Mapping[str, Any]) -> None:
+    """InfeasibleError in one line if neither what was asked about fits, nor any way that was tried."""
+    closest = found["closest"]
+    if closest is not None:
+        names = f"model {found['model']['name']!r} fits into the memory of cluster {found['cluster']['name']!r} in none of the ways tried"
+        raise InfeasibleError(f"{names}: the closest is {_name(closest)}, with which {_memory(closest)}; expected devices with more memory")
 
 
 def _name(way: Mapping[str, Any]) -> str:

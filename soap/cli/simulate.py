@@ -159,8 +159,10 @@ def _is_layered(args: argparse.Namespace) -> bool:
 
 
 def _report_fit(args: argparse.Namespace, fit: api.Fit, graph: OperatorGraph, topology: Topology) -> int:
+    """Print what fits. InfeasibleError in one line if nothing does."""
     found = fits.document(fit, args, graph, topology)
     print(plan_summary.dump(found) if args.json else fits.text(found))
+    fits.require_way(found)
     return 0
 
 

@@ -92,7 +92,8 @@ class SizedProgram:
         program = self.trainer.planned.single_tiles(self.model, self.whole)
         program = program if batch.size is None else _for_parts(program)
         runner = self.runner
-        return StepRunner(program, self.model, runner.comm, runner.shards, runner.dtype_of, recorder, runner.gradients)
+        room = self.trainer.room
+        return StepRunner(program, self.model, runner.comm, runner.shards, runner.dtype_of, recorder, runner.gradients, room=room)
 
 
 class BatchSizes:
@@ -171,7 +172,8 @@ class BatchSizes:
         """What executes a program's steps. ``gradients``: of another one with the same shards."""
         trainer = self.trainer
         dtype_of = partial(run_dtype, model.graph, dtype=trainer.dtype)
-        return StepRunner(program, model, trainer.comm, shards, dtype_of, None, gradients, trainer.compiled, trainer.compressing)
+        options = trainer.compiled, trainer.compressing, trainer.room
+        return StepRunner(program, model, trainer.comm, shards, dtype_of, None, gradients, *options)
 
     def _constants(self, model: TracedModel, plan: Plan) -> dict[str, torch.Tensor]:
         """The constants that this rank reads, in full, on its device. Where nobody else uses the model they are its own."""

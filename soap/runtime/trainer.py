@@ -38,7 +38,7 @@ from soap.runtime.step.step_end import StepEnd
 from soap.runtime.step_metrics import StepMetrics
 from soap.runtime.sync.look_ups import note_rows
 from soap.runtime.sync.shards import ShardStore, gather_regions
-from soap.runtime.system.malloc import keep_if_there_is_room
+from soap.runtime.system.memory_room import MemoryRoom, room_within, stored_bytes
 from soap.runtime.trace import Event, Recorder, join_events
 from soap.runtime.training_options import DEFAULT_TRAINING, TrainingKeywords, TrainingOptions
 from soap.runtime.updates.clipping import require_clippable
@@ -99,8 +99,10 @@ class Trainer:
         self.program, self.plan = handed.program, handed.program.plan
         if self.clip_norm is not None and compressed_names(self.plan):
             self.compressing = replace(self.compressing, clip_norm=self.clip_norm)
+        self.room: MemoryRoom | None = None
         if handed.most_bytes is not None:
-            keep_if_there_is_room(handed.most_bytes, asked.topology.memory_limits[self.rank])
+            there = stored_bytes(self.model.parameters.values()) if options.take_over else 0
+            self.room = room_within(handed.most_bytes, asked.topology.memory_limits[self.rank], there)
         self._place_values(joined_names(self.plan, tried), options.take_over)
         self._compared: set[str] = set()
         self.sizes = BatchSizes(self, handed, options.take_over)
@@ -195,6 +197,8 @@ class Trainer:
             note_rows(looked_up, self._to_look_up, sized.model, own.named, context)
             losses.append(runner.run(own, context, MicroBatch(number, len(parts), self.scaler.scale if self.scaler else 1.0)))
             sized.model.end_step(context)
+        if self.room is not None:
+            self.room.begin("end of a step")
         self.gradient_norm = self._ending.run(looked_up, recorder)
         self.steps += 1
         mean = sum(loss() for loss in losses) / len(losses)

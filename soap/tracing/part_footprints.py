@@ -9,7 +9,7 @@ several lengths are tried, along each factor two, in all combinations; along eac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -53,17 +53,23 @@ class Parts:
             cut = _inner if spread else _near
             for parted in (_whole, _parted) if spread and summed else (_whole,):
                 kinds = [cut if i in self._space else parted if i in summed else _ends for i in range(len(op.factors))]
-                found |= self._tried([kind(f.size) for kind, f in zip(kinds, op.factors, strict=True)], inside=spread)
+                chosen = [kind(f.size) for kind, f in zip(kinds, op.factors, strict=True)]
+                if spread and wide:
+                    chosen = [self._within(i) if i in self._space else own for i, own in enumerate(chosen)]
+                found |= self._tried(chosen, inside=spread, at_end=spread and wide)
         if weight and wide:
             kinds = [_near if i in weight else _whole if i in summed | self._space else _ends for i in range(len(op.factors))]
             found |= self._tried([kind(f.size) for kind, f in zip(kinds, op.factors, strict=True)], inside=spread)
         return found
 
-    def _tried(self, lengths: Sequence[Sequence[int]], *, inside: bool = False) -> PartFootprints:
+    def _tried(self, lengths: Sequence[Sequence[int]], *, inside: bool = False, at_end: bool = False) -> PartFootprints:
         """Tiles with each combination of these lengths: ``inside`` the image, where windows see all that they may; or at the beginning of
-        its first dimension, so that they are padded there. Kept is also what a tile inside keeps."""
+        its first dimension, so that they are padded there. Kept is also what a tile inside keeps. ``at_end``: at the image's end as well,
+        on each side, where more is made that is cut off."""
         choices = [sorted({*own}) for own in lengths]
         found = {chosen: self._run(self._tile(self._grown(chosen), inside)) for chosen in product(*choices)}
+        if at_end:
+            return {chosen: _most([own, *map(self._run, self._at_ends(chosen))]) for chosen, own in found.items()}
         if inside or not self._space:
             return found
         more = self._run(self._tile([own[0] for own in choices], True)).keeps
@@ -77,16 +83,45 @@ class Parts:
         grown = [size if size and own == _near(size)[0] and not tiny else own for (own, size), tiny in zip(pairs, small, strict=True)]
         return grown if any(small) else lengths
 
-    def _tile(self, lengths: Sequence[int], inside: bool) -> Tile:
-        """A tile of these lengths."""
+    def _within(self, place: int) -> list[int]:
+        """Lengths of a side of the image: as ``_inner``, but no longer than what a tile in the middle sees all neighbours with. Longer ones
+        see no more than what there is, and one that sees all of the image may be computed in another type."""
+        size, image = self._op.factors[place].size, self._op.inputs[0]
+        whole = [f.size for f in self._op.factors]
+        dims = [(k, dim) for k, dim in enumerate(image.dims) if dim.factor == place]
+        shape = self._graph.tensors[image.tensor].shape
+        for length in range(max(1, size // 2), 1, -1):
+            box = self._tile([*whole[:place], length, *whole[place + 1 :]], True).inputs[0]
+            if all(box[k][1] - box[k][0] == (length - 1) * dim.scale + dim.hi - dim.lo < shape[k] for k, dim in dims):
+                return [length, max(1, length // FINEST)]
+        return _inner(size)
+
+    def _at_ends(self, lengths: Sequence[int]) -> Iterator[Tile]:
+        """Tiles of these lengths that end where the image ends, along one or several of the sides that they cut, and are inside of the
+        others."""
+        cut = [i for i in sorted(self._space) if lengths[i] < self._op.factors[i].size]
+        for chosen in product((False, True), repeat=len(cut)):
+            if any(chosen):
+                yield self._tile(lengths, True, frozenset(i for i, own in zip(cut, chosen, strict=True) if own))
+
+    def _tile(self, lengths: Sequence[int], inside: bool, at_end: frozenset[int] = frozenset()) -> Tile:
+        """A tile of these lengths. ``at_end``: the factors whose end it has."""
         op, tensors, first = self._op, self._graph.tensors, min(self._space, default=0)
         middle = [inside or (i in self._space and i != first) for i in range(len(lengths))]
-        starts = [(f.size - own) // 2 if inner else 0 for f, own, inner in zip(op.factors, lengths, middle, strict=True)]
+        room = [f.size - own for f, own in zip(op.factors, lengths, strict=True)]
+        starts = [own if i in at_end else own // 2 if middle[i] else 0 for i, own in enumerate(room)]
         cell = tuple([(start, start + own) for start, own in zip(starts, lengths, strict=True)])
         inputs, parameters, outputs = (
             tuple([o.box(cell, tensors[o.tensor].shape) for o in group]) for group in (op.inputs, op.parameters, op.outputs)
         )
         return Tile(self._position, 0, 0, 0, cell, inputs, parameters, outputs)
+
+
+def _most(tried: Sequence[Footprint]) -> Footprint:
+    """What each of these tiles takes at most, kept between its passes and while each of them runs."""
+    kept, product_bytes = max(own.kept_bytes for own in tried), max(own.product_bytes for own in tried)
+    forward, backward = (max(own.kept_bytes + getattr(own, use) for own in tried) - kept for use in ("forward_bytes", "backward_bytes"))
+    return Footprint(kept, forward, backward, frozenset[int]().union(*(own.keeps for own in tried)), product_bytes=product_bytes)
 
 
 def _whole(size: int) -> list[int]:

@@ -11,7 +11,7 @@ import pytest
 import soap
 from soap.api import fitting
 from soap.cli.simulate import main
-from soap.errors import TopologyError
+from soap.errors import InfeasibleError, TopologyError
 from tests.cli.refusals import assert_refused
 
 TOPOLOGY_CODE = TopologyError.exit_code
@@ -55,9 +55,15 @@ def test_says_it_if_it_fits_or_nothing_does(capsys: pytest.CaptureFixture[str]) 
     assert main([*COMMAND, "--fits", "--builtin", "megatron"]) == 0
     out = capsys.readouterr().out
     assert "megatron fits: node" in out and "these fit" not in out
-    assert main([*COMMAND, "--fits", "--memory-budget", "40kB"]) == 0
-    out = capsys.readouterr().out
-    assert "nothing that was tried fits (" in out and "closest: " in out and "what would help: " in out
+    for options in ([], ["--json"]):
+        assert main([*COMMAND, "--fits", "--memory-budget", "40kB", *options]) == InfeasibleError.exit_code
+        out, errors = capsys.readouterr()
+        assert errors.startswith("soap-simulate: error: model 'zoo:gpt:tiny@8' fits into the memory of cluster 'p100-4x4' in none")
+        assert errors.count("\n") == 1 and "the closest is " in errors and " of 39.1 KiB" in errors
+        if options:
+            assert json.loads(out)["ways"] == []
+        else:
+            assert "nothing that was tried fits (" in out and "closest: " in out and "what would help: " in out
 
 
 @pytest.mark.slow

@@ -117,6 +117,25 @@ def test_one_device_has_no_links_to_tell_of(capsys: pytest.CaptureFixture[str]) 
     assert "peak memory" in out and "carries" not in out
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--builtin", "fsdp"], "strategy 'fsdp' on cluster 'local:1': one device has nothing to divide, which is what 'fsdp' would do"),
+        (["--builtin", "megatron+fsdp", "--fits"], "which is what 'megatron' and 'fsdp' would do"),
+        (["--builtin", "recompute"], ""),
+    ],
+)
+def test_a_name_that_divides_nothing_says_so(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["zoo:gpt:tiny", "--cluster", "local:1", *options]) == 0
+    errors = capsys.readouterr().err
+    assert errors.count("\n") == bool(words) and words in errors and errors.startswith("soap-simulate: warning: " * bool(words))
+
+
+def test_a_pipeline_on_one_device_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "has no pipeline on 1 devices; expected several devices and samples"
+    assert_refused(capsys, main, ["zoo:gpt:tiny", "--cluster", "local:1", "--builtin", "pipeline"], 5, words)
+
+
 def test_data_parallelism_is_reported_as_such(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*COMMAND, "--builtin", "data_parallel"]) == 0
     out = capsys.readouterr().out

@@ -1,8 +1,8 @@
 """A model that four devices of 600 MB can train by mixtures alone: one is found, trains under a hard limit, and is exact.
 
 The limit is the kernel's: what a rank takes beside its program and the model as it was loaded is counted, and a rank that wants more is
-killed. So the allocator's waste and kernels' workspaces count, too, for which the search leaves a tenth. As memory binds, ranks give back
-what they free (``runtime.system.malloc``); were they to keep it, holes between what they hold would take half as much again.
+killed. So the allocator's waste and kernels' workspaces count, too, for which the search leaves a tenth. As memory binds, ranks keep only
+as much of what they free as fits (``runtime.system.memory_room``); all of it would take half as much again as what they hold.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from soap.plan.running.execution_order import ExecutionOrder
 from soap.runtime.check import CheckResult, check
 from soap.runtime.comm.launch import launch
 from soap.runtime.comm.world import close_world, open_world
+from soap.runtime.system.memory_room import LEARNED
 from soap.runtime.trainer import Trainer
 from soap.simulator.reference import execution_order
 from soap.strategy.config import Strategy
@@ -34,7 +35,7 @@ from soap.zoo.recipe import tokens
 from tests.control_groups import Group, limited
 from tests.runtime.traced import adam
 
-LIMIT_BYTES, BUDGET_BYTES, RANKS, STEPS = 600_000_000, 540_000_000, 4, 2
+LIMIT_BYTES, BUDGET_BYTES, RANKS, STEPS = 600_000_000, 540_000_000, 4, LEARNED + 2
 CONFIG, BATCH = GPTConfig(vocabulary=8192, context=256, width=512, heads=8, layers=8), 32
 ALONE = ("data_parallel", "megatron", "sequence_parallel", "zero1", "fsdp", "recompute")
 """None of these fits by itself."""
@@ -91,7 +92,7 @@ def test_a_mixture_is_found_fits_and_is_exact(groups: list[Group], tmp_path: Pat
     tight = with_memory_budget(topology, f"{LIMIT_BYTES} B")
     alone = {name: soap.simulate(graph, tight, name, costs="estimate") for name in ALONE}
     assert {name: run.fits for name, run in alone.items()} == dict.fromkeys(ALONE, False)
-    options = ["--memory-budget", f"{BUDGET_BYTES} B", "--profile", "0", "--verify", "0", "--budget", "500"]
+    options = ["--memory-budget", f"{BUDGET_BYTES} B", "--profile", "0", "--verify", "0", "--budget", "500", "--pipelines", "no"]
     assert main([path, "--cluster", CLUSTER, *options, "-o", str(saved)]) == 0
     strategy = soap.load_strategy(saved, graph, topology)
     run = soap.simulate(graph, tight, strategy, costs="estimate")
@@ -101,7 +102,7 @@ def test_a_mixture_is_found_fits_and_is_exact(groups: list[Group], tmp_path: Pat
     way = Way(path, strategy, execution_order(run.tasks, run.schedule))
     losses = launch(RANKS, trained, (way, tight, groups))
     assert all(own == losses[0] for own in losses.values()) and all(map(isfinite, losses[0]))
-    assert all(LIMIT_BYTES / 2 < int(group.peak.read_text()) <= BUDGET_BYTES for group in groups)
+    assert all(LIMIT_BYTES / 2 < int(group.peak.read_text()) <= 0.98 * LIMIT_BYTES for group in groups)
     found = launch(RANKS, compared, (way, topology))[0]
     assert found.passed, found.worst
     fsdp = Way(path, soap.classical("fsdp", graph, topology), execution_order(alone["fsdp"].tasks, alone["fsdp"].schedule))

@@ -99,8 +99,7 @@ def found(graph: OperatorGraph, op: Operator, tile: Tile, own: Footprint) -> Tak
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 def test_no_tile_takes_more_than_is_predicted(way: str, transposed: bool) -> None:
-    """But for what is too little to be looked into. Strided transposed convolutions of 16 bits may take more while they run: what they cut
-    off at the image's end is not tried."""
+    """But for what is too little to be looked into."""
     ratios: dict[bool, list[float]] = {False: [], True: []}
     for seed in range(so_many(4, 24)):
         model = drawn(seed, way, transposed=transposed)
@@ -108,7 +107,6 @@ def test_no_tile_takes_more_than_is_predicted(way: str, transposed: bool) -> Non
         position = graph.index["second"]
         op = graph.operators[position]
         little = sum(graph.tensors[o.tensor].bytes for o in (*op.inputs, *op.parameters, *op.outputs)) // LITTLE
-        more = 1.3 if transposed and way != "float32" else 1.0
         with FakeTensorMode(allow_non_fake_inputs=True):
             tensors = {name: torch.empty(t.shape, dtype=getattr(torch, t.dtype)) for name, t in graph.tensors.items()}
             trials = _Trials(model, position, tensors, TileContext(0, 0, {}, update_buffers=False))
@@ -116,7 +114,7 @@ def test_no_tile_takes_more_than_is_predicted(way: str, transposed: bool) -> Non
                 own, expected = found(graph, op, tile, trials._footprint(tile, cut=True)), predicted(graph, op, tile)
                 case = seed, op.factors, tile.intervals, own, expected
                 assert own.kept <= expected.kept + little, case
-                assert own.forward <= more * expected.forward + little and own.backward <= more * expected.backward + little, case
+                assert own.forward <= expected.forward + little and own.backward <= expected.backward + little, case
                 summed = any(f.summed and span != (0, f.size) for f, span in zip(op.factors, tile.intervals, strict=True))
                 ratios[summed].append(expected.kept / max(1, own.kept))
     assert median(ratios[False]) <= MOST_OVER, ratios

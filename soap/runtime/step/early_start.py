@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from soap.runtime.program.actions import ActionKind
 from soap.runtime.step.micro_batch import MicroBatch
+from soap.runtime.system.memory_room import MemoryRoom
 
 Key = tuple[ActionKind, int]
 """An action that starts an exchange: its kind and subject."""
@@ -34,10 +35,11 @@ class SyncSchedule:
 
 class EarlyStart:
     """Starts each exchange as soon as its gradient is complete, in the program's order. When the program reaches the exchange's own action,
-    it has started already. ``start``: the bound method that starts an exchange (held weakly). ``is_open``: True during a micro-batch."""
+    it has started already. ``start``: the bound method that starts an exchange (held weakly). ``room``: a segment's backward pass may be
+    all of a step's, so memory is looked at whenever a gradient has come. ``is_open``: True during a micro-batch."""
 
-    def __init__(self, start: Callable[[ActionKind, int], object]) -> None:
-        self._start = weakref.WeakMethod(start)
+    def __init__(self, start: Callable[[ActionKind, int], object], room: MemoryRoom | None = None) -> None:
+        self._start, self._room = weakref.WeakMethod(start), room
         self._follow: Mapping[int, Sequence[Key]] = {}
         self._missing: dict[int, int] = {}
         self._startable: list[Key] = []
@@ -66,6 +68,8 @@ class EarlyStart:
         """Note that a segment has contributed to the gradient of a synchronization, and start what is complete."""
         if number not in self._missing:
             return  # the user's own backward pass, outside of a step
+        if self._room is not None:
+            self._room.look()
         self._missing[number] -= 1
         while self._startable and self._missing[self._startable[0][1]] == 0:
             kind, subject = self._startable.pop(0)

@@ -23,13 +23,15 @@ from soap.runtime.sync.row_requests import asking_devices
 from soap.runtime.sync.seam import Gradient, SyncContext, ranks_part
 from soap.runtime.sync.shards import ShardStore
 from soap.runtime.sync.sparse_rows import RowSync
+from soap.runtime.system.memory_room import MemoryRoom
 from soap.runtime.trace import Watch, watch_nothing
 
 
 class Gradients:
     """The gradients of one rank. One object serves all programs of a trainer: their plans have the same shards and synchronizations.
 
-    ``by_rows``: position in ``Plan.syncs`` -> the method, for synchronizations by rows. ``early``: starts exchanges within segments.
+    ``room``: looked at when a gradient has come, where memory is short. ``by_rows``: position in ``Plan.syncs`` -> the method, for
+    synchronizations by rows. ``early``: starts exchanges within segments.
     ``dense``, ``rows``: owned shard -> its gradient, complete after a step's last micro-batch and ``add_up``.
     """
 
@@ -40,9 +42,10 @@ class Gradients:
         comm: Communicator,
         dtype_of: Callable[[str], torch.dtype],
         compressing: CompressedTraining = AS_IT_IS,
+        room: MemoryRoom | None = None,
     ) -> None:
         plan = program.plan
-        self.early = EarlyStart(self.start)
+        self.early = EarlyStart(self.start, room)
         self.context = context = SyncContext(plan, comm, shards, dtype_of, self.early, compressing)
         self._of = ranks_part(context)
         self._methods = list(dict.fromkeys(self._of.values()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import count
 
 import torch
 
@@ -29,15 +30,19 @@ from soap.runtime.step.step_inputs import StepInputs
 from soap.runtime.step.value_store import ValueStore
 from soap.runtime.sync.look_ups import LookUps
 from soap.runtime.sync.shards import ShardStore
+from soap.runtime.system.memory_room import MemoryRoom
 from soap.runtime.trace import Recorder
 from soap.tracing.model import TileContext, TracedModel
+
+_NUMBERS = count()
+"""A number for each runner: none is given twice."""
 
 
 class StepRunner:
     """Executes a program on one rank, step after step. After a step's last micro-batch, ``gradients`` holds the complete gradients.
 
     ``gradients``: another runner's, if both have the same shards and work on the same steps. ``compiled``: fuse tiles by ``torch.compile``.
-    ``recorder``: times every task.
+    ``recorder``: times every task. ``room``: looked at between actions, where memory is short.
     """
 
     def __init__(
@@ -51,10 +56,12 @@ class StepRunner:
         gradients: Gradients | None = None,
         compiled: bool = False,
         compressing: CompressedTraining = AS_IT_IS,
+        room: MemoryRoom | None = None,
     ) -> None:
         self.program, self.model, self.comm, self.shards = program, model, comm, shards
         self.dtype_of, self.recorder = dtype_of, recorder
-        self.gradients = gradients or Gradients(program, shards, comm, dtype_of, compressing)
+        self.gradients = gradients or Gradients(program, shards, comm, dtype_of, compressing, room)
+        self._room, self._number = room, next(_NUMBERS)
         self._units = units_of(program, model, comm.rank) if compiled else {}
         self._prepared = PreparedTiles(program, shards, comm.rank, dtype_of)
         self._schedule = sync_schedule(program, comm.rank, early=recorder is None, messages_apart=comm.messages_apart)
@@ -86,6 +93,9 @@ class StepRunner:
         halves = Halves(self.shards.leaves.values() if self.program.plan.divided else ())
         backward = BackwardPass(state, gradients, prepared, on_host, halves)
         handlers = _handlers(forward, backward, gradients)
+        if self._room is not None:
+            self._room.begin((self._number, part.last))
+            handlers = {kind: _looking(self._room, handler) for kind, handler in handlers.items()}
         HERE.name = self._task_name
         served = gradients.serves_early and part.last and self.recorder is None
         with gradients.step(self._schedule, part, state.watch, served=served):
@@ -100,6 +110,16 @@ class StepRunner:
             if not served:  # else when this rank receives what its sends are answered with
                 self.comm.finish_sends()  # gradients are still being summed meanwhile
         return forward.loss_value
+
+
+def _looking(room: MemoryRoom, handler: Callable[[int], None]) -> Callable[[int], None]:
+    """A handler that looks at the memory first."""
+
+    def run(subject: int) -> None:
+        room.look()
+        handler(subject)
+
+    return run
 
 
 def _calls(actions: Sequence[Action], rank: int) -> list[tuple[str, int]]:

@@ -3,7 +3,7 @@
 A training step frees what it has allocated, and the next step allocates the same again. The GNU C library returns pieces of more than 32
 MiB to the system each time, and the system has to clear the pages before it hands them out anew. A convolution with 64 MiB of outputs then
 takes 3.4 times as long, and the time varies with what else the machine does. GPUs have torch's caching allocator against that; CPUs have
-this. The price are holes between what is held: where these would not fit, large pieces go back.
+this. The price are holes between what is held: where these might not fit, ``memory_room`` decides when something goes back.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4
 USUAL_MMAP_MAX, GIVEN_BACK_BYTES = 65_536, 2**20
 """How many pieces may be mapped by themselves (the library's default), and how large these are at least when memory is short."""
 HOLES = 1.5
-"""A process that keeps what it frees may take so many times what it may hold: 450 MB that were held at most took 678 to 722 MB (2026-11-27,
-``tests/runtime/test_hard_limit.py``)."""
+"""A process that keeps all that it frees may take so many times what it may hold: 450 MB that were held at most took 678 to 722 MB
+(2026-11-27, ``tests/runtime/test_hard_limit.py``)."""
 OWN_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
 
 
@@ -34,22 +34,16 @@ def keep_freed_memory(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def give_freed_memory_back(environment: Mapping[str, str] = os.environ) -> bool:
-    """The opposite: large pieces go back to the system as soon as they are free, and now what is free already. Returns whether that worked,
-    as above."""
+    """The opposite: large pieces go back to the system as soon as they are free. Returns whether that worked, as above."""
     sizes = (M_MMAP_THRESHOLD, GIVEN_BACK_BYTES), (M_TRIM_THRESHOLD, GIVEN_BACK_BYTES)
-    if not _set(((M_MMAP_MAX, USUAL_MMAP_MAX), *sizes), environment):
-        return False
-    ctypes.CDLL(None).malloc_trim(0)
-    return True
+    return _set(((M_MMAP_MAX, USUAL_MMAP_MAX), *sizes), environment)
 
 
-def keep_if_there_is_room(most_bytes: int, limit_bytes: int) -> bool:
-    """Keep what is freed if a process that may hold ``most_bytes`` has room for ``HOLES`` as well; give it back otherwise. Returns whether
-    it is kept."""
-    if most_bytes * HOLES <= limit_bytes:
-        return keep_freed_memory()
-    give_freed_memory_back()
-    return False
+def give_back() -> None:
+    """Give all pages that are free back to the system, once."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _set(settings: Sequence[tuple[int, int]], environment: Mapping[str, str]) -> bool:

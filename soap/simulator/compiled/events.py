@@ -101,10 +101,10 @@ def any_sum_is_ready(C: State) -> bool:
 
 @compiled
 def is_late(T: Trial, at_most: int) -> bool:
-    """Whether some device cannot finish in time."""
+    """Whether some device cannot finish in time. One that has nothing left may be busy with communication for longer than the iteration."""
     late = False
     for device in range(len(T.rest)):
-        late |= T.free[device] + T.rest[device] > at_most
+        late |= T.rest[device] > 0 and T.free[device] + T.rest[device] > at_most
     return late
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import benchmarks.simulator
 from benchmarks.agreement import compare
 from soap import api, zoo
+from soap.cluster.overheads import Port
 from soap.model.sparse_access import scaled
 from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.profiles.roofline import RooflineCosts
@@ -149,6 +150,19 @@ def test_update_comes_to_wait() -> None:
     start = Strategy({first: OpConfig((1, 1, 1, 2), (0, 3)), middle: here, last: here})
     edits = [Edit({last: there}, {}, False), Edit({last: there}, {}, True), Edit({last: here}, {}, True)]
     check((graph, cluster([1, 3], CPU, 1e8, 0.0), start, edits), afresh=True)
+
+
+def test_a_device_without_work_is_not_late() -> None:
+    """What others send keeps device 1 busy, which has a port at a link of theirs, until long after the iteration's end."""
+    g = GraphBuilder()
+    graph = g.build(g.mean(g.linear(g.input("x", 1, 1, 2), 2, name="first")))
+    first, last = (op.name for op in graph.operators)
+    topology = cluster([1, 2], CPU, 1e8, 0.0)
+    link = topology.route(2, 0)[0]
+    start = Strategy({first: OpConfig((1,) * 4, (2,)), last: OpConfig((1,) * 3, (0,))})
+    edits = [Edit({}, {"first.weight": SyncConfig()}, False), Edit({last: OpConfig((1,) * 3, (0,))}, {}, True)]
+    for fixed_ns in (0, 90_000):
+        check((graph, replace(topology, ports=(Port(link, 1, fixed_ns, 0), Port(0, 0, 0, 0))), start, edits), afresh=True)
 
 
 def test_hosts_update_for_a_gpu_beside_a_cpu() -> None:

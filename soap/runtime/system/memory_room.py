@@ -1,0 +1,115 @@
+"""Keeps what a rank frees as long as the holes between what it holds leave room for what comes next.
+
+Freed memory that is kept is there at once when it is allocated again; memory that went back to the system comes with pages that are cleared
+anew, one fault each. But kept memory has holes: a step whose tensors take 450 MB took 680 to 720 MB. Where a rank has room for that
+(``malloc.HOLES``), it keeps everything and looks no further. Where it has not, it looks between the actions of each step how much the
+process holds, and all that is free goes back (one call, ``malloc.give_back``) before too much would be held.
+
+A step does the same again and again, so what comes next is known from the steps before: by how much the process grows until the next look
+at most, when nothing is free, and how much it grew last, when what was free was used again. The first steps give back at each look, which
+shows the first of both, and what the process comes to in any case: up to a little above that nothing is lost by keeping.
+
+What counts is what the kernel says of the process: anonymous memory beyond what it had when its tensors were about to be made. So holes,
+kernels' workspaces and Python's own objects are part of it.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from soap.runtime.system import malloc
+
+LEARNED = 2
+"""At so many visits of a place what is free goes back before it, so that all that is needed there shows: the first one also allocates what
+stays, such as the optimizer's states."""
+SURPRISE = 16
+"""One of so many parts of a limit is left for growth that was not expected."""
+LITTLE_BYTES = 16 * 2**20
+"""Holes of so little are kept above what the process comes to in any case: it takes as much for itself, beside tensors, and of its limit no
+plan counts that."""
+_PAGE_BYTES = resource.getpagesize()
+
+
+@dataclass(slots=True)
+class _Place:
+    """A moment of a step. Until the next one, the process grows by ``needs_bytes`` at most, which is seen when nothing is free, and grew by
+    ``grew_bytes`` last when something was."""
+
+    visits: int = 0
+    needs_bytes: int = 0
+    grew_bytes: int = 0
+
+
+class MemoryRoom:
+    """What a process may hold: ``limit_bytes`` more than when this is made, of which ``there_bytes`` are there already. Linux, GNU's C
+    library (``room_within`` asks for both)."""
+
+    def __init__(self, limit_bytes: int, there_bytes: int = 0) -> None:
+        malloc.give_back()
+        surprise = limit_bytes // SURPRISE
+        self._most_bytes, self._trusted_bytes = held_bytes() - there_bytes + limit_bytes - surprise, max(surprise, LITTLE_BYTES)
+        self._places: dict[Hashable, _Place] = {}
+        self._last: _Place | None = None
+        self._held_bytes = 0
+        self._gave_back = False
+        self._run: Hashable = None
+        self._moment = 0
+
+    def begin(self, run: Hashable) -> None:
+        """A sequence of looks begins, named ``run``: those of one name are the same each time."""
+        self._run, self._moment = run, 0
+        self.look()
+
+    def look(self) -> None:
+        """Give back what is free if too much would be held until the next look."""
+        held = held_bytes()
+        if self._last is not None:
+            self._note(self._last, held)
+        place = self._places.setdefault((self._run, self._moment), _Place())
+        place.visits, self._moment = place.visits + 1, self._moment + 1
+        more = place.grew_bytes if place.needs_bytes <= self._trusted_bytes else place.needs_bytes
+        self._gave_back = place.visits <= LEARNED or held + more > self._most_bytes
+        if self._gave_back:
+            malloc.give_back()
+            held = held_bytes()
+        self._last, self._held_bytes = place, held
+
+    def _note(self, place: _Place, held: int) -> None:
+        """Learn from what is held at the look after a place."""
+        grown = held - self._held_bytes
+        if not self._gave_back:
+            place.grew_bytes = grown
+        elif place.visits <= LEARNED:
+            place.needs_bytes = max(0, grown)
+        else:
+            place.needs_bytes = max(place.needs_bytes, grown)
+        if place.visits == LEARNED:  # less is not possible
+            self._most_bytes = max(self._most_bytes, held + LITTLE_BYTES)
+
+
+def room_within(most_bytes: int, limit_bytes: int, there_bytes: int = 0) -> MemoryRoom | None:
+    """For a process that may hold ``most_bytes`` and has ``limit_bytes``, ``there_bytes`` of it already: what looks after its memory; None
+    if there is room for all holes, or the C library does not let us choose. From then on freed memory is kept."""
+    able = malloc.keep_freed_memory()
+    return MemoryRoom(limit_bytes, there_bytes) if able and most_bytes * malloc.HOLES > limit_bytes else None
+
+
+def stored_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """What these tensors take, those that share memory together."""
+    found = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in found}.values())
+
+
+def held_bytes() -> int:
+    """The anonymous memory that this process holds, of Linux's ``statm``. Kernels from 6.2 to 6.15 may say up to 32 pages a core less."""
+    file = os.open("/proc/self/statm", os.O_RDONLY)
+    try:
+        _, resident, shared, *_ = os.read(file, 128).split()
+    finally:
+        os.close(file)
+    return (int(resident) - int(shared)) * _PAGE_BYTES
