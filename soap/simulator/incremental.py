@@ -20,6 +20,7 @@ from soap.simulator.folded_prices import FoldedCosts
 from soap.simulator.folding import Folding
 from soap.simulator.memory.bound import MemoryBound
 from soap.simulator.memory.hosts import hosts_may_lack
+from soap.simulator.shared import Shared
 from soap.simulator.simulate import CACHED_STRATEGIES, REFUSED_BYTES, Simulation, Simulator, is_large, is_planned
 from soap.strategy.classical import CLASSICAL
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
@@ -63,6 +64,11 @@ class IncrementalSimulator:
     def engine_costs(self) -> CostModel:
         """The cost model for engines that compiled chains of the search make for themselves."""
         return self._simulator.costs
+
+    @property
+    def shared(self) -> Shared:
+        """What these engines share with its own."""
+        return self._simulator.shared
 
     @property
     def optimizer_states(self) -> int:
@@ -178,7 +184,7 @@ class IncrementalSimulator:
 
     def _engine(self) -> Engine:
         simulator = self._simulator
-        return make_engine(simulator.graph, simulator.topology, simulator.costs, self.draws, simulator.training)
+        return make_engine(simulator.graph, simulator.topology, simulator.costs, self.draws, simulator.training, simulator.shared)
 
     def _holder(self, strategy: Strategy) -> _Holder:
         simulator = self._simulator
