@@ -141,8 +141,8 @@ def pair_count(space: Space) -> int:
 
 
 def dynamic_strategy(space: Space, topology: Topology, costs: CostModel, shared: Shared | None = None) -> Strategy:
-    """The strategy of structured configurations that the dynamic programme finds. ``shared``: what engines of these have worked out; nothing
-    if None."""
+    """The strategy of structured configurations that the dynamic programme finds. ``shared``: what engines of these have worked out;
+    nothing if None."""
     problem, choices = additive_costs(space, topology, costs, shared)
     chosen, _ = minimise(problem)
     names = [op.name for op in space.graph.operators]

@@ -88,8 +88,8 @@ class Variants:
 
     def arrays(self) -> VariantTables:
         """All variants as arrays, with room behind them: the same ones until that is full."""
-        columns = self._rows, self._data, self._costs, self._launches, self._drawn, self._away, self._box_ptr, self._box_volume, self._bounds
-        rooms = tuple([own.room for own in columns])
+        boxes = self._box_ptr, self._box_volume, self._bounds
+        rooms = tuple([own.room for own in (self._rows, self._data, self._costs, self._launches, self._drawn, self._away, *boxes)])
         if self._arrays is None or not are_same(self._arrays[0], rooms):
             rows = rooms[0][: len(rooms[0]) // COLUMNS * COLUMNS].reshape(-1, COLUMNS)
             self._arrays = rooms, VariantTables(rows, *rooms[1:])

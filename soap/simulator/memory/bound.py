@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import inf
 from typing import Any
 
@@ -60,13 +60,16 @@ class MemoryBound:
         But where a host may lack memory for parameter servers or for what it keeps, which is not bounded here, no verdict on strategies
         with these is FITS: UNKNOWN stands for it."""
         self._engine = engine
-        self._graph = graph = engine.graph.copies_of or engine.graph  # of all copies, whose footprints are known
-        self._rows, self._data, self._cut_ptr, self._cut = Growing(np.int64), Growing(np.int64), Growing(np.int64), Growing(np.int32)
+        graph = engine.graph.copies_of or engine.graph  # of all copies, whose footprints are known
+        self._rows: Longs = np.zeros((1, COLUMNS), np.int64)
+        self._cut_ptr: Longs = np.zeros(1, np.int64)
+        self._data, self._cut = Growing(np.int64), Growing(np.int32)
         self._regions: dict[Box, int] = {}
         self._region_volume = Growing(np.int64)
         self._cuts: dict[frozenset[Box], int] = {}
         self._cut_volume = Growing(np.int64)
-        self._known, self._seen, self._seen_by = 0, np.zeros(1, np.int64), np.zeros(1, np.int64)
+        self._filled: set[int] = set()
+        self._seen, self._seen_by = np.zeros(1, np.int64), np.zeros(1, np.int64)
         users: list[list[tuple[int, int]]] = [[] for _ in graph.parameters]
         numbers = {tensor.name: number for number, tensor in enumerate(graph.parameters)}
         for position, op in enumerate(graph.operators):
@@ -107,17 +110,25 @@ class MemoryBound:
 
     def handle(self) -> MemoryTables:
         """The tables for compiled code, with all variants that the engine knows by now."""
-        variants = self._engine.variants
-        if self._handle is None or len(variants.made) > self._known:
-            for made in variants.made[self._known :]:
-                self._add(self._memories.of(made))
-            self._known = len(variants.made)
+        return self._with(range(len(self._engine.variants.made)))
+
+    def _asked(self) -> MemoryTables:
+        """The same with those of the strategy that is asked about, and perhaps not all others."""
+        return self._with(self._engine.state.variant[: len(self._engine.graph.operators)].tolist())
+
+    def _with(self, variants: Iterable[int]) -> MemoryTables:
+        missing = sorted({*variants} - self._filled)
+        if self._handle is None or missing:
+            self._make_rows(len(self._engine.variants.made))
+            for number in missing:
+                self._fill(number, self._memories.of(self._engine.variants.made[number]))
+            self._filled.update(missing)
             room = 1 + self._region_volume.size * self._engine.topology.device_count
             if room > len(self._seen):
                 self._seen, self._seen_by = np.zeros(2 * room, np.int64), np.zeros(2 * room, np.int64)
             arrays: dict[str, Any] = {
-                "rows": self._rows.array().reshape(-1, COLUMNS), "data": self._data.array(), "cut": self._cut.array(),
-                "cut_ptr": self._cut_ptr.array(), "cut_volume": self._cut_volume.array(), "region_volume": self._region_volume.array(),
+                "rows": self._rows, "data": self._data.array(), "cut": self._cut.array(),
+                "cut_ptr": self._cut_ptr, "cut_volume": self._cut_volume.array(), "region_volume": self._region_volume.array(),
                 "seen": self._seen, "seen_by": self._seen_by,
             }  # fmt: skip
             self._handle = handle(MemoryTables(**arrays, **self._fixed))
@@ -134,14 +145,14 @@ class MemoryBound:
         return FITS if fits_hosts and bool(np.all(expected <= self._fixed["limit"])) else found
 
     def _verdict_for_any_order(self) -> int:
-        return self._engine.consult(lambda: int(bound_memory(self._engine.world, self.handle())))
+        return self._engine.consult(lambda: int(bound_memory(self._engine.world, self._asked())))
 
     def _is_ordered(self) -> bool:
         return self._engine.variants.micro_batches.count > 1
 
     def _expected_in_order(self) -> tuple[bool, Longs]:
         """(whether hosts certainly have enough, by device what is expected of its peak at most); the verdict for any order is there."""
-        fits_hosts, in_order = ordered_bytes(self._engine, self.handle())
+        fits_hosts, in_order = ordered_bytes(self._engine, self._asked())
         return fits_hosts, np.minimum(self._fixed["total"], np.ceil((1 + ALLOWANCE) * in_order).astype(np.int64))
 
     def likely(self, *, better: bool = True) -> int:
@@ -150,7 +161,7 @@ class MemoryBound:
         if found != UNKNOWN or not self._fixed["fixed"][2]:
             return found
         trial = self._engine.last_trial()
-        return self._engine.consult(lambda: int(estimate_memory(self._engine.world, self.handle(), trial, better)))
+        return self._engine.consult(lambda: int(estimate_memory(self._engine.world, self._asked(), trial, better)))
 
     def estimated_share(self) -> float:
         """The estimated peak by the limit, of the device that is filled most; 0 if the bounds say that it fits, infinite if they say that
@@ -177,7 +188,7 @@ class MemoryBound:
     def in_order_bytes(self) -> list[int]:
         """An upper bound of what each device holds at its peak as passes follow the order of micro-batches, whatever they take."""
         self._verdict_for_any_order()
-        found: Longs = ordered_bytes(self._engine, self.handle())[1] if self._is_ordered() else self._fixed["total"]
+        found: Longs = ordered_bytes(self._engine, self._asked())[1] if self._is_ordered() else self._fixed["total"]
         return [int(size) for size in found]
 
     def most_overflow_bytes(self) -> Longs | None:
@@ -204,14 +215,21 @@ class MemoryBound:
             return 0
         return int(np.maximum(0, self._fixed["least"] - self._fixed["limit"]).sum())
 
-    def _add(self, variant: VariantMemory) -> None:
-        """Add a variant to the tables."""
+    def _make_rows(self, variants: int) -> None:
+        """Make room for so many variants."""
+        if variants > len(self._rows):
+            rows, pointers = np.zeros((2 * variants, COLUMNS), np.int64), np.zeros(2 * variants, np.int64)
+            rows[: len(self._rows)], pointers[: len(self._rows)] = self._rows, self._cut_ptr
+            self._rows, self._cut_ptr = rows, pointers
+
+    def _fill(self, number: int, variant: VariantMemory) -> None:
+        """Fill in a variant's row."""
         numbers = np.array([self._numbers(own) for own in variant.regions], np.int64)
         columns = variant.kept, variant.read, variant.gradients, variant.parameter_gradients, numbers
         rows = [-1, -1] if variant.compact is None else [self._data.add(variant.compact), self._data.add(variant.lookups)]
         rows += [self._data.add(own) for own in (variant.surely_kept, variant.made, variant.products, variant.partials)]
-        self._rows.add([*(self._data.add(column) for column in columns), *rows])
-        self._cut_ptr.add([self._cut.add([self._cut_number(own) for own in variant.regions])])
+        self._rows[number] = [*(self._data.add(column) for column in columns), *rows]
+        self._cut_ptr[number] = self._cut.add([self._cut_number(own) for own in variant.regions])
 
     def _numbers(self, regions: Regions) -> Ints:
         """[tile]: number of its region of a parameter; -1 if that is empty."""

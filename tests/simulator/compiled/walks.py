@@ -80,8 +80,9 @@ def makespan_of(tasks: dict[tuple[int, int], Played]) -> int:
 def check(
     walk: Walk, *, afresh: bool, launched: bool = False, draws: Draws | None = None, training: PlannedTraining = PLAIN
 ) -> None:
-    """``afresh``: simulate every proposal with another engine as well, from the ground up; both share what engines share. ``launched``: devices' work is. ``draws``: of
-    the costs; then costs are what all of them come to, and each draw is that of the reference. ``training``: of compressed parameters."""
+    """``afresh``: simulate every proposal with another engine as well, from the ground up; both share what engines share. ``launched``:
+    devices' work is. ``draws``: of the costs; then costs are what all of them come to, and each draw is that of the reference.
+    ``training``: of compressed parameters."""
     graph, topology, strategy, edits = walk
     states = 2 * (len(edits) % 2)  # of an optimizer that updates rows alone, or whole tables
     costs = (LaunchedCosts if launched else RooflineCosts)(topology, states)
