@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -23,24 +23,21 @@ from soap.simulator.compiled.evaluate import confirm, evaluate, take_back
 from soap.simulator.compiled.events import NO_BOUND, STOPPED, keep_order, simulate_all
 from soap.simulator.compiled.fetches import UNCOVERED
 from soap.simulator.compiled.graph_arrays import Ints
-from soap.simulator.compiled.groups import DeviceGroups
 from soap.simulator.compiled.handles import handle
 from soap.simulator.compiled.history import complete, make_history, retrace
-from soap.simulator.compiled.lists import missing_entry
 from soap.simulator.compiled.pass_order import pass_tables
 from soap.simulator.compiled.played import PlayedTask, PlayedTasks, all_tasks, each_task
 from soap.simulator.compiled.rebuild import lower_all
 from soap.simulator.compiled.scratch import FULL, make_scratch
-from soap.simulator.compiled.shards import Geometries
-from soap.simulator.compiled.state import ARENA, SLOTS, Groups, ShardTables, State, make_state
+from soap.simulator.compiled.state import ARENA, SLOTS, State, make_state
 from soap.simulator.compiled.syncs.codes import known_sync, sync_code, sync_codes
 from soap.simulator.compiled.task_keys import STATE_FULL
 from soap.simulator.compiled.trial import Trial, make_trial
-from soap.simulator.compiled.variants import Variants, VariantTables
 from soap.simulator.compiled.world import World
 from soap.simulator.costs import CostModel
 from soap.simulator.draws import Draws
 from soap.simulator.edits import held_arrays, read_config, write_edit
+from soap.simulator.engine_tables import EngineTables
 from soap.simulator.shared import Shared
 from soap.simulator.task_ids import UNNUMBERED, unnumbered
 from soap.strategy.config import NOTHING, OpConfig, Strategy, SyncConfig, check_config, check_parts
@@ -53,18 +50,6 @@ Handles = tuple[World, Trial, Trial, Edit]
 
 ROOM = 4
 """The arrays are this many times as large as a newly loaded strategy needs, so that accepted changes find room."""
-
-
-class Tables(NamedTuple):
-    """What grows as compiled code asks for more."""
-
-    variants: VariantTables
-    shards: ShardTables
-    groups: Groups
-
-
-NO_TABLES = cast(Tables, (None, None, None))
-"""Before there are any."""
 
 
 class Engine:
@@ -99,10 +84,9 @@ class Engine:
         """Parameter -> the synchronizations that compiled code chooses from."""
         self._parts: dict[str, Any] = {}
         self._world: World | None = None
-        self._tables = NO_TABLES
         self._graph, cluster = shared.graph_tables, shared.cluster_tables
-        self.variants = Variants(shared.cuts, Geometries(graph, topology, shared.cuts.types, costs, training), draws)
-        self._groups = DeviceGroups(shared.communication, cluster)
+        self._tables = EngineTables(shared, draws)
+        self.variants = self._tables.variants
         self._order: PassOrder | None = None
         self._renew(graph=self._graph, order=pass_tables(None, len(graph.operators)), cluster=cluster)
         self._size, self._slots, self._arena = 4096, 4096, 65536
@@ -113,7 +97,7 @@ class Engine:
         self._proposed_ns: int | None = None
         self._make_edit(4 * topology.device_count)
         self.makespan_ns = 0
-        self._renew_tables()
+        self._renew(**self._tables.renewed())
         self._make_state()
 
     def load(self, strategy: Strategy) -> None:
@@ -126,8 +110,8 @@ class Engine:
         self._syncs, self._codes = dict(strategy.parameters), sync_codes(self.graph, strategy)
         self._make_room(2 * strategy.microbatches * sum(len(config.devices) for config in self._configs))  # at least two slots a tile
         held = held_arrays(self.variants, self._configs)
-        if len(self.variants.made) > self._known_variants:
-            self._renew_tables()
+        if self._tables.has_new_variants():
+            self._renew(**self._tables.renewed())
         self._lower(*held)
 
     def _set_order(self, strategy: Strategy) -> None:
@@ -241,7 +225,9 @@ class Engine:
         return self._world
 
     def _renew(self, **parts: NamedTuple) -> None:
-        """Replace parts of the world. Handles are addresses of arrays, so these parts and the world get new handles."""
+        """Replace parts of the world, if any are given. Handles are addresses of arrays, so these parts and the world get new handles."""
+        if not parts:
+            return
         self._parts |= {name: handle(part) for name, part in parts.items()}
         self._world = None
 
@@ -307,8 +293,8 @@ class Engine:
     def variant(self, position: int, degrees: tuple[int, ...], shares: tuple[tuple[int, ...], ...] = ()) -> int:
         """The number of an operator's variant. Compiled work that begins later knows the variant."""
         number = self.variants.number(position, degrees, shares)
-        if len(self.variants.made) > self._known_variants:
-            self._renew_tables()
+        if self._tables.has_new_variants():
+            self._renew(**self._tables.renewed())
         return number
 
     @property
@@ -328,7 +314,7 @@ class Engine:
 
     def tasks(self) -> Iterator[PlayedTask]:
         """All tasks of the last simulation, in the order in which the simulation took them."""
-        return each_task(self.state, self.trial, self._groups.arrays().static)
+        return each_task(self.state, self.trial, self._tables.groups().static)
 
     def _lower_all(self, *held: Ints) -> None:
         self.state.sync[: len(self._codes)], self.state.prefetch[0] = self._codes, self._loaded.prefetch
@@ -377,24 +363,8 @@ class Engine:
                 ) from None
 
     def _find_missing(self) -> None:
-        _, shards, groups = self._tables
-        if groups.sets.missing[0]:
-            self._groups.add(missing_entry(groups.sets))
-        elif shards.tied.missing[0]:
-            self.variants.tie(missing_entry(shards.tied))
-        elif shards.price.missing[0]:
-            self.variants.geometries.price(missing_entry(shards.price))
-        elif shards.compressed.missing[0]:
-            self.variants.geometries.compress(missing_entry(shards.compressed))
-        self._renew_tables()
-
-    def _renew_tables(self) -> None:
-        """Hand on the arrays of variants, geometries and sets of devices, those that are others than before."""
-        self._known_variants = len(self.variants.made)
-        given, self._tables = self._tables, Tables(self.variants.arrays(), self.variants.geometries.arrays(), self._groups.arrays())
-        names = [name for name, before, now in zip(Tables._fields, given, self._tables, strict=True) if before is not now]
-        if names:
-            self._renew(**{name: getattr(self._tables, name) for name in names})
+        self._tables.find_missing()
+        self._renew(**self._tables.renewed())
 
     def _make_scratch(self) -> None:
         self._renew(scratch=make_scratch(self._size, self.topology.device_count, len(self.topology.links)))
