@@ -36,7 +36,7 @@ def main() -> None:
             if runner.world.rank == 0:
                 print(f"epoch {epoch}: loss {loss:.3f}", flush=True)
         if runner.world.rank == 0:
-            print({name: sync.method for name, sync in runner.strategy.parameters.items()}, flush=True)
+            print({name: sync.word for name, sync in runner.strategy.parameters.items()}, flush=True)
 
 
 if __name__ == "__main__":

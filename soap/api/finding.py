@@ -98,4 +98,4 @@ def _dynamic_start(simulator: Simulator, starts: Sequence[str] | None) -> dict[s
     space = build_space(simulator.graph, simulator.topology.device_count)
     if starts is None and pair_count(space) > MAX_PAIRS:
         return {}
-    return {DYNAMIC: lambda: dynamic_strategy(space, simulator.topology, simulator.costs)}
+    return {DYNAMIC: lambda: dynamic_strategy(space, simulator.topology, simulator.costs, simulator.shared)}

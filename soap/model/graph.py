@@ -328,7 +328,7 @@ class OperatorGraph:
                 readers.setdefault(operand.tensor, []).append((i, k))
         return {name: tuple(places) for name, places in readers.items()}
 
-    @property
+    @cached_property
     def parameters(self) -> tuple[Tensor, ...]:
         """Trainable and frozen parameters, in definition order."""
         return tuple(t for t in self.tensors.values() if t.kind is TensorKind.PARAMETER)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from soap.plan.compression.training import PlannedTraining
 from soap.simulator.costs import CostModel
 from soap.simulator.draws import Draws
 from soap.strategy.config import Strategy
+
+if TYPE_CHECKING:
+    from soap.simulator.shared import Shared
 
 
 class Able(Protocol):
@@ -16,6 +19,10 @@ class Able(Protocol):
     @property
     def engine_costs(self) -> CostModel:
         """The cost model for their engines."""
+
+    @property
+    def shared(self) -> Shared:
+        """What these engines share with the evaluator's own."""
 
     @property
     def optimizer_states(self) -> int:

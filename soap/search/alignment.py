@@ -95,31 +95,26 @@ def _follow(source: OpConfig, sizes: Sequence[int], shared: Mapping[int, int], e
     """Split the shared factors like the source; its other axes go to factor ``extra``, to replicas (None), or are dropped.
     Shares that would leave a part of a smaller factor without anything become equal."""
     axes = (source.replicas, *source.degrees)
-    devices_at = dict(zip(product(*(range(n) for n in axes)), source.devices, strict=True))
+    steps = [prod(axes[a + 1 :]) for a in range(len(axes))]  # in the source's devices, from one place along the axis to the next
     rest = [a for a in range(len(axes)) if a - 1 not in shared]
-    rest_cells = list(product(*(range(1 if drop else axes[a]) for a in rest)))
-    degrees = [1] * len(sizes)
-    for theirs, mine in shared.items():
-        degrees[mine] = source.degrees[theirs]
-    replicas = 1
-    if extra is None:
-        replicas = len(rest_cells)
-    else:
-        degrees[extra] = len(rest_cells)
+    others = [sum(at) for at in product(*(range(0, (1 if drop else axes[a]) * steps[a], steps[a]) for a in rest))]
     theirs_of = {mine: theirs for theirs, mine in shared.items()}
-    weights = [source.weights[theirs_of[mine]] if mine in theirs_of else (1,) * degree for mine, degree in enumerate(degrees)]
-    devices = []
-    for replica, *cell in product(range(replicas), *(range(d) for d in degrees)):
-        where = [0] * len(axes)
-        for mine, theirs in theirs_of.items():
-            where[theirs + 1] = cell[mine]
-        other = replica if extra is None else cell[extra]
-        for axis, coordinate in zip(rest, rest_cells[other], strict=True):
-            where[axis] = coordinate
-        devices.append(devices_at[tuple(where)])
-    suits = [all(start < stop for start, stop in proportional(size, own)) for size, own in zip(sizes, weights, strict=True)]
-    weights = [own if suit else (1,) * len(own) for own, suit in zip(weights, suits, strict=True)]
-    return source.placed(tuple(degrees), tuple(devices), replicas, shares_of(degrees, weights))
+    weights: list[tuple[int, ...]] = [(1,)] * len(sizes)
+    along: list[Sequence[int]] = [[0]] * len(sizes)
+    for mine, theirs in theirs_of.items():
+        weights[mine] = source.weights[theirs]
+        along[mine] = [place * steps[theirs + 1] for place in range(source.degrees[theirs])]
+    if extra is not None:
+        weights[extra], along[extra] = (1,) * len(others), others
+    devices = tuple([source.devices[sum(at)] for at in product(others if extra is None else [0], *along)])
+    weights = [own if _suits(size, own) else (1,) * len(own) for size, own in zip(sizes, weights, strict=True)]
+    degrees = tuple(map(len, along))
+    return source.placed(degrees, devices, len(others) if extra is None else 1, shares_of(degrees, weights))
+
+
+def _suits(size: int, weights: Sequence[int]) -> bool:
+    """Whether every part of a factor has something, or there are no shares anyway."""
+    return max(weights) == 1 or all(start < stop for start, stop in proportional(size, weights))
 
 
 def _single_axis(source: OpConfig, sizes: Sequence[int]) -> list[OpConfig]:

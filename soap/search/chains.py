@@ -279,7 +279,7 @@ class _Run:
         fits = None if able.always_fits() else self._fits
         budgets = sorted((budget for _, budget in lows), reverse=True)
         chains = Tempering(
-            CompiledSpace(self.space, self.topology, able.engine_costs, able.optimizer_states, able.draws, able.training),
+            CompiledSpace(self.space, self.topology, able.engine_costs, able.optimizer_states, able.draws, able.training, able.shared),
             [low.strategy for low, _ in lows],
             seed=self.options.seed, budgets=budgets, beta=self.options.beta, fits=fits, cores=self.options.cores,
         )  # fmt: skip

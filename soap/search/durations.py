@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -10,17 +12,21 @@ from soap.model.graph import OperatorGraph
 from soap.simulator.costs import CostModel
 from soap.strategy.shares import Shares
 
+if TYPE_CHECKING:
+    from soap.simulator.shared import Shared
+
 Longs = NDArray[np.int64]
 
 
 class TileDurations:
     """The durations of all tiles, by operator, degrees and shares."""
 
-    def __init__(self, graph: OperatorGraph, topology: Topology, costs: CostModel) -> None:
+    def __init__(self, graph: OperatorGraph, topology: Topology, costs: CostModel, shared: Shared | None = None) -> None:
+        """``shared``: what engines of these have worked out; nothing if None."""
         from soap.simulator.compiled.graph_arrays import device_types  # imported here: it imports numba
-        from soap.simulator.compiled.variants import Variants
+        from soap.simulator.cut_operators import CutOperators
 
-        self._variants = Variants(graph, topology, costs)
+        self._cuts = shared.cuts if shared is not None else CutOperators(graph, topology, costs)
         names = device_types(topology)
         self.type_of: tuple[int, ...] = tuple(names.index(device.type.name) for device in topology.devices)
         """Device -> position of its type."""
@@ -33,9 +39,9 @@ class TileDurations:
         same = self.same(position)
         key = (same, degrees, shares, sparse_lookup)
         if key not in self._known:
-            self._known[key] = self._variants.durations(same, degrees, shares, sparse_lookup=sparse_lookup)
+            self._known[key] = self._cuts.durations(same, degrees, shares, sparse_lookup=sparse_lookup)
         return self._known[key]
 
     def same(self, position: int) -> int:
         """The first operator that differs from this one in its names only."""
-        return self._variants.class_of(position)
+        return self._cuts.class_of(position)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,9 @@ from soap.search.rough_costs import Laid, RoughCosts
 from soap.search.space import OperatorSpace, Space
 from soap.simulator.costs import CostModel
 from soap.strategy.config import OpConfig, Strategy
+
+if TYPE_CHECKING:
+    from soap.simulator.shared import Shared
 
 Costs = NDArray[np.float64]
 
@@ -136,18 +140,21 @@ def pair_count(space: Space) -> int:
     return sum(seen.values())
 
 
-def dynamic_strategy(space: Space, topology: Topology, costs: CostModel) -> Strategy:
-    """The strategy of structured configurations that the dynamic programme finds."""
-    problem, choices = additive_costs(space, topology, costs)
+def dynamic_strategy(space: Space, topology: Topology, costs: CostModel, shared: Shared | None = None) -> Strategy:
+    """The strategy of structured configurations that the dynamic programme finds. ``shared``: what engines of these have worked out;
+    nothing if None."""
+    problem, choices = additive_costs(space, topology, costs, shared)
     chosen, _ = minimise(problem)
     names = [op.name for op in space.graph.operators]
     return Strategy({name: own[c] for name, own, c in zip(names, choices, chosen, strict=True)})
 
 
-def additive_costs(space: Space, topology: Topology, costs: CostModel) -> tuple[Additive, list[list[OpConfig]]]:
-    """The sum to minimise, in seconds, and each operator's candidates."""
+def additive_costs(
+    space: Space, topology: Topology, costs: CostModel, shared: Shared | None = None
+) -> tuple[Additive, list[list[OpConfig]]]:
+    """The sum to minimise, in seconds, and each operator's candidates. ``shared``: as in ``dynamic_strategy``."""
     graph = space.graph
-    rough = RoughCosts(graph, topology, costs)
+    rough = RoughCosts(graph, topology, costs, shared)
     choices = [candidates(own) for own in space.operators]
     laid, nodes = _laid(rough, choices)
     edges: dict[tuple[int, int], Costs] = {}
@@ -159,7 +166,7 @@ def additive_costs(space: Space, topology: Topology, costs: CostModel) -> tuple[
             i, output = graph.producers[operand.tensor]
             key = (rough.durations.same(i), output, rough.durations.same(j), k)
             if key not in known:
-                known[key] = np.array([[rough.edge_seconds(operand, output, k, a, b) for b in laid[j]] for a in laid[i]])
+                known[key] = rough.edges_seconds(operand, output, k, laid[i], laid[j])
             edges[i, j] = edges[i, j] + known[key] if (i, j) in edges else known[key]
     return Additive(nodes, edges), choices
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,9 @@ from soap.search.durations import TileDurations
 from soap.simulator.communication.prices import Communication
 from soap.simulator.costs import CostModel
 from soap.strategy.config import OpConfig
-from soap.strategy.shares import Shares
+
+if TYPE_CHECKING:
+    from soap.simulator.shared import Shared
 
 
 @dataclass(slots=True)
@@ -27,7 +30,6 @@ class Laid:
     ``reads``: by input, the tiles' regions; both [part or tile, dimension, start or stop]. ``sums``: (devices, bytes) of sums of
     partial results."""
 
-    weights: Shares
     devices: NDArray[np.int64]
     holders: NDArray[np.int64]
     boxes: list[NDArray[np.int64]]
@@ -39,12 +41,12 @@ class Laid:
 class RoughCosts:
     """Times of operators and edges of a graph on a cluster."""
 
-    def __init__(self, graph: OperatorGraph, topology: Topology, costs: CostModel) -> None:
+    def __init__(self, graph: OperatorGraph, topology: Topology, costs: CostModel, shared: Shared | None = None) -> None:
+        """``shared``: what engines of these have worked out; nothing if None."""
         self.graph, self.topology, self.costs = graph, topology, costs
-        self.durations = TileDurations(graph, topology, costs)
-        self.communication = Communication(topology)
+        self.durations = TileDurations(graph, topology, costs, shared)
+        self.communication = Communication(topology) if shared is None else shared.communication
         self._moved = np.zeros((topology.device_count, topology.device_count), np.int64)
-        self._common: dict[tuple[object, ...], NDArray[np.int64]] = {}
 
     @cached_property
     def routes(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -76,7 +78,7 @@ class RoughCosts:
         first = [tiles[own[0]] for own in parts.values()]
         boxes = [_edges_of([tile.outputs[k] for tile in first]) for k in range(len(op.outputs))]
         reads = [_edges_of([tile.inputs[k] for tile in tiles]) for k in range(len(op.inputs))]
-        return Laid(config.weights, np.array([tile.device for tile in tiles]), holders, boxes, reads, sums, tiles)
+        return Laid(np.array([tile.device for tile in tiles]), holders, boxes, reads, sums, tiles)
 
     def node_seconds(self, position: int, config: OpConfig, laid: Laid) -> float:
         """Computation on the busiest device, sums of partial results and of gradients, and the update."""
@@ -111,28 +113,31 @@ class RoughCosts:
 
     def edge_seconds(self, operand: Operand, output: int, number: int, source: Laid, reader: Laid) -> float:
         """What the reader's busiest device receives, and the same again for the gradient."""
-        from soap.search.compiled.transfers import busiest_reader_seconds  # imported here: it imports numba
+        return float(self.edges_seconds(operand, output, number, [source], [reader])[0, 0])
 
-        key = (operand, output, number, source.weights, reader.weights, len(source.boxes[output]), len(reader.devices))
-        common = self._common.get(key)
-        if common is None:
-            common = self._common[key] = _overlaps(source.boxes[output], reader.reads[number])
+    def edges_seconds(
+        self, operand: Operand, output: int, number: int, sources: Sequence[Laid], readers: Sequence[Laid]
+    ) -> NDArray[np.float64]:
+        """``edge_seconds`` of each pair, [source, reader]."""
+        from soap.search.compiled.transfers import busiest_readers_seconds  # imported here: it imports numba
+
         tensor = self.graph.tensors[operand.tensor]
         latency, per_byte = self.routes
-        seconds = float(
-            busiest_reader_seconds(
-                source.holders, reader.devices, common, self._nearest, latency, per_byte, tensor.itemsize, self._moved
-            )
-        )
+        boxes, reads = [own.boxes[output] for own in sources], [own.reads[number] for own in readers]
+        devices = np.concatenate([own.devices for own in readers])
+        seconds = np.zeros((len(sources), len(readers)))
+        busiest_readers_seconds(
+            _pointers(boxes), np.concatenate([own.holders for own in sources]), np.concatenate(boxes),
+            _pointers(reads), devices, np.concatenate(reads),
+            self._nearest, latency, per_byte, tensor.itemsize, self._moved, seconds,
+        )  # fmt: skip
         return 2 * seconds if tensor.requires_grad else seconds
+
+
+def _pointers(tables: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """Where the rows of each table begin if they follow one another, and where the last one ends."""
+    return np.cumsum([0, *map(len, tables)])
 
 
 def _edges_of(boxes: list[Box]) -> NDArray[np.int64]:
     return np.array(boxes, np.int64).reshape(len(boxes), -1, 2)
-
-
-def _overlaps(a: NDArray[np.int64], b: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Elements that each box of a has in common with each of b."""
-    stop = np.minimum(a[:, None, :, 1], b[None, :, :, 1])
-    common: NDArray[np.int64] = np.maximum(0, stop - np.maximum(a[:, None, :, 0], b[None, :, :, 0])).prod(axis=2)
-    return common

@@ -14,6 +14,7 @@ from soap.simulator.compiled.handles import handle
 from soap.simulator.costs import CostModel
 from soap.simulator.draws import Draws
 from soap.simulator.engine import Engine
+from soap.simulator.shared import Shared
 from soap.strategy.config import NOTHING, OpConfig, SyncConfig
 
 
@@ -24,11 +25,17 @@ class DrawnEngine(Engine):
     _drawing: Drawing
 
     def __init__(
-        self, graph: OperatorGraph, topology: Topology, costs: CostModel, draws: Draws, training: PlannedTraining = PLAIN
+        self,
+        graph: OperatorGraph,
+        topology: Topology,
+        costs: CostModel,
+        draws: Draws,
+        training: PlannedTraining = PLAIN,
+        shared: Shared | None = None,
     ) -> None:
         self.draws = draws
         self._usual_ns = self._proposed_usual_ns = 0
-        super().__init__(graph, topology, costs, draws=draws, training=training)
+        super().__init__(graph, topology, costs, draws=draws, training=training, shared=shared)
 
     def simulate(self) -> int:
         """Cost in ns of the loaded strategy under all draws, from full simulations."""
@@ -76,9 +83,14 @@ class DrawnEngine(Engine):
 
 
 def make_engine(
-    graph: OperatorGraph, topology: Topology, costs: CostModel, draws: Draws | None, training: PlannedTraining = PLAIN
+    graph: OperatorGraph,
+    topology: Topology,
+    costs: CostModel,
+    draws: Draws | None,
+    training: PlannedTraining = PLAIN,
+    shared: Shared | None = None,
 ) -> Engine:
-    """An engine, with draws if there are any."""
+    """An engine, with draws if there are any. ``shared``: as in ``Engine``."""
     if draws is None:
-        return Engine(graph, topology, costs, training=training)
-    return DrawnEngine(graph, topology, costs, draws, training)
+        return Engine(graph, topology, costs, training=training, shared=shared)
+    return DrawnEngine(graph, topology, costs, draws, training, shared)

@@ -50,7 +50,7 @@ def drawn_times(simulator: Simulator, strategies: Iterable[Strategy], draws: Dra
         if not isinstance(folded, str):
             found.append(DrawnTimes(folded.makespan_ns, replayed_times_ns(folded, draws), folded.messages))
             continue
-        engine = engine or DrawnEngine(simulator.graph, simulator.topology, simulator.costs, draws, simulator.training)
+        engine = engine or DrawnEngine(simulator.graph, simulator.topology, simulator.costs, draws, simulator.training, simulator.shared)
         engine.load(strategy)
         engine.simulate()
         messages = int(np.count_nonzero(engine.played_tasks().bytes))

@@ -12,6 +12,7 @@ from soap.cluster.topology import Topology
 from soap.errors import ModelError
 from soap.model.graph import OperatorGraph
 from soap.plan.compression.training import PLAIN, PlannedTraining
+from soap.plan.pass_order import PassOrder
 from soap.plan.scheduling import Orders
 from soap.simulator.communication.offloading import names_behind_links
 from soap.simulator.communication.prices import Communication
@@ -21,11 +22,9 @@ from soap.simulator.compiled.draws import NO_DRAWING, Drawing
 from soap.simulator.compiled.evaluate import confirm, evaluate, take_back
 from soap.simulator.compiled.events import NO_BOUND, STOPPED, keep_order, simulate_all
 from soap.simulator.compiled.fetches import UNCOVERED
-from soap.simulator.compiled.graph_arrays import Ints, cluster_tables, graph_tables
-from soap.simulator.compiled.groups import DeviceGroups
+from soap.simulator.compiled.graph_arrays import Ints
 from soap.simulator.compiled.handles import handle
 from soap.simulator.compiled.history import complete, make_history, retrace
-from soap.simulator.compiled.lists import missing_entry
 from soap.simulator.compiled.pass_order import pass_tables
 from soap.simulator.compiled.played import PlayedTask, PlayedTasks, all_tasks, each_task
 from soap.simulator.compiled.rebuild import lower_all
@@ -34,11 +33,12 @@ from soap.simulator.compiled.state import ARENA, SLOTS, State, make_state
 from soap.simulator.compiled.syncs.codes import known_sync, sync_code, sync_codes
 from soap.simulator.compiled.task_keys import STATE_FULL
 from soap.simulator.compiled.trial import Trial, make_trial
-from soap.simulator.compiled.variants import Variants
 from soap.simulator.compiled.world import World
 from soap.simulator.costs import CostModel
 from soap.simulator.draws import Draws
 from soap.simulator.edits import held_arrays, read_config, write_edit
+from soap.simulator.engine_tables import EngineTables
+from soap.simulator.shared import Shared
 from soap.simulator.task_ids import UNNUMBERED, unnumbered
 from soap.strategy.config import NOTHING, OpConfig, Strategy, SyncConfig, check_config, check_parts
 from soap.strategy.kept import require_kept
@@ -74,20 +74,21 @@ class Engine:
         communication: Communication | None = None,
         draws: Draws | None = None,
         training: PlannedTraining = PLAIN,
+        shared: Shared | None = None,
     ) -> None:
         """``communication``: prices of this topology, if not the usual ones (``folding``). ``draws``: for ``DrawnEngine``. ``training``:
-        what training adds to compressed parameters."""
-        self.graph, self.topology, self._orders = graph, topology, Orders(graph)
+        what training adds to compressed parameters. ``shared``: what other engines of these have; its own if None."""
+        shared = shared or Shared(graph, topology, costs, training, communication)
+        self.shared, self.graph, self.topology, self._orders = shared, graph, topology, Orders(graph)
         self.choices: Mapping[str, Sequence[SyncConfig]] = {}
         """Parameter -> the synchronizations that compiled code chooses from."""
-        communication = communication or Communication(topology)
         self._parts: dict[str, Any] = {}
         self._world: World | None = None
-        self._graph = graph_tables(graph, topology)
-        cluster = cluster_tables(communication)
-        self.variants = Variants(graph, topology, costs, draws, training)
-        self._groups = DeviceGroups(communication, cluster)
-        self._renew(graph=self._graph, order=pass_tables(None, len(graph.operators)), cluster=cluster, groups=self._groups.arrays)
+        self._graph, cluster = shared.graph_tables, shared.cluster_tables
+        self._tables = EngineTables(shared, draws)
+        self.variants = self._tables.variants
+        self._order: PassOrder | None = None
+        self._renew(graph=self._graph, order=pass_tables(None, len(graph.operators)), cluster=cluster)
         self._size, self._slots, self._arena = 4096, 4096, 65536
         self._make_scratch()
         self._resources = topology.device_count + len(topology.links) + len(names_behind_links(topology))
@@ -96,7 +97,7 @@ class Engine:
         self._proposed_ns: int | None = None
         self._make_edit(4 * topology.device_count)
         self.makespan_ns = 0
-        self._renew_tables()
+        self._renew(**self._tables.renewed())
         self._make_state()
 
     def load(self, strategy: Strategy) -> None:
@@ -109,14 +110,16 @@ class Engine:
         self._syncs, self._codes = dict(strategy.parameters), sync_codes(self.graph, strategy)
         self._make_room(2 * strategy.microbatches * sum(len(config.devices) for config in self._configs))  # at least two slots a tile
         held = held_arrays(self.variants, self._configs)
-        if len(self.variants.degrees) > self._known_variants:
-            self._renew_tables()
+        if self._tables.has_new_variants():
+            self._renew(**self._tables.renewed())
         self._lower(*held)
 
     def _set_order(self, strategy: Strategy) -> None:
         """From now on cut operators into the strategy's micro-batches, and let their passes follow its order."""
         order = self._orders.order(strategy)
-        self._renew(order=pass_tables(order, len(self.graph.operators)))
+        if order is not self._order:
+            self._renew(order=pass_tables(order, len(self.graph.operators)))
+            self._order = order
         self.variants.micro_batches, self.variants.divides = self._orders.cut(strategy.microbatches), order is not None and order.splits
 
     def _make_room(self, slots: int) -> None:
@@ -222,7 +225,9 @@ class Engine:
         return self._world
 
     def _renew(self, **parts: NamedTuple) -> None:
-        """Replace parts of the world. Handles are addresses of arrays, so these parts and the world get new handles."""
+        """Replace parts of the world, if any are given. Handles are addresses of arrays, so these parts and the world get new handles."""
+        if not parts:
+            return
         self._parts |= {name: handle(part) for name, part in parts.items()}
         self._world = None
 
@@ -288,8 +293,8 @@ class Engine:
     def variant(self, position: int, degrees: tuple[int, ...], shares: tuple[tuple[int, ...], ...] = ()) -> int:
         """The number of an operator's variant. Compiled work that begins later knows the variant."""
         number = self.variants.number(position, degrees, shares)
-        if len(self.variants.degrees) > self._known_variants:
-            self._renew_tables()
+        if self._tables.has_new_variants():
+            self._renew(**self._tables.renewed())
         return number
 
     @property
@@ -309,7 +314,7 @@ class Engine:
 
     def tasks(self) -> Iterator[PlayedTask]:
         """All tasks of the last simulation, in the order in which the simulation took them."""
-        return each_task(self.state, self.trial, self._groups.arrays.static)
+        return each_task(self.state, self.trial, self._tables.groups().static)
 
     def _lower_all(self, *held: Ints) -> None:
         self.state.sync[: len(self._codes)], self.state.prefetch[0] = self._codes, self._loaded.prefetch
@@ -358,24 +363,8 @@ class Engine:
                 ) from None
 
     def _find_missing(self) -> None:
-        sets, tied, price, compressed = self._groups.arrays.sets, self._shards.tied, self._shards.price, self._shards.compressed
-        if sets.missing[0]:
-            self._groups.add(missing_entry(sets))
-            self._renew(groups=self._groups.arrays)
-        elif tied.missing[0]:
-            self.variants.tie(missing_entry(tied))
-            self._renew_tables()
-        elif price.missing[0]:
-            self.variants.geometries.price(missing_entry(price))
-            self._renew_tables()
-        elif compressed.missing[0]:
-            self.variants.geometries.compress(missing_entry(compressed))
-            self._renew_tables()
-
-    def _renew_tables(self) -> None:
-        variants, self._shards = self.variants.arrays(), self.variants.geometries.arrays()
-        self._known_variants = len(variants.rows)
-        self._renew(variants=variants, shards=self._shards)
+        self._tables.find_missing()
+        self._renew(**self._tables.renewed())
 
     def _make_scratch(self) -> None:
         self._renew(scratch=make_scratch(self._size, self.topology.device_count, len(self.topology.links)))

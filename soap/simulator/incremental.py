@@ -20,6 +20,7 @@ from soap.simulator.folded_prices import FoldedCosts
 from soap.simulator.folding import Folding
 from soap.simulator.memory.bound import MemoryBound
 from soap.simulator.memory.hosts import hosts_may_lack
+from soap.simulator.shared import Shared
 from soap.simulator.simulate import CACHED_STRATEGIES, REFUSED_BYTES, Simulation, Simulator, is_large, is_planned
 from soap.strategy.classical import CLASSICAL
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
@@ -63,6 +64,11 @@ class IncrementalSimulator:
     def engine_costs(self) -> CostModel:
         """The cost model for engines that compiled chains of the search make for themselves."""
         return self._simulator.costs
+
+    @property
+    def shared(self) -> Shared:
+        """What these engines share with its own."""
+        return self._simulator.shared
 
     @property
     def optimizer_states(self) -> int:
@@ -178,7 +184,7 @@ class IncrementalSimulator:
 
     def _engine(self) -> Engine:
         simulator = self._simulator
-        return make_engine(simulator.graph, simulator.topology, simulator.costs, self.draws, simulator.training)
+        return make_engine(simulator.graph, simulator.topology, simulator.costs, self.draws, simulator.training, simulator.shared)
 
     def _holder(self, strategy: Strategy) -> _Holder:
         simulator = self._simulator
@@ -229,12 +235,19 @@ class _Holder:
         self._last: tuple[Strategy, tuple[int, int]] | None = None
         self._held = strategy
         self._proposed: Strategy | None = None
+        self._parameters = frozenset(parameter.name for parameter in engine.graph.parameters)
+        self._asked: tuple[Strategy, list[list[Change]]] | None = None
         self._load(strategy)
 
     def distance(self, strategy: Strategy) -> int:
         """The smallest number of changes from what is held, or proposed, to a strategy."""
-        held = [self._held] if self._proposed is None else [self._held, self._proposed]
-        return min(len(self._changes(own, strategy)) for own in held)
+        self._asked = strategy, self._all_changes(strategy)
+        return min(map(len, self._asked[1]))
+
+    def _all_changes(self, strategy: Strategy) -> list[list[Change]]:
+        """What differs from what is held and, if there is a proposal, from that."""
+        known = [self._held] if self._proposed is None else [self._held, self._proposed]
+        return [self._changes(own, strategy) for own in known]
 
     def certainly_fits(self, strategy: Strategy) -> bool:
         """True if this is the last strategy simulated here, and the upper bound of its memory fits."""
@@ -276,12 +289,13 @@ class _Holder:
 
     def makespan_ns(self, strategy: Strategy) -> int:
         """Simulate a strategy. It stays a proposal, because most strategies are rejected."""
-        changes = self._changes(self._held, strategy)
+        asked, self._asked = self._asked, None
+        known = asked[1] if asked is not None and asked[0] is strategy else self._all_changes(strategy)
+        changes = known[0]
         if self._proposed is not None:
-            others = self._changes(self._proposed, strategy)
-            if len(others) < len(changes):
+            if len(known[1]) < len(changes):
                 self._engine.accept()
-                self._held, changes = self._proposed, others
+                self._held, changes = self._proposed, known[1]
             else:
                 self._engine.reject()
             self._proposed = None
@@ -311,10 +325,9 @@ class _Holder:
             if new is not old and new != old:
                 found.append((op.name, new))
         if held.parameters is not strategy.parameters:
-            for parameter in graph.parameters:
-                new_sync, old_sync = strategy.sync(parameter.name), held.sync(parameter.name)
-                if new_sync is not old_sync and new_sync != old_sync:
-                    found.append((parameter.name, new_sync))
+            for name in {**held.parameters, **strategy.parameters}:
+                if name in self._parameters and (new_sync := strategy.sync(name)) != held.sync(name):
+                    found.append((name, new_sync))
         if held.prefetch != strategy.prefetch:
             found.append((PREFETCH, strategy.prefetch))
         return found

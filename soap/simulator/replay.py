@@ -31,7 +31,7 @@ class Replay:
         self._state = self._filled(tasks)
         self._trial = make_trial(self._first + len(todo), _resources(tasks), self._first)
         self._handles = (
-            handle(graph_tables(graph, topology)), handle(self._state), handle(DeviceGroups(communication, cluster).arrays),
+            handle(graph_tables(graph, topology)), handle(self._state), handle(DeviceGroups(communication, cluster).arrays()),
             handle(self._trial),
         )  # fmt: skip
 

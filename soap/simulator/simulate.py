@@ -8,6 +8,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +35,9 @@ from soap.simulator.reference import simulate
 from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
 from soap.simulator.throughput import Throughput, throughput
 from soap.strategy.config import Strategy
+
+if TYPE_CHECKING:
+    from soap.simulator.shared import Shared
 
 CACHED_STRATEGIES = 4096
 """How many answers of ``Simulator.cost`` are kept; each is two numbers and a key."""
@@ -195,6 +199,13 @@ class Simulator:
         self._answers: OrderedDict[Hashable, tuple[int, int]] = OrderedDict()
         self._folded: OrderedDict[Hashable, FoldedSimulation | str] = OrderedDict()
         self._foldings: OrderedDict[Hashable, Folding | str] = OrderedDict()
+
+    @cached_property
+    def shared(self) -> Shared:
+        """What its engines share."""
+        from soap.simulator.shared import Shared  # imports numba
+
+        return Shared(self.graph, self.topology, self.costs, self.training, self.communication)
 
     @property
     def costs_hash(self) -> str:

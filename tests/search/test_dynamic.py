@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from soap.api import simulator_for
+from soap.model.regions import intersect, volume
 from soap.profiles.roofline import RooflineCosts
 from soap.search.dynamic import MAX_CANDIDATES, Additive, additive_costs, candidates, dynamic_strategy, minimise, pair_count
+from soap.search.rough_costs import RoughCosts
 from soap.search.space import build_space
 from soap.simulator.simulate import Simulator
 from soap.strategy.classical import data_parallel
@@ -92,6 +94,36 @@ def test_an_edge_costs_what_has_to_move() -> None:
     assert edge[at[here], at[here]] == edge[at[split], at[split]] == edge[at[both], at[here]] == edge[at[both], at[split]] == 0
     assert edge[at[here], at[there]] == pytest.approx(2.0)  # two links' latencies; inputs have no gradient
     assert edge[at[here], at[split]] == pytest.approx(2.0) == edge[at[split], at[both]]
+
+
+def test_edges_of_all_pairs_are_those_of_plain_python() -> None:
+    """One host after the other: what is read and not held comes from the nearest holder, and the busiest reader counts."""
+    graph, topology = transformer(), cluster([2, 2])
+    rough, space = RoughCosts(graph, topology, RooflineCosts(topology)), build_space(graph, 4)
+    latency, per_byte = rough.routes
+    for j, op in enumerate(graph.operators):
+        for k, operand in enumerate(op.inputs):
+            if operand.tensor not in graph.producers:
+                continue
+            i, output = graph.producers[operand.tensor]
+            sources, readers = ([rough.lay(n, config) for config in candidates(space.operators[n])[::5]] for n in (i, j))
+            found = rough.edges_seconds(operand, output, k, sources, readers)
+            tensor = graph.tensors[operand.tensor]
+            for a, source in enumerate(sources):
+                for b, reader in enumerate(readers):
+                    moved = dict[tuple[int, int], int]()
+                    for part, holders in enumerate(source.holders):
+                        box = tuple(map(tuple, source.boxes[output][part].tolist()))
+                        for tile, device in enumerate(reader.devices.tolist()):
+                            common = intersect(box, tuple(map(tuple, reader.reads[k][tile].tolist())))
+                            if holders[device] or common is None:
+                                continue
+                            near = min(np.flatnonzero(holders), key=lambda d: latency[d, device] + 2**20 * per_byte[d, device])
+                            pair = int(near), device
+                            moved[pair] = moved.get(pair, 0) + volume(common) * tensor.itemsize
+                    seconds = [sum(latency[p] + moved[p] * per_byte[p] for p in sorted(moved) if p[1] == d) for d in range(4)]
+                    assert found[a, b] == (1 + tensor.requires_grad) * max(seconds)
+                    assert found[a, b] == rough.edge_seconds(operand, output, k, source, reader)
 
 
 def test_candidates_are_limited() -> None:

@@ -41,6 +41,7 @@ from soap.simulator.costs import CostModel
 from soap.simulator.drawn_engine import make_engine
 from soap.simulator.draws import Draws
 from soap.simulator.memory.bound import NO_TABLES, MemoryBound
+from soap.simulator.shared import Shared
 from soap.simulator.simulate import is_played
 from soap.strategy.config import Strategy
 
@@ -83,10 +84,12 @@ class CompiledSpace:
         optimizer_states: int = 2,
         draws: Draws | None = None,
         training: PlannedTraining = PLAIN,
+        shared: Shared | None = None,
     ) -> None:
         """``optimizer_states``: tensors of a parameter's size that the optimizer keeps, as in ``simulator.memory.peaks``. ``draws``: of the
-        costs, under which chains compare strategies. ``training``: what training adds to compressed parameters."""
-        self.training = training
+        costs, under which chains compare strategies. ``training``: what training adds to compressed parameters. ``shared``: what chains'
+        engines share with others; only with each other if None."""
+        self.training, self.shared = training, shared or Shared(space.graph, topology, costs, training)
         self.space, self.topology, self.costs, self.optimizer_states, self.draws = space, topology, costs, optimizer_states, draws
         self.grids = grid_tables(space, topology, costs)
         self._kept = (self.grids, neighbour_tables(space), group_tables(space))
@@ -126,7 +129,7 @@ class CompiledChain:
         strategy then has to fit, and so has what ``move_to`` gets."""
         self._space = space
         graph = space.space.graph
-        self.engine = make_engine(graph, space.topology, space.costs, space.draws, space.training)
+        self.engine = make_engine(graph, space.topology, space.costs, space.draws, space.training, space.shared)
         self.engine.choices = space.space.syncs
         devices = space.topology.device_count
         tiles = sum(max(devices, len(config.devices)) for config in strategy.operators.values())

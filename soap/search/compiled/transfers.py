@@ -3,35 +3,62 @@
 from __future__ import annotations
 
 from soap.simulator.compiled.graph_arrays import Floats, Longs
-from soap.simulator.compiled.jit import entry
+from soap.simulator.compiled.jit import compiled, entry
 
 
 @entry
-def busiest_reader_seconds(
-    holders: Longs, readers: Longs, common: Longs, nearest: Longs, latency: Floats, per_byte: Floats, itemsize: int, moved: Longs
-) -> float:
-    """Seconds for which the busiest device receives: it gets from the nearest holder what its tiles read and it does not hold.
+def busiest_readers_seconds(
+    part_ptr: Longs, holders: Longs, boxes: Longs, tile_ptr: Longs, readers: Longs, reads: Longs,
+    nearest: Longs, latency: Floats, per_byte: Floats, itemsize: int, moved: Longs, found: Floats,
+) -> None:  # fmt: skip
+    """Fill ``found``, [source, reader]: seconds for which the busiest device receives: it gets from the nearest holder what its tiles read
+    and it does not hold.
 
-    ``holders``: [part, device], whether it holds the part. ``readers``: [tile], its device. ``common``: [part, tile], elements that it
-    reads of the part. ``nearest``: [rank, device], the other devices by how near they are. ``latency``, ``per_byte``: [from, to], in
+    Source a has the parts ``part_ptr[a]:part_ptr[a + 1]``: ``holders``, [part, device], whether it holds the part; ``boxes``, [part,
+    dimension, start or stop]. Reader b has the tiles ``tile_ptr[b]:tile_ptr[b + 1]``: ``readers``, [tile], its device; ``reads``, as
+    ``boxes``, what it reads. ``nearest``: [rank, device], the other devices by how near they are. ``latency``, ``per_byte``: [from, to], in
     seconds. ``moved``: [from, to], room for bytes."""
-    parts, tiles, devices = len(holders), len(readers), len(latency)
-    for a in range(devices):
-        for b in range(devices):
-            moved[a, b] = 0
-    for part in range(parts):
-        for tile in range(tiles):
-            reader = readers[tile]
-            if common[part, tile] == 0 or holders[part, reader]:
-                continue
-            for rank in range(devices):
-                if holders[part, nearest[rank, reader]]:
-                    moved[nearest[rank, reader], reader] += common[part, tile] * itemsize
-                    break
+    devices = len(latency)
+    for source in range(len(part_ptr) - 1):
+        for reader in range(len(tile_ptr) - 1):
+            for a in range(devices):
+                for b in range(devices):
+                    moved[a, b] = 0
+            for part in range(part_ptr[source], part_ptr[source + 1]):
+                for tile in range(tile_ptr[reader], tile_ptr[reader + 1]):
+                    if not holders[part, readers[tile]]:
+                        _move(holders, part, readers[tile], nearest, _common(boxes, part, reads, tile) * itemsize, moved)
+            found[source, reader] = _longest(latency, per_byte, moved)
+
+
+@compiled
+def _common(boxes, part, reads, tile):  # type: ignore[no-untyped-def]
+    """Elements that a part and what a tile reads have in common."""
+    volume = 1
+    for dim in range(boxes.shape[1]):
+        start = max(boxes[part, dim, 0], reads[tile, dim, 0])
+        volume *= max(0, min(boxes[part, dim, 1], reads[tile, dim, 1]) - start)
+    return volume
+
+
+@compiled
+def _move(holders, part, reader, nearest, size, moved):  # type: ignore[no-untyped-def]
+    """Let a device get so many bytes of a part from the nearest of those that hold it."""
+    if size == 0:
+        return
+    for rank in range(len(nearest)):
+        if holders[part, nearest[rank, reader]]:
+            moved[nearest[rank, reader], reader] += size
+            return
+
+
+@compiled
+def _longest(latency, per_byte, moved):  # type: ignore[no-untyped-def]
+    """Seconds for which the busiest device receives."""
     most = 0.0
-    for b in range(devices):
+    for b in range(len(latency)):
         seconds = 0.0
-        for a in range(devices):
+        for a in range(len(latency)):
             if moved[a, b] > 0:
                 seconds += latency[a, b] + moved[a, b] * per_byte[a, b]
         most = max(most, seconds)

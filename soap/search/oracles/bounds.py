@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import floor, prod
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -26,6 +27,9 @@ from soap.model.graph import Operand, OperatorGraph
 from soap.search.durations import TileDurations
 from soap.search.space import Grid, Space
 from soap.simulator.costs import CostModel
+
+if TYPE_CHECKING:
+    from soap.simulator.shared import Shared
 
 ROUNDING = 1e-9
 """Relative margin for floating-point division."""
@@ -54,9 +58,10 @@ def is_quickly_bounded(space: Space) -> bool:
     return sum(prod(grid[1:]) for own in different.values() for grid in own.grids) <= MAX_TILES
 
 
-def lower_bound(space: Space, topology: Topology, costs: CostModel) -> LowerBound:
-    """The bound for all strategies of ``space`` on this cluster; strategies outside of it (more tiles than devices) may be below."""
-    least = _Least(space, topology, costs)
+def lower_bound(space: Space, topology: Topology, costs: CostModel, shared: Shared | None = None) -> LowerBound:
+    """The bound for all strategies of ``space`` on this cluster; strategies outside of it (more tiles than devices) may be below.
+    ``shared``: what engines of these have worked out; nothing if None."""
+    least = _Least(space, topology, costs, shared)
     certain = certain_gradients(space.graph)
     work = sum(least.work_ns(i, backward=certain[i]) for i in range(len(certain)))
     power = sum(least.speeds[kind] for kind in least.durations.type_of)
@@ -166,8 +171,8 @@ def is_partitioned(graph: OperatorGraph, position: int, out: Operand) -> bool:
 class _Least:
     """The least times of operators over all degrees of a space. ``speeds``: how many times as fast as the first type each type can be."""
 
-    def __init__(self, space: Space, topology: Topology, costs: CostModel) -> None:
-        self.durations = TileDurations(space.graph, topology, costs)
+    def __init__(self, space: Space, topology: Topology, costs: CostModel, shared: Shared | None) -> None:
+        self.durations = TileDurations(space.graph, topology, costs, shared)
         self._found: dict[tuple[int, tuple[Grid, ...]], tuple[int, int, int, int]] = {}
         looking_up = {lookup.operator for access in space.graph.sparse.values() for lookup in access.lookups}
         ratios = np.ones(self.durations.type_count)

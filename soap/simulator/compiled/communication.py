@@ -95,10 +95,10 @@ def _hash_place(entry, mask):  # type: ignore[no-untyped-def]
 
 
 @entry
-def fill_table(L: Lists, first: int) -> None:
-    """Enter the lists from number ``first`` on into the hash table, which has all earlier ones."""
+def fill_table(L: Lists, first: int, last: int) -> None:
+    """Enter the lists from number ``first`` up to ``last`` into the hash table, which has all earlier ones."""
     mask = len(L.table) - 1
-    for number in range(first, len(L.ptr) - 1):
+    for number in range(first, last):
         place = _hash_place(L.item[L.ptr[number] : L.ptr[number + 1]], mask)
         while L.table[place] >= 0:
             place = (place + 1) & mask

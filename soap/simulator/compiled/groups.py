@@ -9,13 +9,13 @@ from soap.simulator.chunks import shortest_chunk_ns
 from soap.simulator.communication.offloading import names_behind_links
 from soap.simulator.communication.prices import Communication
 from soap.simulator.compiled.graph_arrays import ClusterTables, Ints
-from soap.simulator.compiled.growing import Growing
+from soap.simulator.compiled.growing import Growing, are_same
 from soap.simulator.compiled.lists import GrowingLists
 from soap.simulator.compiled.state import Groups
 
 
 class DeviceGroups:
-    """Grows as compiled code asks for sets. ``arrays``: for compiled code, valid until the next ``add``."""
+    """Grows as compiled code asks for sets."""
 
     def __init__(self, communication: Communication, cluster: ClusterTables) -> None:
         self._communication = communication
@@ -33,7 +33,7 @@ class DeviceGroups:
         self._cold_penalty, self._cold_behind_messages = (
             np.array([(0, 0), *cold.points_behind(message=message)], np.int64).ravel() for message in (False, True)
         )
-        self.arrays = self._make()
+        self._arrays: Groups | None = None
 
     def add(self, devices: tuple[int, ...]) -> None:
         """Add a set of devices, ascending, for sums; or, behind their number as a mark, devices that gather and scatter equal parts."""
@@ -49,22 +49,25 @@ class DeviceGroups:
             self._resource.add([self._static.add(np.array(option.links, np.int32) + np.int32(count))])
             self._resource_n.add([len(option.links)])
         self._way_ptr.add([self._latency.size])
-        self.arrays = self._make()
 
-    def _make(self) -> Groups:
-        return Groups(
+    def arrays(self) -> Groups:
+        """The tables for compiled code, with room behind what is there: the same ones until that is full."""
+        found = Groups(
             sets=self._sets.arrays(),
-            way_ptr=self._way_ptr.array(),
-            latency_seconds=self._latency.array(),
-            seconds_per_byte=self._per_byte.array(),
-            resource=self._resource.array(),
-            resource_n=self._resource_n.array(),
-            static=self._static.array(),
+            way_ptr=self._way_ptr.room,
+            latency_seconds=self._latency.room,
+            seconds_per_byte=self._per_byte.room,
+            resource=self._resource.room,
+            resource_n=self._resource_n.room,
+            static=self._static.room,
             port_device=self._port_device,
             shortest_chunk_ns=self._shortest_chunk_ns,
             cold_penalty=self._cold_penalty,
             cold_behind_messages=self._cold_behind_messages,
         )
+        if self._arrays is None or not are_same(self._arrays, found):
+            self._arrays = found
+        return self._arrays
 
 
 def _port_devices(topology: Topology) -> Ints:

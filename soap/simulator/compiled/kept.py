@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import cache, partial
 from typing import Any
 
+import llvmlite.binding as llvm
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, IndexDataCacheFile, _CacheLocator
 from numba.core.registry import CPUDispatcher
 
@@ -47,6 +49,22 @@ class _Kinds(CompileResultCacheImpl):
     def reduce(self, cres: Any) -> Any:
         """As a tuple that can be pickled."""
         return cres._replace(type_annotation="")._reduce()
+
+    def rebuild(self, target_context: Any, payload: Any) -> Any:
+        """The function that Python calls. What compiled code links in, if it calls the function too, is read only then: to read it takes
+        several times as long as to load the machine code."""
+        (name, kind, (machine_code, for_linking)), described, *rest = payload
+        target_context.codegen()._engine._defined_symbols |= {described.llvm_func_name, described.llvm_cpython_wrapper_name}
+        made = super().rebuild(target_context, ((name, kind, (machine_code, _nothing())), described, *rest))
+        made.library._get_module_for_linking = cache(partial(llvm.parse_bitcode, for_linking))
+        return made
+
+
+@cache
+def _nothing() -> bytes:
+    """A module without anything."""
+    found: bytes = llvm.parse_assembly("").as_bitcode()
+    return found
 
 
 class KeptCode(FunctionCache):

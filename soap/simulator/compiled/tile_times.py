@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import get_args
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -21,8 +22,8 @@ WAYS = (False, True)
 """Forward, backward."""
 AGAIN, WEIGHTS, PASSES = 2, 3, 4
 """Behind these two: a second run that keeps its product; weight gradients, if the backward pass is in two; the number of all."""
-OF_PASSES = (*WAYS, False, True)
-"""Of all of them: forward or backward."""
+OF_PASSES = [0, 1, 0, 1]
+"""Of all of them: which of ``WAYS``."""
 
 
 def _nothing(*_: object) -> int:
@@ -30,8 +31,7 @@ def _nothing(*_: object) -> int:
 
 
 class TileTimes:
-    """Nanoseconds, [device type, forward, backward, ``AGAIN`` or ``WEIGHTS``, tile]. ``durations``: of the tiles. ``launches``: of
-    launching them."""
+    """Nanoseconds, [device type, forward, backward, ``AGAIN`` or ``WEIGHTS``, tile], of tiles that are of few kinds."""
 
     def __init__(
         self,
@@ -52,19 +52,35 @@ class TileTimes:
         if divided:
             ask[True], ask[WEIGHTS] = (partial(half_ns, costs, half=half) for half in get_args(Half))
         self._kinds = np.array([[[f(graph, tile, kind) for tile in tiles] for f in ask] for kind in types], np.int64)
-        launches = [[[launch_ns(costs, graph, tile, kind, backward=way) for tile in tiles] for way in OF_PASSES] for kind in types]
-        self.durations: Longs = self._kinds[:, :, place]
-        self.launches: Longs = np.array(launches, np.int64)[:, :, place]
+        launches = [[[launch_ns(costs, graph, tile, kind, backward=way) for tile in tiles] for way in WAYS] for kind in types]
+        self._launches: Longs = np.array(launches, np.int64)[:, OF_PASSES]
+        self._drawn: WeakKeyDictionary[Draws, Longs] = WeakKeyDictionary()
+
+    @property
+    def durations(self) -> Longs:
+        """Of the tiles."""
+        return self._kinds[:, :, self._place]
+
+    @property
+    def launches(self) -> Longs:
+        """Of launching them."""
+        return self._launches[:, :, self._place]
 
     def drawn(self, draws: Draws) -> Longs:
         """``durations`` under each draw (``draws.drawn_ns``), [device type, pass, tile, draw]. A second run errs as the first one does."""
+        found = self._drawn.get(draws)
+        if found is None:
+            found = self._drawn[draws] = self._draw(draws)
+        return found[:, :, self._place]
+
+    def _draw(self, draws: Draws) -> Longs:
+        """The same of each kind of tile."""
         errors = draws.spreads.of_tile
         factors = np.array(
             [
-                [[draws.factors(errors(self._graph, tile, kind, backward=way)) for tile in self._tiles] for way in OF_PASSES]
+                [[draws.factors(errors(self._graph, tile, kind, backward=way)) for tile in self._tiles] for way in WAYS]
                 for kind in self._types
             ]
-        )
+        )[:, OF_PASSES]
         usual = self._kinds[..., None]
-        drawn: Longs = np.where(usual > 0, np.maximum(1, (usual * factors).astype(np.int64)), 0)
-        return drawn[:, :, self._place]
+        return np.where(usual > 0, np.maximum(1, (usual * factors).astype(np.int64)), 0)

@@ -104,13 +104,13 @@ def test_what_is_shipped_is_not_compiled(brought: Path, nothing_kept: Path) -> N
 def test_structures_are_found_by_all_of_their_fields(brought: Path, nothing_kept: Path) -> None:
     lists = Lists(np.array([0, 2], np.int64), np.array([1, 2], np.int32), np.full(64, -1, np.int32), np.zeros(4, np.int32))
     usual = lists._replace(table=lists.table.copy())
-    fill_table(handle(usual), 0)
+    fill_table(handle(usual), 0, 1)
     own: Any = entry(fill_table.py_func)  # type: ignore[attr-defined]
-    own(handle(lists), 0)
+    own(handle(lists), 0, 1)
     assert sum(own.stats.cache_misses.values()) == 0
     assert lists.table.tolist() == usual.table.tolist() and sorted(set(lists.table.tolist())) == [-1, 0]
     other: Any = entry(fill_table.py_func)  # type: ignore[attr-defined]
-    other(handle(lists._replace(item=lists.item.astype(np.int64))), 0)
+    other(handle(lists._replace(item=lists.item.astype(np.int64))), 0, 1)
     assert sum(other.stats.cache_misses.values()) == 1
 
 

@@ -18,6 +18,7 @@ from soap.simulator.drawn_times import reference_times_ns
 from soap.simulator.draws import Draws
 from soap.simulator.draws import cost_ns as draws_cost_ns
 from soap.simulator.engine import Engine
+from soap.simulator.shared import Shared
 from soap.simulator.simulate import Simulator
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
 from soap.strategy.stages import chunks_of, devices_of_stages, stages_of_chunks
@@ -79,13 +80,15 @@ def makespan_of(tasks: dict[tuple[int, int], Played]) -> int:
 def check(
     walk: Walk, *, afresh: bool, launched: bool = False, draws: Draws | None = None, training: PlannedTraining = PLAIN
 ) -> None:
-    """``afresh``: simulate every proposal with another engine as well, from the ground up. ``launched``: devices' work is. ``draws``: of
-    the costs; then costs are what all of them come to, and each draw is that of the reference. ``training``: of compressed parameters."""
+    """``afresh``: simulate every proposal with another engine as well, from the ground up; both share what engines share. ``launched``:
+    devices' work is. ``draws``: of the costs; then costs are what all of them come to, and each draw is that of the reference.
+    ``training``: of compressed parameters."""
     graph, topology, strategy, edits = walk
     states = 2 * (len(edits) % 2)  # of an optimizer that updates rows alone, or whole tables
     costs = (LaunchedCosts if launched else RooflineCosts)(topology, states)
-    engine = make_engine(graph, topology, costs, draws, training)
-    full = make_engine(graph, topology, costs, draws, training) if afresh else engine
+    shared = Shared(graph, topology, costs, training) if afresh else None
+    engine = make_engine(graph, topology, costs, draws, training, shared)
+    full = make_engine(graph, topology, costs, draws, training, shared) if afresh else engine
     engine.load(strategy)
     held_ns = engine.simulate()
     current = reference_tasks(graph, topology, costs, strategy, training)

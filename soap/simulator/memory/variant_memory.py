@@ -1,0 +1,189 @@
+"""What tiles of variants keep, read and make, in bytes: worked out once for all engines of a graph (``shared``). It knows no devices, and
+no engine's numbers; ``bound`` puts it into an engine's tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from soap.cluster.topology import Topology
+from soap.model.graph import Operand, Operator, OperatorGraph, TensorKind
+from soap.model.regions import Box, cells, in_one_piece, volume
+from soap.plan.row_counts import row_bytes, tile_lookups
+from soap.plan.tiling import Tile, windows
+from soap.simulator.compiled.graph_arrays import Longs
+from soap.simulator.cut_operators import CutOperator, CutOperators
+from soap.simulator.memory.certain import keepers, with_backward
+from soap.simulator.memory.footprint import kept_places, kept_share, passing_share, product_share, work_share
+from soap.simulator.memory.peaks import PACKING_KINDS, padded_bytes
+from soap.simulator.memory.tile_regions import boxes_of, by_lengths, distinct, volumes
+from soap.strategy.recomputation import has_product
+
+
+class Regions(NamedTuple):
+    """The regions of a parameter that a variant's tiles need. ``sizes``: distinct ones -> elements. ``place``: by tile, which of these.
+    ``boxes``: those that are not empty. ``volume``: elements of these together; -1 if they overlap."""
+
+    sizes: Mapping[Box, int]
+    place: Longs
+    boxes: frozenset[Box]
+    volume: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VariantMemory:
+    """By tile, in bytes: see the columns of ``memory_tables``. ``regions``: by parameter operand. ``compact``, ``lookups``: by [parameter
+    operand, tile]; ``compact`` is None if no operand is sparse."""
+
+    kept: Longs
+    read: Longs
+    gradients: Longs
+    parameter_gradients: Longs
+    surely_kept: Longs
+    made: Longs
+    products: Longs
+    partials: Longs
+    regions: tuple[Regions, ...]
+    compact: Longs | None
+    lookups: Longs
+
+
+class VariantMemories:
+    """The memory of a graph's variants on a cluster's devices. Threads may ask at the same time."""
+
+    def __init__(self, graph: OperatorGraph, topology: Topology, cuts: CutOperators) -> None:
+        self._graph = graph.copies_of or graph  # of all copies, whose footprints are known
+        self._cuts = cuts
+        self._with_backward, self._keepers = with_backward(self._graph), keepers(self._graph)
+        self._packing = {device.type.kind != "cpu" for device in topology.devices}
+        self._known: dict[CutOperator, VariantMemory] = {}
+
+    def of(self, variant: CutOperator) -> VariantMemory:
+        """The memory of a variant."""
+        found = self._known.get(variant)
+        if found is None:
+            found = self._known[variant] = self._make(variant)
+        return found
+
+    def _make(self, variant: CutOperator) -> VariantMemory:
+        graph = self._graph
+        position, degrees, cut = variant.position, variant.degrees, variant.micro_batches
+        op = graph.operators[position]
+        intervals, regions = self._cuts.regions(position, degrees, variant.shares, cut)
+        size = {o: volumes(regions[o]) * graph.tensors[o.tensor].itemsize for o in {*op.inputs, *op.outputs, *op.parameters}}
+        parted = cut.parts(position) > 1 and cut.factors[position] in op.summed
+        parted |= any(degree > 1 and factor.summed for degree, factor in zip(degrees, op.factors, strict=True))
+        if parted:
+            size |= {o: volumes(regions[o]) * graph.tensors[o.tensor].partial_itemsize for o in op.outputs}
+        nothing = np.zeros(len(intervals), np.int64)
+        kept, work = self._kept_and_work(op, intervals, regions)
+        surely = nothing
+        if position in self._with_backward and cut.count == 1:  # of several micro-batches there may be no moment in which all are kept
+            surely = kept + self._surely_kept(position, intervals, regions, size)
+        made = sum((size[o] for o in op.outputs), nothing)
+        kept = kept + made
+        read = sum((self._part(o, regions[o], size[o], cut.parts(position)) for o in op.inputs), nothing)
+        if op.kind in PACKING_KINDS:
+            packed = sum((size[o] for o in op.parameters), nothing)
+            if self._packing == {True}:
+                kept = kept + packed
+            elif True in self._packing:  # only some devices pack: count it with what is read, which is in the upper bound alone
+                read = read + packed
+        wanted = [o for o in (*op.inputs, *op.outputs) if graph.tensors[o.tensor].requires_grad]
+        compact, lookups = self._rows_of(op, position, intervals, regions)
+        return VariantMemory(
+            kept=kept,
+            read=read,
+            gradients=sum((size[o] for o in wanted if graph.needs_backward(op)), work),
+            parameter_gradients=sum((size[o] for o in op.parameters if graph.tensors[o.tensor].requires_grad), nothing),
+            surely_kept=surely,
+            made=made,
+            products=by_lengths(intervals, lambda cell: product_share(graph, op, cell)) if has_product(op) else nothing,
+            partials=self._let_go(op, intervals, size) if parted else nothing,
+            regions=tuple([_regions(regions[o]) for o in op.parameters]),
+            compact=compact,
+            lookups=lookups,
+        )
+
+    def _surely_kept(
+        self, position: int, intervals: np.ndarray, regions: Mapping[Operand, np.ndarray], size: Mapping[Operand, Longs]
+    ) -> Longs:
+        """[tile]: bytes of the values that certainly stay until its backward pass, each counted once (``certain.keepers``)."""
+        op, graph = self._graph.operators[position], self._graph
+        operands, found = [*op.inputs, *op.parameters, *op.outputs], np.zeros(len(intervals), np.int64)
+        own = [kept_places(graph, op, cell) or frozenset() for cell in boxes_of(intervals)]
+        for place in self._keepers.get(position, ()):
+            boxes = boxes_of(regions[operands[place]])
+            if place >= len(op.inputs) or len(boxes) < 2 or (len({*boxes}) == len(boxes) and set(cells(dict.fromkeys(boxes))) == {*boxes}):
+                found += np.where([place in places for places in own], size[operands[place]], 0)
+        return found
+
+    def _let_go(self, op: Operator, intervals: np.ndarray, size: Mapping[Operand, Longs]) -> Longs:
+        """[tile]: bytes of outputs that are gone when they are summed, as autograd does not keep them."""
+        own, found = [kept_places(self._graph, op, cell) for cell in boxes_of(intervals)], np.zeros(len(intervals), np.int64)
+        for place, output in enumerate(op.outputs, len(op.inputs) + len(op.parameters)):
+            found += np.where([places is not None and place not in places for places in own], size[output], 0)
+        return found
+
+    def _rows_of(
+        self, op: Operator, position: int, intervals: np.ndarray, regions: Mapping[Operand, np.ndarray]
+    ) -> tuple[Longs | None, Longs]:
+        """Two tables [parameter operand, tile]: ``parameters.operand_bytes`` if the parameter is compact, and the rows that are looked up.
+
+        The first is None if no operand is sparse.
+        """
+        graph = self._graph
+        compact, lookups = (np.zeros((len(op.parameters), len(intervals)), np.int64) for _ in range(2))
+        if not any(operand.tensor in graph.sparse for operand in op.parameters):
+            return None, lookups
+        for k, operand in enumerate(op.parameters):
+            compact[k] = volumes(regions[operand]) * graph.tensors[operand.tensor].itemsize
+            if operand.tensor not in graph.sparse:
+                continue
+            for number, (cell, box) in enumerate(zip(boxes_of(intervals), boxes_of(regions[operand]), strict=True)):
+                tile = Tile(position, number, 0, 0, cell, (), (), ())
+                lookups[k, number] = tile_lookups(graph, operand.tensor, tile)
+                if graph.needs_backward(op):
+                    rows = min(box[0][1] - box[0][0], lookups[k, number])
+                    compact[k, number] = rows * row_bytes(graph, operand.tensor, box)
+        return compact, lookups
+
+    def _kept_and_work(self, op: Operator, intervals: np.ndarray, regions: Mapping[Operand, np.ndarray]) -> tuple[Longs, Longs]:
+        """For each tile: ``kept_share`` plus padded copies; and ``work_share`` plus padded copies, or, without a backward pass, what its
+        forward calls pass to each other."""
+        graph = self._graph
+        kept = by_lengths(intervals, lambda cell: kept_share(graph, op, cell))
+        if graph.needs_backward(op):
+            work = by_lengths(intervals, lambda cell: work_share(graph, op, cell))
+        else:
+            work = by_lengths(intervals, lambda cell: passing_share(graph, op, cell)[0])
+        for k in windows(op):
+            boxes = zip(boxes_of(regions[op.inputs[k]]), boxes_of(intervals), strict=True)
+            padded = np.array([padded_bytes(graph, op, k, box, cell) for box, cell in boxes], np.int64)
+            kept = kept + padded
+            work = work + padded if graph.needs_backward(op) else work
+        return kept, work
+
+    def _part(self, operand: Operand, region: np.ndarray, size: Longs, micro_batches: int) -> Longs:
+        """[tile]: bytes of parts of the batch or of constants that the tile may copy. The whole batch is held anyway. Micro-batches share
+        the parts that are the same for all of them."""
+        tensor = self._graph.tensors[operand.tensor]
+        if tensor.kind not in (TensorKind.INPUT, TensorKind.CONSTANT):
+            return np.zeros_like(size)
+        first, place = distinct(region)
+        copied = np.array([not in_one_piece(box, tensor.shape) for box in boxes_of(region[first])])[place]
+        own = len(region) // micro_batches
+        copied[own:] &= place[own:] != np.tile(place[:own], micro_batches)[own:]
+        return np.where(copied, size, 0)
+
+
+def _regions(region: np.ndarray) -> Regions:
+    first, place = distinct(region)
+    sizes = {box: volume(box) for box in boxes_of(region[first])}
+    boxes = frozenset(box for box, size in sizes.items() if size > 0)
+    disjoint = len(boxes) < 2 or set(cells(dict.fromkeys(boxes))) == boxes
+    return Regions(sizes, place, boxes, sum(sizes.values()) if disjoint else -1)

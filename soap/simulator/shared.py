@@ -1,0 +1,51 @@
+"""What engines of one graph, cluster and cost model share: worked out once, and only read from then on.
+
+A search has many engines: two that follow its descents, one for each chain, others that compare what was found. Each numbers variants,
+geometries and sets of devices by itself, in arrays that compiled code reads. What fills these arrays does not depend on the engine. Threads
+may ask at the same time: what two of them work out at once is equal, and one of both is kept.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from soap.cluster.topology import Topology
+from soap.model.graph import OperatorGraph
+from soap.plan.compression.training import PLAIN, PlannedTraining
+from soap.simulator.communication.prices import Communication
+from soap.simulator.compiled.graph_arrays import ClusterTables, GraphTables, cluster_tables, graph_tables
+from soap.simulator.costs import CostModel
+from soap.simulator.cut_operators import CutOperators
+from soap.simulator.memory.variant_memory import VariantMemories
+
+
+class Shared:
+    """``communication``: prices of the topology, if not the usual ones (``folding``). ``training``: what training adds to compressed
+    parameters."""
+
+    def __init__(
+        self,
+        graph: OperatorGraph,
+        topology: Topology,
+        costs: CostModel,
+        training: PlannedTraining = PLAIN,
+        communication: Communication | None = None,
+    ) -> None:
+        self.graph, self.topology, self.costs, self.training = graph, topology, costs, training
+        self.communication = communication or Communication(topology)
+        self.cuts = CutOperators(graph, topology, costs)
+
+    @cached_property
+    def memories(self) -> VariantMemories:
+        """What tiles keep."""
+        return VariantMemories(self.graph, self.topology, self.cuts)
+
+    @cached_property
+    def graph_tables(self) -> GraphTables:
+        """The graph's arrays."""
+        return graph_tables(self.graph, self.topology)
+
+    @cached_property
+    def cluster_tables(self) -> ClusterTables:
+        """The cluster's arrays."""
+        return cluster_tables(self.communication)

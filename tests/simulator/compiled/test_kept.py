@@ -1,0 +1,55 @@
+"""Machine code on disk, used by Python and by compiled code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+FUNCTIONS = """
+from soap.simulator.compiled.jit import compiled, entry
+
+@compiled
+def doubled(number):
+    return 2 * number
+
+@entry
+def inner(number: int) -> int:
+    return doubled(number) + 1
+
+@entry
+def outer(number: int) -> int:
+    return doubled(inner(number))
+"""
+CALLS = """
+import json, sys
+from numba.core import event
+import functions
+compiled = []
+class Listener(event.Listener):
+    def on_start(self, event): compiled.append(event.data["dispatcher"].py_func.__qualname__)
+    def on_end(self, event): pass
+event.register("numba:compile", Listener())
+found = [getattr(functions, name)(20) for name in sys.argv[1:]]
+print(json.dumps([found, compiled]))
+"""
+
+
+def test_what_is_loaded_is_called_by_python_and_by_compiled_code(tmp_path: Path) -> None:
+    """Alone, and by an entry that is compiled later, or loaded, too."""
+    (tmp_path / "functions.py").write_text(FUNCTIONS, encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(tmp_path))), "NUMBA_CACHE_DIR": str(tmp_path / "kept")}
+
+    def calls(*names: str) -> tuple[list[int], list[str]]:
+        done = subprocess.run([sys.executable, "-c", CALLS, *names], env=environment, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        found, compiled = json.loads(done.stdout)
+        return found, compiled
+
+    assert calls("inner") == ([41], ["inner", "doubled"])
+    assert calls("inner") == ([41], [])
+    assert calls("inner", "outer") == ([41, 82], ["outer", "doubled"])
+    assert calls("outer", "inner") == ([82, 41], [])
