@@ -43,8 +43,8 @@ class EngineTables:
         """Name -> part of the world, of those that are others than when this was called before."""
         self._known = len(self.variants.made)
         before, self._given = self._given, Tables(self.variants.arrays(), self.variants.geometries.arrays(), self._groups.arrays())
-        parts = zip(Tables._fields, before, self._given, strict=True)
-        return {name: part for name, known, part in parts if part is not known}
+        names = [name for name, known, own in zip(Tables._fields, before, self._given, strict=True) if own is not known]
+        return {name: getattr(self._given, name) for name in names}
 
     def find_missing(self) -> None:
         """Make what compiled code has not found."""
