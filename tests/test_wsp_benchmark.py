@@ -92,11 +92,12 @@ def test_the_hosts_are_two_to_one(devices: int) -> None:
 
 
 def test_rates_count_while_pipelines_are_full() -> None:
-    """From the end of the first minibatch until nothing begins any more; of two minibatches with many in flight all there is."""
+    """From the end of the first minibatch on, as many as are in flight or a multiple, until nothing begins any more; otherwise all."""
     ended_s = [2.0, 3.0, 4.0, 5.0, 5.2, 5.4]
     assert rate_of(ended_s, 8, 3) == pytest.approx(8 * 3 / 3.0)
+    assert rate_of(ended_s, 8, 2) == pytest.approx(8 * 4 / 3.2)
     assert rate_of(ended_s, 8, 1) == pytest.approx(8 * 5 / 3.4)
-    assert rate_of(ended_s, 8, 6) == pytest.approx(8 * 5 / 3.4), "there is one end alone while it is full"
+    assert rate_of(ended_s, 8, 4) == pytest.approx(8 * 5 / 3.4), "two ends alone while it is full"
     assert rate_of(ended_s[:1], 8, 1) is None and rate_of([2.0, 2.0], 8, 1) is None
 
 

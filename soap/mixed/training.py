@@ -203,10 +203,9 @@ class Training:
         return own[number % len(own)]
 
     def _core(self, server: int) -> int:
-        """What a server's work holds: its device if that is a CPU, else one of the host's cores, which take it in turn."""
+        """What a server's work holds: one of the host's cores, which take it in turn. On a host whose devices are its cores, too: it is in
+        threads of its own, which do not wait until a pass has ended."""
         device = self.topology.devices[server]
-        if device.type.kind == "cpu":
-            return server
         self._turn[device.host] += 1
         return self._cores[device.host] + self._turn[device.host] % self.topology.hosts[device.host].cpu_cores
 
