@@ -46,7 +46,8 @@ def test_runs_them_and_keeps_the_fastest(tmp_path: Path, capsys: pytest.CaptureF
     report = json.loads(capsys.readouterr().out)
     runs, kept = report["measured"]["runs"], report["measured"]["kept"]
     begun = [name for name in runs if name in (*NAMED, PIPELINE) and name != "data_parallel"]
-    assert len(begun) == 1 and list(runs) == ["data_parallel", "found 1", *begun, "found 2"]
+    found = [name for name in ("found 1", "found 2") if name in runs]  # one may be data parallelism, by what was measured of this machine
+    assert len(begun) == 1 and found and list(runs) == ["data_parallel", found[0], *begun, *found[1:]]
     fastest = min(runs, key=lambda name: runs[name]["measured_ns"])
     compared = {name: run["gain"] for name, run in runs.items() if run["gain"] is not None}
     assert list(compared) == ([] if fastest == "data_parallel" else [fastest])
