@@ -120,12 +120,12 @@ def receive(
     tag: int,
     shapes: Sequence[tuple[int, ...]],
     dtypes: Sequence[torch.dtype],
-    back: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> list[Tensor]:
-    """Wait for tensors that another rank sends. ``back``: as for ``Outbox``."""
+    """Wait for tensors that another rank sends by this group; None: that of all."""
     found = [torch.empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
     for tensor in found:
-        dist.recv(tensor, rank, tag=tag, group=back if tag == BACKWARD else None)
+        dist.recv(tensor, rank, tag=tag, group=group)
     return found
 
 
