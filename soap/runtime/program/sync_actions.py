@@ -96,7 +96,7 @@ def after_update(plan: Plan) -> tuple[Action, ...]:
     """Values from owners to leaders, those of servers first, in the order in which backward passes complete gradients: they are updated as
     these come. Then from leaders to members."""
     wanted = [(i, sync, rank_sync(sync.contract).after_update(sync)) for i, sync in enumerate(plan.syncs)]
-    wanted.sort(key=lambda own: -min((tile for tile, _ in own[1].uses), default=0) if own[1].contract.has_servers else 1)
+    wanted.sort(key=lambda own: -min((tile for tile, _ in own[1].uses), default=0) if rank_sync(own[1].contract).serves else 1)
     kinds = (ActionKind.BRING, ActionKind.HAND_ON)
     return tuple(Action(kind, i, plan.members(sync)) for kind in kinds for i, sync, own in wanted if kind in own)
 

@@ -56,6 +56,13 @@ class Gradients:
         self._clip_norm = compressing.clip_norm
         self.serves_early = False
         """Whether steps that are not traced update what servers own as gradients come (``serve``)."""
+        brought = [action.subject for action in self._after_update if action.kind is ActionKind.BRING]
+        self._served = {
+            number: [shard for shard in plan.syncs[number].shards if shard in shards.tensors]
+            for number in brought
+            if self._of[number].serves
+        }
+        """Synchronizations that servers take part in, in their order -> what this rank serves of each."""
         self._brought: set[int] = set()
         parameters = {sync.parameter for sync in plan.syncs if sync.contract.by_rows}
         idle = {i: shards.tensors[i] for i in program.idle_shards if i in shards.tensors}
@@ -144,16 +151,12 @@ class Gradients:
     def serve(self, update: Callable[[Sequence[int]], None]) -> None:
         """Wait for what servers get of one parameter after the other, ``update`` this rank's shards of it, and begin to send it back, while
         others are still under way. Readers begin to receive."""
-        plan = self.context.plan
-        for action in self._after_update:
-            sync = plan.syncs[action.subject]
-            if action.kind is ActionKind.BRING and sync.contract.has_servers:
-                own = [shard for shard in self._of[action.subject].shards if shard in sync.shards]
-                if own:
-                    self.add_up(own)
-                    update(own)
-                self.bring(action.subject)
-                self._brought.add(action.subject)
+        for number, own in self._served.items():
+            if own:
+                self.add_up(own)
+                update(own)
+            self.bring(number)
+        self._brought.update(self._served)
         self.context.comm.finish_sends()
 
     def refresh(self, watch: Watch = watch_nothing) -> None:

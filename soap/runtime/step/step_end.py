@@ -46,7 +46,7 @@ class StepEnd:
         self._offloading, self._parts, self._name = offloading, offloading.parts, update_name(comm.rank)
         parts = offloading.parts
         tensors = {number: part.tensor for number, part in parts.items()}
-        gradients.serves_early = self._serves_early = (
+        gradients.serves_early = (
             comm.messages_apart
             and (clip_norm, decay, scaler) == (None, None, None)
             and not offloading.numbers
@@ -123,7 +123,7 @@ class StepEnd:
             self._updater.update(self.gradients.dense, {}, looked_up, shards)
             updated.update(shards)
 
-        if self._serves_early:
+        if self.gradients.serves_early:
             self.gradients.serve(update)
         return updated
 

@@ -25,6 +25,7 @@ from soap.runtime.trace import Watch
 class DenseServing(RankSync):
     """A rank's part as reader and as server of dense regions. A reader's copy is a leaf of the ``ShardStore``."""
 
+    serves: ClassVar[bool] = True
     gives: ClassVar[str] = "push"
 
     def __init__(self, context: SyncContext, syncs: Mapping[int, ShardSync]) -> None:

@@ -66,10 +66,12 @@ class RankSync(ABC):
     4. After the update, and whenever shards were loaded: the actions that ``after_update`` names, then ``arrived``.
 
     ``collective``: ``synchronize`` starts a single collective, which may overtake messages under gloo (``Communicator.messages_apart``).
+    ``serves``: owners may update one parameter after the other, as its gradients come, and send it back at once.
     ``gives``, ``brings``, ``brings_back``: the verbs in its tasks' names.
     """
 
     collective: ClassVar[bool] = False
+    serves: ClassVar[bool] = False
     gives: ClassVar[str] = "sync"
     brings: ClassVar[str] = "pull"
     brings_back: ClassVar[str] = ""
