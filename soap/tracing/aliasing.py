@@ -60,7 +60,7 @@ class Aliasing:
         """Note whether the call ``node`` returns a view of its first argument."""
         base = node.args[0] if node.args else None
         target = node.target
-        if not isinstance(base, torch.fx.Node) or not isinstance(target, torch._ops.OpOverload) or not _may_alias(target):
+        if not isinstance(base, torch.fx.Node) or not isinstance(target, torch._ops.OpOverload) or not may_alias(target):
             return
         fake = base.meta.get("val")
         if not isinstance(fake, torch.Tensor):
@@ -143,7 +143,8 @@ def _read_as(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
-def _may_alias(target: torch._ops.OpOverload) -> bool:
+def may_alias(target: torch._ops.OpOverload) -> bool:
+    """Whether a call's result may be a view of its first argument."""
     arguments = target._schema.arguments
     return bool(arguments) and arguments[0].alias_info is not None and not arguments[0].alias_info.is_write
 

@@ -16,6 +16,7 @@ from soap.plan.tiling import Tile
 from soap.tracing.calls import BufferRef, Call, Program, Ref, is_random, on_whole, substitute, walk
 from soap.tracing.compiled import CompiledTile, OperatorProgram
 from soap.tracing.drawing import element_inputs
+from soap.tracing.labels import read_apart
 from soap.tracing.model import TileContext
 from soap.tracing.record import ExportRecord
 from soap.tracing.rules import tiled
@@ -250,6 +251,11 @@ class ExecutableModel:
     def element_inputs(self) -> frozenset[str]:
         """See ``TracedModel.element_inputs``."""
         return element_inputs(self.program)
+
+    @cached_property
+    def read_apart(self) -> frozenset[str]:
+        """See ``TracedModel.read_apart``."""
+        return read_apart(self.program)
 
     @cached_property
     def _moving(self) -> list[tuple[str, str, str, float]]:

@@ -1,14 +1,18 @@
-"""Facts about a program's values, found by following them through its calls: which carry a gradient, and which dimension is the batch."""
+"""Facts about a program's values, found by following them through its calls: which carry a gradient, which parameters are also read
+without one, and which dimension is the batch."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+import torch
+
 from soap.errors import ModelError
 from soap.model.dtypes import is_differentiable
 from soap.model.graph import NEXT_STATE
-from soap.tracing.calls import Program
+from soap.tracing.aliasing import may_alias
+from soap.tracing.calls import Call, Program
 from soap.tracing.match import Group
 
 
@@ -16,10 +20,32 @@ def gradients(program: Program, trainable: Mapping[str, bool]) -> set[str]:
     """Values that carry a gradient. ``trainable``: by canonical parameter name."""
     result = {value for value, name in program.parameters.items() if trainable[name]}
     for call in program.calls:
-        if call.kind in ("detach", NEXT_STATE) or not any(name in result for name in call.operands):
-            continue
-        result.update(name for name in call.outputs if is_differentiable(program.values[name].dtype))
+        if any(name in result for name in call.operands):
+            result.update(_carrying(call, program))
     return result
+
+
+def read_apart(program: Program) -> frozenset[str]:
+    """Parameters of which a call reads the values, or a view of them, without passing a gradient back. So they may still be read when
+    their gradients are complete: a backward pass may keep a detached view."""
+    origins = {value: {name} for value, name in program.parameters.items()}
+    found: set[str] = set()
+    for call in program.calls:
+        own = set[str]().union(*(origins[name] for name in call.operands if name in origins))
+        if not own:
+            continue
+        if not _carrying(call, program):
+            found |= own
+        elif len(call.operands) == 1 and (not isinstance(call.target, torch._ops.OpOverload) or may_alias(call.target)):
+            origins.update(dict.fromkeys(call.outputs, own))
+    return frozenset(found)
+
+
+def _carrying(call: Call, program: Program) -> list[str]:
+    """The outputs that carry a gradient if an operand does."""
+    if call.kind in ("detach", NEXT_STATE):
+        return []
+    return [name for name in call.outputs if is_differentiable(program.values[name].dtype)]
 
 
 def batch_dimensions(program: Program, groups: Sequence[Group], given: Mapping[str, int]) -> dict[str, int]:

@@ -83,6 +83,10 @@ class TracedModel(Protocol):
     def element_inputs(self) -> frozenset[str]:
         """Integer inputs of which each element can be drawn by itself: indices of lookups and class labels, and nothing else."""
 
+    @property
+    def read_apart(self) -> frozenset[str]:
+        """Parameters that may still be read when their gradients are complete, because something reads them without a gradient."""
+
     def run_tile(
         self, tile: Tile, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], context: TileContext
     ) -> tuple[torch.Tensor, ...]:
@@ -145,6 +149,11 @@ class PlainModel(TracedModel):
     """
 
     element_inputs: frozenset[str] = frozenset()
+
+    @property
+    def read_apart(self) -> frozenset[str]:
+        """All of them."""
+        return frozenset(self.parameters)
 
     def let_go(self, names: Sequence[str]) -> None:
         """Nobody else has them."""

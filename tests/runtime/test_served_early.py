@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -38,9 +39,10 @@ SERVER = 2
 Event = tuple[str, int]
 
 
-def served(path: str, topology: Topology = TOPOLOGY) -> Strategy:
-    """Samples on workers, all parameters on the server."""
-    return parameter_server(traced(path).graph, topology)
+def served(path: str, topology: Topology = TOPOLOGY, partitions: int = 1) -> Strategy:
+    """Samples on workers, all parameters on servers."""
+    strategy = parameter_server(traced(path).graph, topology)
+    return strategy.with_changes(parameters={name: replace(own, partitions=partitions) for name, own in strategy.parameters.items()})
 
 
 def events(path: str, steps: Sequence[Batch], options: Mapping[str, Any]) -> list[Event]:
@@ -77,9 +79,9 @@ def events(path: str, steps: Sequence[Batch], options: Mapping[str, Any]) -> lis
     return found
 
 
-def in_order(path: str) -> list[int]:
+def in_order(path: str, topology: Topology = TOPOLOGY, partitions: int = 1) -> list[int]:
     """Synchronizations, those first whose gradients backward passes complete first."""
-    plan = build_plan(traced(path).graph, served(path), TOPOLOGY)
+    plan = build_plan(traced(path).graph, served(path, topology, partitions), topology)
     return sorted(range(len(plan.syncs)), key=lambda i: -min(tile for tile, _ in plan.syncs[i].uses))
 
 
@@ -112,12 +114,12 @@ def used_groups(path: str) -> set[tuple[str, tuple[int, ...]]]:
     found: set[tuple[str, tuple[int, ...]]] = set()
     before = Communicator.post
 
-    def post(self: Communicator, coming: Any, leaving: Any, devices: tuple[int, ...], *, back: bool = False) -> Any:
+    def post(self: Communicator, coming: Any, leaving: Any, devices: tuple[int, ...], *, answers: int | None = None) -> Any:
         for way, tensors in (("in", coming), ("out", leaving)):
             others = [tensor for device, own in zip(devices, tensors, strict=True) for tensor in own if device != self.rank]
             if any(tensor.numel() for tensor in others):
-                found.add((way, devices[::-1] if back and devices[::-1] in self.groups else devices))
-        return before(self, coming, leaving, devices, back=back)
+                found.add((way, devices[::-1] if answers is not None and devices[::-1] in self.groups else devices))
+        return before(self, coming, leaving, devices, answers=answers)
 
     with Trainer(traced(path), (served(path), TOPOLOGY), optimizer=OPTIMIZERS["adam"]) as trainer:
         trainer.step(*batch_of("odd", 6, 0))
@@ -138,9 +140,9 @@ def copies(path: str) -> tuple[list[bool], list[bool]]:
     sent, landed = list[bool](), list[bool]()
     before = Communicator.post
 
-    def post(self: Communicator, coming: Any, leaving: Any, devices: tuple[int, ...], *, back: bool = False) -> Any:
-        sent.extend(own.data_ptr() in values for tensors in leaving for own in tensors if back and own.numel())
-        return before(self, coming, leaving, devices, back=back)
+    def post(self: Communicator, coming: Any, leaving: Any, devices: tuple[int, ...], *, answers: int | None = None) -> Any:
+        sent.extend(own.data_ptr() in values for tensors in leaving for own in tensors if answers is not None and own.numel())
+        return before(self, coming, leaving, devices, answers=answers)
 
     def landing(places: Sequence[torch.Tensor]) -> Any:
         found = land(places)

@@ -12,12 +12,12 @@ Parcels = dict[int, list[torch.Tensor]]
 
 
 def start_exchange(
-    comm: Communicator, devices: tuple[int, ...], parcels: Parcels, places: Parcels, blank: torch.Tensor, *, back: bool = False
+    comm: Communicator, devices: tuple[int, ...], parcels: Parcels, places: Parcels, blank: torch.Tensor, *, answers: int | None = None
 ) -> Pending:
     """Start sending ``parcels`` to the devices and receiving into ``places``. Both may leave out devices without tensors, and must leave
     out this rank itself.
 
-    ``blank``: an empty tensor, whose dtype counts if this rank neither sends nor receives. ``back``: see ``Communicator.post``.
+    ``blank``: an empty tensor, whose dtype counts if this rank neither sends nor receives. ``answers``: see ``Communicator.post``.
     """
     if len(devices) < 2:
         return Pending((), blank)
@@ -25,7 +25,7 @@ def start_exchange(
     sent = [parcel for device in devices for parcel in parcels.get(device, ())]
     buffer, finish = land(expected) if expected else ((sent[0] if sent else blank).new_empty(0), None)
     sizes = [sum(place.numel() for place in places.get(device, ())) for device in devices]
-    pending = comm.all_to_all([parcels.get(device, []) for device in devices], buffer, sizes, devices, back=back)
+    pending = comm.all_to_all([parcels.get(device, []) for device in devices], buffer, sizes, devices, answers=answers)
     return pending if finish is None else pending.then(finish)
 
 

@@ -30,7 +30,7 @@ from soap.runtime.system.gloo_threads import calm_gloo
 from soap.simulator.memory.transit import SENT_BYTES, SENT_TENSORS
 
 EXCHANGE_TAG = 2**30
-"""Tag of all-to-alls, above the tags of messages and gradients."""
+"""Tag of all-to-alls, above the tags of messages and gradients. Above it are those of answers."""
 
 
 class Pending:
@@ -169,9 +169,9 @@ class Communicator:
         sizes: Sequence[int],
         devices: tuple[int, ...],
         *,
-        back: bool = False,
+        answers: int | None = None,
     ) -> Pending:
-        """Start an all-to-all. ``parcels``: tensors for each device, in the order of the devices; may be empty. ``back``: see ``post``.
+        """Start an all-to-all. ``parcels``: tensors for each device, in the order of the devices; may be empty. ``answers``: see ``post``.
 
         Received elements land in the flat ``buffer``, in the order of the devices; ``sizes``: how many come from each. One dtype for all.
         """
@@ -186,17 +186,17 @@ class Communicator:
             self.keep(Pending((work,), sent))
             return Pending((work,), buffer, finish)
         leaves = [self.to_wire(plain(pack(parcel) if parcel else nothing)) for parcel in parcels]  # a single tensor is not copied
-        coming, leaving = self._each_to_each(torch.split(wire, list(sizes)), leaves, devices, back=back)
+        coming, leaving = self._each_to_each(torch.split(wire, list(sizes)), leaves, devices, answers=answers)
         self.keep(Pending(leaving, nothing, further=leaves))
         return Pending(coming, buffer, finish)
 
     def _each_to_each(
-        self, coming: Sequence[torch.Tensor], leaving: Sequence[torch.Tensor], devices: tuple[int, ...], *, back: bool = False
+        self, coming: Sequence[torch.Tensor], leaving: Sequence[torch.Tensor], devices: tuple[int, ...], *, answers: int | None = None
     ) -> tuple[list[dist.Work], list[dist.Work]]:
         """An all-to-all of messages."""
         place = devices.index(self.rank)
         coming[place].copy_(leaving[place])
-        return self.post([[tensor] for tensor in coming], [[tensor] for tensor in leaving], devices, back=back)
+        return self.post([[tensor] for tensor in coming], [[tensor] for tensor in leaving], devices, answers=answers)
 
     def post(
         self,
@@ -204,18 +204,19 @@ class Communicator:
         leaving: Sequence[Sequence[torch.Tensor]],
         devices: tuple[int, ...],
         *,
-        back: bool = False,
+        answers: int | None = None,
     ) -> tuple[list[dist.Work], list[dist.Work]]:
         """Start receiving ``coming[i]`` from device i, and sending it ``leaving[i]``: contiguous tensors, a message for each that is not
-        empty. What is given to this rank itself is left out. Returns what waits for receives, and what waits for sends. ``back``: by the
-        devices' second group if they have one: for what answers an exchange that may still be under way.
+        empty. What is given to this rank itself is left out. Returns what waits for receives, and what waits for sends. ``answers``: the
+        number of the exchange that this one answers. It goes by the devices' second group, if they have one, as the first may still be
+        under way. Under gloo, answers may be awaited in another order than they are sent in.
 
         All receives are posted before any send. gloo requests a message on the same connection on which it sends, so the request queues
         behind data. Its own all-to-all sends first: a late rank then receives nothing until it has sent everything, which took twice as
         long on a 200 Mbit/s link. We call the group's own methods, because on a CPU the overhead of ``dist.isend`` doubles the time of the
         call.
         """
-        second = self.groups.get(devices[::-1]) if back else None
+        second = None if answers is None else self.groups.get(devices[::-1])
         place, group = devices.index(self.rank), second or self.groups[devices] or dist.group.WORLD
         assert group is not None
         turns = [(place + turn) % len(devices) for turn in range(1, len(devices))]
@@ -226,10 +227,8 @@ class Communicator:
             moves += [dist.P2POp(dist.isend, tensor, devices[i], group) for i, tensor in sent]
             works = dist.batch_isend_irecv(moves) if moves else []
             return works, works
-        return (
-            [group.recv([tensor], i, EXCHANGE_TAG) for i, tensor in received],
-            [group.send([tensor], i, EXCHANGE_TAG) for i, tensor in sent],
-        )
+        tag = EXCHANGE_TAG if answers is None else EXCHANGE_TAG + 1 + answers
+        return [group.recv([tensor], i, tag) for i, tensor in received], [group.send([tensor], i, tag) for i, tensor in sent]
 
     def reduce_scatter(self, parts: Sequence[torch.Tensor], devices: tuple[int, ...]) -> Pending:
         """Start a reduce-scatter: device i gets the sum of ``parts[i]``, in the order of the devices."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -31,7 +31,7 @@ class Gradients:
     """The gradients of one rank. One object serves all programs of a trainer: their plans have the same shards and synchronizations.
 
     ``room``: looked at when a gradient has come, where memory is short. ``by_rows``: position in ``Plan.syncs`` -> the method, for
-    synchronizations by rows. ``early``: starts exchanges within segments.
+    synchronizations by rows. ``early``: starts exchanges within segments. ``read_apart``: see ``TracedModel``.
     ``dense``, ``rows``: owned shard -> its gradient, complete after a step's last micro-batch and ``add_up``.
     """
 
@@ -43,10 +43,11 @@ class Gradients:
         dtype_of: Callable[[str], torch.dtype],
         compressing: CompressedTraining = AS_IT_IS,
         room: MemoryRoom | None = None,
+        read_apart: Container[str] = (),
     ) -> None:
         plan = program.plan
         self.early = EarlyStart(self.start, room)
-        self.context = context = SyncContext(plan, comm, shards, dtype_of, self.early, compressing)
+        self.context = context = SyncContext(plan, comm, shards, dtype_of, self.early, compressing, read_apart)
         self._of = ranks_part(context)
         self._methods = list(dict.fromkeys(self._of.values()))
         self.by_rows = {number: method for number, method in self._of.items() if isinstance(method, RowSync)}

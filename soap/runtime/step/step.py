@@ -60,7 +60,7 @@ class StepRunner:
     ) -> None:
         self.program, self.model, self.comm, self.shards = program, model, comm, shards
         self.dtype_of, self.recorder = dtype_of, recorder
-        self.gradients = gradients or Gradients(program, shards, comm, dtype_of, compressing, room)
+        self.gradients = gradients or Gradients(program, shards, comm, dtype_of, compressing, room, model.read_apart)
         self._room, self._number = room, next(_NUMBERS)
         self._units = units_of(program, model, comm.rank) if compiled else {}
         self._prepared = PreparedTiles(program, shards, comm.rank, dtype_of)

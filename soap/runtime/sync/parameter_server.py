@@ -1,6 +1,9 @@
 """Dense parameters on servers: readers push the gradients of their copies, servers add these up, and readers pull the updated values.
 
 Each partition of a region is a shard of its server. With local aggregation, the readers of a host push and pull through their leader.
+
+Where servers send each value back as soon as they have updated it, a reader receives it while its backward pass goes on: straight into its
+copy, which nobody reads any more once its gradient is complete.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import torch
 
 from soap.plan.plan import Plan, ShardSync
 from soap.runtime.comm.assembling import cut
-from soap.runtime.comm.packing import adjacent
+from soap.runtime.comm.packing import adjacent, are_adjacent
 from soap.runtime.comm.parcels import Parcels, bytes_of, start_exchange
 from soap.runtime.comm.redistribute import Pending
 from soap.runtime.program.actions import ActionKind
@@ -101,6 +104,8 @@ class DenseServing(RankSync):
             places.setdefault(sender, []).append(room)
         self._pushing[number] = self._move(ActionKind.SYNC, number, parcels, places)
         self.comm.traffic.pushed_bytes += bytes_of(parcels) + bytes_of(places)
+        if self.serves_early and self._may_pull_at_once(number):
+            self._arriving[number] = self._pull(number, {}, self._room_for(number))
 
     def end(self, part: MicroBatch) -> None:
         """Wait for all messages, but for servers' gradients if these are served early: ``gradients`` waits for them."""
@@ -122,19 +127,14 @@ class DenseServing(RankSync):
 
     def bring(self, number: int) -> None:
         """As a server, send leaders the values of this rank's partitions. As a leader, begin to receive them."""
-        roles, box = self._roles[number], self.syncs[number].box
+        roles = self._roles[number]
         parcels: Parcels = {}
-        places: Parcels = {}
         for shard, server in roles.parts:
-            for leader in roles.speakers:
-                if leader == server:
-                    continue
-                if server == self.rank:
+            for leader in roles.speakers if server == self.rank else ():
+                if leader != server:
                     parcels.setdefault(leader, []).append(self.store.tensors[shard].detach())
-                elif leader == self.rank:
-                    places.setdefault(server, []).append(cut(self._leaves[number].detach(), box, self.plan.shards[shard].box))
-        self._arriving[number] = self._move(ActionKind.BRING, number, parcels, places, back=True)
-        self.comm.traffic.pulled_bytes += bytes_of(parcels) + bytes_of(places)
+        places = {} if number in self._arriving else self._room_for(number)
+        self._arriving.setdefault(number, self._pull(number, parcels, places))
 
     def hand_on(self, number: int) -> None:
         """As a leader, send the pulled values to the other members. As a member, begin to receive them."""
@@ -146,7 +146,7 @@ class DenseServing(RankSync):
             parcels = {member: [self._leaves[number].detach()] for member in roles.members(self.rank) if member != self.rank}
         elif self.rank in roles.readers:
             places = {roles.leader(self.rank): [self._leaves[number].detach()]}
-        self._arriving[number] = start_exchange(self.comm, roles.devices, parcels, places, self._blank, back=True)
+        self._arriving[number] = start_exchange(self.comm, roles.devices, parcels, places, self._blank, answers=number)
         self.comm.traffic.handed_bytes += bytes_of(parcels) + bytes_of(places)
 
     def arrived(self) -> None:
@@ -169,9 +169,29 @@ class DenseServing(RankSync):
         pending.wait()
         return _sum([own if member == self.rank else places[member][0] for member in self._roles[number].members(self.rank)])
 
-    def _move(self, kind: ActionKind, number: int, parcels: Parcels, places: Parcels, *, back: bool = False) -> Pending:
+    def _may_pull_at_once(self, number: int) -> bool:
+        """Whether this rank's copy may change as soon as its gradient is sent, and what comes for it needs no memory on its way."""
+        if self.syncs[number].parameter in self.context.read_apart:
+            return False
+        rooms = [room for own in sorted(self._room_for(number).items()) for room in own[1]]
+        return bool(rooms) and are_adjacent(rooms)
+
+    def _room_for(self, number: int) -> Parcels:
+        """As a leader: by server, where in this rank's copy its partitions belong."""
+        roles, box = self._roles[number], self.syncs[number].box
+        places: Parcels = {}
+        for shard, server in roles.parts:
+            if self.rank in roles.speakers and server != self.rank:
+                places.setdefault(server, []).append(cut(self._leaves[number].detach(), box, self.plan.shards[shard].box))
+        return places
+
+    def _pull(self, number: int, parcels: Parcels, places: Parcels) -> Pending:
+        self.comm.traffic.pulled_bytes += bytes_of(parcels) + bytes_of(places)
+        return self._move(ActionKind.BRING, number, parcels, places, answers=number)
+
+    def _move(self, kind: ActionKind, number: int, parcels: Parcels, places: Parcels, *, answers: int | None = None) -> Pending:
         devices = self._roles[number].devices
-        pending = start_exchange(self.comm, devices, parcels, places, self._blank, back=back)
+        pending = start_exchange(self.comm, devices, parcels, places, self._blank, answers=answers)
         return self.named(kind, number, pending) if len(devices) > 1 else pending
 
 

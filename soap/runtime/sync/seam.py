@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
@@ -38,7 +38,7 @@ Gradient = torch.Tensor | RowGradient
 @dataclass(frozen=True)
 class SyncContext:
     """What all methods of a rank share. ``dtype_of``: tensor of the graph -> the dtype that it is computed in. ``compressing``: how
-    compressed parameters are trained."""
+    compressed parameters are trained. ``read_apart``: see ``TracedModel``."""
 
     plan: Plan
     comm: Communicator
@@ -46,6 +46,7 @@ class SyncContext:
     dtype_of: Callable[[str], torch.dtype]
     early: EarlyStart
     compressing: CompressedTraining = AS_IT_IS
+    read_apart: Container[str] = ()
 
     @cached_property
     def requests(self) -> RowRequests:
