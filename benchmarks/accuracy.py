@@ -39,7 +39,7 @@ from soap.cli.options import Reading, not_negative, positive
 from soap.cli.run import start
 from soap.cli.training import Job
 from soap.cli.turns import in_turns, turns_of
-from soap.cli.updating import states_of
+from soap.cli.updating import Updating, states_of
 from soap.cli.verification import verify
 from soap.cluster.topology import Topology
 from soap.emulation.hosts import host_limits
@@ -120,7 +120,7 @@ def measure(
         strategies=in_turns(strategies, simulations, rounds),
         steps=steps,
         seed=0,
-        optimizer=optimizer,
+        optimizer=Updating((optimizer,)).timed(),
         data=data,
         emulated=True,
     )

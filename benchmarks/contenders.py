@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 import soap
 from benchmarks.models import Made, make_model
 from soap import api
+from soap.cli.updating import TIMED_LEARNING_RATE
 from soap.cluster.topology import DeviceKind, Topology
 from soap.measure.memory import peak_memory
 from soap.model.graph import OperatorGraph
@@ -38,6 +39,8 @@ from soap.strategy.config import Strategy
 from soap.zoo.gpt import GPT, Block
 
 LEARNING_RATE = 0.01
+ADAM_RATE = TIMED_LEARNING_RATE
+"""With 0.01 it is chance which side first makes numbers so small that a processor multiplies them several times as slowly."""
 KEEPING_STATES = ("ZeroRedundancyOptimizer", "fully_shard", "fully_shard + checkpoint_wrapper")
 """Peers that are about the optimizer's states, or more."""
 Placed = TypeVar("Placed", Tensor, nn.Module)
@@ -65,7 +68,7 @@ class Contest:
     @property
     def optimizer(self) -> Callable[..., torch.optim.Optimizer]:
         """What makes the optimizer of parameters."""
-        return partial(torch.optim.Adam, lr=LEARNING_RATE) if self.theirs in KEEPING_STATES else partial(torch.optim.SGD, lr=LEARNING_RATE)
+        return partial(torch.optim.Adam, lr=ADAM_RATE) if self.theirs in KEEPING_STATES else partial(torch.optim.SGD, lr=LEARNING_RATE)
 
     def strategy(self, graph: OperatorGraph, topology: Topology) -> Strategy:
         """Our plan."""

@@ -7,6 +7,7 @@ interval in which its gain lies (``soap.measure.paired``) is above 1.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -99,6 +100,7 @@ def verify(
         optimizer=optimizer,
         emulated=emulated,
     )
+    job = replace(job, optimizer=job.updating.timed())
     to_beat = tried[0] == BASELINE and _may_be_kept(outcome, BASELINE, strategies[BASELINE])
     trial = Trial(job, to_beat, max(1.0, seconds - STARTING_S))
     times = on_ranks(job, emulation.limits(topology, scale) if emulated else (), run_trial, trial, LATE * seconds)

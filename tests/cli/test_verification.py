@@ -11,12 +11,16 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import soap
 from soap import api
 from soap.cli import verification
 from soap.cli.options import Reading
 from soap.cli.search import main
+from soap.cli.training import Job
+from soap.cli.trials import Times, Trial
+from soap.cli.updating import Updating
 from soap.errors import RuntimeFailure
 from soap.measure.paired import Gain
 from soap.search.chains import search as search_graph
@@ -238,6 +242,38 @@ def test_steps_that_take_too_long_to_compare_are_not_begun() -> None:
     outcome = api.SearchOutcome(Simulator(graph, four, PointCosts(10**9)), found(graph, four, []))
     with pytest.raises(RuntimeFailure, match=r"comparing two strategies is predicted to take [0-9]+ s, but the limit is 60; try a smaller"):
         verification.verify(outcome, 3, "none.pt2", READING, 0, seconds=60.0)
+
+
+@pytest.mark.parametrize(
+    ("optimizers", "given", "rates"),
+    [
+        (("adam",), None, [1e-4]),
+        (("adam",), 0.5, [0.5]),
+        (("adam:lr=0.3",), None, [0.3]),
+        (("a*=adam:lr=0.3", "sgd"), None, [0.3, 1e-4]),
+        (("torch.optim.RMSprop:alpha=0.9",), None, [1e-4]),
+    ],
+)
+def test_timed_steps_change_little_unless_a_rate_was_chosen(optimizers: tuple[str, ...], given: float | None, rates: list[float]) -> None:
+    recipe = Updating(optimizers, given).timed().recipe()
+    made = recipe.layout({"a": (2,), "b": (2,)}).optimizer({name: [torch.zeros(2, requires_grad=True)] for name in ("a", "b")})
+    assert made is not None and sorted({group["lr"] for group in made.param_groups}, reverse=True) == rates
+
+
+def test_trials_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one batch over and over: with the usual rate numbers leave their normal range, which no plan can help."""
+    graph, four = mlp(), cluster([2, 2])
+    outcome = api.SearchOutcome(Simulator(graph, four, PointCosts()), found(graph, four, []))
+    jobs: list[Job] = []
+
+    def started(job: Job, _: object, __: object, trial: Trial, ___: float) -> Times:
+        jobs.extend((job, trial.job))
+        return Times({}, {})
+
+    monkeypatch.setattr("soap.cli.run.on_ranks", started)
+    for optimizer in ("adam", Updating(("adam:lr=0.5",))):
+        verification.verify(outcome, 3, "none.pt2", READING, 0, optimizer=optimizer, seconds=1e9)
+    assert [job.updating for job in jobs] == [Updating(("adam",), 1e-4)] * 2 + [Updating(("adam:lr=0.5",))] * 2
 
 
 def found(graph: soap.OperatorGraph, topology: soap.Topology, pins: list[tuple[str, str]]) -> SearchResult:

@@ -124,6 +124,64 @@ def test_only_some_of_the_tensors() -> None:
     assert [torch.equal(a, b) for a, b in zip(before, shards.values(), strict=True)] == [True, False, True]
 
 
+class Looked(torch.optim.Adam):
+    """``seen``: of each step, the tensors in each group. ``given``: how many of ``every`` tensor had a gradient. Fails if ``broken``."""
+
+    def __init__(self, params: Any, every: Sequence[torch.Tensor]) -> None:
+        super().__init__(params, lr=0.1)
+        self.every, self.broken = every, False
+        self.seen: list[list[int]] = []
+        self.given: list[int] = []
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.seen.append([len(group["params"]) for group in self.param_groups])
+        self.given.append(sum(tensor.grad is not None for tensor in self.every))
+        if self.broken:
+            raise ValueError
+        super().step()
+
+
+def in_two_groups(shards: dict[int, torch.Tensor]) -> Looked:
+    """The second has weight decay, and comes first by its number."""
+    first, *others = shards.values()
+    return Looked([{"params": others}, {"params": [first], "weight_decay": 0.1}], list(shards.values()))
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("parts", [((0,), (1,), (2,)), ((2, 0), (1,)), ((1,), (2, 0))])
+def test_a_step_in_parts_is_the_step(parts: Sequence[Sequence[int]], lazy: bool) -> None:
+    """Each part's step looks at its own tensors alone, of which alone there are gradients. One has rows, and one was left a gradient by the
+    backward pass."""
+    whole, cut = shards_of(table()), shards_of(table())
+    once, often = in_two_groups(whole), in_two_groups(cut)
+    at_once, in_parts = updater_of(whole, once, lazy), updater_of(cut, often, lazy)
+    for step, rows in enumerate(STEPS):
+        own = {number: within(gradient_of(step, rows), number) for number in range(len(CUTS))}
+        dense = {0: own[0].dense(0, 5), 1: own[1].dense(5, 1)}
+        cut[1].grad = torch.ones_like(cut[1], requires_grad=False)
+        at_once.update(dense, {2: own[2]}, {})
+        for part in parts:
+            in_parts.update(dense, {2: own[2]}, {}, part)
+        assert all(torch.equal(whole[number], cut[number]) for number in whole)
+        for number in whole:
+            a, b = once.state[whole[number]], often.state[cut[number]]
+            assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+    sizes = [[len({1, 2} & {*part}), len({0} & {*part})] for part in parts]
+    assert often.seen == sizes * len(STEPS) and once.seen == [[2, 1]] * len(STEPS)
+    assert often.given == [len({0, 1} & {*part}) + (2 in part and not lazy) for part in parts] * len(STEPS)
+    assert [len(group["params"]) for group in often.param_groups] == [2, 1]
+
+
+def test_groups_are_whole_again_after_a_failure() -> None:
+    shards = shards_of(table())
+    optimizer = in_two_groups(shards)
+    updater = updater_of(shards, optimizer, lazy=False)
+    optimizer.broken = True
+    with pytest.raises(ValueError):
+        updater.update({0: torch.zeros_like(shards[0])}, {}, {}, only=(0,))
+    assert optimizer.seen == [[0, 1]] and [len(group["params"]) for group in optimizer.param_groups] == [2, 1]
+
+
 def test_which_optimizers_leave_rows_alone() -> None:
     def spared(make: Optimizer) -> bool:
         optimizer = make([torch.zeros(2, requires_grad=True)])

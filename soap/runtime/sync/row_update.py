@@ -41,6 +41,10 @@ class Updater:
         self, optimizer: torch.optim.Optimizer | None, tensors: Mapping[int, torch.Tensor], parts: Mapping[int, tuple[str, Box]], lazy: bool
     ) -> None:
         self.optimizer, self.tensors, self.parts, self.lazy = optimizer, tensors, parts, lazy
+        groups = enumerate(() if optimizer is None else optimizer.param_groups)
+        self._places = {id(own): (number, place) for number, group in groups for place, own in enumerate(group["params"])}
+        self._left: set[int] = set()
+        """Tensors that this step has not updated yet."""
 
     def update(
         self,
@@ -49,53 +53,82 @@ class Updater:
         looked_up: Mapping[str, torch.Tensor],
         only: Collection[int] | None = None,
     ) -> None:
-        """One optimizer step, or the part of it for the tensors in ``only``.
+        """One optimizer step, or the part of it for the tensors in ``only``, which costs what a step of these alone would.
 
         ``dense``, ``rows``: gradients by number of the tensor. ``looked_up``: parameter with a dense gradient -> rows that the step has
         looked up; lazy updates alone need it.
         """
-        for number, tensor in self.tensors.items():
-            tensor.grad = dense.get(number) if only is None or number in only else None
+        updated = [number for number in (self.tensors if only is None else only) if number in self.tensors]
+        if not self._left.issuperset(updated):  # a new step
+            self._left = set(self.tensors)
+            for tensor in self.tensors.values():
+                tensor.grad = None
+        self._left.difference_update(updated)
+        for number in updated:
+            self.tensors[number].grad = dense.get(number)
         if self.optimizer is None:
             return
-        if not rows and not looked_up:
-            self.optimizer.step()
-            return
-        chosen = {number: gradient for number, gradient in rows.items() if only is None or number in only}
-        groups = {id(parameter): group for group in self.optimizer.param_groups for parameter in group["params"]}
-        by_rows: dict[int, RowGradient] = {}
-        for number, gradient in chosen.items():
-            tensor, (first, stop) = self.tensors[number], self.parts[number][1][0]
-            if id(tensor) not in groups:
-                continue
-            if self.lazy or spares_rows(self.optimizer, groups[id(tensor)]):
-                by_rows[number] = gradient
+        with self._narrowed(self.optimizer, updated):
+            if rows or looked_up:
+                self._update_rows(self.optimizer, updated, rows, looked_up)
             else:
-                tensor.grad = gradient.dense(first, stop - first)
-        for number, tensor in self.tensors.items() if looked_up else ():
-            name, box = self.parts[number]
-            if tensor.grad is not None and id(tensor) in groups and name in looked_up:
+                self.optimizer.step()
+
+    def _update_rows(
+        self,
+        optimizer: torch.optim.Optimizer,
+        updated: Collection[int],
+        rows: Mapping[int, RowGradient],
+        looked_up: Mapping[str, torch.Tensor],
+    ) -> None:
+        """One optimizer step for tensors of which some have gradients by rows, or are updated by rows."""
+        by_rows: dict[int, RowGradient] = {}
+        for number in updated:
+            tensor, (name, box) = self.tensors[number], self.parts[number]
+            if id(tensor) not in self._places:
+                continue
+            if number in rows:
+                if self.lazy or spares_rows(optimizer, optimizer.param_groups[self._places[id(tensor)][0]]):
+                    by_rows[number] = rows[number]
+                else:
+                    first, stop = box[0]
+                    tensor.grad = rows[number].dense(first, stop - first)
+            elif tensor.grad is not None and name in looked_up:
                 by_rows[number] = RowGradient.of(tensor.grad, looked_up[name], box[0][0])
                 tensor.grad = None
-        with self._compacted(self.optimizer, by_rows):
-            self.optimizer.step()
+        with self._compacted(optimizer, by_rows):
+            optimizer.step()
+
+    @contextmanager
+    def _narrowed(self, optimizer: torch.optim.Optimizer, updated: Collection[int]) -> Iterator[None]:
+        """Inside, the optimizer's groups have these tensors alone, in their order: a step looks at all that groups have. Afterwards they
+        have no gradients, which a next part of the step must not see."""
+        if len(updated) == len(self.tensors):
+            yield
+            return
+        chosen: list[list[torch.Tensor]] = [[] for _ in optimizer.param_groups]
+        known = (own for own in (self.tensors[number] for number in updated) if id(own) in self._places)
+        for own in sorted(known, key=lambda own: self._places[id(own)]):
+            chosen[self._places[id(own)][0]].append(own)
+        try:
+            with _instead(optimizer, chosen):
+                yield
+        finally:
+            for number in updated:
+                self.tensors[number].grad = None
 
     @contextmanager
     def _compacted(self, optimizer: torch.optim.Optimizer, gradients: Mapping[int, RowGradient]) -> Iterator[None]:
         """Inside, the optimizer sees compact tensors of the updated rows, with their state, instead of the shards."""
         compacts = parallel(lambda number: self._compact(optimizer, number, gradients[number]), tuple(gradients))
         instead = {id(own.shard): own.values for own in compacts}
-        before = [group["params"] for group in optimizer.param_groups]
         for own in compacts:
             if own.state:
                 optimizer.state[own.values] = own.state
-        for group in optimizer.param_groups:
-            group["params"] = [instead.get(id(parameter), parameter) for parameter in group["params"]]
         try:
-            yield
+            with _instead(optimizer, [[instead.get(id(own), own) for own in group["params"]] for group in optimizer.param_groups]):
+                yield
         finally:
-            for group, parameters in zip(optimizer.param_groups, before, strict=True):
-                group["params"] = parameters
             states = [optimizer.state.pop(own.values, {}) for own in compacts]
         known = [optimizer.state.get(own.shard, {}) for own in compacts]
         pairs = list(zip(compacts, states, known, strict=True))
@@ -110,6 +143,19 @@ class Updater:
         values.grad = gradient.values
         state = optimizer.state.get(shard, {})
         return _Compact(shard, at, values, {k: v.index_select(0, at) if _is_by_row(v, shard) else v for k, v in state.items()})
+
+
+@contextmanager
+def _instead(optimizer: torch.optim.Optimizer, parameters: Sequence[list[torch.Tensor]]) -> Iterator[None]:
+    """Inside, the optimizer's groups have these tensors."""
+    before = [group["params"] for group in optimizer.param_groups]
+    for group, own in zip(optimizer.param_groups, parameters, strict=True):
+        group["params"] = own
+    try:
+        yield
+    finally:
+        for group, own in zip(optimizer.param_groups, before, strict=True):
+            group["params"] = own
 
 
 def spares_rows(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
