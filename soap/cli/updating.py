@@ -25,8 +25,8 @@ OPTIM, SCHEDULES = "torch.optim.", "torch.optim.lr_scheduler."
 LEARNING_RATE = 0.01
 """Learning rate of the command's own optimizers, if neither the command line nor a checkpoint gives one."""
 TIMED_LEARNING_RATE = 1e-4
-"""Learning rate of steps that are taken to be timed, all on one batch. With 0.01 Adam is so sure of some classes after some tens of steps
-that their gradients leave the range of normal numbers, and a processor takes twice as long for products of them."""
+"""Learning rate of steps that are taken to be timed, all on one batch. With 0.01 Adam makes attention so sure after some tens of steps that
+gradients leave the range of normal numbers, and a processor takes twice as long for products of them (docs/lab_notebook.md)."""
 NEEDS_PYTHON = ("lr_lambda", "schedulers", "optimizer")
 """Options whose values are neither numbers nor words."""
 OPTIMIZER_HELP = (
