@@ -138,7 +138,7 @@ def test_candidates_are_limited() -> None:
             continue
         firsts = {(config.replicas, config.degrees): config for config in reversed(every)}
         singles = [config for config in every if len(config.devices) == 1][:MOST_SINGLES]
-        assert found == list(dict.fromkeys([*singles, *(own for own in every if own in firsts.values())]))[:MAX_CANDIDATES]
+        assert found == list(dict.fromkeys([*singles, *(config for config in every if config in firsts.values())]))[:MAX_CANDIDATES]
     assert 0 < pair_count(space) < len(space.operators) ** 2 * MAX_CANDIDATES**2
 
 

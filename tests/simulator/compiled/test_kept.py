@@ -42,7 +42,7 @@ print(json.dumps([found, compiled, "numba.np.linalg" in sys.modules]))
 
 
 def test_what_is_loaded_is_called_by_python_and_by_compiled_code(tmp_path: Path) -> None:
-    """Alone, and by an entry that is compiled later, or loaded, too. What only the compiler needs is imported where something is compiled."""
+    """Alone, and by an entry that is compiled later, or loaded, too. What only the compiler needs is imported where it compiles."""
     (tmp_path / "functions.py").write_text(FUNCTIONS, encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(tmp_path))), "NUMBA_CACHE_DIR": str(tmp_path / "kept")}
 
