@@ -43,6 +43,8 @@ class PlannedTrainer(Trainer):
     otherwise ignore. All batches must have the shape of the first one, so pad to a fixed length.
     """
 
+    optimizer: torch.optim.Optimizer | None
+
     def __init__(self, *args: Any, planning: soap.RunnerConfig | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
         self.runner: Any = None
@@ -100,7 +102,8 @@ class PlannedTrainer(Trainer):
     def evaluate(self, *args: Any, **options: Any) -> dict[str, float]:
         """Of the values that are there by now."""
         self.take_back()
-        return super().evaluate(*args, **options)
+        metrics: dict[str, float] = super().evaluate(*args, **options)
+        return metrics
 
     def save_model(self, *args: Any, **options: Any) -> None:
         """Likewise; called on all ranks."""

@@ -39,7 +39,8 @@ class Loss(nn.Module):
             found = module.training_step(named or list(batch), 0)
         finally:
             module.log, module.log_dict = logs
-        return found["loss"] if isinstance(found, Mapping) else found
+        loss: Tensor = found["loss"] if isinstance(found, Mapping) else found
+        return loss
 
 
 class PlannedStrategy(DDPStrategy):
@@ -96,7 +97,8 @@ class PlannedStrategy(DDPStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """For checkpoints; asked for on all ranks."""
         self.take_back()
-        return super().lightning_module_state_dict()
+        state: dict[str, Any] = super().lightning_module_state_dict()
+        return state
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Lightning's checkpoints have weights alone."""

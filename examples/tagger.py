@@ -35,7 +35,7 @@ def main() -> None:
                 loss = runner.run(batch)
             if runner.world.rank == 0:
                 print(f"epoch {epoch}: loss {loss:.3f}", flush=True)
-        if runner.world.rank == 0:
+        if runner.world.rank == 0 and runner.strategy is not None:
             print({name: sync.word for name, sync in runner.strategy.parameters.items()}, flush=True)
 
 

@@ -11,6 +11,7 @@ from numba import typeof
 
 from soap.api import ahead
 from soap.api.slow_functions import slow_functions
+from soap.measure.this_machine import cpu_cores
 from soap.profiles.roofline import RooflineCosts
 from soap.simulator.compiled.claims import claimed
 from soap.simulator.incremental import IncrementalSimulator
@@ -38,7 +39,8 @@ def test_arguments_have_the_types_that_a_search_passes() -> None:
 @pytest.mark.slow
 def test_what_a_search_calls_last_comes_first() -> None:
     program = (
-        "import soap; from soap.api.slow_functions import SLOW; from soap.simulator.compiled import jit; compile = jit._Entry.compile; "
+        "import soap; from soap.api import ahead; from soap.api.slow_functions import SLOW; ahead.FEWEST_CORES = 10**6; "
+        "from soap.simulator.compiled import jit; compile = jit._Entry.compile; "
         "jit._Entry.compile = lambda self, kinds: print(self.py_func.__name__) or compile(self, kinds); "
         "soap.find('zoo:rnnlm:tiny', 'p100-4x4', soap.SearchOptions(budget=1000)); print(*(own.py_func.__name__ for own in SLOW))"
     )
@@ -64,10 +66,31 @@ def test_without_a_place_for_claims_everybody_has_them(tmp_path: Path) -> None:
         assert second
 
 
-def test_nothing_is_started_if_everything_is_on_disk() -> None:
+def test_what_is_on_disk_is_loaded_by_a_thread() -> None:
     compile_all()
     with ahead.compiling():
         assert not ahead._running
+        ahead.begin()  # one is enough
+        (thread,) = ahead._loading or [None]
+        assert thread is not None or cpu_cores() < ahead.FEWEST_CORES
+    assert not ahead._loading and (thread is None or not thread.is_alive())
+
+
+LOADS = """
+from soap.api import ahead, slow_functions
+ahead.FEWEST_CORES = 1
+assert ahead.all_on_disk()
+assert not any(function.signatures for function in slow_functions.SLOW)
+with ahead.compiling():
+    pass
+print([len(function.signatures) for function in slow_functions.SLOW], [sum(own.stats.cache_misses.values()) for own in slow_functions.SLOW])
+"""
+
+
+def test_all_is_loaded_when_the_thread_has_ended() -> None:
+    compile_all()
+    done = subprocess.run([sys.executable, "-c", LOADS], capture_output=True, text=True, timeout=LONGEST_S, check=True)
+    assert (done.stdout, done.stderr) == ("[1, 1, 1, 1] [0, 0, 0, 0]\n", "")
 
 
 @pytest.mark.slow

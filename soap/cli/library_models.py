@@ -140,7 +140,8 @@ def _library(spec: str) -> ModuleType:
         import transformers
     except ImportError as cause:
         raise ModelError(f"{spec}: {first_line(cause)}; expected the library of these models: pip install transformers") from cause
-    return transformers
+    library: ModuleType = transformers
+    return library
 
 
 def _config(spec: str, settings: Mapping[str, Any]) -> Any:

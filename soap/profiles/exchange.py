@@ -9,9 +9,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from jsonschema import Draft202012Validator
-from jsonschema.exceptions import best_match
-
 from soap.errors import ProfileError
 from soap.files import read_text, write_text_atomically
 from soap.measure.link_records import TIMING_SCHEMA, decode_timing, encode_timing
@@ -128,6 +125,9 @@ def import_profiles(store: Store, path: str | Path) -> int:
 
 
 def _checked(text: str, path: str | Path) -> dict[str, Any]:
+    from jsonschema import Draft202012Validator  # slow to import, and needed for files only
+    from jsonschema.exceptions import best_match
+
     try:
         document = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError) as cause:

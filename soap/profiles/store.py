@@ -14,11 +14,10 @@ import sqlite3
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
-
-from jsonschema import Draft202012Validator
 
 from soap.errors import ProfileError
 from soap.measure.link_probes import LinkTiming
@@ -28,6 +27,9 @@ from soap.profiles.corrections import CORRECTION_SCHEMA, Correction, decode_corr
 from soap.profiles.entries import SCHEMA, Entry, decode, encode
 from soap.profiles.keys import Environment
 from soap.profiles.link_places import LinkPlace
+
+if TYPE_CHECKING:
+    from jsonschema import Draft202012Validator
 
 FILE = "profile.sqlite"
 LAYOUT = 2
@@ -58,7 +60,15 @@ CREATE TABLE IF NOT EXISTS link_timings (
 ) WITHOUT ROWID;
 """
 _NAMES = frozenset(re.findall(r"EXISTS (\w+)", _TABLES))
-_ENTRIES, _TIMINGS, _CORRECTIONS = (Draft202012Validator(schema) for schema in (SCHEMA, TIMING_SCHEMA, CORRECTION_SCHEMA))
+_SCHEMAS = SCHEMA, TIMING_SCHEMA, CORRECTION_SCHEMA
+_ENTRIES, _TIMINGS, _CORRECTIONS = range(len(_SCHEMAS))
+
+
+@cache
+def _validator(schema: int) -> Draft202012Validator:
+    from jsonschema import Draft202012Validator  # slow to import, and needed for what is stored only
+
+    return Draft202012Validator(_SCHEMAS[schema])
 
 
 def default_path() -> Path:
@@ -143,12 +153,12 @@ class Store:
         with self._open() as base:
             return base.execute(query, values).fetchall() if table in self._tables(base) else []
 
-    def _record(self, text: str, validator: Draft202012Validator) -> dict[str, Any]:
+    def _record(self, text: str, schema: int) -> dict[str, Any]:
         try:
             record = json.loads(text)
         except (ValueError, TypeError, RecursionError):
             raise self._damaged("an entry is no JSON") from None
-        if not validator.is_valid(record):
+        if not _validator(schema).is_valid(record):
             raise self._damaged("an entry is not as it should be")
         return dict(record)
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
 from math import prod
 
 from soap.model.graph import Operand, OperatorGraph
@@ -97,7 +96,7 @@ def _follow(source: OpConfig, sizes: Sequence[int], shared: Mapping[int, int], e
     axes = (source.replicas, *source.degrees)
     steps = [prod(axes[a + 1 :]) for a in range(len(axes))]  # in the source's devices, from one place along the axis to the next
     rest = [a for a in range(len(axes)) if a - 1 not in shared]
-    others = [sum(at) for at in product(*(range(0, (1 if drop else axes[a]) * steps[a], steps[a]) for a in rest))]
+    others = _places([range(0, (1 if drop else axes[a]) * steps[a], steps[a]) for a in rest])
     theirs_of = {mine: theirs for theirs, mine in shared.items()}
     weights: list[tuple[int, ...]] = [(1,)] * len(sizes)
     along: list[Sequence[int]] = [[0]] * len(sizes)
@@ -106,10 +105,19 @@ def _follow(source: OpConfig, sizes: Sequence[int], shared: Mapping[int, int], e
         along[mine] = [place * steps[theirs + 1] for place in range(source.degrees[theirs])]
     if extra is not None:
         weights[extra], along[extra] = (1,) * len(others), others
-    devices = tuple([source.devices[sum(at)] for at in product(others if extra is None else [0], *along)])
+    devices = tuple([source.devices[place] for place in _places([others if extra is None else [0], *along])])
     weights = [own if _suits(size, own) else (1,) * len(own) for size, own in zip(sizes, weights, strict=True)]
     degrees = tuple(map(len, along))
     return source.placed(degrees, devices, len(others) if extra is None else 1, shares_of(degrees, weights))
+
+
+def _places(along: Iterable[Sequence[int]]) -> list[int]:
+    """Sums of one number of each list, for all choices, the last list's varying fastest."""
+    found = [0]
+    for own in along:
+        if len(own) > 1 or own[0]:
+            found = [place + step for place in found for step in own]
+    return found
 
 
 def _suits(size: int, weights: Sequence[int]) -> bool:

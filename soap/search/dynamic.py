@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 
 from soap.cluster.topology import Topology
 from soap.search.rough_costs import Laid, RoughCosts
-from soap.search.space import OperatorSpace, Space
+from soap.search.space import OperatorSpace, Space, make_config
 from soap.simulator.costs import CostModel
 from soap.strategy.config import OpConfig, Strategy
 
@@ -32,6 +33,9 @@ Costs = NDArray[np.float64]
 
 MAX_CANDIDATES = 48
 """Configurations per operator; see ``candidates``."""
+
+MOST_SINGLES = 8
+"""Of them on single devices, where there are more."""
 
 MAX_PAIRS = 100_000
 """A search makes this start if all edges together have at most so many pairs of configurations: it takes a few seconds."""
@@ -114,16 +118,12 @@ def minimise(problem: Additive) -> tuple[list[int], bool]:
 
 
 def candidates(space: OperatorSpace, most: int = MAX_CANDIDATES) -> list[OpConfig]:
-    """Structured configurations: all of them, or the first and the last placement of each grid in the order of preference."""
-    every = list(space.structured())
-    if len(every) <= most:
-        return every
-    by_grid: dict[tuple[int, ...], list[OpConfig]] = {}
-    for config in every:
-        by_grid.setdefault((config.replicas, *config.degrees), []).append(config)
-    chosen = [own[0] for own in by_grid.values()]
-    singles = [config for config in every if len(config.devices) == 1]
-    return list(dict.fromkeys([*singles[:8], *chosen]))[:most]
+    """Structured configurations: all of them, or some on single devices and the first placement of each grid in the order of preference."""
+    if space.structured_count <= most:
+        return list(space.structured())
+    singles = [(grid, devices) for grid in space.grids if prod(grid) == 1 for devices in space.placements(grid)]
+    firsts = [(grid, own[0]) for grid in space.grids if (own := space.placements(grid))]
+    return [make_config(*one) for one in list(dict.fromkeys([*singles[:MOST_SINGLES], *firsts]))[:most]]
 
 
 def pair_count(space: Space) -> int:
@@ -155,7 +155,8 @@ def additive_costs(
     """The sum to minimise, in seconds, and each operator's candidates. ``shared``: as in ``dynamic_strategy``."""
     graph = space.graph
     rough = RoughCosts(graph, topology, costs, shared)
-    choices = [candidates(own) for own in space.operators]
+    by_space = {own: candidates(own) for own in dict.fromkeys(space.operators)}
+    choices = [by_space[own] for own in space.operators]
     laid, nodes = _laid(rough, choices)
     edges: dict[tuple[int, int], Costs] = {}
     known: dict[tuple[int, ...], Costs] = {}
@@ -178,7 +179,10 @@ def _laid(rough: RoughCosts, choices: list[list[OpConfig]]) -> tuple[list[list[L
     for i, own in enumerate(choices):
         key = rough.durations.same(i), tuple(own)
         if key not in known:
-            laid = [rough.lay(i, config) for config in own]
-            known[key] = laid, np.array([rough.node_seconds(i, config, tiles) for config, tiles in zip(own, laid, strict=True)])
+            laid, seconds = list[Laid](), list[float]()
+            for config in own:
+                laid.append(rough.lay(i, config))
+                seconds.append(rough.node_seconds(i, config, laid[-1]))
+            known[key] = laid, np.array(seconds)
         found.append(known[key])
     return [laid for laid, _ in found], [nodes for _, nodes in found]

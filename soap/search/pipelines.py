@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import inf
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -30,6 +31,9 @@ from soap.search.stage_groups import StageGroups, stage_groups
 from soap.search.stages import Integers, Partition, partition
 from soap.simulator.costs import CostModel
 from soap.strategy.grids import tensor_parallel_width
+
+if TYPE_CHECKING:
+    from soap.simulator.shared import Shared
 
 MOST_STAGES = 64
 PER_STAGE = 8
@@ -76,14 +80,16 @@ def pipelines(
     *,
     allowed: Sequence[Allowed | None] = (),
     at_most_ns: float = inf,
+    shared: Shared | None = None,
 ) -> list[Pipeline]:
     """The best pipeline of every shape, the most promising first; none on one device, or without samples. Of more than ``MOST_KEPT`` that
     fit without some of those that are slower than so many others, or lack memory. ``allowed``: by operator, what the user leaves to it, of
-    which only stages count here. ``at_most_ns``: without shapes that would take longer if all devices had an equal share of the work."""
+    which only stages count here. ``at_most_ns``: without shapes that would take longer if all devices had an equal share of the work.
+    ``shared``: as in ``StagePrices``."""
     samples = MicroBatches(graph, 1).samples
     if topology.device_count == 1 or samples is None:
         return []
-    prices, cut = StagePrices(graph, topology, costs, optimizer_states), lru_cache(None)(lambda count: MicroBatches(graph, count))
+    prices, cut = StagePrices(graph, topology, costs, optimizer_states, shared), lru_cache(None)(lambda count: MicroBatches(graph, count))
     shapes: list[tuple[float, int, _Shape, StageCosts]] = []
     for groups in stage_groups(topology, min(MOST_STAGES, len(graph.operators))):
         widths = [len(group) for group in groups.devices]

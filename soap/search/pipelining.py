@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from math import inf
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from soap.cluster.topology import Topology
 from soap.errors import SoapError, StrategyError
@@ -29,6 +29,9 @@ from soap.strategy.config import Strategy, settled_config
 from soap.strategy.megatron import staged
 from soap.strategy.named import PIPELINE
 from soap.strategy.stages import chunks_of, devices_of_stages, stages_of, stages_of_chunks
+
+if TYPE_CHECKING:
+    from soap.simulator.shared import Shared
 
 MOST_SIMULATED = 12
 MOST_TILES = 4_000_000
@@ -63,11 +66,12 @@ def best_pipeline(
     optimizer_states: int,
     *,
     at_most_ns: float | None = None,
+    shared: Shared | None = None,
 ) -> Start | None:
     """The best of the pipelines that are simulated and that the space allows; None if there is none, or if rough costs expect the best one
-    that fits to take longer than ``at_most_ns``."""
-    graph = space.graph
-    found = pipelines(graph, topology, costs, optimizer_states, allowed=space.allowed, at_most_ns=inf if at_most_ns is None else at_most_ns)
+    that fits to take longer than ``at_most_ns``. ``shared``: what engines have worked out; nothing if None."""
+    graph, limit_ns = space.graph, inf if at_most_ns is None else at_most_ns
+    found = pipelines(graph, topology, costs, optimizer_states, allowed=space.allowed, at_most_ns=limit_ns, shared=shared)
     if at_most_ns is not None and (not found or found[0].lacking_bytes or found[0].expected_ns > at_most_ns):
         return None
     legal = (own for own in (pipelined(graph, topology, one) for one in found) if is_legal(space, topology, own))
@@ -99,7 +103,8 @@ def pipeline_start(
     able = cast(Able, evaluator)
     fitting = [start.cost_ns for start in starts if start.fits]
     at_most_ns = None if wanted or not fitting else PROMISING * min(fitting)
-    found = best_pipeline(space, topology, evaluator, able.engine_costs, able.optimizer_states, at_most_ns=at_most_ns)
+    own = able.engine_costs, able.optimizer_states
+    found = best_pipeline(space, topology, evaluator, *own, at_most_ns=at_most_ns, shared=able.shared)
     return None if found is None else found.strategy
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import inf
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph, TensorKind
 from soap.model.micro_batches import MicroBatches
 from soap.model.regions import volume
-from soap.plan.tiling import made_bytes
+from soap.plan.tiling import made_bytes, tiles_of
 from soap.search.rough_costs import Laid, RoughCosts
 from soap.search.stage_groups import StageGroups
 from soap.search.stages import Chain, Integers
@@ -27,6 +28,9 @@ from soap.simulator.memory.footprint import kept_share
 from soap.strategy.config import OpConfig
 from soap.strategy.megatron import staged
 from soap.strategy.tensor_parallel_chains import find_chains
+
+if TYPE_CHECKING:
+    from soap.simulator.shared import Shared
 
 MOST_LAYERS = 256
 """Operators between two borders are one layer where there would be more."""
@@ -54,9 +58,12 @@ class StageCosts:
 class StagePrices:
     """Works out ``StageCosts``."""
 
-    def __init__(self, graph: OperatorGraph, topology: Topology, costs: CostModel, optimizer_states: int) -> None:
+    def __init__(
+        self, graph: OperatorGraph, topology: Topology, costs: CostModel, optimizer_states: int, shared: Shared | None = None
+    ) -> None:
+        """``shared``: what engines of these have worked out; nothing if None."""
         self._graph, self._topology, self._states = graph, topology, optimizer_states
-        self._rough = RoughCosts(graph, topology, costs)
+        self._rough = RoughCosts(graph, topology, costs, shared)
         self._chains = find_chains(graph)
         self._configs = lru_cache(None)(self._configs_of)
         self._borders = lru_cache(None)(self._borders_of)
@@ -156,7 +163,7 @@ class StagePrices:
         if (key := (same, config, parts)) not in self._computed:
             self._computed[key] = self._passes_ns(position, config, laid, cut)
         if (known := (same, config)) not in self._kept:
-            self._kept[known] = (self._rough.upkeep_ns(position, laid), *self._bytes(position, laid))
+            self._kept[known] = (self._rough.upkeep_ns(config, laid), *self._bytes(position, config))
         upkeep_ns, kept, trained, activations = self._kept[known]
         return (*self._computed[key], upkeep_ns, kept, trained, -(-activations // parts))
 
@@ -172,12 +179,12 @@ class StagePrices:
         sums_ns = parts * rough.sums_ns([(own, size // parts) for own, size in laid.sums]) // 2  # ``sums_ns`` is both ways
         return forward + sums_ns, backward + sums_ns
 
-    def _bytes(self, position: int, laid: Laid) -> tuple[int, int, int]:
+    def _bytes(self, position: int, config: OpConfig) -> tuple[int, int, int]:
         """(what a device keeps all the time, one copy of what of that is trained, what it keeps of the whole batch for the backward pass),
         where it is most."""
         graph, op = self._graph, self._graph.operators[position]
         kept, trained, made = dict[int, int](), dict[int, int](), dict[int, int]()
-        for tile in laid.tiles:
+        for tile in tiles_of(graph, position, config):
             for k, operand in enumerate(op.parameters):
                 tensor = graph.tensors[operand.tensor]
                 copies = 2 + self._states if tensor.requires_grad else 1  # value, gradient, states

@@ -104,6 +104,7 @@ class CutOperators:
         self._timed: dict[Hashable, TileTimes] = {}
         self._tied: dict[Hashable, CutParameter] = {}
         self._updates_ns: dict[int, tuple[int, ...]] = {}
+        self._last: tuple[Hashable, tuple[Longs, dict[Operand, Longs]]] | None = None
 
     def class_of(self, position: int) -> int:
         """The first operator that differs from the one at ``position`` only in names."""
@@ -143,12 +144,17 @@ class CutOperators:
         self, position: int, degrees: tuple[int, ...], shares: Shares = (), micro_batches: MicroBatches | None = None
     ) -> tuple[Longs, dict[Operand, Longs]]:
         """(the tiles' intervals, [tile, factor, start or stop]; ``Regions`` of all operands). ``micro_batches``: a single one if None."""
-        op = self.graph.operators[position]
-        parts = pieces_of(self.graph, position, weights_of(degrees, shares), micro_batches or self._whole)
+        op, cut = self.graph.operators[position], micro_batches or self._whole
+        key, last = (position, degrees, shares, cut.count), self._last
+        if last is not None and last[0] == key:
+            return last[1]
+        parts = pieces_of(self.graph, position, weights_of(degrees, shares), cut)
         found = [cell for pieces in parts for cell in product(*pieces)]
         cells = np.array(found, np.int64).reshape(len(found), len(op.factors), 2)
         known: dict[tuple[DimMap, int], tuple[Longs, Longs] | tuple[int, int]] = {}
-        return cells, {o: self._regions(o, cells, known) for o in {*op.inputs, *op.parameters, *op.outputs}}
+        made = cells, {o: self._regions(o, cells, known) for o in {*op.inputs, *op.parameters, *op.outputs}}
+        self._last = key, made
+        return made
 
     def _regions(
         self, operand: Operand, cells: Longs, known: dict[tuple[DimMap, int], tuple[Longs, Longs] | tuple[int, int]]

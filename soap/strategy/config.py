@@ -47,7 +47,7 @@ class OpConfig:
     shares: Shares = ()
 
     def __post_init__(self) -> None:
-        if any(d < 1 for d in self.degrees) or self.replicas < 1:
+        if min(self.degrees, default=1) < 1 or self.replicas < 1:
             raise StrategyError(f"degrees {self.degrees} and replicas {self.replicas}: expected whole numbers of at least 1")
         if len(self.devices) != prod(self.degrees) * self.replicas:
             raise StrategyError(

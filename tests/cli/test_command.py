@@ -147,6 +147,12 @@ sys.exit(run_command(Parser("soap-test", "", ""), execute, []))
     assert process.returncode == 1
 
 
+def test_the_end_of_a_process_looks_for_no_garbage() -> None:
+    program = "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count() > 1000)); import soap.cli.command"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("True\n", "")
+
+
 def test_one_line() -> None:
     assert one_line(" a\n  b\tc ") == "a b c"
 

@@ -114,11 +114,16 @@ def run(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-def test_trains_checks_compares_and_traces(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trains_checks_compares_and_traces(
+    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks are started for it, and say nothing."""
+    monkeypatch.chdir(folder)
     options = ["--check", "--compare-data-parallel", "--timeline", "t.json", "--memory", "--json", "--dtype", "float64"]
-    done = subprocess.run(command("--steps", "4", *options), cwd=folder, env=environment(), capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    report = json.loads(done.stdout)
+    assert main(["s.json", *COMMON, "--steps", "4", *options]) == 0
+    out, err = capfd.readouterr()
+    assert err == ""
+    report = json.loads(out)
     own, usual = report["strategies"]["strategy"], report["strategies"]["data_parallel"]
     assert (report["processes"], report["backend"], report["steps"]) == (2, "gloo", 4)
     assert len(own["losses"]) == 4 and len(own["steps_ns"]) == 2
@@ -135,16 +140,16 @@ def test_trains_checks_compares_and_traces(folder: Path, capsys: pytest.CaptureF
     names = {pid: {event["name"] for event in events if event["pid"] == pid} for pid in (0, 1)}
     assert names[1] and names[1] <= names[0]  # every measured task has its predicted one
     assert any(name.startswith("forward ") for name in names[1]) and any(name.startswith("sync ") for name in names[1])
-    _expect_comparison(folder, own, capsys)
+    _expect_comparison(folder, own, capfd)
     for held in report["memory"]:
         assert held["predicted_bytes"] / 1.4 <= held["measured_bytes"] <= held["bound_bytes"] <= 2 * held["measured_bytes"]
     assert len(report["memory"]) == 2
 
 
-def _expect_comparison(folder: Path, strategy: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def _expect_comparison(folder: Path, strategy: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
     """soap-compare of what soap-run wrote says what soap-run said, and counts every task of the plan."""
     assert compare_main([str(folder / "t.json"), "--json", "-o", str(folder / "both.json")]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(capfd.readouterr().out)
     assert (found["predicted"]["iteration_ns"], found["measured"]["iteration_ns"]) == (strategy["predicted_ns"], strategy["measured_ns"])
     assert found["measured"]["iterations"] == 5 and found["measured"]["shown_ns"] > 0
     assert found["not_measured"] == {} and found["not_predicted"] == {}

@@ -79,10 +79,12 @@ def needs_ray() -> None:
     pytest.importorskip("ray", reason="workers without state are started by Ray (the extra 'elastic')")
 
 
-def test_stale_strategy_trains(folder: Path) -> None:
+def test_stale_strategy_trains(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     needs_ray()
-    words = ("async.json", "--optimizer", ADAGRAD, "--json")
-    found = read(run(*words, "--steps", "5", "--save", "kept"))
+    assert main(["async.json", *COMMON, "--optimizer", ADAGRAD, "--json", "--steps", "5", "--save", "kept"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    found = json.loads(out)
     assert (found["consistency"], found["leases"], found["lost_workers"], found["dealt_again"]) == ("async", 10, 0, 0)
     assert found["loss_steps"] == [1, 2, 3, 4, 5] and all(0 < loss < 2 for loss in found["losses"]) and found["resumed_at"] == 0
     assert sum(found["staleness"]["missing"].values()) == 10 and found["checkpoint"] == "kept"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from soap.api import simulator_for
 from soap.model.regions import intersect, volume
 from soap.profiles.roofline import RooflineCosts
-from soap.search.dynamic import MAX_CANDIDATES, Additive, additive_costs, candidates, dynamic_strategy, minimise, pair_count
+from soap.search.dynamic import MAX_CANDIDATES, MOST_SINGLES, Additive, additive_costs, candidates, dynamic_strategy, minimise, pair_count
 from soap.search.rough_costs import RoughCosts
 from soap.search.space import build_space
 from soap.simulator.simulate import Simulator
@@ -113,9 +113,9 @@ def test_edges_of_all_pairs_are_those_of_plain_python() -> None:
                 for b, reader in enumerate(readers):
                     moved = dict[tuple[int, int], int]()
                     for part, holders in enumerate(source.holders):
-                        box = tuple(map(tuple, source.boxes[output][part].tolist()))
+                        box = tuple(map(tuple, source.cut.boxes[output][part].tolist()))
                         for tile, device in enumerate(reader.devices.tolist()):
-                            common = intersect(box, tuple(map(tuple, reader.reads[k][tile].tolist())))
+                            common = intersect(box, tuple(map(tuple, reader.cut.reads[k][tile].tolist())))
                             if holders[device] or common is None:
                                 continue
                             near = min(np.flatnonzero(holders), key=lambda d: latency[d, device] + 2**20 * per_byte[d, device])
@@ -132,8 +132,13 @@ def test_candidates_are_limited() -> None:
         found = candidates(own)
         assert len(found) == len(set(found)) <= MAX_CANDIDATES
         assert set(found) <= set(own.structured())
-        if own.structured_count <= MAX_CANDIDATES:
-            assert found == list(own.structured())
+        every = list(own.structured())
+        if len(every) <= MAX_CANDIDATES:
+            assert found == every
+            continue
+        firsts = {(config.replicas, config.degrees): config for config in reversed(every)}
+        singles = [config for config in every if len(config.devices) == 1][:MOST_SINGLES]
+        assert found == list(dict.fromkeys([*singles, *(config for config in every if config in firsts.values())]))[:MAX_CANDIDATES]
     assert 0 < pair_count(space) < len(space.operators) ** 2 * MAX_CANDIDATES**2
 
 

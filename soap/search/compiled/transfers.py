@@ -36,8 +36,10 @@ def _common(boxes, part, reads, tile):  # type: ignore[no-untyped-def]
     """Elements that a part and what a tile reads have in common."""
     volume = 1
     for dim in range(boxes.shape[1]):
-        start = max(boxes[part, dim, 0], reads[tile, dim, 0])
-        volume *= max(0, min(boxes[part, dim, 1], reads[tile, dim, 1]) - start)
+        length = min(boxes[part, dim, 1], reads[tile, dim, 1]) - max(boxes[part, dim, 0], reads[tile, dim, 0])
+        if length <= 0:
+            return 0
+        volume *= length
     return volume
 
 

@@ -76,6 +76,14 @@ class KeptCode(FunctionCache):
         super().__init__(function.py_func)
         self.file = self._cache_file = MachineCode(function, self._cache_path, self._impl.filename_base)
 
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """A version for arguments of these types from disk; None if there is none. numba's own would first import all that it can compile,
+        which takes longer than the rest: machine code needs nothing of that, and the compiler imports it by itself."""
+        found = None
+        with self._guard_against_spurious_io_errors():
+            found = self._load_overload(sig, target_context)
+        return found
+
 
 class MachineCode(IndexDataCacheFile):
     """An entry's machine code on disk. Its ``stamp`` is computed at the first call, when all modules are loaded."""
