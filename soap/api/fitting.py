@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 MOST_WAYS = 3
 SECONDS = 9.0
-"""No way is begun that is not expected to be over after so many seconds of a core. What else the machine does changes no answer."""
+"""No way but the first is begun that is not expected to be over after so many seconds of a core. What else the machine does changes no
+answer."""
 TILE_SECONDS = 3e-4
 """What it takes to play a tile in full, at least: 0.3 to 0.5 ms of a core where two copies do not do (Intel Xeon, 2026-11-27)."""
 MUCH = 2
@@ -120,7 +121,7 @@ def fits(
     """Say whether a strategy fits into the devices' memory, and if not, the fastest ways that do.
 
     ``optimizer_states``, ``costs``, ``memory_budget``: as for ``simulate``. ``seconds``: no way is begun that is not expected to be over
-    after so many seconds of a core.
+    after so many seconds of a core, except the first, which saves most, if any are left.
     ``smaller``: makes the model for fewer samples; by default models of the zoo are made anew, and others not. SoapError in one line if
     the arguments do not fit together.
     """
@@ -181,7 +182,7 @@ class _Ways:
         while left and not self._enough(played, left):
             own = min(left, key=self._rank)
             left.remove(own)
-            if self._spent(1, self._expected_s(own.strategy)):
+            if self._spent(1, self._expected_s(own.strategy) if played else 0):
                 self._untried.append(own.name)
                 continue
             played.append(self._played(own.name, own.strategy, own.share))
@@ -207,11 +208,11 @@ class _Ways:
             return False
         return not any(own.cost_ns < times[MOST_WAYS - 1] and not own.unlikely for own in left)
 
-    def _rank(self, own: _Candidate) -> tuple[bool, bool, int, str]:
+    def _rank(self, own: _Candidate) -> tuple[bool, bool, int]:
         """In which order ways are played: what saves most comes first, as time may be over before anything else fits; then what fits by an
         estimate, corrected by how exact peaks were to estimates so far, the fastest first."""
         ratio = median(self._ratios) if self._ratios else LEAST_OF_ESTIMATE
-        return own.name != MOST_SAVING, own.share is not None and own.share * ratio > 1, own.cost_ns, own.name
+        return own.name != MOST_SAVING, own.share is not None and own.share * ratio > 1, own.cost_ns
 
     def _spent(self, share: float, more_s: float = 0.0) -> bool:
         """Whether this share of the time is over, or will be ``more_s`` from now."""
@@ -231,13 +232,14 @@ class _Ways:
         from soap.simulator.incremental import IncrementalSimulator  # imports numba, which takes a second
 
         graph, topology = self._simulator.graph, self._simulator.topology
-        evaluator = self._evaluator = IncrementalSimulator(self._simulator) if IncrementalSimulator.begins_at_once() else None
+        late = self._spent(0.5)  # then there is no time to weigh them, and what saves most is played alone
+        evaluator = self._evaluator = None if late or not IncrementalSimulator.begins_at_once() else IncrementalSimulator(self._simulator)
         known, found = [self._asked.strategy], list[_Candidate]()
         names = [*saving_names(topology)]
-        if self._asked.peak_bytes > MUCH * self._asked.available_bytes:
-            names.sort(key=_by_savings)
+        if late or self._asked.peak_bytes > MUCH * self._asked.available_bytes:
+            names.sort(key=lambda name: (name != MOST_SAVING, _by_savings(name)))
         for name in names:
-            if self._spent(0.5):
+            if self._spent(0.5) and (found or self._spent(1)):
                 self._untried.append(name)
                 continue
             strategy = named(name, graph, topology)
