@@ -103,7 +103,7 @@ def test_only_the_first_way_is_begun_though_it_would_not_be_over_in_time(monkeyp
     graph = mlp(widths=WIDE)
     monkeypatch.setattr(fitting, "TILE_SECONDS", 1e6)
     found = asked(graph, tight(graph, 0.7), seconds=1000)
-    assert [way.name for way in found.ways] == [*found.tried] and len(found.tried) == 1 and "zero1" in found.untried
+    assert len(found.tried) == 1 and {way.name for way in found.ways} <= {*found.tried} and "zero1" in found.untried
 
 
 def test_where_half_of_the_time_is_over_what_saves_most_is_played_alone(monkeypatch: pytest.MonkeyPatch) -> None:
