@@ -121,7 +121,7 @@ def fits(
     """Say whether a strategy fits into the devices' memory, and if not, the fastest ways that do.
 
     ``optimizer_states``, ``costs``, ``memory_budget``: as for ``simulate``. ``seconds``: no way is begun that is not expected to be over
-    after so many seconds of a core, except the first, which saves most, if any are left.
+    after so many seconds of a core, except the first, if any are left.
     ``smaller``: makes the model for fewer samples; by default models of the zoo are made anew, and others not. SoapError in one line if
     the arguments do not fit together.
     """

@@ -104,8 +104,8 @@ class DenseServing(RankSync):
             places.setdefault(sender, []).append(room)
         self._pushing[number] = self._move(ActionKind.SYNC, number, parcels, places)
         self.comm.traffic.pushed_bytes += bytes_of(parcels) + bytes_of(places)
-        if self.serves_early and self._may_pull_at_once(number):
-            self._arriving[number] = self._pull(number, {}, self._room_for(number))
+        if self.serves_early and self.syncs[number].parameter not in self.context.read_apart:
+            self._pull_at_once(number)
 
     def end(self, part: MicroBatch) -> None:
         """Wait for all messages, but for servers' gradients if these are served early: ``gradients`` waits for them."""
@@ -169,12 +169,12 @@ class DenseServing(RankSync):
         pending.wait()
         return _sum([own if member == self.rank else places[member][0] for member in self._roles[number].members(self.rank)])
 
-    def _may_pull_at_once(self, number: int) -> bool:
-        """Whether this rank's copy may change as soon as its gradient is sent, and what comes for it needs no memory on its way."""
-        if self.syncs[number].parameter in self.context.read_apart:
-            return False
-        rooms = [room for own in sorted(self._room_for(number).items()) for room in own[1]]
-        return bool(rooms) and are_adjacent(rooms)
+    def _pull_at_once(self, number: int) -> None:
+        """As a leader, begin to receive the updated values, if these need no memory on their way."""
+        places = self._room_for(number)
+        rooms = [room for _, own in sorted(places.items()) for room in own]
+        if rooms and are_adjacent(rooms):
+            self._arriving[number] = self._pull(number, {}, places)
 
     def _room_for(self, number: int) -> Parcels:
         """As a leader: by server, where in this rank's copy its partitions belong."""
