@@ -14,7 +14,7 @@ import soap
 from soap.api.exported_plans import export_plan
 
 SCRIPT = '''
-import json, sys
+import json, os
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -64,6 +64,7 @@ def main():
 
 if __name__ == "__main__":
     main()
+    os._exit(0)  # PyTorch keeps what fully_shard made, and so gloo's threads: one that drops a tensor while Python ends aborts
 '''
 
 
