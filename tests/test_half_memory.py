@@ -55,6 +55,7 @@ def test_cells_are_kept_and_anything_else_is_one_line(tmp_path: Path) -> None:
         half_memory.read(path)
 
 
+@pytest.mark.long  # it searches
 def test_contenders_fit_and_differ() -> None:
     """With half of what data parallelism needs it is none of them, and nothing that needs more is."""
     graph = api.load("zoo:gpt:tiny", plan_only=True).graph

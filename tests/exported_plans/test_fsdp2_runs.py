@@ -1,10 +1,11 @@
-"""The file for PyTorch's ``fully_shard`` trains: two processes, compared with one."""
+"""The files for PyTorch's ``fully_shard`` train: two processes, compared with one."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,11 @@ import torch
 import soap
 from soap.api.exported_plans import export_plan
 
+PLANS = {"fsdp+selective": 1, "zero1": 2, "fsdp+recompute": 1}
+"""Builtin strategies, and into how many micro-batches."""
+
 SCRIPT = '''
-import json, os
+import importlib, json, os, sys
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -45,9 +49,7 @@ def made():
     return Model(), torch.randn(8, 8)
 
 
-def main():
-    import plan
-    dist.init_process_group("gloo")
+def trained(plan):
     model, x = made()
     plan.parallelize(model, "cpu")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -56,9 +58,15 @@ def main():
         plan.backward(model, [(part,) for part in mine.chunk(plan.MICRO_BATCHES)])
         optimizer.step()
         optimizer.zero_grad()
-    found = {name: p.full_tensor().tolist() for name, p in model.named_parameters()}
+    return {name.replace("_checkpoint_wrapped_module.", ""): p.full_tensor().tolist() for name, p in model.named_parameters()}
+
+
+def main():
+    dist.init_process_group("gloo")
+    found = {name: trained(importlib.import_module(name)) for name in sys.argv[1:]}
     if dist.get_rank() == 0:
-        json.dump({name.replace("_checkpoint_wrapped_module.", ""): value for name, value in found.items()}, open("out.json", "w"))
+        with open("out.json", "w") as file:
+            json.dump(found, file)
     dist.destroy_process_group()
 
 
@@ -69,8 +77,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["fsdp+selective", "zero1", pytest.param("fsdp+recompute", marks=pytest.mark.long)])
-def test_the_file_trains_like_one_process(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_files_train_like_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "script", raising=False)
@@ -79,15 +86,12 @@ def test_the_file_trains_like_one_process(name: str, tmp_path: Path, monkeypatch
     model, x = script.made()
     soap.export(model, (x,), path=tmp_path / "model.pt2")
     graph, cluster = soap.load(tmp_path / "model.pt2", plan_only=True).graph, soap.load_cluster("h100-2")
-    strategy = soap.classical(name, graph, cluster)
-    if name == "zero1":
-        from dataclasses import replace
-
-        strategy = replace(strategy, microbatches=2)
-    found = export_plan(strategy, graph, cluster, "fsdp2")
-    assert found.comparison.equal
-    (tmp_path / "plan.py").write_text(found.text)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "script.py"]
+    files = {name: f"plan{number}" for number, name in enumerate(PLANS)}
+    for name, microbatches in PLANS.items():
+        found = export_plan(replace(soap.classical(name, graph, cluster), microbatches=microbatches), graph, cluster, "fsdp2")
+        assert found.comparison.equal
+        (tmp_path / f"{files[name]}.py").write_text(found.text)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "script.py", *files.values()]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -95,7 +99,7 @@ def test_the_file_trains_like_one_process(name: str, tmp_path: Path, monkeypatch
         model(x).backward()
         optimizer.step()
         optimizer.zero_grad()
-    ranks = json.loads((tmp_path / "out.json").read_text())
-    assert ranks.keys() == dict(model.named_parameters()).keys()
-    for key, own in model.named_parameters():
-        torch.testing.assert_close(torch.tensor(ranks[key]), own.detach(), rtol=1e-5, atol=1e-6)
+    for own in json.loads((tmp_path / "out.json").read_text()).values():
+        assert own.keys() == dict(model.named_parameters()).keys()
+        for key, value in model.named_parameters():
+            torch.testing.assert_close(torch.tensor(own[key]), value.detach(), rtol=1e-5, atol=1e-6)
