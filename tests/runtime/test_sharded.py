@@ -211,6 +211,19 @@ def test_gathers_come_behind_what_they_wait_for() -> None:
     assert sum(places[1].values()) < sum(places[0].values())
 
 
+def test_what_passes_need_next_is_gathered_before_gradients_leave() -> None:
+    """Behind each segment: passes wait for the values, nothing of the step for the gradients."""
+    program = compile_program(build_plan(layers(), fsdp(layers(), FOUR), FOUR))
+    behind: list[list[ActionKind]] = []
+    for action in part_of(program.backward, 1):
+        if action.kind is ActionKind.SEGMENT:
+            behind.append([])
+        elif behind and action.kind in (ActionKind.BRING_BACK, ActionKind.SYNC):
+            behind[-1].append(action.kind)
+    both = [kinds for kinds in behind if {*kinds} == {ActionKind.BRING_BACK, ActionKind.SYNC}]
+    assert both and all(kinds == sorted(kinds, key=[ActionKind.BRING_BACK, ActionKind.SYNC].index) for kinds in both)
+
+
 def test_checkpoints_fit_any_plan_and_number_of_ranks(four: Pool, files: dict[str, str], tmp_path: Path) -> None:
     """Four ranks, two, three by any methods, four by tensor parallelism, and back to sharded states."""
     graph, path = traced(files["odd"]).graph, files["odd"]

@@ -19,7 +19,9 @@ from soap.runtime.sync.seam import rank_sync
 
 FIRST_STAGE = 4
 """First stage of synchronization after a segment; messages to other segments have lower stages."""
-BEFORE_ALL, AFTER_ALL = -2, 8
+BEHIND_GATHERS = 7
+"""First stage of gradients whose values are gathered for their uses."""
+BEFORE_ALL, AFTER_ALL = -2, 9
 """Stages of what comes right before a tile, or a segment and what is recomputed for it, and of what comes behind all that follows it."""
 
 
@@ -50,7 +52,8 @@ def gather_entries(
     again: Iterable[Entry],
 ) -> Gathers:
     """Each gather comes behind the passes that it waits for, if these are before the first pass that needs it, as in every order that a
-    simulation has told; else right before that one. ``again``: second runs of segments."""
+    simulation has told; else right before that one. Passes wait for it, so it begins before the same segment's gradients of gathered
+    values leave (``BEHIND_GATHERS``). ``again``: second runs of segments."""
     forward, backward = list[Entry](), list[Entry]()
     begun = {action.subject: key[0] for key, action in again}
     for order, own in enumerate(gathers(plan)):
@@ -67,7 +70,7 @@ def gather_entries(
         if not ended:
             forward.append(((behind, AFTER_ALL, order), action))
         elif max(ended) < needed:
-            backward.append(((max(ended), AFTER_ALL, order), action))
+            backward.append(((max(ended), BEHIND_GATHERS - 1, order), action))
         else:
             backward.append(((needed, BEFORE_ALL, order), action))
     return Gathers(tuple(forward), tuple(backward))
@@ -109,8 +112,9 @@ def after_backward(
         tiles = [tile for tile, _ in sync.uses if tile in active]
         turn = max((turns.last(segment_of[tile]) for tile in tiles), default=len(turns.actions))
         first = min((places[tile] for tile in tiles), default=0)
-        for stage, kind in enumerate(rank_sync(sync.contract).after_backward(plan, sync)):
-            yield (turn, FIRST_STAGE + stage, -first, number), Action(kind, number, plan.members(sync))
+        begin = BEHIND_GATHERS if sync.contract.gathers_values else FIRST_STAGE
+        for stage, kind in enumerate(rank_sync(sync.contract).after_backward(plan, sync), begin):
+            yield (turn, stage, -first, number), Action(kind, number, plan.members(sync))
 
 
 def groups(plan: Plan) -> set[tuple[int, ...]]:
