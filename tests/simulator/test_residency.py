@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 
 from soap.cluster.topology import Topology
-from soap.model.graph import OperatorGraph
+from soap.model.graph import Footprint, OperatorGraph
 from soap.model.regions import Box, lengths
 from soap.plan.flows import box_bytes
 from soap.plan.memory_kinds import ALLOWANCE, MemoryKind
@@ -58,6 +60,30 @@ def test_a_pipeline_by_hand() -> None:
     rise = {0: batch, 24: batch + l1, 72: batch + l1 + loss, 76: batch + 2 * l1 + loss}
     assert points(second) == {**rise, 84: batch + l1, 181: 0}
     assert (first.peak_bytes, second.peak_bytes) == (always + tile + l1 + 2 * weight, batch + 2 * l1 + loss)
+
+
+@pytest.mark.parametrize("stolen", [False, True])
+def test_a_gradient_that_autograd_takes_as_it_is_counts_once(stolen: bool) -> None:
+    """Of a weight that one device owns. What autograd copies, and what it adds to a gradient that is there, is beside that for a while."""
+    graph, weight = _twice_on_one_device(), 8 * 8 * 4
+    if stolen:
+        graph = replace(graph, footprints={name: (Footprint(0, 0, 0, frozenset({0}), stolen=frozenset({1})),) for name in ("l1", "l3")})
+    first, other = on(0, degrees=(1, 1, 1)), on(1, degrees=(1, 1, 1))
+    tasks, schedule = played(graph, strategy(l1=first, l2=other, l3=first, loss=on(1, degrees=(1, 1))))
+    begins = {tasks.tasks[i].name: begin for i, begin in enumerate(schedule.start_ns.tolist())}
+    curve = memory_over_time(tasks, schedule, by_kind=True)[0]
+    held = dict(zip(curve.times_ns.tolist(), curve.by_kind[MemoryKind.GRADIENTS].tolist(), strict=True))
+    assert held[begins["backward l3[0]"]] == (1 if stolen else 2) * weight
+    assert held[begins["backward l1[0]"]] == 2 * weight
+
+
+def _twice_on_one_device() -> OperatorGraph:
+    """A weight that is used before and behind another layer."""
+    g = GraphBuilder()
+    weight, x = g.parameter("weight", 8, 8), g.input("x", 4, 8)
+    for name, own in (("l1", weight), ("l2", g.parameter("other", 8, 8)), ("l3", weight)):
+        x = g.linear(x, 8, name=name, weight=own, bias=False)
+    return g.build(g.mean(x, name="loss"))
 
 
 def test_what_is_made_and_what_makes_room_at_one_moment() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from soap.model.regions import Box
@@ -11,6 +11,7 @@ from soap.plan.memory_kinds import MemoryKind
 from soap.plan.plan import Exchange, Message, reduce_name, remote_parts
 from soap.plan.syncs.bucketing import sums_of_one
 from soap.simulator.memory import peaks
+from soap.simulator.memory.footprint import stolen_places
 from soap.simulator.memory.ledger import Ledger
 from soap.simulator.memory.parameters import compact_parameters, operand_bytes
 from soap.simulator.memory.task_spans import Span, TaskSpans
@@ -61,26 +62,33 @@ class GradientResidency:
 
     def _parameter_gradients(self) -> None:
         """Parameter gradients that backward tasks make, and sums of them that autograd makes in a segment. If a single device owns the
-        shard, the gradient that stays is counted elsewhere (``always``), from the first gradient on: that first gradient is itself kept,
-        unless it is a view, such as that of a transposed weight."""
+        shard, the gradient that stays is counted elsewhere (``always``), from the first gradient on: it is that first gradient itself, or a
+        copy of it, which is then there beside it (``Footprint.stolen``). Later ones are added to it."""
         plan, graph = self.plan, self.plan.graph
         compact = compact_parameters(plan)
         kept = sums_of_one(plan)
         alone = {(plan.shards[i].parameter, plan.shards[i].box) for i in kept}
-        shared: dict[tuple[int, str, Box], list[tuple[Span, int]]] = {}
+        shared: dict[Sum, list[tuple[Span, int]]] = {}
+        copied: set[Sum] = set()
         for number, span in self.spans.backward.items():
             tile, (start, end) = plan.tiles[number], self.spans.weighed(number)
-            for o, box in zip(plan.operator(tile).parameters, tile.parameters, strict=True):
+            op = plan.operator(tile)
+            taken = stolen_places(graph, op, tile.intervals) if op.parameters else frozenset()
+            for place, (o, box) in enumerate(zip(op.parameters, tile.parameters, strict=True), len(op.inputs)):
                 if graph.tensors[o.tensor].requires_grad:
                     size = operand_bytes(plan, compact, tile, o.tensor, box)
-                    shared.setdefault((self.spans.segment[number], o.tensor, box), []).append(((start, end), size))
+                    key = self.spans.segment[number], o.tensor, box
+                    shared.setdefault(key, []).append(((start, end), size))
+                    copied |= set() if place in taken or o.tensor in graph.sparse else {key}
             for begun, over in {span, (start, end)}:
                 self.hold(tile.device, begun, over, peaks.passing_bytes(plan, tile)[1], MemoryKind.WORKSPACE)
         thirds: dict[tuple[int, int], int] = {}
+        first = _first_segments(shared)
         for (segment, name, box), uses in shared.items():
             device = plan.tiles[segment].device
             uses.sort()
-            for (start, end), size in uses[1 if (name, box) in alone and name in graph.sparse else 0 :]:
+            stays = (name, box) in alone and (segment, name, box) not in copied and (name in graph.sparse or segment == first[name, box])
+            for (start, end), size in uses[1 if stays else 0 :]:
                 self.hold(device, start, end, size, MemoryKind.GRADIENTS)
             for ((_, begun), _), ((_, end), size) in pairwise(uses if (name, box) not in alone else ()):
                 self.hold(device, begun, end, size, MemoryKind.GRADIENTS)
@@ -151,3 +159,12 @@ class GradientResidency:
                 if isinstance(carrier, Message):
                     over = min(over, self.spans.left_by(carrier, gradient=True, otherwise=over))
                 self.ledger.send(target, back[0], over, sum(sizes), copied=len(sizes) > 1 or not self._is_whole(carrier))
+
+
+def _first_segments(sums: Mapping[Sum, Sequence[tuple[Span, int]]]) -> dict[tuple[str, Box], int]:
+    """(parameter, region) -> the segment that is the first to make a gradient of it. ``sums``: when the tiles of segments make some."""
+    found: dict[tuple[str, Box], tuple[Span, int]] = {}
+    for (segment, name, box), uses in sums.items():
+        own = min(span for span, _ in uses), segment
+        found[name, box] = min(found.get((name, box), own), own)
+    return {region: segment for region, (_, segment) in found.items()}
