@@ -130,7 +130,7 @@ class _Trials:
         """The same footprint for all cuts of the image. Parts of a sum of a narrower type are computed in float32, casts of weights do not
         shrink with the samples or the image, and strided convolutions may be computed in float32 if the weight is cut. Of how gradients
         lie, one tile that is cut in all ways speaks for all."""
-        own = replace(own, stolen=own.stolen & self._stolen_of_parts())
+        own = replace(own, in_rows=own.in_rows & self._rows_of_parts())
         narrow = self._op.arithmetic in NARROW
         if not (narrow or self._has_wide_parts()):
             return (own,)
@@ -142,10 +142,10 @@ class _Trials:
             cuts = [of_image if i in space else cut for i, cut in enumerate(cuts)]
         return own, *cuts
 
-    def _stolen_of_parts(self) -> frozenset[int]:
-        """``Footprint.stolen`` of a tile that is cut by all factors."""
+    def _rows_of_parts(self) -> frozenset[int]:
+        """``Footprint.in_rows`` of a tile that is cut by all factors."""
         try:
-            return self._footprint(self._tile(tuple(min(2, factor.size) for factor in self._op.factors)), cut=True).stolen
+            return self._footprint(self._tile(tuple(min(2, factor.size) for factor in self._op.factors)), cut=True).in_rows
         except Exception:  # as above
             return frozenset()
 
@@ -163,7 +163,7 @@ class _Trials:
         apart = tuple(1 if i in costly else degree for i, degree in enumerate(degrees))
         parts = self._tile(apart)
         own = self._footprint(parts, cut=True)
-        return self._together(own, parts, apart, known) or (Footprint(0, 0, 0, frozenset(), stolen=own.stolen),) * len(degrees)
+        return self._together(own, parts, apart, known) or (Footprint(0, 0, 0, frozenset(), in_rows=own.in_rows),) * len(degrees)
 
     def _cut_by(self, place: int, own: Footprint) -> Footprint:
         """The footprint with one factor cut. ``own``: the whole operator's."""
@@ -178,15 +178,15 @@ class _Trials:
         pairs = zip(half.sizes_bytes, finer.sizes_bytes, strict=True)
         lines = [_line((large.size, one), (small.size, other), points) for one, other in pairs]
         (kept, forward, backward, product), fixed = zip(*lines, strict=True)
-        return Footprint(kept, forward, backward, half.keeps | finer.keeps, fixed, product, half.stolen & finer.stolen)
+        return Footprint(kept, forward, backward, half.keeps | finer.keeps, fixed, product, half.in_rows & finer.in_rows)
 
     def _together(self, cut: Footprint, parts: Tile, degrees: tuple[int, ...], known: Footprints) -> Footprints:
         """Footprints with all factors cut, one for each factor: what does not shrink with that factor. A use of memory that single cuts
         explain counts as 0; empty if that is so for all uses."""
         expected = [tile_bytes(self._op, known, parts.intervals, use) for use in Use]
         sizes = [size if size > other else 0 for size, other in zip(cut.sizes_bytes, expected, strict=True)]
-        stolen = known[0].stolen.intersection(*(one.stolen for one in known))
-        if max(sizes) <= 0 and cut.keeps <= frozenset[int]().union(*(one.keeps for one in known)) and cut.stolen >= stolen:
+        rows = known[0].in_rows.intersection(*(one.in_rows for one in known))
+        if max(sizes) <= 0 and cut.keeps <= frozenset[int]().union(*(one.keeps for one in known)) and cut.in_rows >= rows:
             return ()
         if max(size - other for size, other in zip(sizes, expected, strict=True)) <= self._little():
             own = replace(cut, kept_bytes=sizes[0], forward_bytes=sizes[1], backward_bytes=sizes[2], product_bytes=sizes[3])
@@ -195,7 +195,7 @@ class _Trials:
         of_all = [0 if size <= 0 else size * prod(line[use][0] for line in lines) // size ** len(lines) for use, size in enumerate(sizes)]
         fixed = [tuple(0 if size <= 0 else size * own[use][1] // own[use][0] for use, size in enumerate(of_all)) for own in lines]
         kept, forward, backward, product = of_all
-        own = Footprint(kept, forward, backward, cut.keeps, NONE, product, cut.stolen)
+        own = Footprint(kept, forward, backward, cut.keeps, NONE, product, cut.in_rows)
         return tuple(replace(own, fixed_bytes=(one[0], one[1], one[2], one[3])) for one in fixed)
 
     def _lines_together(self, place: int, sizes: Sequence[int], parts: Tile, degrees: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -225,7 +225,7 @@ class _Trials:
             own, one = (self._footprint(tile, cut=True) for tile in (self._tile(), alone))
         points = iteration_points(self._op)
         fixed = max(0, one.kept_bytes * points - own.kept_bytes * alone.size) // max(1, points - alone.size)
-        return (replace(own, fixed_bytes=(fixed, 0, 0, 0), product_bytes=0, stolen=own.stolen & one.stolen),)
+        return (replace(own, fixed_bytes=(fixed, 0, 0, 0), product_bytes=0, in_rows=own.in_rows & one.in_rows),)
 
     def _tile_cut_by(self, place: int, parts: int, degrees: tuple[int, ...]) -> Tile:
         """A tile with these degrees, but with one factor in so many parts, or as many as its size allows."""
@@ -253,7 +253,7 @@ class _Trials:
 
     def _footprint(self, tile: Tile, *, cut: bool) -> Footprint:
         """The footprint of one run."""
-        regions, own = self._regions(tile, cut=cut), frozenset[int]()
+        regions = self._regions(tile, cut=cut)
         memory = TrialMemory()
         memory.leave_out(regions)
         with memory:
@@ -264,6 +264,7 @@ class _Trials:
             kept, product = memory.kept_bytes() + room, memory.product_bytes()
             forward = most - kept - sum(map(bytes_of, results))
             keeps = frozenset(place for place, tensor in enumerate((*regions, *results)) if memory.keeps(tensor))
+            rows = frozenset(place for place, tensor in enumerate(results, len(regions)) if tensor.is_contiguous())
             wanted = [tensor for tensor in regions if tensor.requires_grad]
             answers = [tensor for tensor in results if tensor.requires_grad]
             results.clear()
@@ -281,20 +282,20 @@ class _Trials:
                 backward = memory.most_bytes - kept - operands
                 places = [place for place, tensor in enumerate(regions) if tensor.requires_grad]
                 parameters = range(len(self._op.inputs), len(regions))
-                own = stolen(list(zip(places, found, strict=True)), parameters, memory.knows)
-        return Footprint(max(0, kept), max(0, forward), backward, keeps, NONE, product, own)
+                rows |= stolen(list(zip(places, found, strict=True)), parameters, memory.knows)
+        return Footprint(max(0, kept), max(0, forward), backward, keeps, NONE, product, rows)
 
 
 def _covers(one: Footprint, other: Footprint, little: int = 0) -> bool:
     covered = all(a + little >= b for a, b in zip(one.sizes_bytes, other.sizes_bytes, strict=True))
-    return covered and one.keeps >= other.keeps and one.stolen <= other.stolen
+    return covered and one.keeps >= other.keeps and one.in_rows <= other.in_rows
 
 
 def _of_all(footprint: Footprint, op: Operator, tile: Tile) -> Footprint:
     """The footprint scaled up as if a tile had all points."""
     points = iteration_points(op)
     kept, forward, backward, product = (-(-size * points // max(1, tile.size)) for size in footprint.sizes_bytes)
-    return Footprint(kept, forward, backward, footprint.keeps, NONE, product, footprint.stolen)
+    return Footprint(kept, forward, backward, footprint.keeps, NONE, product, footprint.in_rows)
 
 
 def _fixed(own: Footprint, cut: Footprint) -> tuple[int, int, int, int]:

@@ -37,12 +37,12 @@ def kept_places(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval
     return found
 
 
-def stolen_places(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval]) -> frozenset[int]:
-    """The parameters of which autograd takes the gradient that a tile with these intervals makes as it is; it copies all others."""
+def places_in_rows(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval]) -> frozenset[int]:
+    """``Footprint.in_rows`` for a tile with these intervals; empty if nothing is known."""
     if op.name not in graph.footprints:
         return frozenset()
     like = _like(graph, op, intervals)
-    return like[0].stolen.intersection(*(one.stolen for one in like))
+    return like[0].in_rows.intersection(*(one.in_rows for one in like))
 
 
 def _like(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval]) -> list[Footprint]:
