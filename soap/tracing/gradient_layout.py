@@ -35,4 +35,5 @@ def _lies_apart(gradient: torch.Tensor) -> bool:
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    number: int = tensor.untyped_storage()._cdata
+    return number

@@ -27,11 +27,13 @@ from soap.simulator.memory.ledger import Ledger, MemoryCurve
 from soap.simulator.memory.parameters import is_away, kept_shards
 from soap.simulator.memory.peaks import MemoryUse, kept_bytes, memory_use, peak_bytes
 from soap.simulator.memory.residency import expected_peaks, memory_over_time, peaks_by_kind
+from soap.simulator.memory.task_spans import TaskSpans
 from soap.simulator.memory.transit import Send, Stay, cells_land_in_place, until_free
 from soap.simulator.reference import simulate
 from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
 from soap.strategy.classical import data_parallel, zero1
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
+from soap.strategy.recomputation import RECOMPUTED
 from soap.strategy.sync import SHARDED, SHARDED_STATE
 from tests.extent import MANY
 from tests.graph_builder import GraphBuilder
@@ -241,6 +243,51 @@ def test_a_part_in_one_piece_leaves_from_where_it_lies() -> None:
     plan = build_plan(known, strategy(l1=one, next=on(1, 1, degrees=rows), loss=on(1, degrees=(1, 1))), TWO)
     (parcel,) = parcels(plan, plan.messages[0].parts)
     assert len(parcel.parts) == 2 and lying(plan, parcel).of == -1
+
+
+def test_of_a_region_that_came_each_later_gradient_is_beside_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three operators on device 1 read what device 0 has made."""
+    g = GraphBuilder()
+    x = g.linear(g.input("x", 4, 2), 6, name="l1")
+    readers = [g.elementwise(x, name=f"reader{place}") for place in range(3)]
+    graph = g.build(g.mean(g.elementwise(*readers, name="added"), name="loss"))
+    there = on(1, degrees=(1, 1))
+    chosen = strategy(l1=on(0, degrees=(1, 1, 1)), reader0=there, reader1=there, reader2=there, added=there, loss=there)
+    tasks, schedule = played(graph, chosen)
+    times = zip(tasks.tasks, schedule.start_ns.tolist(), schedule.end_ns.tolist(), strict=True)
+    first, second, third = sorted((start, end) for task, start, end in times if task.name.startswith("backward reader"))
+    held: list[tuple[int, int]] = []
+    usual = Ledger.hold
+
+    def noting(self: Ledger, device: int, start: int, end: int, size: int, kind: MemoryKind, **order: bool) -> None:
+        if (device, size, kind) == (1, 4 * 6 * 4, MemoryKind.WORKSPACE):
+            held.append((start, end))
+        usual(self, device, start, end, size, kind, **order)
+
+    monkeypatch.setattr(Ledger, "hold", noting)
+    memory_over_time(tasks, schedule, 2)
+    assert any(start == first[0] and end >= third[1] for start, end in held)
+    assert second in held and third in held and first not in held
+
+
+def test_a_part_of_a_region_is_let_go_when_the_region_has_been_put_together() -> None:
+    """Each device makes half of the rows, and reads all of them. Both operators run again: what came is kept for that, the own half is
+    not."""
+    g = GraphBuilder()
+    x = g.elementwise(g.linear(g.input("x", 4, 2), 6, name="l1"), name="next")
+    graph = g.build(g.mean(g.linear(x, 2, name="l2"), name="loss"))
+    chosen = strategy(
+        l1=on(0, 1, degrees=(2, 1, 1)),
+        next=OpConfig((2, 1), (0, 1), recompute=RECOMPUTED),
+        l2=OpConfig((1, 1, 2), (0, 1), recompute=RECOMPUTED),
+        loss=on(0, 1, degrees=(1, 2)),
+    )
+    tasks, schedule = played(graph, chosen)
+    spans, plan = TaskSpans(tasks, schedule), tasks.plan
+    (fetch,) = [own for own in plan.fetches if own.tensor == "next" and own.device == 0]
+    (reader, _), (mine,) = fetch.consumers[0], [own.holding for own in fetch.pieces if plan.holdings[own.holding].device == 0]
+    assert mine in spans.dropped and reader in spans.second
+    assert spans.forward[reader][0] <= spans.read_until[mine] < spans.second[reader][0]
 
 
 def test_what_is_received_is_added_up_one_after_the_other() -> None:
