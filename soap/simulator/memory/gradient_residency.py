@@ -15,7 +15,7 @@ from soap.simulator.memory.footprint import places_in_rows
 from soap.simulator.memory.ledger import Ledger
 from soap.simulator.memory.parameters import compact_parameters, operand_bytes
 from soap.simulator.memory.task_spans import Span, TaskSpans
-from soap.simulator.memory.transit import Stay, cells_land_in_place, is_remote, lies_in_one_piece, told_parts
+from soap.simulator.memory.transit import Stay, cells_land_in_place, is_remote, lies_in_one_piece, packs_together, told_parts
 
 Sum = tuple[int, str, Box]
 """What autograd adds up: (first tile of a segment, parameter, region)."""
@@ -162,12 +162,13 @@ class GradientResidency:
         region lies: a part in one piece leaves from there. What a broadcast brought is summed on the way back, in a copy."""
         plan, size, copied = self.plan, 0, 0
         stays: list[Stay] = []
-        broadcast = isinstance(carrier, Exchange) and carrier.pattern is Pattern.BROADCAST
+        packed = isinstance(carrier, Exchange) and carrier.pattern is Pattern.BROADCAST
+        packed |= len(parcels) > 1 and packs_together(plan, device)
         for parts in parcels:
             own = sum(box_bytes(plan, plan.fetches[number].tensor, box) for number, box in parts)
             number, box = parts[0]
             fetch, size = plan.fetches[number], size + own
-            apart = len(parts) > 1 or broadcast or not lies_in_one_piece(box, fetch.box)
+            apart = len(parts) > 1 or packed or not lies_in_one_piece(box, fetch.box)
             if apart or (plan.order is not None and box != fetch.box):  # see ``Leaving``
                 copied += own
             else:

@@ -5,7 +5,7 @@ A part in one piece of memory leaves from where it lies, without a copy, and kee
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from soap.model.regions import Box
@@ -14,7 +14,7 @@ from soap.plan.plan import Exchange, Part, Pattern, Plan, local_pieces, remote_p
 from soap.simulator.memory.footprint import places_in_rows
 from soap.simulator.memory.ledger import Ledger
 from soap.simulator.memory.task_spans import TaskSpans
-from soap.simulator.memory.transit import Stay, lands_in_place, lies_in_one_piece, told_parts
+from soap.simulator.memory.transit import Stay, lands_in_place, lies_in_one_piece, packs_together, told_parts
 
 
 class Leaving:
@@ -45,13 +45,13 @@ class Leaving:
             for source, own in by_source.items():
                 self._send(own, span[0], self.ledger.arrived(source, span[1]))
 
-    def _send(self, leaving: Iterable[Parcel], start_ns: int, end_ns: int) -> None:
+    def _send(self, leaving: Sequence[Parcel], start_ns: int, end_ns: int) -> None:
         """What one device sends at once, until ``end_ns`` or later sends: copies, and what leaves from where it lies."""
         size = copied = 0
         stays, source = [], -1
         for parcel in leaving:
             source, size = parcel.source, size + parcel.size_bytes
-            lies = lying(self.plan, parcel)
+            lies = Lying(-1, True) if len(leaving) > 1 and packs_together(self.plan, source) else lying(self.plan, parcel)
             if lies.of < 0 or (self.plan.order is not None and parcel.parts[0][1] != self.plan.holdings[lies.of].box):
                 copied += parcel.size_bytes
             elif self.plan.order is None:  # with micro-batches the bound for their order has it so (``compiled.ordered_memory``)
@@ -70,13 +70,12 @@ class Parcel(NamedTuple):
     size_bytes: int
 
 
-def parcels(plan: Plan, parts: Sequence[Part]) -> Iterator[Parcel]:
+def parcels(plan: Plan, parts: Sequence[Part]) -> list[Parcel]:
     """What is sent of these parts, by source and target."""
     found: dict[tuple[int, int], list[tuple[int, Box]]] = {}
     for source, target, box, holding in remote_parts(plan, parts):
         found.setdefault((source, target), []).append((holding, box))
-    for (source, _), own in found.items():
-        yield _parcel(plan, source, own)
+    return [_parcel(plan, source, own) for (source, _), own in found.items()]
 
 
 def given_to_itself(plan: Plan, exchange: Exchange) -> Iterator[Parcel]:

@@ -40,7 +40,7 @@ from soap.simulator.memory.left_sums import LeftSums
 from soap.simulator.memory.parameters import assembled_regions, compact_parameters, host_copies, is_away, kept_shards, updating_bytes
 from soap.simulator.memory.peaks import MemoryUse
 from soap.simulator.memory.task_spans import Span, TaskSpans
-from soap.simulator.memory.transit import is_remote, lies_in_one_piece, received_apart
+from soap.simulator.memory.transit import is_remote, lies_in_one_piece, packs_together, received_apart
 from soap.simulator.tasks import Schedule, TaskGraph
 
 ALLOWANCE = 0.045
@@ -299,7 +299,8 @@ class _Values:
         """Bytes that a device holds to send others their cells of its own sum: copies, or all of the sum where a cell leaves from there."""
         plan, box = self.plan, reduction.box
         others = [cell for own, cell in zip(reduction.devices, reduction.cells, strict=True) if own != device and volume(cell)]
-        lying = [plan.order is None and lies_in_one_piece(cell, box) for cell in others]  # see ``Leaving``
+        apart = plan.order is not None or (len(others) > 1 and packs_together(plan, device))  # see ``Leaving``
+        lying = [not apart and lies_in_one_piece(cell, box) for cell in others]
         copied = sum(partial_bytes(plan, reduction, cell) for cell, stays in zip(others, lying, strict=True) if not stays)
         return copied + (partial_bytes(plan, reduction, box) if any(lying) else 0)
 

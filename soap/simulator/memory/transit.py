@@ -113,6 +113,11 @@ def lies_in_one_piece(part: Box, box: Box) -> bool:
     return in_one_piece(tuple((a - o, b - o) for (a, b), (o, _) in zip(part, box, strict=True)), lengths(box))
 
 
+def packs_together(plan: Plan, device: int) -> bool:
+    """Whether a device packs what it sends to several others at once: NCCL's all-to-all takes one tensor, gloo's messages one each."""
+    return device in plan.accelerators
+
+
 def cells_land_in_place(box: Box, cells: Sequence[Box]) -> bool:
     """Whether the cells of a sum of ``box``, in the order of its devices, lie one behind the other in the memory of all of it."""
     starts = [start for start, _ in box]
