@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -20,15 +19,13 @@ from soap.plan.syncs.parameter_server import METHOD
 from soap.runtime.comm.assembling import cut
 from soap.runtime.comm.packing import are_adjacent
 from soap.simulator.lowering import build_plan, lower
-from soap.simulator.memory import transit
 from soap.simulator.memory.as_run import as_run
-from soap.simulator.memory.leaving import Lying, Parcel, given_to_itself, lying, parcels
 from soap.simulator.memory.ledger import Ledger, MemoryCurve
 from soap.simulator.memory.parameters import is_away, kept_shards
 from soap.simulator.memory.peaks import MemoryUse, kept_bytes, memory_use, peak_bytes
 from soap.simulator.memory.residency import expected_peaks, memory_over_time, peaks_by_kind
 from soap.simulator.memory.task_spans import TaskSpans
-from soap.simulator.memory.transit import Send, Stay, cells_land_in_place, until_free
+from soap.simulator.memory.transit import cells_land_in_place
 from soap.simulator.reference import simulate
 from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
 from soap.strategy.classical import data_parallel, zero1
@@ -178,73 +175,6 @@ def test_an_allowance_is_made_below_the_bound() -> None:
     assert expected_peaks(curves, bounds) == (1045, 1010)
 
 
-def test_what_is_sent_is_kept_until_later_messages_push_it_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Halves of l1 go to a device of their own and come back one after the other; each half's gradient has 24 bytes."""
-    chosen = strategy(l1=on(0, 0, degrees=(2, 1, 1)), loss=on(1, 1, degrees=(2,)))
-    ends = []
-    for limit in (48, 24):
-        monkeypatch.setattr(transit, "SENT_BYTES", limit)
-        curve = memory_over_time(*played(chain(4, 2, 3), chosen), 2)[1]
-        ends.append(curve.bytes_held[-2])
-    assert ends == [32 + 48, 32 + 24]  # with the batch
-
-
-def test_what_is_sent_is_held_until_it_is_answered_pushed_out_or_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    sends = [Send(0, 9, 10, 10), Send(1, 3, 10, 10), Send(4, 9, 10, 0), Send(5, 9, 10, 10)]
-    assert sorted((send.start_ns, end, send.held) for send, end in until_free(sends)) == [(0, 9, 10), (1, 3, 10), (4, 9, 0), (5, 9, 10)]
-    monkeypatch.setattr(transit, "SENT_BYTES", 20)  # the second is answered before there are more
-    assert sorted((send.start_ns, end, send.held) for send, end in until_free(sends)) == [(0, 5, 10), (1, 3, 10), (4, 9, 0), (5, 9, 10)]
-    monkeypatch.setattr(transit, "SENT_TENSORS", 1)
-    assert sorted((send.start_ns, end, send.held) for send, end in until_free(sends)) == [(0, 1, 10), (1, 3, 10), (4, 5, 0), (5, 9, 10)]
-
-
-def test_what_is_sent_beside_what_it_is_made_of_and_what_answers_it() -> None:
-    """A copy is there beside its source; what is sent from where it lies is one piece of memory, and outlives its readers here."""
-    tasks, _ = played(chain(4, 2, 3), strategy(l1=on(0, degrees=(1, 1, 1)), loss=on(0, degrees=(1,))))
-
-    def held(*sends: tuple[int, int, int], stays: Sequence[Stay] = ()) -> dict[int, int]:
-        ledger = Ledger(tasks.plan, 40)
-        ledger.hold(0, 0, 10, 4, MemoryKind.KEPT, late=True)
-        for start, answer, packed in sends:
-            ledger.send(0, start, answer, 2, held=packed, copied=True, stays=stays)
-        ledger.hold(0, 20, 30, 8, MemoryKind.WORKSPACE, early=True)  # to which the answer is added
-        curve, _ = ledger.curves()
-        return dict(zip(curve.times_ns.tolist(), curve.bytes_held.tolist(), strict=True))
-
-    assert held((10, 20, 2)) == {0: 4, 10: 6, 20: 10, 30: 0}
-    assert held((5, 20, 0), stays=[Stay(0, 10, 4)]) == {0: 4, 10: 4, 20: 12, 30: 0}
-    assert held((5, 20, 0), stays=[Stay(0, 10, 4, 2)]) == {0: 4, 5: 6, 10: 4, 20: 12, 30: 0}  # or it was a copy, until then
-    assert held((5, 15, 0), (6, 20, 0), stays=[Stay(0, 10, 4)]) == {0: 4, 10: 4, 20: 12, 30: 0}  # two parts of it
-    assert held((5, 20, 0), stays=[Stay(0, 40, 4)]) == {0: 4, 10: 0, 20: 8, 30: 0}
-
-
-def test_a_part_in_one_piece_leaves_from_where_it_lies() -> None:
-    """Rows of what lies row by row, and not its columns, nor two parts at once; a sum always lies so. Of others nobody knows."""
-    g = GraphBuilder()
-    x = g.linear(g.input("x", 4, 2), 6, name="l1")
-    graph = g.build(g.mean(g.elementwise(x, name="next"), name="loss"))
-    known = replace(graph, footprints={"l1": (Footprint(0, 0, 0, frozenset(), in_rows=frozenset({3})),)})
-
-    def found(graph: OperatorGraph, first: OpConfig, degrees: tuple[int, int]) -> list[Lying]:
-        loss = on(1, degrees=(1, 1))
-        plan = build_plan(graph, strategy(l1=first, next=on(1, 1, degrees=degrees), loss=loss), TWO)
-        (message,) = plan.messages
-        return [lying(plan, replace_parts(parcel, part)) for parcel in parcels(plan, message.parts) for part in parcel.parts]
-
-    def replace_parts(parcel: Parcel, part: tuple[int, Box]) -> Parcel:
-        return parcel._replace(parts=[part])
-
-    one, summed = on(0, degrees=(1, 1, 1)), on(0, 0, degrees=(1, 2, 1))
-    rows, columns = (2, 1), (1, 2)
-    assert {(own.of >= 0, own.surely) for own in found(known, one, rows)} == {(True, True)}
-    assert {(own.of >= 0, own.surely) for own in found(graph, one, rows)} == {(True, False)}
-    assert {(own.of >= 0, own.surely) for own in found(graph, summed, rows)} == {(True, True)}
-    assert {own.of for own in found(known, one, columns)} == {-1}
-    plan = build_plan(known, strategy(l1=one, next=on(1, 1, degrees=rows), loss=on(1, degrees=(1, 1))), TWO)
-    (parcel,) = parcels(plan, plan.messages[0].parts)
-    assert len(parcel.parts) == 2 and lying(plan, parcel).of == -1
-
-
 def test_of_a_region_that_came_each_later_gradient_is_beside_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three operators on device 1 read what device 0 has made."""
     g = GraphBuilder()
@@ -319,21 +249,6 @@ def test_a_sum_that_a_device_does_not_read_is_there_until_its_gradient_comes() -
     (total,) = (box_bytes(tasks.plan, "l1", reduction.box) for reduction in tasks.plan.reductions)
     assert units(schedule.end_ns[2]) == 84  # of the sum
     assert held[12] == held[0] + total and held[96] == held[12] + total and set(held) == {0, 12, 96, 168, 192, 193}
-
-
-@pytest.mark.parametrize(("regions", "parts"), [(1, 2 + 1), (2, 4)])
-def test_a_device_gives_itself_its_part_of_the_only_region_that_comes(regions: int, parts: int) -> None:
-    """Three devices have a third of the rows of a value each, and read a third of its columns, or two."""
-    g = GraphBuilder()
-    first = g.linear(g.input("x", 6, 2), 6, name="first")
-    places = [(0, 1, 2), (1, 2, 0)][:regions]
-    losses = [g.mean(g.elementwise(first, name=f"columns{i}"), name=f"loss{i}") for i in range(regions)]
-    configs = {f"columns{i}": on(*own, degrees=(1, 3)) for i, own in enumerate(places)} | {loss: on(0, degrees=(1, 1)) for loss in losses}
-    chosen = strategy(first=on(0, 1, 2, degrees=(3, 1, 1)), sum=on(0, degrees=()), **configs)
-    plan = build_plan(g.build(g.elementwise(*losses, name="sum")), chosen, pairwise_cluster(1, 1, 1))
-    (exchange,) = [own for own in plan.exchanges if own.tensor == "first"]
-    sizes = [(own.source, own.size_bytes) for own in (*parcels(plan, exchange.parts), *given_to_itself(plan, exchange))]
-    assert [sum(size for source, size in sizes if source == device) for device in range(3)] == [parts * 2 * 2 * 4] * 3
 
 
 @MANY

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from soap.model.regions import Box
-from soap.plan.flows import box_bytes
-from soap.plan.plan import Exchange, Part, Pattern, Plan, local_pieces, remote_parts
+from soap.model.regions import Box, volume
+from soap.plan.flows import box_bytes, partial_bytes
+from soap.plan.plan import Exchange, Part, Pattern, Plan, Reduction, local_pieces, remote_parts
 from soap.simulator.memory.footprint import places_in_rows
 from soap.simulator.memory.ledger import Ledger
 from soap.simulator.memory.task_spans import TaskSpans
@@ -121,3 +121,13 @@ def _lies_in_rows(plan: Plan, holding: int) -> bool:
     first = len(op.inputs) + len(op.parameters)
     rows = places_in_rows(plan.graph, op, tile.intervals)
     return any(first + k in rows for k, out in enumerate(op.outputs) if out.tensor == held.tensor)
+
+
+def sent_of_sum(plan: Plan, reduction: Reduction, device: int) -> int:
+    """Bytes that a device holds to send others their cells of its own sum: copies, or all of the sum where a cell leaves from there. With
+    micro-batches copies, as in ``Leaving``."""
+    others = [cell for own, cell in zip(reduction.devices, reduction.cells, strict=True) if own != device and volume(cell)]
+    apart = plan.order is not None or (len(others) > 1 and packs_together(plan, device))
+    lie = [not apart and lies_in_one_piece(cell, reduction.box) for cell in others]
+    copied = sum(partial_bytes(plan, reduction, cell) for cell, lies in zip(others, lie, strict=True) if not lies)
+    return copied + (partial_bytes(plan, reduction, reduction.box) if any(lie) else 0)

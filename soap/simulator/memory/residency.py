@@ -22,11 +22,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from soap.model.graph import TensorKind
-from soap.model.regions import Box, in_one_piece, volume
+from soap.model.regions import Box, in_one_piece
 from soap.plan.flows import box_bytes, partial_bytes
 from soap.plan.memory_kinds import ALLOWANCE as BEYOND
 from soap.plan.memory_kinds import MemoryKind
-from soap.plan.plan import Reduction, ShardSync, update_name
+from soap.plan.plan import ShardSync, update_name
 from soap.plan.syncs.amounts import COUNT_BYTES
 from soap.plan.syncs.bucketing import idle_shards, sums_of_one
 from soap.plan.syncs.seam import Hold, method_for
@@ -34,13 +34,13 @@ from soap.plan.tiling import made_bytes
 from soap.simulator.memory import peaks
 from soap.simulator.memory.as_run import as_run
 from soap.simulator.memory.gradient_residency import GradientResidency, Sum
-from soap.simulator.memory.leaving import Leaving
+from soap.simulator.memory.leaving import Leaving, sent_of_sum
 from soap.simulator.memory.ledger import Ledger, MemoryCurve
 from soap.simulator.memory.left_sums import LeftSums
 from soap.simulator.memory.parameters import assembled_regions, compact_parameters, host_copies, is_away, kept_shards, updating_bytes
 from soap.simulator.memory.peaks import MemoryUse
 from soap.simulator.memory.task_spans import Span, TaskSpans
-from soap.simulator.memory.transit import is_remote, lies_in_one_piece, packs_together, received_apart
+from soap.simulator.memory.transit import is_remote, received_apart
 from soap.simulator.tasks import Schedule, TaskGraph
 
 ALLOWANCE = 0.045
@@ -291,18 +291,9 @@ class _Values:
                 if scattered:  # the own sum is added up of partial results; when these have gone, it is cut and sent
                     total = partial_bytes(plan, reduction, reduction.box)
                     self.hold(device, start, start, total, MemoryKind.BUFFERS, early=True, over=True)
-                    held = self._sent_of_sum(reduction, device)
+                    held = sent_of_sum(plan, reduction, device)
                     self.ledger.send(device, start, self.ledger.arrived(device, done), total - size, held=held, made=True)
                     self.hold(device, start, done, (len(boxes) - 1) * size, MemoryKind.BUFFERS, made=True)
-
-    def _sent_of_sum(self, reduction: Reduction, device: int) -> int:
-        """Bytes that a device holds to send others their cells of its own sum: copies, or all of the sum where a cell leaves from there."""
-        plan, box = self.plan, reduction.box
-        others = [cell for own, cell in zip(reduction.devices, reduction.cells, strict=True) if own != device and volume(cell)]
-        apart = plan.order is not None or (len(others) > 1 and packs_together(plan, device))  # see ``Leaving``
-        lying = [not apart and lies_in_one_piece(cell, box) for cell in others]
-        copied = sum(partial_bytes(plan, reduction, cell) for cell, stays in zip(others, lying, strict=True) if not stays)
-        return copied + (partial_bytes(plan, reduction, box) if any(lying) else 0)
 
     def _answered(self, number: int, device: int, done_ns: int) -> int:
         """When the gradient of a sum that a device does not read arrives, or the sum is over if there is none."""
