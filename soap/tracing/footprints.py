@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from math import prod
-from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import _disable_current_modes
 
 from soap.model.graph import NARROW, RECURRENT_KINDS, FactorKind, Footprint, Operator
 from soap.model.regions import lengths, relative, whole
@@ -21,10 +18,11 @@ from soap.simulator.memory.footprint import Use, costly_cuts, tile_bytes
 from soap.strategy.config import OpConfig
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.given import given
+from soap.tracing.gradient_layout import stolen
 from soap.tracing.model import TileContext
 from soap.tracing.part_footprints import PartFootprints, Parts
-from soap.tracing.products import is_product
 from soap.tracing.trial_device import as_on_gpus
+from soap.tracing.trial_memory import TrialMemory, bytes_of
 
 REALLY_RUN_FLOPS = 2**32
 """Recurrent layers keep a workspace that shows only where they really run. They run at import if they take at most so many
@@ -34,7 +32,6 @@ FINER = 4
 """If half of an operator takes more than half of the memory, it is cut into so many parts as well, to see what does not shrink."""
 NONE = (0, 0, 0, 0)
 """All of a footprint shrinks."""
-NOTHING = Footprint(0, 0, 0, frozenset(), NONE, 0)
 LITTLE = 50
 """Memory below the bytes of an operator's operands divided by this is negligible."""
 
@@ -131,7 +128,9 @@ class _Trials:
 
     def _of_windows(self, own: Footprint) -> Footprints:
         """The same footprint for all cuts of the image. Parts of a sum of a narrower type are computed in float32, casts of weights do not
-        shrink with the samples or the image, and strided convolutions may be computed in float32 if the weight is cut."""
+        shrink with the samples or the image, and strided convolutions may be computed in float32 if the weight is cut. Of how gradients
+        lie, one tile that is cut in all ways speaks for all."""
+        own = replace(own, in_rows=own.in_rows & self._rows_of_parts())
         narrow = self._op.arithmetic in NARROW
         if not (narrow or self._has_wide_parts()):
             return (own,)
@@ -142,6 +141,13 @@ class _Trials:
             of_image = replace(own, fixed_bytes=_fixed(own, samples[0]))
             cuts = [of_image if i in space else cut for i, cut in enumerate(cuts)]
         return own, *cuts
+
+    def _rows_of_parts(self) -> frozenset[int]:
+        """``Footprint.in_rows`` of a tile that is cut by all factors."""
+        try:
+            return self._footprint(self._tile(tuple(min(2, factor.size) for factor in self._op.factors)), cut=True).in_rows
+        except Exception:  # as above
+            return frozenset()
 
     def _has_wide_parts(self) -> bool:
         """Whether parts of a sum are computed in a wider type than the sum."""
@@ -156,7 +162,8 @@ class _Trials:
             return ()
         apart = tuple(1 if i in costly else degree for i, degree in enumerate(degrees))
         parts = self._tile(apart)
-        return self._together(self._footprint(parts, cut=True), parts, apart, known) or (NOTHING,) * len(degrees)
+        own = self._footprint(parts, cut=True)
+        return self._together(own, parts, apart, known) or (Footprint(0, 0, 0, frozenset(), in_rows=own.in_rows),) * len(degrees)
 
     def _cut_by(self, place: int, own: Footprint) -> Footprint:
         """The footprint with one factor cut. ``own``: the whole operator's."""
@@ -171,22 +178,25 @@ class _Trials:
         pairs = zip(half.sizes_bytes, finer.sizes_bytes, strict=True)
         lines = [_line((large.size, one), (small.size, other), points) for one, other in pairs]
         (kept, forward, backward, product), fixed = zip(*lines, strict=True)
-        return Footprint(kept, forward, backward, half.keeps | finer.keeps, fixed, product)
+        return Footprint(kept, forward, backward, half.keeps | finer.keeps, fixed, product, half.in_rows & finer.in_rows)
 
     def _together(self, cut: Footprint, parts: Tile, degrees: tuple[int, ...], known: Footprints) -> Footprints:
         """Footprints with all factors cut, one for each factor: what does not shrink with that factor. A use of memory that single cuts
         explain counts as 0; empty if that is so for all uses."""
         expected = [tile_bytes(self._op, known, parts.intervals, use) for use in Use]
         sizes = [size if size > other else 0 for size, other in zip(cut.sizes_bytes, expected, strict=True)]
-        if max(sizes) <= 0 and cut.keeps <= frozenset[int]().union(*(one.keeps for one in known)):
+        rows = known[0].in_rows.intersection(*(one.in_rows for one in known))
+        if max(sizes) <= 0 and cut.keeps <= frozenset[int]().union(*(one.keeps for one in known)) and cut.in_rows >= rows:
             return ()
         if max(size - other for size, other in zip(sizes, expected, strict=True)) <= self._little():
-            return (_of_all(Footprint(sizes[0], sizes[1], sizes[2], cut.keeps, NONE, sizes[3]), self._op, parts),) * len(degrees)
+            own = replace(cut, kept_bytes=sizes[0], forward_bytes=sizes[1], backward_bytes=sizes[2], product_bytes=sizes[3])
+            return (_of_all(own, self._op, parts),) * len(degrees)
         lines = [self._lines_together(i, sizes, parts, degrees) for i in range(len(degrees))]
         of_all = [0 if size <= 0 else size * prod(line[use][0] for line in lines) // size ** len(lines) for use, size in enumerate(sizes)]
         fixed = [tuple(0 if size <= 0 else size * own[use][1] // own[use][0] for use, size in enumerate(of_all)) for own in lines]
         kept, forward, backward, product = of_all
-        return tuple(Footprint(kept, forward, backward, cut.keeps, (one[0], one[1], one[2], one[3]), product) for one in fixed)
+        own = Footprint(kept, forward, backward, cut.keeps, NONE, product, cut.in_rows)
+        return tuple(replace(own, fixed_bytes=(one[0], one[1], one[2], one[3])) for one in fixed)
 
     def _lines_together(self, place: int, sizes: Sequence[int], parts: Tile, degrees: tuple[int, ...]) -> list[tuple[int, int]]:
         """For each use of memory, given how much such a tile takes: (bytes with all of one factor, part that does not shrink with it)."""
@@ -215,8 +225,7 @@ class _Trials:
             own, one = (self._footprint(tile, cut=True) for tile in (self._tile(), alone))
         points = iteration_points(self._op)
         fixed = max(0, one.kept_bytes * points - own.kept_bytes * alone.size) // max(1, points - alone.size)
-        found = Footprint(own.kept_bytes, own.forward_bytes, own.backward_bytes, own.keeps, (fixed, 0, 0, 0))
-        return (found,)
+        return (replace(own, fixed_bytes=(fixed, 0, 0, 0), product_bytes=0, in_rows=own.in_rows & one.in_rows),)
 
     def _tile_cut_by(self, place: int, parts: int, degrees: tuple[int, ...]) -> Tile:
         """A tile with these degrees, but with one factor in so many parts, or as many as its size allows."""
@@ -245,7 +254,7 @@ class _Trials:
     def _footprint(self, tile: Tile, *, cut: bool) -> Footprint:
         """The footprint of one run."""
         regions = self._regions(tile, cut=cut)
-        memory = _Memory()
+        memory = TrialMemory()
         memory.leave_out(regions)
         with memory:
             with torch.autograd.graph.saved_tensors_hooks(memory.pack, lambda tensor: tensor):
@@ -253,101 +262,40 @@ class _Trials:
             most = memory.most_bytes
             room = memory.leave_out(results)
             kept, product = memory.kept_bytes() + room, memory.product_bytes()
-            forward = most - kept - sum(map(_bytes, results))
+            forward = most - kept - sum(map(bytes_of, results))
             keeps = frozenset(place for place, tensor in enumerate((*regions, *results)) if memory.keeps(tensor))
+            rows = frozenset(place for place, tensor in enumerate(results, len(regions)) if tensor.is_contiguous())
             wanted = [tensor for tensor in regions if tensor.requires_grad]
             answers = [tensor for tensor in results if tensor.requires_grad]
             results.clear()
             backward = 0
             if wanted and answers:
                 gradients = [torch.zeros_like(tensor, requires_grad=False) for tensor in answers]
-                operands = sum(map(_bytes, (*wanted, *gradients)))
+                memory.note(gradients)
+                operands = sum(map(bytes_of, (*wanted, *gradients)))
                 root = given(gradients, answers)
                 seed = torch.ones_like(root)
                 memory.leave_out((root, seed))
                 answers.clear()
                 memory.most_bytes = 0
-                torch.autograd.grad(root, wanted, seed, allow_unused=True)
+                found = torch.autograd.grad(root, wanted, seed, allow_unused=True)
                 backward = memory.most_bytes - kept - operands
-        return Footprint(max(0, kept), max(0, forward), backward, keeps, NONE, product)
-
-
-class _Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows the memory that calls allocate. ``most_bytes``: the most that was there at once, without what is left out."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.most_bytes = 0
-        self._products: list[tuple[StorageWeakRef, int, int]] = []
-        self._needed = 0
-        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._kept: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._left_out: dict[int, torch.UntypedStorage] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        made = [item.untyped_storage() for item in tree_leaves(result) if isinstance(item, torch.Tensor)]
-        self._products += [(_reference(storage), storage._cdata, storage.nbytes()) for storage in made if is_product(func)]
-        if made:
-            self._live = {key: entry for key, entry in self._live.items() if _is_there(entry[0])}
-            self._live.update((storage._cdata, (_reference(storage), storage.nbytes())) for storage in made)
-            self.most_bytes = max(self.most_bytes, sum(size for key, (_, size) in self._live.items() if key not in self._left_out))
-        return result
-
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Note that autograd keeps this tensor."""
-        storage, self._needed = tensor.untyped_storage(), len(self._products)
-        self._kept[storage._cdata] = (_reference(storage), storage.nbytes())
-        return tensor
-
-    def leave_out(self, tensors: Iterable[torch.Tensor]) -> int:
-        """Leave these tensors out: they are counted elsewhere. If they keep something larger alive of which they are parts, the rest
-        counts, in so many bytes."""
-        room: dict[int, int] = {}
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self._left_out:
-                self._left_out[storage._cdata] = storage
-                room[storage._cdata] = storage.nbytes()
-            if storage._cdata in room:
-                room[storage._cdata] -= _bytes(tensor)
-        return sum(max(0, rest) for rest in room.values())
-
-    def kept_bytes(self) -> int:
-        """Bytes that autograd keeps, without what is left out."""
-        return sum(size for key, (storage, size) in self._kept.items() if key not in self._left_out and _is_there(storage))
-
-    def product_bytes(self) -> int:
-        """Bytes that products have made which a second run needs (``products.Products``), without what is left out."""
-        made = self._products[: self._needed]
-        return sum(size for storage, key, size in made if key not in self._left_out or not _is_there(storage))
-
-    def keeps(self, tensor: torch.Tensor) -> bool:
-        """Whether autograd keeps the memory of a tensor."""
-        return tensor.untyped_storage()._cdata in self._kept
-
-
-def _reference(storage: torch.UntypedStorage) -> StorageWeakRef:
-    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-
-
-def _is_there(reference: StorageWeakRef) -> bool:
-    return not reference.expired()  # type: ignore[no-untyped-call]
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.itemsize
+                places = [place for place, tensor in enumerate(regions) if tensor.requires_grad]
+                parameters = range(len(self._op.inputs), len(regions))
+                rows |= stolen(list(zip(places, found, strict=True)), parameters, memory.knows)
+        return Footprint(max(0, kept), max(0, forward), backward, keeps, NONE, product, rows)
 
 
 def _covers(one: Footprint, other: Footprint, little: int = 0) -> bool:
-    return all(a + little >= b for a, b in zip(one.sizes_bytes, other.sizes_bytes, strict=True)) and one.keeps >= other.keeps
+    covered = all(a + little >= b for a, b in zip(one.sizes_bytes, other.sizes_bytes, strict=True))
+    return covered and one.keeps >= other.keeps and one.in_rows <= other.in_rows
 
 
 def _of_all(footprint: Footprint, op: Operator, tile: Tile) -> Footprint:
     """The footprint scaled up as if a tile had all points."""
     points = iteration_points(op)
     kept, forward, backward, product = (-(-size * points // max(1, tile.size)) for size in footprint.sizes_bytes)
-    return Footprint(kept, forward, backward, footprint.keeps, NONE, product)
+    return Footprint(kept, forward, backward, footprint.keeps, NONE, product, footprint.in_rows)
 
 
 def _fixed(own: Footprint, cut: Footprint) -> tuple[int, int, int, int]:

@@ -72,8 +72,9 @@ class Parts:
             return {chosen: _most([own, *map(self._run, self._at_ends(chosen))]) for chosen, own in found.items()}
         if inside or not self._space:
             return found
-        more = self._run(self._tile([own[0] for own in choices], True)).keeps
-        return {chosen: replace(own, keeps=own.keeps | more) for chosen, own in found.items()}
+        within = self._run(self._tile([own[0] for own in choices], True))
+        keeps, rows = within.keeps, within.in_rows
+        return {chosen: replace(own, keeps=own.keeps | keeps, in_rows=own.in_rows & rows) for chosen, own in found.items()}
 
     def _grown(self, lengths: Sequence[int]) -> Sequence[int]:
         """These lengths; but if the image is cut small along one side, all of a side along which it would nearly be whole: tiles may be as
@@ -121,7 +122,9 @@ def _most(tried: Sequence[Footprint]) -> Footprint:
     """What each of these tiles takes at most, kept between its passes and while each of them runs."""
     kept, product_bytes = max(own.kept_bytes for own in tried), max(own.product_bytes for own in tried)
     forward, backward = (max(own.kept_bytes + getattr(own, use) for own in tried) - kept for use in ("forward_bytes", "backward_bytes"))
-    return Footprint(kept, forward, backward, frozenset[int]().union(*(own.keeps for own in tried)), product_bytes=product_bytes)
+    keeps = frozenset[int]().union(*(own.keeps for own in tried))
+    rows = tried[0].in_rows.intersection(*(own.in_rows for own in tried))
+    return Footprint(kept, forward, backward, keeps, product_bytes=product_bytes, in_rows=rows)
 
 
 def _whole(size: int) -> list[int]:

@@ -50,10 +50,11 @@ def test_by_hand() -> None:
     model = import_program(torch.export.export(Net(), (torch.zeros(4, 6),)), name="net")
     linear, rest = (model.graph.footprints[name] for name in ("first", "sum"))
     # Kept: the input, for the weight's gradient; not the weight, as nobody wants the input's.
-    assert linear[0] == Footprint(0, 0, 0, frozenset({0}))
+    # Gradients of weight and bias lie row by row, and so does what it makes.
+    assert linear[0] == Footprint(0, 0, 0, frozenset({0}), in_rows=frozenset({1, 2, 3}))
     # GELU keeps its input, which is the linear layer's output; exp keeps its result, 4 x 5 floats; GELU's result is kept by nobody, but
     # there when exp makes its own, before the sum takes its 4 bytes. Backward, exp's result goes before the input's gradient comes.
-    assert rest == (Footprint(80, 80 - 4, 0, frozenset({0})),)
+    assert rest == (Footprint(80, 80 - 4, 0, frozenset({0}), in_rows=frozenset({1})),)
 
 
 class Labelled(torch.nn.Module):

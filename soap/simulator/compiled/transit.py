@@ -77,6 +77,13 @@ def add_sent(W: World, M: MemoryTables, op: int) -> None:
         for i in range(begin, end):
             for device in (S.h_dev[S.p_hold[S.part[i]]], S.f_dev[S.p_fetch[S.part[i]]]):
                 M.part[LARGEST_SENT, device] = max(M.part[LARGEST_SENT, device], together)
+    for fetch in range(S.count[FETCHES]):
+        out, remote, local = first + S.f_out[fetch], False, 0
+        for piece in range(S.f_piece[fetch], S.f_piece[fetch + 1]):
+            remote |= is_remote(S, piece)
+            local += 0 if is_remote(S, piece) else S.p_volume[piece]
+        if remote and G.output_gradient[out]:
+            M.part[SENT_BETWEEN, S.f_dev[fetch]] += local * G.output_itemsize[out]
 
 
 @compiled

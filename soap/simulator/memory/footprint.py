@@ -28,24 +28,33 @@ class Use(IntEnum):
 
 def kept_places(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval]) -> frozenset[int] | None:
     """The operands that autograd keeps for a tile with these intervals; None if that is not known."""
-    known = graph.footprints.get(op.name)
-    if known is None:
+    if op.name not in graph.footprints:
         return None
     key = op.name, _lengths(intervals)
     found = graph.kept_operands.get(key)
     if found is None:
-        parts = _of_part(graph, op, intervals)
-        kept = frozenset[int]().union(*(own.keeps for own in parts.values())) if parts else _kept_places(op, known, intervals)
-        found = graph.kept_operands[key] = kept
+        found = graph.kept_operands[key] = frozenset[int]().union(*(own.keeps for own in _like(graph, op, intervals)))
     return found
 
 
-def _kept_places(op: Operator, known: Sequence[Footprint], intervals: Sequence[Interval]) -> frozenset[int]:
+def places_in_rows(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval]) -> frozenset[int]:
+    """``Footprint.in_rows`` for a tile with these intervals; empty if nothing is known."""
+    if op.name not in graph.footprints:
+        return frozenset()
+    like = _like(graph, op, intervals)
+    return like[0].in_rows.intersection(*(one.in_rows for one in like))
+
+
+def _like(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval]) -> list[Footprint]:
+    """The footprints of tiles that are cut as this one is: those of such parts, or by each of its factors alone, and by several."""
+    parts, known = _of_part(graph, op, intervals), graph.footprints[op.name]
+    if parts:
+        return [*parts.values()]
     cut = _cut_factors(op, intervals)
     if not cut or len(known) == 1:
-        return known[0].keeps
+        return [known[0]]
     alone, together = _of_cuts(op, known, cut)
-    return frozenset[int]().union(*(alone[i].keeps for i in cut), *(one.keeps for one in together if len(cut) > 1))
+    return [*(alone[i] for i in cut), *(together if len(cut) > 1 else ())]
 
 
 def kept_share(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval]) -> int:

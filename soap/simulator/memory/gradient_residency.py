@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from soap.model.regions import Box
 from soap.plan.flows import box_bytes, reduced_tensor
 from soap.plan.memory_kinds import MemoryKind
-from soap.plan.plan import Exchange, Message, reduce_name, remote_parts
+from soap.plan.plan import Exchange, Message, Pattern, reduce_name, remote_parts
 from soap.plan.syncs.bucketing import sums_of_one
 from soap.simulator.memory import peaks
+from soap.simulator.memory.footprint import places_in_rows
 from soap.simulator.memory.ledger import Ledger
 from soap.simulator.memory.parameters import compact_parameters, operand_bytes
 from soap.simulator.memory.task_spans import Span, TaskSpans
-from soap.simulator.memory.transit import cells_land_in_place, is_remote, told_parts
+from soap.simulator.memory.transit import Stay, cells_land_in_place, is_remote, lies_in_one_piece, packs_together, told_parts
 
 Sum = tuple[int, str, Box]
 """What autograd adds up: (first tile of a segment, parameter, region)."""
@@ -43,13 +44,15 @@ class GradientResidency:
             if any(is_remote(plan, fetch, piece) for piece in fetch.pieces):  # a leaf of autograd, held until all have taken their parts
                 size = box_bytes(plan, fetch.tensor, fetch.box)
                 self.hold(fetch.device, start, self.spans.taken(number), size, MemoryKind.WORKSPACE, late=True)
+                for begun, over in sorted(spans)[1:]:  # each later one is held beside the sum that it is added to
+                    self.hold(fetch.device, begun, over, size, MemoryKind.WORKSPACE)
                 apart |= {piece.holding for piece in fetch.pieces}
                 continue
             for piece in fetch.pieces:
                 made[piece.holding] = min(made.get(piece.holding, start), start)
                 added.setdefault(piece.holding, []).extend((span, box_bytes(plan, fetch.tensor, piece.box)) for span in spans)
         for holding, parts in added.items():
-            for (start, end), size in sorted(parts)[1:]:  # each later part is held beside the sum that it is added to
+            for (start, end), size in sorted(parts)[1:]:  # as above
                 self.hold(plan.holdings[holding].device, start, end, size, MemoryKind.WORKSPACE)
         for holding in made.keys() | apart:
             self._collected(holding, made.get(holding), holding in apart)
@@ -61,26 +64,33 @@ class GradientResidency:
 
     def _parameter_gradients(self) -> None:
         """Parameter gradients that backward tasks make, and sums of them that autograd makes in a segment. If a single device owns the
-        shard, the gradient that stays is counted elsewhere (``always``), from the first gradient on: that first gradient is itself kept,
-        unless it is a view, such as that of a transposed weight."""
+        shard, the gradient that stays is counted elsewhere (``always``), from the first gradient on: it is that first gradient itself, or a
+        copy of it, which is then there beside it (``Footprint.in_rows``). Later ones are added to it."""
         plan, graph = self.plan, self.plan.graph
         compact = compact_parameters(plan)
         kept = sums_of_one(plan)
         alone = {(plan.shards[i].parameter, plan.shards[i].box) for i in kept}
-        shared: dict[tuple[int, str, Box], list[tuple[Span, int]]] = {}
+        shared: dict[Sum, list[tuple[Span, int]]] = {}
+        copied: set[Sum] = set()
         for number, span in self.spans.backward.items():
             tile, (start, end) = plan.tiles[number], self.spans.weighed(number)
-            for o, box in zip(plan.operator(tile).parameters, tile.parameters, strict=True):
+            op = plan.operator(tile)
+            taken = places_in_rows(graph, op, tile.intervals) if op.parameters else frozenset()
+            for place, (o, box) in enumerate(zip(op.parameters, tile.parameters, strict=True), len(op.inputs)):
                 if graph.tensors[o.tensor].requires_grad:
                     size = operand_bytes(plan, compact, tile, o.tensor, box)
-                    shared.setdefault((self.spans.segment[number], o.tensor, box), []).append(((start, end), size))
+                    key = self.spans.segment[number], o.tensor, box
+                    shared.setdefault(key, []).append(((start, end), size))
+                    copied |= set() if place in taken or o.tensor in graph.sparse else {key}
             for begun, over in {span, (start, end)}:
                 self.hold(tile.device, begun, over, peaks.passing_bytes(plan, tile)[1], MemoryKind.WORKSPACE)
         thirds: dict[tuple[int, int], int] = {}
+        first = _first_segments(shared)
         for (segment, name, box), uses in shared.items():
             device = plan.tiles[segment].device
             uses.sort()
-            for (start, end), size in uses[1 if (name, box) in alone and name in graph.sparse else 0 :]:
+            stays = (name, box) in alone and (segment, name, box) not in copied and (name in graph.sparse or segment == first[name, box])
+            for (start, end), size in uses[1 if stays else 0 :]:
                 self.hold(device, start, end, size, MemoryKind.GRADIENTS)
             for ((_, begun), _), ((_, end), size) in pairwise(uses if (name, box) not in alone else ()):
                 self.hold(device, begun, end, size, MemoryKind.GRADIENTS)
@@ -121,11 +131,6 @@ class GradientResidency:
                 if not cells_land_in_place(reduction.box, reduction.cells):  # they come in another buffer first
                     self.hold(device, start, begun, size, MemoryKind.BUFFERS, late=True)
 
-    def _is_whole(self, carrier: Message | Exchange) -> bool:
-        """Whether gradients of the carrier's parts are those of whole regions, which leave from where autograd has made them."""
-        pieces = (self.plan.fetches[number].pieces[place].box == self.plan.fetches[number].box for number, place in carrier.parts)
-        return all(pieces)
-
     def _returns(self) -> None:
         """Gradients that return from other devices: buffers in which each is received, buffers for several together, and what is sent."""
         plan = self.plan
@@ -134,10 +139,10 @@ class GradientResidency:
             if back is None:
                 continue
             rooms: dict[int, list[tuple[int, int]]] = {}
-            leaving: dict[int, list[int]] = {}
-            for source, target, box, holding in remote_parts(plan, carrier.parts):
+            leaving: dict[int, dict[int, list[tuple[int, Box]]]] = {}
+            for (number, _), (source, target, box, holding) in zip(carrier.parts, remote_parts(plan, carrier.parts), strict=True):
                 size = box_bytes(plan, plan.holdings[holding].tensor, box)
-                leaving.setdefault(target, []).append(size)
+                leaving.setdefault(target, {}).setdefault(source, []).append((number, box))
                 rooms.setdefault(source, []).append((holding, size))
             for source, own in rooms.items():
                 own = own[: len(told_parts(carrier))]
@@ -146,8 +151,35 @@ class GradientResidency:
                 if len(own) > 1:
                     first = min(self.spans.wanted(holding)[0] for holding, _ in own)
                     self.hold(source, back[0], first, sum(size for _, size in own), MemoryKind.BUFFERS, late=True)
-            for target, sizes in leaving.items():
+            for target, sent in leaving.items():
                 over = self.ledger.arrived(target, back[1])
                 if isinstance(carrier, Message):
                     over = min(over, self.spans.left_by(carrier, gradient=True, otherwise=over))
-                self.ledger.send(target, back[0], over, sum(sizes), copied=len(sizes) > 1 or not self._is_whole(carrier))
+                self._leaves(carrier, target, (back[0], over), list(sent.values()))
+
+    def _leaves(self, carrier: Message | Exchange, device: int, span: Span, parcels: Sequence[Sequence[tuple[int, Box]]]) -> None:
+        """Gradients of parts of fetches that a device sends at once. Autograd leaves the gradient of a region that came row by row, as the
+        region lies: a part in one piece leaves from there. What a broadcast brought is summed on the way back, in a copy."""
+        plan, size, copied = self.plan, 0, 0
+        stays: list[Stay] = []
+        packed = isinstance(carrier, Exchange) and carrier.pattern is Pattern.BROADCAST
+        packed |= len(parcels) > 1 and packs_together(plan, device)
+        for parts in parcels:
+            own = sum(box_bytes(plan, plan.fetches[number].tensor, box) for number, box in parts)
+            number, box = parts[0]
+            fetch, size = plan.fetches[number], size + own
+            apart = len(parts) > 1 or packed or not lies_in_one_piece(box, fetch.box)
+            if apart or (plan.order is not None and box != fetch.box):  # see ``Leaving``
+                copied += own
+            else:
+                stays.append(Stay(-1 - number, self.spans.taken(number), box_bytes(plan, fetch.tensor, fetch.box)))
+        self.ledger.send(device, *span, size, held=copied, copied=True, stays=stays)
+
+
+def _first_segments(sums: Mapping[Sum, Sequence[tuple[Span, int]]]) -> dict[tuple[str, Box], int]:
+    """(parameter, region) -> the segment that is the first to make a gradient of it. ``sums``: when the tiles of segments make some."""
+    found: dict[tuple[str, Box], tuple[Span, int]] = {}
+    for (segment, name, box), uses in sums.items():
+        own = min(span for span, _ in uses), segment
+        found[name, box] = min(found.get((name, box), own), own)
+    return {region: segment for region, (_, segment) in found.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from operator import itemgetter
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from soap.plan.memory_kinds import MemoryKind
 from soap.plan.plan import Plan
 from soap.plan.syncs.gathering import UNDER_WAY
-from soap.simulator.memory.transit import Send, until_free
+from soap.simulator.memory.transit import Send, Stay, until_free
 
 ENDS, LEAVES, FREED, EARLY, LATE, MADE, OVER, BEGINS = range(8)
 """The order of changes at the same time."""
@@ -73,11 +73,20 @@ class Ledger:
             self._changes[device] += [(start_ns, begins, size, kind), (end_ns, ends, -size, kind)]
 
     def send(
-        self, device: int, start_ns: int, answer_ns: int, size: int, *, since_ns: int = 0, copied: bool = False, made: bool = False
+        self,
+        device: int,
+        start_ns: int,
+        answer_ns: int,
+        size: int,
+        *,
+        held: int | None = None,
+        copied: bool = False,
+        made: bool = False,
+        stays: Iterable[Stay] = (),
     ) -> None:
-        """A device sends ``size`` bytes, and keeps them until ``answer_ns`` or until later sends push them out. ``since_ns``, ``copied``,
-        ``made``: see ``Send``."""
-        self._sends[device].append(Send(start_ns, answer_ns, size, size, since_ns=since_ns, copied=copied, made=made))
+        """A device sends ``size`` bytes, and keeps them until ``answer_ns`` or until later sends push them out. ``held``: bytes that it has
+        packed for that; all by default. ``copied``, ``made``, ``stays``: see ``Send``."""
+        self._sends[device].append(Send(start_ns, answer_ns, size, size if held is None else held, 0, copied, made, tuple(stays)))
 
     def receive(self, device: int, start_ns: int, end_ns: int, size: int, *, few: bool = False, sum_bytes: int = 0) -> None:
         """A device receives ``size`` bytes for itself, and keeps them until ``end_ns`` or until later ones push them out, as for sends;
@@ -94,16 +103,27 @@ class Ledger:
         What is sent is let go when the next one has been packed, or when there is room to add up what answers it.
         """
         for device, moving in enumerate(self._sends):
-            for send, end in until_free(moving):
-                start = max(send.start_ns, send.since_ns)
-                if end > start:
-                    self.hold(device, start, end, send.held, MemoryKind.BUFFERS, early=send.copied, late=True, made=send.made)
+            self._sent(device, moving)
             moving.clear()
         for queues, most in ((self._receives, None), (self._few, UNDER_WAY)):
             for device, moving in enumerate(queues):
                 self._received(device, moving, most)
                 moving.clear()
         return tuple(_with_kinds(_curve(changes), changes) if by_kind else _curve(changes) for changes in self._changes)
+
+    def _sent(self, device: int, moving: Sequence[Send]) -> None:
+        """What a device packs to send it, and what it sends from where that lies."""
+        lying: dict[int, tuple[int, int, int]] = {}
+        for send, end in until_free(moving):
+            if end > send.start_ns:
+                self.hold(device, send.start_ns, end, send.held, MemoryKind.BUFFERS, early=send.copied, late=True, made=send.made)
+            for stay in send.stays:
+                self.hold(device, send.start_ns, min(end, stay.since_ns), stay.copy_bytes, MemoryKind.BUFFERS, early=True)
+                _, last, _ = lying.get(stay.of, (0, 0, 0))
+                lying[stay.of] = (stay.since_ns, max(last, end), stay.size)
+        for since_ns, end, size in lying.values():
+            if end > since_ns:
+                self.hold(device, since_ns, end, size, MemoryKind.BUFFERS, late=True)
 
     def _received(self, device: int, moving: Sequence[Send], most: int | None) -> None:
         """What a device receives, and the sums that it makes of that: one after the other, the oldest first. Where few may be under way it

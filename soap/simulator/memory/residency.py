@@ -26,13 +26,7 @@ from soap.model.regions import Box, in_one_piece
 from soap.plan.flows import box_bytes, partial_bytes
 from soap.plan.memory_kinds import ALLOWANCE as BEYOND
 from soap.plan.memory_kinds import MemoryKind
-from soap.plan.plan import (
-    Part,
-    Pattern,
-    ShardSync,
-    remote_parts,
-    update_name,
-)
+from soap.plan.plan import ShardSync, update_name
 from soap.plan.syncs.amounts import COUNT_BYTES
 from soap.plan.syncs.bucketing import idle_shards, sums_of_one
 from soap.plan.syncs.seam import Hold, method_for
@@ -40,12 +34,13 @@ from soap.plan.tiling import made_bytes
 from soap.simulator.memory import peaks
 from soap.simulator.memory.as_run import as_run
 from soap.simulator.memory.gradient_residency import GradientResidency, Sum
+from soap.simulator.memory.leaving import Leaving, sent_of_sum
 from soap.simulator.memory.ledger import Ledger, MemoryCurve
 from soap.simulator.memory.left_sums import LeftSums
 from soap.simulator.memory.parameters import assembled_regions, compact_parameters, host_copies, is_away, kept_shards, updating_bytes
 from soap.simulator.memory.peaks import MemoryUse
 from soap.simulator.memory.task_spans import Span, TaskSpans
-from soap.simulator.memory.transit import is_remote, packed_by_source, received_apart, told_parts
+from soap.simulator.memory.transit import is_remote, received_apart
 from soap.simulator.tasks import Schedule, TaskGraph
 
 ALLOWANCE = 0.045
@@ -68,7 +63,7 @@ def memory_over_time(
     held.assembled()
     held.fetched()
     held.summed(tasks, run.schedule)
-    held.sent()
+    Leaving(spans, ledger, held.gone).sent()
     held.updated(optimizer_states)
     GradientResidency(spans, ledger, held.behind).gradients()
     return ledger.curves(by_kind=by_kind)
@@ -93,9 +88,9 @@ class _Values:
     def __init__(self, spans: TaskSpans, ledger: Ledger) -> None:
         self.spans, self.ledger, self.plan = spans, ledger, spans.plan
         self.hold = ledger.hold
-        # ``behind``: see ``GradientResidency``. ``_gone``: (tile, tensor that it makes) or (reduction, device) -> when that is let go.
+        # ``behind``: see ``GradientResidency``. ``gone``: (tile, tensor that it makes) or (reduction, device) -> when that is let go.
         self.behind: dict[Sum, int] = {}
-        self._gone: dict[tuple[int, str | int], int] = {}
+        self.gone: dict[tuple[int, str | int], int] = {}
 
     def always(self, optimizer_states: int) -> None:
         """Parameters, optimizer states, gradients that stay, and what of the batch the device is given."""
@@ -234,7 +229,7 @@ class _Values:
         for (start, end), until in zip(self.spans.lives(number, used), waits, strict=False):
             own = used if number in self.spans.recomputation.light else end
             self.hold(device, start, max(own, until), size, MemoryKind.KEPT, late=True)
-            self._gone.setdefault((number, tensor), max(own, until))
+            self.gone.setdefault((number, tensor), max(own, until))
 
     def assembled(self) -> None:
         """Regions of parameters that are assembled from several shards, or from rows."""
@@ -292,50 +287,18 @@ class _Values:
                 over = max(done, ends.get(number, done) if read else left.over(number, device, self._answered(number, device, done)))
                 scattered = bool(reduction.cells)
                 self.hold(device, start, over, size, MemoryKind.KEPT, early=not scattered, late=True, made=scattered)
-                self._gone[number, device] = over
+                self.gone[number, device] = over
                 if scattered:  # the own sum is added up of partial results; when these have gone, it is cut and sent
                     total = partial_bytes(plan, reduction, reduction.box)
                     self.hold(device, start, start, total, MemoryKind.BUFFERS, early=True, over=True)
-                    self.ledger.send(device, start, self.ledger.arrived(device, done), total - size, made=True)
+                    held = sent_of_sum(plan, reduction, device)
+                    self.ledger.send(device, start, self.ledger.arrived(device, done), total - size, held=held, made=True)
                     self.hold(device, start, done, (len(boxes) - 1) * size, MemoryKind.BUFFERS, made=True)
 
     def _answered(self, number: int, device: int, done_ns: int) -> int:
         """When the gradient of a sum that a device does not read arrives, or the sum is over if there is none."""
         own = [tile for tile in self.plan.reductions[number].tiles if self.plan.tiles[tile].device == device]
         return self.spans.back_at(own, self.ledger.arrived(device, done_ns))
-
-    def sent(self) -> None:
-        """What devices send in the forward pass, until it has left."""
-        plan = self.plan
-        for message in plan.messages:
-            part = message.parts[0]
-            sent = remote_parts(plan, message.parts)
-            start, told = self.spans.brought[part][0], self.spans.left_by(message, gradient=False, otherwise=self.spans.end_ns)
-            if part in self.spans.returned:  # known when the first of its gradients is added up
-                told = max(self.spans.returned[part][1], min(self.spans.wanted(holding)[0] for *_, holding in sent))
-            size = sum(box_bytes(plan, plan.holdings[holding].tensor, box) for _, _, box, holding in sent)
-            since_ns = self._there_until(message.parts)
-            self.ledger.send(message.source, start, told, size, since_ns=since_ns, copied=not since_ns)
-        for exchange in plan.exchanges:
-            span = self.spans.brought[exchange.parts[0]]
-            if exchange.pattern is Pattern.BROADCAST:
-                ((source, _, box, _), *_) = remote_parts(plan, told_parts(exchange))
-                since_ns, size = self._there_until(told_parts(exchange)), box_bytes(plan, exchange.tensor, box)
-                self.ledger.send(source, span[0], span[1], size, since_ns=since_ns)
-                continue
-            for source, size in packed_by_source(plan, exchange).items():
-                self.ledger.send(source, span[0], self.ledger.arrived(source, span[1]), size)
-
-    def _there_until(self, parts: Sequence[Part]) -> int:
-        """Until when what is sent together is there anyway, since it is a whole holding and sent from where it lies; 0 if it is copied.
-        With micro-batches the end of the step, as the bound for their order has it (``compiled.ordered_memory``)."""
-        ((_, _, box, holding), *others) = remote_parts(self.plan, parts)
-        held = self.plan.holdings[holding]
-        if others or box != held.box:
-            return 0
-        if self.plan.order is not None:
-            return self.spans.end_ns
-        return self._gone[held.tile, held.tensor] if held.reduction is None else self._gone[held.reduction, held.device]
 
     def updated(self, optimizer_states: int) -> None:
         """What the optimizer takes for its step, which begins when all gradients are there, those of partitions included. On CPUs the

@@ -187,6 +187,8 @@ class TaskSpans:
         brought = self.brought.get(part)
         if brought is not None:
             return 0 if again else brought[1]
+        if any(is_remote(self.plan, fetch, piece) for piece in fetch.pieces):  # put together once, for the first reader, and kept so
+            return 0 if again else min(self.forward[tile][0] for tile, _ in fetch.consumers)
         if len(fetch.pieces) > 1:
             ends = (self.last(t) if t in self.weights else self.second.get(t, self.forward[t])[1] for t in readers)  # see ``needed``
             return max(ends, default=0)

@@ -55,20 +55,30 @@ SENT_TENSORS = 64
 """At most this many bytes, in this many tensors, may be on their way out; then the runtime waits for the oldest send."""
 
 
+class Stay(NamedTuple):
+    """Memory in which something that is sent lies. It stays for that once its readers here have let it go, at ``since_ns``. ``of``: its
+    number; it is there once, however many parts of it are sent. ``copy_bytes``: of what may be a copy until then."""
+
+    of: int
+    since_ns: int
+    size: int
+    copy_bytes: int = 0
+
+
 class Send(NamedTuple):
     """A send of ``size`` bytes that starts at ``start_ns``. ``held``: bytes that the device holds only for this send. ``answer_ns``: when
     the device knows that they have arrived. ``sum_bytes``: of what is received, and added up before it is free: of the sum, which stays.
-    ``since_ns``: until then what is sent is there anyway, as it is sent from where it lies. ``copied``: it is packed first, beside what it
-    is made of. ``made``: it is packed of something that has been made for that (``Ledger.hold``)."""
+    ``copied``: it is packed first, beside what it is made of. ``made``: it is packed of something that has been made for that
+    (``Ledger.hold``). ``stays``: what is not packed, as it leaves from where it lies."""
 
     start_ns: int
     answer_ns: int
     size: int
     held: int
     sum_bytes: int = 0
-    since_ns: int = 0
     copied: bool = False
     made: bool = False
+    stays: tuple[Stay, ...] = ()
 
 
 def until_free(sends: Iterable[Send], most: int | None = None) -> Iterator[tuple[Send, int]]:
@@ -93,36 +103,19 @@ def until_free(sends: Iterable[Send], most: int | None = None) -> Iterator[tuple
         yield left, left.answer_ns
 
 
-def packed_by_source(plan: Plan, exchange: Exchange) -> dict[int, int]:
-    """Source device -> bytes that it copies to send them in an exchange.
-
-    A device also sends itself its own pieces if it receives for a single region, sends the same values to others, and all pieces then
-    arrive contiguously (``Arrivals``).
-    """
-    given: dict[int, list[tuple[int, int]]] = {}
-    shared: dict[int, set[int]] = {}
-    for source, _, box, holding in remote_parts(plan, exchange.parts):
-        size = box_bytes(plan, exchange.tensor, box)
-        given.setdefault(source, []).append((size, 0 if box == plan.holdings[holding].box else size))
-        shared.setdefault(source, set()).add(holding)
-    result = {source: own[0][1] if len(own) == 1 else sum(size for size, _ in own) for source, own in given.items()}
-    received: dict[int, set[int]] = {}
-    for number, _ in exchange.parts:
-        received.setdefault(plan.fetches[number].device, set()).add(number)
-    for device, numbers in received.items():
-        fetch = plan.fetches[min(numbers)]
-        mine = local_pieces(plan, fetch)
-        alone = len(numbers) == 1 and {piece.holding for piece in mine} <= shared.get(device, set())
-        if mine and alone and lands_in_place(plan, fetch):
-            result[device] = sum(size for size, _ in given[device]) + sum(box_bytes(plan, fetch.tensor, piece.box) for piece in mine)
-    return result
-
-
 def lands_in_place(plan: Plan, fetch: Fetch) -> bool:
     """Whether every piece of a region is contiguous in the region's memory."""
-    origin = tuple(start for start, _ in fetch.box)
-    boxes = [tuple((a - o, b - o) for (a, b), o in zip(piece.box, origin, strict=True)) for piece in fetch.pieces]
-    return all(in_one_piece(box, lengths(fetch.box)) for box in boxes)
+    return all(lies_in_one_piece(piece.box, fetch.box) for piece in fetch.pieces)
+
+
+def lies_in_one_piece(part: Box, box: Box) -> bool:
+    """Whether a part of a region is contiguous in the memory of the region, which lies there row by row."""
+    return in_one_piece(tuple((a - o, b - o) for (a, b), (o, _) in zip(part, box, strict=True)), lengths(box))
+
+
+def packs_together(plan: Plan, device: int) -> bool:
+    """Whether a device packs what it sends to several others at once: NCCL's all-to-all takes one tensor, gloo's messages one each."""
+    return device in plan.accelerators
 
 
 def cells_land_in_place(box: Box, cells: Sequence[Box]) -> bool:
@@ -133,7 +126,8 @@ def cells_land_in_place(box: Box, cells: Sequence[Box]) -> bool:
 
 
 def sent_bytes(plan: Plan) -> list[int]:
-    """For each device, bytes that it copies to send values (a whole holding sent alone needs no copy), and gradients that it sends."""
+    """For each device, bytes that it copies to send values (a whole holding sent alone needs no copy), and gradients that it sends: of a
+    region with parts from elsewhere all, as a part that leaves from where it lies keeps the others."""
     result = [0] * plan.device_count
     carriers: list[Message | Exchange] = [*plan.messages, *plan.exchanges]
     for carrier in carriers:
@@ -145,6 +139,9 @@ def sent_bytes(plan: Plan) -> list[int]:
             if plan.graph.tensors[tensor].requires_grad:
                 result[target] += box_bytes(plan, tensor, box)
                 result[source] += box_bytes(plan, tensor, box) if len(told) > 1 else 0  # where several come back together
+    for fetch in plan.fetches:
+        if plan.graph.tensors[fetch.tensor].requires_grad and any(is_remote(plan, fetch, piece) for piece in fetch.pieces):
+            result[fetch.device] += sum(box_bytes(plan, fetch.tensor, piece.box) for piece in local_pieces(plan, fetch))
     for exchange in plan.exchanges:  # to receive a region contiguously, a device may send itself its own pieces
         for number in {number for number, _ in exchange.parts}:
             fetch = plan.fetches[number]

@@ -58,7 +58,7 @@ class VariantMemories:
     def __init__(self, graph: OperatorGraph, topology: Topology, cuts: CutOperators) -> None:
         self._graph = graph.copies_of or graph  # of all copies, whose footprints are known
         self._cuts = cuts
-        self._with_backward, self._keepers = with_backward(self._graph), keepers(self._graph)
+        self._with_backward, self._keepers = _of_all_alike(self._graph, cuts)
         self._packing = {device.type.kind != "cpu" for device in topology.devices}
         self._known: dict[CutOperator, VariantMemory] = {}
 
@@ -187,3 +187,17 @@ def _regions(region: np.ndarray) -> Regions:
     boxes = frozenset(box for box, size in sizes.items() if size > 0)
     disjoint = len(boxes) < 2 or set(cells(dict.fromkeys(boxes))) == boxes
     return Regions(sizes, place, boxes, sum(sizes.values()) if disjoint else -1)
+
+
+def _of_all_alike(graph: OperatorGraph, cuts: CutOperators) -> tuple[frozenset[int], Mapping[int, frozenset[int]]]:
+    """(positions of operators that certainly have backward passes, ``certain.keepers``), as far as both are so of all operators that are
+    cut alike: these share what is known of one of them, but not who reads what they make."""
+    backward, found = set(with_backward(graph)), dict(keepers(graph))
+    alike: dict[int, list[int]] = {}
+    for position in range(len(graph.operators)):
+        alike.setdefault(cuts.class_of(position), []).append(position)
+    for first, others in alike.items():
+        if not backward.issuperset(others):
+            backward.discard(first)
+        found[first] = found.get(first, frozenset()).intersection(*(found.get(other, frozenset()) for other in others))
+    return frozenset(backward), found

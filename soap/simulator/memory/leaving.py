@@ -1,0 +1,133 @@
+"""What devices send to others in the forward pass, and how long that is there.
+
+A part in one piece of memory leaves from where it lies, without a copy, and keeps all of what it is a part of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from soap.model.regions import Box, volume
+from soap.plan.flows import box_bytes, partial_bytes
+from soap.plan.plan import Exchange, Part, Pattern, Plan, Reduction, local_pieces, remote_parts
+from soap.simulator.memory.footprint import places_in_rows
+from soap.simulator.memory.ledger import Ledger
+from soap.simulator.memory.task_spans import TaskSpans
+from soap.simulator.memory.transit import Stay, lands_in_place, lies_in_one_piece, packs_together, told_parts
+
+
+class Leaving:
+    """Writes into a ledger what is sent in the forward pass. ``gone``: (tile, tensor that it makes) or (reduction, device) -> when its
+    readers on its device have let that go."""
+
+    def __init__(self, spans: TaskSpans, ledger: Ledger, gone: Mapping[tuple[int, str | int], int]) -> None:
+        self.spans, self.ledger, self.plan, self._gone = spans, ledger, spans.plan, gone
+
+    def sent(self) -> None:
+        """What devices send in the forward pass, until it has left."""
+        plan = self.plan
+        for message in plan.messages:
+            part = message.parts[0]
+            sent = remote_parts(plan, message.parts)
+            start, told = self.spans.brought[part][0], self.spans.left_by(message, gradient=False, otherwise=self.spans.end_ns)
+            if part in self.spans.returned:  # known when the first of its gradients is added up
+                told = max(self.spans.returned[part][1], min(self.spans.wanted(holding)[0] for *_, holding in sent))
+            self._send(parcels(plan, message.parts), start, told)
+        for exchange in plan.exchanges:
+            span = self.spans.brought[exchange.parts[0]]
+            if exchange.pattern is Pattern.BROADCAST:
+                self._send(parcels(plan, told_parts(exchange)), *span)
+                continue
+            by_source: dict[int, list[Parcel]] = {}
+            for parcel in (*parcels(plan, exchange.parts), *given_to_itself(plan, exchange)):
+                by_source.setdefault(parcel.source, []).append(parcel)
+            for source, own in by_source.items():
+                self._send(own, span[0], self.ledger.arrived(source, span[1]))
+
+    def _send(self, leaving: Sequence[Parcel], start_ns: int, end_ns: int) -> None:
+        """What one device sends at once, until ``end_ns`` or later sends: copies, and what leaves from where it lies."""
+        size = copied = 0
+        stays, source = [], -1
+        for parcel in leaving:
+            source, size = parcel.source, size + parcel.size_bytes
+            lies = Lying(-1, True) if len(leaving) > 1 and packs_together(self.plan, source) else lying(self.plan, parcel)
+            if lies.of < 0 or (self.plan.order is not None and parcel.parts[0][1] != self.plan.holdings[lies.of].box):
+                copied += parcel.size_bytes
+            elif self.plan.order is None:  # with micro-batches the bound for their order has it so (``compiled.ordered_memory``)
+                held = self.plan.holdings[lies.of]
+                gone = self._gone[held.tile, held.tensor] if held.reduction is None else self._gone[held.reduction, held.device]
+                whole = box_bytes(self.plan, held.tensor, held.box)
+                stays.append(Stay(lies.of, gone, whole, 0 if lies.surely else parcel.size_bytes))
+        self.ledger.send(source, start_ns, end_ns, size, held=copied, copied=True, stays=stays)
+
+
+class Parcel(NamedTuple):
+    """Parts of values that a device sends to one other, or to itself, at once: (holding, region) each, in ``size_bytes``."""
+
+    source: int
+    parts: Sequence[tuple[int, Box]]
+    size_bytes: int
+
+
+def parcels(plan: Plan, parts: Sequence[Part]) -> list[Parcel]:
+    """What is sent of these parts, by source and target."""
+    found: dict[tuple[int, int], list[tuple[int, Box]]] = {}
+    for source, target, box, holding in remote_parts(plan, parts):
+        found.setdefault((source, target), []).append((holding, box))
+    return [_parcel(plan, source, own) for (source, _), own in found.items()]
+
+
+def given_to_itself(plan: Plan, exchange: Exchange) -> Iterator[Parcel]:
+    """What devices send to themselves: own pieces of the only region that comes, if they send these values to others as well and all
+    pieces then arrive in their places (``Arrivals``)."""
+    shared: dict[int, set[int]] = {}
+    received: dict[int, set[int]] = {}
+    for (number, _), (source, target, _, holding) in zip(exchange.parts, remote_parts(plan, exchange.parts), strict=True):
+        shared.setdefault(source, set()).add(holding)
+        received.setdefault(target, set()).add(number)
+    for device, (number, *others) in received.items():
+        fetch = plan.fetches[number]
+        mine = local_pieces(plan, fetch)
+        there = {piece.holding for piece in mine} <= shared.get(device, set())
+        if mine and there and not others and lands_in_place(plan, fetch):
+            yield _parcel(plan, device, [(piece.holding, piece.box) for piece in mine])
+
+
+def _parcel(plan: Plan, source: int, parts: Sequence[tuple[int, Box]]) -> Parcel:
+    return Parcel(source, parts, sum(box_bytes(plan, plan.holdings[holding].tensor, box) for holding, box in parts))
+
+
+class Lying(NamedTuple):
+    """How a parcel leaves. ``of``: the holding that stays, as it leaves from there; -1 if it is a copy. ``surely``: it is no copy."""
+
+    of: int
+    surely: bool
+
+
+def lying(plan: Plan, parcel: Parcel) -> Lying:
+    """Whether a parcel leaves from where it lies. Several parts are always copied together."""
+    ((holding, box), *others) = parcel.parts
+    held = plan.holdings[holding]
+    if others or not lies_in_one_piece(box, held.box):
+        return Lying(-1, True)
+    return Lying(holding, held.reduction is not None or _lies_in_rows(plan, holding))
+
+
+def _lies_in_rows(plan: Plan, holding: int) -> bool:
+    held = plan.holdings[holding]
+    tile = plan.tiles[held.tile]
+    op = plan.operator(tile)
+    first = len(op.inputs) + len(op.parameters)
+    rows = places_in_rows(plan.graph, op, tile.intervals)
+    return any(first + k in rows for k, out in enumerate(op.outputs) if out.tensor == held.tensor)
+
+
+def sent_of_sum(plan: Plan, reduction: Reduction, device: int) -> int:
+    """Bytes that a device holds to send others their cells of its own sum: copies, or all of the sum where a cell leaves from there. With
+    micro-batches copies, as in ``Leaving``."""
+    others = [cell for own, cell in zip(reduction.devices, reduction.cells, strict=True) if own != device and volume(cell)]
+    apart = plan.order is not None or (len(others) > 1 and packs_together(plan, device))
+    lie = [not apart and lies_in_one_piece(cell, reduction.box) for cell in others]
+    copied = sum(partial_bytes(plan, reduction, cell) for cell, lies in zip(others, lie, strict=True) if not lies)
+    return copied + (partial_bytes(plan, reduction, reduction.box) if any(lie) else 0)
