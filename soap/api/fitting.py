@@ -1,26 +1,24 @@
 """``fits``: whether a model fits into the memory of a cluster's devices, and if not, the fastest ways that do, within seconds.
 
-Ways are strategies with names (``strategy.named.saving_names``), and data parallelism in several smaller batches. None is searched.
+Ways are strategies with names (``strategy.named.saving_names``), and ways to take the samples in several batches (``in_batches``). None is
+searched.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
-from soap.api.models import Cluster, Model, load, topology_of
+from soap.api.in_batches import BASES, READING_SECONDS, Smaller, counts, couples_samples, in_micro_batches, kept_between, smaller_zoo
+from soap.api.models import Cluster, Model, topology_of
 from soap.api.predictions import simulator_for
 from soap.cluster.memory_budget import with_memory_budget
+from soap.errors import StrategyError
 from soap.model.batch import samples_of
-from soap.model.graph import OperatorGraph, TensorKind
-from soap.plan.flows import box_bytes
-from soap.plan.memory_kinds import MemoryKind
-from soap.plan.plan import Plan
-from soap.plan.syncs.bucketing import sums_of_one
 from soap.search.options import OPTIMIZER_STATES
 from soap.search.recomputing import recompute_to_fit
 from soap.search.to_fit import LEAST_OF_ESTIMATE, Budgeted, Judge, hardly_fits
@@ -44,21 +42,12 @@ TILE_SECONDS = 3e-4
 """What it takes to play a tile in full, at least: 0.3 to 0.5 ms of a core where two copies do not do (Intel Xeon, 2026-11-27)."""
 MUCH = 2
 """If the asked strategy needs this many times what a device has, ways that save most are looked at first, as time may not do for all."""
-MICRO_BATCHES = (2, 4, 8)
-"""In how many batches data parallelism is tried to take its samples."""
 MOST_OF_ESTIMATE = 0.9
 """Ways whose estimate is further below the limit do not have to save more."""
 TO_FIT = 0.6
 """When more than this share of the time is over, it is not found out how little has to be recomputed for a way to fit."""
-READING_SECONDS = 0.08
-"""For each operator, what it takes to make a model of the zoo for another batch: 0.05 to 0.1 s of a core for gpt, inception_v3, nmt_gnmt
-and resnet101 (Intel Xeon, 2026-11-27). It is not begun if that would take too long."""
-ZOO = "zoo:"
 THIS = "this strategy"
 """Name of a strategy that was given without one."""
-
-Smaller = Callable[[int], OperatorGraph]
-"""The model for a batch of so many samples."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +121,7 @@ def fits(
     if isinstance(strategy, str):
         warn_without_effect(name, topology)
     asked = _way(simulator, name, chosen)
-    return Fit(asked) if asked.fits else _Ways(simulator, asked, begin_s, seconds, smaller or _smaller_zoo(graph)).found()
+    return Fit(asked) if asked.fits else _Ways(simulator, asked, begin_s, seconds, smaller or smaller_zoo(graph)).found()
 
 
 class _Candidate(NamedTuple):
@@ -173,6 +162,7 @@ class _Ways:
         self._untried: list[str] = []
         self._evaluator: IncrementalSimulator | None = None
         self._ratios: list[float] = []
+        self._late = False
 
     def found(self) -> Fit:
         """What was asked about, and the ways."""
@@ -182,12 +172,12 @@ class _Ways:
         while left and not self._enough(played, left):
             own = min(left, key=self._rank)
             left.remove(own)
-            if self._spent(1, self._expected_s(own.strategy) if played else 0):
+            if self._spent(1) or (played and self._spent(1, self._expected_s(own.strategy))):  # what to expect takes long to find
                 self._untried.append(own.name)
                 continue
             played.append(self._played(own.name, own.strategy, own.share))
         played += self._to_fit(candidates)
-        played += self._in_parts()
+        played += self._in_parts(played)
         ways = sorted((way for way in played if way.fits), key=lambda way: way.time_ns)[:MOST_WAYS]
         tried = tuple(name for name in self._tried if name not in self._untried)
         return Fit(self._asked, tuple(ways), tried, tuple(self._untried), None if ways else self._closest(candidates, played))
@@ -232,8 +222,8 @@ class _Ways:
         from soap.simulator.incremental import IncrementalSimulator  # imports numba, which takes a second
 
         graph, topology = self._simulator.graph, self._simulator.topology
-        late = self._spent(0.5)  # then there is no time to weigh them, and what saves most is played alone
-        evaluator = self._evaluator = None if late or not IncrementalSimulator.begins_at_once() else IncrementalSimulator(self._simulator)
+        late = self._late = self._spent(0.5)  # then there is no time to weigh them, and what saves most is played alone
+        self._evaluator = None if late or not IncrementalSimulator.begins_at_once() else IncrementalSimulator(self._simulator)
         known, found = [self._asked.strategy], list[_Candidate]()
         names = [*saving_names(topology)]
         if late or self._asked.peak_bytes > MUCH * self._asked.available_bytes:
@@ -247,12 +237,16 @@ class _Ways:
                 continue
             known.append(strategy)
             self._tried.append(name)
-            cost_ns, least_bytes, share = 0, 0, None
-            if evaluator is not None:
-                cost_ns = evaluator.makespan_ns(strategy)
-                least_bytes, share = evaluator.least_overflow_bytes(strategy), evaluator.estimated_share(strategy)
-            found.append(_Candidate(name, strategy, cost_ns, least_bytes, share))
+            found.append(self._looked_at(name, strategy))
         return found
+
+    def _looked_at(self, name: str, strategy: Strategy) -> _Candidate:
+        """What the compiled simulator says of a strategy, if it is there."""
+        if self._evaluator is None:
+            return _Candidate(name, strategy, 0)
+        cost_ns = self._evaluator.makespan_ns(strategy)
+        least_bytes, share = self._evaluator.least_overflow_bytes(strategy), self._evaluator.estimated_share(strategy)
+        return _Candidate(name, strategy, cost_ns, least_bytes, share)
 
     def _to_fit(self, candidates: Sequence[_Candidate]) -> list[Way]:
         """The fastest strategy that lacks memory, and does not if all its runs are recomputed, with as little recomputed as fits."""
@@ -285,17 +279,43 @@ class _Ways:
         made = recompute_to_fit(own.graph, own.topology, base.strategy, own.costs, judge)
         return [replace(_way(own, name, made.strategy), budgeted=made, base=base.name)]
 
-    def _in_parts(self) -> list[Way]:
-        """Data parallelism whose samples go through in several batches, in as few as fit; with less of them, what lacked memory."""
-        samples, found = samples_of(self._simulator.graph), []
-        for count in MICRO_BATCHES:
-            if self._smaller is None or samples is None or samples % count or is_large(self._asked.strategy):
-                break
-            if self._spent(1, READING_SECONDS * len(self._simulator.graph.operators)):
+    def _in_parts(self, played: Sequence[Way]) -> list[Way]:
+        """Ways whose samples go through in several batches, in as few as fit. ``played``: the ways so far."""
+        if self._late or is_large(self._asked.strategy):
+            return []
+        return self._in_smaller_batches() if couples_samples(self._simulator.graph) else self._in_micro_batches(played)
+
+    def _in_micro_batches(self, played: Sequence[Way]) -> list[Way]:
+        """Plans with micro-batches, if they may be among the fastest."""
+        own, found = self._simulator, list[Way]()
+        for base, count in ((base, count) for base in BASES for count in counts(own.graph)):
+            name = in_micro_batches(base, count)
+            if any(way.fits and way.name.startswith(base + JOIN) for way in found):
+                continue
+            try:
+                strategy = named(name, own.graph, own.topology)
+                strategy.validate(own.graph, own.topology.device_count)
+            except StrategyError:  # more devices than samples in a micro-batch
+                continue
+            if self._spent(1) or self._spent(1, self._expected_s(strategy)):
+                self._untried.append(name)
+                continue
+            self._tried.append(name)
+            looked = self._looked_at(name, strategy)
+            if looked.may_fit and not (looked.cost_ns and self._enough([*played, *found], [looked])):
+                found.append(self._played(name, strategy, looked.share))
+        return found
+
+    def _in_smaller_batches(self) -> list[Way]:
+        """Data parallelism of the model for fewer samples."""
+        own, found = self._simulator, list[Way]()
+        for count in counts(own.graph) if self._smaller is not None else ():
+            assert self._smaller is not None
+            if self._spent(1, READING_SECONDS * len(own.graph.operators) + self._expected_s(self._asked.strategy)):
                 self._untried.append(f"{DATA_PARALLEL} in {count} batches")
                 break
             self._tried.append(f"{DATA_PARALLEL} in {count} batches")
-            own = self._simulator
+            samples = samples_of(own.graph) or count
             simulator = Simulator(self._smaller(samples // count), own.topology, own.costs, own.optimizer_states)
             strategy = named(DATA_PARALLEL, simulator.graph, own.topology)
             found.append(_way(simulator, DATA_PARALLEL, strategy, count))
@@ -325,7 +345,7 @@ def _way(simulator: Simulator, name: str, strategy: Strategy, micro_batches: int
     lacking = found.overflow_bytes
     if micro_batches > 1 and not isinstance(found, FoldedSimulation):
         step_ns = found.step_ns(micro_batches)
-        for device, more in enumerate(_kept_between(found.plan, micro_batches)):
+        for device, more in enumerate(kept_between(found.plan, micro_batches)):
             peaks[device] += sum(more.values())
             kinds[device] = {kind: size + more.get(kind, 0) for kind, size in kinds[device].items()}
         lacking = overflow_bytes(peaks, topology) + lacking_on_hosts(found.host_memory, topology)
@@ -333,21 +353,3 @@ def _way(simulator: Simulator, name: str, strategy: Strategy, micro_batches: int
     fullest = max(range(len(peaks)), key=lambda device: peaks[device] / limits[device])
     on, peak = topology.devices[fullest].name, peaks[fullest]
     return Way(name, simulator.graph.name, strategy, step_ns, on, peak, limits[fullest], kinds[fullest], lacking, micro_batches)
-
-
-def _kept_between(plan: Plan, micro_batches: int) -> list[dict[str, int]]:
-    """For each device the bytes by kind that a step of several batches holds beside what one batch does: the other batches, and gradients
-    that only stay if the step goes on."""
-    batch = sum(tensor.bytes for tensor in plan.graph.tensors.values() if tensor.kind is TensorKind.INPUT)
-    found = [{MemoryKind.BATCH.value: (micro_batches - 1) * batch, MemoryKind.GRADIENTS.value: 0} for _ in range(plan.device_count)]
-    for number in sums_of_one(plan):
-        shard = plan.shards[number]
-        for device in shard.devices:
-            found[device][MemoryKind.GRADIENTS] += box_bytes(plan, shard.parameter, shard.box)
-    return found
-
-
-def _smaller_zoo(graph: OperatorGraph) -> Smaller | None:
-    """Makes a model of the zoo for fewer samples; None if it is no model of the zoo."""
-    spec, found, _ = graph.name.partition("@")
-    return (lambda samples: load(f"{spec}@{samples}", plan_only=True).graph) if spec.startswith(ZOO) and found else None
