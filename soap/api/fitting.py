@@ -7,12 +7,14 @@ searched.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
+from soap import collector
 from soap.api.in_batches import BASES, READING_SECONDS, Smaller, counts, couples_samples, in_micro_batches, kept_between, smaller_zoo
 from soap.api.models import Cluster, Model, topology_of
 from soap.api.predictions import simulator_for
@@ -28,7 +30,7 @@ from soap.simulator.memory.hosts import lacking_on_hosts
 from soap.simulator.memory.peaks import overflow_bytes
 from soap.simulator.simulate import Simulator, is_large, tile_count
 from soap.strategy.config import Strategy
-from soap.strategy.named import ADDED, DATA_PARALLEL, JOIN, MOST_SAVING, RECOMPUTE, SHARING, named, on_top, saving_names
+from soap.strategy.named import ADDED, DATA_PARALLEL, JOIN, KEEPING, MOST_SAVING, RECOMPUTE, SHARING, named, on_top, saving_names
 from soap.strategy.without_effect import warn_without_effect
 
 if TYPE_CHECKING:
@@ -120,8 +122,9 @@ def fits(
     name, chosen = (strategy, named(strategy, graph, topology)) if isinstance(strategy, str) else (THIS, strategy)
     if isinstance(strategy, str):
         warn_without_effect(name, topology)
-    asked = _way(simulator, name, chosen)
-    return Fit(asked) if asked.fits else _Ways(simulator, asked, begin_s, seconds, smaller or smaller_zoo(graph)).found()
+    with collector.seldom():
+        asked = _way(simulator, name, chosen)
+        return Fit(asked) if asked.fits else _Ways(simulator, asked, begin_s, seconds, smaller or smaller_zoo(graph)).found()
 
 
 class _Candidate(NamedTuple):
@@ -157,11 +160,12 @@ class _Ways:
 
     def __init__(self, simulator: Simulator, asked: Way, begin_s: float, seconds: float, smaller: Smaller | None) -> None:
         self._simulator, self._asked, self._smaller = simulator, asked, smaller
-        self._begin_s, self._seconds, self._tile_s = begin_s, seconds, TILE_SECONDS
+        self._begin_s, self._seconds = begin_s, seconds
+        self._tile_s = {folded: TILE_SECONDS for folded in (False, True)}
         self._tried: list[str] = []
         self._untried: list[str] = []
         self._evaluator: IncrementalSimulator | None = None
-        self._ratios: list[float] = []
+        self._ratios: dict[str, list[float]] = defaultdict(list)  # by ``_family``, exact peaks by their estimates
         self._late = False
 
     def found(self) -> Fit:
@@ -184,11 +188,11 @@ class _Ways:
 
     def _played(self, name: str, strategy: Strategy, share: float | None) -> Way:
         """A way, played in full. ``share``: the estimate of its peak by the limit, to learn from."""
-        begin_s, tiles = time.process_time(), self._played_tiles(strategy)
+        begin_s, (folded, tiles) = time.process_time(), self._played_tiles(strategy)
         way = _way(self._simulator, name, strategy)
-        self._tile_s = max(self._tile_s, (time.process_time() - begin_s) / tiles)
+        self._tile_s[folded] = max(self._tile_s[folded], (time.process_time() - begin_s) / tiles)
         if share and share < inf:
-            self._ratios.append(way.peak_bytes / way.available_bytes / share)
+            self._ratios[_family(name)].append(way.peak_bytes / way.available_bytes / share)
         return way
 
     def _enough(self, played: Sequence[Way], left: Sequence[_Candidate]) -> bool:
@@ -196,26 +200,35 @@ class _Ways:
         times = sorted(way.time_ns for way in played if way.fits)
         if self._evaluator is None or len(times) < MOST_WAYS:
             return False
-        return not any(own.cost_ns < times[MOST_WAYS - 1] and not own.unlikely for own in left)
+        faster = (own for own in left if own.cost_ns < times[MOST_WAYS - 1])
+        return all((own.share or 0) * min(LEAST_OF_ESTIMATE, self._ratio(own)) > 1 for own in faster)
 
-    def _rank(self, own: _Candidate) -> tuple[bool, bool, int]:
+    def _ratio(self, own: _Candidate) -> float:
+        """How exact peaks were to estimates of the same family: estimates count too much of values that are gathered."""
+        return median(self._ratios[_family(own.name)] or [LEAST_OF_ESTIMATE])
+
+    def _rank(self, own: _Candidate) -> tuple[bool, float, int]:
         """In which order ways are played: what saves most comes first, as time may be over before anything else fits; then what fits by an
-        estimate, corrected by how exact peaks were to estimates so far, the fastest first."""
-        ratio = median(self._ratios) if self._ratios else LEAST_OF_ESTIMATE
-        return own.name != MOST_SAVING, own.share is not None and own.share * ratio > 1, own.cost_ns
+        estimate, corrected by how exact peaks were to estimates so far, the fastest first, and of the others those that lack least."""
+        share = 0.0 if own.share is None else own.share * self._ratio(own)
+        return own.name != MOST_SAVING, max(1.0, share), own.cost_ns
 
     def _spent(self, share: float, more_s: float = 0.0) -> bool:
         """Whether this share of the time is over, or will be ``more_s`` from now."""
         return time.process_time() - self._begin_s + more_s > share * self._seconds
 
     def _expected_s(self, strategy: Strategy) -> float:
-        """About what it takes to play a strategy in full, if it takes as long for each tile as the slowest one did."""
-        return self._tile_s * self._played_tiles(strategy)
+        """About what it takes to play a strategy in full, if it takes as long for each tile as the slowest one did, of those that are made
+        of equal copies or of the others."""
+        folded, tiles = self._played_tiles(strategy)
+        return self._tile_s[folded] * tiles
 
-    def _played_tiles(self, strategy: Strategy) -> int:
-        """How many tiles are played: those of two copies if it is made of equal ones."""
+    def _played_tiles(self, strategy: Strategy) -> tuple[bool, int]:
+        """Whether two copies are played, as it is made of equal ones, and how many tiles that are."""
         folding = self._simulator.folding(strategy, nearly=True)
-        return tile_count(strategy) if isinstance(folding, str) else strategy.microbatches * len(folding.undivided.tiles)
+        if isinstance(folding, str):
+            return False, tile_count(strategy)
+        return True, strategy.microbatches * len(folding.undivided.tiles)
 
     def _candidates(self) -> list[_Candidate]:
         """The ways."""
@@ -275,7 +288,7 @@ class _Ways:
         def has_time(strategy: Strategy) -> bool:
             return not self._spent(1, 2 * self._expected_s(strategy))  # the last one is played in any case
 
-        own, judge = self._simulator, Judge(estimated_share, peak_share, self._ratios, has_time)
+        own, judge = self._simulator, Judge(estimated_share, peak_share, self._ratios[_family(base.name)], has_time)
         made = recompute_to_fit(own.graph, own.topology, base.strategy, own.costs, judge)
         return [replace(_way(own, name, made.strategy), budgeted=made, base=base.name)]
 
@@ -329,6 +342,11 @@ class _Ways:
         late = least is None or self._spent(1, self._expected_s(least.strategy))
         further = [] if least is None or late else [_way(self._simulator, least.name, least.strategy)]
         return min([self._asked, *played, *further], key=lambda way: way.lacking_bytes)
+
+
+def _family(name: str) -> str:
+    """What is said of a strategy beside what becomes of what operators and the optimizer keep."""
+    return JOIN.join(part for part in name.split(JOIN) if part not in KEEPING) or DATA_PARALLEL
 
 
 def _by_savings(name: str) -> tuple[int, bool]:
