@@ -12,6 +12,7 @@ import pytest
 import soap
 from soap.api import fitting
 from soap.api.fitting import Fit, fits
+from soap.api.in_batches import smaller_zoo
 from soap.cli.fits import document
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
@@ -20,7 +21,7 @@ from soap.simulator.incremental import IncrementalSimulator
 from soap.strategy.config import Strategy
 from soap.strategy.named import named
 from tests.exactly import exactly
-from tests.graph_builder import mlp
+from tests.graph_builder import GraphBuilder, mlp
 from tests.search.test_recomputing import wide
 from tests.strategies import GPU, cluster
 
@@ -146,11 +147,36 @@ def test_as_little_as_fits_is_recomputed_and_how_near_that_is_to_the_best() -> N
 
 
 @pytest.mark.slow
-def test_samples_may_go_through_in_several_batches() -> None:
+def test_samples_may_go_through_in_micro_batches() -> None:
     """Activations are most of what these devices hold."""
+    graph = mlp(4096, (4, 64, 64))
+    topology = tight(graph, 0.4)
+    found = asked(graph, topology)
+    way = next(own for own in found.ways if own.name.startswith("data_parallel+microbatches"))
+    counts = [int(name.rpartition(":")[2]) for name in found.tried if name.startswith("data_parallel+microbatches")]
+    assert counts[0] == 2 and way.name == f"data_parallel+microbatches:{counts[-1]}"  # half of the samples, or less
+    simulation = soap.simulate(graph, topology, way.name, costs="estimate")
+    assert (way.time_ns, way.peak_bytes, way.micro_batches) == (simulation.makespan_ns, max(simulation.peak_bytes), 1)
+    assert way.fits and way.strategy.microbatches == counts[-1]
+    assert not any(soap.simulate(graph, topology, f"data_parallel+microbatches:{n}", costs="estimate").fits for n in counts[:-1])
+
+
+def test_micro_batches_smaller_than_the_devices_are_left_out() -> None:
+    graph = mlp(8, WIDE)
+    found = asked(graph, tight(graph, 0.05))
+    tried = {name for name in found.tried if "microbatches" in name}
+    assert tried == {f"{base}+microbatches:2" for base in ("data_parallel", "zero1", "fsdp")}
+
+
+@pytest.mark.slow
+def test_what_couples_samples_is_made_for_fewer_of_them() -> None:
+    """Batch norm needs all samples at once, so that micro-batches save nothing."""
 
     def of(batch: int) -> OperatorGraph:
-        return mlp(batch, (4, 64, 64))
+        g = GraphBuilder("normalized")
+        x = g.elementwise(g.linear(g.input("x", batch, 4), 64, name="fc0"), name="act0")
+        x = g.elementwise(x, g.batch_mean(x), name="norm")
+        return g.build(g.cross_entropy(g.linear(x, 4, name="head"), g.input("y", batch, dtype="int64")))
 
     graph = of(4096)
     topology = tight(graph, 0.4)
@@ -168,11 +194,12 @@ def test_samples_may_go_through_in_several_batches() -> None:
     inputs = 1024 * (4 * 4 + 8)  # of the three other batches
     assert way.peak_bytes == max(quarter.peak_bytes) + 3 * inputs == sum(way.by_kind.values()) <= way.available_bytes
     assert {"data_parallel in 2 batches", "data_parallel in 4 batches"} <= {*found.tried}
+    assert not any("microbatches" in name for name in found.tried)
 
 
 @pytest.mark.slow
 def test_models_of_the_zoo_are_made_for_fewer_samples() -> None:
     graph = soap.load("zoo:rnntc:tiny@8", plan_only=True).graph
-    made = fitting._smaller_zoo(graph)
+    made = smaller_zoo(graph)
     assert made is not None and made(4).hash == soap.load("zoo:rnntc:tiny@4", plan_only=True).graph.hash
-    assert fitting._smaller_zoo(mlp()) is None
+    assert smaller_zoo(mlp()) is None

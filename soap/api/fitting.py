@@ -1,26 +1,26 @@
 """``fits``: whether a model fits into the memory of a cluster's devices, and if not, the fastest ways that do, within seconds.
 
-Ways are strategies with names (``strategy.named.saving_names``), and data parallelism in several smaller batches. None is searched.
+Ways are strategies with names (``strategy.named.saving_names``), and ways to take the samples in several batches (``in_batches``). None is
+searched.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
-from soap.api.models import Cluster, Model, load, topology_of
+from soap import collector
+from soap.api.in_batches import BASES, READING_SECONDS, Smaller, counts, couples_samples, in_micro_batches, kept_between, smaller_zoo
+from soap.api.models import Cluster, Model, topology_of
 from soap.api.predictions import simulator_for
 from soap.cluster.memory_budget import with_memory_budget
+from soap.errors import StrategyError
 from soap.model.batch import samples_of
-from soap.model.graph import OperatorGraph, TensorKind
-from soap.plan.flows import box_bytes
-from soap.plan.memory_kinds import MemoryKind
-from soap.plan.plan import Plan
-from soap.plan.syncs.bucketing import sums_of_one
 from soap.search.options import OPTIMIZER_STATES
 from soap.search.recomputing import recompute_to_fit
 from soap.search.to_fit import LEAST_OF_ESTIMATE, Budgeted, Judge, hardly_fits
@@ -30,7 +30,7 @@ from soap.simulator.memory.hosts import lacking_on_hosts
 from soap.simulator.memory.peaks import overflow_bytes
 from soap.simulator.simulate import Simulator, is_large, tile_count
 from soap.strategy.config import Strategy
-from soap.strategy.named import ADDED, DATA_PARALLEL, JOIN, MOST_SAVING, RECOMPUTE, SHARING, named, on_top, saving_names
+from soap.strategy.named import ADDED, DATA_PARALLEL, JOIN, KEEPING, MOST_SAVING, RECOMPUTE, SHARING, named, on_top, saving_names
 from soap.strategy.without_effect import warn_without_effect
 
 if TYPE_CHECKING:
@@ -44,21 +44,12 @@ TILE_SECONDS = 3e-4
 """What it takes to play a tile in full, at least: 0.3 to 0.5 ms of a core where two copies do not do (Intel Xeon, 2026-11-27)."""
 MUCH = 2
 """If the asked strategy needs this many times what a device has, ways that save most are looked at first, as time may not do for all."""
-MICRO_BATCHES = (2, 4, 8)
-"""In how many batches data parallelism is tried to take its samples."""
 MOST_OF_ESTIMATE = 0.9
 """Ways whose estimate is further below the limit do not have to save more."""
 TO_FIT = 0.6
 """When more than this share of the time is over, it is not found out how little has to be recomputed for a way to fit."""
-READING_SECONDS = 0.08
-"""For each operator, what it takes to make a model of the zoo for another batch: 0.05 to 0.1 s of a core for gpt, inception_v3, nmt_gnmt
-and resnet101 (Intel Xeon, 2026-11-27). It is not begun if that would take too long."""
-ZOO = "zoo:"
 THIS = "this strategy"
 """Name of a strategy that was given without one."""
-
-Smaller = Callable[[int], OperatorGraph]
-"""The model for a batch of so many samples."""
 
 
 @dataclass(frozen=True)
@@ -131,8 +122,9 @@ def fits(
     name, chosen = (strategy, named(strategy, graph, topology)) if isinstance(strategy, str) else (THIS, strategy)
     if isinstance(strategy, str):
         warn_without_effect(name, topology)
-    asked = _way(simulator, name, chosen)
-    return Fit(asked) if asked.fits else _Ways(simulator, asked, begin_s, seconds, smaller or _smaller_zoo(graph)).found()
+    with collector.seldom():
+        asked = _way(simulator, name, chosen)
+        return Fit(asked) if asked.fits else _Ways(simulator, asked, begin_s, seconds, smaller or smaller_zoo(graph)).found()
 
 
 class _Candidate(NamedTuple):
@@ -168,11 +160,13 @@ class _Ways:
 
     def __init__(self, simulator: Simulator, asked: Way, begin_s: float, seconds: float, smaller: Smaller | None) -> None:
         self._simulator, self._asked, self._smaller = simulator, asked, smaller
-        self._begin_s, self._seconds, self._tile_s = begin_s, seconds, TILE_SECONDS
+        self._begin_s, self._seconds = begin_s, seconds
+        self._tile_s = {folded: TILE_SECONDS for folded in (False, True)}
         self._tried: list[str] = []
         self._untried: list[str] = []
         self._evaluator: IncrementalSimulator | None = None
-        self._ratios: list[float] = []
+        self._ratios: dict[str, list[float]] = defaultdict(list)  # by ``_family``, exact peaks by their estimates
+        self._late = False
 
     def found(self) -> Fit:
         """What was asked about, and the ways."""
@@ -182,23 +176,23 @@ class _Ways:
         while left and not self._enough(played, left):
             own = min(left, key=self._rank)
             left.remove(own)
-            if self._spent(1, self._expected_s(own.strategy) if played else 0):
+            if self._spent(1) or (played and self._spent(1, self._expected_s(own.strategy))):  # what to expect takes long to find
                 self._untried.append(own.name)
                 continue
             played.append(self._played(own.name, own.strategy, own.share))
         played += self._to_fit(candidates)
-        played += self._in_parts()
+        played += self._in_parts(played)
         ways = sorted((way for way in played if way.fits), key=lambda way: way.time_ns)[:MOST_WAYS]
         tried = tuple(name for name in self._tried if name not in self._untried)
         return Fit(self._asked, tuple(ways), tried, tuple(self._untried), None if ways else self._closest(candidates, played))
 
     def _played(self, name: str, strategy: Strategy, share: float | None) -> Way:
         """A way, played in full. ``share``: the estimate of its peak by the limit, to learn from."""
-        begin_s, tiles = time.process_time(), self._played_tiles(strategy)
+        begin_s, (folded, tiles) = time.process_time(), self._played_tiles(strategy)
         way = _way(self._simulator, name, strategy)
-        self._tile_s = max(self._tile_s, (time.process_time() - begin_s) / tiles)
+        self._tile_s[folded] = max(self._tile_s[folded], (time.process_time() - begin_s) / tiles)
         if share and share < inf:
-            self._ratios.append(way.peak_bytes / way.available_bytes / share)
+            self._ratios[_family(name)].append(way.peak_bytes / way.available_bytes / share)
         return way
 
     def _enough(self, played: Sequence[Way], left: Sequence[_Candidate]) -> bool:
@@ -206,34 +200,43 @@ class _Ways:
         times = sorted(way.time_ns for way in played if way.fits)
         if self._evaluator is None or len(times) < MOST_WAYS:
             return False
-        return not any(own.cost_ns < times[MOST_WAYS - 1] and not own.unlikely for own in left)
+        faster = (own for own in left if own.cost_ns < times[MOST_WAYS - 1])
+        return all((own.share or 0) * min(LEAST_OF_ESTIMATE, self._ratio(own)) > 1 for own in faster)
 
-    def _rank(self, own: _Candidate) -> tuple[bool, bool, int]:
+    def _ratio(self, own: _Candidate) -> float:
+        """How exact peaks were to estimates of the same family: estimates count too much of values that are gathered."""
+        return median(self._ratios[_family(own.name)] or [LEAST_OF_ESTIMATE])
+
+    def _rank(self, own: _Candidate) -> tuple[bool, float, int]:
         """In which order ways are played: what saves most comes first, as time may be over before anything else fits; then what fits by an
-        estimate, corrected by how exact peaks were to estimates so far, the fastest first."""
-        ratio = median(self._ratios) if self._ratios else LEAST_OF_ESTIMATE
-        return own.name != MOST_SAVING, own.share is not None and own.share * ratio > 1, own.cost_ns
+        estimate, corrected by how exact peaks were to estimates so far, the fastest first, and of the others those that lack least."""
+        share = 0.0 if own.share is None else own.share * self._ratio(own)
+        return own.name != MOST_SAVING, max(1.0, share), own.cost_ns
 
     def _spent(self, share: float, more_s: float = 0.0) -> bool:
         """Whether this share of the time is over, or will be ``more_s`` from now."""
         return time.process_time() - self._begin_s + more_s > share * self._seconds
 
     def _expected_s(self, strategy: Strategy) -> float:
-        """About what it takes to play a strategy in full, if it takes as long for each tile as the slowest one did."""
-        return self._tile_s * self._played_tiles(strategy)
+        """About what it takes to play a strategy in full, if it takes as long for each tile as the slowest one did, of those that are made
+        of equal copies or of the others."""
+        folded, tiles = self._played_tiles(strategy)
+        return self._tile_s[folded] * tiles
 
-    def _played_tiles(self, strategy: Strategy) -> int:
-        """How many tiles are played: those of two copies if it is made of equal ones."""
+    def _played_tiles(self, strategy: Strategy) -> tuple[bool, int]:
+        """Whether two copies are played, as it is made of equal ones, and how many tiles that are."""
         folding = self._simulator.folding(strategy, nearly=True)
-        return tile_count(strategy) if isinstance(folding, str) else strategy.microbatches * len(folding.undivided.tiles)
+        if isinstance(folding, str):
+            return False, tile_count(strategy)
+        return True, strategy.microbatches * len(folding.undivided.tiles)
 
     def _candidates(self) -> list[_Candidate]:
         """The ways."""
         from soap.simulator.incremental import IncrementalSimulator  # imports numba, which takes a second
 
         graph, topology = self._simulator.graph, self._simulator.topology
-        late = self._spent(0.5)  # then there is no time to weigh them, and what saves most is played alone
-        evaluator = self._evaluator = None if late or not IncrementalSimulator.begins_at_once() else IncrementalSimulator(self._simulator)
+        late = self._late = self._spent(0.5)  # then there is no time to weigh them, and what saves most is played alone
+        self._evaluator = None if late or not IncrementalSimulator.begins_at_once() else IncrementalSimulator(self._simulator)
         known, found = [self._asked.strategy], list[_Candidate]()
         names = [*saving_names(topology)]
         if late or self._asked.peak_bytes > MUCH * self._asked.available_bytes:
@@ -247,12 +250,16 @@ class _Ways:
                 continue
             known.append(strategy)
             self._tried.append(name)
-            cost_ns, least_bytes, share = 0, 0, None
-            if evaluator is not None:
-                cost_ns = evaluator.makespan_ns(strategy)
-                least_bytes, share = evaluator.least_overflow_bytes(strategy), evaluator.estimated_share(strategy)
-            found.append(_Candidate(name, strategy, cost_ns, least_bytes, share))
+            found.append(self._looked_at(name, strategy))
         return found
+
+    def _looked_at(self, name: str, strategy: Strategy) -> _Candidate:
+        """What the compiled simulator says of a strategy, if it is there."""
+        if self._evaluator is None:
+            return _Candidate(name, strategy, 0)
+        cost_ns = self._evaluator.makespan_ns(strategy)
+        least_bytes, share = self._evaluator.least_overflow_bytes(strategy), self._evaluator.estimated_share(strategy)
+        return _Candidate(name, strategy, cost_ns, least_bytes, share)
 
     def _to_fit(self, candidates: Sequence[_Candidate]) -> list[Way]:
         """The fastest strategy that lacks memory, and does not if all its runs are recomputed, with as little recomputed as fits."""
@@ -281,21 +288,47 @@ class _Ways:
         def has_time(strategy: Strategy) -> bool:
             return not self._spent(1, 2 * self._expected_s(strategy))  # the last one is played in any case
 
-        own, judge = self._simulator, Judge(estimated_share, peak_share, self._ratios, has_time)
+        own, judge = self._simulator, Judge(estimated_share, peak_share, self._ratios[_family(base.name)], has_time)
         made = recompute_to_fit(own.graph, own.topology, base.strategy, own.costs, judge)
         return [replace(_way(own, name, made.strategy), budgeted=made, base=base.name)]
 
-    def _in_parts(self) -> list[Way]:
-        """Data parallelism whose samples go through in several batches, in as few as fit; with less of them, what lacked memory."""
-        samples, found = samples_of(self._simulator.graph), []
-        for count in MICRO_BATCHES:
-            if self._smaller is None or samples is None or samples % count or is_large(self._asked.strategy):
-                break
-            if self._spent(1, READING_SECONDS * len(self._simulator.graph.operators)):
+    def _in_parts(self, played: Sequence[Way]) -> list[Way]:
+        """Ways whose samples go through in several batches, in as few as fit. ``played``: the ways so far."""
+        if self._late or is_large(self._asked.strategy):
+            return []
+        return self._in_smaller_batches() if couples_samples(self._simulator.graph) else self._in_micro_batches(played)
+
+    def _in_micro_batches(self, played: Sequence[Way]) -> list[Way]:
+        """Plans with micro-batches, if they may be among the fastest."""
+        own, found = self._simulator, list[Way]()
+        for base, count in ((base, count) for base in BASES for count in counts(own.graph)):
+            name = in_micro_batches(base, count)
+            if any(way.fits and way.name.startswith(base + JOIN) for way in found):
+                continue
+            try:
+                strategy = named(name, own.graph, own.topology)
+                strategy.validate(own.graph, own.topology.device_count)
+            except StrategyError:  # more devices than samples in a micro-batch
+                continue
+            if self._spent(1) or self._spent(1, self._expected_s(strategy)):
+                self._untried.append(name)
+                continue
+            self._tried.append(name)
+            looked = self._looked_at(name, strategy)
+            if looked.may_fit and not (looked.cost_ns and self._enough([*played, *found], [looked])):
+                found.append(self._played(name, strategy, looked.share))
+        return found
+
+    def _in_smaller_batches(self) -> list[Way]:
+        """Data parallelism of the model for fewer samples."""
+        own, found = self._simulator, list[Way]()
+        for count in counts(own.graph) if self._smaller is not None else ():
+            assert self._smaller is not None
+            if self._spent(1, READING_SECONDS * len(own.graph.operators) + self._expected_s(self._asked.strategy)):
                 self._untried.append(f"{DATA_PARALLEL} in {count} batches")
                 break
             self._tried.append(f"{DATA_PARALLEL} in {count} batches")
-            own = self._simulator
+            samples = samples_of(own.graph) or count
             simulator = Simulator(self._smaller(samples // count), own.topology, own.costs, own.optimizer_states)
             strategy = named(DATA_PARALLEL, simulator.graph, own.topology)
             found.append(_way(simulator, DATA_PARALLEL, strategy, count))
@@ -309,6 +342,11 @@ class _Ways:
         late = least is None or self._spent(1, self._expected_s(least.strategy))
         further = [] if least is None or late else [_way(self._simulator, least.name, least.strategy)]
         return min([self._asked, *played, *further], key=lambda way: way.lacking_bytes)
+
+
+def _family(name: str) -> str:
+    """What is said of a strategy beside what becomes of what operators and the optimizer keep."""
+    return JOIN.join(part for part in name.split(JOIN) if part not in KEEPING) or DATA_PARALLEL
 
 
 def _by_savings(name: str) -> tuple[int, bool]:
@@ -325,7 +363,7 @@ def _way(simulator: Simulator, name: str, strategy: Strategy, micro_batches: int
     lacking = found.overflow_bytes
     if micro_batches > 1 and not isinstance(found, FoldedSimulation):
         step_ns = found.step_ns(micro_batches)
-        for device, more in enumerate(_kept_between(found.plan, micro_batches)):
+        for device, more in enumerate(kept_between(found.plan, micro_batches)):
             peaks[device] += sum(more.values())
             kinds[device] = {kind: size + more.get(kind, 0) for kind, size in kinds[device].items()}
         lacking = overflow_bytes(peaks, topology) + lacking_on_hosts(found.host_memory, topology)
@@ -333,21 +371,3 @@ def _way(simulator: Simulator, name: str, strategy: Strategy, micro_batches: int
     fullest = max(range(len(peaks)), key=lambda device: peaks[device] / limits[device])
     on, peak = topology.devices[fullest].name, peaks[fullest]
     return Way(name, simulator.graph.name, strategy, step_ns, on, peak, limits[fullest], kinds[fullest], lacking, micro_batches)
-
-
-def _kept_between(plan: Plan, micro_batches: int) -> list[dict[str, int]]:
-    """For each device the bytes by kind that a step of several batches holds beside what one batch does: the other batches, and gradients
-    that only stay if the step goes on."""
-    batch = sum(tensor.bytes for tensor in plan.graph.tensors.values() if tensor.kind is TensorKind.INPUT)
-    found = [{MemoryKind.BATCH.value: (micro_batches - 1) * batch, MemoryKind.GRADIENTS.value: 0} for _ in range(plan.device_count)]
-    for number in sums_of_one(plan):
-        shard = plan.shards[number]
-        for device in shard.devices:
-            found[device][MemoryKind.GRADIENTS] += box_bytes(plan, shard.parameter, shard.box)
-    return found
-
-
-def _smaller_zoo(graph: OperatorGraph) -> Smaller | None:
-    """Makes a model of the zoo for fewer samples; None if it is no model of the zoo."""
-    spec, found, _ = graph.name.partition("@")
-    return (lambda samples: load(f"{spec}@{samples}", plan_only=True).graph) if spec.startswith(ZOO) and found else None

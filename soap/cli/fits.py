@@ -22,6 +22,7 @@ from soap.search.infeasible import shrinking
 from soap.units import format_bytes
 
 STRATEGY_FILE = "strategy.json"
+SMALLER = "several batches are normalized each by itself, so that training has other numbers than with one batch"
 UNUSED = ("what_if", "sensitivity", "explain", "timeline", "output")
 """Options of ``soap-simulate`` that say something about one strategy alone."""
 
@@ -91,6 +92,8 @@ def text(found: Mapping[str, Any]) -> str:
     if found["ways"]:
         rows = [(_name(way), milliseconds(way["predicted_ns"]), _memory(way)) for way in found["ways"]]
         sections.append("these fit, the fastest first:\n" + aligned(rows))
+        if any(way["micro_batches"] > 1 for way in found["ways"]):
+            sections.append(SMALLER)
         sections += [budgeted_text(way["budgeted"]) for way in found["ways"] if way["budgeted"] is not None]
         sections.append("\n".join(["a strategy file of each:", *(f"  {one}" for way in found["ways"] for one in way["commands"])]))
     else:

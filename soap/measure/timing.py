@@ -20,8 +20,8 @@ from typing import Protocol
 
 import torch
 
+from soap import collector
 from soap.emulation import reference_work
-from soap.runtime.system import collector
 
 FINE_CLOCK_SECONDS = 1e-4
 """A thread's processor time is used if the system counts it at least this finely."""

@@ -28,6 +28,8 @@ from soap.plan.syncs.keeping import Cell, Keeping
 from soap.plan.syncs.represented import Represented
 from soap.plan.tiling import Tile, tiles_of
 from soap.strategy.config import OpConfig, Strategy
+from soap.strategy.kept import with_mark
+from soap.strategy.recomputation import STAYS
 
 Use = tuple[int, int]
 """(tile, operand position)."""
@@ -104,7 +106,7 @@ class PlanBuilder:
         strategy.validate(self.graph, self.topology.device_count, empty_tiles=empty_tiles)
         if strategy.microbatches != self.microbatches:
             return self._other(strategy.microbatches).build(strategy, empty_tiles=empty_tiles)
-        configs = [strategy.operators[op.name] for op in self.graph.operators]
+        configs = [_divided(strategy.operators[op.name]) for op in self.graph.operators]
         found = [
             self._delivery(position, config, tuple([configs[reader] for reader in self._readers[position]]))
             for position, config in enumerate(configs)
@@ -157,7 +159,7 @@ class PlanBuilder:
         """What one operator leaves on devices for its readers by a legal strategy."""
         if strategy.microbatches != self.microbatches:
             return self._other(strategy.microbatches).delivery(position, strategy)
-        own, *readers = (strategy.operators[self.graph.operators[p].name] for p in (position, *self._readers[position]))
+        own, *readers = (_divided(strategy.operators[self.graph.operators[p].name]) for p in (position, *self._readers[position]))
         return self._delivery(position, own, tuple(readers))
 
     def _other(self, microbatches: int) -> PlanBuilder:
@@ -306,6 +308,11 @@ def _holders(graph: OperatorGraph, position: int, holdings: Sequence[Holding]) -
     for place, holding in enumerate(holdings):
         places[holding.tensor].append(place)
     return {tensor: HolderIndex(tensor, own, holdings) for tensor, own in places.items()}
+
+
+def _divided(config: OpConfig) -> OpConfig:
+    """How an operator is divided and placed, whatever becomes of what it keeps: then strategies that differ in that share what follows."""
+    return with_mark(config, STAYS)
 
 
 def _readers(graph: OperatorGraph, position: int) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from soap import collector
 from soap.cluster.kinds import run_kind
 from soap.cluster.presets import local_topology
 from soap.cluster.topology import DeviceKind, Topology
@@ -23,7 +24,6 @@ from soap.runtime.comm.redistribute import Communicator
 from soap.runtime.program.program import Program, compile_program
 from soap.runtime.program.rank_programs import RankPrograms
 from soap.runtime.program.resizing import other_program, resized_program
-from soap.runtime.system import collector
 from soap.strategy.config import Strategy
 from soap.tracing.model import TracedModel
 

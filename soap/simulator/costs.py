@@ -15,6 +15,7 @@ from soap.plan.compression.seam import Layout, Work
 from soap.plan.tiling import Tile
 from soap.strategy.compression import Compression
 from soap.strategy.division import Half
+from soap.strategy.recomputation import has_product
 
 CostSource = Literal["auto", "estimate"]
 """``auto``: use what ``soap-profile`` has measured of the cluster's devices, estimate the rest. ``estimate``: use only their figures."""
@@ -74,8 +75,10 @@ class Repeating(Protocol):
 
 
 def light_ns(costs: CostModel, graph: OperatorGraph, tile: Tile, device: DeviceType) -> int:
-    """Forward pass of a tile that keeps its product (``recomputation.LIGHT``), in nanoseconds; the whole forward pass if the cost model is
-    not ``Repeating``."""
+    """Forward pass of a tile that keeps its product (``recomputation.LIGHT``), in nanoseconds; the whole forward pass if it has none, or
+    the cost model is not ``Repeating``."""
+    if not has_product(graph.operators[tile.operator]):
+        return costs.forward_ns(graph, tile, device)
     known: Callable[..., int] = getattr(costs, "light_ns", costs.forward_ns)  # as above
     return known(graph, tile, device)
 

@@ -62,6 +62,9 @@ from soap.simulator.draws import links_between_hosts
 from soap.simulator.folded_prices import CommonSums, FoldedCommunication
 from soap.strategy.config import Strategy
 
+MOST_BUILDERS = 8
+"""So many divisions of operators among copies are remembered."""
+
 Ints = NDArray[np.int64]
 
 
@@ -115,11 +118,35 @@ class Folding:
         return len(self.copies.images)
 
 
+class CopiesBuilders:
+    """The builders of plans of two copies of one graph on one cluster, the last ones: strategies that divide operators alike share one, and
+    so what their plans have in common."""
+
+    def __init__(self, graph: OperatorGraph, topology: Topology, training: PlannedTraining = PLAIN) -> None:
+        self.graph, self.topology, self.training = graph, topology, training
+        self._known: list[tuple[Ints, PlanBuilder]] = []
+
+    def builder(self, copies: Copies, before: Topology) -> PlanBuilder:
+        """The builder for two copies on ``before``, these devices' part of the cluster."""
+        for images, builder in self._known:
+            if np.array_equal(images, copies.images) and builder.topology == before and builder.graph == copies.graph:
+                return builder
+        made = PlanBuilder(copies.graph, before, self.training, represented=Represented(copies.images, copies.devices))
+        self._known = [(copies.images, made), *self._known][:MOST_BUILDERS]
+        return made
+
+
 def fold(
-    graph: OperatorGraph, topology: Topology, strategy: Strategy, training: PlannedTraining = PLAIN, *, nearly: bool = False
+    graph: OperatorGraph,
+    topology: Topology,
+    strategy: Strategy,
+    training: PlannedTraining = PLAIN,
+    *,
+    nearly: bool = False,
+    builders: CopiesBuilders | None = None,
 ) -> Folding | str:
     """The strategy folded over as many copies as possible, or the reason why it cannot be folded, in one line. It must be legal.
-    ``nearly``: also if that is not exact."""
+    ``nearly``: also if that is not exact. ``builders``: of the same graph, cluster and training."""
     for sync in strategy.parameters.values():
         if sync.contract.folding or sync.offload:
             return sync.contract.folding or "optimizer states are offloaded"
@@ -138,7 +165,7 @@ def fold(
         try:
             copies = find_copies(graph, strategy, count)
             reasons = unlike_copies
-            found = _Folding(graph, topology, copies, training).fold()
+            found = _Folding(copies, builders or CopiesBuilders(graph, topology, training)).fold()
             return found if nearly or found.exact else "readers own unequal parts of parameters"
         except UnfoldableError as error:
             reasons.append(str(error))
@@ -148,10 +175,11 @@ def fold(
 class _Folding:
     """Checks the conditions of the module's docstring, and builds the small problem."""
 
-    def __init__(self, graph: OperatorGraph, topology: Topology, copies: Copies, training: PlannedTraining) -> None:
-        self.graph, self.topology, self.copies, self.training = graph, topology, copies, training
+    def __init__(self, copies: Copies, builders: CopiesBuilders) -> None:
+        self.graph, self.topology, self.copies, self.training = builders.graph, builders.topology, copies, builders.training
+        self._builders = builders
         self.images, self._represented = copies.images, Represented(copies.images, copies.devices)
-        self._between = links_between_hosts(topology)
+        self._between = links_between_hosts(self.topology)
 
     def fold(self) -> Folding:
         self._check_devices()
@@ -159,7 +187,7 @@ class _Folding:
         near = set(local[:LEFT].ravel().tolist())
         bridge = {*self._route(0, 1), *self._route(1, 0)}
         before = self._small_topology(near | bridge)
-        builder = PlanBuilder(self.copies.graph, before, self.training, represented=self._represented)
+        builder = self._builders.builder(self.copies, before)
         self._check_fetches(builder)
         # which devices sum together does not depend on micro-batches, and without them a plan is soon made
         plan = builder.build(replace(self.copies.strategy, microbatches=1))

@@ -25,7 +25,7 @@ from soap.simulator.communication.synchronizing import before_passes
 from soap.simulator.costs import CostModel
 from soap.simulator.draws import links_between_hosts
 from soap.simulator.folded import FoldedSimulation
-from soap.simulator.folding import Folding, fold
+from soap.simulator.folding import CopiesBuilders, Folding, fold
 from soap.simulator.lowering import PlanBuilder, lower
 from soap.simulator.memory.hosts import host_use, lacking_on_hosts
 from soap.simulator.memory.ledger import MemoryCurve
@@ -199,6 +199,7 @@ class Simulator:
         self._answers: OrderedDict[Hashable, tuple[int, int]] = OrderedDict()
         self._folded: OrderedDict[Hashable, FoldedSimulation | str] = OrderedDict()
         self._foldings: OrderedDict[Hashable, Folding | str] = OrderedDict()
+        self._copies_builders = CopiesBuilders(graph, topology, training)
 
     @cached_property
     def shared(self) -> Shared:
@@ -244,7 +245,8 @@ class Simulator:
         strategy.validate(self.graph, self.topology.device_count)
         key = self.key(strategy), nearly
         if key not in self._foldings:
-            self._foldings[key] = fold(self.graph, self.topology, strategy, self.training, nearly=nearly)
+            own = self.graph, self.topology, strategy, self.training
+            self._foldings[key] = fold(*own, nearly=nearly, builders=self._copies_builders)
             if len(self._foldings) > KEPT_FOLDED:
                 self._foldings.popitem(last=False)
         return self._foldings[key]

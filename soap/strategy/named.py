@@ -31,7 +31,11 @@ DATA_PARALLEL, MEGATRON, PIPELINE = "data_parallel", "megatron", "pipeline"
 SIMULATED = (PIPELINE, RALP)
 """What is found by simulating."""
 RECOMPUTE, SELECTIVE, OFFLOAD, OFFLOAD_KEPT = "recompute", "selective", "offload", "offload_kept"
+KEEPING = (RECOMPUTE, SELECTIVE, OFFLOAD, OFFLOAD_KEPT)
+"""What decides what becomes of states and activations between their uses, and changes nothing else."""
 UNEVEN = "uneven"
+MICRO_BATCHES = "microbatches"
+"""With ``WIDTH`` and a number behind it."""
 
 Added = Callable[[OperatorGraph, Topology, Strategy], Strategy]
 """Puts something on top of a strategy."""
@@ -74,7 +78,7 @@ ADDED: Mapping[str, Added] = MappingProxyType(
         UNEVEN: _uneven,
     }
 )
-"""What may be put on top of another strategy, by name."""
+"""What may be put on top of another strategy, by name; and micro-batches (``MICRO_BATCHES``)."""
 
 HSDP = "hsdp"
 SHARING = ("zero1", "fsdp", HSDP)
@@ -116,8 +120,8 @@ def check_name(name: str) -> None:
             if base not in SERVED:
                 raise StrategyError(f"strategy {name[:80]!r}: {added[:80]!r} is for servers and workers; expected it behind {_counted()}")
             parse(added)
-        elif added not in ADDED:
-            known = ", ".join(ADDED)
+        elif _added(added) is None:
+            known = f"{', '.join(ADDED)}, {MICRO_BATCHES}{WIDTH}N"
             raise StrategyError(f"strategy {name[:80]!r}: {added[:80]!r} cannot be put on top of another one; expected one of {known}")
 
 
@@ -126,8 +130,16 @@ def forms() -> str:
     stale = f"{_counted()}, stale with {JOIN}{ASYNC} or {JOIN}{BOUNDED}D behind it"
     return (
         f"{', '.join((*NAMED, *SIMULATED))}; {MEGATRON}{WIDTH}N (in groups of N devices); {RALP}{WIDTH}N (on N devices of servers); "
-        f"{stale}; with {JOIN}{f' or {JOIN}'.join(ADDED)} behind it"
+        f"{stale}; with {JOIN}{f' or {JOIN}'.join(ADDED)} or {JOIN}{MICRO_BATCHES}{WIDTH}N (in N parts of the samples) behind it"
     )
+
+
+def _added(name: str) -> Added | None:
+    """What is put on top of a strategy by this name; None if nothing is."""
+    first, _, count = name.partition(WIDTH)
+    if first != MICRO_BATCHES or not _is_count(count):
+        return ADDED.get(name)
+    return lambda graph, topology, strategy: replace(strategy, microbatches=int(count))
 
 
 def _counted() -> str:
@@ -149,7 +161,8 @@ def named(name: str, graph: OperatorGraph, topology: Topology, found_one: Strate
     else:
         strategy = hybrid(graph, topology, tensor=int(width)) if found else NAMED[base](graph, topology)
     for added in rest:
-        strategy = ADDED[added](graph, topology, strategy) if added in ADDED else replace(strategy, consistency=added)
+        add = _added(added)
+        strategy = replace(strategy, consistency=added) if add is None else add(graph, topology, strategy)
     return strategy
 
 

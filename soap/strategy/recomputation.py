@@ -3,9 +3,9 @@
 A second run must change nothing. Random numbers repeat, because they follow from seed, step, call and block. Running statistics are noted
 by the first run alone. What is refused here must not repeat, or has nothing to be made again.
 
-An operator with a product of matrices, a convolution or attention in it may keep what it makes, and run its light calls alone again
-(``LIGHT``). Then nothing that costs much is computed twice, and yet what it reads need not stay, if that is made again, too: selective
-recomputation (Korthikanti et al., "Reducing activation recomputation in large transformer models", 2022), as
+An operator may keep what it makes and run again all the same (``LIGHT``), so that what it has made inside, and what it reads, need not
+stay. If it has a product of matrices, a convolution or attention in it, its light calls alone run again. Then nothing that costs much is
+computed twice: selective recomputation (Korthikanti et al., "Reducing activation recomputation in large transformer models", 2022), as
 ``torch.utils.checkpoint`` does it with ``create_selective_checkpoint_contexts``.
 """
 
@@ -18,14 +18,14 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from soap.errors import StrategyError
-from soap.model.graph import KEEP_STATE, NEXT_STATE, Operator, OperatorGraph
+from soap.model.graph import KEEP_STATE, NEXT_STATE, RECURRENT_KINDS, Operator, OperatorGraph
 from soap.model.micro_batches import MicroBatches
 
 if TYPE_CHECKING:
     from soap.strategy.config import Strategy
 
 STAYS, RECOMPUTED, LIGHT = range(3)
-"""What an operator keeps stays until its backward pass, or all of it is made again then, or what its light calls make
+"""What an operator keeps stays until its backward pass, or all of it is made again then, or all but its outputs
 (``OpConfig.recompute``)."""
 LEVELS = (STAYS, RECOMPUTED, LIGHT)
 
@@ -36,6 +36,11 @@ PRODUCTS = frozenset(
     {"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "conv1d", "conv2d", "conv3d", "convolution", "scaled_dot_product_attention"}
 )
 """Kinds of operators whose light calls may run again without their product."""
+
+WORTH = 2
+"""Runs between lows that are not half as high as both sides have to make this many times what is held because of them."""
+MOST_LOWS = 256
+"""So many of these lows are weighed, the lowest ones."""
 
 
 def read_level(written: Any) -> int:
@@ -74,12 +79,10 @@ def repeatable(graph: OperatorGraph) -> frozenset[str]:
 
 
 def require_repeatable(graph: OperatorGraph, op: Operator, recompute: int) -> None:
-    """StrategyError if an operator is to be recomputed that must not be, or is to keep a product that it does not have."""
+    """StrategyError if an operator is to be recomputed that must not be."""
     why = refusal(graph, op) if recompute else None
     if why is not None:
         raise StrategyError(f"operator {op.name!r} is marked to be recomputed, but {why}; expected recompute false")
-    if recompute == LIGHT and not has_product(op):
-        raise StrategyError(f"operator {op.name!r} ({op.kind}) has no product to keep; expected recompute true or false, not 'light'")
 
 
 def runs_of(graph: OperatorGraph) -> tuple[tuple[str, ...], ...]:
@@ -87,44 +90,98 @@ def runs_of(graph: OperatorGraph) -> tuple[tuple[str, ...], ...]:
 
     A run ends where few bytes go on: at an operator behind which at most half as many bytes are still to be read as at most before it and
     behind it, from the last and to the next such low (in a transformer, each addition to the residual stream). That operator is in no run:
-    so what it makes is kept, and the next run starts from there. What follows the last such place is no run, as the backward pass needs it
-    at once. Chen et al., "Training deep nets with sublinear memory cost", 2016, keep such values alone.
+    so what it makes is kept, and the next run starts from there. Behind the last such place, lows need not be so deep: in convolutional
+    networks what goes on is nearly as wide as what blocks make inside, but all that they make inside is several times as much. There runs
+    end at those lows with which least is held (``_shallow_places``), without recurrent layers (``run_levels``). What follows the last end
+    is no run, as the backward pass needs it at once. Chen et al., "Training deep nets with sublinear memory cost", 2016, keep such values
+    alone.
     """
-    return tuple(run for run, _ in _runs_and_ends(graph))
+    return tuple(run for run, _ in _runs_and_light(graph))
 
 
 def run_levels(graph: OperatorGraph, extent: int) -> tuple[dict[str, int], ...]:
     """For each of ``runs_of`` the graph, how its operators are recomputed at an extent (``level_at``), and the operator at its end, if that
-    can keep what it makes and nothing else: ``LIGHT``, unless nothing is recomputed."""
+    can keep what it makes and nothing else: ``LIGHT``, unless nothing is recomputed. Then the recurrent layers in none of them, each by
+    itself: what they keep inside is far more than what they read and make. They run again as wholes, or not at all."""
     found = []
-    for run, end in _runs_and_ends(graph):
+    for run, light in _runs_and_light(graph):
         levels = {name: level_at(graph.operators[graph.index[name]], extent) for name in run}
-        if end is not None:
-            levels[end] = min(extent, 1) * LIGHT
-        found.append(levels)
-    return tuple(found)
+        found.append({**levels, **dict.fromkeys(light, min(extent, 1) * LIGHT)})
+    inside, own = set[str]().union(*found), repeatable(graph)
+    alone = (op.name for op in graph.operators if op.kind in RECURRENT_KINDS and op.name in own and op.name not in inside)
+    return (*found, *({name: LIGHT if extent == RECOMPUTED else STAYS} for name in alone))
 
 
-def _runs_and_ends(graph: OperatorGraph) -> list[tuple[tuple[str, ...], str | None]]:
-    """``runs_of``, each with the operator at its end if that may be ``LIGHT``."""
+def _runs_and_light(graph: OperatorGraph) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """``runs_of``, each with those operators that keep what they make, if it is recomputed: the one at its end, if it gains by running
+    again, and others that make what is read behind a shallow end, as runs would go on across it else."""
     widths = _bytes_to_be_read(graph)
-    own, found, current = repeatable(graph), list[tuple[tuple[str, ...], str | None]](), list[str]()
-    ends = _narrow_places(widths)
+    own, found, current = repeatable(graph), list[tuple[tuple[str, ...], tuple[str, ...]]](), list[str]()
+    deep = _narrow_places(widths)
+    last = max(deep, default=-1)
+    shallow = _shallow_places(graph, widths, last + 1)
     for position, op in enumerate(graph.operators):
-        if position in ends:
-            found.append((tuple(current), op.name if op.name in own and has_product(op) else None))
+        if position in deep or position in shallow:
+            gains = op.name in own and (has_product(op) or position in shallow)
+            before = [name for name in current if position in shallow and _last_reader(graph, name) > position]
+            found.append((tuple(current), (*before, op.name) if gains else tuple(before)))
             current = []
-        elif op.name in own:
+        elif op.name in own and not (position > last and op.kind in RECURRENT_KINDS):
             current.append(op.name)
-    return [(run, end) for run, end in found if run]
+    return [(run, light) for run, light in found if run]
+
+
+def _last_reader(graph: OperatorGraph, name: str) -> int:
+    """The position of the last operator that reads what this one makes; its own if none does."""
+    position = graph.index[name]
+    made = (out.tensor for out in graph.operators[position].outputs)
+    return max((reader for tensor in made for reader, _ in graph.consumers.get(tensor, ())), default=position)
+
+
+def _lows(widths: Sequence[int]) -> list[int]:
+    return [place for place in range(1, len(widths) - 1) if widths[place] <= widths[place - 1] and widths[place] < widths[place + 1]]
 
 
 def _narrow_places(widths: Sequence[int]) -> set[int]:
     """Lows at most half as high as both sides."""
-    inner = range(1, len(widths) - 1)
-    lows = [place for place in inner if widths[place] <= widths[place - 1] and widths[place] < widths[place + 1]]
+    lows = _lows(widths)
     around = zip([0, *lows[:-1]], lows, [*lows[1:], len(widths)], strict=True) if lows else ()
     return {low for before, low, after in around if 2 * widths[low] <= min(max(widths[before:low]), max(widths[low + 1 : after]))}
+
+
+def _shallow_places(graph: OperatorGraph, widths: Sequence[int], first: int) -> set[int]:
+    """The lows from ``first`` on at which runs are to end, so that least is held while one of them goes back: what goes on at the ends
+    before it, and what it makes. None if that is not ``WORTH`` times less than what all operators make. Recurrent layers are not counted,
+    as they keep what they make."""
+    operators = graph.operators[first:]
+    made = [0 if op.kind in RECURRENT_KINDS else sum(graph.tensors[out.tensor].bytes for out in op.outputs) for op in operators]
+    before = [*accumulate(made, initial=0)]
+    lows = (place for place in _lows(widths) if place >= first and graph.operators[place].kind not in RECURRENT_KINDS)
+    places = sorted(sorted(lows, key=lambda place: widths[place])[:MOST_LOWS])
+    ends = [(widths[place], before[place - first]) for place in places]
+    low, high, chosen = 0, before[-1] // WORTH, list[int]()
+    while high - low > before[-1] // 100:
+        middle = (low + high) // 2
+        found = _ends_of_runs(ends, before[-1], middle)
+        low, high, chosen = (middle, high, chosen) if found is None else (low, middle, found)
+    return {places[k] for k in chosen}
+
+
+def _ends_of_runs(ends: Sequence[tuple[int, int]], made: int, most: int) -> list[int] | None:
+    """Which of these places have least width together, if no run makes more than ``most`` with the widths of the ends before it; None if
+    that cannot be. ``ends``: (width, what is made before it); ``made``: all of it."""
+    sums, before, came_from = [0], [0], [-1]  # by place, of the best choice that ends there; 0 is the beginning
+    for width, own in (*ends, (0, made)):
+        near = [k for k in range(len(sums)) if sums[k] + own - before[k] <= most]
+        best = min(near, key=lambda k: sums[k], default=None)
+        sums.append(most + 1 if best is None else sums[best] + width)
+        before.append(own)
+        came_from.append(-1 if best is None else best)
+    found, place = list[int](), came_from[-1]
+    while place > 0:
+        found.append(place - 1)
+        place = came_from[place]
+    return None if place < 0 else found[::-1]
 
 
 def _bytes_to_be_read(graph: OperatorGraph) -> list[int]:

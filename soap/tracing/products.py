@@ -10,6 +10,7 @@ tile at a time and without its global state.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,17 +57,18 @@ def is_product(func: Any) -> bool:
     return func.overloadpacket in CALLS
 
 
-def first_run(run: Callable[[], Sequence[torch.Tensor]]) -> tuple[list[torch.Tensor], Made]:
-    """(outputs of a tile, without autograd's graph; what a second run needs of its products)."""
+def first_run(run: Callable[[], Sequence[torch.Tensor]], *, whole: bool = False) -> tuple[list[torch.Tensor], Made | None]:
+    """(outputs of a tile, without autograd's graph; what a second run needs of its products). ``whole``: None, as the second run computes
+    them again."""
     products = _Noting()
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(products.saved, _never), products:
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(products.saved, _never), nullcontext() if whole else products:
         outputs = [own.detach() for own in run()]
-    return outputs, products.needed()
+    return outputs, None if whole else products.needed()
 
 
-def second_run(run: Callable[[], Sequence[torch.Tensor]], made: Made) -> Sequence[torch.Tensor]:
-    """The tile's outputs again, with autograd's graph. Their values may be anything."""
-    with torch.enable_grad(), _Returning(made):
+def second_run(run: Callable[[], Sequence[torch.Tensor]], made: Made | None) -> Sequence[torch.Tensor]:
+    """The tile's outputs again, with autograd's graph. Their values may be anything. ``made``: see ``first_run``."""
+    with torch.enable_grad(), nullcontext() if made is None else _Returning(made):
         return run()
 
 

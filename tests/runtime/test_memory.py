@@ -328,7 +328,7 @@ def test_backward_passes_in_two_are_predicted(name: str, seed: int, four: Pool, 
     strategy = replace(by_hand(graph, borders, devices, "zb-h1"), microbatches=4)
     cut, able = MicroBatches(graph, 4), offloadable(graph)
     names = [own for own in sorted(repeatable(graph)) if cut.may_repeat(graph.index[own]) and draw.random() < 0.3 * (seed // 2)]
-    marks = {own: level_at(graph.operators[graph.index[own]], draw.choice((RECOMPUTED, LIGHT))) for own in names}
+    marks = {own: draw.choice((RECOMPUTED, LIGHT)) for own in names}
     marks |= {own: OFFLOADED for own in names if own in able and draw.random() < 0.5}
     found, predicted = shown(path, with_each_mark(strategy, marks), topology, four)
     assert all(most <= peak <= 1.4 * most for most, peak in zip(found, predicted, strict=True)), (found, predicted)
@@ -344,7 +344,7 @@ def test_any_marks_are_predicted(name: str, seed: int, pool: Pool, exported: Exp
     usual = api.classical("data_parallel" if seed % 2 else "single_device", graph, topology)
     names = [own for own in sorted(repeatable(graph)) if draw.random() < draw.choice((0.3, 0.6, 0.9))]
     able = offloadable(graph)
-    marks = {own: level_at(graph.operators[graph.index[own]], draw.choice((RECOMPUTED, LIGHT))) for own in names}
+    marks = {own: draw.choice((RECOMPUTED, LIGHT)) for own in names}
     marks |= {own: OFFLOADED for own in names if own in able and draw.random() < draw.choice((0.0, 0.5, 1.0))}
     found, predicted = shown(path, with_each_mark(usual, marks), topology, pool)
     assert all(most <= peak for most, peak in zip(found, predicted, strict=True)), [b / a for a, b in zip(found, predicted, strict=True)]

@@ -13,7 +13,7 @@ from soap.model.batch import sample_factor
 from soap.model.graph import FactorKind, OperatorGraph
 from soap.model.micro_batches import MicroBatches
 from soap.strategy.config import OpConfig, Strategy
-from soap.strategy.recomputation import LIGHT, RECOMPUTED, STAYS, level_at, refusal
+from soap.strategy.recomputation import LIGHT, RECOMPUTED, STAYS, refusal
 from soap.strategy.stages import chunks_of, stages_of_chunks
 from tests.simulator.examples import pairwise_cluster
 from tests.strategies import MOVES, cluster, graphs, named, pipelines, with_rails
@@ -63,7 +63,7 @@ def config(draw: st.DrawFn, cut: MicroBatches, position: int, images: NDArray[np
     Some are recomputed."""
     op, (copies, width) = cut.graph.operators[position], images.shape
     repeats = refusal(cut.graph, op) is None and cut.may_repeat(position)
-    recompute = draw(st.sampled_from((STAYS, STAYS, RECOMPUTED, level_at(op, LIGHT)))) if repeats else STAYS
+    recompute = draw(st.sampled_from((STAYS, STAYS, RECOMPUTED, LIGHT))) if repeats else STAYS
     sample, parts = sample_factor(op), cut.parts(position)
     degrees, room = [1] * len(op.factors), 4
     for i in draw(st.permutations(range(len(op.factors)))) if op.partitionable else ():

@@ -183,10 +183,18 @@ def test_what_a_light_run_reads_is_not_there_between() -> None:
     assert held_before_the_loss(graph, alone) - held_before_the_loss(graph, both) == wide  # how much of l2 a second run needs is not known
 
 
-def test_only_products_are_light() -> None:
+def test_without_a_product_all_of_an_operator_runs_again() -> None:
+    """l2, which is no product here, keeps what it makes, but l1, which only l2 reads, is made again for it."""
+    graph = chain(4, 2, 3, 2, 5)
+    operators = tuple(replace(op, kind="gelu") if op.name == "l2" else op for op in graph.operators)
+    graph = OperatorGraph(graph.name, operators, graph.tensors, graph.loss)
+    tasks = lowered(graph, light(marked(batch_split(graph, [0]), "l1"), "l2"))
+    again, first = (by_name(tasks)[f"{kind} l2[0]"].duration_ns for kind in ("recompute", "forward"))
+    assert again == first and predecessors(tasks, "recompute l2[0]") == {"forward l2[0]", "need l2[0]", "recompute l1[0]"}
+
+
+def test_levels_are_three() -> None:
     graph = chain(4, 2, 3)
-    with pytest.raises(StrategyError, match=r"operator 'loss' \(loss\) has no product to keep; expected recompute true or false"):
-        light(batch_split(graph, [0]), "loss").validate(graph, 2)
     with pytest.raises(StrategyError, match="recompute 3: expected one of 0, 1, 2"):
         light(batch_split(graph, [0]), "l1").with_operator("l1", OpConfig((1, 1, 1), (0,), 1, 3))
 

@@ -7,23 +7,20 @@ function is compiled once.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar, cast
 
 from numba import typeof, types
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import CPUDispatcher
 
+from soap import collector
 from soap.simulator.compiled.claims import claimed
 from soap.simulator.compiled.kept import KeptCode, MachineCode
 from soap.simulator.compiled.parts import PartCompiler
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-SELDOM = (100_000, 20, 100)
-"""Thresholds of Python's collector of cyclic garbage while it compiles: see ``gc.set_threshold``."""
 
 _OPTIONS = {"nopython": True, "nogil": True, "error_model": "numpy", "_nrt": False, "no_cfunc_wrapper": True}
 
@@ -67,18 +64,6 @@ def inlined(function: Function) -> Function:
     return cast(Function, _Part(py_func=function, targetoptions=options, pipeline_class=PartCompiler))
 
 
-@contextmanager
-def _seldom_collected() -> Iterator[None]:
-    """Python looks for cyclic garbage less often: compiling makes millions of objects, and to look at them takes a tenth of its time. With
-    no collection at all, one of the smaller entries kept 180 MB of garbage."""
-    usual = gc.get_threshold()
-    gc.set_threshold(*SELDOM)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*usual)
-
-
 class _Dispatcher(CPUDispatcher):
     """A function, and its compiled versions by argument types."""
 
@@ -99,12 +84,12 @@ class _Entry(_Dispatcher):
 
     def compile(self, sig: Any) -> Any:
         """Compile it, or load it; if another process compiles it, wait for that."""
-        with global_compiler_lock, self._claimed(), _seldom_collected():  # in this order also where a function asks for another
+        with global_compiler_lock, self._claimed(), collector.seldom():  # in this order also where a function asks for another
             return super().compile(sig)
 
     def compile_unless_claimed(self, sig: Any) -> bool:
         """``compile``, but False at once if another process compiles it."""
-        with global_compiler_lock, self._claimed(wait=False) as own, _seldom_collected():
+        with global_compiler_lock, self._claimed(wait=False) as own, collector.seldom():
             if own:
                 super().compile(sig)
             return own

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from soap.model.graph import NARROW, FactorKind, Footprint, Operator, OperatorGraph
 from soap.model.regions import Interval, volume
 from soap.plan.tiling import iteration_points, spatial_factors
+from soap.strategy.recomputation import has_product
 
 NEGLIGIBLE = 50
 """What a cut adds to less than this part of the whole is rounding."""
@@ -66,7 +67,9 @@ def kept_share(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval]
 
 def product_share(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval]) -> int:
     """Bytes of what a tile's products make beside its outputs and a second run needs, rounded up; if the operator has no footprint, as much
-    as the tile may keep."""
+    as the tile may keep. 0 of operators that run again as wholes."""
+    if not has_product(op):
+        return 0
     if op.name not in graph.footprints:
         return _share(op.saved_bytes, op, volume(tuple(intervals)))
     return _known_bytes(graph, op, intervals, Use.PRODUCT)
