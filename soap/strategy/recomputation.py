@@ -160,7 +160,7 @@ def _shallow_places(graph: OperatorGraph, widths: Sequence[int], first: int) -> 
     places = sorted(sorted(lows, key=lambda place: widths[place])[:MOST_LOWS])
     ends = [(widths[place], before[place - first]) for place in places]
     low, high, chosen = 0, before[-1] // WORTH, list[int]()
-    while high - low > before[-1] // 100:
+    while high - low > max(1, before[-1] // 100):
         middle = (low + high) // 2
         found = _ends_of_runs(ends, before[-1], middle)
         low, high, chosen = (middle, high, chosen) if found is None else (low, middle, found)
