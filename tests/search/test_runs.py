@@ -1,0 +1,95 @@
+"""Which operators are worth recomputing together where blocks are hardly wider inside than what goes on, and recurrent layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from soap.model.graph import OperatorGraph
+from soap.profiles.roofline import RooflineCosts
+from soap.simulator.simulate import Simulator
+from soap.strategy.classical import data_parallel
+from soap.strategy.named import named
+from soap.strategy.recomputation import LIGHT, RECOMPUTED, STAYS, _ends_of_runs, recomputed, run_levels, runs_of
+from tests.graph_builder import GraphBuilder, mlp
+from tests.strategies import CPU, cluster
+
+TOPOLOGY = cluster([1, 1], CPU)
+WIDTH = 64
+
+
+def residual(blocks: int, inside: int = 4, batch: int = 512) -> OperatorGraph:
+    """Blocks of elementwise operators, each added to what goes past it: inside a block twice as much goes on as between two of them."""
+    g = GraphBuilder("residual")
+    x = g.linear(g.input("x", batch, 8), WIDTH, name="first")
+    for i in range(blocks):
+        y = x
+        for k in range(inside):
+            y = g.elementwise(y, name=f"{i}.{k}")
+        x = g.elementwise(x, y, name=f"{i}.add")
+    return g.build(g.mean(g.linear(x, 8, name="last"), name="mean"))
+
+
+def test_runs_end_between_blocks_though_these_are_hardly_wider_inside() -> None:
+    graph = residual(8)
+    runs = runs_of(graph)
+    assert len(runs) > 2 and all(f"{i}.add" in {name for run in runs for name in run} or i for i in range(8))
+    levels = {name: level for own in run_levels(graph, RECOMPUTED) for name, level in own.items()}
+    kept = {name for name, level in levels.items() if level == LIGHT}
+    assert kept and all(name.endswith(".add") for name in kept)
+    simulator = Simulator(graph, TOPOLOGY, RooflineCosts(TOPOLOGY))
+    usual = data_parallel(graph, TOPOLOGY)
+    whole, least = (max(simulator.run(strategy).peak_bytes) for strategy in (usual, recomputed(graph, usual)))
+    assert least < 0.6 * whole
+
+
+def test_what_goes_past_the_end_of_a_run_is_kept_as_well() -> None:
+    """``past`` is read behind all ends, so that runs would go on across them if it was made again."""
+    g = GraphBuilder("skip")
+    x = g.linear(g.input("x", 64, 8), WIDTH, name="first")
+    past = x = g.elementwise(x, name="past")
+    for i in range(24):
+        x = g.elementwise(x, name=f"{i}.in")
+        x = g.elementwise(x, g.elementwise(g.elementwise(x, name=f"{i}.a"), name=f"{i}.b"), name=f"{i}.add")
+    graph = g.build(g.mean(g.elementwise(x, past, name="joined"), name="mean"))
+    first, *_ = run_levels(graph, RECOMPUTED)
+    assert first["past"] == LIGHT and first["0.a"] == RECOMPUTED
+
+
+def test_recurrent_layers_are_runs_by_themselves_and_keep_what_they_make() -> None:
+    usual = mlp(64, (16, 32, 32, 16))
+    operators = tuple(replace(op, kind="lstm") if op.name in ("fc1", "fc2") else op for op in usual.operators)
+    graph = OperatorGraph(usual.name, operators, usual.tensors, usual.loss)
+    assert [own for own in run_levels(graph, RECOMPUTED) if "fc1" in own or "fc2" in own] == [{"fc1": LIGHT}, {"fc2": LIGHT}]
+    selective = named("data_parallel+selective", graph, TOPOLOGY)  # computes nothing twice that costs much
+    assert {selective.operators[name].recompute for name in ("fc1", "fc2")} == {STAYS}
+    assert not any({"fc1", "fc2"} & {*run} for run in runs_of(graph))
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), max_size=7), st.integers(0, 9), st.integers(1, 60))
+def test_the_narrowest_ends_of_runs_that_are_not_too_large(places: list[tuple[int, int]], rest: int, most: int) -> None:
+    """Beside all choices. ``places``: widths, and what is made before each since the one before."""
+    ends = [(width, sum(more for _, more in places[: k + 1])) for k, (width, _) in enumerate(places)]
+    made = sum(more for _, more in places) + rest
+
+    def width(chosen: tuple[int, ...]) -> int | None:
+        held, before = 0, 0
+        for own, at in (*(ends[k] for k in chosen), (0, made)):
+            if held + at - before > most:
+                return None
+            held, before = held + own, at
+        return held
+
+    every = [width(chosen) for count in range(len(ends) + 1) for chosen in combinations(range(len(ends)), count)]
+    found = _ends_of_runs(ends, made, most)
+    least = min((own for own in every if own is not None), default=None)
+    assert (None if found is None else width(tuple(found))) == least
+
+
+@pytest.mark.parametrize("blocks", [0, 1])
+def test_small_graphs_have_no_runs_that_gain_nothing(blocks: int) -> None:
+    assert runs_of(residual(blocks)) == ()
