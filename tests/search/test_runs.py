@@ -23,41 +23,29 @@ WIDTH = 64
 
 
 def residual(blocks: int, inside: int = 4, batch: int = 512) -> OperatorGraph:
-    """Blocks of elementwise operators, each added to what goes past it: inside a block twice as much goes on as between two of them."""
+    """Blocks of elementwise operators, each added to what goes past it. ``past`` goes past all of them: inside a block half as much more
+    goes on as between two of them."""
     g = GraphBuilder("residual")
-    x = g.linear(g.input("x", batch, 8), WIDTH, name="first")
+    past = x = g.elementwise(g.linear(g.input("x", batch, 8), WIDTH, name="first"), name="past")
     for i in range(blocks):
         y = x
         for k in range(inside):
             y = g.elementwise(y, name=f"{i}.{k}")
         x = g.elementwise(x, y, name=f"{i}.add")
-    return g.build(g.mean(g.linear(x, 8, name="last"), name="mean"))
+    return g.build(g.mean(g.elementwise(x, past, name="last"), name="mean"))
 
 
 def test_runs_end_between_blocks_though_these_are_hardly_wider_inside() -> None:
     graph = residual(8)
-    runs = runs_of(graph)
-    assert len(runs) > 2 and all(f"{i}.add" in {name for run in runs for name in run} or i for i in range(8))
+    assert len(runs_of(graph)) > 1
     levels = {name: level for own in run_levels(graph, RECOMPUTED) for name, level in own.items()}
     kept = {name for name, level in levels.items() if level == LIGHT}
-    assert kept and all(name.endswith(".add") for name in kept)
+    assert len(kept) > 2 and all(name.endswith(".add") for name in kept - {"past"})
+    assert "past" in kept and levels["0.1"] == RECOMPUTED  # it is read behind all ends: runs would go on across them if it was made again
     simulator = Simulator(graph, TOPOLOGY, RooflineCosts(TOPOLOGY))
     usual = data_parallel(graph, TOPOLOGY)
     whole, least = (max(simulator.run(strategy).peak_bytes) for strategy in (usual, recomputed(graph, usual)))
     assert least < 0.6 * whole
-
-
-def test_what_goes_past_the_end_of_a_run_is_kept_as_well() -> None:
-    """``past`` is read behind all ends, so that runs would go on across them if it was made again."""
-    g = GraphBuilder("skip")
-    x = g.linear(g.input("x", 64, 8), WIDTH, name="first")
-    past = x = g.elementwise(x, name="past")
-    for i in range(24):
-        x = g.elementwise(x, name=f"{i}.in")
-        x = g.elementwise(x, g.elementwise(g.elementwise(x, name=f"{i}.a"), name=f"{i}.b"), name=f"{i}.add")
-    graph = g.build(g.mean(g.elementwise(x, past, name="joined"), name="mean"))
-    first, *_ = run_levels(graph, RECOMPUTED)
-    assert first["past"] == LIGHT and first["0.a"] == RECOMPUTED
 
 
 def test_recurrent_layers_are_runs_by_themselves_and_keep_what_they_make() -> None:
