@@ -56,6 +56,17 @@ def test_other_names_are_refused_in_one_line(name: str, words: str) -> None:
         named(name, GRAPH, TOPOLOGY)
 
 
+def test_micro_batches_may_be_put_on_top() -> None:
+    strategy = named("fsdp+recompute+microbatches:4", GRAPH, TOPOLOGY)
+    assert strategy.microbatches == 4 and strategy.parameters == named("fsdp", GRAPH, TOPOLOGY).parameters
+    again = {name for name, config in strategy.operators.items() if config.recompute}
+    assert again and again == {n for n, c in named("fsdp+microbatches:4+recompute", GRAPH, TOPOLOGY).operators.items() if c.recompute}
+    named("fsdp+recompute+microbatches:2", transformer(16), cluster([2, 2])).validate(transformer(16), 4)  # nothing that cannot repeat
+    for name in ("data_parallel+microbatches", "data_parallel+microbatches:0", "data_parallel+microbatches:x"):
+        with pytest.raises(StrategyError, match="cannot be put on top of another one; expected one of .*, microbatches:N"):
+            check_name(name)
+
+
 def test_groups_that_the_cluster_has_not_are_refused() -> None:
     with pytest.raises(StrategyError, match="8 devices in groups of 3 and 1 stages; expected a divisor"):
         named("megatron:3", GRAPH, TOPOLOGY)

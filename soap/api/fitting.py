@@ -30,7 +30,19 @@ from soap.simulator.memory.hosts import lacking_on_hosts
 from soap.simulator.memory.peaks import overflow_bytes
 from soap.simulator.simulate import Simulator, is_large, tile_count
 from soap.strategy.config import Strategy
-from soap.strategy.named import ADDED, DATA_PARALLEL, JOIN, KEEPING, MOST_SAVING, RECOMPUTE, SHARING, named, on_top, saving_names
+from soap.strategy.named import (
+    ADDED,
+    DATA_PARALLEL,
+    JOIN,
+    KEEPING,
+    MOST_SAVING,
+    RECOMPUTE,
+    SAVING_MOST_FOR_LITTLE,
+    SHARING,
+    named,
+    on_top,
+    saving_names,
+)
 from soap.strategy.without_effect import warn_without_effect
 
 if TYPE_CHECKING:
@@ -48,6 +60,8 @@ MOST_OF_ESTIMATE = 0.9
 """Ways whose estimate is further below the limit do not have to save more."""
 TO_FIT = 0.6
 """When more than this share of the time is over, it is not found out how little has to be recomputed for a way to fit."""
+LATE = (MOST_SAVING, SAVING_MOST_FOR_LITTLE, "fsdp")
+"""What is played where half of the time is over before ways are weighed, as far as time is left."""
 THIS = "this strategy"
 """Name of a strategy that was given without one."""
 
@@ -235,14 +249,14 @@ class _Ways:
         from soap.simulator.incremental import IncrementalSimulator  # imports numba, which takes a second
 
         graph, topology = self._simulator.graph, self._simulator.topology
-        late = self._late = self._spent(0.5)  # then there is no time to weigh them, and what saves most is played alone
+        late = self._late = self._spent(0.5)  # then there is no time to weigh them, and few are played
         self._evaluator = None if late or not IncrementalSimulator.begins_at_once() else IncrementalSimulator(self._simulator)
         known, found = [self._asked.strategy], list[_Candidate]()
         names = [*saving_names(topology)]
         if late or self._asked.peak_bytes > MUCH * self._asked.available_bytes:
             names.sort(key=lambda name: (name != MOST_SAVING, _by_savings(name)))
-        for name in names:
-            if self._spent(0.5) and (found or self._spent(1)):
+        for name in [*LATE, *(name for name in names if name not in LATE)] if late else names:
+            if self._spent(1) or (self._spent(0.5) and found and not (late and name in LATE)):
                 self._untried.append(name)
                 continue
             strategy = named(name, graph, topology)

@@ -20,7 +20,7 @@ from soap.strategy.consistency import ASYNC, BOUNDED, parse
 from soap.strategy.grids import tensor_parallel_width
 from soap.strategy.kept import away
 from soap.strategy.ralp import RALP
-from soap.strategy.recomputation import recomputed, selectively_recomputed
+from soap.strategy.recomputation import in_micro_batches, recomputed, selectively_recomputed
 from soap.strategy.served import SERVED
 from soap.strategy.sync import offloaded, shares_in_hosts
 from soap.strategy.uneven import by_speed
@@ -139,7 +139,7 @@ def _added(name: str) -> Added | None:
     first, _, count = name.partition(WIDTH)
     if first != MICRO_BATCHES or not _is_count(count):
         return ADDED.get(name)
-    return lambda graph, topology, strategy: replace(strategy, microbatches=int(count))
+    return lambda graph, topology, strategy: in_micro_batches(graph, strategy, int(count))
 
 
 def _counted() -> str:

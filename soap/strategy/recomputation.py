@@ -225,6 +225,12 @@ def with_levels(strategy: Strategy, levels: Mapping[str, int]) -> Strategy:
     return strategy.with_changes({name: replace(c, recompute=level, offload=c.offload and level == STAYS) for name, c, level in own})
 
 
+def in_micro_batches(graph: OperatorGraph, strategy: Strategy, count: int) -> Strategy:
+    """The strategy in so many micro-batches. Operators that run once for all of them, or need several, are not recomputed."""
+    cut, strategy = MicroBatches(graph, count), replace(strategy, microbatches=count)
+    return with_marks(strategy, (op.name for i, op in enumerate(graph.operators) if not cut.may_repeat(i)), STAYS)
+
+
 def with_repeatable_levels(graph: OperatorGraph, strategy: Strategy, levels: Mapping[str, int]) -> Strategy:
     """``with_levels``, without those operators that run once for all of the strategy's micro-batches, or need several of them."""
     if strategy.microbatches > 1:

@@ -15,13 +15,13 @@ from soap.cluster.overheads import CollectiveLatencyFactor
 from soap.cluster.topology import Device, Host, Link, Topology
 from soap.model.graph import OperatorGraph
 from soap.plan.compression.training import PLAIN, PlannedTraining
-from soap.plan.copies import LEFT
+from soap.plan.copies import LEFT, find_copies
 from soap.profiles.roofline import RooflineCosts
 from soap.schedules.named import parse
 from soap.simulator.drawn_times import reference_times_ns, replayed_times_ns
 from soap.simulator.draws import Draws, links_between_hosts
 from soap.simulator.folded import FoldedSimulation
-from soap.simulator.folding import Folding, fold
+from soap.simulator.folding import CopiesBuilders, Folding, fold
 from soap.simulator.lowering import PlanBuilder, lower
 from soap.simulator.reference import simulate
 from soap.simulator.simulate import Simulator
@@ -29,6 +29,7 @@ from soap.simulator.tasks import Task, TaskGraph, TaskKind
 from soap.strategy.classical import data_parallel, hybrid, megatron
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
 from soap.strategy.megatron import staged
+from soap.strategy.named import named
 from soap.strategy.stages import stages_of
 from soap.strategy.sync import SHARDED, SHARDED_IN_HOSTS, SHARDED_STATE, parameter_server
 from tests.extent import MANY, USUAL, every, rows_often
@@ -115,6 +116,18 @@ def test_folded_is_whole(case: Case, training: PlannedTraining, own_samples: boo
     event(f"folded over {folding.count}")
     check(graph, topology, strategy, folding, training)
     check_outcome(graph, topology, strategy, folding, training)
+
+
+def test_strategies_that_divide_operators_alike_share_a_builder_and_get_the_same_plans() -> None:
+    graph, topology = transformer(16), api.load_cluster("p100-4x4")
+    builders = CopiesBuilders(graph, topology)
+    names = ("data_parallel", "recompute", "data_parallel+selective", "zero1", "fsdp+recompute")
+    for name in names:
+        strategy = named(name, graph, topology)
+        own, shared = fold(graph, topology, strategy, nearly=True), fold(graph, topology, strategy, nearly=True, builders=builders)
+        assert isinstance(own, Folding) and isinstance(shared, Folding)
+        assert shared.plan == own.plan and shared.plan.strategy == own.plan.strategy and shared.topology == own.topology
+    assert len({id(builders.builder(find_copies(graph, named(name, graph, topology), 16), own.planned_on)) for name in names}) == 1
 
 
 def test_a_link_that_stands_for_those_between_hosts_is_one() -> None:
