@@ -2,7 +2,8 @@
 
 The first gradient that reaches a leaf is taken as it is ("stolen") if nothing else refers to it, and if it lies in memory as the leaf does
 (torch/csrc/autograd/functions/accumulate_grad.h). Else it is copied, and both are there for a moment. Ranks' leaves lie row by row, or are
-views of something that does, for which autograd wants gradients that lie row by row: so what is stolen in a trial is stolen by ranks.
+views of something that does, for which autograd wants gradients that lie row by row: so what is stolen in a trial is stolen by ranks, as
+long as gradients of results come as the results lie.
 """
 
 from __future__ import annotations
