@@ -63,7 +63,7 @@ def test_micro_batches_may_be_put_on_top() -> None:
     assert again and again == {n for n, c in named("fsdp+microbatches:4+recompute", GRAPH, TOPOLOGY).operators.items() if c.recompute}
     named("fsdp+recompute+microbatches:2", transformer(16), cluster([2, 2])).validate(transformer(16), 4)  # nothing that cannot repeat
     for name in ("data_parallel+microbatches", "data_parallel+microbatches:0", "data_parallel+microbatches:x"):
-        with pytest.raises(StrategyError, match="cannot be put on top of another one; expected one of .*, microbatches:N"):
+        with pytest.raises(StrategyError, match=r"cannot be put on top of another one; expected one of .*, microbatches:N"):
             check_name(name)
 
 

@@ -60,12 +60,12 @@ from soap.search.starts import (
     BASELINE,
     INITIAL,
     Start,
-    best_starts,
     check_start,
     different,
     evaluated,
     reference_strategies,
     starting_strategies,
+    starts_of_chains,
 )
 from soap.simulator.simulate import is_played
 from soap.strategy.config import Strategy
@@ -252,7 +252,7 @@ class _Run:
         able = self._able
         most, each = (MAX_CHAINS, PROPOSALS_PER_CHAIN) if able is None else (MAX_TEMPERED, TEMPERED_PROPOSALS)
         wanted = min(most, max(1, budget // each))
-        chosen = best_starts(starts, wanted if any(start.fits for start in starts) else 1)
+        chosen = starts_of_chains(starts, wanted)
         if not chosen:
             return
         evaluated = [start.strategy for start in self.recorder.starts]

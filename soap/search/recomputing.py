@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import inf
 from typing import cast
 
 from soap.cluster.topology import Topology
@@ -15,7 +14,7 @@ from soap.model.graph import OperatorGraph
 from soap.plan.tiling import made_bytes, tiles_of
 from soap.search.metropolis import Evaluator
 from soap.search.space import Marked, Space
-from soap.search.starts import Start, are_allowed
+from soap.search.starts import Start, are_allowed, memory_binds
 from soap.search.to_fit import Budgeted, Judge, Step, bases_of, fewest, judge_of
 from soap.simulator.costs import CostModel, light_ns
 from soap.simulator.memory.footprint import kept_share, product_share
@@ -88,12 +87,6 @@ def _figures(
                 kept[tile.device] += own + sum(made_bytes(graph, op, tile, k) for k in range(len(op.outputs)))
                 times[tile.device] += costs.forward_ns(graph, tile, kind)
     return max(kept), max(times)
-
-
-def memory_binds(starts: Sequence[Start]) -> bool:
-    """Whether a start that does not fit is faster than all that do."""
-    best_ns = min((start.cost_ns for start in starts if start.fits), default=inf)
-    return any(not start.fits and start.cost_ns < best_ns for start in starts)
 
 
 def recomputing_starts(

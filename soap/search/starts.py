@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from types import MappingProxyType
 
 from soap.cluster.topology import Topology
@@ -134,11 +135,23 @@ def narrowed(graph: OperatorGraph, topology: Topology, baseline: Strategy, devic
     return settled(graph, baseline.with_changes(configs), topology.device_count)
 
 
-def best_starts(starts: Sequence[Start], count: int) -> list[Start]:
-    """The ``count`` best different strategies. Those that do not fit are skipped as long as any fits."""
-    pool = [s for s in starts if s.fits] or list(starts)
-    chosen: list[Start] = []
-    for start in sorted(pool, key=lambda s: s.score):
-        if all(start.strategy != other.strategy for other in chosen):
-            chosen.append(start)
-    return chosen[:count]
+def memory_binds(starts: Sequence[Start]) -> bool:
+    """Whether a start that does not fit is faster than all that do."""
+    best_ns = min((start.cost_ns for start in starts if start.fits), default=inf)
+    return any(not start.fits and start.cost_ns < best_ns for start in starts)
+
+
+def starts_of_chains(starts: Sequence[Start], count: int) -> list[Start]:
+    """The best ``count`` starts that fit; if none does, the one that lacks least, whose descent looks for memory first. Where memory binds
+    that one is the last in any case: what saves most may fit, and be far from what is fast and nearly fits."""
+    fit, lacking = (_best([start for start in starts if start.fits == fits]) for fits in (True, False))
+    return [*fit[: max(1, count - 1)], *lacking[:1]] if memory_binds(starts) else fit[:count]
+
+
+def _best(starts: Sequence[Start]) -> list[Start]:
+    """Different strategies, the best first."""
+    found: list[Start] = []
+    for start in sorted(starts, key=lambda own: own.score):
+        if all(start.strategy != other.strategy for other in found):
+            found.append(start)
+    return found

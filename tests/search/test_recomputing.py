@@ -20,9 +20,9 @@ from soap.search.constraints import brought_inside, parse
 from soap.search.descent import recompute as recompute_in_descent
 from soap.search.options import SearchOptions
 from soap.search.proposals import recompute
-from soap.search.recomputing import memory_binds, recompute_to_fit, recomputing_starts, with_recomputation
+from soap.search.recomputing import recompute_to_fit, recomputing_starts, with_recomputation
 from soap.search.space import build_space
-from soap.search.starts import Start
+from soap.search.starts import Start, memory_binds
 from soap.simulator.incremental import IncrementalSimulator
 from soap.simulator.simulate import Simulator
 from soap.strategy.classical import NAMED, data_parallel
@@ -65,6 +65,14 @@ def found(topology: Topology, **options: object) -> Strategy:
     usual = SearchOptions(budget=120, cores=1, starts=["data_parallel"], risk=None, forbidden=[("*", "parameter,reduction,replicas")])
     simulator = IncrementalSimulator(Simulator(GRAPH, topology, RooflineCosts(topology)))
     return search(GRAPH, topology, simulator, replace(usual, **options)).strategy  # type: ignore[arg-type]
+
+
+def test_a_model_of_a_few_bytes_has_runs_as_well() -> None:
+    g = GraphBuilder()
+    x = g.input("x", 1, 1)
+    for _ in range(3):
+        x = g.elementwise(g.elementwise(g.linear(x, 2)), x)
+    assert all(run for run in runs_of(g.build(g.mean(x))))
 
 
 def test_runs_lie_between_narrow_places() -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from soap.errors import StrategyError
-from soap.search.starts import Start, best_starts, narrowed, reference_strategies, starting_strategies
+from soap.search.starts import Start, narrowed, reference_strategies, starting_strategies, starts_of_chains
 from soap.strategy.classical import CLASSICAL, data_parallel
 from soap.strategy.config import OpConfig, Strategy
 from tests.graph_builder import mlp, transformer
@@ -38,13 +38,19 @@ def test_initial_strategy_of_another_model_is_refused() -> None:
         starting_strategies(mlp(), cluster([2]), None, Strategy({"x": OpConfig((), (0,))}), 0)
 
 
-def test_best_starts_are_different_and_fit() -> None:
-    strategies = [Strategy({"layer.0": OpConfig((1,), (i,))}) for i in range(3)]
-    figures = [("a", 0, 30, 0), ("b", 1, 10, 5), ("c", 2, 20, 0), ("d", 2, 20, 0)]
-    starts = [Start(name, strategies[i], cost_ns, overflow) for name, i, cost_ns, overflow in figures]
-    assert [s.name for s in best_starts(starts, 3)] == ["c", "a"]
-    assert [s.name for s in best_starts(starts, 1)] == ["c"]
-    assert [s.name for s in best_starts([Start("a", strategies[0], 3, 9), starts[1]], 2)] == ["b", "a"]
+def test_chains_start_from_different_strategies_that_fit_and_where_memory_binds_from_one_that_nearly_does() -> None:
+    strategies = [Strategy({"layer.0": OpConfig((1,), (i,))}) for i in range(4)]
+
+    def chosen(count: int, *figures: tuple[str, int, int, int]) -> list[str]:
+        starts = [Start(name, strategies[i], cost_ns, overflow) for name, i, cost_ns, overflow in figures]
+        return [start.name for start in starts_of_chains(starts, count)]
+
+    a, c, d = ("a", 0, 30, 0), ("c", 2, 20, 0), ("d", 2, 20, 0)
+    assert chosen(3, a, ("slow", 1, 40, 5), c, d) == ["c", "a"]
+    assert chosen(1, a, ("slow", 1, 40, 5), c, d) == ["c"]
+    assert chosen(2, a, ("fast", 1, 10, 9), ("near", 3, 25, 5), c) == ["c", "near"]
+    assert chosen(3, ("a", 0, 3, 9), ("b", 1, 10, 5)) == ["b"]
+    assert chosen(3) == []
 
 
 def test_narrowed_data_parallelism_uses_the_first_devices() -> None:
