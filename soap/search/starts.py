@@ -143,9 +143,9 @@ def memory_binds(starts: Sequence[Start]) -> bool:
 
 def starts_of_chains(starts: Sequence[Start], count: int) -> list[Start]:
     """The best ``count`` starts that fit; if none does, the one that lacks least, whose descent looks for memory first. Where memory binds
-    that one is the last in any case: what saves most may fit, and be far from what is fast and nearly fits."""
+    that one is among them in any case: what saves most may fit, and be far from what is fast and nearly fits."""
     fit, lacking = (_best([start for start in starts if start.fits == fits]) for fits in (True, False))
-    return [*fit[: max(1, count - 1)], *lacking[:1]] if memory_binds(starts) else fit[:count]
+    return [*fit[: count - 1], *lacking[:1]] if memory_binds(starts) else fit[:count]
 
 
 def _best(starts: Sequence[Start]) -> list[Start]:

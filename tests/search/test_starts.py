@@ -49,6 +49,7 @@ def test_chains_start_from_different_strategies_that_fit_and_where_memory_binds_
     assert chosen(3, a, ("slow", 1, 40, 5), c, d) == ["c", "a"]
     assert chosen(1, a, ("slow", 1, 40, 5), c, d) == ["c"]
     assert chosen(2, a, ("fast", 1, 10, 9), ("near", 3, 25, 5), c) == ["c", "near"]
+    assert chosen(1, a, ("fast", 1, 10, 9), ("near", 3, 25, 5)) == ["near"]
     assert chosen(3, ("a", 0, 3, 9), ("b", 1, 10, 5)) == ["b"]
     assert chosen(3) == []
 
