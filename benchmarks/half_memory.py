@@ -53,7 +53,8 @@ ALWAYS = ("zero1", "fsdp", "fsdp+recompute", "megatron+zero1", "megatron+fsdp")
 """What everybody would try. ZeRO-2 is ``zero1``, and ``hsdp`` with one device a host is no plan of its own."""
 SLOWEST_OVER_FOUND = 4.0
 """What is predicted to take more than so many times as long is not run: it would only cost time."""
-VERIFY_SECONDS = 45
+VERIFIED, VERIFY_SECONDS = 6, 45
+"""How many of the best ones found run beforehand, and for how long together: a user who has the cluster would do so."""
 WITHIN = 0.10
 """Of what was measured: what predictions aim at."""
 HEAD = ("model", "plan", "predicted, ms", "measured, ms", "error", "rounds apart", "rank", "peak, predicted", "measured", "of the limit")
@@ -61,7 +62,8 @@ INTRO = f"""# Half of the memory
 
 What a search finds for devices that have half of the memory which data parallelism is predicted to need ({OPTIMIZER}), beside the plans
 with names that fit there too and the fastest others that do, the search's next best ones included: on four emulated hosts with
-a device each and links of 1 Gbit/s (`{CLUSTER}`). Times are medians of the rounds, all plans in turns in the same processes.
+a device each and links of 1 Gbit/s (`{CLUSTER}`). As by `soap-search --verify {VERIFIED}`, so many of its best plans ran once
+before, and the fastest of them is what was found. Times are medians of the rounds, all plans in turns in the same processes.
 *Peak* is that of the rank that holds most: tensors from before its shards are made to the end of the third step. *Rank*: by
 measured time.
 
@@ -237,7 +239,9 @@ def conclusion(cell: Cell) -> str:
     if best is not None:
         ratio = best.measured_ns / cell.found.measured_ns
         place = "the measured best" if ratio >= 1 else "not the measured best"
-        beside = f"the found plan is {place} of {count} that fit: {best.name} takes {ratio:.3f} times as long"
+        rounds = [theirs / own for own, theirs in zip(cell.found.rounds_ns, best.rounds_ns, strict=True)]
+        spread = f"{min(rounds):.2f} to {max(rounds):.2f} by rounds"
+        beside = f"the found plan is {place} of {count} that fit: {best.name} takes {ratio:.3f} times as long ({spread})"
     close = sum(abs(own.error) <= WITHIN for own in cell.plans)
     over = sum(own.measured_bytes > cell.limit_bytes for own in cell.plans)
     held = f"{over} of {count} held more than the limit" if over else "none held more than the limit"
@@ -271,10 +275,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=list(EMULATED_MODELS), default=list(MODELS), help="default %(default)s")
     parser.add_argument("--profile", type=not_negative, default=30, help="seconds of each time a model is measured (default %(default)s)")
     parser.add_argument("--budget", type=positive, default=1000, help="proposals of each search (default %(default)s)")
-    parser.add_argument("--verify", type=not_negative, default=0, help="run so many of the best ones found before, as soap-search --verify")
+    parser.add_argument("--verify", type=not_negative, default=VERIFIED, help="best ones that run beforehand (default %(default)s)")
     parser.add_argument("--most", type=positive, default=8, help="plans of a model (default %(default)s)")
     parser.add_argument("--steps", type=positive, default=9, help="of each plan in a round, warm-up included (default %(default)s)")
-    parser.add_argument("--rounds", type=positive, default=2, help="over all plans (default %(default)s)")
+    parser.add_argument("--rounds", type=positive, default=3, help="over all plans (default %(default)s)")
     parser.add_argument("--scale", type=part_of_the_box, default=1.0, help="of rates and CPU time (default %(default)s)")
     parser.add_argument("--results", type=Path, metavar="FILE", help="JSON; goes on with what is missing there")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="Markdown (default: print it)")
