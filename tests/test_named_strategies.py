@@ -11,7 +11,7 @@ from soap.cli.options import sync_method
 from soap.cli.plain_text import sync_document, sync_text
 from soap.errors import StrategyError
 from soap.strategy.classical import NAMED, data_parallel, hybrid, megatron, zero1
-from soap.strategy.named import ADDED, SAVING, SAVING_STARTS, check_name, named, saving_names
+from soap.strategy.named import ADDED, SAVING, check_name, named, saving_names, saving_starts
 from soap.strategy.sync import SHARDED, SHARDED_IN_HOSTS, SHARDED_STATE, saving_memory, worded
 from soap.strategy.without_effect import MEANT, without_effect
 from tests.graph_builder import transformer
@@ -76,11 +76,16 @@ def test_what_saves_memory_is_known_legal_and_leaves_data_parallelism_out() -> N
     names = list(saving_names(TOPOLOGY))
     assert len({*names}) == len(names) and "data_parallel" not in names
     assert {"zero1", "megatron", "megatron:2", "megatron:2+zero1", "megatron+zero1", "one_weird_trick+zero1"} <= {*names}
-    for name in (*names, *SAVING_STARTS):
+    for name in (*names, *saving_starts(TOPOLOGY)):
         strategy = named(name, GRAPH, TOPOLOGY)
         strategy.validate(GRAPH, TOPOLOGY.device_count)
         assert strategy != data_parallel(GRAPH, TOPOLOGY) or name == "hybrid"  # which is the same without sparse parameters
     assert {name for group in SAVING for name in group} <= {*ADDED}
+
+
+def test_searches_begin_with_groups_of_any_width() -> None:
+    assert list(saving_starts(cluster([2, 2]))) == ["megatron+zero1", "megatron+fsdp", "megatron+hsdp"]
+    assert list(saving_starts(cluster([4]))) == ["megatron+zero1", "megatron+fsdp", "megatron:2+zero1", "megatron:2+fsdp"]
 
 
 def test_hosts_keep_copies_where_there_are_several_of_several_devices() -> None:

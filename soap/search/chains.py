@@ -69,7 +69,7 @@ from soap.search.starts import (
 )
 from soap.simulator.simulate import is_played
 from soap.strategy.config import Strategy
-from soap.strategy.named import PIPELINE, SAVING_STARTS, is_simulated, named
+from soap.strategy.named import PIPELINE, is_simulated, named, saving_starts
 from soap.strategy.sync import in_one_partition
 
 PROPOSALS_PER_CHAIN, MAX_CHAINS = 500, 3
@@ -109,7 +109,8 @@ def search(
     deadline = inf if options.seconds is None else time.monotonic() + options.seconds
     names = _start_names(options, further_starts)
     space, usual = _space_and_usual(graph, topology, evaluator, options, stopped)
-    strategies = starting_strategies(graph, topology, names, options.initial, options.seed, space.syncs, SAVING_STARTS * (not usual.fits))
+    saving = () if usual.fits else tuple(saving_starts(topology))
+    strategies = starting_strategies(graph, topology, names, options.initial, options.seed, space.syncs, saving)
     strategies[BASELINE] = usual.strategy
 
     def inside(strategy: Strategy) -> Strategy:

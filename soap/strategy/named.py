@@ -87,9 +87,6 @@ SHARING = ("zero1", "fsdp", HSDP)
 SAVING: tuple[tuple[str, ...], ...] = (SHARING, (SELECTIVE, RECOMPUTE))
 """What may be put on top of a strategy to save memory: of each group at most one."""
 
-SAVING_STARTS = ("megatron+zero1", "megatron+fsdp")
-"""Mixtures with which searches also begin where data parallelism does not fit."""
-
 MOST_SAVING = f"fsdp{JOIN}{RECOMPUTE}"
 """The mixture that needs least memory of those that leave operators where they are: with time for only one, try this."""
 
@@ -176,6 +173,13 @@ def saving_names(topology: Topology) -> Iterator[str]:
     yield from (_joined(base, added) for added in on_top for base in bases if base != DATA_PARALLEL)
     yield from APART
     yield from offloaded_names()
+
+
+def saving_starts(topology: Topology) -> Iterator[str]:
+    """Names of the mixtures with which searches also begin where data parallelism does not fit: Megatron's groups of any width, with what
+    they share. Wide groups hold less and move more."""
+    shared = [name for name in SHARING if name != HSDP or shares_in_hosts(topology)]
+    yield from (_joined(base, (name,)) for base in reversed(_widths(MEGATRON, topology)) for name in shared)
 
 
 def offloaded_names() -> Iterator[str]:
