@@ -238,8 +238,7 @@ class Footprint:
     beyond that; ``backward`` is negative if not all of the tensors above exist at the same time. ``product``: what its products make beside
     outputs, if a second run needs it. ``fixed``: the part of these four, in this order, that does not shrink when a factor is cut. By
     position among inputs, parameters and outputs: ``keeps``: which autograd keeps. ``in_rows``: which outputs certainly lie row by row, and
-    of which other operands gradients do, each by itself: autograd takes such a first one as it is, and copies others. ``spread``: inputs
-    whose gradients repeat few numbers.
+    gradients of which others do, by themselves: autograd takes these, and copies others. ``spread``: whose gradients repeat few numbers.
     """
 
     kept_bytes: int

@@ -163,7 +163,8 @@ class _Trials:
         apart = tuple(1 if i in costly else degree for i, degree in enumerate(degrees))
         parts = self._tile(apart)
         own = self._footprint(parts, cut=True)
-        return self._together(own, parts, apart, known) or (replace(own, kept_bytes=0, forward_bytes=0, backward_bytes=0, keeps=frozenset(), product_bytes=0),) * len(degrees)
+        nothing = Footprint(0, 0, 0, frozenset(), in_rows=own.in_rows, spread=own.spread)
+        return self._together(own, parts, apart, known) or (nothing,) * len(degrees)
 
     def _covers(self, one: Footprint, other: Footprint, little: int = 0) -> bool:
         """Whether one footprint is enough where the other holds, but for how gradients of inputs lie."""

@@ -58,8 +58,8 @@ def test_a_pipeline_by_hand() -> None:
     always = batch + 3 * weight + 4  # the optimizer counts its steps
     beside = {24: always + tile + l1, 84: always + tile + 2 * l1}  # whether l1 lies row by row is not known, so it may be copied to be sent
     assert points(first) == {0: always + tile, **beside, 132: always + tile + l1 + 2 * weight, 180: always + weight, 181: 0}
-    # l1 arrives from 24 on, the loss is computed at 72, its gradient from 76 on, which is sent until 132, and kept. It may be a copy of what
-    # the loss makes, as it is not known how that lies.
+    # l1 arrives from 24 on, the loss is computed at 72, its gradient from 76 on, which is sent until 132, and kept. It may be a copy, as
+    # it is not known how what the loss makes lies.
     rise = {0: batch, 24: batch + l1, 72: batch + l1 + loss, 76: batch + 3 * l1 + loss}
     assert points(second) == {**rise, 84: batch + l1, 181: 0}
     assert (first.peak_bytes, second.peak_bytes) == (always + tile + l1 + 2 * weight, batch + 3 * l1 + loss)
@@ -86,8 +86,8 @@ def test_a_gradient_that_autograd_takes_as_it_is_counts_once(stolen: bool) -> No
     ids=["of two operands", "its own", "made of one number"],
 )
 def test_a_gradient_that_autograd_copies_to_where_a_segment_starts_counts_twice(in_rows: bool, spread: bool, copies: int) -> None:
-    """As that of a shortcut, which is the gradient of what it is added to as well. l1 is another segment, as it is recomputed; a copy of one
-    number that the loss has repeated takes the place of l2's gradient, which counts in full."""
+    """As that of a shortcut, which is the gradient of what it is added to as well. l1 is another segment, as it is recomputed; a copy of
+    one number that the loss has repeated takes the place of l2's gradient, which counts in full."""
     graph = chain(4, 2, 3, 5)
     footprints = {
         "l1": (Footprint(0, 0, 0, frozenset({0}), in_rows=frozenset({1, 2, 3})),),

@@ -30,8 +30,8 @@ def taken(leaf: Tensor, seen: dict[int, int], place: int) -> None:
 
 
 def really_in_rows(model: ExecutableModel, op: Operator, tile: Tile, regions: list[Tensor], context: TileContext) -> dict[int, bool]:
-    """Of each output, by its place, whether it lies row by row; of each parameter, and each input that lies row by row, that gets a gradient
-    from a tile, whether the leaf has that gradient itself, in memory of its own."""
+    """Of each output, by its place, whether it lies row by row; of each parameter, and each input that lies row by row, that gets a
+    gradient from a tile, whether the leaf has that gradient itself, in memory of its own."""
     first, seen = len(op.inputs), dict[int, int]()
     for place in range(len(regions)):
         if regions[place].requires_grad and (place >= first or regions[place].is_contiguous()):

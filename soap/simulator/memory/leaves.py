@@ -1,8 +1,8 @@
 """Gradients that autograd copies when it brings them to a leaf, from which a segment starts.
 
-The first one is taken as it is if it lies row by row in memory of its own, as the leaf does (``Footprint.in_rows``). Others are copied: that
-of a shortcut is the gradient of what it is added to as well, that of a mean is one number repeated, that of a part is a view. Footprints
-know such gradients as made once, as within a segment they are.
+The first one is taken as it is if it lies row by row in memory of its own, as the leaf does (``Footprint.in_rows``). Others are copied:
+that of a shortcut is the gradient of what it is added to as well, that of a mean is one number repeated, that of a part is a view.
+Footprints know such gradients as made once, as within a segment they are.
 """
 
 from __future__ import annotations
