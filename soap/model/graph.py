@@ -235,11 +235,10 @@ class Footprint:
     """Memory that an operator takes beside its inputs, parameters and outputs and the gradients of all these, in bytes.
 
     ``kept``: what autograd keeps for the backward pass. ``forward``, ``backward``: the most that its calls pass to each other at once
-    beyond that; ``backward`` is negative if not all of the tensors above exist at the same time. ``product``: what its products make
-    beside outputs, if a second run needs it. ``fixed``: the part of these four, in this order, that does not shrink when a factor is cut.
-    ``keeps``: which of its operands autograd keeps, by position among inputs, parameters and outputs. ``in_rows``: which of its
-    outputs certainly lie in memory row by row, and of which parameters the gradients do, each in memory of its own: autograd takes such a
-    first gradient as it was made, and copies all others.
+    beyond that; ``backward`` is negative if not all of the tensors above exist at the same time. ``product``: what its products make beside
+    outputs, if a second run needs it. ``fixed``: the part of these four, in this order, that does not shrink when a factor is cut. By
+    position among inputs, parameters and outputs: ``keeps``: which autograd keeps. ``in_rows``: which outputs certainly lie row by row, and
+    gradients of which others do, by themselves: autograd takes these, and copies others. ``spread``: whose gradients repeat few numbers.
     """
 
     kept_bytes: int
@@ -249,6 +248,7 @@ class Footprint:
     fixed_bytes: tuple[int, int, int, int] = (0, 0, 0, 0)
     product_bytes: int = 0
     in_rows: frozenset[int] = frozenset()
+    spread: frozenset[int] = frozenset()
 
     @property
     def sizes_bytes(self) -> tuple[int, int, int, int]:

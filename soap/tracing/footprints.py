@@ -18,7 +18,7 @@ from soap.simulator.memory.footprint import Use, costly_cuts, tile_bytes
 from soap.strategy.config import OpConfig
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.given import given
-from soap.tracing.gradient_layout import stolen
+from soap.tracing.gradient_layout import spread, stolen
 from soap.tracing.model import TileContext
 from soap.tracing.part_footprints import PartFootprints, Parts
 from soap.tracing.trial_device import as_on_gpus
@@ -106,8 +106,8 @@ class _Trials:
             degrees = tuple(min(2, factor.size) for factor in self._op.factors)
             parts = self._tile(degrees)
             cut = self._footprint(parts, cut=True)
-            if _covers(own, _of_all(cut, self._op, parts)):  # single cuts could add nothing
-                return (own,)
+            if self._covers(own, _of_all(cut, self._op, parts)):  # single cuts could add nothing
+                return (replace(own, in_rows=own.in_rows & cut.in_rows, spread=own.spread & cut.spread),)
             alone = tuple(self._cut_by(i, own) for i in range(len(self._op.factors)))
             known = own, *alone
             together = self._together(cut, parts, degrees, known)
@@ -163,7 +163,14 @@ class _Trials:
         apart = tuple(1 if i in costly else degree for i, degree in enumerate(degrees))
         parts = self._tile(apart)
         own = self._footprint(parts, cut=True)
-        return self._together(own, parts, apart, known) or (Footprint(0, 0, 0, frozenset(), in_rows=own.in_rows),) * len(degrees)
+        nothing = Footprint(0, 0, 0, frozenset(), in_rows=own.in_rows, spread=own.spread)
+        return self._together(own, parts, apart, known) or (nothing,) * len(degrees)
+
+    def _covers(self, one: Footprint, other: Footprint, little: int = 0) -> bool:
+        """Whether one footprint is enough where the other holds, but for how gradients of inputs lie."""
+        covered = all(a + little >= b for a, b in zip(one.sizes_bytes, other.sizes_bytes, strict=True))
+        inputs = frozenset(range(len(self._op.inputs)))
+        return covered and one.keeps >= other.keeps and one.in_rows - inputs <= other.in_rows
 
     def _cut_by(self, place: int, own: Footprint) -> Footprint:
         """The footprint with one factor cut. ``own``: the whole operator's."""
@@ -172,13 +179,14 @@ class _Trials:
         large, small = (self._tile_cut_by(place, parts, (1,) * len(self._op.factors)) for parts in (2, FINER))
         half = self._footprint(large, cut=True)
         in_proportion = _of_all(half, self._op, large)
-        if _covers(own, in_proportion, self._little()) or large.size == small.size:
+        if self._covers(own, in_proportion, self._little()) or large.size == small.size:
             return in_proportion
         finer, points = self._footprint(small, cut=True), iteration_points(self._op)
         pairs = zip(half.sizes_bytes, finer.sizes_bytes, strict=True)
         lines = [_line((large.size, one), (small.size, other), points) for one, other in pairs]
         (kept, forward, backward, product), fixed = zip(*lines, strict=True)
-        return Footprint(kept, forward, backward, half.keeps | finer.keeps, fixed, product, half.in_rows & finer.in_rows)
+        rows, repeated = half.in_rows & finer.in_rows, half.spread & finer.spread
+        return Footprint(kept, forward, backward, half.keeps | finer.keeps, fixed, product, rows, repeated)
 
     def _together(self, cut: Footprint, parts: Tile, degrees: tuple[int, ...], known: Footprints) -> Footprints:
         """Footprints with all factors cut, one for each factor: what does not shrink with that factor. A use of memory that single cuts
@@ -195,7 +203,7 @@ class _Trials:
         of_all = [0 if size <= 0 else size * prod(line[use][0] for line in lines) // size ** len(lines) for use, size in enumerate(sizes)]
         fixed = [tuple(0 if size <= 0 else size * own[use][1] // own[use][0] for use, size in enumerate(of_all)) for own in lines]
         kept, forward, backward, product = of_all
-        own = Footprint(kept, forward, backward, cut.keeps, NONE, product, cut.in_rows)
+        own = Footprint(kept, forward, backward, cut.keeps, NONE, product, cut.in_rows, cut.spread)
         return tuple(replace(own, fixed_bytes=(one[0], one[1], one[2], one[3])) for one in fixed)
 
     def _lines_together(self, place: int, sizes: Sequence[int], parts: Tile, degrees: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -225,7 +233,8 @@ class _Trials:
             own, one = (self._footprint(tile, cut=True) for tile in (self._tile(), alone))
         points = iteration_points(self._op)
         fixed = max(0, one.kept_bytes * points - own.kept_bytes * alone.size) // max(1, points - alone.size)
-        return (replace(own, fixed_bytes=(fixed, 0, 0, 0), product_bytes=0, in_rows=own.in_rows & one.in_rows),)
+        rows, spread = own.in_rows & one.in_rows, own.spread & one.spread
+        return (replace(own, fixed_bytes=(fixed, 0, 0, 0), product_bytes=0, in_rows=rows, spread=spread),)
 
     def _tile_cut_by(self, place: int, parts: int, degrees: tuple[int, ...]) -> Tile:
         """A tile with these degrees, but with one factor in so many parts, or as many as its size allows."""
@@ -268,7 +277,7 @@ class _Trials:
             wanted = [tensor for tensor in regions if tensor.requires_grad]
             answers = [tensor for tensor in results if tensor.requires_grad]
             results.clear()
-            backward = 0
+            backward, repeated = 0, frozenset[int]()
             if wanted and answers:
                 gradients = [torch.zeros_like(tensor, requires_grad=False) for tensor in answers]
                 memory.note(gradients)
@@ -280,22 +289,17 @@ class _Trials:
                 memory.most_bytes = 0
                 found = torch.autograd.grad(root, wanted, seed, allow_unused=True)
                 backward = memory.most_bytes - kept - operands
-                places = [place for place, tensor in enumerate(regions) if tensor.requires_grad]
-                parameters = range(len(self._op.inputs), len(regions))
-                rows |= stolen(list(zip(places, found, strict=True)), parameters, memory.knows)
-        return Footprint(max(0, kept), max(0, forward), backward, keeps, NONE, product, rows)
-
-
-def _covers(one: Footprint, other: Footprint, little: int = 0) -> bool:
-    covered = all(a + little >= b for a, b in zip(one.sizes_bytes, other.sizes_bytes, strict=True))
-    return covered and one.keeps >= other.keeps and one.in_rows <= other.in_rows
+                made = list(zip((place for place, tensor in enumerate(regions) if tensor.requires_grad), found, strict=True))
+                rows |= stolen(made, memory.knows)
+                repeated = spread(made).intersection(range(len(self._op.inputs)))
+        return Footprint(max(0, kept), max(0, forward), backward, keeps, NONE, product, rows, repeated)
 
 
 def _of_all(footprint: Footprint, op: Operator, tile: Tile) -> Footprint:
     """The footprint scaled up as if a tile had all points."""
     points = iteration_points(op)
     kept, forward, backward, product = (-(-size * points // max(1, tile.size)) for size in footprint.sizes_bytes)
-    return Footprint(kept, forward, backward, footprint.keeps, NONE, product, footprint.in_rows)
+    return Footprint(kept, forward, backward, footprint.keeps, NONE, product, footprint.in_rows, footprint.spread)
 
 
 def _fixed(own: Footprint, cut: Footprint) -> tuple[int, int, int, int]:

@@ -73,8 +73,10 @@ class Parts:
         if inside or not self._space:
             return found
         within = self._run(self._tile([own[0] for own in choices], True))
-        keeps, rows = within.keeps, within.in_rows
-        return {chosen: replace(own, keeps=own.keeps | keeps, in_rows=own.in_rows & rows) for chosen, own in found.items()}
+        return {
+            chosen: replace(own, keeps=own.keeps | within.keeps, in_rows=own.in_rows & within.in_rows, spread=own.spread & within.spread)
+            for chosen, own in found.items()
+        }
 
     def _grown(self, lengths: Sequence[int]) -> Sequence[int]:
         """These lengths; but if the image is cut small along one side, all of a side along which it would nearly be whole: tiles may be as
@@ -123,8 +125,8 @@ def _most(tried: Sequence[Footprint]) -> Footprint:
     kept, product_bytes = max(own.kept_bytes for own in tried), max(own.product_bytes for own in tried)
     forward, backward = (max(own.kept_bytes + getattr(own, use) for own in tried) - kept for use in ("forward_bytes", "backward_bytes"))
     keeps = frozenset[int]().union(*(own.keeps for own in tried))
-    rows = tried[0].in_rows.intersection(*(own.in_rows for own in tried))
-    return Footprint(kept, forward, backward, keeps, product_bytes=product_bytes, in_rows=rows)
+    rows, spread = (own[0].intersection(*own) for own in ([own.in_rows for own in tried], [own.spread for own in tried]))
+    return Footprint(kept, forward, backward, keeps, product_bytes=product_bytes, in_rows=rows, spread=spread)
 
 
 def _whole(size: int) -> list[int]:

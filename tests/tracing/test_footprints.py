@@ -54,7 +54,7 @@ def test_by_hand() -> None:
     assert linear[0] == Footprint(0, 0, 0, frozenset({0}), in_rows=frozenset({1, 2, 3}))
     # GELU keeps its input, which is the linear layer's output; exp keeps its result, 4 x 5 floats; GELU's result is kept by nobody, but
     # there when exp makes its own, before the sum takes its 4 bytes. Backward, exp's result goes before the input's gradient comes.
-    assert rest == (Footprint(80, 80 - 4, 0, frozenset({0}), in_rows=frozenset({1})),)
+    assert rest == (Footprint(80, 80 - 4, 0, frozenset({0}), in_rows=frozenset({0, 1})),)
 
 
 class Labelled(torch.nn.Module):

@@ -1,4 +1,4 @@
-"""Which gradients of parameters autograd takes as they are, and which results lie row by row: found without values, true with values."""
+"""Which gradients autograd takes as they are, and which results lie row by row: found without values, true with values."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def taken(leaf: Tensor, seen: dict[int, int], place: int) -> None:
 
 
 def really_in_rows(model: ExecutableModel, op: Operator, tile: Tile, regions: list[Tensor], context: TileContext) -> dict[int, bool]:
-    """Of each output, by its place, whether it lies row by row; of each parameter that gets a gradient from a tile, whether the leaf has
-    that gradient itself, in memory of its own."""
+    """Of each output, by its place, whether it lies row by row; of each parameter, and each input that lies row by row, that gets a
+    gradient from a tile, whether the leaf has that gradient itself, in memory of its own."""
     first, seen = len(op.inputs), dict[int, int]()
-    for place in range(first, len(regions)):
-        if regions[place].requires_grad:
+    for place in range(len(regions)):
+        if regions[place].requires_grad and (place >= first or regions[place].is_contiguous()):
             taken(regions[place], seen, place)
     made = model.run_tile(tile, regions[:first], regions[first:], context)
     found = {place: own.is_contiguous() for place, own in enumerate(made, len(regions))}
@@ -119,7 +119,7 @@ def test_by_hand() -> None:
     found = {}
     for op, tile, really, predicted in compared(model, 0):
         if all(span == (0, factor.size) for span, factor in zip(tile.intervals, op.factors, strict=True)):
-            names = {place: o.tensor for place, o in enumerate((*op.inputs, *op.parameters)) if place in really}
+            names = {place: o.tensor for place, o in enumerate((*op.inputs, *op.parameters)) if place in really and o in op.parameters}
             found.update({name: (really[place], place in predicted) for place, name in names.items()})
     stolen = dict.fromkeys(("plain.weight", "plain.bias", "as_read", "heads"), (True, True))
     assert found == {**stolen, "doubled": (False, False), "offset": (True, False)}

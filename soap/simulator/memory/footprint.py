@@ -40,10 +40,16 @@ def kept_places(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval
 
 def places_in_rows(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval]) -> frozenset[int]:
     """``Footprint.in_rows`` for a tile with these intervals; empty if nothing is known."""
-    if op.name not in graph.footprints:
-        return frozenset()
-    like = _like(graph, op, intervals)
-    return like[0].in_rows.intersection(*(one.in_rows for one in like))
+    return _of_all([one.in_rows for one in _like(graph, op, intervals)]) if op.name in graph.footprints else frozenset()
+
+
+def places_spread(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval]) -> frozenset[int]:
+    """``Footprint.spread`` for a tile with these intervals; empty if nothing is known."""
+    return _of_all([one.spread for one in _like(graph, op, intervals)]) if op.name in graph.footprints else frozenset()
+
+
+def _of_all(places: Sequence[frozenset[int]]) -> frozenset[int]:
+    return places[0].intersection(*places)
 
 
 def _like(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval]) -> list[Footprint]:

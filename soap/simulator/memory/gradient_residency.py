@@ -12,6 +12,7 @@ from soap.plan.plan import Exchange, Message, Pattern, reduce_name, remote_parts
 from soap.plan.syncs.bucketing import sums_of_one
 from soap.simulator.memory import peaks
 from soap.simulator.memory.footprint import places_in_rows
+from soap.simulator.memory.leaves import Leaves
 from soap.simulator.memory.ledger import Ledger
 from soap.simulator.memory.parameters import compact_parameters, operand_bytes
 from soap.simulator.memory.task_spans import Span, TaskSpans
@@ -36,6 +37,7 @@ class GradientResidency:
         made: dict[int, int] = {}
         added: dict[int, list[tuple[Span, int]]] = {}
         apart: set[int] = set()
+        leaves = Leaves(self.spans)
         for number, fetch in enumerate(plan.fetches):
             spans = [self.spans.backward[tile] for tile, _ in fetch.consumers if tile in self.spans.backward]
             if not spans or not graph.tensors[fetch.tensor].requires_grad:
@@ -47,13 +49,17 @@ class GradientResidency:
                 for begun, over in sorted(spans)[1:]:  # each later one is held beside the sum that it is added to
                     self.hold(fetch.device, begun, over, size, MemoryKind.WORKSPACE)
                 apart |= {piece.holding for piece in fetch.pieces}
+                leaves.read_region(number)
                 continue
+            leaves.read_pieces(number)
             for piece in fetch.pieces:
                 made[piece.holding] = min(made.get(piece.holding, start), start)
                 added.setdefault(piece.holding, []).extend((span, box_bytes(plan, fetch.tensor, piece.box)) for span in spans)
         for holding, parts in added.items():
             for (start, end), size in sorted(parts)[1:]:  # as above
                 self.hold(plan.holdings[holding].device, start, end, size, MemoryKind.WORKSPACE)
+        for device, (start, end), size in leaves.copied():
+            self.hold(device, start, end, size, MemoryKind.WORKSPACE)
         for holding in made.keys() | apart:
             self._collected(holding, made.get(holding), holding in apart)
         for summed in dict.fromkeys(held.reduction for i, held in enumerate(plan.holdings) if i in made or i in apart):

@@ -111,11 +111,14 @@ def lying(plan: Plan, parcel: Parcel) -> Lying:
     held = plan.holdings[holding]
     if others or not lies_in_one_piece(box, held.box):
         return Lying(-1, True)
-    return Lying(holding, held.reduction is not None or _lies_in_rows(plan, holding))
+    return Lying(holding, lies_in_rows(plan, holding))
 
 
-def _lies_in_rows(plan: Plan, holding: int) -> bool:
+def lies_in_rows(plan: Plan, holding: int) -> bool:
+    """Whether a holding certainly lies in memory row by row, as sums do."""
     held = plan.holdings[holding]
+    if held.reduction is not None:
+        return True
     tile = plan.tiles[held.tile]
     op = plan.operator(tile)
     first = len(op.inputs) + len(op.parameters)
