@@ -23,7 +23,7 @@ def read(out: Path) -> dict[str, Any] | None:
     try:
         found = json.loads((out / META).read_text(encoding="utf-8"))
         return found if isinstance(found, dict) and {"format", "key", "units"} <= found.keys() else None
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
 
 
