@@ -17,12 +17,13 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from soap import outputs
-from soap.errors import ModelError, first_line
+from soap.errors import ModelError, SoapWarning, first_line
 from soap.files import check_writable, write_bytes_atomically
 from soap.tracing.adapted import adapted
 from soap.tracing.assertions import passed_assertions, without_assertions
 from soap.tracing.containers import plain_arguments, plainly
 from soap.tracing.imports import import_all
+from soap.tracing.loss_output import which_loss
 from soap.tracing.operators import refuse_custom_operators
 from soap.tracing.quiet import quiet_torch
 from soap.tracing.record import NAME, ExportRecord, dumps
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 
 
+DROPPING, KEPT = "dropouts that drop nothing", "normalisations whose statistics stay"
 Judge = Callable[[ExportedProgram, "ExecutableModel"], ExportRecord]
 """Compares a program, as it is read back, with its module; raises ModelError if they do not train alike."""
 
@@ -49,13 +51,14 @@ def export_model(
     judge: Judge | None = None,
     unjudged: str = "",
     imports: Sequence[str] = (),
-) -> None:
+) -> str:
     """Export a training model with example inputs to ``path``, atomically.
 
     The model returns the scalar loss, or ``loss(output)`` does; names are the model's own either way. All shapes of the example inputs
     become fixed, except the number of samples with ``dynamic_batch``: dimension 0 of the inputs in which it has the most common size,
     or the given dimensions by input name. The model's mode (training or not) is exported as it is. ``judge``: compares program and
-    module, which the file then records; ``unjudged``: why there is none. ``imports``: modules that define custom operators.
+    module, which the file then records; ``unjudged``: why there is none. ``imports``: modules that define custom operators. Returns in
+    words which output is the loss; empty if there is only one.
 
     Raises ModelError if torch.export cannot trace the model, the output is no scalar, an operator is custom and no module named, or the
     judge finds a difference.
@@ -67,6 +70,9 @@ def export_model(
     import_all(imports, "imports")
     exported = exported_program(model, args, kwargs, loss=loss, dynamic_batch=dynamic_batch)
     refuse_custom_operators(exported, imports)
+    told, unsure = which_loss(exported)
+    for said in filter(None, (unsure, evaluation(model))):
+        warnings.warn(said, SoapWarning, stacklevel=3)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # rules that are missing are reported when the file is planned
         traced_model = import_program(exported, name=type(model).__name__, plan_only=judge is None)
@@ -78,6 +84,20 @@ def export_model(
         warnings.simplefilter("ignore")  # torch wonders about tensors without values
         torch.export.save(exported, buffer, extra_files={NAME: dumps(record)})
     write_bytes_atomically(path, buffer.getvalue())
+    return told
+
+
+def evaluation(model: nn.Module) -> str:
+    """What of a module does not train because it is in evaluation mode, in a line; empty if nothing is."""
+    dropping, kept = [], []
+    for name, own in model.named_modules():
+        rate = own.p if isinstance(own, nn.modules.dropout._DropoutNd) else getattr(own, "dropout", 0.0)
+        if not own.training and isinstance(rate, float) and rate > 0:
+            dropping.append(name or type(own).__name__)
+        if not own.training and isinstance(own, nn.modules.batchnorm._NormBase) and own.track_running_stats and not model.training:
+            kept.append(name or type(own).__name__)
+    parts = [f"{what} ({own[0]}{', …' * (len(own) > 1)})" for own, what in ((dropping, DROPPING), (kept, KEPT)) if own]
+    return f"evaluation mode is exported as it is: {' and '.join(parts)}; call train() first for a model to train" if parts else ""
 
 
 def exported_program(
