@@ -49,7 +49,8 @@ def check_writable(path: str | Path, *, error: type[SoapError] = SoapError) -> N
 
 def write_text_atomically(path: str | Path, text: str, *, error: type[SoapError] = SoapError) -> None:
     """Write UTF-8 text (line ends as given) to ``path``. If that fails, raise ``error`` in one line; the old file stays."""
-    write_bytes_atomically(path, text.encode("utf-8"), error=error)
+    data = text.encode("utf-8", "backslashreplace")  # names of files may have bytes that are no text
+    write_bytes_atomically(path, data, error=error)
 
 
 def write_bytes_atomically(path: str | Path, data: bytes, *, error: type[SoapError] = SoapError) -> None:

@@ -167,7 +167,8 @@ def _step(output: Any, step: str, name: str) -> Any:
         found = getattr(output, step, None)
     if found is None:
         expected = f"one of {', '.join(known)}{did_you_mean(step, known)}" if known else "a module that returns several"
-        raise ModelError(f"--loss {name}: the output is a {type(output).__name__.removeprefix("Fake")} without {step!r}; expected {expected}")
+        kind = type(output).__name__.removeprefix("Fake")  # of tensors while they are traced
+        raise ModelError(f"--loss {name}: the output is a {kind} without {step!r}; expected {expected}")
     return found
 
 
