@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from soap import outputs
 from soap.errors import ModelError, SoapWarning, first_line
 from soap.files import check_writable, write_bytes_atomically
+from soap.outputs import MODEL, check
 from soap.tracing.adapted import adapted
 from soap.tracing.assertions import passed_assertions, without_assertions
 from soap.tracing.containers import plain_arguments, plainly
@@ -65,7 +65,7 @@ def export_model(
     """
     from soap.tracing.importer import import_program
 
-    outputs.check(path, outputs.MODEL)
+    check(path, MODEL)
     check_writable(path)
     import_all(imports, "imports")
     exported = exported_program(model, args, kwargs, loss=loss, dynamic_batch=dynamic_batch)

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from soap.archives import check_archive
 from soap.errors import CheckpointError, first_line
-from soap.files import read_text, reason, write_bytes_atomically, write_text_atomically
+from soap.files import check_archive, read_text, reason, write_bytes_atomically, write_text_atomically
 from soap.mixed.run.plan import WavePlan
 
 FORMAT = 1
