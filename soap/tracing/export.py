@@ -6,8 +6,8 @@ import inspect
 import io
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from soap.tracing.loss_output import which_loss
 from soap.tracing.operators import refuse_custom_operators
 from soap.tracing.quiet import quiet_torch
 from soap.tracing.record import NAME, ExportRecord, dumps
+from soap.tracing.torch_parts import replaced
 from soap.tracing.tracebacks import chain, user_line
 from soap.tracing.without_values import Room, tied_without_values
 
@@ -161,22 +162,18 @@ def traced(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dyn
         return without_assertions(torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False))
 
 
-@contextmanager
-def _mended_lstms() -> Iterator[None]:
+def _mended_lstms() -> AbstractContextManager[None]:
     """Correct torch 2.11, which gives the states of a traced LSTM a dimension too many (``squeeze(1)``, which became ``squeeze(0)``
     later)."""
-    known: Any = torch._decomp.decompositions
-    original = known.one_layer_lstm
 
-    def mended(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        output, states = original(*args, **kwargs)
-        return output, tuple(state.squeeze(0) if state.dim() > 2 else state for state in states)
+    def make(original: Any) -> Any:
+        def mended(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+            output, states = original(*args, **kwargs)
+            return output, tuple(state.squeeze(0) if state.dim() > 2 else state for state in states)
 
-    known.one_layer_lstm = mended
-    try:
-        yield
-    finally:
-        known.one_layer_lstm = original
+        return mended
+
+    return replaced("torch._decomp.decompositions", "one_layer_lstm", make)
 
 
 def _symbolic_batch(
