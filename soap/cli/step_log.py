@@ -13,6 +13,7 @@ from soap.cli.command import Parser
 from soap.cli.imported import imported
 from soap.errors import SoapError
 from soap.files import check_writable
+from soap.runtime.comm.launched import own_rank
 from soap.runtime.step_metrics import OnStep, StepMetrics
 
 CALLABLE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -29,7 +30,7 @@ def add_log(parser: Parser) -> None:
 
 def check(args: argparse.Namespace) -> None:
     """SoapError in one line, before ranks start, if there cannot be such a file."""
-    if args.log is not None and not CALLABLE.fullmatch(args.log) and os.environ.get("RANK", "0") == "0":  # rank 0 alone writes
+    if args.log is not None and not CALLABLE.fullmatch(args.log) and own_rank(os.environ) == 0:  # rank 0 alone writes
         check_writable(args.log)
 
 
