@@ -12,9 +12,11 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from soap import outputs
 from soap.errors import INTERRUPTED_EXIT_CODE, ScheduleError, SoapError
+from soap.files import check_writable
 from soap.logs import NATIVE_LOG_LEVEL
 
 atexit.register(gc.freeze)
@@ -49,10 +51,16 @@ class Parser(argparse.ArgumentParser):
         self, prog: str, description: str, example: str, *, exit_codes: str = EXIT_CODES, failure_code: int | None = None
     ) -> None:
         self.failure_code = failure_code
+        self.outputs: dict[argparse.Action, outputs.Kind] = {}
         epilog = f"example:\n  {example}\n\n{exit_codes}"
         super().__init__(
             prog=prog, description=description, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
         )
+
+    def add_output(self, *names: str, kind: outputs.Kind, **settings: Any) -> None:
+        """Add an option, or an argument, that says where a file or folder of this kind goes, see ``check_outputs``."""
+        settings.setdefault("metavar", "DIR" if kind.is_folder else "FILE")
+        self.outputs[self.add_argument(*names, **settings)] = kind
 
     def error(self, message: str) -> NoReturn:
         """Print one line and exit with the code for usage errors."""
@@ -75,9 +83,37 @@ def run_command(parser: Parser, execute: Callable[[argparse.Namespace], int], ar
         return code
 
 
+def check_outputs(parser: Parser, args: argparse.Namespace) -> None:
+    """Raise in one line, before anything is done, if a file that the command is to write cannot be written, if it is an input or another
+    output, or if something else is there, see ``outputs.check``. Every other argument that is the name of a file counts as an input."""
+    taken = {}
+    for action in parser._actions:
+        if action not in parser.outputs:
+            values = getattr(args, action.dest, None)
+            for value in values if isinstance(values, list) else [values]:
+                if isinstance(value, str) and os.path.isfile(value):
+                    taken[os.path.realpath(value)] = _name(action)
+    for action, kind in parser.outputs.items():
+        path = getattr(args, action.dest)
+        if not path or not kind.is_path(path):
+            continue
+        if not kind.is_folder and (other := taken.setdefault(os.path.realpath(path), _name(action))) != _name(action):
+            option = _name(action)
+            raise UsageError(f"{option} {path!r} is the same file as {other}, and would overwrite it; choose another path for {option}")
+        outputs.check(path, kind, _name(action), error=UsageError)
+        if not kind.is_folder and os.environ.get("RANK", "0") == "0":  # under torchrun, rank 0 alone writes
+            check_writable(path)
+
+
+def _name(action: argparse.Action) -> str:
+    metavar = action.metavar if isinstance(action.metavar, str) else action.dest
+    return action.option_strings[-1] if action.option_strings else metavar
+
+
 def _execute(parser: Parser, execute: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
     other = parser.failure_code or OTHER_EXIT_CODE
     try:
+        check_outputs(parser, args)
         code = execute(args)
         sys.stdout.flush()
         return code

@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from soap import api
+from soap import api, outputs
 from soap.api.exported_plans import ExportedPlan, export_plan
 from soap.cli import plan_summary, rows
 from soap.cli.asked_strategy import add_asked, read_file
 from soap.cli.command import Parser, run_command
 from soap.cli.diff import listings
-from soap.cli.options import add_json, cluster_of, reading, refuse_overwriting
+from soap.cli.options import add_json, cluster_of, reading
 from soap.cli.plain_text import milliseconds
 from soap.exported_plans.named import TARGETS
-from soap.files import check_writable, write_text_atomically
+from soap.files import write_text_atomically
 
 PROG = "soap-export-plan"
 
@@ -32,16 +32,13 @@ def make_parser() -> Parser:
     add_asked(parser)
     told = "; ".join(f"{target.name}: {target.title} {target.version} ({target.suffix})" for target in TARGETS)
     parser.add_argument("--to", choices=[target.name for target in TARGETS], required=True, help=told)
-    parser.add_argument("-o", "--output", metavar="FILE", required=True, help="where the configuration goes")
+    parser.add_output("-o", "--output", kind=outputs.PLAN, required=True, help="where the configuration goes")
     add_json(parser)
     return parser
 
 
 def execute(args: argparse.Namespace) -> int:
     """Find the nearest configuration, write it, report."""
-    inputs = {"MODEL": args.model, "--cluster": args.cluster, "--strategy": args.strategy}
-    refuse_overwriting(inputs, {"--output": args.output})
-    check_writable(args.output)
     topology = cluster_of(args, args.cluster)
     graph = rows.load_graph(args, topology)
     strategy, graph = read_file(args, graph, topology)

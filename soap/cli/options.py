@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import isfinite
 from typing import TypedDict
 
-from soap import api
-from soap.cli.command import Parser, UsageError
+from soap import api, outputs
+from soap.cli.command import Parser
 from soap.cluster.kinds import has_gpus
 from soap.cluster.memory_budget import OPTION, read_budget, with_memory_budget
 from soap.cluster.presets import LOCAL
@@ -123,7 +122,7 @@ def add_explain(parser: Parser) -> None:
 
 def add_outputs(parser: Parser, *, timeline: str) -> None:
     """Add ``--timeline FILE`` and ``--json``."""
-    parser.add_argument("--timeline", metavar="FILE", help=timeline)
+    parser.add_output("--timeline", kind=outputs.TIMELINE, help=timeline)
     add_json(parser)
 
 
@@ -148,17 +147,6 @@ def add_rows(parser: Parser) -> None:
         default=[],
         help="share of a sparse parameter's rows that a batch touches, instead of what is counted: 'embedding*=0.05' (repeatable)",
     )
-
-
-def refuse_overwriting(inputs: Mapping[str, str | None], outputs: Mapping[str, str | None]) -> None:
-    """UsageError if an output is also an input, or two outputs are the same file. Both: option -> path, None if not given."""
-    taken = {os.path.realpath(path): option for option, path in inputs.items() if path is not None and os.path.exists(path)}
-    for option, path in outputs.items():
-        if path is None:
-            continue
-        other = taken.setdefault(os.path.realpath(path), option)
-        if other != option:
-            raise UsageError(f"{option} {path!r} is the same file as {other}, and would overwrite it; choose another path for {option}")
 
 
 def reading(args: argparse.Namespace, topology: Topology | None) -> Reading:

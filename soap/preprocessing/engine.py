@@ -112,8 +112,8 @@ def locked(out: Path) -> Iterator[Path]:
     try:
         if out.exists() and not out.is_dir():
             raise PreprocessError(f"-o {str(out)!r} is a file; expected a folder: choose another path")
-        foreign = [path.name for path in out.iterdir() if path.name not in (result.META, FOLDER, LOG)] if out.is_dir() else []
-        if foreign and not (out / result.META).exists() and not folder.exists():
+        foreign = [path.name for path in out.iterdir() if path.name not in (FOLDER, LOG)] if out.is_dir() else []
+        if foreign and result.read(out) is None and not folder.exists():
             raise PreprocessError(f"-o {str(out)!r} holds other files ({foreign[0]}); expected a new or empty folder: choose another path")
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)

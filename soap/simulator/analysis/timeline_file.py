@@ -87,7 +87,7 @@ def dumps(timelines: Sequence[tuple[Trace, Description]]) -> str:
     """The text of a file with these timelines. Each is one process of the file's trace."""
     described = [asdict(description) for _, description in timelines]
     other = {"format": FORMAT, "version": VERSION, "timelines": described}
-    return json.dumps({**merge_traces(*(trace for trace, _ in timelines)), "otherData": other}, allow_nan=False) + "\n"
+    return json.dumps({"otherData": other, **merge_traces(*(trace for trace, _ in timelines))}, allow_nan=False) + "\n"
 
 
 def aligned(timeline: Timeline) -> tuple[Trace, Description]:
