@@ -83,7 +83,7 @@ def text(found: ExportedPlan, name: str, path: str, operators: int) -> str:
     """The same for people."""
     target, planned, exported = found.target, found.planned.makespan_ns, found.exported.makespan_ns
     lines = [f"wrote {path}: {target.title} {target.version}, {in_words(found)}"]
-    change = f"{exported / max(1, planned) - 1:+.1%}"
+    change = f"{exported / max(1, planned) - 1:+z.1%}"
     lines.append(f"predicted: {milliseconds(planned)} by the plan ({name}), {milliseconds(exported)} by this configuration ({change})")
     if not found.exported.fits:
         lines.append("the configuration does not fit into the devices' memory" + ("; the plan does" if found.planned.fits else ""))
