@@ -9,7 +9,6 @@ import torch
 
 from soap.tracing.calls import as_real
 
-
 _UNKNOWN = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
 """Types that gloo cannot carry."""
 
