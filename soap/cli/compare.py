@@ -134,13 +134,13 @@ def text(comparison: Comparison) -> str:
 
 def _iteration(comparison: Comparison) -> str:
     rows = [("time", "predicted", "measured", "measured / predicted", "error")]
-    rows.append(("iteration", *_times(comparison.predicted_ns, comparison.measured_ns), f"{comparison.error:+.0%}"))
+    rows.append(("iteration", *_times(comparison.predicted_ns, comparison.measured_ns), f"{comparison.error:+z.0%}"))
     rows.append(("each task by itself", *_times(*comparison.shown_ns), ""))
     return aligned(rows)
 
 
 def _groups(what: str, found: Sequence[Group]) -> str:
-    rows = [(one_line(g.name, 40), str(g.tasks), *_times(g.predicted_ns, g.measured_ns), f"{g.median_error:.0%}") for g in found]
+    rows = [(one_line(g.name, 40), str(g.tasks), *_times(g.predicted_ns, g.measured_ns), f"{g.median_error:z.0%}") for g in found]
     return _table((f"kind of {what}", "count", "predicted", "measured", "measured / predicted", "median error"), rows)
 
 

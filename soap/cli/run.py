@@ -39,6 +39,7 @@ from soap.cluster.presets import says_all
 from soap.errors import RuntimeFailure, SoapWarning, StrategyError
 from soap.files import write_text_atomically
 from soap.plan.compression.training import for_scaling
+from soap.runtime.comm.launched import local_numbers, own_rank, world_size
 from soap.simulator.reference import execution_order
 from soap.simulator.simulate import Simulation
 from soap.simulator.throughput import throughput
@@ -109,7 +110,7 @@ def execute(args: argparse.Namespace) -> int:
     """Plan, train, report."""
     if args.memory and args.accumulate > 1:
         raise UsageError("--memory with --accumulate; expected one batch per update, which is what memory is predicted for")
-    if os.environ.get("RANK", "0") != "0":  # under torchrun, rank 0 prints the warnings for all
+    if own_rank(os.environ):  # under torchrun, rank 0 prints the warnings for all
         warnings.simplefilter("ignore", SoapWarning)
     reporting.check(args.report)
     if stale_run.is_asked(args):
@@ -216,11 +217,10 @@ def on_ranks(
     """Run ``entry`` with ``argument`` on all ranks. ``job`` says for which devices."""
     from soap.runtime.comm.launch import launch
     from soap.runtime.comm.rank_processes import READING
-    from soap.runtime.comm.world import under_launcher, world_size
 
     devices = job.topology.device_count
     require_devices(job)
-    if under_launcher(os.environ) and world_size(os.environ) > devices and os.environ["RANK"] == "0":
+    if world_size(os.environ) > devices and own_rank(os.environ) == 0:
         note(PROG, f"{world_size(os.environ)} processes for {devices} devices: {world_size(os.environ) - devices} stay idle")
     with emulation.cluster(hosts) as emulated:
         place, address = emulated.place, emulated.address
@@ -239,7 +239,7 @@ def require_devices(job: Job) -> None:
     if kind == "cuda" and not torch.cuda.is_available():
         asked = "--device cuda" if job.device_kind else f"cluster {job.topology.name!r} has GPUs"
         raise RuntimeFailure(f"{asked}: expected GPUs, but this machine has none that torch can use; use --device cpu")
-    choose_backend(job.backend, kind, int(os.environ.get("LOCAL_WORLD_SIZE", job.topology.device_count)))
+    choose_backend(job.backend, kind, local_numbers(os.environ, job.topology.device_count)[1])
 
 
 def document(

@@ -23,6 +23,7 @@ from soap.cli.plan_summary import crowded, shared_cores
 from soap.cli.run import STRATEGY, add_training, on_ranks, prepare
 from soap.cli.run import make_parser as run_parser
 from soap.errors import RuntimeFailure, SoapWarning
+from soap.runtime.comm.launched import own_rank, under_launcher
 from soap.search.partition_tuning import BATCHES, ITERATIONS, MOST_SAMPLES, Sample, Tuning, choose, next_partitions
 from soap.simulator.simulate import Simulation
 
@@ -82,7 +83,7 @@ def _with_others(args: argparse.Namespace) -> argparse.Namespace:
 
 def execute(args: argparse.Namespace) -> int:
     """Run, fit, choose, save, report."""
-    if os.environ.get("RANK", "0") != "0":  # under torchrun, rank 0 prints the warnings for all
+    if own_rank(os.environ):  # under torchrun, rank 0 prints the warnings for all
         warnings.simplefilter("ignore", SoapWarning)
     reporting.check(args.report)
     emulation.check_possible(args)
@@ -150,7 +151,6 @@ def execute(args: argparse.Namespace) -> int:
 def grouped(wanted: Range, patterns: Sequence[str]) -> list[Range]:
     """What is tuned one after the other. UsageError for a pattern without a parameter, and for several groups under torchrun."""
     from soap.runner.tuning import divided
-    from soap.runtime.comm.world import under_launcher
 
     for pattern in patterns:
         if not fnmatch.filter(wanted.parameters, pattern):
@@ -166,7 +166,6 @@ def sample(trial: Trial, hosts: Sequence[HostLimits] = ()) -> Tuning | None:
     """All runs, in one launch of ranks; None under torchrun on all ranks but rank 0. A run for which a server has not enough memory
     ends its launch and counts as failed; another launch goes on after it."""
     from soap.cli.partition_runs import measure, read_notes
-    from soap.runtime.comm.world import under_launcher
 
     known: tuple[Sample, ...] = ()
     while True:

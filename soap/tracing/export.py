@@ -29,6 +29,7 @@ from soap.tracing.quiet import quiet_torch
 from soap.tracing.record import NAME, ExportRecord, dumps
 from soap.tracing.torch_parts import replaced
 from soap.tracing.tracebacks import chain, user_line
+from soap.tracing.untouched import untouched
 from soap.tracing.without_values import Room, tied_without_values
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def exported_program(
     take = None if rebuild is None else lambda args, kwargs: rebuild((args, kwargs))
     module = model if loss is None and take is None else adapted(model, loss, take)
     try:
-        with Room(module, _separate(*plain)) as room:
+        with untouched(module, beside={"self": model, "loss": loss}), Room(module, _separate(*plain)) as room:
             separate, named = room.arguments
             sizes = _symbolic_batch(module, separate, named, dynamic_batch) if dynamic_batch else None
             exported = _writable(module, separate, named, sizes)

@@ -122,7 +122,11 @@ class ProgramSource:
     def take_state(self, values: Mapping[str, torch.Tensor]) -> None:
         """See ``Source``."""
         state = self.exported.state_dict
-        state.update({name: tensor.to(state[name].dtype) for name, tensor in values.items() if name in state})
+        first = canonical_names(state)  # a buffer of several names stays one
+        given = {first[name]: tensor.detach().to(state[name].dtype) for name, tensor in values.items() if name in state}
+        for name, tensor in given.items():
+            own = tensor.requires_grad_(state[name].requires_grad)
+            state.update({other: own for other, one in first.items() if one == name})
 
 
 class FileSource(ProgramSource):
