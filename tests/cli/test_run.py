@@ -54,7 +54,7 @@ def test_resume_without_a_checkpoint(capsys: pytest.CaptureFixture[str], strateg
 
 def test_save_into_a_file(capsys: pytest.CaptureFixture[str], strategy_file: Path) -> None:
     command = [str(strategy_file), "--model", MODEL, "--save", str(strategy_file)]
-    assert_refused(capsys, main, command, 8, "s.json' cannot be read: not a directory; check the path")
+    assert_refused(capsys, main, command, 2, "s.json' is there and seems to be a strategy file; expected a folder")
 
 
 def test_memory_of_several_batches_is_not_predicted(capsys: pytest.CaptureFixture[str], strategy_file: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from soap.cluster.topology import DeviceKind
-from soap.errors import RuntimeFailure
+from soap.errors import RuntimeFailure, asked
 from soap.runtime.comm import signs
 from soap.runtime.comm.failures import tell_before_leaving
 from soap.runtime.comm.launched import all_here, local_numbers, loopback, under_launcher, world_size
@@ -48,7 +48,8 @@ def choose_backend(backend: str, kind: DeviceKind, local_world_size: int) -> str
     enough = kind == "cuda" and torch.cuda.device_count() >= local_world_size
     if backend == "nccl" and not enough:
         gpus = torch.cuda.device_count() if kind == "cuda" else 0
-        raise RuntimeFailure(f"backend 'nccl' needs one GPU per rank: {local_world_size} ranks, {gpus} GPUs here; use backend gloo")
+        found = f"{local_world_size} ranks, {gpus} GPUs here"
+        raise RuntimeFailure(f"backend 'nccl' needs one GPU per rank: {found}; use {asked('backend')} gloo")
     if backend == "auto":
         return "nccl" if enough else "gloo"
     return backend
