@@ -21,6 +21,7 @@ from soap.model.dtypes import part_of
 from soap.model.regions import whole
 from soap.plan.syncs.compressed import compressed_names
 from soap.runtime.alone import Alone, step_alone
+from soap.runtime.comm import signs
 from soap.runtime.compressed_check import EmulatedSums, LocalGradients
 from soap.runtime.part_batch import Given, PartBatch
 from soap.runtime.run_types import run_dtype
@@ -145,6 +146,7 @@ def check(
         if emulated is not None:
             wrong = emulated.wrong(given, gradients)
             differences += [Difference(number, COMPRESSED_SUM, name, inf if other else 0.0) for name, other in wrong.items()]
+        signs.meet()  # one process takes as long as it takes
     local.close()
     found = None
     if reference is not None:

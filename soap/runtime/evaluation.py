@@ -33,7 +33,9 @@ def mean_loss(trainer: Trainer, sizes: BatchSizes, batches: Sequence[Batch]) -> 
         sized = sizes.of(batch.shapes)
         context = TileContext(trainer.seed, 0, trainer.buffers, update_buffers=False, unread=sized.unread)
         losses.append(sized.runner_of(batch).run(sized.inputs(batch), context, UNFINISHED))
-    return sum(loss() for loss in losses) / len(losses)
+    mean = sum(loss() for loss in losses) / len(losses)
+    trainer.alike.require()
+    return mean
 
 
 class Evaluation:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from soap import outputs
 from soap.errors import ModelError, first_line
 from soap.files import check_writable, write_bytes_atomically
 from soap.tracing.adapted import adapted
@@ -61,6 +62,7 @@ def export_model(
     """
     from soap.tracing.importer import import_program
 
+    outputs.check(path, outputs.MODEL)
     check_writable(path)
     import_all(imports, "imports")
     exported = exported_program(model, args, kwargs, loss=loss, dynamic_batch=dynamic_batch)

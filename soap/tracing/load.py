@@ -15,7 +15,7 @@ import torch._export.serde.serialize
 from torch.export import ExportedProgram
 
 from soap import zoo
-from soap.errors import ModelError, first_line
+from soap.errors import ModelError, asked, first_line
 from soap.logs import TRIALS, silenced
 from soap.model.graph import OperatorGraph
 from soap.tracing.archive import plain_archive
@@ -56,7 +56,7 @@ def load_model(
     ``batch_norm``: ``global`` or ``local``. ``matmul_precision``: torch's, set for this process. ``imports``: modules that define custom
     operators, imported first.
     Raises ModelError in one line."""
-    import_all(imports, "--import")
+    import_all(imports, asked("imports"))
     if batch_norm not in ("global", "local"):
         raise ModelError(f"batch norm {batch_norm!r}: expected global (over the whole batch) or local (over each tile's part of it)")
     local: BatchNorm = "local" if batch_norm == "local" else "global"

@@ -84,6 +84,6 @@ def _indexed(folder: Path) -> dict[Path, frozenset[str]]:
             if Path(file).name != file or not file.endswith(SUFFIX):  # files come from outside: none beyond the folder
                 raise ModelError(f"index of weights {str(folder / INDEX)!r}: file {file!r}; expected the name of a file in its folder")
             by_file.setdefault(file, set()).add(name)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"index of weights {str(folder / INDEX)!r} is no index ({first_line(error)}); expected a weight_map") from None
     return {folder / file: frozenset(names) for file, names in by_file.items()}

@@ -46,6 +46,6 @@ def save_weights(trainer: Trainer, folder: Path, names: Mapping[str, str]) -> Pa
             failure = str(error)
     for _ in parameters:  # others send theirs, whether they can be written or not
         pass
-    if failure := next(filter(None, trainer.comm.gather(failure)), ""):
+    if failure := next(filter(None, trainer.comm.gather_late(failure)), ""):
         raise RuntimeFailure(failure)
     return folder

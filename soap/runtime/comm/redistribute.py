@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from soap.runtime.comm import signs
 from soap.runtime.comm.failures import tell_before_leaving
 from soap.runtime.comm.handing_out import hand_out
 from soap.runtime.comm.new_groups import Groups, make_groups
@@ -329,6 +330,11 @@ class Communicator:
         self.all_reduce(torch.zeros(1, device=self.device), tuple(range(self.world_size))).wait()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def gather_late(self, value: object) -> list[Any]:
+        """``gather``, where a rank may come by hours later than others: what it has done before takes as long as it takes."""
+        signs.meet()
+        return self.gather(value)
 
     def gather(self, value: object) -> list[Any]:
         """Exchange small objects: the list of every rank's ``value``, on every rank."""
