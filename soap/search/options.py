@@ -130,7 +130,7 @@ class SearchOptions:
 
 
 def without_fields(verb: Callable[P, T]) -> Callable[P, T]:
-    """A verb that takes ``SearchOptions``. TypeError in one line, with what to write, if it is called with fields of these by themselves."""
+    """A verb that takes ``SearchOptions``: TypeError in one line, with what to write, if it is given fields of these by themselves."""
 
     @wraps(verb)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
