@@ -7,6 +7,7 @@ import atexit
 import errno
 import gc
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -15,7 +16,7 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from soap import outputs
-from soap.errors import INTERRUPTED_EXIT_CODE, ScheduleError, SoapError
+from soap.errors import INTERRUPTED_EXIT_CODE, ScheduleError, SoapError, did_you_mean, options_of
 from soap.files import check_writable
 from soap.logs import NATIVE_LOG_LEVEL
 
@@ -33,6 +34,13 @@ EXIT_CODES = """exit codes:
   2 usage              5 strategy          8 run failed, or --check did not hold
   130 interrupted (Ctrl-C); soap-search saves first, on SIGTERM too (143)
 """
+
+OPTIONS = {
+    "pins": "--pin", "forbidden": "--forbid", "syncs": "--sync", "budget": "--budget", "beta": "--beta", "confidence": "--confidence",
+    "seconds": "--seconds", "memory_budget": "--memory-budget", "imports": "--import", "device": "--device", "dtype": "--dtype",
+    "strategy": "--builtin", "starts": "--start", "backend": "--backend",
+}  # fmt: skip
+"""Fields that messages name -> the options that set them."""
 
 
 class UsageError(SoapError):
@@ -64,11 +72,20 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print one line and exit with the code for usage errors."""
+        if found := re.search(r"unrecognized arguments: (--[\w-]+)", message):
+            message += did_you_mean(found[1], [name for name in self._option_string_actions if name.startswith("--")])
+        elif found := re.search(r"invalid choice: '(.+)' \(choose from (.+)\)", message):
+            message += did_you_mean(found[1], re.findall(r"[\w.-]+", found[2]))
         self.exit(USAGE_EXIT_CODE, f"{self.prog}: error: {one_line(message)} ({self.prog} --help shows the options)\n")
 
 
 def run_command(parser: Parser, execute: Callable[[argparse.Namespace], int], argv: Sequence[str] | None) -> int:
     """Parse, execute, and return an exit code whatever happens."""
+    with options_of(OPTIONS):
+        return _run_command(parser, execute, argv)
+
+
+def _run_command(parser: Parser, execute: Callable[[argparse.Namespace], int], argv: Sequence[str] | None) -> int:
     args = parser.parse_args(argv)
     os.environ.setdefault(NATIVE_LOG_LEVEL, "ERROR")  # read by torch, which is loaded later
     if sys.stdout is None:  # standard output is closed (``>&-``); a file that is opened next could even take its place

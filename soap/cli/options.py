@@ -9,12 +9,12 @@ from math import isfinite
 from typing import TypedDict
 
 from soap import api, outputs
-from soap.cli.command import Parser
+from soap.cli.command import OPTIONS, Parser
 from soap.cluster.kinds import has_gpus
-from soap.cluster.memory_budget import OPTION, read_budget, with_memory_budget
+from soap.cluster.memory_budget import FIELD, read_budget, with_memory_budget
 from soap.cluster.presets import LOCAL
 from soap.cluster.topology import Topology
-from soap.errors import StrategyError, TopologyError
+from soap.errors import StrategyError, TopologyError, asked
 from soap.search.record import MOST_FINALISTS
 from soap.simulator.costs import COST_SOURCES
 from soap.strategy.compression import Compression, parse
@@ -256,14 +256,14 @@ def memory_budget(text: str) -> str:
     try:
         read_budget(text)
     except TopologyError as error:
-        raise argparse.ArgumentTypeError(str(error).removeprefix(f"{OPTION} ").removeprefix(f"{OPTION}: ")) from None
+        raise argparse.ArgumentTypeError(str(error).removeprefix(f"{asked(FIELD)} ").removeprefix(f"{asked(FIELD)}: ")) from None
     return text
 
 
 def add_memory_budget(parser: Parser) -> None:
     """``--memory-budget`` and ``--batches``."""
     text = "how much of each device's memory plans may use: a share such as 80%%, or a size such as 20GB (default: all that there is)"
-    parser.add_argument(OPTION, metavar="SHARE", type=memory_budget, help=text)
+    parser.add_argument(OPTIONS[FIELD], metavar="SHARE", type=memory_budget, help=text)
     text = "what each device is given of a batch: all of it (default), or the samples that it reads, as where ranks read data by samples"
     parser.add_argument("--batches", choices=("whole", "parts"), default="whole", help=text)
 

@@ -21,7 +21,7 @@ from soap.cli.wanted import Wanted, wanted
 from soap.cluster.kinds import types_of
 from soap.cluster.presets import family
 from soap.cluster.topology import Topology
-from soap.errors import ProfileError, StoppedBySignal
+from soap.errors import ProfileError, StoppedBySignal, one_of
 from soap.model.graph import OperatorGraph
 from soap.profiles.corrections import CORRECTED, Correction
 from soap.profiles.exchange import export_profiles, import_profiles, shipped_profiles
@@ -140,7 +140,7 @@ def _of_kinds(everything: list[Wanted], kinds: Sequence[str]) -> list[Wanted]:
     there = sorted({one.kind for one in everything})
     for kind in kinds:
         if kind not in there:
-            raise UsageError(f"--kind {kind!r}: the model has no such computations; expected one of {', '.join(there)}")
+            raise UsageError(f"--kind {kind!r}: the model has no such computations; expected {one_of(kind, there)}")
     return [one for one in everything if one.kind in kinds] if kinds else everything
 
 

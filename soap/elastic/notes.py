@@ -38,7 +38,7 @@ def noted(folder: str | Path) -> Noted:
     """What a folder says. ElasticError in one line if it is no run's."""
     path = Path(folder) / LEASES
     if not path.exists():
-        raise ElasticError(f"{str(folder)!r} has no run of servers and workers; expected the folder of --save")
+        raise ElasticError(f"{str(folder)!r} has no run of servers and workers; expected the folder of soap-run --save")
     return Noted(_read(path, {})[0])
 
 

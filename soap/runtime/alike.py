@@ -1,4 +1,4 @@
-"""Whether all ranks are given the same batch in every step, by a hash in a small message that is under way while they compute.
+"""Whether all ranks are given the same batches, by a hash in a small message that is under way while they compute.
 
 The first batch is compared byte by byte (``inputs``). Later ones differ if a data source is seeded by rank, or skips a sample on one: the
 loss would be nobody's. A hash is of dtypes, shapes and up to ``WORDS`` numbers, evenly spread over each tensor, so its cost has a bound.
@@ -7,6 +7,7 @@ loss would be nobody's. A hash is of dtypes, shapes and up to ``WORDS`` numbers,
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -23,6 +24,8 @@ from soap.runtime.inputs import Batch, BySamples, compare_ranks, compare_samples
 if TYPE_CHECKING:
     from soap.runtime.sizes import BatchSizes
 
+EACH, EVERY = 8, 8
+"""So many batches are compared one by one, then every so many-th: who has drawn other ones once goes on so."""
 WORDS = 2**16
 RANK_BITS = 20
 HASHES = 2**42
@@ -45,24 +48,28 @@ class Alike:
         self._comm = comm
         self._wire = comm.device if dist.get_backend() == "nccl" else torch.device("cpu")
         self._asked: list[_Asked] = []
-        self._compared: set[str] = set()
+        self._given: Counter[str] = Counter()
         self._shapes: object = None
 
     def begin(self, batches: Sequence[Batch], sizes: BatchSizes, purpose: str) -> None:
-        """Compare the first batch for this purpose, and send hashes of later ones. Of parts of batches each piece is compared that several
-        ranks read. RuntimeFailure if a first batch does not fit or differs, or ranks go on to batches of unlike sizes."""
+        """Compare the first batch for this purpose, and send hashes of later ones (``EACH``, ``EVERY``). Of parts of batches each piece is
+        compared that several ranks read. RuntimeFailure if a first batch does not fit or differs, or ranks go on to batches of unlike
+        sizes."""
 
         def read() -> list[list[BySamples]]:
             return [sizes.of(batch.shapes).samples_by_rank for batch in batches]
 
         parts, self._asked = any(batch.size is not None for batch in batches), []
-        if purpose in self._compared:
-            self._begin(batches, read, parts)
+        number = self._given[purpose]
+        if number:
+            self._given[purpose] += 1
+            if number < EACH or number % EVERY == 0:
+                self._begin(batches, read, parts)
             return
         compare_ranks(self._comm, batches, lambda: sizes.check(batches))
         if parts:
             compare_samples(self._comm, batches, read())
-        self._compared.add(purpose)
+        self._given[purpose] = 1
 
     def _begin(self, batches: Sequence[Batch], read: Callable[[], Sequence[Sequence[BySamples]]], parts: bool) -> None:
         if self._comm.world_size == 1:
@@ -106,9 +113,14 @@ def hashed(tensors: Sequence[torch.Tensor], begin: int) -> torch.Tensor:
     """A hash of numbers in tensors, from 0 to ``HASHES`` - 1, on the device of the first."""
     total = torch.tensor(begin, device=tensors[0].device if tensors else None)
     for place, tensor in enumerate(tensors, 1):
-        words = _words(tensor.detach())
-        total = total * 31 + (words * _weights(words.device)[: len(words)]).sum().to(total.device) + place
+        words = _folded(_words(tensor.detach()))
+        total = total * 31 + _folded((words * _weights(words.device)[: len(words)]).sum()).to(total.device) + place
     return total % HASHES
+
+
+def _folded(numbers: torch.Tensor) -> torch.Tensor:
+    """The upper halves in the lower ones, too: those of round floating point numbers are 0, and products keep that."""
+    return numbers ^ (numbers >> 32)
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,11 +18,12 @@ from soap.simulator.compiled.syncs.codes import SyncCodes
 from soap.simulator.costs import CostModel
 from soap.simulator.cut_operators import CutOperators
 from soap.simulator.memory.variant_memory import VariantMemories
+from soap.strategy.wrapped import USUAL
 
 
 class Shared:
     """``communication``: prices of the topology, if not the usual ones (``folding``). ``training``: what training adds to compressed
-    parameters."""
+    parameters. ValueError if it has modules wrapped as another trainer does: engines know groups by size alone."""
 
     def __init__(
         self,
@@ -32,6 +33,8 @@ class Shared:
         training: PlannedTraining = PLAIN,
         communication: Communication | None = None,
     ) -> None:
+        if training.wrapped != USUAL:
+            raise ValueError("engines do not know modules that another trainer wraps; expected Simulator.predict")
         self.graph, self.topology, self.costs, self.training = graph, topology, costs, training
         self.communication = communication or Communication(topology)
         self.cuts = CutOperators(graph, topology, costs)

@@ -79,7 +79,8 @@ def checkpoint_of(folder: str, plan: WavePlan) -> Checkpoint:
         found = json.loads(text)
         made, found_one, look = found["format"], Checkpoint(folder, int(found["finished"]), int(found["seed"])), found["plan"]
     except (ValueError, TypeError, KeyError, RecursionError) as cause:
-        raise CheckpointError(f"{place}: no checkpoint of virtual workers ({first_line(cause)}); expected what --save wrote") from None
+        said = f"no checkpoint of virtual workers ({first_line(cause)})"
+        raise CheckpointError(f"{place}: {said}; expected what soap-run --save wrote") from None
     if made != FORMAT:
         raise CheckpointError(f"{place}: format {made}; expected {FORMAT}: of this version")
     own = _look(plan)
