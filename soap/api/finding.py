@@ -12,7 +12,7 @@ from soap.api.predictions import announce_compiling, simulator_for
 from soap.cluster.memory_budget import with_memory_budget
 from soap.search.chains import search as search_graph
 from soap.search.constraints import pairs_of
-from soap.search.options import SearchOptions
+from soap.search.options import SearchOptions, without_fields
 from soap.search.polish import MAX_POLISHED
 from soap.search.starts import DYNAMIC, RANDOM, check_start
 from soap.simulator.draws import Draws, Risk
@@ -27,6 +27,7 @@ MOST_DRAWN_TILES = 2**12
 proposal is simulated by what it changes. What the search finds is judged under draws in any case (``SearchOutcome.decision``)."""
 
 
+@without_fields
 def find(
     model: Model,
     cluster: Cluster,

@@ -164,7 +164,13 @@ def graph_of(model: Model, topology: Topology | None = None) -> OperatorGraph:
     if isinstance(model, (str, Path)):
         on_gpus = topology is not None and has_gpus(topology)
         return planned_graph(model, autocast_device="cuda" if on_gpus else "cpu")
-    return model.graph
+    graph = getattr(model, "graph", None)
+    if not isinstance(graph, OperatorGraph):
+        raise ModelError(
+            f"a {type(model).__name__} cannot be planned: expected a .pt2 file, a name such as zoo:gpt:tiny, or what soap.load returns; "
+            'export a module first: soap.export(module, inputs, path="model.pt2")'
+        )
+    return graph
 
 
 def topology_of(cluster: Cluster) -> Topology:

@@ -25,7 +25,8 @@ def blocks(contents: Contents) -> Sequence[Block]:
     """What the section shows."""
     summary = contents.summary
     assert summary is not None
-    found: list[Block] = [Text(_verdict(summary) + _measured(contents), leading=True), Table("The plan", ("", ""), _facts(contents, summary), words=True)]
+    verdict = Text(_verdict(summary) + _measured(contents), leading=True)
+    found: list[Block] = [verdict, Table("The plan", ("", ""), _facts(contents, summary), words=True)]
     title = f"Predicted time per iteration: this plan beside {len(summary['baselines'])} strategies that have a name"
     about = "The thin line at this plan's bar is where 80% of the draws of the costs are. Orange: does not fit into memory."
     head = ("strategy", "predicted", "speed-up over it", "memory")
