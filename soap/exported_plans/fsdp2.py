@@ -41,7 +41,7 @@ def write(written: Written) -> str:
     """The module."""
     own = written.configuration
     shard = {"none": 1, "hsdp": max(1, written.devices_each)}.get(own.sharing, own.world)
-    reshard = own.sharing != "zero1" and own.microbatches == 1
+    reshard = own.sharing in ("fsdp", "hsdp") and own.microbatches == 1
     policy = ""
     if written.autocast is not None:
         policy = f"mp_policy=MixedPrecisionPolicy(param_dtype=torch.{written.autocast}, reduce_dtype=torch.float32), "
