@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from soap import api
+from soap import api, outputs
 from soap.api.exported_plans import Candidate, ExportedPlan, export_plan
 from soap.cli import plan_summary, rows
 from soap.cli.asked_strategy import add_asked, read_file
 from soap.cli.command import Parser, run_command
 from soap.cli.diff import listings
-from soap.cli.options import add_json, cluster_of, reading, refuse_overwriting
+from soap.cli.options import add_json, cluster_of, reading
 from soap.cli.plain_text import aligned, milliseconds
 from soap.exported_plans.contract import Target
 from soap.exported_plans.named import TARGETS
-from soap.files import check_writable, write_text_atomically
+from soap.files import write_text_atomically
 from soap.units import format_bytes
 
 PROG = "soap-export-plan"
@@ -34,7 +34,7 @@ def make_parser() -> Parser:
     add_asked(parser)
     told = "; ".join(f"{target.name}: {target.title} {target.version} ({target.suffix})" for target in TARGETS)
     parser.add_argument("--to", choices=[target.name for target in TARGETS], required=True, help=told)
-    parser.add_argument("-o", "--output", metavar="FILE", required=True, help="where the configuration goes")
+    parser.add_output("-o", "--output", kind=outputs.PLAN, required=True, help="where the configuration goes")
     parser.add_argument("--nearest", action="store_true", help="write what differs least from the plan, however fast others near it are")
     add_json(parser)
     return parser
@@ -42,9 +42,6 @@ def make_parser() -> Parser:
 
 def execute(args: argparse.Namespace) -> int:
     """Find the configuration, write it, report."""
-    inputs = {"MODEL": args.model, "--cluster": args.cluster, "--strategy": args.strategy}
-    refuse_overwriting(inputs, {"--output": args.output})
-    check_writable(args.output)
     topology = cluster_of(args, args.cluster)
     graph = rows.load_graph(args, topology)
     strategy, graph = read_file(args, graph, topology)
@@ -98,7 +95,7 @@ def text(found: ExportedPlan, name: str, path: str, operators: int) -> str:
     """The same for people."""
     target, planned, exported = found.target, found.planned.makespan_ns, found.exported.makespan_ns
     lines = [f"wrote {path}: {target.title} {target.version}, {in_words(found)}"]
-    change = f"{exported / max(1, planned) - 1:+.1%}"
+    change = f"{exported / max(1, planned) - 1:+z.1%}"
     lines.append(f"predicted: {milliseconds(planned)} by the plan ({name}), {milliseconds(exported)} by this configuration ({change})")
     if not found.exported.fits:
         lines.append("the configuration does not fit into the devices' memory" + ("; the plan does" if found.planned.fits else ""))

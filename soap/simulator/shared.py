@@ -14,6 +14,7 @@ from soap.model.graph import OperatorGraph
 from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.simulator.communication.prices import Communication
 from soap.simulator.compiled.graph_arrays import ClusterTables, GraphTables, cluster_tables, graph_tables
+from soap.simulator.compiled.syncs.codes import SyncCodes
 from soap.simulator.costs import CostModel
 from soap.simulator.cut_operators import CutOperators
 from soap.simulator.memory.variant_memory import VariantMemories
@@ -37,6 +38,7 @@ class Shared:
         self.graph, self.topology, self.costs, self.training = graph, topology, costs, training
         self.communication = communication or Communication(topology)
         self.cuts = CutOperators(graph, topology, costs)
+        self.codes = SyncCodes()
 
     @cached_property
     def memories(self) -> VariantMemories:
