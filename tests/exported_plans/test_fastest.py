@@ -23,7 +23,7 @@ from soap.plan.compression.training import PlannedTraining
 from soap.plan.syncs.gathering import gathers as gathers_of
 from soap.simulator.simulate import Simulation, Simulator
 from soap.strategy.config import Strategy
-from soap.strategy.sync import SHARDED_STATE
+from soap.strategy.sync import ALL_REDUCE, SHARDED_STATE
 from soap.strategy.wrapped import Wrapped
 
 each = pytest.mark.parametrize("target", [target.name for target in TARGETS])
@@ -139,6 +139,18 @@ def test_one_module_may_stay() -> None:
     again, once = (predicted(fsdp(), Wrapped(modules, frozenset(kept))) for kept in ((), modules[0]))
     gone = gathers(again).keys() - gathers(once).keys()
     assert len(gone) == 1 and "regather head.weight[0]+2" in gone.pop()
+
+
+def test_folded_over_copies_it_is_equal() -> None:
+    """Rows divide among four, but for those of two tables, which are summed."""
+    four = soap.load_cluster("h100-4")
+    tables = dict.fromkeys(("token_embedding.weight", "head.weight"), ALL_REDUCE)
+    usual, plan = simulator_for(graph(), four), soap.classical("fsdp", graph(), four).with_changes(parameters=tables)
+    wrapped = Wrapped((parameters(BLOCKS[:1]), parameters(("norm",))), frozenset(parameters(("norm",))), 2)
+    told = Simulator(graph(), four, usual.costs, usual.optimizer_states, PlannedTraining(wrapped=wrapped))
+    folded, whole = told.run_folded(plan), told.run(plan)
+    assert not isinstance(folded, str)
+    assert (folded.makespan_ns, folded.bytes_moved, folded.peak_bytes) == (whole.makespan_ns, whole.bytes_moved, whole.peak_bytes)
 
 
 def test_engines_refuse_what_they_do_not_know() -> None:
