@@ -28,7 +28,6 @@ from soap.cli.options import (
     positive,
     positive_number,
     reading,
-    refuse_overwriting,
 )
 from soap.cli.plain_text import aligned, listed, milliseconds, speed_up
 from soap.cli.plan_summary import crowded, resting, shared_cores
@@ -38,7 +37,7 @@ from soap.cli.updating import Updating, add_updating, require_trainable
 from soap.cluster.kinds import run_kind
 from soap.cluster.presets import says_all
 from soap.errors import RuntimeFailure, SoapWarning, StrategyError
-from soap.files import check_writable, write_text_atomically
+from soap.files import write_text_atomically
 from soap.plan.compression.training import for_scaling
 from soap.runtime.comm.launched import local_numbers, own_rank, world_size
 from soap.simulator.reference import execution_order
@@ -109,20 +108,15 @@ def add_training(parser: Parser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Plan, train, report."""
-    inputs = {"STRATEGY": args.strategy, "--model": args.model, "--cluster": args.cluster}
-    refuse_overwriting(inputs, {"--timeline": args.timeline, "--report": args.report, "--log": args.log})
     if args.memory and args.accumulate > 1:
         raise UsageError("--memory with --accumulate; expected one batch per update, which is what memory is predicted for")
     if own_rank(os.environ):  # under torchrun, rank 0 prints the warnings for all
         warnings.simplefilter("ignore", SoapWarning)
-    if args.timeline:
-        check_writable(args.timeline)
     reporting.check(args.report)
     if stale_run.is_asked(args):
         return stale_run.execute(args, api.load_cluster(args.cluster or _recorded_cluster(args.strategy)), PROG)
     emulation.check_possible(args)
     restarting.check_possible(args)
-    step_log.check(args)
     (job, predicted, costs), outcome, restarts = restarting.train(args, prepare, start, partial(note, PROG))
     if outcome is None:  # under torchrun, on a rank that does not report
         return 0

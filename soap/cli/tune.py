@@ -14,16 +14,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from soap import api
+from soap import api, outputs
 from soap.cli import emulation, reporting
 from soap.cli.command import Parser, UsageError, note, one_line, run_command
-from soap.cli.options import add_cluster, add_costs, add_json, add_model, not_negative, positive, refuse_overwriting
+from soap.cli.options import add_cluster, add_costs, add_json, add_model, not_negative, positive
 from soap.cli.plain_text import aligned, listed, milliseconds
 from soap.cli.plan_summary import crowded, shared_cores
 from soap.cli.run import STRATEGY, add_training, on_ranks, prepare
 from soap.cli.run import make_parser as run_parser
 from soap.errors import RuntimeFailure, SoapWarning
-from soap.files import check_writable
 from soap.runtime.comm.launched import own_rank, under_launcher
 from soap.search.partition_tuning import BATCHES, ITERATIONS, MOST_SAMPLES, Sample, Tuning, choose, next_partitions
 from soap.simulator.simulate import Simulation
@@ -50,7 +49,7 @@ def make_parser() -> Parser:
     add_model(parser, positional=False)
     add_cluster(parser, note="default: the strategy's, if it is a preset")
     add_costs(parser)
-    parser.add_argument("-o", "--output", metavar="FILE", required=True, help="where the tuned strategy goes (JSON)")
+    parser.add_output("-o", "--output", kind=outputs.STRATEGY, required=True, help="where the tuned strategy goes (JSON)")
     parser.add_argument(
         "--iterations",
         dest="steps",
@@ -84,11 +83,8 @@ def _with_others(args: argparse.Namespace) -> argparse.Namespace:
 
 def execute(args: argparse.Namespace) -> int:
     """Run, fit, choose, save, report."""
-    inputs = {"STRATEGY": args.strategy, "--model": args.model, "--cluster": args.cluster}
-    refuse_overwriting(inputs, {"--output": args.output, "--report": args.report})
     if own_rank(os.environ):  # under torchrun, rank 0 prints the warnings for all
         warnings.simplefilter("ignore", SoapWarning)
-    check_writable(args.output)
     reporting.check(args.report)
     emulation.check_possible(args)
     job, predicted, costs = prepare(_with_others(args))

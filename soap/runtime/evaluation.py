@@ -44,7 +44,7 @@ class Evaluation:
 
     def __init__(self, trainer: Trainer, model: TracedModel) -> None:
         require_same(trainer.model, model)
-        own = model.with_state(_buffers(trainer))
+        own = model.with_state({**trainer.model.unchanged, **_buffers(trainer)})
         handed = trainer.planned.evaluation(own, trainer.sizes.of().whole)
         trainer.comm.open_numbered(handed.groups, handed.group_count)
         self._trainer, self.sizes = trainer, BatchSizes(trainer, handed, other=own)

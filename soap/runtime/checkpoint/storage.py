@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from torch.futures import Future
 
+from soap.archives import check_archive
 from soap.errors import CheckpointError
 from soap.files import write_text_atomically
 from soap.model.regions import Box, intersect, lengths, relative, volume
@@ -204,7 +205,9 @@ class CheckpointReader(StorageReader):
         try:
             with path.open("rb") as stream:
                 stream.seek(chunk.offset)
-                tensor = torch.load(io.BytesIO(stream.read(chunk.length)), map_location="cpu", weights_only=True)
+                data = stream.read(chunk.length)
+            check_archive(data)
+            tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except Exception as error:
             raise damaged(path, f"its part at byte {chunk.offset} cannot be read ({type(error).__name__})") from None
         if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != lengths(chunk.box) or str(tensor.dtype) != f"torch.{dtype}":

@@ -48,7 +48,7 @@ def choose_backend(backend: str, kind: DeviceKind, local_world_size: int) -> str
     enough = kind == "cuda" and torch.cuda.device_count() >= local_world_size
     if backend == "nccl" and not enough:
         gpus = torch.cuda.device_count() if kind == "cuda" else 0
-        raise RuntimeFailure(f"backend 'nccl' needs one GPU per rank: {local_world_size} ranks, {gpus} GPUs here; use --backend gloo")
+        raise RuntimeFailure(f"backend 'nccl' needs one GPU per rank: {local_world_size} ranks, {gpus} GPUs here; use backend gloo")
     if backend == "auto":
         return "nccl" if enough else "gloo"
     return backend
