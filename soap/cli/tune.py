@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from soap import api
 from soap.cli import emulation, reporting
+from soap.cli.as_read import as_read
 from soap.cli.command import Parser, UsageError, note, one_line, run_command
 from soap.cli.options import add_cluster, add_costs, add_json, add_model, not_negative, positive, refuse_overwriting
 from soap.cli.plain_text import aligned, listed, milliseconds
@@ -111,7 +112,7 @@ def execute(args: argparse.Namespace) -> int:
     known = job.updating.tried(graph).measured
     simulator = api.simulator_for(
         graph,
-        topology,
+        as_read(topology, job.data),
         optimizer_states=given.optimizer_states,
         costs=args.costs,
         measured_updates=known,

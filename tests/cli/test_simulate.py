@@ -9,7 +9,7 @@ import pytest
 
 import soap
 from soap import api
-from soap.cli import plan_summary
+from soap.api import baselines
 from soap.cli.simulate import main
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
@@ -93,7 +93,7 @@ def test_a_folded_report_is_the_whole_one(
 
 def test_says_why_it_was_not_folded(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulate, "MANY_TILES", 1)
-    monkeypatch.setattr(plan_summary, "MOST_TILES", 30)
+    monkeypatch.setattr(baselines, "MOST_TILES", 30)
     assert main([*COMMAND, "--builtin", "model_parallel"]) == 0
     out = capsys.readouterr().out
     assert "note: every device was simulated: " in out

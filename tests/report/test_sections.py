@@ -161,7 +161,7 @@ def test_starts_that_are_far_off_have_no_line_but_a_row() -> None:
     made = searching._against_proposals(with_far)
     named = [item.label.value for legend in made.legend for item in legend.items]
     assert not any(name.startswith("far ") for name in named) and any(name.startswith("data_parallel ") for name in named)
-    assert [row[0] for row in searching._starts(with_far).rows][-1] == "far"
+    assert [row[0] for row in searching._starts(with_far, {}).rows][-1] == "far"
 
 
 def test_switches_of_several_hosts_are_above_those_of_one_host_and_apart() -> None:
