@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from math import prod
 from typing import Any
 
 from soap.api import SearchOutcome, costs_record, memory_range, predicted_range
@@ -136,16 +137,18 @@ def dump(report: Mapping[str, Any]) -> str:
 
 
 def _idle_devices(strategy: Strategy, topology: Topology) -> list[int]:
-    """The workers that compute no operator."""
-    used = {device for config in strategy.operators.values() for device in config.devices}
+    """The workers that compute nothing, or copies of what others compute alone."""
+    configs = strategy.operators.values()
+    used = {device for config in configs for device in (config.devices if prod(config.degrees) > 1 else config.devices[:1])}
     return [device for device in topology.workers if device not in used]
 
 
 def _idle(report: Mapping[str, Any]) -> str:
-    """A line about devices that compute nothing, and whether that is for want of samples."""
+    """A line about devices that compute nothing of their own, and whether that is for want of samples."""
     idle, count, samples = report["idle_devices"], len(report["cluster"]["devices"]), report["samples"]
-    few = f": {samples} samples cannot be divided among all" if samples is not None and samples == count - len(idle) > 1 else ""
-    return f"note: {len(idle)} of {count} devices compute nothing ({', '.join(idle[:2])}{', …' * (len(idle) > 2)}){few}"
+    few = f": {samples} samples are too few for all" if samples is not None and samples == count - len(idle) > 1 else ""
+    named = f"{', '.join(idle[:2])}{', …' * (len(idle) > 2)}"
+    return f"note: idle, but for copies of what others compute: {len(idle)} of {count} devices ({named}){few}"
 
 
 def _folded(simulator: Simulator, strategy: Strategy, simulation: Simulation | FoldedSimulation) -> dict[str, Any] | None:

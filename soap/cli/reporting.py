@@ -14,7 +14,7 @@ from soap import api
 from soap.api.baselines import MOST_TILES, usual_strategies
 from soap.api.deciding import unlike
 from soap.api.predictions import quick_evaluator
-from soap.cli.as_read import as_read
+from soap.cli.as_read import simulator_of
 from soap.cluster.presets import presets_like
 from soap.cluster.topology import Topology
 from soap.files import check_writable
@@ -131,16 +131,8 @@ def write_run(path: str, args: argparse.Namespace, job: Job, simulation: Simulat
     """A plan that was trained by. ``timelines``: the text of ``timelines.measured_text``."""
     from soap.report import write
 
-    graph = simulation.plan.graph
     strategy, _ = job.strategies[job.main]
-    simulator = api.simulator_for(
-        graph,
-        as_read(job.topology, job.data),  # as the simulation was made, so that others are priced alike
-        optimizer_states=simulation.optimizer_states,
-        costs=args.costs,
-        measured_updates=job.updating.tried(graph).measured,
-        training=simulation.plan.training,
-    )
+    simulator = simulator_of(job, simulation, args.costs)
     predicted, measured = loads(timelines)
     more: dict[str, Any] = {"measured": measured, "comparison": compare(predicted, measured)}
     write(path, plan_contents(titled(args.strategy, simulator), simulator, strategy, simulation, on=(), **more))
