@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +20,19 @@ def path_beside(output: str, answer: Answer) -> Path:
     return path.with_name(f"{path.stem}.{answer}{path.suffix}")
 
 
-def check(output: str) -> dict[str, str]:
-    """What else a search may write: name -> path. UsageError if something is there that no search into ``output`` has written."""
-    paths = {f"the {answer} plan": path_beside(output, answer) for answer in (SAFE, FASTEST)}
-    for what, path in paths.items():
+def check(output: str, others: Sequence[str]) -> None:
+    """UsageError if something is where the other plan may go that no search into ``output`` has written. ``others``: further files that
+    are to be written."""
+    taken = {os.path.realpath(path): path for path in others}
+    for answer in (SAFE, FASTEST):
+        path = path_beside(output, answer)
         if os.path.lexists(path) and not _is_beside(path, output):
             raise UsageError(
-                f"{str(path)!r} is there, was not written next to {Path(output).name!r}, and is where {what} goes; move it, or choose "
-                "another -o FILE"
+                f"{str(path)!r} is there, was not written next to {Path(output).name!r}, and is where the {answer} plan goes; move it, or "
+                "choose another -o FILE"
             )
-    return {what: str(path) for what, path in paths.items()}
+        if (other := taken.get(os.path.realpath(path))) is not None:
+            raise UsageError(f"{other!r} is where the {answer} plan goes, next to {output!r}; choose another path")
 
 
 def save(output: str, outcome: api.SearchOutcome) -> dict[Answer, str]:
