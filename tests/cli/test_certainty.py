@@ -16,7 +16,8 @@ import pytest
 import soap
 from soap import api
 from soap.api import finding, outcome, predictions
-from soap.cli import certainty, simulate, stopping
+from soap.cli import certainty, simulate, stopping, two_plans
+from soap.cli.command import UsageError
 from soap.cli.search import HASTY_DRAWS, main
 from soap.cluster.topology import QUICKLY_MEASURED
 from soap.cluster.yaml_file import parse_cluster
@@ -92,6 +93,20 @@ def test_a_file_that_no_search_wrote_is_not_lost(tmp_path: Path, capsys: Capsys)
         command = [MODEL, "--cluster", "p100-4x4", "-o", str(out)]
         assert_refused(capsys, main, command, 2, str(other), "not written next to 's.json', and is where the safe plan goes; move it")
         assert other.read_bytes() == before and not out.exists()
+
+
+def test_what_an_earlier_search_wrote_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    out, safe, fastest = (tmp_path / name for name in ("s.json", "s.safe.json", "s.fastest.json"))
+    found = api.find(MODEL, "h100-2", SearchOptions(budget=1, costs="estimate", starts=("data_parallel",)))
+    found.save(safe, beside="s.json")
+    found.save(fastest, beside="t.json")
+    two_plans.check(str(tmp_path / "other.json"), [str(safe)])
+    with pytest.raises(UsageError, match=r"was not written next to 's.json', and is where the fastest plan goes"):
+        two_plans.check(str(out), [])
+    with pytest.raises(UsageError, match="where the safe plan goes, next to"):
+        two_plans.check(str(tmp_path / "x.json"), [str(tmp_path / "x.safe.json")])
+    two_plans.drop(str(out))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["s.fastest.json"]
 
 
 def test_plans_of_this_machine_are_safe_unless_they_are_run() -> None:
