@@ -13,9 +13,9 @@ from soap.errors import StrategyError, did_you_mean
 from soap.model.batch import sample_factor
 from soap.model.graph import OperatorGraph
 from soap.search.metropolis import Evaluator
-from soap.strategy.classical import CLASSICAL, SYNCHRONIZED, random_strategy, uniform_config
+from soap.strategy.classical import CLASSICAL, NAMED, SYNCHRONIZED, random_strategy, uniform_config
 from soap.strategy.config import Strategy, SyncConfig, settled
-from soap.strategy.named import JOIN, NAMED, SIMULATED, check_name, forms, named
+from soap.strategy.named import JOIN, SIMULATED, check_name, forms, named
 
 BASELINE = "data_parallel"
 """The start that is always evaluated, since every result is compared with it."""
