@@ -65,9 +65,10 @@ class SearchOptions:
     this optimizer's updates (SGD, Adam); if not, they are estimated. ``costs``: ``auto`` or ``estimate`` (``soap.simulator.costs``).
 
     Costs are uncertain (``soap.simulator.draws``). ``risk``: what strategies are compared by: their mean time under ``draws`` draws of the
-    costs, or something more careful (a ``Risk`` or its word); None: their time under the most likely costs. ``confidence``: a plan is
-    taken instead of data parallelism only if it is faster in at least this share of further draws (``soap.search.deciding``); 0: whatever
-    is predicted to be faster on average.
+    costs, or something more careful (a ``Risk`` or its word); None: their time under the most likely costs. ``confidence``: which plan is
+    the answer: a safe one, which is faster than data parallelism in at least this share of further draws (``soap.search.deciding``), or
+    with 0 the fastest one on average; by default the fastest, or, where the cluster is this machine, on which plans can be run, one that
+    is safe by 0.9. The outcome has both.
     """
 
     budget: int = DEFAULT_BUDGET
@@ -92,15 +93,15 @@ class SearchOptions:
     costs: CostSource = "auto"
     risk: Risk | str | None = DEFAULT_RISK
     draws: int = DEFAULT_DRAWS
-    confidence: float = DEFAULT_CONFIDENCE
+    confidence: float | None = None
     memory_budget: str | None = None
 
     def __post_init__(self) -> None:
         _check(self.budget, self.beta, self.patience, self.seconds)
         if self.cores is not None and self.cores < 1:
             raise StrategyError(f"cores {self.cores}: expected at least 1, or None for all of this machine")
-        if not 0 <= self.confidence <= 1:
-            expected = f"a share from 0 to 1, such as {DEFAULT_CONFIDENCE}; 0: no matter"
+        if not 0 <= (self.confidence or 0) <= 1:
+            expected = f"a share from 0 to 1, such as {DEFAULT_CONFIDENCE}; 0: the fastest plan"
             raise StrategyError(f"{asked('confidence')} {self.confidence}: expected {expected}")
         object.__setattr__(self, "risk", _risk(self.risk))
         if not 1 <= self.draws <= MOST_DRAWS:
