@@ -12,7 +12,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from soap.elastic.processes import listeners
+from soap.elastic.processes import Listener, listeners
 from soap.errors import ModelError
 from soap.plan.plan import Plan
 from soap.runtime.comm.addresses import own_address
@@ -47,8 +47,8 @@ def tell_mark() -> tuple[str, str]:
     return os.environ["MARK"], os.environ["MASTER_ADDR"]
 
 
-def tell_listeners() -> tuple[list[str], str]:
-    """Addresses at which this rank and its launcher listen once ranks are connected, and that at which other ranks reach this one."""
+def tell_listeners() -> tuple[list[Listener], str]:
+    """Where this rank and its launcher listen once ranks are connected, and the address at which other ranks reach this one."""
     world = open_world(2)
     dist.all_reduce(torch.ones(1))
     launcher = multiprocessing.parent_process()
@@ -57,7 +57,7 @@ def tell_listeners() -> tuple[list[str], str]:
     dist.barrier()
     close_world(world)
     assert {own.process for own in found} == {os.getpid(), launcher.pid}, "both listen"
-    return [str(own.address) for own in found], address
+    return found, address
 
 
 def refuse_place(rank: int) -> None:

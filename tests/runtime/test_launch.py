@@ -7,12 +7,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from ipaddress import ip_address
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from soap.elastic.processes import listeners
 from soap.errors import ModelError, RuntimeFailure
 from soap.plan.plan import Plan
 from soap.runtime.comm import rank_processes
@@ -58,8 +58,10 @@ def test_launcher_and_ranks_listen_on_loopback_alone(monkeypatch: pytest.MonkeyP
     """Whatever was left behind: ranks are told where to meet, and what listens nowhere else asks nobody for a password."""
     for name, value in {"MASTER_ADDR": "box0", "LOCAL_RANK": "7", "LOCAL_WORLD_SIZE": "", "TORCHELASTIC_USE_AGENT_STORE": "False"}.items():
         monkeypatch.setenv(name, value)
-    for addresses, address in launch(2, tell_listeners).values():
-        assert {str(ip_address(own).is_loopback) for own in addresses} == {"True"}, addresses
+    before = listeners([os.getpid()])  # of other tests' ranks
+    for found, address in launch(2, tell_listeners).values():
+        new = [own for own in found if own not in before]
+        assert {os.getpid()} < {own.process for own in new} and all(own.address.is_loopback for own in new), new
         assert address == "127.0.0.1"
 
 
