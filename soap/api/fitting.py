@@ -21,6 +21,7 @@ from soap.api.predictions import simulator_for
 from soap.cluster.memory_budget import with_memory_budget
 from soap.errors import StrategyError
 from soap.model.batch import samples_of
+from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.search.options import OPTIMIZER_STATES
 from soap.search.recomputing import recompute_to_fit
 from soap.search.to_fit import LEAST_OF_ESTIMATE, Budgeted, Judge, hardly_fits
@@ -120,18 +121,18 @@ def fits(
     optimizer_states: int = OPTIMIZER_STATES,
     costs: CostSource = "auto",
     memory_budget: str | None = None,
+    training: PlannedTraining = PLAIN,
     seconds: float = SECONDS,
     smaller: Smaller | None = None,
 ) -> Fit:
     """Say whether a strategy fits into the devices' memory, and if not, the fastest ways that do.
 
-    ``optimizer_states``, ``costs``, ``memory_budget``: as for ``simulate``. ``seconds``: no way is begun that is not expected to be over
-    after so many seconds of a core, except the first, if any are left.
-    ``smaller``: makes the model for fewer samples; by default models of the zoo are made anew, and others not. SoapError in one line if
-    the arguments do not fit together.
-    """
+    ``optimizer_states``, ``costs``, ``memory_budget``: as for ``simulate``. ``training``: as for ``SearchOptions``. ``seconds``: no way is
+    begun that is not expected to be over after so many seconds of a core, except the first, if any are left. ``smaller``: makes the model
+    for fewer samples; by default models of the zoo are made anew, and others not. SoapError in one line if the arguments do not fit
+    together."""
     begin_s, topology = time.process_time(), with_memory_budget(topology_of(cluster), memory_budget)
-    simulator = simulator_for(model, topology, optimizer_states=optimizer_states, costs=costs)
+    simulator = simulator_for(model, topology, optimizer_states=optimizer_states, costs=costs, training=training)
     graph = simulator.graph
     name, chosen = (strategy, named(strategy, graph, topology)) if isinstance(strategy, str) else (THIS, strategy)
     if isinstance(strategy, str):
@@ -139,6 +140,14 @@ def fits(
     with collector.seldom():
         asked = _way(simulator, name, chosen)
         return Fit(asked) if asked.fits else _Ways(simulator, asked, begin_s, seconds, smaller or smaller_zoo(graph)).found()
+
+
+def fastest_that_fits(simulator: Simulator) -> Way | None:
+    """The fastest way to take all samples at once that ``fits`` finds if data parallelism does not fit; None if it finds none."""
+    begin_s = time.process_time()
+    asked = _way(simulator, DATA_PARALLEL, named(DATA_PARALLEL, simulator.graph, simulator.topology))
+    with collector.seldom():
+        return next(iter(_Ways(simulator, asked, begin_s, SECONDS, None).found().ways), None)
 
 
 class _Candidate(NamedTuple):
@@ -343,7 +352,7 @@ class _Ways:
                 break
             self._tried.append(f"{DATA_PARALLEL} in {count} batches")
             samples = samples_of(own.graph) or count
-            simulator = Simulator(self._smaller(samples // count), own.topology, own.costs, own.optimizer_states)
+            simulator = Simulator(self._smaller(samples // count), own.topology, own.costs, own.optimizer_states, own.training)
             strategy = named(DATA_PARALLEL, simulator.graph, own.topology)
             found.append(_way(simulator, DATA_PARALLEL, strategy, count))
             if found[-1].fits:

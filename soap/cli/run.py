@@ -166,7 +166,8 @@ def prepare(args: argparse.Namespace, topology: Topology | None = None) -> tuple
     predicted = simulated(simulator, strategies, topology)
     from soap.cli.training import Job
 
-    trained = [STRATEGY, BASELINE] if args.compare_data_parallel else [STRATEGY]
+    same = strategies[STRATEGY] == strategies[BASELINE]
+    trained = [STRATEGY, BASELINE] if args.compare_data_parallel and not same else [STRATEGY]
     for name in trained:
         require_trainable(args, predicted[name].plan, tried)
         compressing.warn_of_memory(predicted[name])
@@ -283,12 +284,18 @@ def document(
         "evaluation": evaluating.document(job, outcome),
         "loss_scaling": outcome.loss_scaling,
         "strategies": strategies,
+        "is_data_parallel": _is_data_parallel(job, predicted[STRATEGY]),
         "compressed": compressing.count(predicted[STRATEGY]),
         "warm_up": [{**own, "predicted_ns": round(own["predicted_ns"] / scale)} for own in costs.get("warm_up", ())],
         "emulation": emulation.document(hosts, scale),
         "memory": _memory(predicted[STRATEGY], outcome.peak_bytes),
         "check": {**asdict(outcome.check), "passed": outcome.check.passed, **_eager(job)} if outcome.check else None,
     }
+
+
+def _is_data_parallel(job: Job, predicted: Simulation) -> bool:
+    """Whether the strategy is the one that it would be compared with; then it is trained once."""
+    return job.strategies[STRATEGY][0] == api.classical(BASELINE, predicted.plan.graph, job.topology)
 
 
 def _eager(job: Job) -> dict[str, Any]:
@@ -315,7 +322,8 @@ def text(report: Mapping[str, Any]) -> str:
     for name, entry in report["strategies"].items():
         predicted_ns, measured_ns = entry["predicted_ns"], entry["measured_ns"]
         ratio = "" if measured_ns is None else f"{measured_ns / max(1, predicted_ns):.2f}"
-        rows.append((name, milliseconds(predicted_ns), "not measured" if measured_ns is None else milliseconds(measured_ns), ratio))
+        without = "the same plan" if report["is_data_parallel"] else "not measured"
+        rows.append((name, milliseconds(predicted_ns), without if measured_ns is None else milliseconds(measured_ns), ratio))
     own, usual = report["strategies"][STRATEGY], report["strategies"][BASELINE]
     gain = "" if usual["measured_ns"] is None else speed_up(usual["measured_ns"], own["measured_ns"])
     rows.append(("speed-up", speed_up(usual["predicted_ns"], own["predicted_ns"]), gain))

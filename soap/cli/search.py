@@ -10,7 +10,7 @@ from functools import partial
 
 from soap import api, outputs
 from soap.api import ahead
-from soap.cli import at_hand, clusters, explain, plan_summary, reporting, rows, search_report, served_search, spare_plans
+from soap.cli import at_hand, clusters, explain, plan_summary, reporting, rows, search_report, served_search, spare_plans, two_plans
 from soap.cli.clusters import Candidate
 from soap.cli.command import Parser, UsageError, check_outputs, note, run_command
 from soap.cli.first_measuring import Measured
@@ -25,6 +25,7 @@ from soap.cluster.topology import Topology
 from soap.errors import RuntimeFailure, StoppedBySignal
 from soap.files import write_text_atomically
 from soap.model.graph import OperatorGraph
+from soap.search.deciding import FASTEST, SAFE, Answer
 from soap.search.options import SearchOptions
 from soap.search.plot import check_plot
 
@@ -91,6 +92,7 @@ def execute(args: argparse.Namespace) -> int:
         at_hand.check_none_asked(args.profile, args.verify)
     else:
         at_hand.check_asked(args.cluster[0], args.profile, args.verify, args.costs)
+    two_plans.check(args.output, _outputs(args)[1:])
     with Stopping() as stopping:
         try:
             if args.consistency:
@@ -138,7 +140,7 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
     verified_s: float | None = None
     if wish.finalists and not interrupted:
         with stopping.saving():
-            outcome.save(args.output)  # before the runs, which may fail
+            two_plans.save(args.output, outcome)  # before the runs, which may fail
         try:
             outcome, verified_s = at_hand.verify(PROG, outcome, args.model, reading(args, topology), args.seed, args.data, wish, updating)
         except (KeyboardInterrupt, StoppedBySignal) as error:
@@ -146,8 +148,8 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
             return 128 + error.number if isinstance(error, StoppedBySignal) else stopping.exit_code
         except RuntimeFailure as error:
             raise RuntimeFailure(f"{error}; what the search chose by its predictions is in {args.output}") from None
-    _save(args, outcome, stopping)
-    _report(args, outcome, measured, verified_s)
+    files = _save(args, outcome, stopping)
+    _report(args, outcome, files, measured, verified_s)
     if args.spare_plans and not interrupted:
         spare = partial(_decided_for, graph, options, stopping)
         written = spare_plans.write(args.spare_plans, topology, spare, lambda: stopping.number is not None)
@@ -169,6 +171,7 @@ def _search_several(args: argparse.Namespace, stopping: Stopping) -> int:
     clusters.check_priced(args.objective, topologies)
     if any(family(spec) for spec in args.cluster):
         note(PROG, "several clusters are compared by predictions: nothing is measured or run")
+    args.confidence = args.confidence or 0.0  # so that this machine is compared like the others
     ahead.begin()
     kinds = {has_gpus(one): one for one in topologies.values()}  # autocast has another list of casts for GPUs
     models = {gpus: rows.load_graph(args, one) for gpus, one in kinds.items()}
@@ -186,8 +189,8 @@ def _search_several(args: argparse.Namespace, stopping: Stopping) -> int:
     with stopping.saving():
         chosen = clusters.best_of(found, args.objective)
         assert chosen.outcome is not None
-        _save(args, chosen.outcome, stopping)
-    _report_several(args, found, chosen.outcome)
+        files = _save(args, chosen.outcome, stopping)
+    _report_several(args, found, chosen.outcome, files)
     finished = sum(one.is_finished for one in found)
     if interrupted:
         best = f"the best strategy so far, of {chosen.spec}, is in {args.output}"
@@ -210,42 +213,55 @@ def _decided(outcome: api.SearchOutcome, stopping: Stopping) -> api.SearchOutcom
     return outcome
 
 
-def _save(args: argparse.Namespace, outcome: api.SearchOutcome, stopping: Stopping) -> None:
+def _save(args: argparse.Namespace, outcome: api.SearchOutcome, stopping: Stopping) -> dict[Answer, str]:
+    """Returns the file of the fastest and that of the safe plan; where plans were run, both are what is kept."""
     with stopping.saving():
-        outcome.save(args.output)
+        files = two_plans.save(args.output, outcome)
         if args.timeline:
             simulator = outcome.simulator
             picture = predicted_text(simulator.graph, outcome.strategy, outcome.simulation, simulator.costs_hash)
             write_text_atomically(args.timeline, picture)
         if args.plot:
             outcome.plot(args.plot)
+    return files
 
 
-def _report(args: argparse.Namespace, outcome: api.SearchOutcome, measured: Measured | None, verified_s: float | None) -> None:
+def _report(
+    args: argparse.Namespace, outcome: api.SearchOutcome, files: dict[Answer, str], measured: Measured | None, verified_s: float | None
+) -> None:
     """Print what was found, see ``search_report``."""
-    found = search_report.document(outcome, explain=args.explain, measured=measured, verified_s=verified_s, warmed=args.warm_up)
+    found = search_report.document(outcome, files, explain=args.explain, measured=measured, verified_s=verified_s, warmed=args.warm_up)
     if args.report:
-        reporting.write_search(args.report, args.output, outcome, found)
+        reporting.write_search(args.report, args.output, outcome, found, args.costs)
     if args.json:
-        print(plan_summary.dump({**found, "strategy": args.output}))
+        print(plan_summary.dump(found))
         return
     at_hand_now = family(args.cluster[0]) is not None
     told, lossy = _told(args), args.lossy
     print(search_report.text(outcome, found, told=told, lossy=lossy, at_hand=at_hand_now, measured=measured, verified_s=verified_s))
-    print(f"\nwrote {' and '.join(_outputs(args))}")
+    print(_wrote(args, files))
 
 
-def _report_several(args: argparse.Namespace, candidates: Sequence[Candidate], chosen: api.SearchOutcome) -> None:
+def _wrote(args: argparse.Namespace, files: dict[Answer, str]) -> str:
+    if files[FASTEST] == files[SAFE]:
+        return f"\nwrote {' and '.join(_outputs(args))}"
+    *first, last = [*(f"{path} ({answer})" for answer, path in files.items()), *_outputs(args)[1:]]
+    return f"\nwrote {', '.join(first)} and {last}"
+
+
+def _report_several(
+    args: argparse.Namespace, candidates: Sequence[Candidate], chosen: api.SearchOutcome, files: dict[Answer, str]
+) -> None:
     """Print all clusters, and what was found for the best one."""
-    found = search_report.document(chosen, explain=args.explain, warmed=args.warm_up)
+    found = search_report.document(chosen, files, explain=args.explain, warmed=args.warm_up)
     if args.report:
-        reporting.write_search(args.report, args.output, chosen, found)
+        reporting.write_search(args.report, args.output, chosen, found, args.costs)
     if args.json:
         compared = clusters.document(candidates, args.objective, search_report.document)
-        print(plan_summary.dump({**found, "strategy": args.output, **compared}))
+        print(plan_summary.dump({**found, **compared}))
         return
     print(f"{clusters.text(candidates, args.objective)}\n\n{search_report.text(chosen, found, told=_told(args), lossy=args.lossy)}")
-    print(f"\nwrote {' and '.join(_outputs(args))}")
+    print(_wrote(args, files))
 
 
 def _told(args: argparse.Namespace) -> list[str]:

@@ -69,15 +69,16 @@ def execute(args: argparse.Namespace) -> int:
     _check(args)
     whole = cluster_of(args, args.cluster)
     topology = beside.asked_part(args, whole)
-    graph = rows.load_graph(args, topology)
+    graph, training = rows.load_graph(args, topology), for_scaling(PLAIN, args.autocast)
     if args.fits and not args.strategy:
-        return _report_fit(args, api.fits(graph, topology, args.builtin or BASELINE, costs=args.costs), graph, topology)
+        found = api.fits(graph, topology, args.builtin or BASELINE, costs=args.costs, training=training)
+        return _report_fit(args, found, graph, topology)
     strategy, graph = _read(args, graph, topology)
     if args.fits and strategy is not None:
-        found = api.fits(graph, topology, strategy, costs=args.costs)
+        found = api.fits(graph, topology, strategy, costs=args.costs, training=training)
         return _report_fit(args, replace(found, asked=replace(found.asked, name=Path(args.strategy).name)), graph, topology)
     made_for = _made_for(args, topology) if args.what_if else None
-    simulator = api.simulator_for(graph, topology, costs=args.costs, training=for_scaling(PLAIN, args.autocast))
+    simulator = api.simulator_for(graph, topology, costs=args.costs, training=training)
     least_gain = LEAST_GAIN if args.least_gain is None else args.least_gain
     placed = api.placed_layers(args.builtin, simulator, least_gain) if _is_layered(args) else None
     if placed is not None:

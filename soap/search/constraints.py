@@ -304,8 +304,8 @@ def _both(one: Allowed, other: Allowed, op: Operator, where: str) -> Allowed:
         raise StrategyError(f"{where}: operator {op.name!r} is to be recomputed and to offload what it keeps; drop one of {asked('pins')}")
     stage, forbidden = other.stage if one.stage is None else one.stage, one.other_stages | other.other_stages
     if stage in forbidden or (other.stage is not None and other.stage != stage):
-        ways = f"{asked('pins')} or {asked('forbidden')}"
-        raise StrategyError(f"{where}: operator {op.name!r} has another stage by {ways}, so nothing is left; drop one")
+        both = f"{asked('pins')} or {asked('forbidden')}"
+        raise StrategyError(f"{where}: operator {op.name!r} has another stage by {both}, so nothing is left; drop one")
     grid, whole = one.grid if one.grid is not None else other.grid, one.whole | other.whole
     return Allowed(grid, whole, devices, recompute, offload, stage, forbidden)
 

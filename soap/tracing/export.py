@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.export import ExportedProgram
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from soap.errors import ModelError, SoapWarning, first_line
 from soap.files import check_writable, write_bytes_atomically
@@ -28,14 +29,12 @@ from soap.tracing.operators import refuse_custom_operators
 from soap.tracing.quiet import quiet_torch
 from soap.tracing.record import NAME, ExportRecord, dumps
 from soap.tracing.torch_parts import replaced
-from soap.tracing.tracebacks import chain, user_line
+from soap.tracing.tracebacks import chain, is_packed, torchs_module, user_line
 from soap.tracing.untouched import untouched
 from soap.tracing.without_values import Room, tied_without_values
 
 if TYPE_CHECKING:
     from soap.tracing.execute import ExecutableModel
-
-
 
 DROPPING, KEPT = "dropouts that drop nothing", "normalisations whose statistics stay"
 Judge = Callable[[ExportedProgram, "ExecutableModel"], ExportRecord]
@@ -126,7 +125,7 @@ def exported_program(
     except ModelError:
         raise
     except Exception as error:
-        raise ModelError(_untraceable(type(model).__name__, error, bool(dynamic_batch))) from error
+        raise ModelError(_untraceable(model, error, bool(dynamic_batch))) from error
 
 
 def _writable(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Any) -> ExportedProgram | None:
@@ -141,15 +140,30 @@ def _writable(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
         raise
 
 
-def _untraceable(name: str, error: Exception, dynamic: bool) -> str:
-    """The error for a model that torch.export cannot trace, with the user's own line."""
-    first = first_line(error).rstrip(". ")
-    place = user_line(error)
+PACKED = (
+    "reads a packed sequence, of which a program cannot know the lengths; expected the padded batch instead (without pack_padded_sequence "
+    "and its counterpart), with padding left out of the loss; with bidirectional=True sequences of one length"
+)
+CUMULATIVE = (
+    "averages over all steps (momentum=None), by the value of its counter, which a program cannot; expected a number, such as momentum=0.1"
+)
+
+
+def _untraceable(model: nn.Module, error: Exception, dynamic: bool) -> str:
+    """The error for a model that torch.export cannot trace, with the user's own line, and what to write instead."""
+    first, name = first_line(error).rstrip(". "), type(model).__name__
+    place, own = user_line(error), torchs_module(error)
+    where = f" at {place}" if place else ""
+    inner = "" if own is None else next((f"{path!r} " for path, one in model.named_modules() if one is own and path), "")
+    if is_packed(error):
+        return f"{name}: {f'module {inner}({type(own).__name__})' if own is not None else 'forward'}{where} {PACKED}"
+    if isinstance(own, _BatchNorm) and own.momentum is None:
+        return f"{name}: module {inner}({type(own).__name__}){where} {CUMULATIVE}"
     if any(type(one).__name__ == "GuardOnDataDependentSymNode" or "data-dependent" in str(one) for one in chain(error)):
-        where = f" at {place}" if place else ""
+        inside = "" if own is None else f" in {type(own).__name__}"
         return (
-            f"{name} decides by the values of tensors{where}, which a program cannot: expected straight-line code (torch.where, masks, "
-            "or the decision outside of forward)"
+            f"{name} decides by the values of tensors{where}{inside}, which a program cannot: expected straight-line code (torch.where, "
+            "masks, or the decision outside of forward)"
         )
     if dynamic:
         first = f"the number of samples cannot stay open ({first})"

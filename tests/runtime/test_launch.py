@@ -12,6 +12,7 @@ from types import ModuleType
 
 import pytest
 
+from soap.elastic.processes import listeners
 from soap.errors import ModelError, RuntimeFailure
 from soap.plan.plan import Plan
 from soap.runtime.comm import rank_processes
@@ -28,6 +29,7 @@ from tests.runtime.launched import (
     hang_in_second_step,
     raise_this,
     refuse_place,
+    tell_listeners,
     tell_mark,
     train_launched,
     wait_forever,
@@ -48,6 +50,19 @@ def test_ranks_go_to_their_places_reach_the_launcher_by_its_address_and_return_a
     assert (dict(os.environ), signal.getsignal(signal.SIGINT)) == before
     left = [path for path in tmp_path.iterdir() if not path.name.startswith("pymp-")]  # ``multiprocessing``'s own, until this process ends
     assert left == []  # the launcher's logs and error files are gone
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_launcher_and_ranks_listen_on_loopback_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever was left behind: ranks are told where to meet, and what listens nowhere else asks nobody for a password."""
+    for name, value in {"MASTER_ADDR": "box0", "LOCAL_RANK": "7", "LOCAL_WORLD_SIZE": "", "TORCHELASTIC_USE_AGENT_STORE": "False"}.items():
+        monkeypatch.setenv(name, value)
+    before = listeners([os.getpid()])  # of other tests' ranks
+    for found, address in launch(2, tell_listeners).values():
+        new = [own for own in found if own not in before]
+        assert {os.getpid()} < {own.process for own in new} and all(own.address.is_loopback for own in new), new
+        assert address == "127.0.0.1"
 
 
 def halves() -> Plan:

@@ -10,9 +10,10 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.oracles.exhaustive import exhaustive_search
 from soap.errors import InfeasibleError, StrategyError
 from soap.model.graph import OperatorGraph
-from soap.search import exhaustive_search, search
+from soap.search import search
 from soap.search.allowance import chain_budgets
 from soap.search.options import SearchOptions
 from soap.simulator.simulate import Simulator
