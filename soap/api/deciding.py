@@ -62,6 +62,25 @@ def decision(
 ) -> Decision:
     """Which plan of a search is kept. ``usual``: data parallelism, ``possible``: whether it may be kept. If not, the best start that is
     allowed is what a plan must beat."""
+    named, to_beat = _plans(result, usual, possible=possible)
+    plans = timed(simulator, named, usual, draws, reference=to_beat)
+    return decide(plans, next((plan for plan in plans if plan.strategy == to_beat), None), confidence)
+
+
+def decision_by_costs(result: SearchResult, usual: Strategy, *, possible: bool, confidence: float) -> Decision:
+    """The same where no time is left to simulate anything: by what the search compared plans by, as if that were their times in the only
+    draw."""
+    named, to_beat = _plans(result, usual, possible=possible)
+    costs = [(start.strategy, start.cost_ns) for start in (*result.starts, *result.finalists)]
+    plans = []
+    for name, strategy in named.items():
+        cost_ns = next(cost_ns for known, cost_ns in costs if known == strategy)
+        plans.append(Timed(name, strategy, cost_ns, (cost_ns,), len(_unlike(strategy, to_beat or usual))))
+    return decide(plans, next((plan for plan in plans if plan.strategy == to_beat), None), confidence)
+
+
+def _plans(result: SearchResult, usual: Strategy, *, possible: bool) -> tuple[dict[str, Strategy], Strategy | None]:
+    """The plans that may be kept, by name, and which of them the others must beat, if any."""
     starts = sorted((start for start in result.starts if start.fits), key=lambda start: start.cost_ns)
     named = {start.name: start.strategy for start in starts[:1]}
     if possible:
@@ -73,9 +92,7 @@ def decision(
             number += 1
             named["found" if number == 1 else f"found {number}"] = finalist.strategy
             known.append(finalist.strategy)
-    to_beat = usual if possible else starts[0].strategy if starts else None
-    plans = timed(simulator, named, usual, draws, reference=to_beat)
-    return decide(plans, next((plan for plan in plans if plan.strategy == to_beat), None), confidence)
+    return named, usual if possible else starts[0].strategy if starts else None
 
 
 def decision_record(found: Decision) -> dict[str, Any]:

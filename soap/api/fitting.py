@@ -44,6 +44,7 @@ from soap.strategy.named import (
     saving_names,
 )
 from soap.strategy.without_effect import warn_without_effect
+from soap.time_limit import TimeIsUp
 
 if TYPE_CHECKING:
     from soap.simulator.incremental import IncrementalSimulator
@@ -184,8 +185,20 @@ class _Ways:
 
     def found(self) -> Fit:
         """What was asked about, and the ways."""
-        candidates = self._candidates()
-        played: list[Way] = []
+        candidates, played = list[_Candidate](), list[Way]()
+        try:
+            self._look(candidates, played)
+        except TimeIsUp:  # of the command that asks
+            self._begin_s = -inf
+            looked = {*self._untried, *(way.name for way in played)}
+            self._untried += [name for name in self._tried if name not in looked]
+        ways = sorted((way for way in played if way.fits), key=lambda way: way.time_ns)[:MOST_WAYS]
+        tried = tuple(name for name in self._tried if name not in self._untried)
+        return Fit(self._asked, tuple(ways), tried, tuple(self._untried), None if ways else self._closest(candidates, played))
+
+    def _look(self, candidates: list[_Candidate], played: list[Way]) -> None:
+        """Add the ways that are looked at, and those that are played."""
+        candidates += self._candidates()
         left = [own for own in candidates if not own.least_bytes]
         while left and not self._enough(played, left):
             own = min(left, key=self._rank)
@@ -196,9 +209,6 @@ class _Ways:
             played.append(self._played(own.name, own.strategy, own.share))
         played += self._to_fit(candidates)
         played += self._in_parts(played)
-        ways = sorted((way for way in played if way.fits), key=lambda way: way.time_ns)[:MOST_WAYS]
-        tried = tuple(name for name in self._tried if name not in self._untried)
-        return Fit(self._asked, tuple(ways), tried, tuple(self._untried), None if ways else self._closest(candidates, played))
 
     def _played(self, name: str, strategy: Strategy, share: float | None) -> Way:
         """A way, played in full. ``share``: the estimate of its peak by the limit, to learn from."""

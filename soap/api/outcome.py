@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from soap.api.deciding import decision, decision_record, draws_for, timed
+from soap.api.deciding import decision, decision_by_costs, decision_record, draws_for, timed
 from soap.api.predictions import costs_record, explain, explain_synchronization, explain_unkept, predicted_range
 from soap.api.strategies import classical, save_strategy
 from soap.files import write_bytes_atomically
@@ -66,7 +66,8 @@ class SearchOutcome:
     ``strategy``: if strategies were run for real (``runs``), the one that is kept by the measurements (``kept``). Otherwise the one that
     ``decision`` keeps: what the search found only if it is faster than data parallelism in at least the share ``confidence`` of so many
     ``draws`` of the costs (``soap.search.deciding``). ``pins``, ``forbidden``: the search's constraints.
-    ``compared_by``: draws by which the search compared strategies; None: by the most likely costs alone.
+    ``compared_by``: draws by which the search compared strategies; None: by the most likely costs alone. ``brief``: no time is left to
+    simulate anything: the decision is by the search's costs, and the record leaves out memory, bytes and what times rest on.
     """
 
     simulator: Simulator
@@ -77,6 +78,7 @@ class SearchOutcome:
     confidence: float = DEFAULT_CONFIDENCE
     draws: int = DECIDING_DRAWS
     compared_by: Draws | None = None
+    brief: bool = False
 
     def with_runs(self, runs: Sequence[Run]) -> SearchOutcome:
         """The same outcome with measured runs."""
@@ -105,8 +107,17 @@ class SearchOutcome:
     @cached_property
     def decision(self) -> Decision:
         """Which plan is kept by its prediction."""
-        usual = classical(BASELINE, self.simulator.graph, self.simulator.topology)
-        return decision(self.simulator, self.result, usual, possible=self.usual is not None, confidence=self.confidence, draws=self.draws)
+        usual, possible = classical(BASELINE, self.simulator.graph, self.simulator.topology), self.usual is not None
+        if self.brief:
+            return decision_by_costs(self.result, usual, possible=possible, confidence=self.confidence)
+        return decision(self.simulator, self.result, usual, possible=possible, confidence=self.confidence, draws=self.draws)
+
+    def shortened(self) -> SearchOutcome:
+        """The same with nothing left to simulate; a decision that was made stays."""
+        made = replace(self, brief=True)
+        if "decision" in self.__dict__:
+            made.__dict__["decision"] = self.decision
+        return made
 
     @property
     def next_best(self) -> tuple[Start, ...]:
@@ -142,6 +153,8 @@ class SearchOutcome:
     @cached_property
     def data_parallel_ns(self) -> int:
         """The same of data parallelism, even if it does not fit into memory or is not allowed."""
+        if self.brief:
+            return self.result.data_parallel_ns
         return self.simulator.predict(classical(BASELINE, self.simulator.graph, self.simulator.topology)).makespan_ns
 
     @cached_property
@@ -214,9 +227,7 @@ class SearchOutcome:
             "predicted_ns": self.time_ns,
             "data_parallel_ns": self.data_parallel_ns,
             "starts": {start.name: {"cost_ns": start.cost_ns, "fits": start.fits} for start in result.starts},
-            "memory_bytes": [use.total for use in self.simulation.memory],
-            "bytes_moved": self.simulation.bytes_moved,
-            "costs": costs_record(self.simulator, self.simulation.tasks),
+            **({} if self.brief else self._simulated()),
             "search": {
                 "seed": result.seed,
                 "budget": result.budget,
@@ -242,6 +253,14 @@ class SearchOutcome:
         else:
             record["decision"] = decision_record(self.decision)
         return record
+
+    def _simulated(self) -> dict[str, Any]:
+        """The part of the record for which the strategy is simulated."""
+        return {
+            "memory_bytes": [use.total for use in self.simulation.memory],
+            "bytes_moved": self.simulation.bytes_moved,
+            "costs": costs_record(self.simulator, self.simulation.tasks),
+        }
 
     def plot(self, path: str | Path) -> None:
         """Draw the search to a ``.png``, ``.svg`` or ``.pdf`` file: best cost against proposals, starts, acceptance per move.

@@ -8,14 +8,17 @@ import errno
 import gc
 import os
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
+from pathlib import Path
 from typing import NoReturn
 
 from soap.errors import INTERRUPTED_EXIT_CODE, ScheduleError, SoapError
 from soap.logs import NATIVE_LOG_LEVEL
+from soap.time_limit import TimeIsUp, TimeLimit
 
 atexit.register(gc.freeze)
 """What is there when the process ends need not be looked through for garbage: that took a search a fifth of a second, with torch one."""
@@ -60,8 +63,11 @@ class Parser(argparse.ArgumentParser):
 
 
 def run_command(parser: Parser, execute: Callable[[argparse.Namespace], int], argv: Sequence[str] | None) -> int:
-    """Parse, execute, and return an exit code whatever happens."""
+    """Parse, execute, and return an exit code whatever happens. ``args.limit`` is the command's ``TimeLimit``, of ``--time-limit`` if it
+    has that option: from the start of this process, or, if it was called with ``argv``, from now."""
+    began_s = time.monotonic() - (_age_s() if argv is None else 0.0)
     args = parser.parse_args(argv)
+    args.limit = TimeLimit(getattr(args, "time_limit", None), since_s=began_s)
     os.environ.setdefault(NATIVE_LOG_LEVEL, "ERROR")  # read by torch, which is loaded later
     if sys.stdout is None:  # standard output is closed (``>&-``); a file that is opened next could even take its place
         missing = "standard output is closed; expected a place for the result: redirect it, to /dev/null if need be"
@@ -78,7 +84,8 @@ def run_command(parser: Parser, execute: Callable[[argparse.Namespace], int], ar
 def _execute(parser: Parser, execute: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
     other = parser.failure_code or OTHER_EXIT_CODE
     try:
-        code = execute(args)
+        with args.limit, _measuring_again(getattr(args, "measure_again", False)):
+            code = execute(args)
         sys.stdout.flush()
         return code
     except SoapError as error:
@@ -86,6 +93,9 @@ def _execute(parser: Parser, execute: Callable[[argparse.Namespace], int], args:
         if isinstance(error, ScheduleError) and error.grid:
             _say(error.grid)
         return code
+    except TimeIsUp:
+        early = f"the {args.time_limit:g} s of --time-limit were over before there was anything to show; expected more, or a smaller model"
+        return _fail(parser.prog, early, other)
     except KeyboardInterrupt:
         note(parser.prog, "interrupted")
         return INTERRUPTED_EXIT_CODE
@@ -99,6 +109,23 @@ def _execute(parser: Parser, execute: Callable[[argparse.Namespace], int], args:
         return _fail(parser.prog, f"cannot write to standard output: {reason}; redirect it elsewhere", other)
     except Exception as error:  # a bug, here or in a library: still one line
         return _fail(parser.prog, _unexpected(error), other)
+
+
+def _measuring_again(wanted: bool) -> AbstractContextManager[None]:
+    if not wanted:
+        return nullcontext()
+    from soap.measure.machine_cache import measuring_again
+
+    return measuring_again()
+
+
+def _age_s() -> float:
+    """Seconds since this process began, where the system tells."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()[19])
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+    except (OSError, ValueError, AttributeError, IndexError):
+        return 0.0
 
 
 def _unexpected(error: Exception) -> str:

@@ -14,6 +14,7 @@ from soap.cli import plan_summary, rows
 from soap.cli.asked_strategy import add_asked, read_file
 from soap.cli.command import Parser, run_command
 from soap.cli.diff import listings
+from soap.cli.inputs import check_inputs
 from soap.cli.options import add_json, cluster_of, reading, refuse_overwriting
 from soap.cli.plain_text import milliseconds
 from soap.exported_plans.named import TARGETS
@@ -42,6 +43,7 @@ def execute(args: argparse.Namespace) -> int:
     inputs = {"MODEL": args.model, "--cluster": args.cluster, "--strategy": args.strategy}
     refuse_overwriting(inputs, {"--output": args.output})
     check_writable(args.output)
+    check_inputs(args)
     topology = cluster_of(args, args.cluster)
     graph = rows.load_graph(args, topology)
     strategy, graph = read_file(args, graph, topology)

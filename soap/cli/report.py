@@ -12,6 +12,7 @@ from soap import api
 from soap.cli import reporting, rows, timelines
 from soap.cli.asked_strategy import add_asked, read_file
 from soap.cli.command import Parser, UsageError, run_command
+from soap.cli.inputs import check_inputs
 from soap.cli.options import cluster_of, refuse_overwriting
 from soap.simulator.analysis.comparison import compare
 from soap.simulator.analysis.timeline_file import loads
@@ -43,6 +44,7 @@ def execute(args: argparse.Namespace) -> int:
     inputs = {"MODEL": args.model, "--cluster": args.cluster, "--strategy": args.strategy, "--measured": args.measured}
     refuse_overwriting(inputs, {"--output": args.output})
     reporting.check(args.output)
+    check_inputs(args)
     measured = timelines.read(args.measured, "measured") if args.measured else None
     topology = cluster_of(args, args.cluster)
     graph = rows.load_graph(args, topology)

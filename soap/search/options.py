@@ -38,7 +38,8 @@ class SearchOptions:
     ``budget``: proposals to evaluate, beside the starts. ``seed``: equal seeds give equal results. ``beta``: how strictly a chain refuses
     slower strategies (``soap.search.metropolis``). ``starts``: names of strategies to begin with; by default all classical ones.
     ``initial``: one more start. ``patience``: a chain ends if this share of its budget has brought no improvement; None: never.
-    ``seconds``: time limit for proposals. ``cores``: how many of this machine's to use, by default all; the result does not depend on it.
+    ``seconds``: time limit of the whole search, from the call, with reading and deciding; outside of the main thread it may end a little
+    later. ``cores``: how many of this machine's to use, by default all; the result does not depend on it.
 
     ``pins={"layers.*": "sample:4"}`` fixes some operators and searches the rest. ``forbidden={"*": "reduction"}`` rules out ways to split,
     devices or copies. ``syncs=[parameter_server(4)]``: methods that parameters may be synchronized by, beside all-reduce; by default all
@@ -128,7 +129,7 @@ def _check(budget: int, beta: float, patience: float | None, seconds: float | No
     if patience is not None and not 0 < patience <= 1:
         raise StrategyError(f"patience {patience}: expected a share of the budget above 0 and up to 1, such as 0.5")
     if seconds is not None and not 0 < seconds < inf:
-        raise StrategyError(f"--seconds {seconds}: expected a positive number of seconds")
+        raise StrategyError(f"seconds {seconds}: expected a positive number of seconds")
 
 
 def _risk(risk: Risk | str | None) -> Risk | None:

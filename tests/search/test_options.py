@@ -47,7 +47,7 @@ def test_what_it_was_given_may_change_afterwards() -> None:
         ({"beta": 0.0}, StrategyError, "--beta 0.0: expected a positive number"),
         ({"beta": float("nan")}, StrategyError, "--beta nan: expected a positive number"),
         ({"patience": 1.5}, StrategyError, "patience 1.5: expected a share of the budget above 0 and up to 1"),
-        ({"seconds": 0}, StrategyError, "--seconds 0: expected a positive number of seconds"),
+        ({"seconds": 0}, StrategyError, "seconds 0: expected a positive number of seconds"),
         ({"cores": 0}, StrategyError, "cores 0: expected at least 1, or None for all"),
         ({"confidence": 1.5}, StrategyError, "--confidence 1.5: expected a share from 0 to 1"),
         ({"confidence": float("nan")}, StrategyError, "--confidence nan: expected a share from 0 to 1"),
