@@ -6,6 +6,12 @@ the class's ``exit_code``; a traceback shown to a user is a bug. Usage errors of
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from difflib import get_close_matches
+from types import MappingProxyType
+
 
 class SoapError(Exception):
     """Base of all errors raised on purpose by this project."""
@@ -76,6 +82,44 @@ class CheckpointError(RuntimeFailure):
 
 class SoapWarning(UserWarning):
     """Warns of something that is legal but probably unintended, or slow; shown once, in one line."""
+
+
+_OPTIONS: ContextVar[Mapping[str, str]] = ContextVar("options", default=MappingProxyType({}))
+
+
+@contextmanager
+def options_of(names: Mapping[str, str]) -> Iterator[None]:
+    """Within this context ``asked`` names fields by these options: a command's user knows no fields."""
+    before = _OPTIONS.set(names)
+    try:
+        yield
+    finally:
+        _OPTIONS.reset(before)
+
+
+def asked(field: str) -> str:
+    """A field's name as whoever asked for it knows it: its own in Python, the option's in a command."""
+    return _OPTIONS.get().get(field, field)
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that was perhaps meant: the most similar one with the same first part (``a100-…``), else a similar one, if any."""
+    names = list(known)
+    first = name.partition("-")[0]
+    alike = [one for one in names if first and one.partition("-")[0] == first]
+    found = get_close_matches(name, alike or names, 1, 0.0 if alike else 0.6)
+    return found[0] if found else None
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of a message about a name that nobody has: the known one that was perhaps meant; empty if none is like it."""
+    near = nearest(name[:100], known)
+    return f": did you mean {near!r}?" if near else ""
+
+
+def one_of(name: str, known: Collection[str]) -> str:
+    """``one of a, b, c``, which are known, and the one that was perhaps meant by a name that nobody has."""
+    return f"one of {', '.join(known) or '(none)'}{did_you_mean(name, known)}"
 
 
 def first_line(error: BaseException) -> str:

@@ -38,6 +38,8 @@ def check_writable(path: str | Path, *, error: type[SoapError] = SoapError) -> N
     path = Path(path)
     try:
         _refuse_non_files(path)
+        if _is_nowhere(path):
+            return
         temporary = _open_beside(path)
     except (OSError, ValueError) as cause:
         raise _unwritable(path, cause, error) from None
@@ -62,6 +64,8 @@ def write_parts_atomically(path: str | Path, parts: Iterable[bytes | memoryview]
     temporary = None
     try:
         _refuse_non_files(path)
+        if _is_nowhere(path):
+            return
         target = Path(os.path.realpath(path))  # follow links, as an ordinary write does
         descriptor, temporary = _open_beside(target)
         with os.fdopen(descriptor, "wb") as stream:
@@ -100,11 +104,16 @@ def _open_beside(path: Path) -> tuple[int, str]:
 def _refuse_non_files(path: Path) -> None:
     if path.is_dir() or not path.name:
         raise IsADirectoryError(None, "it is a folder")
-    if path.exists():
+    if path.exists() and not _is_nowhere(path):
         if not path.is_file():
             raise OSError(None, "it is no ordinary file")
         if not os.access(path, os.W_OK):  # renaming would replace a file that its owner has protected
             raise PermissionError(None, "it is read-only")
+
+
+def _is_nowhere(path: Path) -> bool:
+    """Whether it is ``/dev/null``, to which anything may be written: then nothing is."""
+    return os.path.exists(os.devnull) and path.exists() and path.samefile(os.devnull)
 
 
 def _unwritable(path: Path, cause: Exception, error: type[SoapError]) -> SoapError:

@@ -7,6 +7,8 @@ from typing import Any
 
 import yaml
 
+MOST_VALUES = 1_000_000
+
 
 def parse_yaml(text: str) -> Any:
     """The value. ValueError, which says where and how in one line, if the text is no YAML or has a key twice."""
@@ -24,7 +26,23 @@ def _one_line(text: str) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """safe_load that refuses a repeated key. YAML would silently keep the last value."""
+    """safe_load that refuses a repeated key, of which YAML would silently keep the last value, and aliases that stand for very much."""
+
+    def compose_document(self) -> yaml.Node | None:
+        """The document, if it has few values, each counted as often as aliases name it."""
+        found: yaml.Node | None = super().compose_document()
+        if found is not None and self._count(found, {}) > MOST_VALUES:
+            raise yaml.constructor.ConstructorError(None, None, f"more than {MOST_VALUES} values by its aliases", found.start_mark)
+        return found
+
+    def _count(self, node: yaml.Node, known: dict[int, int]) -> int:
+        if not isinstance(node, yaml.CollectionNode):
+            return 1
+        if id(node) not in known:
+            known[id(node)] = MOST_VALUES + 1  # if it is in itself
+            inside = node.value if isinstance(node, yaml.SequenceNode) else [part for pair in node.value for part in pair]
+            known[id(node)] = 1 + sum(self._count(part, known) for part in inside)
+        return known[id(node)]
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from soap.cluster import yaml_file
 from soap.cluster.kinds import has_gpus
 from soap.cluster.presets import LOCAL, family
 from soap.cluster.topology import Topology
-from soap.errors import ModelError
+from soap.errors import ModelError, SoapWarning
 from soap.model.graph import OperatorGraph
 
 if TYPE_CHECKING:
@@ -102,9 +103,12 @@ def load(
         if plan_only:
             raise ModelError(f"weights {str(weights)!r} with plan_only, which reads none; leave one of them out")
         from soap.api.weights import open_weights
-        from soap.weights.fitting import give
+        from soap.weights.fitting import give, lacking_buffers
 
-        give(model, open_weights(weights, model))
+        opened = open_weights(weights, model)
+        if line := lacking_buffers(model, opened):
+            warnings.warn(line, SoapWarning, stacklevel=2)
+        return give(model, opened)
     return model
 
 

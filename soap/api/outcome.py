@@ -9,6 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from soap import outputs
 from soap.api.deciding import decision, decision_by_costs, decision_record, draws_for, timed
 from soap.api.predictions import costs_record, explain, explain_synchronization, explain_unkept, predicted_range
 from soap.api.strategies import classical, save_strategy
@@ -267,6 +268,7 @@ class SearchOutcome:
 
         SoapError if matplotlib is missing (``soap-search[plots]``) or the file cannot be written.
         """
+        outputs.check(path, outputs.PICTURE)
         write_bytes_atomically(path, plot(self.result, path))
 
     def save(self, path: str | Path) -> None:

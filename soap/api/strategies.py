@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from soap import outputs
 from soap.api.models import Cluster, Model, graph_of, topology_of
 from soap.cluster.topology import Topology
 from soap.errors import StrategyError
@@ -108,6 +109,7 @@ def save_strategy(
     path: str | Path, strategy: Strategy, model: Model, cluster: Cluster, record: Mapping[str, Any] | None = None
 ) -> None:
     """Write a strategy for ``load_strategy``. ``record``: plain values to save with it."""
+    outputs.check(path, outputs.STRATEGY)
     write_text_atomically(path, json_file.dumps(strategy, graph_of(model), topology_of(cluster), record))
 
 

@@ -22,6 +22,7 @@ from soap.cluster.topology import Topology
 from soap.emulation.support import require_support
 from soap.errors import RuntimeFailure, StoppedBySignal
 from soap.model.graph import OperatorGraph
+from soap.runtime.comm.launched import under_launcher
 from soap.search.options import SearchOptions
 from soap.simulator.costs import CostSource
 from soap.time_limit import TimeIsUp
@@ -68,7 +69,8 @@ def check_none_asked(profile_s: float | None, finalists: int | None) -> None:
 
 def wish(topology: Topology, profile_s: float | None, finalists: int | None, costs: CostSource) -> Wish:
     """What to measure and run for this cluster. None stands for options that the user has not given."""
-    problem, at_hand = "", family(topology.name) is not None and topology.device_count > 1 and "RANK" not in os.environ
+    usable = (profile_s, finalists) != (0, 0) and family(topology.name) is not None and topology.device_count > 1
+    problem, at_hand = "", usable and not under_launcher(os.environ)
     if at_hand and family(topology.name) == EMULATED and (profile_s is None or finalists is None):
         try:
             require_support()

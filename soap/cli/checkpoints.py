@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from soap import outputs
 from soap.cli.command import Parser, UsageError
 from soap.cli.options import positive
 from soap.cli.updating import Updating
@@ -36,13 +37,13 @@ class Checkpoints:
 
 def add_checkpoints(parser: Parser) -> None:
     """The options."""
-    parser.add_argument("--save", metavar="DIR", help="write a checkpoint into this folder after the last step")
+    parser.add_output("--save", kind=outputs.FOLDER, help="write a checkpoint into this folder after the last step")
     parser.add_argument("--save-every", metavar="N", type=positive, help="with --save: after every N steps as well")
     parser.add_argument("--keep", metavar="N", type=positive, help="with --save: keep only the last N checkpoints (default: all)")
     resume_help = "go on from the latest checkpoint in this folder, or from this checkpoint; whatever strategy it was saved under"
     parser.add_argument("--resume", metavar="DIR", help=resume_help)
     weights_help = "write the trained weights into this folder as safetensors after the last step, by the names of --weights or the model's"
-    parser.add_argument("--save-weights", metavar="DIR", help=weights_help)
+    parser.add_output("--save-weights", kind=outputs.FOLDER, help=weights_help)
 
 
 def chosen(args: argparse.Namespace) -> Checkpoints:

@@ -7,6 +7,7 @@ import atexit
 import errno
 import gc
 import os
+import re
 import sys
 import time
 import traceback
@@ -14,9 +15,11 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from soap.errors import INTERRUPTED_EXIT_CODE, ScheduleError, SoapError
+from soap import outputs
+from soap.errors import INTERRUPTED_EXIT_CODE, ScheduleError, SoapError, did_you_mean, options_of
+from soap.files import check_writable
 from soap.logs import NATIVE_LOG_LEVEL
 from soap.time_limit import TimeIsUp, TimeLimit
 
@@ -35,6 +38,13 @@ EXIT_CODES = """exit codes:
   130 interrupted (Ctrl-C); soap-search saves first, on SIGTERM too (143)
 """
 
+OPTIONS = {
+    "pins": "--pin", "forbidden": "--forbid", "syncs": "--sync", "budget": "--budget", "beta": "--beta", "confidence": "--confidence",
+    "seconds": "--time-limit", "memory_budget": "--memory-budget", "imports": "--import", "device": "--device", "dtype": "--dtype",
+    "strategy": "--builtin", "starts": "--start", "backend": "--backend",
+}  # fmt: skip
+"""Fields that messages name -> the options that set them."""
+
 
 class UsageError(SoapError):
     """Options that are valid by themselves but not together."""
@@ -52,19 +62,34 @@ class Parser(argparse.ArgumentParser):
         self, prog: str, description: str, example: str, *, exit_codes: str = EXIT_CODES, failure_code: int | None = None
     ) -> None:
         self.failure_code = failure_code
+        self.outputs: dict[argparse.Action, outputs.Kind] = {}
         epilog = f"example:\n  {example}\n\n{exit_codes}"
         super().__init__(
             prog=prog, description=description, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
         )
 
+    def add_output(self, *names: str, kind: outputs.Kind, **settings: Any) -> None:
+        """Add an option, or an argument, that says where a file or folder of this kind goes, see ``check_outputs``."""
+        settings.setdefault("metavar", "DIR" if kind.is_folder else "FILE")
+        self.outputs[self.add_argument(*names, **settings)] = kind
+
     def error(self, message: str) -> NoReturn:
         """Print one line and exit with the code for usage errors."""
+        if found := re.search(r"unrecognized arguments: (--[\w-]+)", message):
+            message += did_you_mean(found[1], [name for name in self._option_string_actions if name.startswith("--")])
+        elif found := re.search(r"invalid choice: '(.+)' \(choose from (.+)\)", message):
+            message += did_you_mean(found[1], re.findall(r"[\w.-]+", found[2]))
         self.exit(USAGE_EXIT_CODE, f"{self.prog}: error: {one_line(message)} ({self.prog} --help shows the options)\n")
 
 
 def run_command(parser: Parser, execute: Callable[[argparse.Namespace], int], argv: Sequence[str] | None) -> int:
     """Parse, execute, and return an exit code whatever happens. ``args.limit`` is the command's ``TimeLimit``, of ``--time-limit`` if it
     has that option: from the start of this process, or, if it was called with ``argv``, from now."""
+    with options_of(OPTIONS):
+        return _run_command(parser, execute, argv)
+
+
+def _run_command(parser: Parser, execute: Callable[[argparse.Namespace], int], argv: Sequence[str] | None) -> int:
     began_s = time.monotonic() - (_age_s() if argv is None else 0.0)
     args = parser.parse_args(argv)
     args.limit = TimeLimit(getattr(args, "time_limit", None), since_s=began_s)
@@ -81,9 +106,37 @@ def run_command(parser: Parser, execute: Callable[[argparse.Namespace], int], ar
         return code
 
 
+def check_outputs(parser: Parser, args: argparse.Namespace) -> None:
+    """Raise in one line, before anything is done, if a file that the command is to write cannot be written, if it is an input or another
+    output, or if something else is there, see ``outputs.check``. Every other argument that is the name of a file counts as an input."""
+    taken = {}
+    for action in parser._actions:
+        if action not in parser.outputs:
+            values = getattr(args, action.dest, None)
+            for value in values if isinstance(values, list) else [values]:
+                if isinstance(value, str) and os.path.isfile(value):
+                    taken[os.path.realpath(value)] = _name(action)
+    for action, kind in parser.outputs.items():
+        path = getattr(args, action.dest)
+        if not path or not kind.is_path(path):
+            continue
+        if not kind.is_folder and (other := taken.setdefault(os.path.realpath(path), _name(action))) != _name(action):
+            option = _name(action)
+            raise UsageError(f"{option} {path!r} is the same file as {other}, and would overwrite it; choose another path for {option}")
+        outputs.check(path, kind, _name(action), error=UsageError)
+        if not kind.is_folder and os.environ.get("RANK", "0") == "0":  # under torchrun, rank 0 alone writes
+            check_writable(path)
+
+
+def _name(action: argparse.Action) -> str:
+    metavar = action.metavar if isinstance(action.metavar, str) else action.dest
+    return action.option_strings[-1] if action.option_strings else metavar
+
+
 def _execute(parser: Parser, execute: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
     other = parser.failure_code or OTHER_EXIT_CODE
     try:
+        check_outputs(parser, args)
         with args.limit, _measuring_again(getattr(args, "measure_again", False)):
             code = execute(args)
         sys.stdout.flush()

@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from soap import outputs
 from soap.cli import calibration, plan_summary, reporting, timelines
 from soap.cli.calibration import LEAST_TASKS
 from soap.cli.command import Parser, UsageError, run_command
-from soap.cli.options import add_cluster, add_json, refuse_overwriting
+from soap.cli.options import add_cluster, add_json
 from soap.cli.plain_text import aligned, milliseconds
-from soap.files import check_writable, write_text_atomically
+from soap.files import write_text_atomically
 from soap.simulator.analysis import timeline_file
 from soap.simulator.analysis.comparison import Comparison, Group, Pair, compare
 from soap.strategy.mismatch import one_line, short
@@ -33,7 +34,7 @@ def make_parser() -> Parser:
     )
     parser.add_argument("predicted", metavar="PREDICTED", help="what --timeline wrote; soap-run's holds both sides and is enough")
     parser.add_argument("measured", metavar="MEASURED", nargs="?", help="what soap-run --timeline wrote (default: PREDICTED)")
-    parser.add_argument("-o", "--output", metavar="FILE", help="write both as one trace for Perfetto, from the start of the iteration")
+    parser.add_output("-o", "--output", kind=outputs.TIMELINE, help="write both as one trace for Perfetto, from the start of the iteration")
     calibrate = (
         "keep by how much longer than predicted each kind of operator and the updates took, forward and backward, where at least "
         f"{LEAST_TASKS} tasks were measured, and correct all predictions for such devices by it from now on (--costs estimate takes none). "
@@ -48,12 +49,8 @@ def make_parser() -> Parser:
 
 def execute(args: argparse.Namespace) -> int:
     """Read, compare, report."""
-    inputs = {"PREDICTED": args.predicted, "MEASURED": args.measured, "--cluster": args.cluster}
-    refuse_overwriting(inputs, {"--output": args.output, "--report": args.report})
     if args.cluster and not args.calibrate:
         raise UsageError("--cluster without --calibrate; expected both: comparing needs no cluster")
-    if args.output:
-        check_writable(args.output)
     reporting.check(args.report)
     predicted, measured = timelines.read(args.predicted, "predicted"), timelines.read(args.measured or args.predicted, "measured")
     comparison = compare(predicted, measured)
@@ -137,13 +134,13 @@ def text(comparison: Comparison) -> str:
 
 def _iteration(comparison: Comparison) -> str:
     rows = [("time", "predicted", "measured", "measured / predicted", "error")]
-    rows.append(("iteration", *_times(comparison.predicted_ns, comparison.measured_ns), f"{comparison.error:+.0%}"))
+    rows.append(("iteration", *_times(comparison.predicted_ns, comparison.measured_ns), f"{comparison.error:+z.0%}"))
     rows.append(("each task by itself", *_times(*comparison.shown_ns), ""))
     return aligned(rows)
 
 
 def _groups(what: str, found: Sequence[Group]) -> str:
-    rows = [(one_line(g.name, 40), str(g.tasks), *_times(g.predicted_ns, g.measured_ns), f"{g.median_error:.0%}") for g in found]
+    rows = [(one_line(g.name, 40), str(g.tasks), *_times(g.predicted_ns, g.measured_ns), f"{g.median_error:z.0%}") for g in found]
     return _table((f"kind of {what}", "count", "predicted", "measured", "measured / predicted", "median error"), rows)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from soap import api
 from soap.cli import plan_summary, reporting
 from soap.cli.command import Parser, UsageError, run_command
-from soap.cli.options import MODEL_HELP, add_cluster, add_costs, add_json, add_reading, reading, refuse_overwriting
+from soap.cli.options import MODEL_HELP, add_cluster, add_costs, add_json, add_reading, reading
 from soap.cli.plain_text import aligned, devices, layers, listed, milliseconds, sync_document, sync_text
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.simulate import Simulation
@@ -56,7 +56,6 @@ def execute(args: argparse.Namespace) -> int:
         raise UsageError(f"{given} without {lacking}; expected both, to simulate, or neither")
     if args.report and args.model is None:
         raise UsageError("--report without --model and --cluster; expected both: a report shows simulated plans")
-    refuse_overwriting({"A": args.first, "B": args.second}, {"--report": args.report})
     reporting.check(args.report)
     contents = [api.load_strategy_contents(path) for path in (args.first, args.second)]
     comparison = compare(*contents)

@@ -19,6 +19,7 @@ from soap.emulation.support import require_support
 from soap.errors import RuntimeFailure
 from soap.measure.core_speed import core_reference_ns
 from soap.measure.this_machine import cpu_cores
+from soap.runtime.comm.launched import under_launcher
 from soap.simulator.analysis.timeline import link_bytes
 from soap.simulator.simulate import Simulation
 from soap.simulator.tasks import TaskKind
@@ -34,7 +35,7 @@ class Placed:
     """Where ranks go, and by which address they reach the launcher: arguments of ``launch``."""
 
     place: Placement | None = None
-    address: str = "localhost"  # as in ``launch``, whose module needs torch
+    address: str = "127.0.0.1"  # as in ``launch``, whose module needs torch
 
 
 def add_emulation(parser: Parser) -> None:
@@ -61,7 +62,7 @@ def check_possible(args: argparse.Namespace) -> None:
         if args.emulate_scale is not None:
             raise UsageError("--emulate-scale needs an emulated cluster; add --emulate")
         return
-    if "RANK" in os.environ:
+    if under_launcher(os.environ):
         raise UsageError("--emulate starts the processes itself; expected no torchrun: run the command alone")
     require_support()
 

@@ -106,7 +106,7 @@ def _runs(names: Sequence[str], count: int) -> str:
 def _otherwise(otherwise_ns: int, lacking_bytes: int, predicted_ns: int) -> str:
     """What it would be otherwise: ``1.200 ms (-4.0%), lacks 3 GiB``."""
     change = (otherwise_ns - predicted_ns) / max(1, predicted_ns)
-    return f"{milliseconds(otherwise_ns)} ({change:+.1%}){', lacks ' + format_bytes(lacking_bytes) if lacking_bytes else ''}"
+    return f"{milliseconds(otherwise_ns)} ({change:+z.1%}){', lacks ' + format_bytes(lacking_bytes) if lacking_bytes else ''}"
 
 
 def _table(title: str, rows: Sequence[Sequence[str]], count: int) -> str:
@@ -159,7 +159,7 @@ def _back(line: Mapping[str, Any], predicted_ns: int) -> tuple[str, str]:
         return "as it is", ""
     change = (line["set_back_ns"] - predicted_ns) / max(1, predicted_ns)
     lacking = line["set_back_overflow_bytes"]
-    return f"{milliseconds(line['set_back_ns'])}{', lacks ' + format_bytes(lacking) if lacking else ''}", f"{change:+.1%}"
+    return f"{milliseconds(line['set_back_ns'])}{', lacks ' + format_bytes(lacking) if lacking else ''}", f"{change:+z.1%}"
 
 
 def _configured(line: Mapping[str, Any]) -> str:

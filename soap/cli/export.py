@@ -5,20 +5,18 @@ from __future__ import annotations
 import argparse
 import inspect
 import sys
-import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from soap import api
+from soap import api, outputs
 from soap.cli.command import Parser, UsageError, run_command
 from soap.cli.example_inputs import FORM, drawn, example_input
 from soap.cli.imported import imported
 from soap.cli.library_models import PREFIX, TASKS, Sizes, library_model
 from soap.cli.named_calls import VALUES, setting
-from soap.cli.options import module_name, positive, refuse_overwriting
+from soap.cli.options import module_name, positive
 from soap.errors import ModelError, first_line
-from soap.files import check_writable
 from soap.units import format_bytes
 
 if TYPE_CHECKING:
@@ -43,7 +41,7 @@ def make_parser() -> Parser:
         f"({PREFIX}llama), or a folder or file with its config.json"
     )
     parser.add_argument("source", metavar="SOURCE", help=text)
-    parser.add_argument("-o", "--output", metavar="FILE", default=OUTPUT, help="where the model goes (default %(default)s)")
+    parser.add_output("-o", "--output", kind=outputs.MODEL, default=OUTPUT, help="where the model goes (default %(default)s)")
     own = parser.add_argument_group("of a function")
     text = f"an example input of the module by the name of forward's argument: {FORM} (0 otherwise) (repeatable)"
     own.add_argument("--input", metavar="NAME=TYPE[SIZES]", dest="inputs", type=example_input, action="append", default=[], help=text)
@@ -68,10 +66,6 @@ def make_parser() -> Parser:
 def execute(args: argparse.Namespace) -> int:
     """Make the module and its inputs, export, report."""
     _refuse_options(args)
-    if not args.source.startswith(PREFIX):
-        refuse_overwriting({"SOURCE": args.source.partition(":")[0]}, {"--output": args.output})
-    _refuse_other_file(args.output)
-    check_writable(args.output)
     import torch
 
     torch.manual_seed(SEED)
@@ -109,12 +103,6 @@ def _refuse_options(args: argparse.Namespace) -> None:
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise UsageError(f"{option} {twice} is given twice; expected it once")
-
-
-def _refuse_other_file(path: str) -> None:
-    """UsageError if something that is no ``.pt2`` file has the name of the output."""
-    if Path(path).is_file() and Path(path).stat().st_size and not zipfile.is_zipfile(path):
-        raise UsageError(f"{path} is there and is no .pt2 file; expected -o FILE, another place for the model")
 
 
 def _made(args: argparse.Namespace) -> tuple[nn.Module, Sequence[Any], Mapping[str, Any]]:

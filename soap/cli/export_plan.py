@@ -8,17 +8,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from soap import api
-from soap.api.exported_plans import ExportedPlan, export_plan
+from soap import api, outputs
+from soap.api.exported_plans import Candidate, ExportedPlan, export_plan
 from soap.cli import plan_summary, rows
 from soap.cli.asked_strategy import add_asked, read_file
 from soap.cli.command import Parser, run_command
 from soap.cli.diff import listings
 from soap.cli.inputs import check_inputs
-from soap.cli.options import add_json, cluster_of, reading, refuse_overwriting
-from soap.cli.plain_text import milliseconds
+from soap.cli.options import add_json, cluster_of, reading
+from soap.cli.plain_text import aligned, milliseconds
+from soap.exported_plans.contract import Target
 from soap.exported_plans.named import TARGETS
-from soap.files import check_writable, write_text_atomically
+from soap.files import write_text_atomically
+from soap.units import format_bytes
 
 PROG = "soap-export-plan"
 
@@ -27,29 +29,28 @@ def make_parser() -> Parser:
     """The command's options."""
     parser = Parser(
         PROG,
-        "Write the configuration of another trainer that is nearest to a plan; say what it cannot be told, and what that costs.",
+        "Write the fastest configuration of another trainer near a plan; say what it cannot be told, and what that costs.",
         f"{PROG} zoo:gpt:tiny --cluster p100-4x4 --strategy strategy.json --to torchtitan -o plan.toml",
     )
     add_asked(parser)
     told = "; ".join(f"{target.name}: {target.title} {target.version} ({target.suffix})" for target in TARGETS)
     parser.add_argument("--to", choices=[target.name for target in TARGETS], required=True, help=told)
-    parser.add_argument("-o", "--output", metavar="FILE", required=True, help="where the configuration goes")
+    parser.add_output("-o", "--output", kind=outputs.PLAN, required=True, help="where the configuration goes")
+    parser.add_argument("--nearest", action="store_true", help="write what differs least from the plan, however fast others near it are")
     add_json(parser)
     return parser
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Find the nearest configuration, write it, report."""
-    inputs = {"MODEL": args.model, "--cluster": args.cluster, "--strategy": args.strategy}
-    refuse_overwriting(inputs, {"--output": args.output})
-    check_writable(args.output)
+    """Find the configuration, write it, report."""
     check_inputs(args)
     topology = cluster_of(args, args.cluster)
     graph = rows.load_graph(args, topology)
     strategy, graph = read_file(args, graph, topology)
     if strategy is None:
         strategy = api.simulated_name(args.builtin, api.simulator_for(graph, topology, costs=args.costs))
-    found = export_plan(strategy, graph, topology, args.to, autocast=reading(args, topology)["autocast"], costs=args.costs)
+    options: dict[str, Any] = {"autocast": reading(args, topology)["autocast"], "costs": args.costs, "nearest_only": args.nearest}
+    found = export_plan(strategy, graph, topology, args.to, **options)
     write_text_atomically(args.output, found.text)
     name = args.builtin or Path(args.strategy).name
     print(plan_summary.dump(document(found, args.output)) if args.json else text(found, name, args.output, len(graph.operators)))
@@ -75,26 +76,49 @@ def document(found: ExportedPlan, path: str) -> dict[str, Any]:
         "sharing": own.sharing,
         "offload": own.offload,
         "recompute": own.recompute,
+        "prefetch": own.prefetch,
         "planned_ns": found.planned.makespan_ns,
         "exported_ns": found.exported.makespan_ns,
         "fits": found.exported.fits,
+        "compared": [_compared(one) for one in found.compared],
         "operators": [difference.operator for difference in found.comparison.differences],
         "parameters": [name for name, _, _ in found.comparison.parameters],
         "notes": list(found.notes),
     }
 
 
+def _compared(one: Candidate) -> dict[str, Any]:
+    own, there = one.configuration, one.predicted
+    told = {"sharing": own.sharing, "prefetch": own.prefetch}
+    return {**told, "ns": there.makespan_ns, "fits": there.fits, "peak_bytes": max(there.peak_bytes)}
+
+
 def text(found: ExportedPlan, name: str, path: str, operators: int) -> str:
     """The same for people."""
     target, planned, exported = found.target, found.planned.makespan_ns, found.exported.makespan_ns
     lines = [f"wrote {path}: {target.title} {target.version}, {in_words(found)}"]
-    change = f"{exported / max(1, planned) - 1:+.1%}"
+    change = f"{exported / max(1, planned) - 1:+z.1%}"
     lines.append(f"predicted: {milliseconds(planned)} by the plan ({name}), {milliseconds(exported)} by this configuration ({change})")
     if not found.exported.fits:
         lines.append("the configuration does not fit into the devices' memory" + ("; the plan does" if found.planned.fits else ""))
     lines += [f"given up: {one}" for one in found.notes] + [f"note: {one}" for one in target.notes]
-    given_up = listings(found.comparison, operators, "the plan", target.name)
-    return "\n\n".join(["\n".join(lines), *given_up] if given_up else ["\n".join(lines), "it says all of the plan"])
+    given_up = listings(found.comparison, operators, "the plan", target.name) or ["it says all of the plan"]
+    return "\n\n".join(["\n".join(lines), _table(found), *given_up])
+
+
+def _table(found: ExportedPlan) -> str:
+    """The candidates, the nearest first."""
+    rows_of = [("compared, the nearest first", "predicted", "memory per device", "")]
+    for one in found.compared:
+        own, words = one.predicted, "all parameters on each" if one.configuration.sharing == "none" else _shared(found.target, one)
+        mark = "written" if one is found.chosen else "" if own.fits else "does not fit"
+        rows_of.append((words, milliseconds(own.makespan_ns), format_bytes(max(own.peak_bytes)), mark))
+    return aligned(rows_of, "")
+
+
+def _shared(target: Target, one: Candidate) -> str:
+    sharing = one.configuration.sharing + ", values gathered before the forward pass" * one.wrapped.stays
+    return f"{sharing}, prefetch {one.configuration.prefetch}" if one.gathers and len(target.depths) > 1 else sharing
 
 
 def in_words(found: ExportedPlan) -> str:
@@ -106,7 +130,7 @@ def in_words(found: ExportedPlan) -> str:
     parts += ["sequences split between layers"] * (own.base == "sequence")
     parts += [f"schedule {own.pipeline.schedule}"] if own.pipeline is not None else []
     parts += [f"{own.microbatches} micro-batches of {own.micro_batch}"] * (own.microbatches > 1)
-    parts += [own.sharing] * (own.sharing != "none")
+    parts += [_shared(found.target, found.chosen)] * (own.sharing != "none")
     parts += ["optimizer states on hosts"] * own.offload
     parts += [f"{own.recompute} recomputation"] * (own.recompute != "none")
     return f"{own.world} device{'s' * (own.world > 1)}: {', '.join(parts)}"

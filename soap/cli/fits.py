@@ -8,12 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from soap.api.fitting import Fit, Way
-from soap.cli.command import UsageError
+from soap.cli.command import OPTIONS, UsageError
 from soap.cli.options import reading_options
 from soap.cli.plain_text import aligned, milliseconds
 from soap.cli.plan_summary import kinds_text
 from soap.cli.recomputing import budgeted, budgeted_text
-from soap.cluster.memory_budget import OPTION
 from soap.cluster.topology import Topology
 from soap.errors import InfeasibleError
 from soap.model.graph import OperatorGraph
@@ -52,7 +51,7 @@ def document(fit: Fit, args: argparse.Namespace, graph: OperatorGraph, topology:
 def commands(way: Way, args: argparse.Namespace) -> list[str]:
     """The command that makes a strategy file of a way; of one with several batches also the one that trains by it."""
     model = args.model if way.micro_batches == 1 else way.model
-    options = [*reading_options(args), *((OPTION, args.memory_budget) if args.memory_budget else ())]
+    options = [*reading_options(args), *((OPTIONS["memory_budget"], args.memory_budget) if args.memory_budget else ())]
     options += ["--batches", args.batches] if args.batches != "whole" else []
     if way.budgeted is not None:  # a search begins with it
         start = ["--start", way.base, "--recompute", "yes", "--budget", "1"]

@@ -34,6 +34,7 @@ from soap.measure.link_probes import (
 from soap.profiles.link_places import LinkPlace, link_place
 from soap.profiles.measured_links import known_links
 from soap.profiles.store import Store
+from soap.runtime.comm.launched import local_numbers, under_launcher
 from soap.simulator.communication.prices import Communication
 from soap.strategy.json_file import compact_devices
 from soap.time_limit import TimeIsUp
@@ -112,7 +113,7 @@ def _check_is_there(args: argparse.Namespace, topology: Topology) -> None:
         return
     if family(topology.name) == "emulated":
         raise UsageError(f"--cluster {args.cluster!r} exists only while it is emulated; add --emulate")
-    if "RANK" not in os.environ:
+    if not under_launcher(os.environ):
         raise UsageError(
             f"--cluster {args.cluster!r} has {len(hosts)} hosts, but this machine is one host; start the command with torchrun on each of "
             "them, or add --emulate"
@@ -122,8 +123,6 @@ def _check_is_there(args: argparse.Namespace, topology: Topology) -> None:
 def _measure(args: argparse.Namespace, topology: Topology, place: LinkPlace, todo: Sequence[Probe], store: Store) -> int | None:
     """Measure; the number of probes, or None on ranks that do not report. Under torchrun all ranks take part, and rank 0 decides what
     is left."""
-    from soap.runtime.comm.world import under_launcher
-
     if not todo and not under_launcher(os.environ):
         return 0
     scale = emulation.asked_scale(args)
@@ -149,7 +148,7 @@ def measure(
     from soap.runtime.comm.world import choose_backend
 
     kind = run_kind(topology)
-    choose_backend(place.backend, kind, int(os.environ.get("LOCAL_WORLD_SIZE", topology.device_count)))  # raises if it cannot be emulated
+    choose_backend(place.backend, kind, local_numbers(os.environ, topology.device_count)[1])  # raises if it cannot be emulated
     seconds = {} if seconds_per_probe is None else {"seconds_per_probe": seconds_per_probe}
     job = LinkJob(todo, topology.device_count, kind, place, store.path, scale, **seconds, stop_at=stop_at)
     with emulation.cluster(hosts) as emulated:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import isfinite
 from typing import TypedDict
 
-from soap import api
-from soap.cli.command import Parser, UsageError
+from soap import api, outputs
+from soap.cli.command import OPTIONS, Parser
 from soap.cluster.kinds import has_gpus
-from soap.cluster.memory_budget import OPTION, read_budget, with_memory_budget
+from soap.cluster.memory_budget import FIELD, read_budget, with_memory_budget
 from soap.cluster.presets import LOCAL
 from soap.cluster.topology import Topology
-from soap.errors import StrategyError, TopologyError
+from soap.errors import StrategyError, TopologyError, asked
 from soap.search.record import MOST_FINALISTS
 from soap.simulator.costs import COST_SOURCES
 from soap.strategy.compression import Compression, parse
@@ -125,7 +124,7 @@ def add_explain(parser: Parser) -> None:
 
 def add_outputs(parser: Parser, *, timeline: str) -> None:
     """Add ``--timeline FILE`` and ``--json``."""
-    parser.add_argument("--timeline", metavar="FILE", help=timeline)
+    parser.add_output("--timeline", kind=outputs.TIMELINE, help=timeline)
     add_json(parser)
 
 
@@ -150,17 +149,6 @@ def add_rows(parser: Parser) -> None:
         default=[],
         help="share of a sparse parameter's rows that a batch touches, instead of what is counted: 'embedding*=0.05' (repeatable)",
     )
-
-
-def refuse_overwriting(inputs: Mapping[str, str | None], outputs: Mapping[str, str | None]) -> None:
-    """UsageError if an output is also an input, or two outputs are the same file. Both: option -> path, None if not given."""
-    taken = {os.path.realpath(path): option for option, path in inputs.items() if path is not None and os.path.exists(path)}
-    for option, path in outputs.items():
-        if path is None:
-            continue
-        other = taken.setdefault(os.path.realpath(path), option)
-        if other != option:
-            raise UsageError(f"{option} {path!r} is the same file as {other}, and would overwrite it; choose another path for {option}")
 
 
 def reading(args: argparse.Namespace, topology: Topology | None) -> Reading:
@@ -270,14 +258,14 @@ def memory_budget(text: str) -> str:
     try:
         read_budget(text)
     except TopologyError as error:
-        raise argparse.ArgumentTypeError(str(error).removeprefix(f"{OPTION} ").removeprefix(f"{OPTION}: ")) from None
+        raise argparse.ArgumentTypeError(str(error).removeprefix(f"{asked(FIELD)} ").removeprefix(f"{asked(FIELD)}: ")) from None
     return text
 
 
 def add_memory_budget(parser: Parser) -> None:
     """``--memory-budget`` and ``--batches``."""
     text = "how much of each device's memory plans may use: a share such as 80%%, or a size such as 20GB (default: all that there is)"
-    parser.add_argument(OPTION, metavar="SHARE", type=memory_budget, help=text)
+    parser.add_argument(OPTIONS[FIELD], metavar="SHARE", type=memory_budget, help=text)
     text = "what each device is given of a batch: all of it (default), or the samples that it reads, as where ranks read data by samples"
     parser.add_argument("--batches", choices=("whole", "parts"), default="whole", help=text)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from soap import outputs
 from soap.cli import reporting
 from soap.cli.command import Parser, UsageError, note, run_command
 from soap.cli.options import add_json, not_negative, positive
@@ -42,7 +43,9 @@ def make_parser() -> Parser:
     parser.add_argument("spec", metavar="SPEC", nargs="?", help=f"what columns there are: a YAML file, or {names}")
     inputs = "TSV, TSV.gz or Parquet, in chronological order; a folder: its files by name"
     parser.add_argument("inputs", metavar="INPUT", nargs="*", help=inputs)
-    parser.add_argument("-o", "--output", metavar="OUT", required=True, help="a new or empty folder, or that of a run to go on with")
+    parser.add_output(
+        "-o", "--output", kind=outputs.FOLDER, metavar="OUT", required=True, help="a new or empty folder, or that of a run to go on with"
+    )
     parser.add_argument("--on-error", choices=["stop", "skip"], default="stop", help="at lines that do not fit SPEC (default %(default)s)")
     mode = "how steps are parallelized, such as index=unit,convert=adaptive; steps: index, convert, write; " + ", ".join(MODES)
     parser.add_argument("--mode", metavar="STEP=MODE,…", type=modes, default={}, help=f"{mode} (default adaptive)")

@@ -12,28 +12,18 @@ from typing import Any
 
 from tqdm import tqdm
 
-from soap import api
+from soap import api, outputs
 from soap.cli import links, plan_summary, what_decides
 from soap.cli.command import Parser, UsageError, note, run_command
 from soap.cli.inputs import check_inputs
-from soap.cli.options import (
-    add_cluster,
-    add_json,
-    add_model,
-    lossy_method,
-    positive_number,
-    reading,
-    reading_options,
-    refuse_overwriting,
-)
+from soap.cli.options import add_cluster, add_json, add_model, lossy_method, positive_number, reading, reading_options
 from soap.cli.plain_text import aligned, milliseconds
 from soap.cli.stopping import Stopping, add_time_limit
 from soap.cli.wanted import Wanted, wanted
 from soap.cluster.kinds import types_of
 from soap.cluster.presets import family
 from soap.cluster.topology import Topology
-from soap.errors import ProfileError, StoppedBySignal
-from soap.files import check_writable
+from soap.errors import ProfileError, StoppedBySignal, one_of
 from soap.model.graph import OperatorGraph
 from soap.profiles.corrections import CORRECTED, Correction
 from soap.profiles.exchange import export_profiles, import_profiles, shipped_profiles
@@ -96,8 +86,10 @@ def make_file_parser(verb: str) -> Parser:
     taking = "Take them from a file that export wrote, or from those that come with this package."
     what = "Write all measurements and corrections to a file." if verb == "export" else taking
     parser = Parser(f"{PROG} {verb}", what, f"{PROG} {verb} profile.json")
-    names = "" if verb == "export" else f", or one of these names: {', '.join(shipped_profiles())}"
-    parser.add_argument("file", metavar="FILE", help=f"JSON{names}")
+    if verb == "export":
+        parser.add_output("file", kind=outputs.PROFILE, help="JSON")
+    else:
+        parser.add_argument("file", metavar="FILE", help=f"JSON, or one of these names: {', '.join(shipped_profiles())}")
     return parser
 
 
@@ -162,7 +154,7 @@ def _of_kinds(everything: list[Wanted], kinds: Sequence[str]) -> list[Wanted]:
     there = sorted({one.kind for one in everything})
     for kind in kinds:
         if kind not in there:
-            raise UsageError(f"--kind {kind!r}: the model has no such computations; expected one of {', '.join(there)}")
+            raise UsageError(f"--kind {kind!r}: the model has no such computations; expected {one_of(kind, there)}")
     return [one for one in everything if one.kind in kinds] if kinds else everything
 
 
@@ -216,8 +208,6 @@ def execute_show(args: argparse.Namespace) -> int:
 def execute_export(args: argparse.Namespace) -> int:
     """Write all measurements to a file."""
     store = Store()
-    refuse_overwriting({"the store of measurements": str(store.path)}, {"FILE": args.file})
-    check_writable(args.file, error=ProfileError)
     count = export_profiles(store, args.file)
     print(f"wrote {count} measurements and corrections to {args.file}")
     return 0

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from soap import api
+from soap import api, outputs
 from soap.cli import reporting, rows, timelines
 from soap.cli.asked_strategy import add_asked, read_file
 from soap.cli.command import Parser, UsageError, run_command
 from soap.cli.inputs import check_inputs
-from soap.cli.options import cluster_of, refuse_overwriting
+from soap.cli.options import cluster_of
 from soap.simulator.analysis.comparison import compare
 from soap.simulator.analysis.timeline_file import loads
 
@@ -35,14 +35,12 @@ def make_parser() -> Parser:
         action="append",
         help="another cluster of as many devices to try the plan on (repeatable; default: a few presets, if the plan is small)",
     )
-    parser.add_argument("-o", "--output", metavar="FILE", required=True, help="where the page goes (HTML)")
+    parser.add_output("-o", "--output", kind=outputs.PAGE, required=True, help="where the page goes (HTML)")
     return parser
 
 
 def execute(args: argparse.Namespace) -> int:
     """Simulate and draw."""
-    inputs = {"MODEL": args.model, "--cluster": args.cluster, "--strategy": args.strategy, "--measured": args.measured}
-    refuse_overwriting(inputs, {"--output": args.output})
     reporting.check(args.output)
     check_inputs(args)
     measured = timelines.read(args.measured, "measured") if args.measured else None

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from soap import api
+from soap import api, outputs
+from soap.cli.command import Parser
 from soap.cluster.presets import presets_like
 from soap.cluster.topology import Topology
-from soap.files import check_writable
 from soap.simulator.analysis.comparison import Comparison, compare
 from soap.simulator.analysis.timeline_file import Timeline, loads
 from soap.simulator.folded import FoldedSimulation
@@ -30,17 +30,16 @@ MOST_TILES_ELSEWHERE = 2**11
 """A plan of more tiles is not tried on other clusters unasked: each would take seconds."""
 
 
-def add_report(parser: argparse.ArgumentParser, what: str) -> None:
+def add_report(parser: Parser, what: str) -> None:
     """``--report FILE``. ``what``: what it shows."""
-    parser.add_argument("--report", metavar="FILE", help=f"write a page to look at (HTML): {what}; needs bokeh")
+    parser.add_output("--report", kind=outputs.PAGE, help=f"write a page to look at (HTML): {what}; needs bokeh")
 
 
 def check(path: str | None) -> None:
-    """SoapError now if the report could not be written later."""
+    """SoapError now if the report could not be drawn later."""
     if path:
         from soap.report import require
 
-        check_writable(path)
         require()
 
 

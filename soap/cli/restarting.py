@@ -22,6 +22,7 @@ from soap.cli.command import Parser, UsageError
 from soap.cli.options import positive
 from soap.errors import RuntimeFailure, StrategyError
 from soap.runtime.checkpoint.folder import complete
+from soap.runtime.comm.launched import under_launcher
 
 if TYPE_CHECKING:
     from soap.cli.training import Job, Outcome
@@ -78,7 +79,7 @@ def check_possible(args: argparse.Namespace) -> None:
         if args.spare_plans is not None:
             raise UsageError("--spare-plans without --restarts; add --restarts N")
         return
-    if "RANK" in os.environ:
+    if under_launcher(os.environ):
         raise UsageError("--restarts under torchrun, which starts ranks itself; expected --max-restarts of torchrun with --resume")
     if args.compare_data_parallel:
         raise UsageError("--restarts with --compare-data-parallel, which has no checkpoints; expected one of them")

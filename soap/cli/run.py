@@ -29,7 +29,6 @@ from soap.cli.options import (
     positive,
     positive_number,
     reading,
-    refuse_overwriting,
 )
 from soap.cli.plain_text import aligned, listed, milliseconds, speed_up
 from soap.cli.plan_summary import crowded, resting, shared_cores
@@ -39,8 +38,9 @@ from soap.cli.updating import Updating, add_updating, require_trainable
 from soap.cluster.kinds import run_kind
 from soap.cluster.presets import says_all
 from soap.errors import INTERRUPTED_EXIT_CODE, RuntimeFailure, SoapWarning, StoppedBySignal, StrategyError
-from soap.files import check_writable, write_text_atomically
+from soap.files import write_text_atomically
 from soap.plan.compression.training import for_scaling
+from soap.runtime.comm.launched import local_numbers, own_rank, world_size
 from soap.simulator.reference import execution_order
 from soap.simulator.simulate import Simulation
 from soap.simulator.throughput import throughput
@@ -109,14 +109,10 @@ def add_training(parser: Parser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Plan, train, report."""
-    inputs = {"STRATEGY": args.strategy, "--model": args.model, "--cluster": args.cluster}
-    refuse_overwriting(inputs, {"--timeline": args.timeline, "--report": args.report, "--log": args.log})
     if args.memory and args.accumulate > 1:
         raise UsageError("--memory with --accumulate; expected one batch per update, which is what memory is predicted for")
-    if os.environ.get("RANK", "0") != "0":  # under torchrun, rank 0 prints the warnings for all
+    if own_rank(os.environ):  # under torchrun, rank 0 prints the warnings for all
         warnings.simplefilter("ignore", SoapWarning)
-    if args.timeline:
-        check_writable(args.timeline)
     reporting.check(args.report)
     check_inputs(args)
     check_optimizer(args)
@@ -124,7 +120,6 @@ def execute(args: argparse.Namespace) -> int:
         return stale_run.execute(args, api.load_cluster(args.cluster or _recorded_cluster(args.strategy)), PROG)
     emulation.check_possible(args)
     restarting.check_possible(args)
-    step_log.check(args)
     try:
         (job, predicted, costs), outcome, restarts = restarting.train(args, prepare, start, partial(note, PROG))
     except StoppedBySignal as error:
@@ -231,11 +226,10 @@ def on_ranks(
     """Run ``entry`` with ``argument`` on all ranks. ``job`` says for which devices."""
     from soap.runtime.comm.launch import launch
     from soap.runtime.comm.rank_processes import READING
-    from soap.runtime.comm.world import under_launcher, world_size
 
     devices = job.topology.device_count
     require_devices(job)
-    if under_launcher(os.environ) and world_size(os.environ) > devices and os.environ["RANK"] == "0":
+    if world_size(os.environ) > devices and own_rank(os.environ) == 0:
         note(PROG, f"{world_size(os.environ)} processes for {devices} devices: {world_size(os.environ) - devices} stay idle")
     with emulation.cluster(hosts) as emulated:
         place, address = emulated.place, emulated.address
@@ -254,7 +248,7 @@ def require_devices(job: Job) -> None:
     if kind == "cuda" and not torch.cuda.is_available():
         asked = "--device cuda" if job.device_kind else f"cluster {job.topology.name!r} has GPUs"
         raise RuntimeFailure(f"{asked}: expected GPUs, but this machine has none that torch can use; use --device cpu")
-    choose_backend(job.backend, kind, int(os.environ.get("LOCAL_WORLD_SIZE", job.topology.device_count)))
+    choose_backend(job.backend, kind, local_numbers(os.environ, job.topology.device_count)[1])
 
 
 def document(

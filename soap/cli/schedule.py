@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from math import gcd
 from typing import Any
 
+from soap import outputs
 from soap.cli import plan_summary
 from soap.cli.command import Parser, UsageError, run_command
-from soap.cli.options import add_json, not_negative, positive, refuse_overwriting
+from soap.cli.options import add_json, not_negative, positive
 from soap.cli.plain_text import aligned
 from soap.errors import ScheduleError
-from soap.files import check_writable
 from soap.schedules import csv_file
 from soap.schedules.in_flight import awaiting_weights, in_flight
 from soap.schedules.named import SCHEDULES, NamedSchedule, form, parse
@@ -47,7 +47,7 @@ def make_parser() -> Parser:
     parser.add_argument("--times", metavar="F,I,W", type=times, default=(1, 1, 1), help=text)
     text = "what a message between two stages takes, in the same unit (default %(default)s)"
     parser.add_argument("--message", metavar="T", type=not_negative, default=0, help=text)
-    parser.add_argument("--csv", metavar="FILE", help="write the table for torch.distributed.pipelining")
+    parser.add_output("--csv", kind=outputs.TABLE, help="write the table for torch.distributed.pipelining")
     add_json(parser)
     return parser
 
@@ -71,9 +71,6 @@ def times(text: str) -> tuple[int, int, int]:
 
 def execute(args: argparse.Namespace) -> int:
     """Make or read the table, play it, report, write."""
-    refuse_overwriting({"--check": args.check}, {"--csv": args.csv})
-    if args.csv is not None:
-        check_writable(args.csv)
     table = _table(args)
     forward, inputs, weights = args.times
     durations = equal(table.chunk_count, forward_ns=forward, input_ns=inputs, weight_ns=weights, message_ns=args.message)

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from soap import api
+from soap import api, outputs
 from soap.api import ahead
 from soap.cli import at_hand, clusters, explain, plan_summary, reporting, rows, search_report, served_search, spare_plans
 from soap.cli.clusters import Candidate
-from soap.cli.command import Parser, UsageError, note, one_line, run_command
+from soap.cli.command import Parser, UsageError, check_outputs, note, one_line, run_command
 from soap.cli.first_measuring import Measured
 from soap.cli.inputs import check_inputs
-from soap.cli.options import add_cluster, add_costs, add_explain, add_model, add_outputs, add_rows, cluster_of, reading, refuse_overwriting
+from soap.cli.options import add_cluster, add_costs, add_explain, add_model, add_outputs, add_rows, cluster_of, reading
 from soap.cli.search_options import add_budget, add_choices, add_runs, add_servers, search_options
 from soap.cli.stopping import Stopping
 from soap.cli.timelines import predicted_text
@@ -24,8 +23,8 @@ from soap.cli.updating import Updating, add_optimizer
 from soap.cluster.kinds import has_gpus
 from soap.cluster.presets import LOCAL, family
 from soap.cluster.topology import Topology
-from soap.errors import InfeasibleError, RuntimeFailure, StoppedBySignal, StrategyError
-from soap.files import check_writable, write_text_atomically
+from soap.errors import InfeasibleError, RuntimeFailure, StoppedBySignal
+from soap.files import write_text_atomically
 from soap.model.graph import OperatorGraph
 from soap.search.options import SearchOptions
 from soap.search.plot import check_plot
@@ -59,7 +58,7 @@ def make_parser() -> Parser:
     )
     add_costs(parser)
     add_rows(parser)
-    parser.add_argument("-o", "--output", metavar="FILE", help=f"where the strategy goes (default {OUTPUT})")
+    parser.add_output("-o", "--output", kind=outputs.STRATEGY, help=f"where the strategy goes (default {OUTPUT})")
     parser.add_argument(
         "--explain-graph",
         action="store_true",
@@ -72,8 +71,8 @@ def make_parser() -> Parser:
     add_servers(parser)
     add_optimizer(parser, default="adam: as many states in memory, and an elementwise update")
     spare_help = "write a plan for the cluster without one of its devices, for each of them that differs, for soap-run --restarts"
-    parser.add_argument("--spare-plans", metavar="DIR", help=spare_help)
-    parser.add_argument("--plot", metavar="FILE", help="draw best cost, starts and acceptance (.png, .svg, .pdf); needs matplotlib")
+    parser.add_output("--spare-plans", kind=outputs.SPARE_PLANS, help=spare_help)
+    parser.add_output("--plot", kind=outputs.PICTURE, help="draw best cost, starts and acceptance (.png, .svg, .pdf); needs matplotlib")
     reporting.add_report(parser, "the plan, its iteration and how it was found")
     add_outputs(parser, timeline="write the predicted iteration as a trace for Perfetto")
     return parser
@@ -84,7 +83,9 @@ def execute(args: argparse.Namespace) -> int:
     if args.explain_graph:
         return _explain(args)
     args.cluster = args.cluster or [LOCAL]
-    args.output = _usual_output() if args.output is None else args.output
+    if args.output is None:
+        args.output = OUTPUT
+        check_outputs(make_parser(), args)
     clusters.check_different(args.cluster)
     if args.consistency:
         served_search.check_alone(args, make_parser())
@@ -96,8 +97,6 @@ def execute(args: argparse.Namespace) -> int:
         at_hand.check_none_asked(args.profile, args.verify)
     else:
         at_hand.check_asked(args.cluster[0], args.profile, args.verify, args.costs)
-    inputs = {"MODEL": args.model, "--cluster": args.cluster[0], **{f"--cluster {spec}": spec for spec in args.cluster[1:]}}
-    refuse_overwriting(inputs, {"--output": args.output, "--timeline": args.timeline, "--plot": args.plot, "--report": args.report})
     with Stopping(args.limit) as stopping:
         try:
             if args.consistency:
@@ -110,18 +109,6 @@ def execute(args: argparse.Namespace) -> int:
             return stopping.exit_code
 
 
-def _usual_output() -> str:
-    """Where the strategy goes if the user does not say. UsageError if something that is no strategy file has that name."""
-    if os.path.lexists(OUTPUT):
-        try:
-            if not os.path.isfile(OUTPUT):
-                raise StrategyError("no file")
-            api.load_strategy_header(OUTPUT)
-        except StrategyError:
-            raise UsageError(f"{OUTPUT} is there and is no strategy file; expected -o FILE, another place for the strategy") from None
-    return OUTPUT
-
-
 def _explain(args: argparse.Namespace) -> int:
     devices = api.load_cluster(args.cluster[0]) if args.autocast and args.cluster else None  # whose list of casts counts
     found = explain.document(rows.load_graph(args, devices))
@@ -130,8 +117,6 @@ def _explain(args: argparse.Namespace) -> int:
 
 
 def _check_outputs(args: argparse.Namespace) -> None:
-    for path in _outputs(args):
-        check_writable(path)
     if args.plot:
         check_plot(args.plot)
     reporting.check(args.report)

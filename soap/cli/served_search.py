@@ -15,7 +15,6 @@ from soap.cli.plain_text import listed
 from soap.cli.search_options import search_options
 from soap.cli.stopping import Stopping
 from soap.cli.updating import Updating
-from soap.files import check_writable
 from soap.search.options import DEFAULT_BUDGET
 from soap.strategy.consistency import parse
 
@@ -40,7 +39,6 @@ def check_alone(args: argparse.Namespace, parser: Parser) -> None:
 
 def search(prog: str, args: argparse.Namespace, stopping: Stopping) -> int:
     """Search, save and report. Returns the exit code."""
-    check_writable(args.output)
     if args.workers is not None:
         return _search_workers(args)
     topology = cluster_of(args, args.cluster[0])

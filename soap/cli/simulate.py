@@ -9,18 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from soap import api
+from soap import api, outputs
 from soap.api.fitting import MOST_WAYS
 from soap.cli import beside, explanation, fits, iteration, layers_on_servers, plan_summary, rows, sensitivity, stale_plan, worker_plan
 from soap.cli.asked_strategy import add_asked, read_file
 from soap.cli.command import Parser, UsageError, run_command
 from soap.cli.inputs import check_inputs
-from soap.cli.options import add_explain, add_outputs, cluster_of, reading, refuse_overwriting, share
+from soap.cli.options import add_explain, add_outputs, cluster_of, reading, share
 from soap.cli.stopping import add_time_limit
 from soap.cli.timelines import predicted_text
 from soap.cluster.topology import Topology
 from soap.errors import StrategyError
-from soap.files import check_writable, write_text_atomically
+from soap.files import write_text_atomically
 from soap.model.graph import OperatorGraph
 from soap.plan.compression.training import PLAIN, for_scaling
 from soap.search.layer_placement import LEAST_GAIN
@@ -54,7 +54,7 @@ def make_parser() -> Parser:
     )
     parser.add_argument("--fits", action="store_true", help=fits_help)
     beside.add_beside(parser)
-    parser.add_argument("-o", "--output", metavar="FILE", help="write the strategy, as soap-search does (with --builtin)")
+    parser.add_output("-o", "--output", kind=outputs.STRATEGY, help="write the strategy, as soap-search does (with --builtin)")
     parser.add_argument(
         "--what-if",
         action="store_true",
@@ -62,7 +62,7 @@ def make_parser() -> Parser:
     )
     turning = "say by how much each figure of the cluster must be another one for the choice between this and data parallelism to turn over"
     parser.add_argument("--sensitivity", action="store_true", help=turning)
-    parser.add_argument("--plot", metavar="FILE", help="with --sensitivity: draw it as a tornado (.png, .svg, .pdf); needs matplotlib")
+    parser.add_output("--plot", kind=outputs.PICTURE, help="with --sensitivity: draw it as a tornado (.png, .svg, .pdf); needs matplotlib")
     add_explain(parser)
     add_time_limit(parser, "with --fits the ways that were tried by then are shown, of which there may be more than without it")
     add_outputs(parser, timeline="write the iteration as a trace for Perfetto")
@@ -149,11 +149,6 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError(f"--least-gain without --builtin {RALP}, for which it counts; expected both")
     if args.plot and not args.sensitivity:
         raise UsageError("--plot without --sensitivity, which is what it draws; expected both")
-    inputs = {"MODEL": args.model, "--cluster": args.cluster, "--strategy": args.strategy}
-    inputs |= {f"--beside {path}": path for path in args.beside}
-    refuse_overwriting(inputs, {"--output": args.output, "--timeline": args.timeline, "--plot": args.plot})
-    for path in filter(None, (args.output, args.timeline, args.plot)):
-        check_writable(path)
     if args.plot:
         check_plot(args.plot)
     check_inputs(args)

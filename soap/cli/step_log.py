@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
+from soap import outputs
 from soap.cli.command import Parser
 from soap.cli.imported import imported
 from soap.errors import SoapError
-from soap.files import check_writable
 from soap.runtime.step_metrics import OnStep, StepMetrics
 
 CALLABLE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -24,13 +22,8 @@ def add_log(parser: Parser) -> None:
         "write each step's number, loss, seconds, learning rates and gradient norm into this file, a line of JSON each; or, as "
         "PKG.MOD:CALLABLE, call this once on rank 0: it returns a function that is given each step's soap.StepMetrics"
     )
-    parser.add_argument("--log", metavar="FILE", help=help_text)
-
-
-def check(args: argparse.Namespace) -> None:
-    """SoapError in one line, before ranks start, if there cannot be such a file."""
-    if args.log is not None and not CALLABLE.fullmatch(args.log) and os.environ.get("RANK", "0") == "0":  # rank 0 alone writes
-        check_writable(args.log)
+    kind = replace(outputs.LOG, is_path=lambda value: not CALLABLE.fullmatch(value))
+    parser.add_output("--log", kind=kind, help=help_text)
 
 
 def logger(spec: str, *, anew: bool) -> OnStep:

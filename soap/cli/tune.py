@@ -14,18 +14,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from soap import api
+from soap import api, outputs
 from soap.cli import emulation, reporting
 from soap.cli.command import Parser, UsageError, note, one_line, run_command
 from soap.cli.inputs import check_inputs
-from soap.cli.options import add_cluster, add_costs, add_json, add_model, not_negative, positive, refuse_overwriting
+from soap.cli.options import add_cluster, add_costs, add_json, add_model, not_negative, positive
 from soap.cli.plain_text import aligned, listed, milliseconds
 from soap.cli.plan_summary import crowded, shared_cores
 from soap.cli.run import STRATEGY, add_training, on_ranks, prepare
 from soap.cli.run import make_parser as run_parser
 from soap.cli.stopping import Stopping, add_time_limit
 from soap.errors import RuntimeFailure, SoapWarning, StoppedBySignal
-from soap.files import check_writable
+from soap.runtime.comm.launched import own_rank, under_launcher
 from soap.search.partition_tuning import BATCHES, ITERATIONS, MOST_SAMPLES, Sample, Tuning, choose, next_partitions
 from soap.simulator.simulate import Simulation
 
@@ -54,7 +54,7 @@ def make_parser() -> Parser:
     add_model(parser, positional=False)
     add_cluster(parser, note="default: the strategy's, if it is a preset")
     add_costs(parser)
-    parser.add_argument("-o", "--output", metavar="FILE", required=True, help="where the tuned strategy goes (JSON)")
+    parser.add_output("-o", "--output", kind=outputs.STRATEGY, required=True, help="where the tuned strategy goes (JSON)")
     parser.add_argument(
         "--iterations",
         dest="steps",
@@ -107,11 +107,8 @@ def _ended(how: str, code: int) -> int:
 
 
 def _tune(args: argparse.Namespace, stopping: Stopping) -> None:
-    inputs = {"STRATEGY": args.strategy, "--model": args.model, "--cluster": args.cluster}
-    refuse_overwriting(inputs, {"--output": args.output, "--report": args.report})
-    if os.environ.get("RANK", "0") != "0":  # under torchrun, rank 0 prints the warnings for all
+    if own_rank(os.environ):  # under torchrun, rank 0 prints the warnings for all
         warnings.simplefilter("ignore", SoapWarning)
-    check_writable(args.output)
     reporting.check(args.report)
     emulation.check_possible(args)
     check_inputs(args)
@@ -212,7 +209,6 @@ def _report(
 def grouped(wanted: Range, patterns: Sequence[str]) -> list[Range]:
     """What is tuned one after the other. UsageError for a pattern without a parameter, and for several groups under torchrun."""
     from soap.runner.tuning import divided
-    from soap.runtime.comm.world import under_launcher
 
     for pattern in patterns:
         if not fnmatch.filter(wanted.parameters, pattern):
@@ -229,7 +225,6 @@ def sample(trial: Trial, hosts: Sequence[HostLimits] = (), stopping: Stopping | 
     ends its launch and counts as failed; another launch goes on after it. What ends them early is noted by ``stopping``, and the best of
     the runs so far is taken, if there is one."""
     from soap.cli.partition_runs import measure, read_notes
-    from soap.runtime.comm.world import under_launcher
 
     known: tuple[Sample, ...] = ()
     while True:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from soap.cli.command import Parser, UsageError
 from soap.cli.named_calls import NamedCall, named_call
 from soap.cli.options import not_negative_number
+from soap.errors import did_you_mean, one_of
 from soap.model.graph import OperatorGraph
 
 if TYPE_CHECKING:
@@ -332,6 +333,7 @@ def _class(call: NamedCall, prefix: str, module: Any, base: type, others: Sequen
     )
     raise UsageError(
         f"{option} {call.text}: no {call.name!r}; expected one of {', '.join([*others, f'{prefix}NAME'])} with {', '.join(names)} as NAME"
+        + did_you_mean(call.name, [*others, *(prefix + name for name in names)])
     )
 
 
@@ -347,7 +349,7 @@ def _options(target: Any) -> dict[str, Any]:
 def _require_known(call: NamedCall, known: Mapping[str, Any], option: str) -> None:
     for key in call.options:
         if key not in known:
-            raise UsageError(f"{option} {call.text}: {call.name} has no option {key!r}; expected one of {', '.join(known)}")
+            raise UsageError(f"{option} {call.text}: {call.name} has no option {key!r}; expected {one_of(key, known)}")
 
 
 def _defaults(target: Any) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from soap import api
 from soap.cli.command import Parser
 from soap.cli.options import Reading
-from soap.errors import ModelError
+from soap.errors import ModelError, SoapError, SoapWarning
 
 if TYPE_CHECKING:
     from soap.cli.training import Job
@@ -32,13 +34,18 @@ def load(job: Job) -> TracedModel:
     """The model on a rank. Weights that are not mapped come when a trainer is there (``fill``), which keeps only parts of them; so do those
     of a checkpoint to go on from."""
     from soap.api.weights import open_weights
-    from soap.weights.fitting import give, make_room
+    from soap.weights.fitting import give, make_room, with_frozen
 
-    model = api.load(job.model, dtype=job.dtype, **job.reading)
+    model, resume = api.load(job.model, dtype=job.dtype, **job.reading), job.checkpoints.resume
     weights = None if job.weights is None else open_weights(job.weights, model)
     if weights is not None and weights.is_mapped:
-        give(model, weights)
-    elif weights is not None or job.checkpoints.resume is not None:
+        model = give(model, weights)
+    elif weights is not None:
+        model = with_frozen(model, weights)
+        make_room(model)
+    if resume is not None:
+        with suppress(SoapError):  # which the trainer tells when it goes on from the checkpoint
+            model = with_frozen(model, open_weights(resume, model))
         make_room(model)
     return model
 
@@ -63,12 +70,15 @@ def read(
     """The model's graph, what its file says of its export, and what its parameters are called in the weights. ModelError in one line if
     these are not the model's, or if it has none, and no checkpoint gives them."""
     from soap.api.weights import open_weights
-    from soap.weights.fitting import matched
+    from soap.weights.fitting import lacking_buffers, matched
 
     planned = api.load(model, plan_only=True, **reading)
     record: ExportRecord | None = getattr(planned, "record", None)
     if weights is not None:
-        return planned.graph, record, matched(planned, open_weights(weights, planned))
+        opened = open_weights(weights, planned)
+        if line := lacking_buffers(planned, opened):
+            warnings.warn(line, SoapWarning, stacklevel=2)
+        return planned.graph, record, matched(planned, opened)
     if record is not None and not record.has_values and not resumed:
         said = "expected --weights SPEC: safetensors, as Hugging Face writes, or init:normal:0.02"
         raise ModelError(f"model {model!r} was exported without weights; {said}")

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import permutations
 
-from soap.cluster.fields import Fields, nearest
+from soap.cluster.fields import Fields
 from soap.cluster.meshes import MESH, joined_pairs
 from soap.cluster.nics import INTERCONNECT, NETWORK, Network, Nic, interconnect_of, read_network, read_nics
 from soap.cluster.price import CURRENCY, PRICE, read_price
 from soap.cluster.topology import DEVICE_KINDS, Device, DeviceType, Host, Link, Topology
-from soap.errors import TopologyError
+from soap.errors import TopologyError, did_you_mean
 
 CLUSTER_KEYS = ("name", "device_types", "hosts", "network", "switches", "links", PRICE, CURRENCY)
 TYPE_KEYS = ("kind", "flops", "memory_bandwidth", "memory", "kernel_overhead", "source")
@@ -120,9 +120,9 @@ class _Wiring:
     def _type(self, fields: Fields) -> DeviceType:
         name = fields.text("type")
         if name not in self.types:
-            known, near = ", ".join(sorted(self.types)), nearest(name, self.types)
-            remedy = "or add it to device_types" if near is None else f"did you mean {near!r}? Else add it to device_types"
-            raise TopologyError(f"{fields.at('type')}: unknown device type {name!r}; expected one of {known}: {remedy}")
+            known, near = ", ".join(sorted(self.types)), did_you_mean(name, self.types)
+            remedy = f"{near} Else add it to device_types" if near else ": or add it to device_types"
+            raise TopologyError(f"{fields.at('type')}: unknown device type {name!r}; expected one of {known}{remedy}")
         return self.types[name]
 
     def _wire_host(self, fields: Fields, host: str, names: list[str]) -> None:

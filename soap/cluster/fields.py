@@ -3,10 +3,9 @@ line. Every message begins with the path of the value, e.g. ``cluster.yaml: host
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from soap.errors import TopologyError
+from soap.errors import TopologyError, did_you_mean
 from soap.units import parse_bandwidth, parse_bytes, parse_flops, parse_seconds
 
 MOST_AMOUNT = 1e12
@@ -27,9 +26,8 @@ class Fields:
             self._values[key] = item
         for key in self._values if allowed is not None else ():
             if key not in (allowed or ()):
-                near = difflib.get_close_matches(key, allowed or (), 1)
-                remedy = f"did you mean {near[0]!r}?" if near else "remove it"
-                raise TopologyError(f"{self.at(key)}: unknown key; expected one of {', '.join(allowed or ())}: {remedy}")
+                remedy = did_you_mean(key, allowed or ()) or ": remove it"
+                raise TopologyError(f"{self.at(key)}: unknown key; expected one of {', '.join(allowed or ())}{remedy}")
 
     def __contains__(self, key: str) -> bool:
         return self._values.get(key) is not None
@@ -119,14 +117,6 @@ class Fields:
         if not number > 0:
             raise TopologyError(f"{self.at(key)}: {self._values[key]!r}; expected more than 0: write the figure")
         return number
-
-
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that was perhaps meant: the most similar one with the same first part (``a100-…``), else a similar one, if any."""
-    names = list(known)
-    alike = [one for one in names if one.partition("-")[0] == name.partition("-")[0]]
-    found = difflib.get_close_matches(name, alike or names, 1, 0.0 if alike else 0.6)
-    return found[0] if found else None
 
 
 def _shown(value: object) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from soap.cluster.topology import DeviceKind, DeviceType, Topology
-from soap.errors import TopologyError
+from soap.errors import TopologyError, asked
 
 
 def run_kind(topology: Topology) -> DeviceKind:
@@ -12,7 +12,8 @@ def run_kind(topology: Topology) -> DeviceKind:
     if len(kinds) > 1:
         names = " and ".join(f"{device.name!r} ({kind})" for kind, device in sorted(kinds.items()))
         raise TopologyError(
-            f"cluster {topology.name!r} has {names}; expected devices of one kind to run on: say --device cpu, or take those of one kind"
+            f"cluster {topology.name!r} has {names}; expected devices of one kind to run on: say {asked('device')} cpu, or take those of "
+            "one kind"
         )
     return next(iter(kinds))
 

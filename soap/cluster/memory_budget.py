@@ -7,10 +7,10 @@ from dataclasses import replace
 from fractions import Fraction
 
 from soap.cluster.topology import Topology
-from soap.errors import TopologyError
+from soap.errors import TopologyError, asked
 from soap.units import format_bytes, parse_bytes
 
-OPTION = "--memory-budget"
+FIELD = "memory_budget"
 EXPECTED = "a share of each device's memory, such as 80%, or a size such as 20GB"
 _PERCENT = re.compile(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*%\s*", re.ASCII)
 
@@ -19,13 +19,13 @@ def read_budget(text: str) -> Fraction | int:
     """The share of a device's memory, or the bytes of it, that a text states. TopologyError in one line if it is neither."""
     percent = _PERCENT.fullmatch(text)
     if percent is None and "%" not in text:
-        size_bytes = parse_bytes(text, OPTION)
+        size_bytes = parse_bytes(text, asked(FIELD))
         if size_bytes < 1:
-            raise TopologyError(f"{OPTION} {text!r}: nothing fits into that; expected {EXPECTED}")
+            raise TopologyError(f"{asked(FIELD)} {text!r}: nothing fits into that; expected {EXPECTED}")
         return size_bytes
     share = Fraction(percent[1]) / 100 if percent is not None else Fraction(0)
     if not 0 < share <= 1:
-        raise TopologyError(f"{OPTION} {text[:80]!r}: expected {EXPECTED}: a share is above 0% and at most 100%")
+        raise TopologyError(f"{asked(FIELD)} {text[:80]!r}: expected {EXPECTED}: a share is above 0% and at most 100%")
     return share
 
 
@@ -42,5 +42,5 @@ def with_memory_budget(topology: Topology, text: str | None) -> Topology:
         return replace(topology, limits=tuple([max(1, int(budget * own)) for own in have]))
     if budget > max(have):
         most = format_bytes(max(have))
-        raise TopologyError(f"{OPTION} {text!r}: no device of cluster {topology.name!r} has more than {most}; expected at most that")
+        raise TopologyError(f"{asked(FIELD)} {text!r}: no device of cluster {topology.name!r} has more than {most}; expected at most that")
     return replace(topology, limits=tuple([min(budget, own) for own in have]))

@@ -18,10 +18,10 @@ from typing import Any
 from soap.cluster.build import build_cluster, own_types
 from soap.cluster.emulated import FAMILY as EMULATED
 from soap.cluster.emulated import emulated_topology, parse_emulated
-from soap.cluster.fields import Fields, nearest
+from soap.cluster.fields import Fields
 from soap.cluster.preset_families import describe_family, family_names, largest_hosts, parse_family
 from soap.cluster.topology import Device, DeviceType, Host, Link, Topology
-from soap.errors import TopologyError
+from soap.errors import TopologyError, did_you_mean
 
 LOCAL_BANDWIDTH_BYTES_PER_SECOND = 1e9
 """Between two processes of one machine: gloo over loopback copies through the kernel. A conservative assumption, not measured."""
@@ -68,9 +68,8 @@ def preset(name: str) -> Topology:
     elif (sized := parse_family(name, _families())) is not None:
         description = describe_family(sized, _families())
     else:
-        near = nearest(name, [*clusters, *largest_hosts(_families())])
-        remedy = "or give the path of a YAML file" if near is None else f"did you mean {near!r}?"
-        raise TopologyError(f"unknown cluster {name!r}; expected one of {', '.join(preset_names())}: {remedy}")
+        remedy = did_you_mean(name, [*clusters, *largest_hosts(_families())]) or ": or give the path of a YAML file"
+        raise TopologyError(f"unknown cluster {name!r}; expected one of {', '.join(preset_names())}{remedy}")
     return build_cluster({"name": name, **description}, device_types(), f"preset {name}")
 
 

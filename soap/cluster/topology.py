@@ -28,7 +28,7 @@ from soap.cluster.overheads import (
 )
 from soap.cluster.price import Price
 from soap.cluster.routes import Router
-from soap.errors import TopologyError
+from soap.errors import TopologyError, did_you_mean
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -260,6 +260,7 @@ class Topology:
             if device.name == name:
                 return device
         names = ", ".join(device.name for device in self.devices[:4]) + (", …" if self.device_count > 4 else "")
+        names += did_you_mean(name, [device.name for device in self.devices])
         raise TopologyError(f"device {name!r} does not exist on cluster {self.name!r}; expected one of {names}")
 
     def route(self, source: int, target: int) -> tuple[int, ...]:

@@ -36,7 +36,7 @@ class Preprocessed(Dataset[Sample]):
             self.rows, own = int(self._meta["rows"]), self._meta["dictionaries"]
             self.table_rows = tuple(int(own[column["dictionary"]]["rows"]) for column in columns if column["kind"] in ("hex", "string"))
             self._log1p = torch.tensor([bool(column["log1p"]) for column in columns if column["kind"] == "integer"], dtype=torch.bool)
-        except (OSError, ValueError, KeyError, TypeError) as cause:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as cause:
             reason = " ".join(str(cause).split())
             raise SoapError(f"{str(folder)!r} is not what soap-preprocess wrote ({reason}); expected its -o, finished") from None
         if any(len(array) != self.rows for array in arrays):

@@ -38,7 +38,7 @@ def noted(folder: str | Path) -> Noted:
     """What a folder says. ElasticError in one line if it is no run's."""
     path = Path(folder) / LEASES
     if not path.exists():
-        raise ElasticError(f"{str(folder)!r} has no run of servers and workers; expected the folder of --save")
+        raise ElasticError(f"{str(folder)!r} has no run of servers and workers; expected the folder of soap-run --save")
     return Noted(_read(path, {})[0])
 
 
@@ -71,7 +71,7 @@ def _read(path: Path, instead: dict[str, int | None]) -> tuple[Dealer, list[str]
     try:
         found = json.loads(read_text(path, what="leases", error=ElasticError))
         return Dealer.restored({**found, **instead}), [str(host) for host in found[HOSTS]]
-    except (ValueError, KeyError, TypeError) as cause:
+    except (ValueError, KeyError, TypeError, RecursionError) as cause:
         raise ElasticError(
             f"leases {str(path)!r} are damaged: {first_line(cause)}; bring the file back, or choose another folder"
         ) from None

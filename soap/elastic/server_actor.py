@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from torch import Tensor
+
 from soap.elastic.layout import Layout
 from soap.elastic.messages import Buffer, decode, encode
 from soap.elastic.session import module
@@ -45,13 +47,16 @@ class Keeping:
     def _own(self, server: int) -> Path:
         return Path(self.folder) / f"server-{server}"
 
-    def store(self, server: int, layout: Layout, source: Source, steps: Steps | None = None) -> Store:
-        """The server's store, as its folder has it, or as the model begins. ``steps``: if an update is that of a whole step."""
-        model = source.load()
+    def store(
+        self, server: int, layout: Layout, source: Source, steps: Steps | None = None, initial: Sequence[Tensor] | None = None
+    ) -> Store:
+        """The server's store, as its folder has it, or as the model begins. ``steps``: if an update is that of a whole step. ``initial``:
+        values of the server's partitions to begin with; None: the model's."""
+        values = layout.initial(server, source.load().parameters) if initial is None else initial
         return Store(
             self._own(server),
             layout.of_server(server),
-            layout.initial(server, model.parameters),
+            values,
             self.optimizer,
             lazy=self.lazy,
             fsync=self.fsync,
@@ -62,7 +67,8 @@ class Keeping:
 
 
 class Server:
-    """In an actor. ``host``: the address to listen on; None: that by which Ray knows this machine. ``steps``: see ``Keeping.store``."""
+    """In an actor. ``host``: the address to listen on; None: that by which Ray knows this machine. ``steps``, ``initial``: see
+    ``Keeping.store``."""
 
     def __init__(
         self,
@@ -73,12 +79,13 @@ class Server:
         secret: bytes,
         host: str | None = None,
         steps: Steps | None = None,
+        initial: Sequence[Tensor] | None = None,
     ) -> None:
         self._warned: list[str] = []
         warnings.simplefilter("always", SoapWarning)
         warnings.showwarning = lambda message, *_, **__: self._warned.append(str(message))  # the launcher shows them
         self._remove = partial(keeping.remove, server)
-        self._store = keeping.store(server, layout, source, steps)
+        self._store = keeping.store(server, layout, source, steps, initial)
         self._listener = Listener(self._answer, secret, host or str(module().util.get_node_ip_address()))
 
     def address(self) -> tuple[str, int]:

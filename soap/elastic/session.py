@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -40,6 +41,9 @@ OBJECT_STORE_BYTES = 100 * 2**20
 REACH_S = 5.0
 LEVEL, QUIET = "RAY_BACKEND_LOG_LEVEL", "fatal"
 """What Ray's native part writes to standard error, and the least that one can have."""
+NATIVE_LINE = re.compile(rb"\[\d{4}-\d\d-\d\d [\d:,]+ [A-EG-Z] \d+ \d+\] ")
+"""How lines of it begin, unless it ends the process (F)."""
+PASSING_S = 1.0
 WAIT, WAIT_S = "RAY_gcs_server_port_wait_time_s", 3
 """How often Ray tries to be let in, once a second. By itself it would try for twenty, with a line each time."""
 END_S = PATIENCE_S + 10.0
@@ -185,19 +189,32 @@ def _untold() -> None:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Within the context nothing is written to standard error, where ``QUIET`` holds: Ray says there that it will be quiet."""
+    """Within the context Ray's native part is not heard on standard error, where ``QUIET`` holds: it says there that it will be quiet. What
+    other threads write there passes."""
     if os.environ.get(LEVEL) != QUIET:
         yield
         return
     sys.stderr.flush()
-    before, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
+    before = os.dup(2)
+    coming, going = os.pipe()
+    os.dup2(going, 2)
+    os.close(going)
+    passing = threading.Thread(target=_pass, args=(coming, before), name="standard error", daemon=True)
+    passing.start()
     try:
         yield
     finally:
+        sys.stderr.flush()
         os.dup2(before, 2)
-        os.close(before)
-        os.close(nowhere)
+        passing.join(PASSING_S)  # unless a process that was started meanwhile still writes there
+
+
+def _pass(coming: int, going: int) -> None:
+    """Pass lines on until nobody writes any more, but for those of Ray's native part."""
+    with os.fdopen(coming, "rb") as lines, os.fdopen(going, "wb", buffering=0) as onward:
+        for line in lines:
+            if not NATIVE_LINE.match(line):
+                onward.write(line)
 
 
 def _refused(address: str, reached: bool, cause: BaseException) -> ElasticError:

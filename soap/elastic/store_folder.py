@@ -62,7 +62,7 @@ def agree(folder: Path, own: Mapping[str, Any]) -> None:
         return
     try:
         noted = json.loads(read_text(path, what="store", error=ElasticError))
-    except ValueError as cause:
+    except (ValueError, RecursionError) as cause:
         raise ElasticError(f"store {str(path)!r} is damaged: {cause}; bring it back from a copy, or begin in a new folder") from None
     for key, value in own.items():
         if not isinstance(noted, dict) or noted.get(key) != value:

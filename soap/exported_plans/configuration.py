@@ -51,8 +51,9 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Configuration:
-    """``width``: devices of a group that split a copy of the model, or its experts, by ``base``. ``world``: devices in all. ``device``: of
-    base ``single``. ``samples``: of a step, of all devices. ``microbatches``: in how many parts each device takes its samples."""
+    """``width``: devices of a group that split a copy of the model, or its experts, by ``base``. ``world``: devices in all. ``device``:
+    of base ``single``. ``samples``: of a step, of all devices. ``microbatches``: in how many parts each device takes its samples.
+    ``prefetch``: how many modules, or groups of values, may be gathered while an earlier one is used."""
 
     base: Base
     width: int
@@ -64,6 +65,7 @@ class Configuration:
     sharing: Sharing = "none"
     offload: bool = False
     recompute: Recompute = "none"
+    prefetch: int = 1
 
     @property
     def stages(self) -> int:
@@ -141,6 +143,7 @@ def recomputing(graph: OperatorGraph, strategy: Strategy, recompute: Recompute) 
 def meaning(graph: OperatorGraph, topology: Topology, configuration: Configuration) -> Strategy:
     """The strategy that a configuration stands for. StrategyError if there is none."""
     strategy = shared(graph, topology, placement(graph, topology, configuration), configuration.sharing)
+    strategy = replace(strategy, prefetch=configuration.prefetch)
     strategy = recomputing(graph, strategy, configuration.recompute)
     return offloaded(graph, strategy) if configuration.offload else strategy
 

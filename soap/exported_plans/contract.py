@@ -9,12 +9,14 @@ from soap.cluster.topology import Topology
 from soap.exported_plans.configuration import Base, Configuration, Recompute, Sharing
 from soap.exported_plans.layers import Layers
 from soap.model.graph import OperatorGraph
+from soap.strategy.wrapped import USUAL, Wrapped
 
 
 @dataclass(frozen=True)
 class Written:
-    """What a file is made of. ``autocast``: the type of mixed precision, None without. ``devices_each``: of a host. ``facts``: lines about
-    the plan, for the head of the file."""
+    """What a file is made of. ``autocast``: the type of mixed precision, None without. ``devices_each``: of a host. ``gathered``,
+    ``summed``: elements of a group of values, and of a bucket of gradients, that are not those of one module. ``facts``: lines about the
+    plan, for the head of the file."""
 
     configuration: Configuration
     graph: OperatorGraph
@@ -24,6 +26,8 @@ class Written:
     autocast: str | None
     sequence: int | None
     devices_each: int
+    gathered: int
+    summed: int
     facts: tuple[str, ...] = ()
 
 
@@ -33,7 +37,8 @@ class Target:
     usual one first. ``schedules``: of pipelines, by our names without numbers, and its names; empty: its configuration has no pipelines.
     ``schedule_rule``: why a schedule with so many stages, chunks on each and micro-batches is refused; empty if it is not. ``allows``:
     why it refuses a combination; empty if it does not. ``write``: the text of its file. ``notes``: what its configuration leaves to the
-    model's code."""
+    model's code. ``wraps``: how it brings parameters together by a configuration. ``depths``: values of ``Configuration.prefetch`` that it
+    can be told, the usual one first."""
 
     name: str
     title: str
@@ -47,6 +52,8 @@ class Target:
     allows: Callable[[Configuration], str]
     schedules: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    wraps: Callable[[Configuration, Layers], Wrapped] = lambda configuration, layers: USUAL
+    depths: tuple[int, ...] = (1,)
 
 
 def allows_all(configuration: Configuration) -> str:

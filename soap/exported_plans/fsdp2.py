@@ -19,6 +19,14 @@ CHECKPOINTING = {
         checkpoint_wrapper.apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrap, check_fn=lambda module: module in layers)
 ''',
 }
+PREFETCHING = '''    for order, prefetch in (
+        ([model, *modules], FSDPModule.set_modules_to_forward_prefetch),
+        ([model, *reversed(modules)], FSDPModule.set_modules_to_backward_prefetch),
+    ):
+        for place, module in enumerate(order, 1):
+            prefetch(module, order[place : place + PREFETCH])
+'''
+"""A module's gathers begin once those before it are there: ``FSDPModule`` of torch.distributed.fsdp."""
 PRODUCTS = '''
 PRODUCTS = [  # what these make is kept, everything else of a layer is computed again
     torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default, torch.ops.aten.convolution.default,
@@ -37,7 +45,8 @@ def write(written: Written) -> str:
     if written.autocast is not None:
         policy = f"mp_policy=MixedPrecisionPolicy(param_dtype=torch.{written.autocast}, reduce_dtype=torch.float32), "
     imports = ["from torch.distributed.device_mesh import init_device_mesh"]
-    imports.append(f"from torch.distributed.fsdp import {'MixedPrecisionPolicy, ' if policy else ''}fully_shard")
+    fsdp = ["FSDPModule"] * (own.sharing != "none") + ["MixedPrecisionPolicy"] * bool(policy) + ["fully_shard"]
+    imports.append(f"from torch.distributed.fsdp import {', '.join(fsdp)}")
     first = ["import torch", "from torch import nn"]
     if own.recompute != "none":
         imports.insert(0, "from torch.distributed.algorithms._checkpoint import checkpoint_wrapper")
@@ -46,7 +55,12 @@ def write(written: Written) -> str:
         imports.append("from torch.utils.checkpoint import create_selective_checkpoint_contexts")
     replicate = own.world // shard
     mesh = '(REPLICATE, SHARD), mesh_dim_names=("replicate", "shard")' if replicate > 1 else "(SHARD,)"
-    names = ", ".join(repr(name) for name in written.layers.names)
+    layers = written.layers
+    names = ", ".join(repr(name) for name in layers.names)
+    around = [*map(repr, layers.before), "*LAYERS", *map(repr, layers.after)]
+    gathers = own.sharing != "none"
+    wrapping, depth = (PREFETCHING, f"PREFETCH = {own.prefetch}  # modules that are gathered ahead\n") if gathers else ("", "")
+    keeping = "        model.set_reshard_after_backward(number == MICRO_BATCHES)\n" if gathers and own.microbatches > 1 else ""
     checkpointing = dedent(CHECKPOINTING[own.recompute])
     head = "\n\n".join(written.facts)
     return f'''"""{head}
@@ -56,23 +70,25 @@ def write(written: Written) -> str:
 
 REPLICATE, SHARD = {replicate}, {shard}  # copies of all parameters; parts of each copy
 MICRO_BATCHES = {own.microbatches}  # of {own.micro_batch} samples on each device, {own.samples} in a step
-LAYERS = ({names}{"," * (len(written.layers.names) == 1)})
-{PRODUCTS if own.recompute == "selective" else ""}
+LAYERS = ({names}{"," * (len(layers.names) == 1)})
+MODULES = ({", ".join(around)}{"," * (len(around) == 1)})  # each is gathered at once, in this order; the model itself has the rest
+{depth}{PRODUCTS if own.recompute == "selective" else ""}
 
 def parallelize(model: nn.Module, device_type: str = "cuda") -> nn.Module:
     """Call this on all ranks, behind init_process_group and before the optimizer is made."""
     mesh = init_device_mesh(device_type, {mesh})
     options = dict({policy}mesh=mesh, reshard_after_forward={reshard})
-{indent(checkpointing, "    ")}    for name in LAYERS:
-        fully_shard(model.get_submodule(name), **options)
-    return fully_shard(model, **options)
+{indent(checkpointing, "    ")}    modules = [model.get_submodule(name) for name in MODULES]
+    for module in (*modules, model):
+        fully_shard(module, **options)
+{wrapping}    return model
 
 
 def backward(model: nn.Module, batches) -> None:
     """One step's backward passes. batches: the arguments of MICRO_BATCHES calls of the model, which returns its loss."""
     for number, batch in enumerate(batches, 1):
         model.set_requires_gradient_sync(number == MICRO_BATCHES)
-        (model(*batch) / MICRO_BATCHES).backward()
+{keeping}        (model(*batch) / MICRO_BATCHES).backward()
 '''
 
 
@@ -80,4 +96,5 @@ TARGET = Target(
     "fsdp2", "PyTorch's fully_shard", "torch 2.13", ".py", ("data", "single"), ("fsdp", "hsdp", "zero1", "none"),
     ("none", "selective", "full"), False, write, allows_all, {},
     ("the loss of micro-batches is the mean of theirs", "with no sharing, fully_shard over a mesh of one part replicates"),
+    lambda own, layers: layers.by_module(own), (1, 2, 3, 4),
 )  # fmt: skip

@@ -5,9 +5,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
+from functools import cached_property
+from math import prod
 
+from soap.exported_plans.configuration import Configuration
 from soap.model.graph import OperatorGraph
 from soap.strategy.megatron import operator_work
+from soap.strategy.wrapped import Wrapped
 
 _LAYER = re.compile(r"(?P<prefix>(?:[^.]+\.)*?)(?P<number>\d+)(?:\.|$)")
 
@@ -42,6 +46,63 @@ class Layers:
             seen = max(seen, -1 if layer is None else layer)
             result.append(count - 1 if i > last else 0 if seen < 0 else of_layer[seen])
         return tuple(result)
+
+    @cached_property
+    def before(self) -> tuple[str, ...]:
+        """Modules before all layers that may be wrapped by themselves, in their order: nothing else reads their parameters."""
+        return self._around[0]
+
+    @cached_property
+    def after(self) -> tuple[str, ...]:
+        """Modules after all layers that may be wrapped by themselves."""
+        return self._around[1]
+
+    @cached_property
+    def _around(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        places: dict[str, list[int]] = {name: [] for name in self._parameters if name not in self.names}
+        for i, op in enumerate(self._graph.operators):
+            for operand in op.parameters:
+                module = self._module_of(operand.tensor)
+                if op.name != module:  # tied, or read by what is around the module: whose forward pass may never run
+                    places.pop(module, None)
+                elif module in places:
+                    places[module].append(i)
+        inside = [i for i, layer in enumerate(self.of) if layer is not None]
+        alone = [name for name in places if name and not any(other.startswith(f"{name}.") for other in self._parameters)]
+        used = sorted((name for name in alone if places[name] and inside), key=lambda name: places[name])
+        first = tuple(name for name in used if places[name][-1] < inside[0])
+        return first, tuple(name for name in used if places[name][0] > inside[-1])
+
+    @cached_property
+    def _parameters(self) -> dict[str, list[str]]:
+        """By layer, or module that is in none, the parameters in it."""
+        found: dict[str, list[str]] = {name: [] for name in self.names}
+        for tensor in self._graph.parameters:
+            found.setdefault(self._module_of(tensor.name), []).append(tensor.name)
+        return found
+
+    def _module_of(self, parameter: str) -> str:
+        """The layer that a parameter is in, or else the module that has it."""
+        own = _layer(parameter)
+        layer = "" if own is None else f"{own[0]}{own[1]}"
+        return layer if layer in self.names else parameter.rpartition(".")[0]
+
+    def wrapped(self, modules: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
+        """The parameters of each group of modules, and of the model itself, which has the rest."""
+        groups = [tuple(name for module in group for name in self._parameters[module]) for group in modules]
+        told = {name for group in groups for name in group}
+        rest = tuple(tensor.name for tensor in self._graph.parameters if tensor.name not in told)
+        return tuple(group for group in (*groups, rest) if group)
+
+    def by_module(self, configuration: Configuration) -> Wrapped:
+        """Each layer and each module around them wrapped by itself. Values that are not shared stay until the backward pass."""
+        modules = self.wrapped([(name,) for name in (*self.before, *self.names, *self.after)])
+        return Wrapped(modules, stays=configuration.sharing == "zero1")
+
+    def most_elements(self) -> int:
+        """Elements of the parameters of the largest layer."""
+        sizes = {tensor.name: prod(tensor.shape) for tensor in self._graph.parameters}
+        return max((sum(sizes[name] for name in self._parameters[layer]) for layer in self.names), default=sum(sizes.values()))
 
     def in_chunk(self, chunks: Sequence[int], chunk: int) -> list[int]:
         """The layers of a chunk."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from soap.exported_plans.configuration import Configuration
 from soap.exported_plans.contract import Target, Written
+from soap.exported_plans.layers import Layers
+from soap.strategy.wrapped import USUAL, Wrapped
 
 SCHEDULES = {"1f1b": "1F1B", "interleaved": "interleaved 1F1B"}
 
@@ -16,6 +18,14 @@ def allows(configuration: Configuration) -> str:
     if pipeline is not None and configuration.sharing in ("fsdp", "hsdp"):
         return "Megatron-FSDP with a pipeline is not written"
     return ""
+
+
+def wraps(own: Configuration, layers: Layers) -> Wrapped:
+    """Megatron-FSDP gathers whole transformer layers, and other modules by themselves (core/distributed/fsdp/mcore_fsdp_adapter.py). The
+    distributed optimizer gathers values by buckets, one ahead of the forward passes (finish_param_sync of core/distributed)."""
+    if own.sharing == "none":
+        return USUAL
+    return Wrapped(stays=True) if own.sharing == "zero1" else layers.by_module(own)
 
 
 def write(written: Written) -> str:
@@ -36,13 +46,17 @@ def write(written: Written) -> str:
         arguments.append(("seq-length", written.sequence))
     if own.sharing == "zero1":
         flags += ["use-distributed-optimizer", "overlap-grad-reduce", "overlap-param-gather"]
+        arguments.append(("ddp-bucket-size", written.gathered))
     elif own.sharing in ("fsdp", "hsdp"):
         flags += ["use-megatron-fsdp", "use-distributed-optimizer"]
         arguments += [("data-parallel-sharding-strategy", "optim_grads_params"), ("ckpt-format", "fsdp_dtensor")]
+        # elements; a half of them is gathered ahead (MegatronFSDP.suggested_AG_prefetch_size)
+        arguments.append(("suggested-communication-unit-size", 2 * own.prefetch * written.layers.most_elements()))
         if own.sharing == "hsdp":
             arguments.append(("num-distributed-optimizer-instances", max(1, own.world // written.devices_each)))
     else:
         flags.append("overlap-grad-reduce")
+        arguments.append(("ddp-bucket-size", written.summed))
     if own.offload:
         flags.append("optimizer-cpu-offload")
         arguments.append(("optimizer-offload-fraction", 1.0))
@@ -74,4 +88,5 @@ TARGET = Target(
     "megatron", "Megatron-LM", "core 0.19.0", ".sh", ("data", "tensor", "sequence", "context", "expert", "single"),
     ("none", "zero1", "fsdp", "hsdp"), ("none", "selective", "full"), True, write, allows, SCHEDULES,
     ("sizes of the model (--num-layers, --hidden-size, …) are yours to add", "selective recomputation there is of attention alone"),
+    wraps, (1, 2, 3, 4),
 )  # fmt: skip

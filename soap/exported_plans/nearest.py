@@ -1,7 +1,8 @@
 """The nearest configuration that a target can be told: of all that it knows, that in which least of the plan is otherwise.
 
 Where operators are, how parameters are shared and what is recomputed are chosen one after the other, each by the share that differs: of the
-work of operators, of the bytes of parameters, of the work again. Equally near placements are left to the caller, who can simulate them.
+work of operators, of the bytes of parameters, of the work again. Equally near placements are left to the caller, who can simulate them, and
+so are the configurations near it (``near``).
 """
 
 from __future__ import annotations
@@ -63,12 +64,30 @@ def nearest(target: Target, graph: OperatorGraph, topology: Topology, strategy: 
         )
     chosen = _nearest_placement(graph, topology, strategy, candidates, choose)
     chosen = _nearest_sharing(target, graph, topology, strategy, chosen)
+    depths = _depths(target, Layers(graph), chosen)
+    chosen = replace(chosen, prefetch=min(depths, key=lambda depth: (abs(depth - strategy.prefetch), depth)))
     chosen = _nearest_recompute(target, graph, topology, strategy, chosen)
     offload = target.offloads and _offloaded_share(graph, strategy) > 0.5
     chosen = replace(chosen, offload=offload)
     if chosen.microbatches != strategy.microbatches:
         notes.append(f"{strategy.microbatches} micro-batches become {chosen.microbatches}, which divide the samples of a device")
     return Nearest(chosen, meaning(graph, topology, chosen), tuple(dict.fromkeys(notes)))
+
+
+def near(target: Target, topology: Topology, layers: Layers, nearest: Configuration) -> tuple[Configuration, ...]:
+    """The nearest configuration, then those that only share parameters otherwise, or gather more or less ahead."""
+    found = [nearest]
+    for sharing in _sharing(target, topology, nearest):
+        own = replace(nearest, sharing=sharing)
+        found += [replace(own, prefetch=depth) for depth in _depths(target, layers, own)]
+    return tuple(dict.fromkeys(found))
+
+
+def _depths(target: Target, layers: Layers, own: Configuration) -> tuple[int, ...]:
+    """How far ahead the target can be told to gather modules; with micro-batches gathers wait for nothing."""
+    wrapped = target.wraps(own, layers)
+    gathers = own.sharing in ("fsdp", "hsdp") or (wrapped.stays and wrapped.modules)
+    return target.depths if gathers and own.microbatches == 1 else target.depths[:1]
 
 
 def _candidates(
@@ -159,10 +178,7 @@ def _split_alike(a: OpConfig, b: OpConfig) -> bool:
 def _nearest_sharing(target: Target, graph: OperatorGraph, topology: Topology, strategy: Strategy, chosen: Configuration) -> Configuration:
     usual = placement(graph, topology, chosen)
     found: list[tuple[int, int, Sharing]] = []
-    kinds: tuple[Sharing, ...] = target.sharing if chosen.world > 1 else ("none",)
-    for sharing in kinds:
-        if target.allows(replace(chosen, sharing=sharing)) or (sharing == "hsdp" and not shares_in_hosts(topology)):
-            continue
+    for sharing in _sharing(target, topology, chosen):
         other = shared(graph, topology, usual, sharing)
         trained = [tensor for tensor in graph.parameters if tensor.requires_grad]
         differing = [t for t in trained if replace(strategy.sync(t.name), offload=False) != other.sync(t.name)]
@@ -171,6 +187,13 @@ def _nearest_sharing(target: Target, graph: OperatorGraph, topology: Topology, s
     if not found:
         raise StrategyError(f"{target.title} has no way to keep parameters of {chosen.base} parallelism here; expected another target")
     return replace(chosen, sharing=min(found, key=lambda own: own[:2])[2])
+
+
+def _sharing(target: Target, topology: Topology, chosen: Configuration) -> list[Sharing]:
+    """The kinds of sharing that the target has for a configuration."""
+    kinds: tuple[Sharing, ...] = target.sharing if chosen.world > 1 else ("none",)
+    able = [sharing for sharing in kinds if sharing != "hsdp" or shares_in_hosts(topology)]
+    return [sharing for sharing in able if not target.allows(replace(chosen, sharing=sharing))]
 
 
 def _shared(word: str) -> int:

@@ -7,6 +7,8 @@ from math import gcd
 
 from soap.exported_plans.configuration import Configuration
 from soap.exported_plans.contract import Target, Written
+from soap.exported_plans.layers import Layers
+from soap.strategy.wrapped import USUAL, Wrapped
 
 SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B"}
 
@@ -58,6 +60,14 @@ def write(written: Written) -> str:
     return "\n".join(lines) + "\n"
 
 
+def wraps(own: Configuration, layers: Layers) -> Wrapped:
+    """As its models' ``apply_fsdp`` (torchtitan/models/llama3/infra/parallelize.py): the embeddings, each block, and the norm and output
+    together; always one ahead, which is what ``fully_shard`` does by itself. Without sharing it is DDP, in buckets."""
+    if own.sharing == "none":
+        return USUAL
+    return Wrapped(layers.wrapped([layers.before, *((name,) for name in layers.names), layers.after]), stays=own.sharing == "zero1")
+
+
 def replicas(written: Written) -> tuple[int, int]:
     """How many copies of all parameters there are, and in how many parts each is, not counting context parallelism."""
     own = written.configuration
@@ -74,4 +84,5 @@ TARGET = Target(
     ("none", "selective", "full"), False, write, allows, SCHEDULES,
     ("later versions than 0.2 are configured in Python, by fields of the same names",
      "names in module_fqns_per_model_part are this model's: torchtitan's own models call theirs tok_embeddings, layers.N, norm, output"),
+    wraps,
 )  # fmt: skip

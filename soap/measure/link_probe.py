@@ -24,6 +24,7 @@ from soap.cluster.presets import local_topology
 from soap.errors import ProfileError
 from soap.measure.link_probes import COLD_PENALTIES, IN_STEPS, LinkTiming, Probe, quick_probes
 from soap.measure.link_records import decode_timing, encode_timing
+from soap.runtime.comm.launched import inherited, loopback
 from soap.runtime.system.gloo_threads import calm_gloo
 from soap.runtime.system.malloc import keep_freed_memory
 
@@ -38,7 +39,6 @@ SECONDS_PER_PROBE, TURNS = 0.05, 2
 PING_PONGS = 200
 EXCHANGES = 10
 EXCHANGE_BYTES = 8 * 2**20
-LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +89,10 @@ def measure_link(
 
 
 def _environment(environment: Mapping[str, str], threads: int) -> dict[str, str]:
-    """So many threads per process, and the loopback interface unless the user chose one: a host name need not resolve."""
-    result = {**environment, "OMP_NUM_THREADS": str(threads)}
-    loopback = LOOPBACK.get(sys.platform)
-    if loopback is not None:
-        result.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    return result
+    """So many threads per process, and the loopback interface unless the user chose one: a host name need not resolve. Nothing that a
+    launcher has given this process, or has left behind."""
+    kept = {name: value for name, value in environment.items() if inherited(name)}
+    return {**loopback(), **kept, "OMP_NUM_THREADS": str(threads)}
 
 
 def _answer(ranks: list[subprocess.Popen[str]], deadline: float) -> Probed:

@@ -17,6 +17,7 @@ import torch
 from soap.cluster.topology import DeviceKind
 from soap.measure.link_probes import IN_STEPS, MOST_TIMES, LinkTiming, Operation, Probe
 from soap.measure.step_timing import TURNS, measure_in_steps
+from soap.runtime.comm import signs
 from soap.runtime.comm.redistribute import Communicator
 from soap.runtime.comm.world import close_world, open_world
 from soap.runtime.system import clock
@@ -54,7 +55,7 @@ def measure_links(
         when_open()
         found: list[LinkTiming] = []
         for probe in todo:
-            if comm.gather(comm.rank == 0 and enough())[0]:
+            if comm.gather_late(comm.rank == 0 and enough())[0]:
                 break
             in_steps = probe.operation in IN_STEPS
             if in_steps:
@@ -82,6 +83,7 @@ def _measure(comm: Communicator, probe: Probe, seconds_per_probe: float) -> Link
     rounds = min(most, max(LEAST_ROUNDS, int(seconds_per_probe / max(slowest, 1e-9))))
     comm.barrier()
     own_rounds = [_timed(comm, once, before) for _ in range(rounds)] if once else [(0.0, 0.0)] * rounds
+    signs.meet()  # those without a part in it are here long before
     comm.barrier()
     gathered = comm.gather(([wall for wall, _ in own_rounds], median(busy for _, busy in own_rounds)))
     ways = 2 if probe.operation is Operation.MESSAGE else 1  # there and back

@@ -99,6 +99,7 @@ class Neighbours:
         process.kill()
         errors = "" if late else process.communicate()[1]
         reason = f"not ready after {START_S:g} s" if late else (errors.strip().splitlines() or ["no reason given"])[-1]
+        reason = reason.partition(": ")[2] if reason.startswith("soap.errors.") else reason
         raise RuntimeFailure(f"a process to keep a core busy could not be started: {reason}")
 
 

@@ -25,6 +25,8 @@ class DType(Protocol):
 Kind = TypeVar("Kind", bound=DType)
 
 _INEXACT = ("float", "bfloat", "complex")
+_STORED = ("float8", "float4")
+"""Types to keep numbers in, which nothing computes in: none replaces them."""
 
 TF32 = "tf32"
 """Float32 whose operands the tensor cores of GPUs round to 10 bits of mantissa. It is a way to compute, and no tensor has this type."""
@@ -58,7 +60,7 @@ def replaced(own: Kind, by: Kind | None) -> Kind:
 
     Complex numbers get both parts in that type, so it must be one that ``has_complex``.
     """
-    if by is None or not is_differentiable(own):
+    if by is None or not is_differentiable(own) or name_of(own).startswith(_STORED):
         return own
     return by.to_complex() if own.is_complex else by
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from soap.errors import ModelError, StrategyError
+from soap.errors import ModelError, StrategyError, did_you_mean
 from soap.model.graph import OperatorGraph
 from soap.model.sparse_access import RowAccess, scaled
 
@@ -58,7 +58,7 @@ def with_alphas(graph: OperatorGraph, shares: Sequence[tuple[str, float]]) -> Op
     for pattern, alpha in shares:
         names = [name for name in sparse if fnmatchcase(name, pattern)]
         if not names:
-            some = ", ".join([*sparse][:5]) + (", …" if len(sparse) > 5 else "")
+            some = ", ".join([*sparse][:5]) + (", …" if len(sparse) > 5 else "") + did_you_mean(pattern, sparse)
             raise ModelError(f"no sparse parameter is named {pattern!r}; expected one of {some}" if sparse else _dense(graph, pattern))
         for name in names:
             try:

@@ -92,7 +92,7 @@ class PlanBuilder:
         self._distances = lru_cache(None)(self._make_distances)
         self._accelerators = frozenset(number for number, device in enumerate(topology.devices) if device.type.kind != "cpu")
         self._represented = represented
-        self._keeping = Keeping(graph, topology, represented)
+        self._keeping = Keeping(graph, topology, represented, training.wrapped)
         self._readers = [_readers(graph, position) for position in range(len(graph.operators))]
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 from soap.preprocessing.container import PreprocessError
 from soap.preprocessing.inputs import PARQUET, Unit
 
-MISSING = "Parquet needs pyarrow: pip install 'soap-search[preprocess]', or leave Parquet out (--no-parquet)"
+MISSING = "Parquet needs pyarrow: pip install 'soap-search[preprocess]', or leave Parquet out: parquet=False (--no-parquet)"
 
 
 def parquet() -> Any:

@@ -96,7 +96,7 @@ def read_arrays(path: Path) -> dict[str, Array]:
                 raise ValueError("it is cut short")
             found[entry["name"]] = mapped[first : first + length].view(kind).reshape(shape)
         return found
-    except (OSError, ValueError, KeyError, TypeError) as cause:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as cause:
         raise PreprocessError(f"{str(path)!r} cannot be read: {cause}; remove the folder {str(path.parent)!r} and start again") from None
 
 
@@ -128,7 +128,7 @@ def read_record(path: Path, key: str) -> dict[str, Any] | None:
     """The record, if it is there and was made from what has this key."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) and found.get("key") == key else None
 

@@ -33,7 +33,7 @@ def place_of(out: Path) -> Path:
             place = place.parent
         return place
     except OSError as cause:
-        raise PreprocessError(f"cannot write {str(out)!r}: {reason(cause)}; choose another -o") from None
+        raise PreprocessError(f"cannot write {str(out)!r}: {reason(cause)}; choose another folder") from None
 
 
 def require_disk(units: Sequence[Unit], out: Path, parquet: bool) -> None:
@@ -42,8 +42,8 @@ def require_disk(units: Sequence[Unit], out: Path, parquet: bool) -> None:
     needed = disk_needed(units, parquet) // 2
     if free < needed:
         raise PreprocessError(
-            f"{str(out)!r} has {format_bytes(free)} free; expected at least {format_bytes(needed)}: make room, choose another -o, "
-            "or leave Parquet out (--no-parquet)"
+            f"{str(out)!r} has {format_bytes(free)} free; expected at least {format_bytes(needed)}: make room, choose another folder, "
+            "or leave Parquet out: parquet=False (--no-parquet)"
         )
 
 

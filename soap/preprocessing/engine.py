@@ -90,7 +90,7 @@ def run(
         if there is not None and there["key"] == key and not (folder / FINISHED).exists():
             return Summary(there["rows"], there["skipped"], 0, 0, {name: own["rows"] for name, own in there["dictionaries"].items()})
         if there is not None and there["key"] != key:
-            raise PreprocessError(f"{str(out)!r} holds the result of another SPEC or other input; choose another -o, or remove the folder")
+            raise PreprocessError(f"{str(out)!r} holds the result of another SPEC or other input; choose another folder, or remove it")
         work = Work(str(folder), spec, units, options.on_error == "stop", options.parquet, options.codec)
         nodes = make_nodes(work)
         try:
@@ -111,19 +111,19 @@ def locked(out: Path) -> Iterator[Path]:
     folder = out / FOLDER
     try:
         if out.exists() and not out.is_dir():
-            raise PreprocessError(f"-o {str(out)!r} is a file; expected a folder: choose another path")
-        foreign = [path.name for path in out.iterdir() if path.name not in (result.META, FOLDER, LOG)] if out.is_dir() else []
-        if foreign and not (out / result.META).exists() and not folder.exists():
-            raise PreprocessError(f"-o {str(out)!r} holds other files ({foreign[0]}); expected a new or empty folder: choose another path")
+            raise PreprocessError(f"{str(out)!r} is a file; expected a folder: choose another path")
+        foreign = [path.name for path in out.iterdir() if path.name not in (FOLDER, LOG)] if out.is_dir() else []
+        if foreign and result.read(out) is None and not folder.exists():
+            raise PreprocessError(f"{str(out)!r} holds other files ({foreign[0]}); expected a new or empty folder: choose another path")
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as cause:
-        raise PreprocessError(f"cannot write {str(out)!r}: {reason(cause)}; choose another -o") from None
+        raise PreprocessError(f"cannot write {str(out)!r}: {reason(cause)}; choose another folder") from None
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise PreprocessError(f"another soap-preprocess is at work on {str(out)!r}; wait for it, or choose another -o") from None
+            raise PreprocessError(f"another soap-preprocess is at work on {str(out)!r}; wait for it, or choose another folder") from None
         for left in folder.rglob(".*.tmp"):  # of a run that was killed
             left.unlink(missing_ok=True)
         yield folder

@@ -43,7 +43,7 @@ def generate(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
-            raise PreprocessError(f"-o {str(folder)!r} holds files; expected a new or empty folder: choose another path")
+            raise PreprocessError(f"{str(folder)!r} holds files; expected a new or empty folder: choose another path")
         for number, (first, last) in enumerate(pairwise([rows * i // files for i in range(files + 1)])):
             begun.append(folder / f"day_{number}.tsv")
             with begun[-1].open("wb") as stream:

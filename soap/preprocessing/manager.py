@@ -114,7 +114,7 @@ class Manager:
         if mode == CHUNK:
             return Limits(1, self._most or cores, self._most or cores, "one unit at a time")
         idle = max(1, int(sample.cores - sample.others + 0.6))
-        choices = [(self._most or cores, "cores" if self._most is None else "--workers"), (idle, "other processes' load")]
+        choices = [(self._most or cores, "cores" if self._most is None else "workers"), (idle, "other processes' load")]
         each = self.task_bytes(step, state.size)
         reserve = max(LEAST_RESERVE_BYTES, round(RESERVE_SHARE * sample.limit_bytes))
         if state.workers and state.used_bytes and not state.running:

@@ -80,7 +80,8 @@ class Node:
         if self.manager.mode(task.step) == "unit" or (running == 1 and times >= MOST_LOST):
             raise PreprocessError(
                 f"step {task.step}: a process was killed, most likely because memory ran out (its task is about "
-                f"{format_bytes(task.size)}); expected more memory, or smaller tasks: --mode {task.step}=adaptive, a smaller --chunk-bytes"
+                f"{format_bytes(task.size)}); expected more memory, or smaller tasks: mode adaptive for this step "
+                f"(--mode {task.step}=adaptive), a smaller chunk_bytes (--chunk-bytes)"
             )
         self.manager.lost(running)
 

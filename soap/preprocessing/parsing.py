@@ -113,7 +113,7 @@ def _fault(spec: Spec, data: NDArray[np.uint8], bad: NDArray[np.int64], unit: Un
         name = spec.columns[place].name
         limits = "a whole number below 2^31" if fault == kernel.NO_NUMBER else "at most 16 hexadecimal digits"
         what = f"column {place + 1} ({name}) is not {limits}"
-    return f"{unit.path!r}, line {line}: {what}; it begins {shown}: correct it, or leave such lines out with --on-error skip"
+    return f"{unit.path!r}, line {line}: {what}; it begins {shown}: correct it, or leave such lines out: on_error='skip' (--on-error skip)"
 
 
 def cut_row_groups(unit: Unit, spec: Spec, chunk_bytes: int) -> tuple[Chunk, ...]:
@@ -167,8 +167,8 @@ def parse_row_groups(layout: Layout, unit: Unit, chunk: Chunk, stop: bool) -> tu
             where = f"row {row} from row group {chunk.begin} on"
             shown = repr(values[row].as_py())[:SHOWN_BYTES]
             raise PreprocessError(
-                f"{unit.path!r}, {where}: column {column.name} is not {kind} but {shown}: correct it, or leave such rows out with "
-                "--on-error skip"
+                f"{unit.path!r}, {where}: column {column.name} is not {kind} but {shown}: correct it, or leave such rows out: "
+                "on_error='skip' (--on-error skip)"
             )
         good &= valid
     kept = np.flatnonzero(good)

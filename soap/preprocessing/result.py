@@ -22,8 +22,8 @@ def read(out: Path) -> dict[str, Any] | None:
     """What the finished result in a folder says of itself, if there is one."""
     try:
         found = json.loads((out / META).read_text(encoding="utf-8"))
-        return found if isinstance(found, dict) and "key" in found else None
-    except (OSError, ValueError):
+        return found if isinstance(found, dict) and {"format", "key", "units"} <= found.keys() else None
+    except (OSError, ValueError, RecursionError):
         return None
 
 

@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from soap.errors import SoapError
+from soap.errors import SoapError, one_of
 from soap.files import read_text
 from soap.yaml_text import parse_yaml
 
@@ -145,7 +145,7 @@ def _columns(entry: object, where: str) -> list[Column]:
     """The columns of one entry: as many as its ``count``, numbered from 1 then."""
     kind = entry.get("kind") if isinstance(entry, dict) else None
     if isinstance(entry, dict) and kind not in KINDS:
-        raise SpecError(f"{where}.kind: {_shown(kind)}; expected one of {', '.join(KINDS)}")
+        raise SpecError(f"{where}.kind: {_shown(kind)}; expected {one_of(str(kind), KINDS)}")
     fields = _mapping(entry, where, ("name", "kind", "count", *_FIELDS.get(str(kind), ())))
     name = fields.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
@@ -203,7 +203,7 @@ def _mapping(value: object, where: str, allowed: Sequence[str]) -> dict[str, Any
         raise SpecError(f"{where}: {_shown(value)}; expected a mapping of {', '.join(allowed)}")
     for key in value:
         if key not in allowed:
-            raise SpecError(f"{where}.{key}: unknown field; expected one of {', '.join(allowed)}")
+            raise SpecError(f"{where}.{key}: unknown field; expected {one_of(str(key), allowed)}")
     return value
 
 

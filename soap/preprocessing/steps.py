@@ -39,6 +39,8 @@ from soap.preprocessing.work import CONVERT, INDEX, MERGE, NAMES, OPEN, PARQUET_
 
 NARROW = 2**16
 """Dictionaries of at most so many entries have codes of two bytes."""
+MOST_INFLATED, INFLATED_SPARE_BYTES = 200, 2**30
+"""A compressed input may become so many times as long, and so much longer in any case. Rows of numbers become about ten times as long."""
 
 
 def perform(work: Work, task: Task) -> Done:
@@ -65,6 +67,9 @@ def _open(work: Work, task: Task) -> Done:
         try:
             with temporary.open("wb") as target:
                 while block := _block(source, unit.path):
+                    if target.tell() > MOST_INFLATED * unit.size + INFLATED_SPARE_BYTES:
+                        said = f"its {unit.size} bytes became more than {target.tell()}"
+                        raise PreprocessError(f"input {unit.path!r} is no data: {said}; uncompress it yourself if it is right")
                     target.write(block)
             os.replace(temporary, path)
         except OSError as cause:

@@ -27,7 +27,7 @@ def blocks(contents: Contents) -> Sequence[Block]:
     assert found is not None
     text = (
         f"An iteration was predicted to take {duration(found.predicted_ns)} and took {duration(found.measured_ns)}: the prediction is off "
-        f"by {found.error:+.1%}. {found.tasks:,} tasks are on both sides."
+        f"by {found.error:+z.1%}. {found.tasks:,} tasks are on both sides."
     )
     shown: list[Block] = [Text(text, leading=True)]
     for what, groups in (("operators", found.operators), ("tasks", found.kinds)):

@@ -25,8 +25,9 @@ LABELLED = 80
 """Up to so many devices, or switches, there is room for their numbers and names."""
 THICK = 120
 """More links that carry something are thin lines."""
-BESIDE = 0.09
-"""How far the two directions of a cable are apart, in devices."""
+APART, APART_SHARE = 0.09, 0.005
+"""How far each of the two directions of a cable is from its lower node's middle: in devices, and at most this share of the drawing's width,
+so that both end in the node's mark however few devices there are."""
 CURVED = 16
 """Points of an arc between devices that no switch joins."""
 
@@ -98,15 +99,16 @@ def _apart(middles: Mapping[str, float], least: float) -> dict[str, float]:
 
 
 def line_of(link: Link, places: Mapping[str, Point]) -> tuple[list[float], list[float]]:
-    """The points of a link's line: a little to the right of its direction, an arc between devices."""
+    """The points of a link's line, an arc between devices. The two directions of a cable are apart at its lower end and meet at the upper
+    one, where those of several cables would cross."""
     (x0, y0), (x1, y1) = places[link.source], places[link.target]
     if y0 == y1:
         depth = (0.25 + 0.11 * min(8.0, abs(x1 - x0))) * (1.0 if x0 < x1 else 0.86)
         parts = [i / CURVED for i in range(CURVED + 1)]
         side = -1 if y0 == 0 else 1
         return [x0 + (x1 - x0) * t for t in parts], [y0 + side * depth * 4 * t * (1 - t) for t in parts]
-    aside = BESIDE if y1 > y0 else -BESIDE
-    return [x0 + aside, x1 + aside], [y0, y1]
+    aside = min(APART, APART_SHARE * (max(x for x, _ in places.values()) - min(x for x, _ in places.values())))
+    return ([x0 + aside, x1] if y1 > y0 else [x0, x1 - aside]), [y0, y1]
 
 
 def _drawing(topology: Topology, simulation: Simulation | FoldedSimulation) -> BokehFigure:

@@ -25,7 +25,7 @@ def blocks(contents: Contents) -> Sequence[Block]:
     """What the section shows."""
     summary = contents.summary
     assert summary is not None
-    found: list[Block] = [Text(_verdict(summary), leading=True), Table("The plan", ("", ""), _facts(contents, summary), words=True)]
+    found: list[Block] = [Text(_verdict(summary) + _measured(contents), leading=True), Table("The plan", ("", ""), _facts(contents, summary), words=True)]
     title = f"Predicted time per iteration: this plan beside {len(summary['baselines'])} strategies that have a name"
     about = "The thin line at this plan's bar is where 80% of the draws of the costs are. Orange: does not fit into memory."
     head = ("strategy", "predicted", "speed-up over it", "memory")
@@ -45,6 +45,14 @@ def _verdict(summary: Mapping[str, Any]) -> str:
     gain = "" if least == most else f", between {least:.2f} and {most:.2f}"
     speed = f"{summary['speedup']:.2f} times as fast as data parallelism{gain}"
     return f"{duration(summary['predicted_ns'])} per iteration{sure}: {speed}. It {verdict}."
+
+
+def _measured(contents: Contents) -> str:
+    """What the run itself took; "" if none was measured."""
+    if (found := contents.comparison) is None:
+        return ""
+    ratio = found.measured_ns / max(1, found.predicted_ns)
+    return f" Measured: {duration(found.measured_ns)} in the iteration that was traced, {ratio:.2f} times its prediction."
 
 
 def _facts(contents: Contents, summary: Mapping[str, Any]) -> list[tuple[str, str]]:

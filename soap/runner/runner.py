@@ -25,6 +25,7 @@ from soap.runner.reductions import with_reductions
 from soap.runner.sharding import rank_and_count
 from soap.runner.tuning import served_sparse, tune
 from soap.runtime.checkpoint.folder import complete
+from soap.runtime.comm import signs
 from soap.runtime.comm.world import close_world, open_world
 from soap.runtime.eager import eager_judge
 from soap.runtime.part_batch import Given
@@ -184,6 +185,7 @@ class Runner:
                 answer[0] = ask()
             except SoapError as error:
                 answer[0] = error
+        signs.meet()  # it may search, or compare with a step of the module's own
         dist.broadcast_object_list(answer, 0)
         if isinstance(answer[0], SoapError):
             raise answer[0]

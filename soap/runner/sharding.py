@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.utils.data import Dataset, IterableDataset
 
 from soap.errors import RuntimeFailure
-from soap.runtime.comm.world import under_launcher
+from soap.runtime.comm.launched import own_rank, world_size
 
 
 class Shard(Dataset[Any]):
@@ -60,6 +60,4 @@ def rank_and_count() -> tuple[int, int]:
     """This process's rank and the number of ranks."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
-    if under_launcher(os.environ):
-        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    return 0, 1
+    return own_rank(os.environ), world_size(os.environ)

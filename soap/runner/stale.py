@@ -6,9 +6,8 @@ The fully connected cluster of ``soap.elastic``, in the processes that are there
 from __future__ import annotations
 
 import secrets
-import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,13 +20,13 @@ from soap.elastic.layout import lay_out
 from soap.elastic.owners import Owners, whole
 from soap.elastic.server_actor import Keeping, Server
 from soap.elastic.worker import InMemory, Source, Worker
-from soap.errors import RuntimeFailure
 from soap.runner.config import RunnerConfig
-from soap.runtime.comm.world import World, own_address
+from soap.runtime.comm import signs
+from soap.runtime.comm.addresses import own_address
+from soap.runtime.comm.world import World
 from soap.strategy.consistency import parse
 from soap.tracing.execute import ExecutableModel
 
-PAUSE_S = 0.001
 ENDED = 2**62
 """The clock of a rank that takes no more steps: nobody waits for it."""
 
@@ -46,24 +45,30 @@ class _Given(Source):
 
 class RankClocks:
     """How many steps each rank has finished, in the process group's store. ``bound``: how far a rank may be ahead of the slowest; None:
-    without end. ``missing``: by step begun, how many of the slowest other rank's were not finished -> how often."""
+    without end. ``run``: of this training alone, the same on all ranks. ``missing``: by step begun, how many of the slowest other rank's
+    were not finished -> how often."""
 
     def __init__(self, world: World, bound: int | None, run: str) -> None:
-        self._world, self._bound, self._run = world, bound, run
+        self._bound = bound
         self._store: Any = dist.distributed_c10d._get_default_store()
+        keys = [f"soap-clock-{run}-{rank}" for rank in range(world.size)]
+        self._own, self._others = keys[world.rank], [key for key in keys if key != keys[world.rank]]
         self.finished_steps = 0
         self.missing: Counter[int] = Counter()
         self._tell(0)
 
     def wait(self) -> None:
-        """Until the next step may begin. RuntimeFailure if that takes longer than ranks wait for each other."""
-        deadline = time.monotonic() + self._world.timeout.total_seconds()
+        """Until the next step may begin, however long others take for theirs. RankLost in one line if one of them is gone."""
         slowest = self._slowest()
-        while self._bound is not None and slowest < self.finished_steps - self._bound:
-            if time.monotonic() > deadline:
-                raise RuntimeFailure(f"a rank is at step {slowest}, this one at {self.finished_steps}; expected it to go on: has it ended?")
-            time.sleep(PAUSE_S)
-            slowest = self._slowest()
+
+        def may_begin() -> bool:
+            nonlocal slowest
+            if self._is_ahead(slowest):
+                slowest = self._slowest()
+            return not self._is_ahead(slowest)
+
+        if not may_begin():
+            signs.wait(may_begin)
         self.missing[max(0, self.finished_steps - slowest)] += 1
 
     def finished(self) -> None:
@@ -75,15 +80,15 @@ class RankClocks:
         """There will be no more steps."""
         self._tell(ENDED)
 
+    def _is_ahead(self, slowest: int) -> bool:
+        return self._bound is not None and slowest < self.finished_steps - self._bound
+
     def _tell(self, step: int) -> None:
-        self._store.set(self._key(self._world.rank), str(step))
+        self._store.set(self._own, str(step))
 
     def _slowest(self) -> int:
-        others = [rank for rank in range(self._world.size) if rank != self._world.rank]
-        return min((int(self._store.get(self._key(rank))) for rank in others), default=ENDED)
-
-    def _key(self, rank: int) -> str:
-        return f"soap-clock-{self._run}-{rank}"
+        """Of the others, by one question to the store."""
+        return min(map(int, self._store.multi_get(self._others)), default=ENDED) if self._others else ENDED
 
 
 class StaleTraining:
@@ -93,16 +98,18 @@ class StaleTraining:
         cut = Cut(model)
         tables, dense = ({name: model.graph.tensors[name].shape for name in names} for names in (cut.tables, cut.dense))
         self._layout, self._world = lay_out(tables, dense, world.size), world
-        self._secret: bytes = _from_first(secrets.token_bytes(32))
-        model.parameters = _from_first({name: value.detach() for name, value in model.parameters.items()})
+        self._secret, run = _from_first((secrets.token_bytes(32), secrets.token_hex(8)))
+        initial = self._from_first_rank(model.parameters)
+        frozen = {name: self._shared(model.parameters[name]) for name in cut.frozen}
+        model.parameters = {name: value.detach() for name, value in model.parameters.items()} | frozen
         assert callable(config.optimizer)
         self._folder = TemporaryDirectory(prefix="soap-server-")
         source, keeping = _Given("", seed=config.seed, model=model), Keeping(self._folder.name, config.optimizer)
-        self._server = Server(world.rank, self._layout, source, keeping, self._secret, own_address())
+        self._server = Server(world.rank, self._layout, source, keeping, self._secret, own_address(), initial=initial)
         self._addresses: list[tuple[str, int]] = [("", 0)] * world.size
         dist.all_gather_object(self._addresses, self._server.address())
         self._worker = Worker(source, InMemory(()), self._layout, self._addresses.__getitem__, self._secret)
-        self._clocks = RankClocks(world, parse(config.consistency).bound, self._secret[:8].hex())
+        self._clocks = RankClocks(world, parse(config.consistency).bound, run)
         share = 1 / world.size
         self._dense_scale = 1.0 if config.reduce_dense == "sum" else share
         self._sparse_scale = 1.0 if config.reduce_sparse == "sum" else share
@@ -122,7 +129,7 @@ class StaleTraining:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """All trained values, on rank 0; called on all ranks at once."""
-        dist.barrier()  # all have pushed
+        signs.meet()  # all have pushed
         found: dict[str, torch.Tensor] = {}
         if self._world.rank == 0:
             owners = Owners(self._layout, self._addresses.__getitem__, self._secret)
@@ -131,17 +138,43 @@ class StaleTraining:
                 found.update(owners.pull())
             finally:
                 owners.close()
-        dist.barrier()
+        signs.meet()
         return found
 
     def close(self, *, together: bool = True) -> None:
-        """End. ``together``: servers answer until all ranks are here."""
+        """End. ``together``: servers answer until all ranks are here, however long these take."""
         self._clocks.end()
         if together:
-            dist.barrier()
+            signs.meet()
+            dist.barrier()  # whoever has the store leaves last
         self._worker.close()
         self._server.close()
         self._folder.cleanup()
+
+    def _from_first_rank(self, parameters: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Values of this rank's partitions, as rank 0 has them, which sends each owner its own alone: tables may be larger than a rank's
+        memory has room for twice."""
+        if self._world.rank == 0:
+            for server in range(1, self._world.size):
+                for piece in self._layout.initial(server, parameters):
+                    dist.send(self._on_wire(piece), server)
+        own = [piece.detach() for piece in self._layout.initial(self._world.rank, parameters)]
+        if self._world.rank:
+            for number, piece in enumerate(own):
+                came = torch.empty(piece.shape, dtype=piece.dtype, device=self._on_wire(piece.new_empty(0)).device)
+                dist.recv(came, 0)
+                own[number] = came.cpu()
+        return own
+
+    def _shared(self, value: torch.Tensor) -> torch.Tensor:
+        """Rank 0's value."""
+        wire = self._on_wire(value.clone())
+        dist.broadcast(wire, 0)
+        return wire.to(value.device)
+
+    def _on_wire(self, value: torch.Tensor) -> torch.Tensor:
+        """Where the backend can send it."""
+        return value.detach().contiguous().to(self._world.device if self._world.backend == "nccl" else "cpu")
 
 
 def _from_first(value: Any) -> Any:

@@ -129,7 +129,7 @@ def tuned_range(strategy: Strategy, graph: OperatorGraph, topology: Topology) ->
         some = "the model has no sparse parameter" if not graph.sparse else f"sparse are {', '.join(list(graph.sparse)[:3])}"
         raise StrategyError(
             f"the strategy has no sparse parameter on servers, so there are no partitions to tune ({some}); "
-            "expected one that has: search with soap-search --start hybrid, or with --sync parameter_server:4"
+            "expected one that has: search with soap-search --start hybrid, or --sync parameter_server:4"
         )
     return Range(names, server_count(topology), min(MAX_PARTITIONS, max(graph.tensors[name].shape[0] for name in names)))
 

@@ -21,6 +21,7 @@ from soap.model.dtypes import part_of
 from soap.model.regions import whole
 from soap.plan.syncs.compressed import compressed_names
 from soap.runtime.alone import Alone, step_alone
+from soap.runtime.comm import signs
 from soap.runtime.compressed_check import EmulatedSums, LocalGradients
 from soap.runtime.part_batch import Given, PartBatch
 from soap.runtime.run_types import run_dtype
@@ -145,6 +146,7 @@ def check(
         if emulated is not None:
             wrong = emulated.wrong(given, gradients)
             differences += [Difference(number, COMPRESSED_SUM, name, inf if other else 0.0) for name, other in wrong.items()]
+        signs.meet()  # one process takes as long as it takes
     local.close()
     found = None
     if reference is not None:
@@ -273,7 +275,8 @@ def _differences(
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor in float64, or complex128."""
-    return tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
+    tensor = tensor.detach().dequantize() if tensor.is_quantized else tensor.detach()
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def difference(
@@ -286,8 +289,11 @@ def difference(
 
 
 def largest(tensor: torch.Tensor) -> float:
-    """The largest absolute value; 0 if there are no elements."""
-    return float(tensor.detach().abs().max()) if tensor.numel() else 0.0
+    """The largest absolute value of a tensor of any type; 0 if there are no elements."""
+    if not tensor.numel():
+        return 0.0
+    arithmetic = tensor.is_complex() or tensor.dtype in TOLERANCES  # others lack abs or max, or have no room for the result
+    return float((tensor.detach() if arithmetic else _wide(tensor)).abs().max())
 
 
 def _error(mine: torch.Tensor, expected: torch.Tensor, small: float) -> float:

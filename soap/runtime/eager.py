@@ -7,14 +7,22 @@ that SOAP executes. That also finds defects of our reader.
 *Random numbers.* Both sides draw from torch's generators with one seed. The program makes the same calls in the same order, so masks are
 equal, although SOAP's tiles draw theirs differently (``rules.random``, which ``check`` compares with ``reference_loss``). If the order
 differs (a call whose result nobody reads), both run again, and each call's numbers depend on its kind and shapes alone.
+
+*State of Python's.* A program has the first value of each attribute, counter and generator in all steps. So eager's step follows a call
+on other values, and its forward pass follows once more. Buffers begin each of them as they were: programs have these. What the last call
+finds otherwise than the one before it moves by itself, and is refused by its name. What only depends on the call before it (caches,
+activations that are kept) has no effect if the step is the program's.
 """
 
 from __future__ import annotations
 
+import pickle
+import random
+import sys
 import warnings
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
@@ -26,15 +34,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from soap.errors import ModelError, SoapError, SoapWarning, first_line
 from soap.runtime.check import TOLERANCES, Difference, difference, largest
-from soap.runtime.eager_causes import find_causes
-from soap.runtime.untouched import same_generators, untouched
+from soap.runtime.eager_causes import MOST_NAMED, find_causes
 from soap.tracing.calls import is_random
 from soap.tracing.example import Example
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.export import Judge
 from soap.tracing.model import TileContext
 from soap.tracing.naming import canonical_names
+from soap.tracing.python_state import Memory
 from soap.tracing.record import ExportRecord
+from soap.tracing.untouched import same_generators, untouched
 
 SEED = 20_111
 """Seed of both runs' random numbers."""
@@ -65,6 +74,20 @@ def compare_with_eager(example: Example, exported: ExportedProgram, model: Execu
         raise ModelError(f"no memory to compare {name} with eager PyTorch: {_said(error)}; verify=False leaves it out") from error
     except Exception as error:
         raise ModelError(
+            f"one step of {name} cannot be compared with eager PyTorch, which computes it ({_said(error)}); verify=False leaves out the "
+            "comparison: please report it with the model"
+        ) from error
+
+
+@contextmanager
+def _as_eager(name: str) -> Iterator[None]:
+    """Within this context only the user's module runs: ModelError in one line if it fails."""
+    try:
+        yield
+    except (SoapError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise ModelError(
             f"one step of {name} on the example inputs fails in eager PyTorch ({_said(error)}); "
             "expected inputs that it can be trained on: verify=False leaves out the comparison"
         ) from error
@@ -78,11 +101,14 @@ def _said(error: BaseException) -> str:
 
 @dataclass
 class _Step:
-    """The results of a step of eager PyTorch. ``gradients``: canonical name -> gradient, of parameters that have one."""
+    """The results of a step of eager PyTorch. ``gradients``: canonical name -> gradient, of parameters that have one. ``moving``: names of
+    Python's state that moves by itself from call to call; ``left``: of that which a call leaves behind."""
 
     loss: torch.Tensor
     gradients: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
+    moving: Sequence[str] = ()
+    left: Sequence[str] = ()
 
 
 class _Comparison:
@@ -92,6 +118,7 @@ class _Comparison:
         self.random = any(is_random(call) for call in model.program.calls)
         self.dtype = _coarsest(model)
         self.tolerance = TOLERANCES[self.dtype]
+        self.left: Sequence[str] = ()
 
     def run(self) -> ExportRecord:
         """See ``compare_with_eager``."""
@@ -106,10 +133,7 @@ class _Comparison:
                 return ExportRecord(False, NOT_FINITE)
             if self.random and self._wrong(found):
                 found = self._found(_ByShape) or found
-            wrong = self._wrong(found)
-            if wrong and not self.random:
-                wrong = self._wrong(self._judged(wrong))
-            if wrong:
+            if wrong := self._wrong_after_all(found):
                 raise ModelError(self._refusal(wrong))
         return ExportRecord(True, "")
 
@@ -121,11 +145,20 @@ class _Comparison:
     def _wrong(self, found: Sequence[Difference]) -> list[Difference]:
         return [d for d in found if not d.agrees(self.tolerance)]
 
-    def _found(self, drawing: Callable[[], AbstractContextManager[Any]]) -> list[Difference] | None:
+    def _wrong_after_all(self, found: Sequence[Difference], *, follows: bool = True) -> list[Difference]:
+        """What is wrong and no rounding. ``follows``: as for ``found``."""
+        wrong = self._wrong(found)
+        return self._wrong(self._judged(wrong, follows)) if wrong and not self.random else wrong
+
+    def _found(self, drawing: Callable[[], AbstractContextManager[Any]], *, follows: bool = True) -> list[Difference] | None:
         """The differences, in the order of the module's parameters; None if eager's loss is not finite. To save memory, each pair of
-        gradients is compared and dropped as soon as the program's backward pass has made it."""
+        gradients is compared and dropped as soon as the program's backward pass has made it. ``follows``: see ``eager_step``."""
         with drawing():
-            expected = eager_step(self.example, self.exported)
+            expected = eager_step(self.example, self.exported, follows=follows)
+        if expected.moving:
+            kept = "which a program keeps as it is in the first step"
+            raise ModelError(f"{type(self.example.model).__name__} changes from step to step: {_told(expected.moving, kept)}")
+        self.left = expected.left or self.left
         if not bool(expected.loss.isfinite()):
             return None
         scale = _scale(expected.gradients)
@@ -168,12 +201,12 @@ class _Comparison:
         meet(name, _dense(leaf.grad))
         leaf.grad = None
 
-    def _judged(self, wrong: Sequence[Difference]) -> list[Difference]:
+    def _judged(self, wrong: Sequence[Difference], follows: bool) -> list[Difference]:
         """The same differences, with distances from eager PyTorch in float64 if the module can be copied to it."""
         try:
             wide = self.example.widened()
             with untouched(self.example.module):  # the copy may share parts with it
-                truth = eager_step(wide, self.exported) if wide is not None else None
+                truth = eager_step(wide, self.exported, follows=follows) if wide is not None else None
         except Exception:  # the module computes in dtypes of its own, or there is no memory for a copy
             truth = None
         if truth is None:
@@ -181,7 +214,7 @@ class _Comparison:
         names = {d.name for d in wrong}
         mine: dict[str, torch.Tensor] = {}
         loss, buffers = self._program_step(lambda name, gradient: mine.update({name: gradient}) if name in names else None)
-        alone = eager_step(self.example, self.exported)
+        alone = eager_step(self.example, self.exported, follows=follows)
         distances = [self._from(truth, loss, mine, buffers), self._from(truth, alone.loss, alone.gradients, alone.buffers)]
         keys = [(d, (d.kind, d.name)) for d in wrong]
         return [replace(d, from_float64=distances[0].get(key), alone_from_float64=distances[1].get(key)) for d, key in keys]
@@ -201,6 +234,11 @@ class _Comparison:
         first = wrong[0]
         what = "loss" if first.kind == "loss" else f"{first.kind} {first.name!r}"
         others = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        first_step = self._found(_ByShape if self.random else nullcontext, follows=False) if self.left else None
+        if first_step is not None and not self._wrong_after_all(first_step, follows=False):
+            said = f"on the example batch, the {what} of the second step is off by {_share(first.error)}{others}"
+            kept = "of which a program has nothing"
+            return f"{type(self.example.model).__name__} changes from step to step: {said}; {_told(self.left, kept)}"
         cause = find_causes(self.example, self._aliases(first.name) if first.kind == "gradient of" else None)
         return (
             f"the exported program of {type(self.example.model).__name__} does not train as eager PyTorch does: on the example batch, the "
@@ -218,11 +256,17 @@ def _share(error: float) -> str:
     return f"{error:.1%}" if 1e-3 <= error < 1e4 else f"{error:.1e} of its size"
 
 
-def eager_step(example: Example, exported: ExportedProgram) -> _Step:
-    """Loss, gradients and buffers of one step of the module itself, which does not change it."""
-    torch.manual_seed(SEED)
+def eager_step(example: Example, exported: ExportedProgram, *, follows: bool = False) -> _Step:
+    """Loss, gradients and buffers of one step of the module itself, which does not change it. ``follows``: as its second step, with what
+    its first leaves in Python's state."""
     module, canonical = example.module, canonical_names(exported.state_dict)
-    with untouched(module, changed_parameters(exported)), torch.enable_grad():
+    beside, drawn, running = {"self": example.model, "loss": example.loss}, _drawn(), _as_eager(type(example.model).__name__)
+    with untouched(module, changed_parameters(exported), beside) as put_state_back, torch.enable_grad(), running:
+        before = Memory(beside) if follows else None
+        if before is not None:
+            _call_before(example, exported, before.restore)
+            put_state_back()
+        torch.manual_seed(SEED)
         loss = example.loss_of(example.output(), exported)
         if loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
@@ -232,7 +276,44 @@ def eager_step(example: Example, exported: ExportedProgram) -> _Step:
                 own, gradient = canonical.get(name, name), _dense(parameter.grad)
                 gradients[own] = gradients[own] + gradient if own in gradients else gradient
         buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers(remove_duplicate=False)}
-    return _Step(loss.detach(), gradients, buffers)
+        result = _Step(loss.detach(), gradients, buffers)
+        if before is not None:
+            put_state_back()
+            known = Memory(beside)
+            torch.manual_seed(SEED)
+            example.loss_of(example.output(), exported)
+            put_state_back()
+            moving = [*known.moved(Memory(beside)), *(kind for kind, state in _drawn().items() if state != drawn[kind])]
+            result = replace(result, moving=moving, left=before.moved(known))
+    return result
+
+
+def _call_before(example: Example, exported: ExportedProgram, start_again: Callable[[], None]) -> None:
+    """A call on other values, which must not matter to the one after it; on the example's own, if the module does not take others."""
+    try:
+        other = example.of_other_values()
+        other.loss_of(other.output(), exported)
+    except Exception:
+        start_again()
+        example.loss_of(example.output(), exported)
+
+
+def _drawn() -> dict[str, Any]:
+    """What draws outside of torch -> the state of its generator."""
+    numpy = sys.modules.get("numpy")
+    found = {"Python's random": random.getstate()}
+    return found if numpy is None else found | {"numpy.random": pickle.dumps(numpy.random.get_state())}
+
+
+def _told(names: Sequence[str], kept: str) -> str:
+    """State that is no tensor of the program, and what to do about it."""
+    drawn = [name for name in names if name in _drawn()]
+    changed = [name for name in names if name not in drawn]
+    more = f" and {len(changed) - MOST_NAMED} more" if len(changed) > MOST_NAMED else ""
+    ways = "a buffer (register_buffer) that forward changes or assigns, or an argument of forward"
+    said = [f"forward changed {', '.join(changed[:MOST_NAMED])}{more}, {kept}; expected {ways}"] if changed else []
+    said += [f"forward draws from {' and '.join(drawn)}, {kept}; expected torch's random numbers"] if drawn else []
+    return "; ".join([*said, "verify=False exports it as it is"])
 
 
 def changed_parameters(exported: ExportedProgram) -> set[str]:

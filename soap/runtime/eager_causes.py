@@ -14,21 +14,18 @@ import torch
 from torch import nn
 from torch.nn.modules import module as nn_module
 
-from soap.runtime.untouched import untouched
 from soap.tracing.example import Example
+from soap.tracing.untouched import untouched
 
 FUNCTION = "write it as a torch.library.custom_op with register_autograd, or with detach (x.detach() * (1 + s) - x * s reverses a gradient)"
 HOOK = "write what it does into forward (x.detach() * (1 - s) + x * s scales a gradient), or leave it to the optimizer and clip_norm"
-FOREIGN = "the model draws numbers outside of torch (Python's random, NumPy), which are constants in a program; draw them by torch"
-UNKNOWN = "no autograd.Function and no hook was found: look for what depends on Python values or state that changes between calls"
+UNKNOWN = "no autograd.Function, no hook and no moved state was found: look for what depends on Python values"
 MOST_NAMED = 3
 
 
 def find_causes(example: Example, names: Sequence[str] | None) -> str:
     """The likely causes in one line. ``names``: all names of the parameter whose gradient differs; None if something else differs."""
     try:
-        if names is None and _draws_outside_torch(example):
-            return FOREIGN
         hooks = _parameter_hooks(example.module, names or ())
         functions, tensor_hooks = _from_a_run(example, names)
     except Exception:  # the cause only goes into a message: failing to find it must not hide that message
@@ -40,17 +37,6 @@ def find_causes(example: Example, names: Sequence[str] | None) -> str:
     more = f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
     ways = [*([FUNCTION] if functions else []), *([HOOK] if hooks else [])]
     return f"likely cause: {', '.join(found[:MOST_NAMED])}{more}, whose backward code torch.export does not record: {'; '.join(ways)}"
-
-
-def _draws_outside_torch(example: Example) -> bool:
-    """Whether two runs with the same seed of torch differ."""
-    losses = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        with untouched(example.module), torch.no_grad():
-            leaves = torch.utils._pytree.tree_leaves(example.output())
-            losses.append([leaf.detach().clone() for leaf in leaves if isinstance(leaf, torch.Tensor)])
-    return any(not torch.equal(a, b) and not a.isnan().any() for a, b in zip(*losses, strict=True))
 
 
 def _parameter_hooks(module: nn.Module, names: Sequence[str]) -> list[str]:

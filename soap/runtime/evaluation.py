@@ -33,7 +33,9 @@ def mean_loss(trainer: Trainer, sizes: BatchSizes, batches: Sequence[Batch]) -> 
         sized = sizes.of(batch.shapes)
         context = TileContext(trainer.seed, 0, trainer.buffers, update_buffers=False, unread=sized.unread)
         losses.append(sized.runner_of(batch).run(sized.inputs(batch), context, UNFINISHED))
-    return sum(loss() for loss in losses) / len(losses)
+    mean = sum(loss() for loss in losses) / len(losses)
+    trainer.alike.require()
+    return mean
 
 
 class Evaluation:
@@ -42,7 +44,7 @@ class Evaluation:
 
     def __init__(self, trainer: Trainer, model: TracedModel) -> None:
         require_same(trainer.model, model)
-        own = model.with_state(_buffers(trainer))
+        own = model.with_state({**trainer.model.unchanged, **_buffers(trainer)})
         handed = trainer.planned.evaluation(own, trainer.sizes.of().whole)
         trainer.comm.open_numbered(handed.groups, handed.group_count)
         self._trainer, self.sizes = trainer, BatchSizes(trainer, handed, other=own)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,13 +129,7 @@ def compare_samples(comm: Communicator, batches: Sequence[Batch], read: Sequence
     both read. ``read``: by micro-batch and rank, what ranks read."""
 
     def own() -> dict[tuple[int, str, int, int], str]:
-        found = {}
-        for number, (batch, by_rank) in enumerate(zip(batches, read, strict=True)):
-            check_samples(batch, by_rank[comm.rank])
-            for (name, samples), tensor in zip(by_rank[comm.rank].items(), batch.tensors, strict=True):
-                for start, stop, part in _pieces(tensor, samples, [other[name] for other in by_rank]):
-                    found[number, name, start, stop] = _digest([part])
-        return found
+        return {key: _digest([piece]) for key, piece in pieces(comm.rank, batches, read).items() if piece is not None}
 
     first: dict[tuple[int, str, int, int], tuple[int, str]] = {}
     for rank, digests in enumerate(_agreed(comm, own)):
@@ -148,15 +142,24 @@ def compare_samples(comm: Communicator, batches: Sequence[Batch], read: Sequence
                 raise RuntimeFailure(f"rank {rank} was given other {what} than rank {before}: {said}")
 
 
-def _pieces(tensor: torch.Tensor, own: Samples, others: Sequence[Samples]) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """A rank's part of an input, in pieces of which every rank has all or nothing; all of it as (0, 0, it) if it has no samples."""
-    if own.dim is None:
-        yield 0, 0, tensor
-        return
-    for start, stop in pieces_read(others):
-        if any(a <= start and stop <= b for a, b in own.intervals):
-            here, there = own.place((start, stop))
-            yield start, stop, tensor.narrow(own.dim, here, there - here)
+def pieces(
+    rank: int, batches: Sequence[Batch], read: Sequence[Sequence[BySamples]]
+) -> dict[tuple[int, str, int, int], torch.Tensor | None]:
+    """(micro-batch, input, first sample, behind the last) -> what a rank was given of it, None if it does not read that; the same keys on
+    all ranks. Every rank has all of a piece or nothing; samples 0 to 0 are all of an input without samples. RuntimeFailure if a part lacks
+    what its rank reads."""
+    found: dict[tuple[int, str, int, int], torch.Tensor | None] = {}
+    for number, (batch, by_rank) in enumerate(zip(batches, read, strict=True)):
+        check_samples(batch, by_rank[rank])
+        for (name, own), tensor in zip(by_rank[rank].items(), batch.tensors, strict=True):
+            others = [other[name] for other in by_rank]
+            if all(other.dim is None for other in others):
+                found[number, name, 0, 0] = tensor
+            for start, stop in pieces_read([other for other in others if other.dim is not None]):
+                has = own.dim is not None and any(a <= start and stop <= b for a, b in own.intervals)
+                here, there = own.place((start, stop)) if has else (0, 0)
+                found[number, name, start, stop] = tensor.narrow(own.dim or 0, here, there - here) if has else None
+    return found
 
 
 def _agreed(comm: Communicator, ask: Callable[[], Any]) -> list[Any]:

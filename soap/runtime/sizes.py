@@ -79,8 +79,9 @@ class SizedProgram:
         """The tiles of all ranks, on rank 0; elsewhere the rank's own."""
         return (self.whole or self.program).plan.tiles
 
+    @cached_property
     def samples_by_rank(self) -> list[BySamples]:
-        """The same of all ranks; called on all of them at once."""
+        """The same of all ranks; asked for on all of them at once."""
         return self.trainer.comm.gather(self.samples)
 
     @cached_property

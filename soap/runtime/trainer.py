@@ -21,13 +21,14 @@ from soap.plan.plan import Plan
 from soap.plan.running.execution_order import ExecutionOrder
 from soap.plan.syncs.compressed import compressed_names
 from soap.runtime.agreement import AGREED, require_agreement
+from soap.runtime.alike import Alike
 from soap.runtime.comm.position import HERE
 from soap.runtime.comm.redistribute import Communicator
 from soap.runtime.comm.traffic import Traffic
 from soap.runtime.comm.whole import home_of, whole_buffers, whole_parameters
 from soap.runtime.comm.world import close_world, open_world
 from soap.runtime.evaluation import Evaluation, mean_loss, require_evaluable
-from soap.runtime.inputs import Batch, BySamples, compare_ranks, compare_samples
+from soap.runtime.inputs import Batch, BySamples
 from soap.runtime.part_batch import Given
 from soap.runtime.planned import Asked, Planned
 from soap.runtime.program.fused_tiles import missing_compiler
@@ -104,7 +105,7 @@ class Trainer:
             there = stored_bytes(self.model.parameters.values()) if options.take_over else 0
             self.room = room_within(handed.most_bytes, asked.topology.memory_limits[self.rank], there)
         self._place_values(joined_names(self.plan, tried), options.take_over)
-        self._compared: set[str] = set()
+        self.alike = Alike(self.comm)
         self.sizes = BatchSizes(self, handed, options.take_over)
         self._prepare_updates(tuple(tried.scopes))
         self._refresh_copies()
@@ -202,6 +203,7 @@ class Trainer:
         self.gradient_norm = self._ending.run(looked_up, recorder)
         self.steps += 1
         mean = sum(loss() for loss in losses) / len(losses)
+        self.alike.require()
         HERE.enter(0)
         on_step = self.on_step if self.rank == 0 else None
         rates = self._rates() if on_step is not None else ()  # of this step: the schedule changes them
@@ -215,13 +217,10 @@ class Trainer:
         return () if self.optimizer is None else tuple(float(group["lr"]) for group in self.optimizer.param_groups)
 
     def given_batches(self, sizes: BatchSizes, inputs: Sequence[Given], purpose: str) -> list[Batch]:
-        """The micro-batches of what a step is given, checked; what is given first for this purpose is compared with other ranks'."""
+        """The micro-batches of what a step is given, checked; what is given first for this purpose is compared with other ranks', and
+        hashes of what is given later: ``alike.require`` waits for them."""
         parts = sizes.batches(inputs)
-        if purpose not in self._compared:
-            compare_ranks(self.comm, parts, lambda: sizes.check(parts))
-            if any(part.size is not None for part in parts):
-                compare_samples(self.comm, parts, [sizes.of(part.shapes).samples_by_rank() for part in parts])
-            self._compared.add(purpose)
+        self.alike.begin(parts, sizes, purpose)
         sizes.check(parts)
         self.input_bytes += sum(tensor.nbytes for part in parts for tensor in part.tensors)
         return parts

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from soap.errors import ScheduleError
+from soap.errors import ScheduleError, did_you_mean
 from soap.schedules import accumulation, gpipe, interleaved, one_f_one_b, zero_bubble
 from soap.schedules.contract import PLACEMENTS, Placement, Schedule, Shape
 from soap.schedules.table import Table, shown
@@ -41,7 +41,8 @@ def parse(text: str, known: Sequence[Schedule] = SCHEDULES) -> NamedSchedule:
     name, *rest = text.split(":")
     schedule = next((schedule for schedule in known if schedule.name == name), None)
     if schedule is None:
-        raise ScheduleError(f"no schedule is named {shown(text)}; expected one of {forms(known)}")
+        near = did_you_mean(name, [own.name for own in known])
+        raise ScheduleError(f"no schedule is named {shown(text)}; expected one of {forms(known)}{near}")
     if len(rest) > 2 or (rest and not _CHUNKS.fullmatch(rest[0])):
         raise ScheduleError(f"schedule {shown(text)}; expected {form(schedule)}")
     placement = next((known for known in PLACEMENTS if known == rest[1]), None) if len(rest) > 1 else PLACEMENTS[0]

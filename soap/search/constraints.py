@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import log2, prod
 
-from soap.errors import StrategyError
+from soap.errors import StrategyError, asked, did_you_mean
 from soap.model.graph import Operator, OperatorGraph
 from soap.search.space import Grid, OperatorSpace, Space, grid_of
 from soap.strategy import kept
@@ -94,12 +94,12 @@ def parse(graph: OperatorGraph, device_count: int, pins: Pairs, forbidden: Pairs
     """Operator name -> what it may be, for the operators with constraints. StrategyError in one line if the constraints cannot be met."""
     found: dict[str, Allowed] = {}
     everything = tuple(range(device_count))
-    for option, pairs in (("--pin", pins), ("--forbid", forbidden)):
+    for field, pairs in (("pins", pins), ("forbidden", forbidden)):
         for pattern, spec in pairs:
-            where = f"{option} {pattern}={spec}"
+            where = f"{asked(field)} {pattern}={spec}"
             operators = _matching(graph, pattern, where)
-            split, devices = _divided(spec, where, device_count)
-            for op, more in zip(operators, _said(graph, option, operators, split, devices, device_count, where), strict=True):
+            split, devices = _divided(spec, field, where, device_count)
+            for op, more in zip(operators, _said(graph, field, operators, split, devices, device_count, where), strict=True):
                 found[op.name] = _both(found.get(op.name, Allowed(None, frozenset(), everything)), more, op, where)
     for op in graph.operators:
         if op.name in found:
@@ -150,7 +150,7 @@ def out_of_stage(space: Space, strategy: Strategy) -> str | None:
         if own is not None and not own.allows_stage(stage_of[chunk]):
             wanted = f"another one than {stage_of[chunk]}" if own.stage is None else str(own.stage)
             found = f"operator {op.name!r} is in stage {stage_of[chunk]} of {max(stage_of) + 1}"
-            return f"{found}; --pin or --forbid wants {wanted}: start from a strategy with such stages"
+            return f"{found}; {asked('pins')} or {asked('forbidden')} wants {wanted}: start from a strategy with such stages"
     return None
 
 
@@ -171,7 +171,7 @@ def _matching(graph: OperatorGraph, pattern: str, where: str) -> list[Operator]:
         some = ", ".join(op.name for op in graph.operators[:3])
         raise StrategyError(
             f"{where}: no operator of model {graph.name!r} matches {short(pattern)}; expected a name or a pattern such as "
-            f"{some} or '*' (soap-search --explain-graph lists all)"
+            f"{some} or '*' (soap-search --explain-graph lists all){did_you_mean(pattern, [op.name for op in graph.operators])}"
         )
     return choosing
 
@@ -188,11 +188,11 @@ def _numbered(pattern: str, where: str) -> list[str]:
     return found
 
 
-def _divided(spec: str, where: str, device_count: int) -> tuple[list[str], tuple[int, ...] | None]:
+def _divided(spec: str, field: str, where: str, device_count: int) -> tuple[list[str], tuple[int, ...] | None]:
     """The parts before the ``@``, and the devices behind it (None if there is no ``@``)."""
     before, found, behind = spec.partition("@")
     parts = [part.strip() for part in before.rstrip(", ").split(",")] if before.strip() else []
-    expected = _SPEC if where.startswith("--pin") else _FORBIDDEN
+    expected = _SPEC if field == "pins" else _FORBIDDEN
     if not all(parts) or (not parts and not found):
         raise StrategyError(f"{where}: {expected}")
     if not found:
@@ -211,7 +211,7 @@ def _divided(spec: str, where: str, device_count: int) -> tuple[list[str], tuple
 
 def _said(
     graph: OperatorGraph,
-    option: str,
+    field: str,
     operators: Sequence[Operator],
     split: Sequence[str],
     devices: tuple[int, ...] | None,
@@ -220,7 +220,7 @@ def _said(
 ) -> list[Allowed]:
     """What one constraint leaves to each of its operators."""
     everything = tuple(range(device_count))
-    pins = option == "--pin"
+    pins = field == "pins"
     recompute, offload = (pins if name in split else None for name in (RECOMPUTE, OFFLOAD))
     stages = [int(match[1]) for name in split if (match := _STAGE.fullmatch(name))]
     if pins and len({*stages}) > 1:
@@ -290,20 +290,22 @@ def _factors(operators: Sequence[Operator]) -> str:
 def _both(one: Allowed, other: Allowed, op: Operator, where: str) -> Allowed:
     """What two constraints leave together."""
     if one.grid is not None and other.grid is not None and one.grid != other.grid:
-        raise StrategyError(f"{where}: operator {op.name!r} is pinned differently by another --pin, so nothing is left; drop one")
+        raise StrategyError(f"{where}: operator {op.name!r} is pinned in two ways by {asked('pins')}, so nothing is left; drop one")
     devices = tuple(d for d in one.devices if d in other.devices)
     if not devices:
         raise StrategyError(f"{where}: nothing is left for operator {op.name!r}: no device that it may use; allow more devices")
     for mine, others, what in ((one.recompute, other.recompute, "be recomputed"), (one.offload, other.offload, "offload")):
         if None not in (mine, others) and mine != others:
-            raise StrategyError(f"{where}: operator {op.name!r} is to {what} by --pin and not by --forbid, so nothing is left; drop one")
+            both = f"{what} by {asked('pins')} and not by {asked('forbidden')}"
+            raise StrategyError(f"{where}: operator {op.name!r} is to {both}, so nothing is left; drop one")
     recompute = other.recompute if one.recompute is None else one.recompute
     offload = other.offload if one.offload is None else one.offload
     if recompute and offload:
-        raise StrategyError(f"{where}: operator {op.name!r} is to be recomputed and to offload what it keeps; drop one --pin")
+        raise StrategyError(f"{where}: operator {op.name!r} is to be recomputed and to offload what it keeps; drop one of {asked('pins')}")
     stage, forbidden = other.stage if one.stage is None else one.stage, one.other_stages | other.other_stages
     if stage in forbidden or (other.stage is not None and other.stage != stage):
-        raise StrategyError(f"{where}: operator {op.name!r} has another stage by another --pin or --forbid, so nothing is left; drop one")
+        others = f"{asked('pins')} or {asked('forbidden')}"
+        raise StrategyError(f"{where}: operator {op.name!r} has another stage by {others}, so nothing is left; drop one")
     grid, whole = one.grid if one.grid is not None else other.grid, one.whole | other.whole
     return Allowed(grid, whole, devices, recompute, offload, stage, forbidden)
 
@@ -314,7 +316,10 @@ def _check_possible(op: Operator, allowed: Allowed, device_count: int) -> None:
     split = [axis for axis in allowed.whole if allowed.grid[axis] > 1]
     if split:
         name = op.factors[split[0] - 1].name if split[0] else REPLICAS
-        raise StrategyError(f"nothing is left for operator {op.name!r}: --pin splits {name}, which --forbid rules out; drop one of them")
+        pinned, forbidden = asked("pins"), asked("forbidden")
+        raise StrategyError(
+            f"nothing is left for operator {op.name!r}: {pinned} splits {name}, which {forbidden} rules out; drop one of them"
+        )
     tiles = prod(allowed.grid)
     if tiles > len(allowed.devices):
         raise StrategyError(

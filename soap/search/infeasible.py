@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from soap.cluster.memory_budget import OPTION
 from soap.cluster.topology import Topology
-from soap.errors import InfeasibleError
+from soap.errors import InfeasibleError, asked
 from soap.model.graph import OperatorGraph
 from soap.plan.memory_kinds import MemoryKind
 from soap.search.metropolis import Evaluator
@@ -18,9 +17,9 @@ from soap.units import format_bytes
 MOST_TILES = 2**14
 """So many tiles are played in a few seconds."""
 SHRINKING = {
-    MemoryKind.VALUES: "devices may share them (--sync fsdp)",
-    MemoryKind.GRADIENTS: "devices may share them (--sync fsdp)",
-    MemoryKind.STATES: "devices may share them (--sync zero)",
+    MemoryKind.VALUES: "devices may share them ({syncs} fsdp)",
+    MemoryKind.GRADIENTS: "devices may share them ({syncs} fsdp)",
+    MemoryKind.STATES: "devices may share them ({syncs} zero)",
     MemoryKind.KEPT: "a smaller batch keeps less",
     MemoryKind.WORKSPACE: "a smaller batch takes less",
     MemoryKind.BATCH: "a smaller batch takes less",
@@ -46,8 +45,8 @@ def infeasible(graph: OperatorGraph, topology: Topology, evaluator: Evaluator, r
             rest = f": {closest.name}{rest}"
         rest += _least(topology, recorder, run, _fullest(topology, run(best.strategy))[1])
     ways = ["more devices or devices with more memory", "a smaller batch", "an optimizer that keeps fewer states"]
-    ways += [] if saving else ["--sync zero or fsdp, by which devices share states or values"]
-    ways += ["a larger --budget", *([f"a larger {OPTION}"] if topology.limits else [])]
+    ways += [] if saving else [f"{asked('syncs')} zero or fsdp, by which devices share states or values"]
+    ways += [f"a larger {asked('budget')}", *([f"a larger {asked('memory_budget')}"] if topology.limits else [])]
     return InfeasibleError(
         f"model {graph.name!r} does not fit into the memory of cluster {topology.name!r}: {need}, in the closest of {len(recorder.rows)} "
         f"proposals and all starts{rest}; ways out: {', '.join(f'({number}) {way}' for number, way in enumerate(ways, 1))}"
@@ -83,7 +82,7 @@ def _least(topology: Topology, recorder: Recorder, run: Callable[[Strategy], Sim
 def _lacking(topology: Topology, simulation: Simulation) -> str:
     """Memory that is needed and available, on the device or the host that lacks most."""
     number, needed_bytes = _fullest(topology, simulation)
-    available_bytes, limited = topology.memory_limits[number], f" by {OPTION}" if topology.limits else ""
+    available_bytes, limited = topology.memory_limits[number], f" by {asked('memory_budget')}" if topology.limits else ""
     if needed_bytes > available_bytes:
         name = topology.devices[number].name
         return f"{name} needs {format_bytes(needed_bytes)}, available {format_bytes(available_bytes)}{limited}"
@@ -103,7 +102,7 @@ def _made_of(topology: Topology, simulation: Simulation) -> str:
 
 def shrinking(kind: MemoryKind) -> str:
     """What makes a kind of memory smaller, in words; empty if nothing does by itself."""
-    return SHRINKING.get(kind, "")
+    return SHRINKING.get(kind, "").format(syncs=asked("syncs"))
 
 
 def _fullest(topology: Topology, simulation: Simulation) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from math import inf
 from typing import TypeAlias
 
 from soap.cluster.memory_budget import read_budget
-from soap.errors import ProfileError, StrategyError
+from soap.errors import ProfileError, StrategyError, asked
 from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.search.constraints import pairs_of
 from soap.search.deciding import DEFAULT_CONFIDENCE
@@ -97,7 +97,8 @@ class SearchOptions:
         if self.cores is not None and self.cores < 1:
             raise StrategyError(f"cores {self.cores}: expected at least 1, or None for all of this machine")
         if not 0 <= self.confidence <= 1:
-            raise StrategyError(f"--confidence {self.confidence}: expected a share from 0 to 1, such as {DEFAULT_CONFIDENCE}; 0: no matter")
+            expected = f"a share from 0 to 1, such as {DEFAULT_CONFIDENCE}; 0: no matter"
+            raise StrategyError(f"{asked('confidence')} {self.confidence}: expected {expected}")
         object.__setattr__(self, "risk", _risk(self.risk))
         if not 1 <= self.draws <= MOST_DRAWS:
             raise StrategyError(f"draws {self.draws}: expected 1 to {MOST_DRAWS}; the default is {DEFAULT_DRAWS}")
@@ -123,13 +124,13 @@ class SearchOptions:
 def _check(budget: int, beta: float, patience: float | None, seconds: float | None) -> None:
     """Raise StrategyError in one line for an impossible value."""
     if budget < 1:
-        raise StrategyError(f"--budget {budget}: expected at least 1 proposal; a few hundred are a good beginning")
+        raise StrategyError(f"{asked('budget')} {budget}: expected at least 1 proposal; a few hundred are a good beginning")
     if not 0 < beta < inf:
-        raise StrategyError(f"--beta {beta}: expected a positive number; the default is {DEFAULT_BETA:g}")
+        raise StrategyError(f"{asked('beta')} {beta}: expected a positive number; the default is {DEFAULT_BETA:g}")
     if patience is not None and not 0 < patience <= 1:
         raise StrategyError(f"patience {patience}: expected a share of the budget above 0 and up to 1, such as 0.5")
     if seconds is not None and not 0 < seconds < inf:
-        raise StrategyError(f"seconds {seconds}: expected a positive number of seconds")
+        raise StrategyError(f"{asked('seconds')} {seconds}: expected a positive number of seconds")
 
 
 def _risk(risk: Risk | str | None) -> Risk | None:

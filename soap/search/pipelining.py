@@ -14,7 +14,7 @@ from math import inf
 from typing import TYPE_CHECKING, cast
 
 from soap.cluster.topology import Topology
-from soap.errors import SoapError, StrategyError
+from soap.errors import SoapError, StrategyError, asked
 from soap.model.graph import OperatorGraph
 from soap.model.micro_batches import MicroBatches
 from soap.search.able import Able
@@ -123,7 +123,8 @@ def require_inside(strategy: Strategy, inside: Strategy) -> Strategy:
     if is_cut(strategy) and inside is not strategy:
         name = next((name for name, own in inside.operators.items() if own is not strategy.operators[name]), None)
         what = "a parameter" if name is None else f"operator {name!r}"
-        raise StrategyError(f"strategy in micro-batches: {what} breaks --pin, --forbid or what the optimizer needs; drop one of them")
+        asked_for = f"{asked('pins')}, {asked('forbidden')}"
+        raise StrategyError(f"strategy in micro-batches: {what} breaks {asked_for} or what the optimizer needs; drop one of them")
     return inside
 
 

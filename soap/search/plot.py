@@ -49,10 +49,10 @@ def picture(figure: Figure, path: str | Path) -> bytes:
     import matplotlib
 
     suffix = Path(path).suffix.lower().removeprefix(".")
-    dates = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[suffix]
+    made_by = {"png": {"Software": "SOAP"}, "svg": {"Creator": "SOAP", "Date": None}, "pdf": {"Creator": "SOAP", "CreationDate": None}}
     buffer = io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": "soap"}):
-        figure.savefig(buffer, format=suffix, dpi=120, metadata=dates)
+        figure.savefig(buffer, format=suffix, dpi=120, metadata=made_by[suffix])
     return buffer.getvalue()
 
 

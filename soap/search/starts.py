@@ -9,13 +9,13 @@ from math import inf
 from types import MappingProxyType
 
 from soap.cluster.topology import Topology
-from soap.errors import StrategyError
+from soap.errors import StrategyError, did_you_mean
 from soap.model.batch import sample_factor
 from soap.model.graph import OperatorGraph
 from soap.search.metropolis import Evaluator
 from soap.strategy.classical import CLASSICAL, SYNCHRONIZED, random_strategy, uniform_config
 from soap.strategy.config import Strategy, SyncConfig, settled
-from soap.strategy.named import check_name, forms, named
+from soap.strategy.named import JOIN, NAMED, SIMULATED, check_name, forms, named
 
 BASELINE = "data_parallel"
 """The start that is always evaluated, since every result is compared with it."""
@@ -89,7 +89,8 @@ def check_start(name: str) -> None:
         if name != RANDOM:
             check_name(name)
     except StrategyError:
-        raise StrategyError(f"start {name!r}: expected one of {forms()}; or {RANDOM}") from None
+        near = did_you_mean(name.partition(JOIN)[0], (*NAMED, *SIMULATED, RANDOM))
+        raise StrategyError(f"start {name!r}: expected one of {forms()}; or {RANDOM}{near}") from None
 
 
 def _synchronized(graph: OperatorGraph, topology: Topology, syncs: Mapping[str, Sequence[SyncConfig]]) -> list[str]:

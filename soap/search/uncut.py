@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from soap.cluster.topology import Topology
-from soap.errors import StrategyError
+from soap.errors import StrategyError, asked
 from soap.model.graph import Operand, Operator, OperatorGraph
 from soap.model.regions import whole
 from soap.search.constraints import Allowed
@@ -32,8 +32,8 @@ def with_uncut(
             grid = before.grid
             if grid is not None and any(grid[axis] > 1 for axis in cutting):
                 raise StrategyError(
-                    f"--pin splits operator {op.name!r} so that parameter {name!r} is cut, which the optimizer needs whole; pin it "
-                    "otherwise, or use an elementwise optimizer"
+                    f"{asked('pins')} splits operator {op.name!r} so that parameter {name!r} is cut, which the optimizer needs whole; "
+                    "pin it otherwise, or use an elementwise optimizer"
                 )
             devices = before.devices
             if name in everywhere and usual is not None:
@@ -43,7 +43,8 @@ def with_uncut(
                     grid_of(config)[axis] > 1 for axis in before.whole
                 ):
                     raise StrategyError(
-                        f"the optimizer needs operator {op.name!r} as in data parallelism, which --pin or --forbid rules out; drop that"
+                        f"the optimizer needs operator {op.name!r} as in data parallelism, which {asked('pins')} or "
+                        f"{asked('forbidden')} rules out; drop that"
                     )
                 grid = grid_of(config)
             whole = before.whole | (frozenset() if grid is not None else cutting)

@@ -30,7 +30,6 @@ from soap.simulator.compiled.played import PlayedTask, PlayedTasks, all_tasks, e
 from soap.simulator.compiled.rebuild import lower_all
 from soap.simulator.compiled.scratch import FULL, make_scratch
 from soap.simulator.compiled.state import ARENA, SLOTS, State, make_state
-from soap.simulator.compiled.syncs.codes import known_sync, sync_code, sync_codes
 from soap.simulator.compiled.task_keys import STATE_FULL
 from soap.simulator.compiled.trial import Trial, make_trial
 from soap.simulator.compiled.world import World
@@ -107,7 +106,7 @@ class Engine:
         self._loaded = strategy
         self._set_order(strategy)
         self._configs = [strategy.operators[op.name] for op in self.graph.operators]
-        self._syncs, self._codes = dict(strategy.parameters), sync_codes(self.graph, strategy)
+        self._syncs, self._codes = dict(strategy.parameters), self.shared.codes.of_parameters(self.graph, strategy)
         self._make_room(2 * strategy.microbatches * sum(len(config.devices) for config in self._configs))  # at least two slots a tile
         held = held_arrays(self.variants, self._configs)
         if self._tables.has_new_variants():
@@ -172,7 +171,7 @@ class Engine:
             check_parts(self.variants.micro_batches, position, config)
         if self._loaded.stages:
             require_stages(self.graph, self._loaded.stages, self._loaded.schedule, {**self.strategy.operators, **operators})
-        numbers, codes = [self._parameters[name] for name in parameters], [sync_code(sync) for sync in parameters.values()]
+        numbers, codes = [self._parameters[name] for name in parameters], [self.shared.codes.code(sync) for sync in parameters.values()]
         variants = [self.variant(position, own.degrees, own.shares) for position, own in zip(positions, operators.values(), strict=True)]
         self.make_edit_room(sum(len(config.devices) for config in operators.values()))
         write_edit(self.edit, positions, variants, list(operators.values()), numbers, codes, prefetch)
@@ -282,11 +281,11 @@ class Engine:
         return read_config(self._configs[position], self.variants.split(variant), devices, int(replicas), int(marked))
 
     def sync(self, parameter: str, code: int) -> SyncConfig:
-        """A parameter's synchronization from its number (see ``sync_codes``)."""
-        return known_sync(code, self._syncs.get(parameter, SyncConfig()), self.choices.get(parameter, ()))
+        """A parameter's synchronization from its number (see ``SyncCodes``)."""
+        return self.shared.codes.known_sync(code, self._syncs.get(parameter, SyncConfig()), self.choices.get(parameter, ()))
 
     def syncs(self, codes: Ints) -> dict[str, SyncConfig]:
-        """Parameter -> its synchronization, where it differs from the default. ``codes[parameter]``: as in ``sync_codes``."""
+        """Parameter -> its synchronization, where it differs from the default. ``codes[parameter]``: as in ``SyncCodes``."""
         found = {tensor.name: self.sync(tensor.name, code) for tensor, code in zip(self.graph.parameters, codes.tolist(), strict=False)}
         return {name: sync for name, sync in found.items() if sync != SyncConfig()}
 

@@ -26,7 +26,7 @@ class EngineTables:
 
     def __init__(self, shared: Shared, draws: Draws | None) -> None:
         cuts, topology = shared.cuts, shared.topology
-        self.variants = Variants(cuts, Geometries(shared.graph, topology, cuts.types, shared.costs, shared.training), draws)
+        self.variants = Variants(cuts, Geometries(shared.graph, topology, cuts.types, shared.costs, shared.training, shared.codes), draws)
         self._groups = DeviceGroups(shared.communication, shared.cluster_tables)
         self._given = cast(Tables, (None, None, None))
         self._known = -1

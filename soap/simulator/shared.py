@@ -14,14 +14,16 @@ from soap.model.graph import OperatorGraph
 from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.simulator.communication.prices import Communication
 from soap.simulator.compiled.graph_arrays import ClusterTables, GraphTables, cluster_tables, graph_tables
+from soap.simulator.compiled.syncs.codes import SyncCodes
 from soap.simulator.costs import CostModel
 from soap.simulator.cut_operators import CutOperators
 from soap.simulator.memory.variant_memory import VariantMemories
+from soap.strategy.wrapped import USUAL
 
 
 class Shared:
     """``communication``: prices of the topology, if not the usual ones (``folding``). ``training``: what training adds to compressed
-    parameters."""
+    parameters. ValueError if it has modules wrapped as another trainer does: engines know groups by size alone."""
 
     def __init__(
         self,
@@ -31,9 +33,12 @@ class Shared:
         training: PlannedTraining = PLAIN,
         communication: Communication | None = None,
     ) -> None:
+        if training.wrapped != USUAL:
+            raise ValueError("engines do not know modules that another trainer wraps; expected Simulator.predict")
         self.graph, self.topology, self.costs, self.training = graph, topology, costs, training
         self.communication = communication or Communication(topology)
         self.cuts = CutOperators(graph, topology, costs)
+        self.codes = SyncCodes()
 
     @cached_property
     def memories(self) -> VariantMemories:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from math import inf
 from typing import TYPE_CHECKING
@@ -336,8 +336,13 @@ class Simulator:
         configs = tuple(strategy.operators.get(op.name) for op in self.graph.operators)
         syncs = tuple(strategy.sync(name) for name in self._parameters)
         unknown = tuple(sorted(strategy.parameters.keys() - self._parameters.keys()))
-        pipeline = strategy.microbatches, tuple(sorted(strategy.stages.items())), strategy.schedule
-        return configs, len(strategy.operators), syncs, unknown, strategy.prefetch, *pipeline, strategy.consistency
+        values = (getattr(strategy, name) for name in _REST)
+        rest = (tuple(sorted(own.items())) if isinstance(own, Mapping) else own for own in values)
+        return configs, len(strategy.operators), syncs, unknown, *rest
+
+
+_REST = tuple(field.name for field in fields(Strategy) if field.name not in ("operators", "parameters"))
+"""What of a strategy is in ``Simulator.key`` as it is. Operators and parameters are, too, in the graph's order."""
 
 
 def _is_refused(plan: Plan) -> bool:

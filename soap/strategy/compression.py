@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, Self, get_args
 
-from soap.errors import StrategyError
+from soap.errors import StrategyError, one_of
 
 Selection = Literal["policy", "exact", "trimmed", "search", "sampled"]
 """How the largest elements are found. ``exact``: the k largest, by the maxima of blocks. ``trimmed``: the same set, by a threshold between
@@ -170,7 +170,7 @@ def parse(text: str) -> Compression:
     name, colon, number = text.partition(":")
     kind = COMPRESSIONS.get(name)
     if kind is None:
-        raise StrategyError(f"compression {_shown(name)} is unknown; expected one of {', '.join(COMPRESSIONS)}")
+        raise StrategyError(f"compression {_shown(name)} is unknown; expected {one_of(str(name), COMPRESSIONS)}")
     if not colon:
         return kind()
     if not kind.number:
@@ -196,7 +196,7 @@ def read_settings(entry: Mapping[str, Any]) -> Compression:
     name = given.pop("method", None)
     kind = COMPRESSIONS.get(name) if isinstance(name, str) else None
     if kind is None:
-        raise StrategyError(f"compression {_shown(name)} is unknown; expected one of {', '.join(COMPRESSIONS)}")
+        raise StrategyError(f"compression {_shown(name)} is unknown; expected {one_of(str(name), COMPRESSIONS)}")
     known = {field.name: field.type for field in fields(kind)}
     expected = f"expected one of {', '.join(known)}" if known else "it has no settings"
     for setting, value in given.items():

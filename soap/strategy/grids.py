@@ -13,7 +13,7 @@ from itertools import product
 from math import gcd, prod
 
 from soap.cluster.topology import Topology
-from soap.errors import StrategyError
+from soap.errors import StrategyError, one_of
 from soap.model.batch import sample_factor
 from soap.model.graph import Operator, OperatorGraph, TensorKind
 from soap.strategy.config import OpConfig, Strategy, check_config, settled_config
@@ -28,7 +28,7 @@ def uniform_config(op: Operator, degrees: Mapping[str, int], devices: Sequence[i
     names = [factor.name for factor in op.factors]
     for name in degrees:
         if name not in names:
-            raise StrategyError(f"operator {op.name!r} has no factor {name!r}; expected one of {', '.join(names) or '(none)'}")
+            raise StrategyError(f"operator {op.name!r} has no factor {name!r}; expected {one_of(name, names)}")
     if not devices:
         raise StrategyError(f"operator {op.name!r}: no devices given; expected at least one")
     split = tuple(degrees.get(name, 1) for name in names)

@@ -17,7 +17,7 @@ from math import prod
 from typing import Any
 
 from soap.cluster.topology import Topology
-from soap.errors import StrategyError
+from soap.errors import StrategyError, one_of
 from soap.model.graph import Operator, OperatorGraph
 from soap.strategy.config import OpConfig, Strategy, SyncConfig, check_config
 from soap.strategy.fields import OPERATOR_FIELDS, PARAMETER_FIELDS, STRATEGY_FIELDS, WORDED, read, written
@@ -328,7 +328,7 @@ def _config(op: Operator, entry: Mapping[str, Any], numbers: Mapping[str, int], 
     names = [factor.name for factor in op.factors]
     for name in degrees:
         if name not in names:
-            raise StrategyError(f"operator {op.name!r} has no factor {short(name)}; expected one of {', '.join(names) or '(none)'}")
+            raise StrategyError(f"operator {op.name!r} has no factor {short(name)}; expected {one_of(str(name), names)}")
     for factor in op.factors:
         if degrees.get(factor.name, 1) > factor.size:
             raise StrategyError(

@@ -12,7 +12,7 @@ from itertools import product
 from types import MappingProxyType
 
 from soap.cluster.topology import Topology
-from soap.errors import StrategyError
+from soap.errors import StrategyError, did_you_mean
 from soap.model.graph import OperatorGraph
 from soap.strategy.classical import NAMED, SYNCHRONIZED, hybrid
 from soap.strategy.config import Strategy
@@ -111,14 +111,15 @@ def check_name(name: str) -> None:
         wanted = f"{MEGATRON}{WIDTH}N, in groups of N devices, {RALP}{WIDTH}N, or {_counted()}"
         raise StrategyError(f"strategy {name[:80]!r}: {first[:80]!r}; expected {wanted}")
     if base not in (*NAMED, *SIMULATED, *SERVED):
-        raise StrategyError(f"no strategy is named {name[:80]!r}; expected one of {forms()}")
+        near = did_you_mean(base, (*NAMED, *SIMULATED, *SERVED))
+        raise StrategyError(f"no strategy is named {name[:80]!r}; expected one of {forms()}{near}")
     for added in rest:
         if added.startswith((ASYNC, BOUNDED)):
             if base not in SERVED:
                 raise StrategyError(f"strategy {name[:80]!r}: {added[:80]!r} is for servers and workers; expected it behind {_counted()}")
             parse(added)
         elif _added(added) is None:
-            known = f"{', '.join(ADDED)}, {MICRO_BATCHES}{WIDTH}N"
+            known = f"{', '.join(ADDED)}, {MICRO_BATCHES}{WIDTH}N{did_you_mean(added, ADDED)}"
             raise StrategyError(f"strategy {name[:80]!r}: {added[:80]!r} cannot be put on top of another one; expected one of {known}")
 
 
@@ -151,7 +152,8 @@ def named(name: str, graph: OperatorGraph, topology: Topology, found_one: Strate
     base, found, width = first.partition(WIDTH)
     if base in SIMULATED:
         if found_one is None:
-            raise StrategyError(f"strategy {name!r} is found by simulating; expected soap-simulate --builtin {name}, or --start {first}")
+            expected = f"soap-simulate --builtin {name}, or {first} as a start of a search"
+            raise StrategyError(f"strategy {name!r} is found by simulating; expected {expected}")
         strategy = found_one
     elif base in SERVED:
         strategy = SERVED[base](graph, topology, int(width) if found else None)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from soap.errors import StrategyError
+from soap.errors import StrategyError, one_of
 
 Owner = Literal["readers", "parts", "servers"]
 """Who holds the updated value and the optimizer's state: every device that reads it; each of these devices a part; or servers in
@@ -210,7 +210,7 @@ def named(name: str) -> Contract:
     for contract in METHODS:
         if contract.name == name:
             return contract
-    raise StrategyError(f"synchronization method {name!r} is unknown; expected one of {', '.join(c.name for c in METHODS)}")
+    raise StrategyError(f"synchronization method {name!r} is unknown; expected {one_of(name, [c.name for c in METHODS])}")
 
 
 def by_word(word: str, *, sparse: bool) -> Contract | None:
@@ -220,7 +220,7 @@ def by_word(word: str, *, sparse: bool) -> Contract | None:
     """
     found = [contract for contract in METHODS if word in (contract.word, contract.host_word) and word]
     if not found:
-        raise StrategyError(f"synchronization {word!r} is unknown; expected one of {', '.join(words())}")
+        raise StrategyError(f"synchronization {word!r} is unknown; expected {one_of(word, words())}")
     return next((contract for contract in found if contract.serves(sparse=sparse)), None)
 
 

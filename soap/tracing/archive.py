@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from soap.archives import check_archive
 from soap.errors import ModelError
 from soap.tracing.mapped_weights import MappedWeights
 from soap.tracing.operators import unknown_operator
@@ -61,6 +62,10 @@ def plain_archive(path: Path) -> tuple[io.BytesIO, MappedWeights]:
     code."""
     if not path.is_file() or not zipfile.is_zipfile(path):
         raise ModelError(f"model file {str(path)!r} is not a .pt2 archive; expected a file that torch.export.save wrote")
+    try:
+        check_archive(path)
+    except ValueError as error:
+        raise ModelError(f"model file {str(path)!r}: {error}, as torch.export.save writes it") from None
     result = io.BytesIO()
     with zipfile.ZipFile(path) as archive, zipfile.ZipFile(result, "w", zipfile.ZIP_STORED) as plain:
         names = archive.namelist()
@@ -108,6 +113,7 @@ def _pickled_parts(path: Path, archive: zipfile.ZipFile) -> set[str]:
 
 def _weights_only(path: Path, leaf: str, content: bytes) -> None:
     try:
+        check_archive(content)
         torch.load(io.BytesIO(content), weights_only=True)
     except Exception as error:
         raise ModelError(

@@ -22,6 +22,9 @@ from soap.tracing.calls import Call, Ref, Value, renamed, substitute
 from soap.tracing.rules.notation import Local
 from soap.tracing.types import LOWER_TYPES
 
+NO_PRIMITIVE = "could not create a primitive"
+"""In the message of oneDNN for an operation that the processor's instructions do not allow."""
+
 ListOf = Literal["cpu", "cuda"]
 """Kind of device whose list of types autocast follows."""
 
@@ -42,17 +45,30 @@ class Autocast:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the target."""
         device = next((a.device.type for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)), "cpu")
-        with torch.autocast(device, dtype=self.dtype):
+        with self._able(), torch.autocast(device, dtype=self.dtype):
             return self._typed(self.wrapped(*args, **kwargs))
 
     def within(self, run: Callable[[Local], Any]) -> Callable[[Local], Any]:
         """A rule's own way to compute parts of the call, cast as the call is."""
 
         def run_and_cast(local: Local) -> Any:
-            with torch.autocast(local.tensors[0].device.type, dtype=self.dtype):
+            with self._able(), torch.autocast(local.tensors[0].device.type, dtype=self.dtype):
                 return self._typed(run(local))
 
         return run_and_cast
+
+    @contextmanager
+    def _able(self) -> Iterator[None]:
+        """Say plainly that the processor lacks instructions for this."""
+        try:
+            yield
+        except RuntimeError as error:
+            if NO_PRIMITIVE not in str(error):
+                raise
+            raise ModelError(
+                f"this processor cannot compute {self._schema.name} under autocast to {str(self.dtype).removeprefix('torch.')}, with or "
+                "without SOAP: its oneDNN library lacks that; train without autocast, in the other lower type, or on another processor"
+            ) from error
 
     def _typed(self, result: Any) -> Any:
         if isinstance(result, torch.Tensor):

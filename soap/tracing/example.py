@@ -53,6 +53,11 @@ class Example:
         args, kwargs = self._arguments(_copied)
         return self.model(*args, **kwargs)
 
+    def of_other_values(self) -> Example:
+        """The same with other arguments that the model takes as well, unless it looks at what only these had in common."""
+        args, kwargs = self._arguments(_others)
+        return replace(self, args=args, kwargs=kwargs)
+
     def loss_of(self, output: Any, exported: ExportedProgram) -> torch.Tensor:
         """The scalar loss in what the model returns."""
         leaves = [self.loss(output)] if self.loss is not None else torch.utils._pytree.tree_leaves(plainly(output, "the output")[0])
@@ -77,6 +82,14 @@ class Example:
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone()
+
+
+def _others(tensor: torch.Tensor) -> torch.Tensor:
+    """Smaller numbers; whole ones in another order, which are as good indices, except in one dimension: lengths and borders have an
+    order."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor.detach() * 0.75
+    return tensor.flip(-1) if tensor.dim() > 1 and tensor.dtype is not torch.bool else tensor.clone()
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
+from soap import outputs
 from soap.errors import ModelError, first_line
 from soap.files import check_writable, write_bytes_atomically
 from soap.tracing.adapted import adapted
@@ -26,6 +27,7 @@ from soap.tracing.operators import refuse_custom_operators
 from soap.tracing.quiet import quiet_torch
 from soap.tracing.record import NAME, ExportRecord, dumps
 from soap.tracing.tracebacks import chain, user_line
+from soap.tracing.untouched import untouched
 from soap.tracing.without_values import Room, tied_without_values
 
 if TYPE_CHECKING:
@@ -61,6 +63,7 @@ def export_model(
     """
     from soap.tracing.importer import import_program
 
+    outputs.check(path, outputs.MODEL)
     check_writable(path)
     import_all(imports, "imports")
     exported = exported_program(model, args, kwargs, loss=loss, dynamic_batch=dynamic_batch)
@@ -91,7 +94,7 @@ def exported_program(
     take = None if rebuild is None else lambda args, kwargs: rebuild((args, kwargs))
     module = model if loss is None and take is None else adapted(model, loss, take)
     try:
-        with Room(module, _separate(*plain)) as room:
+        with untouched(module, beside={"self": model, "loss": loss}), Room(module, _separate(*plain)) as room:
             separate, named = room.arguments
             sizes = _symbolic_batch(module, separate, named, dynamic_batch) if dynamic_batch else None
             exported = _writable(module, separate, named, sizes)

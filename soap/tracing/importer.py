@@ -99,7 +99,7 @@ def import_program(
             program=program,
             state=program.state,
             transient=frozenset(name for name in program.buffers if name not in exported.state_dict),
-            unchanged={n: _converted(t, dtype) for n, t in _unchanged(exported, program, graph).items()},
+            unchanged=_unchanged(exported, program, graph, dtype),
         )
         known, parts = footprints_later(model, on_gpus=autocast_device == "cuda")
         found = replace(graph, footprints=known, part_footprints=parts)
@@ -107,10 +107,13 @@ def import_program(
         return model
 
 
-def _unchanged(exported: ExportedProgram, program: Program, graph: OperatorGraph) -> dict[str, torch.Tensor]:
-    """The entries of the state dict that training does not change: neither parameters of the graph nor buffers that are updated."""
+def _unchanged(exported: ExportedProgram, program: Program, graph: OperatorGraph, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    """The entries of the state dict that training does not change: neither parameters of the graph nor buffers that are updated. One of
+    several names is one tensor."""
     changed = {*(t.name for t in graph.parameters), *graph.aliases, *program.buffers}
-    return {name: tensor for name, tensor in exported.state_dict.items() if name not in changed}
+    first = {name: one for name, one in canonical_names(exported.state_dict).items() if name not in changed}
+    made = {one: _converted(exported.state_dict[one], dtype) for one in dict.fromkeys(first.values())}
+    return {name: made[one] for name, one in first.items()}
 
 
 def _warn_if_untrained(graph: OperatorGraph) -> None:

@@ -15,7 +15,7 @@ import torch._export.serde.serialize
 from torch.export import ExportedProgram
 
 from soap import zoo
-from soap.errors import ModelError, first_line
+from soap.errors import ModelError, asked, first_line
 from soap.logs import TRIALS, silenced
 from soap.model.files import check_exists
 from soap.model.graph import OperatorGraph
@@ -57,7 +57,7 @@ def load_model(
     ``batch_norm``: ``global`` or ``local``. ``matmul_precision``: torch's, set for this process. ``imports``: modules that define custom
     operators, imported first.
     Raises ModelError in one line."""
-    import_all(imports, "--import")
+    import_all(imports, asked("imports"))
     if batch_norm not in ("global", "local"):
         raise ModelError(f"batch norm {batch_norm!r}: expected global (over the whole batch) or local (over each tile's part of it)")
     local: BatchNorm = "local" if batch_norm == "local" else "global"
@@ -122,7 +122,11 @@ class ProgramSource:
     def take_state(self, values: Mapping[str, torch.Tensor]) -> None:
         """See ``Source``."""
         state = self.exported.state_dict
-        state.update({name: tensor.to(state[name].dtype) for name, tensor in values.items() if name in state})
+        first = canonical_names(state)  # a buffer of several names stays one
+        given = {first[name]: tensor.detach().to(state[name].dtype) for name, tensor in values.items() if name in state}
+        for name, tensor in given.items():
+            own = tensor.requires_grad_(state[name].requires_grad)
+            state.update({other: own for other, one in first.items() if one == name})
 
 
 class FileSource(ProgramSource):

@@ -51,7 +51,7 @@ def loads(text: str | bytes) -> ExportRecord:
     """The record that a file claims; None if it has none that ``dumps`` wrote."""
     try:
         found = json.loads(text) if len(text) <= MAX_LENGTH else None
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     eager = found.get("eager") if isinstance(found, dict) else None
     if not isinstance(found, dict) or not isinstance(eager, dict):

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from soap.errors import ModelError
+from soap.errors import ModelError, asked
 from soap.model.dtypes import has_complex, is_differentiable, name_of, replaced
 from soap.tracing.calls import Call, Ref, Value, argument, parameters_of, renamed, with_argument
 
@@ -65,7 +65,7 @@ class TypeMap:
         if call.kind == "view" and "dtype" in parameters_of(call.target) and {self.of(source), self.of(result)} != {source, result}:
             raise ModelError(
                 f"call {call.name!r} takes the memory of a tensor as another type, so that the type of the model cannot be replaced: "
-                "leave --dtype out, or take the tensor's values"
+                f"leave {asked('dtype')} out, or take the tensor's values"
             )
 
 

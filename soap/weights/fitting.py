@@ -8,21 +8,47 @@ import torch
 
 from soap.errors import ModelError
 from soap.tracing.model import TracedModel
+from soap.tracing.naming import canonical_names
 from soap.tracing.without_values import REMEDY
 from soap.weights.seam import Weights
 
 TOLD = 5
 
 
-def give(model: TracedModel, weights: Weights) -> None:
-    """Give a model these values. Parameters stay in their files until they are used; buffers are copied. ModelError in one line unless
+def give(model: TracedModel, weights: Weights) -> TracedModel:
+    """The model with these values. Parameters stay in their files until they are used; buffers are copied. ModelError in one line unless
     ``matched`` finds them, and each constant has a value."""
-    places = matched(model, weights)
+    model, places = with_frozen(model, weights), matched(model, weights)
     parameters = {name: weights.tensor(places[name]).requires_grad_(before.requires_grad) for name, before in model.parameters.items()}
     known = {name: before for name, before in model.buffers.items() if name in places}
     buffers = {name: weights.tensor(places[name]).to(before.dtype, copy=True) for name, before in known.items()}
     model.parameters, model.buffers = {**model.parameters, **parameters}, {**model.buffers, **buffers}
     _require_others(model)
+    return model
+
+
+def with_frozen(model: TracedModel, weights: Weights) -> TracedModel:
+    """The model with these values of what training does not change, and its own of all else; the model itself if it has them already.
+
+    ModelError in one line unless ``matched`` finds the model's parameters, or if the program is another one with these values."""
+    places = matched(model, weights)
+    other = model.with_state({name: weights.tensor(places[name]) for name in model.unchanged if name in places})
+    if other is not model and (other.graph.operators, other.graph.tensors) != (model.graph.operators, model.graph.tensors):
+        raise ModelError(
+            f"weights {weights.said!r} have other buffers than {model.graph.name!r} was exported with, by which its operators are others "
+            "(a mask is causal, or no longer): give the module these weights, and export it again"
+        )
+    other.parameters = model.parameters
+    return other
+
+
+def lacking_buffers(model: TracedModel, weights: Weights) -> str:
+    """A line about buffers that the weights do not have; empty if they have all, or none."""
+    places = matched(model, weights)
+    names = [name for name in (*model.buffers, *model.unchanged) if name not in places and name not in model.transient]
+    if not names or not any(name in places for name in (*model.buffers, *model.unchanged)):
+        return ""
+    return f"weights {weights.said!r} lack {_some(names)}, which keep the values that {model.graph.name!r} was exported with"
 
 
 class OneByOne(Mapping[str, torch.Tensor]):
@@ -50,16 +76,20 @@ class OneByOne(Mapping[str, torch.Tensor]):
 
 
 def matched(model: TracedModel, weights: Weights) -> dict[str, str]:
-    """A model's parameters and buffers -> their names in the weights. ModelError in one line unless each parameter is there, in its shape.
+    """A model's parameters, buffers and other state -> their names in the weights. ModelError in one line unless each parameter is there, in its shape.
 
     Names are the model's own, or have a prefix of one or two words more or less (``model.``). A parameter of several names may have any of
     these. What the model does not have is ignored, as heads for other tasks are.
     """
     saved = {name: tensor for name, tensor in model.buffers.items() if name not in model.transient}
-    own = {**model.parameters, **saved}
+    own = {**model.parameters, **saved, **model.unchanged}
     names = {name: [name] for name in own}
     for alias, name in model.graph.aliases.items():
         names.get(name, []).append(alias)
+    tied: dict[str, list[str]] = {}
+    for name, first in canonical_names(model.unchanged).items():
+        tied.setdefault(first, []).append(name)
+    names |= {name: [name, *same] for same in tied.values() for name in same}
     places = _places(names, weights)
     if lacking := [name for name in model.parameters if name not in places]:
         raise ModelError(f"weights {weights.said!r} lack {_some(lacking)}; expected those of {model.graph.name!r}: check the names")
@@ -67,10 +97,15 @@ def matched(model: TracedModel, weights: Weights) -> dict[str, str]:
     wrong = [f"{name} {[*kind.shape]} instead of {[*own[name].shape]}" for name, kind in kinds.items() if kind.shape != own[name].shape]
     if wrong:
         raise ModelError(f"weights {weights.said!r} have other shapes: {_some(wrong)}; expected those of {model.graph.name!r}")
-    kept = [name for name, kind in kinds.items() if kind.dtype.is_floating_point != own[name].is_floating_point()]
+    kept = [name for name, kind in kinds.items() if _numbers(kind.dtype) != _numbers(own[name].dtype)]
     if kept:
         raise ModelError(f"weights {weights.said!r} have another kind of numbers in {_some(kept)}; expected the model's")
     return places
+
+
+def _numbers(dtype: torch.dtype) -> tuple[bool, bool]:
+    """The kind of numbers: real, complex or whole ones."""
+    return dtype.is_floating_point, dtype.is_complex
 
 
 def make_room(model: TracedModel) -> None:

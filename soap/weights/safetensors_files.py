@@ -17,6 +17,7 @@ from soap.weights.seam import Kind
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64, "I32": torch.int32,
     "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool, "C64": torch.complex64,
+    "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
 """Those of the format that models here may have."""
 
@@ -83,6 +84,6 @@ def _indexed(folder: Path) -> dict[Path, frozenset[str]]:
             if Path(file).name != file or not file.endswith(SUFFIX):  # files come from outside: none beyond the folder
                 raise ModelError(f"index of weights {str(folder / INDEX)!r}: file {file!r}; expected the name of a file in its folder")
             by_file.setdefault(file, set()).add(name)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"index of weights {str(folder / INDEX)!r} is no index ({first_line(error)}); expected a weight_map") from None
     return {folder / file: frozenset(names) for file, names in by_file.items()}

@@ -14,7 +14,7 @@ from importlib import import_module
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from soap.errors import ModelError
+from soap.errors import ModelError, one_of
 
 if TYPE_CHECKING:
     import torch
@@ -122,14 +122,15 @@ def _recipe(spec: str) -> tuple[str, Recipe, int]:
     """Name with size, what makes it, and the batch size."""
     match = _SPEC.fullmatch(spec)
     if match is None or match["name"] not in _MODULES:
-        raise ModelError(f"no zoo model {spec!r}: expected NAME[:SIZE][@BATCH] with NAME one of {', '.join(_MODULES)}")
+        name = re.split("[:@]", spec.removeprefix("zoo:"))[0]
+        raise ModelError(f"no zoo model {spec!r}: expected NAME[:SIZE][@BATCH] with NAME {one_of(name, _MODULES)}")
     if match["batch"] is not None and int(match["batch"]) == 0:
         raise ModelError(f"zoo model {spec!r} has batch 0: expected at least 1 sample, such as {match['name']}@64")
     recipes = import_module(f"soap.zoo.{_MODULES[match['name']]}").RECIPES
     name = match["name"] + (match["size"] or "")
     if name not in recipes:
         sizes = [known for known in recipes if known.partition(":")[0] == match["name"]]
-        raise ModelError(f"no zoo model {spec!r}: expected one of {', '.join(sizes)}")
+        raise ModelError(f"no zoo model {spec!r}: expected {one_of(name, sizes)}")
     batch = recipes[name].batch if match["batch"] is None else int(match["batch"])
     if match["tables"] is None:
         return name, recipes[name], batch

@@ -33,6 +33,7 @@ from soap.simulator.costs import CostSource
 from tests.cli.own_store import use_own_store
 from tests.cli.refusals import assert_refused
 from tests.cli.test_links import keep
+from tests.launcher_variables import as_rank
 
 MODEL, CLUSTER = "zoo:lm:tiny", "local:2"
 READING = {"batch_dims": None, "autocast": None, "batch_norm": "global"}
@@ -284,7 +285,7 @@ def test_where_the_machines_are_at_hand(
 ) -> None:
     monkeypatch.setattr(at_hand, "require_support", lambda: None)
     assert wish(yaml_file.load_cluster(cluster), profile_s, finalists, costs) == expected
-    monkeypatch.setenv("RANK", "0")
+    as_rank(monkeypatch, 0, 2)
     assert wish(yaml_file.load_cluster(cluster), None, None, costs) == Wish()
 
 

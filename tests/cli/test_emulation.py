@@ -29,6 +29,7 @@ from soap.simulator.analysis.timeline import link_bytes
 from soap.simulator.throughput import model_flops
 from tests.cli.refusals import assert_refused
 from tests.emulation.conftest import abandoned, groups
+from tests.launcher_variables import as_rank
 
 __all__ = ["groups"]
 ROOT = Path(__file__).parents[2]
@@ -129,7 +130,7 @@ def test_options_that_do_not_go_together(capsys: pytest.CaptureFixture[str], mon
     assert_refused(capsys, main, [*common, "--emulate-scale", "0.5"], 2, "add --emulate")
     for scale in ("0", "1.5", "nan", "half"):
         assert_refused(capsys, main, [*common, "--emulate", "--emulate-scale", scale], 2, "expected a number above 0 and at most 1")
-    monkeypatch.setenv("RANK", "0")
+    as_rank(monkeypatch, 0, 2)
     assert_refused(capsys, main, [*common, "--emulate"], 2, "--emulate starts the processes itself; expected no torchrun")
 
 

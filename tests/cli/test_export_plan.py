@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
@@ -19,24 +21,37 @@ GPT = ["zoo:gpt:tiny", "--cluster", "h100-2x4"]
 
 def test_says_what_it_gives_up_and_what_that_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = str(tmp_path / "plan.json")
-    assert main([*GPT, "--builtin", "megatron:2+zero1", "--to", "fsdp2", "-o", plan]) == 0
+    assert main([*GPT, "--builtin", "megatron:2+zero1", "--to", "fsdp2", "-o", plan, "--nearest"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith(f"wrote {plan}: PyTorch's fully_shard torch 2.13, 8 devices: 8 data, zero1\npredicted: ")
+    words = "zero1, values gathered before the forward pass, prefetch 1"
+    assert out.startswith(f"wrote {plan}: PyTorch's fully_shard torch 2.13, 8 devices: 8 data, {words}\npredicted: ")
     assert " ms by the plan (megatron:2+zero1), " in out
     assert "of 27 operators are configured differently:" in out and "blocks.*.up (2 layers)" in out
-    assert '"""PyTorch\'s fully_shard torch 2.13: nearest to a plan of SOAP for zoo:gpt:tiny@8 on h100-2x4' in Path(plan).read_text()
+    assert '"""PyTorch\'s fully_shard torch 2.13: near a plan of SOAP for zoo:gpt:tiny@8 on h100-2x4' in Path(plan).read_text()
 
 
 def test_a_strategy_file_that_is_told_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     strategy, plan = str(tmp_path / "strategy.json"), str(tmp_path / "plan.sh")
     assert simulate([*GPT, "--builtin", "megatron:2+zero1", "-o", strategy]) == 0
     capsys.readouterr()
-    assert main([*GPT, "--strategy", strategy, "--to", "megatron", "-o", plan]) == 0
+    assert main([*GPT, "--strategy", strategy, "--to", "megatron", "-o", plan, "--nearest"]) == 0
     assert capsys.readouterr().out.endswith("it says all of the plan\n")
-    assert main([*GPT, "--strategy", strategy, "--to", "megatron", "-o", plan, "--json"]) == 0
+    assert main([*GPT, "--strategy", strategy, "--to", "megatron", "-o", plan, "--nearest", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["tensor"], found["data"], found["sharing"], found["operators"], found["notes"]) == (2, 4, "zero1", [], [])
-    assert found["planned_ns"] == found["exported_ns"] > 0
+    assert found["compared"] == [{"sharing": "zero1", "prefetch": 1, "ns": found["exported_ns"], "fits": True, "peak_bytes": ANY}]
+
+
+def test_says_what_it_compared_and_writes_the_fastest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = [*GPT, "--builtin", "fsdp", "--to", "fsdp2", "-o", str(tmp_path / "plan.py")]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"\ncompared, the nearest first +predicted +memory per device\nfsdp, prefetch 1 .*\nfsdp, prefetch 2 ", out)
+    assert re.search(r"\nall parameters on each .* written\n", out) and out.count(" written\n") == 1
+    assert re.search(r"\nhsdp, prefetch 4 .*\nzero1, values gathered before the forward pass, prefetch 1 ", out)
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["sharing"] == "none" and found["exported_ns"] == min(own["ns"] for own in found["compared"])
 
 
 def test_mixed_precision_is_the_model_s(tmp_path: Path) -> None:

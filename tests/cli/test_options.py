@@ -3,26 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 import pytest
 
-from soap.cli.command import UsageError
-from soap.cli.options import data_spec, not_negative, refuse_overwriting
-
-
-def test_an_output_may_not_be_an_input_or_another_output(tmp_path: Path) -> None:
-    model, link = tmp_path / "m.pt2", tmp_path / "link.pt2"
-    model.touch()
-    link.symlink_to(model)
-    for output in (model, link, tmp_path / "no" / ".." / "m.pt2"):
-        with pytest.raises(UsageError, match=r"--output .* is the same file as MODEL"):
-            refuse_overwriting({"MODEL": str(model)}, {"--output": str(output), "--timeline": None})
-    new = str(tmp_path / "o.json")
-    with pytest.raises(UsageError, match=r"--timeline .* is the same file as --output"):
-        refuse_overwriting({"MODEL": str(model)}, {"--output": new, "--timeline": new})
-    refuse_overwriting({"MODEL": "zoo:gpt", "--cluster": None}, {"--output": new, "--timeline": str(tmp_path / "t.json")})
-    refuse_overwriting({"MODEL": str(model), "--strategy": str(model)}, {"--timeline": None})
+from soap.cli.options import data_spec, not_negative
 
 
 def test_too_large_a_number_names_the_limit() -> None:

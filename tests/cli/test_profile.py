@@ -314,7 +314,7 @@ def spoil(path: Path) -> None:
     [
         (["import", "missing.json"], 6, ["missing.json", "check the path"]),
         (["import", "bad.json"], 6, ["bad.json", "profiles", "expected what soap-profile export wrote"]),
-        (["export", "nowhere/x.json"], 6, ["nowhere", "create the folder"]),
+        (["export", "nowhere/x.json"], 1, ["nowhere", "create the folder"]),
         ([MODEL, "--cluster", "p100-4x4"], 2, ["p100-4x4", "expected local:N"]),
         ([*COMMAND, "--budget", "0"], 2, ["above 0"]),
         ([*COMMAND, "--strategy", "missing.json"], 5, ["missing.json"]),

@@ -34,6 +34,7 @@ from soap.elastic.processes import descendants, lives, name_of
 from soap.errors import RuntimeFailure, TopologyError
 from soap.measure.iteration import StepTimes
 from soap.runtime.comm.failures import RankLost
+from tests.launcher_variables import as_rank
 
 ROOT = Path(__file__).parent.parent.parent
 MODEL, STEPS = "zoo:gpt:tiny", 30
@@ -183,7 +184,7 @@ def test_options_that_do_not_go_together(options: list[str], said: str) -> None:
 def test_torchrun_restarts_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     from soap.cli.restarting import check_possible
 
-    monkeypatch.setenv("RANK", "0")
+    as_rank(monkeypatch, 0, 2)
     with pytest.raises(UsageError, match="under torchrun, which starts ranks itself"):
         check_possible(make_parser().parse_args(["s.json", "--model", MODEL, "--restarts", "1"]))
 

@@ -13,6 +13,7 @@ import torch
 import soap
 from soap.cli.run import main, make_parser, prepare
 from tests.cli.refusals import assert_refused
+from tests.launcher_variables import as_rank
 from tests.runtime.test_exactness import FILES
 
 MODEL = "zoo:gpt:tiny"
@@ -172,8 +173,7 @@ def test_unwritable_timeline_is_found_before_the_work(capsys: pytest.CaptureFixt
 
 
 def test_fewer_processes_than_devices(strategy_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
+    as_rank(monkeypatch, 0, 2)
     command = [str(strategy_file), "--model", MODEL, "--device", "cpu"]
     assert_refused(capsys, main, command, 8, "2 processes", "16 devices", "torchrun with 16 processes")
 
@@ -206,8 +206,7 @@ def test_timeline_may_not_overwrite_the_strategy(strategy_file: Path, capsys: py
 
 
 def test_idle_processes_are_told_of(strategy_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "18", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "18"}.items():
-        monkeypatch.setenv(name, value)
+    as_rank(monkeypatch, 0, 18)
     monkeypatch.setattr("soap.runtime.comm.launch.launch", lambda **_: {})
     assert main([str(strategy_file), "--model", MODEL, "--device", "cpu"]) == 0
     assert capsys.readouterr().err == "soap-run: 18 processes for 16 devices: 2 stay idle\n"

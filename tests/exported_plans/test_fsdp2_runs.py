@@ -14,8 +14,8 @@ import torch
 import soap
 from soap.api.exported_plans import export_plan
 
-PLANS = {"fsdp+selective": 1, "zero1": 2, "fsdp+recompute": 1}
-"""Builtin strategies, and into how many micro-batches."""
+PLANS = {"fsdp": (1, 2), "fsdp+selective": (1, 1), "zero1": (2, 1), "fsdp+recompute": (1, 3)}
+"""Builtin strategies, into how many micro-batches, and how many modules are gathered ahead."""
 
 SCRIPT = '''
 import importlib, json, os, sys
@@ -36,12 +36,15 @@ class Block(nn.Module):
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
         self.blocks = nn.ModuleList([Block(), Block()])
+        self.scale = nn.Parameter(torch.ones(8))
 
     def forward(self, x):
+        x = self.first(x) * self.scale
         for block in self.blocks:
             x = block(x)
-        return x.square().mean()
+        return self.last(x).square().mean()
 
 
 def made():
@@ -87,9 +90,11 @@ def test_the_files_train_like_one_process(tmp_path: Path, monkeypatch: pytest.Mo
     soap.export(model, (x,), path=tmp_path / "model.pt2")
     graph, cluster = soap.load(tmp_path / "model.pt2", plan_only=True).graph, soap.load_cluster("h100-2")
     files = {name: f"plan{number}" for number, name in enumerate(PLANS)}
-    for name, microbatches in PLANS.items():
-        found = export_plan(replace(soap.classical(name, graph, cluster), microbatches=microbatches), graph, cluster, "fsdp2")
+    for name, (microbatches, prefetch) in PLANS.items():
+        plan = replace(soap.classical(name, graph, cluster), microbatches=microbatches, prefetch=prefetch)
+        found = export_plan(plan, graph, cluster, "fsdp2", nearest_only=True)
         assert found.comparison.equal
+        assert f"\nPREFETCH = {prefetch}  #" in found.text and "MODULES = ('first', *LAYERS, 'last')" in found.text
         (tmp_path / f"{files[name]}.py").write_text(found.text)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "script.py", *files.values()]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)

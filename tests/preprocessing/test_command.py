@@ -236,7 +236,11 @@ def test_other_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtu
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("x")
     assert "holds other files (mine)" in _error(capsys, spec, str(tmp_path / "day"), "-o", str(tmp_path / "full"), *serial)
-    assert "is a file; expected a folder" in _error(capsys, spec, str(tmp_path / "day"), "-o", str(tmp_path / "day"), *serial)
+    (tmp_path / "full" / "mine").rename(tmp_path / "full" / "labels.npy")
+    (tmp_path / "full" / "meta.json").write_text('{"key": "of another program"}')
+    assert "holds other files (" in _error(capsys, spec, str(tmp_path / "day"), "-o", str(tmp_path / "full"), *serial)
+    assert (tmp_path / "full" / "labels.npy").read_text() == "x"
+    assert "seems to be a text; expected a folder" in _error(capsys, spec, str(tmp_path / "day"), "-o", str(tmp_path / "day"), *serial)
     assert "expected SPEC and at least one INPUT" in _error(capsys, spec, "-o", out)
     assert "--rows without --generate" in _error(capsys, spec, str(tmp_path / "day"), "-o", out, "--rows", "5")
     with pytest.raises(SystemExit):

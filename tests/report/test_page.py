@@ -88,6 +88,7 @@ def test_values_are_the_api_s(page: Parsed) -> None:
         assert format_bytes(peak) in page.text, device.name
     for size in own.simulation.link_bytes.values():
         assert not size or format_bytes(size) in page.text
+    assert f"Measured: {format_seconds(own.comparison.measured_ns / 1e9)} in the iteration that was traced" in page.text
     assert f"off by {own.comparison.error:+.1%}" in " ".join(page.text.split())
     assert "1,234 rows in data, 5 left out" in page.text
     assert "h100-4" in page.text and format_seconds(own.elsewhere[0].time_ns / 1e9) in page.text

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
 
 pytest.importorskip("bokeh", reason="reports need bokeh: pip install '.[report]'")
 
+from soap import api
 from soap.report import links, memory, operators, searching, timeline
 from soap.report.timeline import Bar
 from soap.search.record import Improvement
@@ -117,6 +118,25 @@ def test_every_node_of_a_cluster_has_a_place_of_its_own() -> None:
     assert len(set(places.values())) == len(places)
     there, back = (links.line_of(link, places) for link in (topology.links[0], topology.links[1]))
     assert there != back
+
+
+@pytest.mark.parametrize("name", ["local:2", "rtx4090-4", "p100-4x4", "h100-8"])
+def test_cables_end_in_the_marks_of_their_nodes_and_do_not_cross(name: str) -> None:
+    """A drawing is some 1000 pixels wide, and a device's box reaches 8 from its middle."""
+    topology = api.load_cluster(name)
+    places = links.places_of(topology)
+    xs = [x for x, _ in places.values()]
+    pixel = (max(xs) - min(xs)) / 1000
+    cables = [links.line_of(link, places) for link in topology.links]
+    for link, (line_xs, line_ys) in zip(topology.links, cables, strict=True):
+        for end, node in ((0, link.source), (-1, link.target)):
+            assert abs(line_xs[end] - places[node][0]) < 8 * pixel and line_ys[end] == places[node][1]
+    up = [own for own in cables if len(own[0]) == 2]
+    for (one, ones), (other, others) in combinations(up, 2):
+        if sorted(ones) == sorted(others):
+            ends = [dict(zip(ys, xs, strict=True)) for xs, ys in ((one, ones), (other, others))]
+            low, high = (ends[0][y] - ends[1][y] for y in sorted(ones))
+            assert low * high >= 0, "crosses"
 
 
 def test_the_best_cost_is_drawn_where_it_changes() -> None:

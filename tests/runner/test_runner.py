@@ -24,6 +24,7 @@ from soap.simulator.simulate import Simulator
 from soap.strategy.config import Strategy, SyncConfig
 from soap.strategy.sync import parameter_server
 from tests.extent import often, rows_often
+from tests.launcher_variables import as_rank
 from tests.runner import ranks
 from tests.runner.ranks import ITEMS, Model, Stream, Words, sgd
 from tests.runtime.pool import FirstOf, Pool
@@ -194,8 +195,7 @@ def test_shards_count_from_the_end_and_end() -> None:
 def test_one_process_has_all_items_and_ranks_have_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     whole: Any = soap.shard(Words())
     assert len(whole) == ITEMS
-    monkeypatch.setenv("RANK", "2")
-    monkeypatch.setenv("WORLD_SIZE", "7")
+    as_rank(monkeypatch, 2, 7)
     own: Any = soap.shard(Words())
     assert (own.number, own.count, len(own)) == (2, 7, 4)
     with pytest.raises(RuntimeFailure, match=r"^shard 7 of 7: expected a number from 0 to 6$"):

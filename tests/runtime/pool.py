@@ -194,6 +194,6 @@ def _serve(rank: int, port: int, timeout_s: float, pipe: Connection, stacks: str
 def _join(store: dist.Store, rank: int, job: Job, timeout_s: float) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(job.size), LOCAL_RANK=str(rank), GLOO_SOCKET_IFNAME="lo")
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(job.size), LOCAL_RANK=str(rank), TORCHELASTIC_RUN_ID="pool", GLOO_SOCKET_IFNAME="lo")
     own = dist.PrefixStore(f"world{job.world}", store)
     dist.init_process_group("gloo", store=own, rank=rank, world_size=job.size, timeout=timedelta(seconds=timeout_s))

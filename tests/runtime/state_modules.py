@@ -157,6 +157,26 @@ class Balanced(nn.Module):
         return (losses / self.scale).sum()
 
 
+class Flags(nn.Module):
+    """Buffers of bool, of bytes and of complex numbers, assigned and written; the flags are read by half of the width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(6, 8), nn.Linear(8, 2)
+        self.register_buffer("live", torch.zeros(8, dtype=torch.bool))
+        self.register_buffer("often", torch.zeros(8, dtype=torch.uint8), persistent=False)
+        self.register_buffer("turn", torch.ones(8, dtype=torch.complex128))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = self.layer(x)
+        y = z.masked_fill(~self.live, 0.5) * (1 + self.often) * self.turn.real
+        hit = (z.detach() > 0.2).any(0)
+        self.live = self.live | hit
+        self.often.add_(hit)
+        self.turn = self.turn * torch.exp(0.1j * z.detach().mean(0))
+        return self.head(y).square().mean()
+
+
 class Teacher(nn.Module):
     """A teacher whose weights, which are no buffers but frozen parameters, follow the student's in the forward pass."""
 
@@ -215,6 +235,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "warm-up": (WarmUp, _vectors),
     "balanced": (Balanced, _pairs),
     "teacher": (Teacher, _pairs),
+    "flags": (Flags, _vectors),
 }
 EXAMPLES = {name: Example(make, batch) for name, (make, batch) in MODULES.items()}
 

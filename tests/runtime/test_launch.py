@@ -19,6 +19,7 @@ from soap.runtime.comm.launch import launch
 from soap.simulator.lowering import build_plan
 from soap.strategy.config import OpConfig, Strategy
 from tests.graph_builder import mlp
+from tests.launcher_variables import as_rank
 from tests.runtime.launched import (
     Mark,
     add_ranks,
@@ -110,8 +111,7 @@ def test_after_a_time_out_all_ranks_say_in_which_task_they_are() -> None:
 
 def test_ranks_of_another_launcher_tell_their_own_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("soap.runtime.comm.launch.AFTERMATH_S", 0)
-    monkeypatch.setenv("RANK", "3")
-    monkeypatch.setenv("WORLD_SIZE", "4")
+    as_rank(monkeypatch, 3, 4)
     with pytest.raises(RuntimeFailure, match=r"^rank 3 failed: ValueError: x \(\S*launched\.py:\d+ in raise_this\)$"):
         launch(4, raise_this, (ValueError("x"),))
     with pytest.raises(RuntimeFailure, match=r"^rank 3 failed: no rule$"):
@@ -122,15 +122,13 @@ def test_ranks_of_another_launcher_tell_their_own_errors(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("processes", ["1", "0"])
 def test_too_few_processes_under_torchrun(monkeypatch: pytest.MonkeyPatch, processes: str) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", processes)
+    as_rank(monkeypatch, 0, int(processes))
     with pytest.raises(RuntimeFailure, match=f"^{processes} processes started for 2 devices: expected one per device; use torchrun"):
         launch(2, add_ranks, (5,))
 
 
 def test_under_torchrun_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "3")
-    monkeypatch.setenv("WORLD_SIZE", "4")
+    as_rank(monkeypatch, 3, 4)
     assert launch(4, max, (5, 6)) == {3: 6}
 
 

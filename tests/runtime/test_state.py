@@ -80,7 +80,7 @@ def test_each_micro_batch_moves_buffers(four: Pool, files: dict[str, str], name:
     assert_exact(four, files[name], name, 4, [[6, 6], [6, 3], [2, 5], [6]], {"accumulate": 2}, randoms=0)
 
 
-@pytest.mark.parametrize("name", often(["observed", "balanced"], []))
+@pytest.mark.parametrize("name", often(["observed", "balanced", "flags"], ["flags"]))
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.long), "float64"])
 def test_a_check_compares_moved_buffers(four: Pool, files: dict[str, str], name: str, dtype: str) -> None:
     for kind, strategy in strategies(load_model(files[name]).graph, 4, 2).items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -18,6 +18,9 @@ from soap.simulator.memory.peaks import memory_use
 from soap.simulator.simulate import Simulator
 from soap.simulator.tasks import TaskKind
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
+from soap.strategy.json_file import strategy_hash
+from soap.strategy.sync import worded
+from soap.strategy.workers import Workers
 from tests.extent import FEW
 from tests.simulator.examples import UNIT_NS, PointCosts, batch_split, chain, on, pairwise_cluster, strategy
 from tests.strategies import cases
@@ -153,3 +156,26 @@ def test_a_search_imports_neither_torch_nor_pandas() -> None:
     code = "import sys, soap.simulator.simulate; print('torch' in sys.modules, 'pandas' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.split() == ["False", "False"]
+
+
+def test_a_strategy_that_differs_in_any_field_has_another_key() -> None:
+    """Else it would be given another strategy's kept answer."""
+    stale, workers = Strategy(PIPELINE.operators, consistency="async"), Workers(((0,), (1,)))
+    others: dict[str, tuple[Strategy, Any]] = {
+        "operators": (PIPELINE, {**PIPELINE.operators, "loss": on(0, degrees=(1,))}),
+        "parameters": (PIPELINE, {"l1.weight": worded("parameter_server")}),
+        "prefetch": (PIPELINE, 3),
+        "microbatches": (PIPELINE, 2),
+        "stages": (PIPELINE, {"loss": 1}),
+        "schedule": (PIPELINE, "1f1b"),
+        "consistency": (PIPELINE, "bounded:2"),
+        "workers": (stale, workers),
+    }
+    assert others.keys() == {field.name for field in fields(Strategy)}, "say how strategies differ in the new field"
+    for name, (before, value) in others.items():
+        assert getattr(before, name) != value
+        other, graph = replace(before, **{name: value}), simulator().graph
+        assert simulator().key(other) != simulator().key(before), name
+        assert strategy_hash(other, graph) != strategy_hash(before, graph), name
+    turned = Strategy(dict(reversed(PIPELINE.operators.items())), stages={})
+    assert simulator().key(turned) == simulator().key(PIPELINE)

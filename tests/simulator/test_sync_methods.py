@@ -16,7 +16,7 @@ from soap.plan.compression.training import PlannedTraining
 from soap.plan.plan import Plan
 from soap.plan.syncs.seam import Phase, SyncMethod, method_for, method_of
 from soap.profiles.roofline import RooflineCosts
-from soap.simulator.compiled.syncs.codes import FIELDS, sync_code, sync_of
+from soap.simulator.compiled.syncs.codes import FIELDS, MOST_SETTINGS, SyncCodes
 from soap.simulator.folding import Folding, fold
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.memory.peaks import peak_bytes
@@ -25,8 +25,10 @@ from soap.simulator.reference import simulate
 from soap.simulator.simulate import Simulator
 from soap.simulator.tasks import TaskKind
 from soap.strategy.classical import data_parallel, random_config, random_strategy
+from soap.strategy.compression import parse
 from soap.strategy.config import Strategy, SyncConfig
 from soap.strategy.json_file import dumps, loads, strategy_hash
+from soap.strategy.sync import compressed
 from soap.strategy.sync_contracts import METHODS, Contract, find_contract
 from tests.extent import so_many
 from tests.graph_builder import GraphBuilder
@@ -91,7 +93,7 @@ def test_has_a_case_that_it_serves(contract: Contract) -> None:
 def test_no_two_serve_the_same() -> None:
     asked = [(contract.owner, contract.payload, contract.residence) for contract in METHODS]
     assert len(set(asked)) == len({contract.name for contract in METHODS}) == len(METHODS)
-    assert METHODS[0] is SyncConfig().contract and sync_code(SyncConfig()) == 0
+    assert METHODS[0] is SyncConfig().contract and SyncCodes().code(SyncConfig()) == 0
 
 
 @METHOD
@@ -120,11 +122,25 @@ def test_codes_know_every_field() -> None:
 
 @METHOD
 def test_its_code_says_all_of_it(contract: Contract) -> None:
+    codes = SyncCodes()
     for sync in CASES[contract.name]:
         for partitions in {1, sync.partitions, contract.most_partitions}:
             asked = replace(sync, partitions=partitions)
-            assert sync_of(sync_code(asked)) == asked
-    assert len({sync_code(sync) for own in CASES.values() for sync in own}) == sum(map(len, CASES.values()))
+            assert codes.sync(codes.code(asked)) == asked
+    assert len({codes.code(sync) for own in CASES.values() for sync in own}) == sum(map(len, CASES.values()))
+
+
+def test_numbers_of_compressions_are_of_one_model_on_one_cluster() -> None:
+    """A process that lives long may see any number of them, in one simulator after the other."""
+    densities = [compressed(parse(f"rgc:{1 / (number + 2)}")) for number in range(MOST_SETTINGS)]
+    first, second = SyncCodes(), SyncCodes()
+    numbers = [first.code(sync) for sync in densities]
+    assert len({*numbers}) == MOST_SETTINGS and [first.sync(code) for code in numbers[-3:]] == densities[-3:]
+    further = compressed(parse("rgc:0.9"))
+    with pytest.raises(StrategyError, match="more than 4096 settings of compression for one model on one cluster"):
+        first.code(further)
+    assert [first.code(sync) for sync in densities[:9]] == numbers[:9]  # those that were known still are
+    assert second.sync(second.code(further)) == further
 
 
 @METHOD

@@ -26,6 +26,7 @@ from soap.tracing.importer import import_program
 from soap.tracing.load import load_model
 from soap.tracing.model import TileContext
 from soap.tracing.rules.notation import Local
+from tests.processor import lacks_lstm_under_autocast, needs_lstm_under_autocast
 from tests.tracing.emulation import graded
 from tests.tracing.programs import Lambda, export
 
@@ -113,13 +114,8 @@ def test_layers_that_cast_inside_run_under_autocast(kind: type[nn.RNNBase]) -> N
     torch.manual_seed(0)
     module = Lambda(lambda self, x: self.memory(x)[0].float().square().sum(), memory=kind(4, 4, batch_first=True))
     inputs = (torch.linspace(-1, 1, 24).view(2, 3, 4),)
-    try:
-        with torch.autocast("cpu", dtype=LOW):
-            module(*inputs)
-    except RuntimeError as error:
-        if "could not create a primitive descriptor" not in str(error):
-            raise
-        pytest.skip(f"torch itself cannot do it on this processor: {str(error)[:60]}")
+    if kind is nn.LSTM:
+        needs_lstm_under_autocast(LOW)
     expected, gradients, loss, found = both(module, inputs)
     torch.testing.assert_close(loss, expected, rtol=1e-2, atol=1e-2)
     assert found.keys() == gradients.keys()
@@ -128,6 +124,34 @@ def test_layers_that_cast_inside_run_under_autocast(kind: type[nn.RNNBase]) -> N
         model = import_program(export(module, *inputs), name="m", autocast=LOW)
     calls = [call for call in model.program.calls if isinstance(call.target, Autocast)]
     assert len(calls) == 1 and all(op.partitionable for op in model.graph.operators)
+
+
+class WithoutPrimitive:
+    """A call that fails as oneDNN does where the processor lacks instructions."""
+
+    _schema, tags = torch.ops.aten.lstm.input._schema, ()
+
+    def __call__(self, *_: Tensor) -> Tensor:
+        raise RuntimeError("could not create a primitive descriptor for the LSTM forward propagation primitive. Run workload with …")
+
+
+def test_instructions_that_the_processor_lacks_are_told_in_one_line() -> None:
+    with pytest.raises(ModelError, match=r"^this processor cannot compute aten::lstm under autocast to bfloat16, with or without SOAP: .*"):
+        Autocast(WithoutPrimitive(), LOW, [LOW])(torch.zeros(2))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_lstm_under_autocast_runs_or_says_why_not(dtype: torch.dtype) -> None:
+    module = Lambda(lambda self, x: self.memory(x)[0].float().square().sum(), memory=nn.LSTM(4, 4))
+    inputs = (torch.linspace(-1, 1, 24).view(3, 2, 4),)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = import_program(export(module, *inputs), name="m", autocast=dtype)
+    if lacks_lstm_under_autocast(dtype):
+        with pytest.raises(ModelError, match=r"^this processor cannot compute aten::lstm under autocast to"):
+            model.reference_loss(inputs, model.parameters, TileContext(0, 0, {}))
+    else:
+        assert model.reference_loss(inputs, model.parameters, TileContext(0, 0, {})) > 0
 
 
 @pytest.mark.parametrize("degree", [1, 2])

@@ -139,16 +139,13 @@ def test_numbers_that_python_draws_are_told(export: Exports) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x * (1 + random.random())
 
-    random.seed(0)  # two draws may happen to be alike
     drawn = random.getstate()
     exported = exported_program(around(Skipped()), (X,), loss=mean_square)
     before = random.getstate()
     assert before != drawn
-    with pytest.raises(ModelError, match="the loss is off by"):
+    with pytest.raises(ModelError, match="forward draws from Python's random"):
         compare_with_eager(Example(around(Skipped()), (X,), loss=mean_square), exported, load_program(exported, "m"))
     assert random.getstate() == before
-    with pytest.raises(ModelError, match=r"the loss is off by .*draws numbers outside of torch"):
-        export(around(Skipped()), X)
 
 
 # State

@@ -1,26 +1,31 @@
 """How a stage hears of others: one thread for each neighbour takes what comes and puts it into the stage's inbox; sends are not waited for.
 
-Tensors travel by the ranks' process group, as between the stages of pipelines inside a step; gradients, which go the other way, by a second
-one (``runtime.comm.new_groups.Groups`` says why).
+Tensors travel by a process group, as between the stages of pipelines inside a step; gradients, which go the other way, by a second one
+(``runtime.comm.new_groups.Groups`` says why).
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from soap.runtime.comm import signs
+from soap.runtime.comm.signs import LOOK_S
 from soap.runtime.system import clock
 
 FORWARD, BACKWARD, STARTS = 1, 2, 3
 """Tags."""
+Ways = tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]
+"""The groups of what goes forward, and of gradients. Their messages have no limit: a stage may wait for other workers' slowest."""
 
 
 class What(Enum):
@@ -64,10 +69,13 @@ class Inbox:
         return found
 
     def next(self) -> Item:
-        """Wait for one. Raises what a thread has failed with."""
+        """Wait for one. Raises what a thread has failed with; RankLost in one line if another rank is gone."""
         clock.catch_up()
         try:
-            return _sound(self._queue.get())
+            while True:
+                with suppress(Empty):
+                    return _sound(self._queue.get(timeout=LOOK_S))
+                signs.require_life()
         finally:
             clock.resume()
 
@@ -87,10 +95,10 @@ class Inbox:
 
 class Outbox:
     """Sends without waiting; what is under way stays alive until ``wait_all``, in a thread of its own, has seen it go. (gloo says that a
-    send is complete only to who waits for it.) ``back``: the group of gradients. ``sent_bytes``: of tensors that others compute with."""
+    send is complete only to who waits for it.) ``sent_bytes``: of tensors that others compute with."""
 
-    def __init__(self, back: dist.ProcessGroup | None = None) -> None:
-        self._back = back
+    def __init__(self, ways: Ways = (None, None)) -> None:
+        self._ways = ways
         self._under_way: SimpleQueue[tuple[Any, Tensor] | None] = SimpleQueue()
         self._lock = threading.Lock()
         self.sent_bytes = 0
@@ -100,7 +108,7 @@ class Outbox:
         head = [torch.tensor(numbers, dtype=torch.int64)] if numbers else []
         with self._lock:
             for tensor in (*head, *(own.detach().contiguous() for own in tensors)):
-                sending = dist.isend(tensor, rank, tag=tag, group=self._back if tag == BACKWARD else None)
+                sending = dist.isend(tensor, rank, tag=tag, group=self._ways[tag == BACKWARD])
                 self._under_way.put((sending, tensor))
             self.sent_bytes += sum(own.nbytes for own in tensors)
 
@@ -129,10 +137,10 @@ def receive(
     return found
 
 
-def receive_numbers(rank: int, tag: int, count: int) -> list[int]:
-    """Wait for whole numbers."""
+def receive_numbers(rank: int, tag: int, count: int, group: dist.ProcessGroup | None = None) -> list[int]:
+    """Wait for whole numbers, as for tensors."""
     numbers = torch.empty(count, dtype=torch.int64)
-    dist.recv(numbers, rank, tag=tag)
+    dist.recv(numbers, rank, tag=tag, group=group)
     return [int(number) for number in numbers]
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from soap.archives import check_archive
 from soap.errors import CheckpointError, first_line
 from soap.files import read_text, write_bytes_atomically, write_text_atomically
 from soap.mixed.run.plan import WavePlan
@@ -77,8 +78,9 @@ def checkpoint_of(folder: str, plan: WavePlan) -> Checkpoint:
     try:
         found = json.loads(text)
         made, found_one, look = found["format"], Checkpoint(folder, int(found["finished"]), int(found["seed"])), found["plan"]
-    except (ValueError, TypeError, KeyError) as cause:
-        raise CheckpointError(f"{place}: no checkpoint of virtual workers ({first_line(cause)}); expected what --save wrote") from None
+    except (ValueError, TypeError, KeyError, RecursionError) as cause:
+        said = f"no checkpoint of virtual workers ({first_line(cause)})"
+        raise CheckpointError(f"{place}: {said}; expected what soap-run --save wrote") from None
     if made != FORMAT:
         raise CheckpointError(f"{place}: format {made}; expected {FORMAT}: of this version")
     own = _look(plan)
@@ -118,6 +120,7 @@ def _write(place: Path, kept: dict[str, Any]) -> None:
 
 def _read(place: Path) -> dict[str, Any]:
     try:
+        check_archive(place)
         found: dict[str, Any] = torch.load(place, weights_only=True)
     except Exception as cause:  # torch fails in many ways
         raise CheckpointError(f"{place}: cannot be read ({first_line(cause)}); take another checkpoint") from None

@@ -7,7 +7,6 @@ has; then its stages pull just that version from all servers. They keep a versio
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Sequence
 
@@ -19,11 +18,12 @@ from soap.elastic.faults import ElasticError
 from soap.elastic.messages import Buffer, Kind, Message, decode, encode
 from soap.elastic.waves import GlobalWeights
 from soap.mixed.run.plan import WavePlan
+from soap.runtime.comm import signs
 
 LATEST = -1
 """Instead of a version: the last one."""
-PATIENCE_S = 600.0
-"""How long a worker may wait until it may begin."""
+LOOK_S = 1.0
+"""How often it is asked whether other ranks live while a worker waits until it may begin."""
 
 
 class Desk:
@@ -42,13 +42,12 @@ class Desk:
 
     def start(self, worker: int, finished: int) -> tuple[int, int]:
         """Wait until the worker may begin its next minibatch, having finished so many. Returns the version that this one has, and the least
-        that anybody will ask for. ElasticError if that takes long."""
-        deadline = time.monotonic() + PATIENCE_S
+        that anybody will ask for. It waits however long others take; RankLost in one line if one of their ranks is gone."""
         with self._changed:
             self._has_finished(worker, finished)
             while not self.clocks.may_start(worker):
-                if not self._changed.wait(max(0.0, deadline - time.monotonic())):
-                    raise ElasticError(f"worker {worker} has waited {PATIENCE_S:g} s to begin a minibatch; have others ended?")
+                if not self._changed.wait(LOOK_S):
+                    signs.require_life()
             version = self._told[worker][-1]
             if version < self.clocks.needed(worker) or self._plan.bound is None:
                 version = self.clocks.slowest

@@ -12,13 +12,12 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from threading import Semaphore, Thread
 
-import torch.distributed as dist
 from torch import Tensor
 
 from soap.elastic.waves import Push
 from soap.mixed.partitioning import READ_AHEAD
 from soap.mixed.run.client import Client
-from soap.mixed.run.neighbours import BACKWARD, FORWARD, STARTS, Inbox, Item, Outbox, What, receive, receive_numbers
+from soap.mixed.run.neighbours import BACKWARD, FORWARD, STARTS, Inbox, Item, Outbox, Ways, What, receive, receive_numbers
 from soap.mixed.run.plan import WavePlan
 from soap.mixed.run.stage_program import Begun, StageProgram
 from soap.mixed.run.stage_values import StageValues
@@ -61,8 +60,8 @@ Batch = Callable[[int], Sequence[Tensor]]
 
 class StageWork:
     """``finished``: minibatches before, ``last``: the number of the last one. ``delay_s``: sleeps so long beside each pass, to try how
-    workers of unequal speed train. ``clients``: for starts, for pulls and for pushes: each in a thread of its own. ``back``: as for
-    ``Outbox``.
+    workers of unequal speed train. ``clients``: for starts, for pulls and for pushes: each in a thread of its own. ``ways``: by which
+    stages send.
 
     Inputs are read while minibatches before are computed (``READ_AHEAD``). The first stage asks for a minibatch as soon as there is room
     for it in flight, which may be long before it is computed. So what it needs is pulled while minibatches in front of it are computed."""
@@ -80,7 +79,7 @@ class StageWork:
         finished: int,
         last: int,
         delay_s: float = 0.0,
-        back: dist.ProcessGroup | None = None,
+        ways: Ways = (None, None),
     ) -> None:
         self._plan, self._worker, self._number = plan, worker, stage
         self._stages = plan.workers[worker]
@@ -90,7 +89,7 @@ class StageWork:
         self._last, self._delay_s = last, delay_s
         self._is_first, self._is_last = stage == 0, stage == len(self._stages) - 1
         self.seen = Seen(worker, stage)
-        self._inbox, self._outbox, self._back = Inbox(), Outbox(back), back
+        self._inbox, self._outbox, self._ways = Inbox(), Outbox(ways), ways
         self._requests: SimpleQueue[tuple[int, int]] = SimpleQueue()
         self._dealt: SimpleQueue[tuple[int, int, int]] = SimpleQueue()
         self._pushes: SimpleQueue[Push[Tensor] | None] = SimpleQueue()
@@ -251,7 +250,7 @@ class StageWork:
             if self._is_first:
                 version, least, waited_ns = self._dealt.get()
             else:
-                version, least = receive_numbers(self._stages[0].device, STARTS, 2)
+                version, least = receive_numbers(self._stages[0].device, STARTS, 2, self._ways[0])
             self._least = least
             pulled = self._puller.pull(version, least) if version > self._version else None
             if pulled is not None:
@@ -262,15 +261,15 @@ class StageWork:
     def _hear_activations(self) -> None:
         names, rank = self._own.receives, self._stages[self._number - 1].device
         for _ in range(self._first, self._last + 1):
-            (finished,) = receive_numbers(rank, FORWARD, 1)
-            came = receive(rank, FORWARD, self._program.shapes(names), self._program.dtypes(names))
+            (finished,) = receive_numbers(rank, FORWARD, 1, self._ways[0])
+            came = receive(rank, FORWARD, self._program.shapes(names), self._program.dtypes(names), self._ways[0])
             self._inbox.put(Item(What.ACTIVATIONS, finished, tuple(came)))
 
     def _hear_gradients(self) -> None:
         names = [name for name, has in zip(self._own.sends, self._program.has_gradient(self._own.sends), strict=True) if has]
         rank = self._stages[self._number + 1].device
         for _ in range(self._first, self._last + 1):
-            came = receive(rank, BACKWARD, self._program.shapes(names), self._program.dtypes(names), self._back)
+            came = receive(rank, BACKWARD, self._program.shapes(names), self._program.dtypes(names), self._ways[1])
             self._inbox.put(Item(What.GRADIENTS, 0, tuple(came)))
 
     def _push_all(self) -> None:

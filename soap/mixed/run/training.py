@@ -6,6 +6,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -23,8 +24,13 @@ from soap.mixed.run.stage import Seen, StageWork
 from soap.mixed.run.stage_program import StageProgram
 from soap.mixed.run.stage_values import StageValues
 from soap.mixed.run.updates import Updates
-from soap.runtime.comm.world import close_world, open_world, own_address
+from soap.runtime.comm import signs
+from soap.runtime.comm.addresses import own_address
+from soap.runtime.comm.world import close_world, open_world
 from soap.runtime.updates.optimizers import OptimizerFactory, ScheduleFactory
+
+UNLIMITED = timedelta(days=3650)
+"""For messages between stages: their ranks may be slow, or wait for other workers. That they live is seen otherwise."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +38,7 @@ class Job:
     """``minibatches``: by worker, how many more. Minibatch n of worker w, from 0 on, is sample n * V + w of ``batches``. ``ranks``: of all
     devices, also those that are in no worker. ``save``, ``resume``: folders that all ranks reach. ``parameters``: bring all values back.
     ``delays_s``: by worker, see ``StageWork``. ``evenly``: called in each stage's rank when its threads are there, such as
-    ``emulation.placement.run_evenly``."""
+    ``emulation.placement.run_evenly``. ``timeout_s``: how long a rank may be silent, or late where all begin and end together."""
 
     plan: WavePlan
     source: Source
@@ -103,8 +109,9 @@ class _Rank:
         self._desk: Desk | None = None
         self._listener: Listener | None = None
         self._clients: list[Client] = []
-        self._back = dist.new_group(list(range(job.ranks)))
+        self._ways = (dist.new_group(timeout=UNLIMITED), dist.new_group(timeout=UNLIMITED))
         secret: bytes = _from_first(secrets.token_bytes(32))
+        self._address = own_address()
         if rank in self._plan.servers:
             self._serve(self._plan.servers.index(rank), version, secret)
         told: list[Any] = [None] * dist.get_world_size()
@@ -117,19 +124,20 @@ class _Rank:
     def train(self) -> Outcome | None:
         """Until all workers have done all minibatches."""
         job, work = self._job, self._work
-        dist.barrier()
+        signs.meet()
         if work is not None:
             work.run(job.evenly)
         if job.save is not None:
-            dist.barrier()  # servers have all whole waves
+            signs.meet()  # servers have all whole waves
             self._save(job.save)
         if work is not None:
             work.leave()
-        dist.barrier()
-        found: list[Any] = [None] * dist.get_world_size()
+        signs.meet()  # which may be hours later: workers end when they end
+        found: list[Any] | None = [None] * dist.get_world_size() if self._rank == 0 else None
         pushes = None if self._server is None else self._server.pushes
-        dist.all_gather_object(found, (None if work is None else work.seen, pushes, self._own_values()))
-        return self._outcome([own for own in found if own is not None]) if self._rank == 0 else None
+        dist.gather_object((None if work is None else work.seen, pushes, self._own_values()), found)
+        dist.barrier()  # whoever has the store leaves last
+        return None if found is None else self._outcome(found)
 
     def close(self) -> None:
         """End all connections."""
@@ -146,7 +154,7 @@ class _Rank:
             values = saved.server_values(self._before, number)
         self._desk = Desk(self._plan, self._finished) if number == 0 else None
         self._server = WaveServer(self._plan, number, values, version, self._desk)
-        self._listener = Listener(self._server.answer, secret, own_address())
+        self._listener = Listener(self._server.answer, secret, self._address)
 
     def _stage(self, addresses: Addresses, secret: bytes, version: int) -> StageWork:
         job, plan = self._job, self._plan
@@ -178,7 +186,7 @@ class _Rank:
         goal = self._finished + job.minibatches[worker]
         clients = asker, puller, pusher
         return StageWork(
-            plan, worker, stage, program, values, updates, batch, clients, self._finished, goal, delay_s, self._back
+            plan, worker, stage, program, values, updates, batch, clients, self._finished, goal, delay_s, self._ways
         )
 
     def _save(self, folder: str) -> None:
@@ -192,10 +200,10 @@ class _Rank:
             worker, stage = self._plan.by_rank[self._rank]
             state = saved.StageState(self._work.updates.momentum, self._work.values.incomplete, self._program.own_buffers())
             saved.save_stage(at, worker, stage, state)
-        dist.barrier()
+        signs.meet()
         if self._rank == 0:
             saved.save_manifest(at, self._plan)
-        dist.barrier()
+        signs.meet()
 
     def _own_values(self) -> Any:
         """What rank 0 puts together at the end: a server's pieces, and worker 0's buffers."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from soap.strategy.wrapped import USUAL, Wrapped
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedTraining:
@@ -12,13 +14,15 @@ class PlannedTraining:
     ``densest``: the largest density of a warm-up; 0: none. ``dense``: whether a warm-up begins with steps that send everything.
     ``clips``: gradients are clipped by their norm (``plan.syncs.clipping``): by each rank before it sends anything, if some are compressed,
     which is known behind its whole backward pass; else by all together, before the update. With a scaled loss all ranks learn whether
-    their gradients are finite in the same way (``for_scaling``)."""
+    their gradients are finite in the same way (``for_scaling``). ``wrapped``: how another trainer gathers values and sums gradients; such
+    plans are simulated, by ``Simulator.predict``, and run there."""
 
     kept: int = 0
     made: int = 0
     densest: float = 0.0
     dense: bool = False
     clips: bool = False
+    wrapped: Wrapped = USUAL
 
 
 def for_scaling(training: PlannedTraining, autocast: str | None) -> PlannedTraining:

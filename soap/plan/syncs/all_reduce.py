@@ -13,16 +13,17 @@ from soap.plan.syncs.bucketing import make_buckets, wire_bytes
 from soap.plan.syncs.seam import SUM, Hold, Phase, SyncMethod, SyncStep
 from soap.plan.tiling import Tile
 from soap.strategy.sync_contracts import named
+from soap.strategy.wrapped import Wrapped
 
 
 class BucketedSum(SyncMethod):
     """Sums dense gradients in buckets. Each element travels in ``Contract.wire_bits`` bits."""
 
     def groups(
-        self, graph: OperatorGraph, tiles: Sequence[Tile], shards: Sequence[Shard], syncs: Sequence[ShardSync]
+        self, graph: OperatorGraph, tiles: Sequence[Tile], shards: Sequence[Shard], syncs: Sequence[ShardSync], wrapped: Wrapped
     ) -> Sequence[ShardSync]:
         """Joined into buckets: one synchronization per buffer."""
-        return make_buckets(graph, tiles, shards, syncs)
+        return make_buckets(graph, tiles, shards, syncs, wrapped=wrapped)
 
     def steps(self, plan: Plan, sync: ShardSync, *, pull_together: bool = True) -> Sequence[SyncStep]:
         """One all-reduce, if there are several readers."""

@@ -10,6 +10,7 @@ from soap.model.regions import volume
 from soap.plan.plan import Plan, Shard, ShardSync
 from soap.plan.tiling import Tile
 from soap.strategy.compression import Compression
+from soap.strategy.wrapped import USUAL, Wrapped
 
 BUCKET_BYTES = 25 * 2**20
 """Approximate size of a bucket: several of them let sums overlap with the rest of the backward pass. DistributedDataParallel's default."""
@@ -29,7 +30,7 @@ def gather_limit(graph: OperatorGraph) -> int:
     return min(GATHER_BYTES, -(-sum(tensor.bytes for tensor in graph.parameters) // LEAST_GROUPS))
 
 
-_Key = tuple[tuple[int, ...], tuple[int, ...], bool, str, Compression | None, bool]
+_Key = tuple[tuple[int, ...], tuple[int, ...], bool, str, Compression | None, bool, int]
 """What the regions of a bucket have in common."""
 
 
@@ -39,15 +40,16 @@ def make_buckets(
     shards: Sequence[Shard],
     syncs: Sequence[ShardSync],
     limits: tuple[int, int] | None = None,
+    wrapped: Wrapped = USUAL,
 ) -> tuple[ShardSync, ...]:
     """Join synchronizations of one region each into buckets, in the order in which the backward pass completes their gradients.
 
     A region's gradient is complete once the lowest operator that uses it has run backward. So regions are taken by that operator's
     position, highest first, then by their first shard. Each joins the open bucket of its readers, their leaders, dtype, compression and
     ``offload``. A bucket closes at ``BUCKET_BYTES``, the first one of these at ``FIRST_BUCKET_BYTES``; ``limits``: others than (first,
-    later). A region with a single reader gets a bucket of its own, because nothing is sent. Frozen regions are taken by the lowest operator
-    that reads them, in buckets of their own. The result is ordered by the lowest operator that a bucket's regions need, highest first, then
-    by the bucket's first shard.
+    later). Those of a module that is ``wrapped`` have a bucket to themselves, which never closes. A region with a single reader gets a
+    bucket of its own, because nothing is sent. Frozen regions are taken by the lowest operator that reads them, in buckets of their own.
+    The result is ordered by the lowest operator that a bucket's regions need, highest first, then by the bucket's first shard.
 
     Bytes are those of gradients, however few of them travel. So buckets are complete at as many moments of the backward pass, and have as
     much to overlap with, whatever the density; a warm-up's denser messages travel in the same buckets.
@@ -59,16 +61,18 @@ def make_buckets(
     for sync in syncs:
         users, is_frozen = {tiles[tile].operator for tile, _ in sync.uses}, not shards[sync.shards[0]].trainable
         lowest[sync.shards[0]] = min(users if is_frozen else users & trained)
+    module_of = {name: number for number, names in enumerate(wrapped.modules) for name in names}
     begun: set[_Key] = set()
     open_buckets: dict[_Key, list[int]] = {}
     filled: dict[_Key, int] = {}
     finished: list[list[int]] = []
     for number in sorted(lowest, key=lambda number: (-lowest[number], number)):
         own = alone[number]
-        key = (own.readers, own.leaders, shards[number].trainable, graph.tensors[own.parameter].dtype, own.compression, own.offload)
+        module, dtype = module_of.get(own.parameter, -1), graph.tensors[own.parameter].dtype
+        key = (own.readers, own.leaders, shards[number].trainable, dtype, own.compression, own.offload, module)
         open_buckets.setdefault(key, []).append(number)
         filled[key] = filled.get(key, 0) + sum(shard_bytes(graph, shards[i]) for i in own.shards)
-        if len(own.readers) == 1 or filled[key] >= (limit if key in begun else first_limit):
+        if len(own.readers) == 1 or (module < 0 and filled[key] >= (limit if key in begun else first_limit)):
             begun.add(key)
             finished.append(open_buckets.pop(key))
             filled[key] = 0

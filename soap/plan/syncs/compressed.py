@@ -28,6 +28,7 @@ from soap.plan.tiling import Tile
 from soap.strategy.compression import Compression
 from soap.strategy.config import SyncConfig
 from soap.strategy.sync_contracts import named
+from soap.strategy.wrapped import Wrapped
 
 EXCHANGES = ((SUM, "sync"), (SPREAD, "spread"))
 """Stage and verb of the first and the second exchange."""
@@ -44,10 +45,10 @@ class CompressedSum(SyncMethod):
         return len(peers) > 1
 
     def groups(
-        self, graph: OperatorGraph, tiles: Sequence[Tile], shards: Sequence[Shard], syncs: Sequence[ShardSync]
+        self, graph: OperatorGraph, tiles: Sequence[Tile], shards: Sequence[Shard], syncs: Sequence[ShardSync], wrapped: Wrapped
     ) -> Sequence[ShardSync]:
         """Joined into buckets, as for all-reduces."""
-        return make_buckets(graph, tiles, shards, syncs)
+        return make_buckets(graph, tiles, shards, syncs, wrapped=wrapped)
 
     def steps(self, plan: Plan, sync: ShardSync, *, pull_together: bool = True) -> Sequence[SyncStep]:
         """One or two exchanges, each after the peers' work for it; with local aggregation between what happens inside hosts."""

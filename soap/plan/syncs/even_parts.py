@@ -59,4 +59,7 @@ def bucket_bytes(plan: Plan, sync: ShardSync) -> int:
 
 def collective(plan: Plan, sync: ShardSync, kind: Kind) -> Collective:
     """All parts of what is synchronized, gathered or scattered in each copy."""
-    return Collective(kind, room_bytes(plan, sync), tuple(copies_of(sync)), sharers(sync))
+    size, narrow, own = room_bytes(plan, sync), plan.training.wrapped.itemsize, plan.graph.tensors[sync.parameter].itemsize
+    if kind == "all_gather" and narrow:  # another trainer casts its own part before it sends it
+        size = -(-size * min(narrow, own) // own)
+    return Collective(kind, size, tuple(copies_of(sync)), sharers(sync))

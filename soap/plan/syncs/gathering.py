@@ -8,6 +8,7 @@ so no gather waits for itself. Recomputed operators need values when they run ag
 
 With micro-batches values are gathered once, and stay until the last of their uses in the step, as with ``reshard_after_forward=False`` of
 PyTorch's FSDP, which is what its pipelines use: all gathers begin with the step, in the order of their first uses, and wait for nothing.
+Where another trainer keeps values without micro-batches (``Wrapped.stays``), gathers wait for earlier uses all the same, as they do there.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Gather:
 
 def stays(plan: Plan) -> bool:
     """Whether what is gathered stays from its first use in a step to its last one."""
-    return plan.order is not None
+    return plan.order is not None or plan.training.wrapped.stays
 
 
 def is_read_back(plan: Plan, sync: ShardSync) -> bool:
@@ -180,10 +181,10 @@ def _places(plan: Plan, numbers: Sequence[int]) -> Mapping[int, tuple[int, int]]
 
 
 def _before(plan: Plan, order: Sequence[Item]) -> Mapping[Item, Sequence[tuple[int, Item]]]:
-    """Gather -> (device, the gather for whose uses it waits there); none where values stay."""
+    """Gather -> (device, the gather for whose uses it waits there); none with micro-batches."""
     found: dict[Item, list[tuple[int, Item]]] = {item: [] for item in order}
     ahead = plan.strategy.prefetch + 1
-    for device, own in sorted(_by_reader(plan, order).items()) if not stays(plan) else ():
+    for device, own in sorted(_by_reader(plan, order).items()) if plan.order is None else ():
         for earlier, item in zip(own, own[ahead:], strict=False):
             found[item].append((device, earlier))
     return found

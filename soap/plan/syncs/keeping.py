@@ -18,6 +18,7 @@ from soap.plan.tiling import Tile
 from soap.strategy.config import Strategy
 from soap.strategy.sync import ALL_REDUCE
 from soap.strategy.sync_contracts import METHODS
+from soap.strategy.wrapped import USUAL, Wrapped
 
 Cell = tuple[Box, tuple[int, ...], tuple[tuple[int, int, int], ...]]
 """A region of a parameter that the same tiles read: (box, devices, uses as (operator, tile, parameter position))."""
@@ -26,9 +27,11 @@ Cell = tuple[Box, tuple[int, ...], tuple[tuple[int, int, int], ...]]
 class Keeping:
     """Lays out shards and synchronizations for one graph on one cluster."""
 
-    def __init__(self, graph: OperatorGraph, topology: Topology, represented: Represented | None = None) -> None:
+    def __init__(
+        self, graph: OperatorGraph, topology: Topology, represented: Represented | None = None, wrapped: Wrapped = USUAL
+    ) -> None:
         """``represented``: see ``Places``."""
-        self._graph, self._topology = graph, topology
+        self._graph, self._topology, self._wrapped = graph, topology, wrapped
         devices = server_devices(topology)
         self._places = Places(devices, first_servers(graph, len(devices)), first_readers(graph), represented)
 
@@ -64,7 +67,8 @@ class Keeping:
                 region, away = ReadRegion(parameter, box, numbers, places), trainable and used.offload
                 made = ShardSync(name, parameter, index, (region,), readers, leaders, how, away, self._cluster_readers(method, readers))
                 syncs.setdefault(name, []).append(made)
-        groups = [method.groups(self._graph, tiles, shards, syncs[method.contract.name]) for method in self._in_order(syncs)]
+        of_graph = self._graph, tiles, shards
+        groups = [method.groups(*of_graph, syncs[method.contract.name], self._wrapped) for method in self._in_order(syncs)]
         return tuple(shards), tuple(chain.from_iterable(groups))
 
     @staticmethod

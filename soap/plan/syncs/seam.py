@@ -26,6 +26,7 @@ from soap.plan.tiling import Tile
 from soap.strategy.compression import Compression
 from soap.strategy.config import SyncConfig
 from soap.strategy.sync_contracts import Contract
+from soap.strategy.wrapped import Wrapped
 
 
 class Phase(IntEnum):
@@ -181,7 +182,7 @@ class SyncMethod(ABC):
         return [(box, readers)]
 
     def groups(
-        self, graph: OperatorGraph, tiles: Sequence[Tile], shards: Sequence[Shard], syncs: Sequence[ShardSync]
+        self, graph: OperatorGraph, tiles: Sequence[Tile], shards: Sequence[Shard], syncs: Sequence[ShardSync], wrapped: Wrapped
     ) -> Sequence[ShardSync]:
         """The synchronizations to carry out, made by joining some of ``syncs``, which have one region each. All ranks need one order."""
         return syncs

@@ -23,17 +23,18 @@ from soap.plan.syncs.sharded_state import ShardedState, held_gradients, moving_s
 from soap.plan.syncs.sharing import owned_bytes
 from soap.plan.tiling import Tile
 from soap.strategy.sync_contracts import named
+from soap.strategy.wrapped import Wrapped
 
 
 class Sharded(ShardedState):
     """Cuts regions as ``ShardedState`` does. What is gathered together is scattered together."""
 
     def groups(
-        self, graph: OperatorGraph, tiles: Sequence[Tile], shards: Sequence[Shard], syncs: Sequence[ShardSync]
+        self, graph: OperatorGraph, tiles: Sequence[Tile], shards: Sequence[Shard], syncs: Sequence[ShardSync], wrapped: Wrapped
     ) -> Sequence[ShardSync]:
         """Joined like buckets, up to about ``gather_limit`` each: what lies together in a model is gathered together."""
         limit = gather_limit(graph)
-        return make_buckets(graph, tiles, shards, syncs, (limit, limit))
+        return make_buckets(graph, tiles, shards, syncs, (limit, limit), wrapped)
 
     def steps(self, plan: Plan, sync: ShardSync, *, pull_together: bool = True) -> Sequence[SyncStep]:
         """Every owner sends every reader of its copy the values, twice, or once if they stay; gradients go as those of sharded states."""

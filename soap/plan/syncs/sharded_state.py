@@ -29,6 +29,7 @@ from soap.plan.syncs.sharing import copies_of, holders, owned_bytes, sharers, sh
 from soap.plan.tiling import Tile
 from soap.strategy.config import SyncConfig
 from soap.strategy.sync_contracts import named
+from soap.strategy.wrapped import Wrapped
 
 
 class ShardedState(SyncMethod):
@@ -55,10 +56,10 @@ class ShardedState(SyncMethod):
         return found
 
     def groups(
-        self, graph: OperatorGraph, tiles: Sequence[Tile], shards: Sequence[Shard], syncs: Sequence[ShardSync]
+        self, graph: OperatorGraph, tiles: Sequence[Tile], shards: Sequence[Shard], syncs: Sequence[ShardSync], wrapped: Wrapped
     ) -> Sequence[ShardSync]:
         """Joined into buckets, as for all-reduces."""
-        return make_buckets(graph, tiles, shards, syncs)
+        return make_buckets(graph, tiles, shards, syncs, wrapped=wrapped)
 
     def steps(self, plan: Plan, sync: ShardSync, *, pull_together: bool = True) -> Sequence[SyncStep]:
         """In each copy every reader sends every owner its gradient of what that owns; then the holders of each part sum theirs. Later every

@@ -68,6 +68,7 @@
       tab.tabIndex = is ? 0 : -1;
       document.getElementById(tab.getAttribute("aria-controls")).hidden = !is;
     }
+    window.scrollTo(0, 0);
     return drawShown(document.getElementById(chosen.getAttribute("aria-controls")));
   }
   for (const [place, tab] of tabs.entries()) {

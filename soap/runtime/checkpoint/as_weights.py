@@ -28,7 +28,8 @@ class CheckpointWeights:
             raise ModelError(f"weights {str(path)!r}: {error}") from None
         self.said = str(path)
         self._manifest, self._reader = manifest, CheckpointReader(checkpoint, manifest)
-        stored = {name: manifest.tensors[model_name(name)] for name in (*manifest.parameters, *manifest.buffers)}
+        prefix = model_name("")
+        stored = {name.removeprefix(prefix): own for name, own in manifest.tensors.items() if name.startswith(prefix)}
         self.kinds: Mapping[str, Kind] = {name: Kind(own.shape, getattr(torch, own.dtype)) for name, own in stored.items()}
 
     def tensor(self, name: str) -> torch.Tensor:

@@ -139,7 +139,7 @@ def load_checkpoint(path: str | Path, training: Training, buffers: Mapping[str, 
     regions += kept.values()
     of_ranks = rank_state_to_read(training.shards, manifest, training.gradients)
     regions += of_ranks.values()
-    reader, planner = CheckpointReader(checkpoint, manifest), RegionLoadPlanner(regions, manifest)
+    reader, planner = CheckpointReader(checkpoint, manifest, together=True), RegionLoadPlanner(regions, manifest)
     _through_torch(checkpoint, lambda: load({}, storage_reader=reader, planner=planner))
     read = {key: region.tensor for key, region in found.items()}
     _together(comm, lambda: state.restore(training.optimizer, training.parts, manifest.states, read))
@@ -309,7 +309,7 @@ def _together(comm: Communicator, action: Callable[[], T]) -> T:
         result.append(action())
     except CheckpointError as error:
         failure = str(error)
-    for found in comm.gather(failure):
+    for found in comm.gather_late(failure):
         if found:
             raise CheckpointError(found)
     return result[0]

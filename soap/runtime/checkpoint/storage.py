@@ -27,11 +27,13 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from torch.futures import Future
 
+from soap.archives import check_archive
 from soap.errors import CheckpointError
 from soap.files import write_text_atomically
 from soap.model.regions import Box, intersect, lengths, relative, volume
 from soap.runtime.checkpoint.folder import MANIFEST, unwritable
 from soap.runtime.checkpoint.manifest import Chunk, Manifest, StoredTensor, damaged, model_name, state_name
+from soap.runtime.comm import signs
 
 CHUNK_BYTES = 32 * 2**20
 
@@ -113,7 +115,8 @@ class CheckpointWriter(FileSystemWriter):
         return StorageMeta(save_id=self._manifest.save_id)
 
     def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
-        """Write as torch does, but turn a failure of the system into our one-line error."""
+        """Write as torch does, but turn a failure of the system into our one-line error; called on all ranks at once, whose disks may be
+        of any speed."""
         try:
             return super().write_data(plan, planner)
         except Exception as error:
@@ -121,6 +124,8 @@ class CheckpointWriter(FileSystemWriter):
             while cause is not None and not isinstance(cause, OSError):
                 cause = cause.__cause__ or cause.__context__
             raise error if cause is None else unwritable(self._folder.parent, cause) from None
+        finally:
+            signs.meet()
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write manifest and index after all ranks have written their chunks."""
@@ -148,10 +153,10 @@ def _stored(name: str, entry: Any, places: Mapping[MetadataIndex, Any]) -> Store
 
 
 class CheckpointReader(StorageReader):
-    """Reads chunks where the manifest says they are."""
+    """Reads chunks where the manifest says they are. ``together``: all ranks read at once, and wait for the slowest."""
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, manifest: Manifest, *, together: bool = False) -> None:
+        self._folder, self._together = folder, together
         self._chunks: dict[MetadataIndex, tuple[Chunk, str]] = {}
         for name, tensor in manifest.tensors.items():
             for chunk in tensor.chunks:
@@ -177,6 +182,16 @@ class CheckpointReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
         """Read each chunk once, and copy its parts to all regions that need them."""
+        try:
+            self._read_all(plan, planner)
+        finally:
+            if self._together:
+                signs.meet()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read_all(self, plan: LoadPlan, planner: Any) -> None:
         wanted: dict[MetadataIndex, list[ReadItem]] = {}
         for item in plan.items:
             wanted.setdefault(item.storage_index, []).append(item)
@@ -184,16 +199,15 @@ class CheckpointReader(StorageReader):
             tensor = self._read(*self._chunks[index])
             for item in wanted[index]:
                 planner.resolve_tensor(item).copy_(tensor[_slices(item.storage_offsets, item.lengths)])
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
 
     def _read(self, chunk: Chunk, dtype: str) -> torch.Tensor:
         path = self._folder / chunk.file
         try:
             with path.open("rb") as stream:
                 stream.seek(chunk.offset)
-                tensor = torch.load(io.BytesIO(stream.read(chunk.length)), map_location="cpu", weights_only=True)
+                data = stream.read(chunk.length)
+            check_archive(data)
+            tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except Exception as error:
             raise damaged(path, f"its part at byte {chunk.offset} cannot be read ({type(error).__name__})") from None
         if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != lengths(chunk.box) or str(tensor.dtype) != f"torch.{dtype}":

@@ -24,7 +24,8 @@ def save_weights(trainer: Trainer, folder: Path, names: Mapping[str, str]) -> Pa
     kinds = {name: Kind(tuple(tensor.shape), trainer.dtype_of(name)) for name, tensor in model.parameters.items()}
     saved = [name for name in model.buffers if name not in model.transient]
     kinds |= {name: Kind(tuple(trainer.buffers[name].shape), trainer.buffers[name].dtype) for name in saved}
-    others = {name: tensor for name, tensor in model.unchanged.items() if not tensor.is_meta}
+    places = {names.get(name, name): name for name in model.unchanged}  # of two names of one buffer, files may have one
+    others = {name: model.unchanged[name] for name in places.values() if not model.unchanged[name].is_meta}
     kinds |= {name: Kind(tuple(tensor.shape), trainer.place(tensor).dtype) for name, tensor in others.items()}
     require_writable(kinds)
     buffers, parameters = whole_buffers(trainer), whole_parameters(trainer)
@@ -45,6 +46,6 @@ def save_weights(trainer: Trainer, folder: Path, names: Mapping[str, str]) -> Pa
             failure = str(error)
     for _ in parameters:  # others send theirs, whether they can be written or not
         pass
-    if failure := next(filter(None, trainer.comm.gather(failure)), ""):
+    if failure := next(filter(None, trainer.comm.gather_late(failure)), ""):
         raise RuntimeFailure(failure)
     return folder

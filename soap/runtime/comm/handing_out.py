@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from soap.errors import SoapError, StoppedBySignal
+from soap.runtime.comm import signs
 
 
 def hand_out(rank: int, ranks: int, make: Callable[[], Iterable[bytes]]) -> tuple[bytes, bytes]:
@@ -29,6 +30,7 @@ def hand_out(rank: int, ranks: int, make: Callable[[], Iterable[bytes]]) -> tupl
             raise
         except SoapError as failure:
             given = [(failure, b"")] * ranks
+    signs.meet()  # making it may take longer than a collective waits
     received: list[Any] = [None]
     dist.scatter_object_list(received, given, src=0)
     error, own = received[0] if given is None else given[0]

@@ -32,9 +32,10 @@ from soap import time_limit
 from soap.errors import RuntimeFailure, StoppedBySignal
 from soap.logs import NATIVE_LOG_LEVEL, silenced
 from soap.runtime.comm.failures import AFTERMATH_S, Folder, Kind, kind_of, message_of, open_desk, told_positions
+from soap.runtime.comm.launched import loopback, own_rank, under_launcher, world_size
+from soap.runtime.comm.meeting import BACKEND
 from soap.runtime.comm.position import HERE, describe
 from soap.runtime.comm.rank_processes import Environment, end_with_launcher, import_ahead, start_method
-from soap.runtime.comm.world import under_launcher, world_size
 
 Result = TypeVar("Result")
 
@@ -49,7 +50,7 @@ AGAIN_S = 0.05
 """After so long a held-back signal is sent again."""
 LAUNCHER_LOGS = ("torch.distributed.elastic", "torch.multiprocessing.spawn")
 """Loggers of torch's launcher, which would print tracebacks of their own."""
-LOCALHOST = "localhost"
+LOCALHOST = "127.0.0.1"
 """The launcher's address, unless ``place`` moves ranks to where it has another one."""
 _STARTING = inspect.unwrap(LocalElasticAgent._start_workers).__code__
 
@@ -80,7 +81,7 @@ def launch(
                 f"{world_size(os.environ)} processes started for {processes} devices: expected one per device; "
                 f"use torchrun with {processes} processes in total"
             )
-        return {int(os.environ["RANK"]): _as_rank_of_another_launcher(entry, args)}
+        return {own_rank(os.environ): _as_rank_of_another_launcher(entry, args)}
     threads = max(1, (os.cpu_count() or 1) // processes)
     payload = pickle.dumps((entry, tuple(args), place))  # ranks unpickle it where a failure is reported
     interrupted, late = threading.Event(), _Late()  # a signal may come before the contexts that set them are entered
@@ -123,9 +124,9 @@ def _config(processes: int, address: str) -> LaunchConfig:
         max_nodes=1,
         nproc_per_node=processes,
         run_id=uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint=f"{address}:0",
-        rdzv_configs={"timeout": START_S, "is_host": True},
+        rdzv_backend=BACKEND,
+        rdzv_endpoint=address,
+        rdzv_configs={"timeout": START_S},
         local_addr=address,
         max_restarts=0,
         monitor_interval=0.05,
@@ -191,8 +192,7 @@ def _environment_for_ranks(threads: int) -> Iterator[None]:
     # The process that cleans up semaphores would warn after Ctrl-C. It is started with the first rank and reads this.
     wanted["PYTHONWARNINGS"] = "ignore:resource_tracker"
     wanted[NATIVE_LOG_LEVEL] = "ERROR"  # or torch warns of addresses without names, closed connections and missing kernels
-    if sys.platform == "linux":
-        wanted["GLOO_SOCKET_IFNAME"] = "lo"  # all ranks are on this host, whose own name may not resolve
+    wanted |= loopback()  # all ranks are on this host
     added = [name for name in wanted if name not in os.environ]
     handled = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE")
     os.environ.update({name: wanted[name] for name in added})

@@ -13,8 +13,11 @@ import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+
+from soap.errors import RuntimeFailure
 
 Groups = dict[tuple[int, ...], dist.ProcessGroup | None]
 """Devices, ascending -> their group; None for the group of all. Devices, descending -> a second group of the same: gloo requests a message
@@ -43,6 +46,8 @@ def make_groups(known: Groups, groups: Mapping[int, tuple[int, ...]], count: int
     """Make those that are not known. Called on all ranks at once; each gives at least the groups that it is in, and equal numbers, below
     ``count``."""
     world, rank, all_of_them = distributed_c10d._world, dist.get_rank(), all_make_all()
+    if not isinstance(getattr(world, "group_count", None), int):  # torch's own matter, as 2.11 to 2.13 have it
+        raise RuntimeFailure(f"torch {torch.__version__} counts process groups in a way that we do not know; expected torch 2.11 to 2.13")
     first = world.group_count
     for number, devices in sorted(groups.items()):
         if devices not in known and (all_of_them or rank in devices):

@@ -9,6 +9,9 @@ import torch
 
 from soap.tracing.calls import as_real
 
+_UNKNOWN = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
+"""Types that gloo cannot carry."""
+
 
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """All elements, one tensor after the other. Each is copied once; a single contiguous tensor is not copied."""
@@ -25,9 +28,14 @@ def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor viewed as a dtype that backends know. Lazy conjugation and negation are resolved first."""
-    if tensor.dtype is torch.bool:
+    if tensor.dtype is torch.bool or (tensor.is_floating_point() and tensor.dtype.itemsize == 1):
         return tensor.view(torch.uint8)
     return as_real(tensor) if tensor.is_complex() else tensor.resolve_neg()
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor, to be copied alone, viewed as a dtype that backends know: whole numbers that they do not know as bytes."""
+    return tensor.view(-1).view(torch.uint8) if tensor.dtype in _UNKNOWN else plain(tensor)
 
 
 def are_adjacent(places: Sequence[torch.Tensor]) -> bool:

@@ -10,25 +10,40 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+import tempfile
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
-from multiprocessing import forkserver
+from multiprocessing import forkserver, util
 
-_NUMBERS = frozenset(f"{of}{what}" for of in ("", "LOCAL_", "GROUP_", "ROLE_") for what in ("RANK", "WORLD_SIZE"))
-GIVEN_TO_RANKS = _NUMBERS | {"ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"}
-"""Variables that torch's launcher sets in each rank, beside those that begin with ``OF_LAUNCHER``."""
-OF_LAUNCHER = "TORCHELASTIC_"
+from soap.runtime.comm.launched import inherited
+
 READING = ("soap.tracing.load",)
 """What ranks import that read a model: with it the half of torch that knows exported programs."""
+
+LONGEST_FOLDER = 107 - len("/listener-12345678")
+"""Characters in the path of ``multiprocessing``'s own folder: Linux takes 107 in a socket's, which is in it."""
+SHORT_ROOTS = ("/tmp", "/var/tmp", "/dev/shm")
 
 _launched_with: set[str] = set()
 """Names of variables that any launch of this process has had: the process that is copied may have them."""
 
 
 def start_method() -> str:
-    """Of ``multiprocessing``: only Linux copies processes safely."""
-    return "forkserver" if sys.platform == "linux" else "spawn"
+    """Of ``multiprocessing``: only Linux copies processes safely, and only if there is room for a socket's path."""
+    return "forkserver" if sys.platform == "linux" and len(_short_folder()) <= LONGEST_FOLDER else "spawn"
+
+
+def _short_folder() -> str:
+    """``multiprocessing``'s own folder, for this user alone and removed when this process ends. If it is not there yet it is made where its
+    path is short: temporary files may be deep, as those of Slurm's jobs are."""
+    before, deep = tempfile.tempdir, len(tempfile.gettempdir()) + len("/pymp-12345678") > LONGEST_FOLDER
+    if deep:
+        tempfile.tempdir = next((root for root in SHORT_ROOTS if os.access(root, os.W_OK | os.X_OK)), before)
+    try:
+        return str(util.get_temp_dir())
+    finally:
+        tempfile.tempdir = before
 
 
 def import_ahead(modules: Iterable[str]) -> None:
@@ -56,9 +71,9 @@ class Environment:
 
     def enter(self) -> None:
         """Make it this rank's own, but for what torch's launcher gives to ranks."""
-        for name in filter(_inherited, self.gone):
+        for name in filter(inherited, self.gone):
             os.environ.pop(name, None)
-        os.environ.update({name: value for name, value in self.variables.items() if _inherited(name)})
+        os.environ.update({name: value for name, value in self.variables.items() if inherited(name)})
 
 
 def end_with_launcher() -> None:
@@ -71,7 +86,3 @@ def end_with_launcher() -> None:
         os._exit(1)
 
     threading.Thread(target=wait, name="launcher's end", daemon=True).start()
-
-
-def _inherited(name: str) -> bool:
-    return name not in GIVEN_TO_RANKS and not name.startswith(OF_LAUNCHER)

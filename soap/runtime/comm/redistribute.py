@@ -19,10 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from soap.runtime.comm import signs
 from soap.runtime.comm.failures import tell_before_leaving
 from soap.runtime.comm.handing_out import hand_out
 from soap.runtime.comm.new_groups import Groups, make_groups
-from soap.runtime.comm.packing import pack, plain
+from soap.runtime.comm.packing import as_bytes, pack, plain
 from soap.runtime.comm.position import HERE
 from soap.runtime.comm.traffic import Traffic
 from soap.runtime.system import clock
@@ -159,7 +160,7 @@ class Communicator:
     def broadcast(self, tensor: torch.Tensor, source: int, devices: tuple[int, ...] | None = None) -> Pending:
         """Start copying a contiguous tensor from one rank to the devices (all ranks if None)."""
         group = None if devices is None else self.groups[devices]
-        wire, finish = self.through_wire(plain(tensor))
+        wire, finish = self.through_wire(as_bytes(tensor))
         return Pending((_work(dist.broadcast(wire, source, group=group, async_op=True)),), tensor, finish)
 
     def all_to_all(
@@ -329,6 +330,11 @@ class Communicator:
         self.all_reduce(torch.zeros(1, device=self.device), tuple(range(self.world_size))).wait()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def gather_late(self, value: object) -> list[Any]:
+        """``gather``, where a rank may come by hours later than others: what it has done before takes as long as it takes."""
+        signs.meet()
+        return self.gather(value)
 
     def gather(self, value: object) -> list[Any]:
         """Exchange small objects: the list of every rank's ``value``, on every rank."""

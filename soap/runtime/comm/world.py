@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import socket
-from collections.abc import Mapping
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
@@ -14,7 +13,9 @@ import torch.distributed as dist
 
 from soap.cluster.topology import DeviceKind
 from soap.errors import RuntimeFailure
+from soap.runtime.comm import signs
 from soap.runtime.comm.failures import tell_before_leaving
+from soap.runtime.comm.launched import all_here, local_numbers, loopback, under_launcher, world_size
 from soap.runtime.system.malloc import keep_freed_memory
 
 Backend = Literal["auto", "gloo", "nccl"]
@@ -26,7 +27,8 @@ TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """This process's place among the ranks. ``opened``: ``open_world`` has joined the process group, and ``close_world`` leaves it."""
+    """This process's place among the ranks. ``opened``: ``open_world`` has joined the process group, and ``close_world`` leaves it.
+    ``set_here``: environment variables that it has set for that."""
 
     rank: int
     size: int
@@ -34,6 +36,7 @@ class World:
     backend: str
     timeout: timedelta
     opened: bool
+    set_here: tuple[str, ...] = ()
 
 
 def choose_backend(backend: str, kind: DeviceKind, local_world_size: int) -> str:
@@ -45,7 +48,7 @@ def choose_backend(backend: str, kind: DeviceKind, local_world_size: int) -> str
     enough = kind == "cuda" and torch.cuda.device_count() >= local_world_size
     if backend == "nccl" and not enough:
         gpus = torch.cuda.device_count() if kind == "cuda" else 0
-        raise RuntimeFailure(f"backend 'nccl' needs one GPU per rank: {local_world_size} ranks, {gpus} GPUs here; use --backend gloo")
+        raise RuntimeFailure(f"backend 'nccl' needs one GPU per rank: {local_world_size} ranks, {gpus} GPUs here; use backend gloo")
     if backend == "auto":
         return "nccl" if enough else "gloo"
     return backend
@@ -63,47 +66,51 @@ def open_world(device_count: int, kind: DeviceKind = "cpu", backend: str = "auto
 
     RuntimeFailure if there are fewer processes than devices. From then on the process keeps memory that it frees (``system.malloc``)."""
     keep_freed_memory()
-    timeout = timedelta(seconds=timeout_s)
-    size = dist.get_world_size() if dist.is_initialized() else world_size(os.environ)
+    timeout, joined = timedelta(seconds=timeout_s), dist.is_initialized()
+    size = dist.get_world_size() if joined else world_size(os.environ)
     if size < device_count:
         raise RuntimeFailure(
             f"{size} process{'es' if size > 1 else ''} for a strategy of {device_count} devices: expected one process per device; "
             f"start with torchrun --nproc-per-node {device_count} or soap-run"
         )
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
-    if dist.is_initialized():
-        return World(dist.get_rank(), size, choose_device(kind, local_rank), dist.get_backend(), timeout, False)
-    chosen = choose_backend(backend, kind, local_size)
-    device = choose_device(kind, local_rank)
+    if joined:
+        return _joined(kind, timeout)
+    local_rank, local_size = local_numbers(os.environ, size)
+    chosen, device = choose_backend(backend, kind, local_size), choose_device(kind, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    added = _keep_to(loopback()) if all_here(os.environ) else ()
     if under_launcher(os.environ):
         dist.init_process_group(chosen, timeout=timeout)
     else:
         dist.init_process_group(chosen, timeout=timeout, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
-    return World(dist.get_rank(), size, device, chosen, timeout, True)
+    signs.begin(timeout_s)
+    return World(dist.get_rank(), size, device, chosen, timeout, True, added)
+
+
+def _joined(kind: DeviceKind, timeout: timedelta) -> World:
+    """The world of a process group that is there already. Its rank's GPU is that of ``LOCAL_RANK``, else the one that was chosen before."""
+    local_rank = os.environ.get("LOCAL_RANK", "")
+    number = int(local_rank) if local_rank.isdecimal() else torch.cuda.current_device() if kind == "cuda" else 0
+    device = choose_device(kind, number)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # else collectives of all ranks would use the first one
+    signs.begin(timeout.total_seconds())
+    return World(dist.get_rank(), dist.get_world_size(), device, dist.get_backend(), timeout, False)
 
 
 def close_world(world: World) -> None:
     """Leave the ranks if ``open_world`` joined them. If an error is the reason, it is reported first."""
     tell_before_leaving()
     if world.opened and dist.is_initialized():
+        signs.end(sys.exception())
         dist.destroy_process_group()
+        for name in world.set_here:
+            os.environ.pop(name, None)
 
 
-def under_launcher(environment: Mapping[str, str]) -> bool:
-    """Whether torchrun, or a launcher with the same environment variables, has started this process."""
-    return "RANK" in environment and "WORLD_SIZE" in environment
-
-
-def world_size(environment: Mapping[str, str]) -> int:
-    """Number of processes that the environment announces."""
-    return int(environment["WORLD_SIZE"]) if under_launcher(environment) else 1
-
-
-def own_address() -> str:
-    """The address by which this machine reaches the one where ranks meet."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))
-        return str(probe.getsockname()[0])
+def _keep_to(wanted: dict[str, str]) -> tuple[str, ...]:
+    """Set environment variables that the user has not set. Returns their names."""
+    added = {name: value for name, value in wanted.items() if name not in os.environ}
+    os.environ.update(added)
+    return tuple(added)

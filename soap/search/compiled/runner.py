@@ -91,7 +91,7 @@ class CompiledSpace:
         engines share with others; only with each other if None."""
         self.training, self.shared = training, shared or Shared(space.graph, topology, costs, training)
         self.space, self.topology, self.costs, self.optimizer_states, self.draws = space, topology, costs, optimizer_states, draws
-        self.grids = grid_tables(space, topology, costs)
+        self.grids = grid_tables(space, topology, costs, self.shared.codes)
         self._kept = (self.grids, neighbour_tables(space), group_tables(space))
         self.handles = (handle(self._kept[0]), handle(self._kept[1]), handle(self._kept[2]))
         self.has_groups = len(space.groups) > 0

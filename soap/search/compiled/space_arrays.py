@@ -19,7 +19,7 @@ from soap.search.compiled.segments import find_segments
 from soap.search.sharing import owner_sets
 from soap.search.space import Grid, OperatorSpace, Space, grid_of
 from soap.simulator.compiled.graph_arrays import Floats, Ints, Longs
-from soap.simulator.compiled.syncs.codes import sync_code
+from soap.simulator.compiled.syncs.codes import SyncCodes
 from soap.simulator.costs import CostModel
 from soap.strategy.config import OpConfig
 from soap.strategy.recomputation import LEVELS
@@ -136,7 +136,7 @@ class SearchTables(NamedTuple):
     chain: ChainTables
 
 
-def grid_tables(space: Space, topology: Topology, costs: CostModel) -> GridTables:
+def grid_tables(space: Space, topology: Topology, costs: CostModel, codes: SyncCodes) -> GridTables:
     """The configurations of a space as arrays."""
     graph = space.graph
     spaces = list(dict.fromkeys(space.operators))
@@ -180,7 +180,7 @@ def grid_tables(space: Space, topology: Topology, costs: CostModel) -> GridTable
         size=[factor.size if op.partitionable else 1 for op in graph.operators for factor in op.factors],
         sync_parameter=[number for number, tensor in enumerate(graph.parameters) if tensor.name in space.syncs],
         sync_ptr=_pointers(space.syncs[tensor.name] for tensor in graph.parameters if tensor.name in space.syncs),
-        sync_choice=[sync_code(sync) for tensor in graph.parameters for sync in space.syncs.get(tensor.name, ())],
+        sync_choice=[codes.code(sync) for tensor in graph.parameters for sync in space.syncs.get(tensor.name, ())],
         together_ptr=_pointers(together),
         together=[place[name] for own in together for name in own],
         again_ptr=_pointers(space.marks),

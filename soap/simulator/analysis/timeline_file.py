@@ -87,7 +87,7 @@ def dumps(timelines: Sequence[tuple[Trace, Description]]) -> str:
     """The text of a file with these timelines. Each is one process of the file's trace."""
     described = [asdict(description) for _, description in timelines]
     other = {"format": FORMAT, "version": VERSION, "timelines": described}
-    return json.dumps({**merge_traces(*(trace for trace, _ in timelines)), "otherData": other}, allow_nan=False) + "\n"
+    return json.dumps({"otherData": other, **merge_traces(*(trace for trace, _ in timelines))}, allow_nan=False) + "\n"
 
 
 def aligned(timeline: Timeline) -> tuple[Trace, Description]:
@@ -105,11 +105,11 @@ def loads(text: str) -> tuple[Timeline, ...]:
     try:
         document = parse_json(text)
     except (ValueError, RecursionError) as cause:
-        raise TimelineError(f"not valid JSON ({one_line(str(cause))}); expected what --timeline wrote") from None
+        raise TimelineError(f"not valid JSON ({one_line(str(cause))}); expected what soap-run --timeline wrote") from None
     other = document.get("otherData") if isinstance(document, dict) else None
     found = other.get("format") if isinstance(other, dict) else None
     if not isinstance(other, dict) or found != FORMAT:
-        raise TimelineError(f"otherData.format is {short(found)}, expected {FORMAT!r}; write the timeline again with --timeline")
+        raise TimelineError(f"otherData.format is {short(found)}, expected {FORMAT!r}; write the timeline again with soap-run --timeline")
     if other.get("version") != VERSION or isinstance(other.get("version"), bool):
         raise TimelineError(f"version {short(other.get('version'))}; this program reads version {VERSION}: write the timeline again")
     described = _list(other, "timelines", 16)
@@ -129,7 +129,7 @@ def _timeline(description: Description, events: list[dict[str, Any]]) -> Timelin
             task = _with_chunk(known, task)
         elif known is not None:
             if replace(task, threads=known.threads) != known:
-                raise TimelineError(f"task {short(task.name)} occurs twice, at different times; expected what --timeline wrote")
+                raise TimelineError(f"task {short(task.name)} occurs twice, at different times; expected what soap-run --timeline wrote")
             task = replace(task, threads=known.threads + task.threads)
         tasks[task.name] = task
     return Timeline(description, tasks, {"traceEvents": events, "displayTimeUnit": "ms"})
@@ -173,7 +173,7 @@ def _description(entry: Any, place: str) -> Description:
         raise _malformed(place, entry, "an object")
     if entry.keys() != _DESCRIPTION_FIELDS.keys():
         differing = sorted(one_line(str(key), 40) for key in entry.keys() ^ _DESCRIPTION_FIELDS.keys())
-        raise TimelineError(f"{place}: key {differing[0]!r} is missing or unknown; write the timeline again with --timeline")
+        raise TimelineError(f"{place}: key {differing[0]!r} is missing or unknown; write the timeline again with soap-run --timeline")
     return Description(**{key: _get(entry, key, place, check) for key, check in _DESCRIPTION_FIELDS.items()})
 
 
@@ -193,7 +193,7 @@ def _get(entry: Mapping[str, Any], key: str, place: str, check: Callable[[Any], 
 
 
 def _malformed(place: str, value: Any, expected: str) -> TimelineError:
-    return TimelineError(f"{place}: {short(value)}; expected {expected}, as --timeline writes it")
+    return TimelineError(f"{place}: {short(value)}; expected {expected}, as soap-run --timeline writes it")
 
 
 def _name(value: Any) -> str:

@@ -10,7 +10,7 @@ from soap.plan.compression.policy import settled
 from soap.plan.compression.seam import WORKS, layout_of
 from soap.plan.compression.training import PlannedTraining
 from soap.plan.syncs.compressed import amounts
-from soap.simulator.compiled.syncs.codes import settings_number, sync_of
+from soap.simulator.compiled.syncs.codes import SyncCodes
 from soap.simulator.costs import CostModel, compression_ns
 
 EXCHANGES, MESSAGES, WHOLE, SETTINGS, OF_TYPES = 0, 1, 5, 6, 7
@@ -24,6 +24,7 @@ BETWEEN, SUMMED = range(2)
 
 
 def effort_row(
+    codes: SyncCodes,
     graph: OperatorGraph,
     costs: CostModel,
     types: Sequence[DeviceType],
@@ -33,12 +34,12 @@ def effort_row(
 ) -> list[int]:
     """The columns for a shard of this shape. ``key``: an entry of ``ShardTables.compressed``."""
     code, parameter, _, peers = key
-    how, tensor = sync_of(code).compression, graph.parameters[parameter]
+    how, tensor = codes.sync(code).compression, graph.parameters[parameter]
     assert how is not None  # the code is that of a compression
     how = settled(graph, tensor.name, how)
     layout = layout_of(how, shape, tensor.itemsize, peers)
     messages = [(SUMMED if each.kind == "sum" else BETWEEN, each.message_bytes) for each in layout.exchanges]
-    row = [len(messages), *messages[0], *(messages[1] if len(messages) > 1 else (0, 0)), layout.whole_bytes, settings_number(how)]
+    row = [len(messages), *messages[0], *(messages[1] if len(messages) > 1 else (0, 0)), layout.whole_bytes, codes.settings_number(how)]
     for kind in types:
         row += [compression_ns(costs, how, layout, work, kind) for work in WORKS]
         row.append(sum(amounts(how, layout, tensor.itemsize, training, on_host=kind.kind == "cpu")))

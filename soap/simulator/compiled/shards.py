@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from soap.cluster.topology import DeviceType, Topology
 from soap.model.graph import OperatorGraph
 from soap.model.regions import Box
-from soap.plan.compression.training import PLAIN, PlannedTraining
+from soap.plan.compression.training import PlannedTraining
 from soap.plan.placement import first_devices
 from soap.simulator.communication.offloading import offload_updater
 from soap.simulator.communication.servers import server_type
@@ -21,6 +21,7 @@ from soap.simulator.compiled.effort import effort_row
 from soap.simulator.compiled.growing import Growing, GrowingColumns, are_same
 from soap.simulator.compiled.lists import GrowingLists
 from soap.simulator.compiled.state import LOW_BITS, ShardTables
+from soap.simulator.compiled.syncs.codes import SyncCodes
 from soap.simulator.costs import CostModel, table_update_ns, updates_rows_alone
 from soap.simulator.cut_parameters import CutParameter
 
@@ -34,8 +35,10 @@ class Geometries:
         topology: Topology,
         types: Sequence[DeviceType],
         costs: CostModel,
-        training: PlannedTraining = PLAIN,
+        training: PlannedTraining,
+        codes: SyncCodes,
     ) -> None:
+        self._codes = codes
         self._graph, self._topology, self._types, self._costs, self._training = graph, topology, types, costs, training
         self._ptr, self._bytes, self._lowest = Growing(np.int64), Growing(np.int64), Growing(np.int32)
         self._update_ns = GrowingColumns(len(types), np.int64)
@@ -93,7 +96,7 @@ class Geometries:
     def compress(self, key: tuple[int, ...]) -> None:
         """Work out what compression of a shard takes. ``key``: an entry of ``compressed``."""
         self._compressed.add(key)
-        self._effort.add(effort_row(self._graph, self._costs, self._types, self._training, self._shapes[key[2]], key))
+        self._effort.add(effort_row(self._codes, self._graph, self._costs, self._types, self._training, self._shapes[key[2]], key))
 
     def arrays(self) -> ShardTables:
         """All geometries and prices as arrays, with room behind them: the same ones until that is full, or a list is added."""

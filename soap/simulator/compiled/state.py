@@ -45,7 +45,7 @@ class State(NamedTuple):
     its forward tiles. ``back_row``: by ``GraphTables.reader``, where the rows of that reader's backward tiles begin; ``need_row``: of its
     needs, -1 if they do not count.
 
-    ``sync``: by parameter, its code (``sync_codes``). ``sync_slot``: first slot of the synchronization tasks after the backward pass.
+    ``sync``: by parameter, its code (``SyncCodes``). ``sync_slot``: first slot of the synchronization tasks after the backward pass.
     ``pull_slot``: first slot of the pulls before the forward pass, and of gathers. ``prefetch``: ``Strategy.prefetch``. ``update_row``: by
     device, the row of what waits for its update, or -1.
 

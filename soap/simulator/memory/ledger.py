@@ -18,6 +18,9 @@ from soap.simulator.memory.transit import Send, Stay, until_free
 ENDS, LEAVES, FREED, EARLY, LATE, MADE, OVER, BEGINS = range(8)
 """The order of changes at the same time."""
 
+SPARED = (MemoryKind.GRADIENTS, MemoryKind.KEPT, MemoryKind.BUFFERS, MemoryKind.VALUES, MemoryKind.BATCH, MemoryKind.STATES)
+"""Of which kinds backward passes hold less than is counted, in this order."""
+
 Change = tuple[int, int, int, MemoryKind]
 """(time in nanoseconds, order, bytes that are taken or, below 0, freed, what they are held for)."""
 
@@ -25,8 +28,8 @@ Change = tuple[int, int, int, MemoryKind]
 @dataclass(frozen=True)
 class MemoryCurve:
     """What one device holds: ``bytes_held[i]`` from ``times_ns[i]`` on. Both are int64 arrays of one length; times rise from 0.
-    ``at_peak``: bytes by kind when the peak is first reached; they add up to it. ``by_kind``: the same at every time, arrays as
-    ``bytes_held``; empty unless they were asked for."""
+    ``at_peak``: bytes by kind when the peak is first reached; they add up to it, and none is below 0. ``by_kind``: the same at every time,
+    arrays as ``bytes_held``; empty unless they were asked for."""
 
     times_ns: NDArray[np.int64]
     bytes_held: NDArray[np.int64]
@@ -67,9 +70,9 @@ class Ledger:
         """A device holds ``size`` bytes of a kind from ``start_ns`` to ``end_ns``. At the same time, ends come before beginnings, but what
         begins ``early`` is made from what ends ``late``, so both are held for that moment. Before all that, what ``leaves`` begins to, and
         then something is ``freed``. After it something is ``made`` from what is then ``over``."""
-        if size and end_ns >= start_ns + (not (early or late or made)):
-            ends = OVER if over else LATE if late or end_ns == start_ns else FREED if freed else ENDS
-            begins = LEAVES if leaves else EARLY if early else MADE if made else BEGINS
+        ends = OVER if over else LATE if late or end_ns == start_ns else FREED if freed else ENDS
+        begins = LEAVES if leaves else EARLY if early else MADE if made else BEGINS
+        if size and (start_ns, begins) < (end_ns, ends):
             self._changes[device] += [(start_ns, begins, size, kind), (end_ns, ends, -size, kind)]
 
     def send(
@@ -155,7 +158,18 @@ def _curve(changes: Sequence[Change]) -> MemoryCurve:
     for time_ns, order, change, kind in changes:
         if (time_ns, order) <= peak_at:
             at_peak[kind] += change
-    return MemoryCurve(np.array(list(points), np.int64), np.array(list(points.values()), np.int64), at_peak)
+    return MemoryCurve(np.array(list(points), np.int64), np.array(list(points.values()), np.int64), _settled(at_peak))
+
+
+def _settled(held: Mapping[MemoryKind, int]) -> dict[MemoryKind, int]:
+    """Bytes by kind with the same sum, none below 0. Workspace below 0 means that passes never hold all of their operands and gradients at
+    once (``Footprint``): it is less of the gradients that they make, then of what they free."""
+    found = dict(held)
+    for kind in SPARED:
+        spared = min(found[kind], max(0, -found[MemoryKind.WORKSPACE]))
+        found[kind] -= spared
+        found[MemoryKind.WORKSPACE] += spared
+    return found
 
 
 def _with_kinds(curve: MemoryCurve, changes: Sequence[Change]) -> MemoryCurve:
@@ -168,6 +182,6 @@ def _with_kinds(curve: MemoryCurve, changes: Sequence[Change]) -> MemoryCurve:
         for _, _, change, kind in together:
             held[kind] += change
             if sum(held.values()) == level:
-                for own, size in held.items():
+                for own, size in _settled(held).items():
                     shown[own][at] = size
     return replace(curve, by_kind={kind: np.array(sizes, np.int64) for kind, sizes in shown.items()})

@@ -3,14 +3,14 @@
 A code has what compiled code needs of a method's contract, so that no code asks which method it is. From the lowest bit on: whether rows
 travel; whether servers own the parameter; whether local aggregation is used; whether gradients are compressed; whether readers own parts;
 whether they have values only for their uses; whether owners update in their host's memory; bits of an element on its way (0: as many as
-its type has); the method's number; partitions less one, or, of a compression, its number in this process. The default, an all-reduce, is 0.
+its type has); the method's number; partitions less one, or, of a compression, its number (``SyncCodes``). The default, an all-reduce, is 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import lru_cache
+from threading import Lock
 
 import numpy as np
 
@@ -31,50 +31,60 @@ _ROWS, _SERVERS, _HOSTS, _COMPRESSED, _PARTS, _GATHERED, _OFFLOAD, _WIRE, _METHO
 _METHODS = (1 << _PARTITIONS - _METHOD) - 1
 """The method's number is at most this."""
 
-_SETTINGS: dict[Compression, int] = {}
-"""Compressions that have a code in this process -> their numbers."""
 MOST_SETTINGS = 1 << 12
 
 
-def sync_codes(graph: OperatorGraph, strategy: Strategy) -> Ints:
-    """[parameter]: the code of its synchronization."""
-    return np.array([sync_code(strategy.sync(tensor.name)) for tensor in graph.parameters], np.int32)
+class SyncCodes:
+    """Codes for the engines of one ``Shared``, in which compressions are numbered as they come. Threads may ask at the same time."""
 
+    def __init__(self) -> None:
+        self._settings: dict[Compression, int] = {}
+        self._known: dict[SyncConfig, int] = {}
+        self._lock = Lock()
 
-@lru_cache(4096)
-def sync_code(sync: SyncConfig) -> int:
-    """The code of a synchronization."""
-    contract, number = sync.contract, sync.partitions - 1
-    if sync.compression is not None:
-        number = settings_number(sync.compression)
-    code = number << _PARTITIONS | METHODS.index(contract) << _METHOD | (contract.wire_bits or 0) << _WIRE
-    code |= sync.offload << _OFFLOAD | contract.compresses << _COMPRESSED
-    code |= (contract.owner == "parts") << _PARTS | contract.gathers_values << _GATHERED
-    return code | (sync.within == "host") << _HOSTS | contract.has_servers << _SERVERS | contract.by_rows << _ROWS
+    def of_parameters(self, graph: OperatorGraph, strategy: Strategy) -> Ints:
+        """[parameter]: the code of its synchronization."""
+        return np.array([self.code(strategy.sync(tensor.name)) for tensor in graph.parameters], np.int32)
 
+    def code(self, sync: SyncConfig) -> int:
+        """The code of a synchronization. StrategyError if there are too many compressions."""
+        known = self._known.get(sync)
+        if known is not None:
+            return known
+        contract, number = sync.contract, sync.partitions - 1
+        if sync.compression is not None:
+            number = self.settings_number(sync.compression)
+        code = number << _PARTITIONS | METHODS.index(contract) << _METHOD | (contract.wire_bits or 0) << _WIRE
+        code |= sync.offload << _OFFLOAD | contract.compresses << _COMPRESSED
+        code |= (contract.owner == "parts") << _PARTS | contract.gathers_values << _GATHERED
+        code |= (sync.within == "host") << _HOSTS | contract.has_servers << _SERVERS | contract.by_rows << _ROWS
+        self._known[sync] = code
+        return code
 
-def settings_number(compression: Compression) -> int:
-    """The number of a compression in this process. StrategyError if there are too many."""
-    number = _SETTINGS.setdefault(compression, len(_SETTINGS))
-    if number >= MOST_SETTINGS:
-        raise StrategyError(f"more than {MOST_SETTINGS} settings of compression in one process; expected fewer densities and ranks")
-    return number
+    def settings_number(self, compression: Compression) -> int:
+        """The number of a compression. StrategyError if there are too many."""
+        with self._lock:
+            number = self._settings.get(compression, len(self._settings))
+            if number >= MOST_SETTINGS:
+                raise StrategyError(
+                    f"more than {MOST_SETTINGS} settings of compression for one model on one cluster; expected fewer densities and ranks"
+                )
+            self._settings[compression] = number
+        return number
 
+    def sync(self, code: int) -> SyncConfig:
+        """The synchronization that has this code."""
+        contract = METHODS[code >> _METHOD & _METHODS]
+        within = contract.within[code >> _HOSTS & 1]
+        if contract.compresses:
+            return compressed(list(self._settings)[code >> _PARTITIONS], within)
+        return replace(of_method(contract, 1 + (code >> _PARTITIONS), within), offload=bool(code >> _OFFLOAD & 1))
 
-def sync_of(code: int) -> SyncConfig:
-    """The synchronization that has this code."""
-    contract = METHODS[code >> _METHOD & _METHODS]
-    within = contract.within[code >> _HOSTS & 1]
-    if contract.compresses:
-        return compressed(list(_SETTINGS)[code >> _PARTITIONS], within)
-    return replace(of_method(contract, 1 + (code >> _PARTITIONS), within), offload=bool(code >> _OFFLOAD & 1))
-
-
-def known_sync(code: int, held: SyncConfig, choices: Iterable[SyncConfig]) -> SyncConfig:
-    """``sync_of``, but ``held`` itself if it has this code, else the one of ``choices`` that has it: these may have fields beyond the
-    code."""
-    found = next((sync for sync in (held, *choices) if sync_code(sync) == code), None)
-    return sync_of(code) if found is None else found
+    def known_sync(self, code: int, held: SyncConfig, choices: Iterable[SyncConfig]) -> SyncConfig:
+        """``sync``, but ``held`` itself if it has this code, else the one of ``choices`` that has it: these may have fields beyond the
+        code."""
+        found = next((sync for sync in (held, *choices) if self.code(sync) == code), None)
+        return self.sync(code) if found is None else found
 
 
 @compiled
