@@ -59,7 +59,7 @@ def find(
         except KeyboardInterrupt:
             if stopped() or not limit.over:
                 raise
-            early = f"nothing was evaluated within {options.seconds:.3g} s; expected more time, or a smaller model"
+            early = f"nothing was evaluated within {options.seconds:.3g} s of searching; expected more time, or a smaller model"
             raise SoapError(early) from None
     return found if options.seconds is None or found.result.interrupted else _decided_within(limit, found)
 

@@ -119,5 +119,5 @@ def test_what_lacks_memory_is_told_without_simulating(
 def test_the_python_interface_keeps_to_its_seconds() -> None:
     found = soap.find(MODEL, CLUSTER, soap.SearchOptions(budget=20, seconds=1000))
     assert not found.brief and "decision" in found.__dict__ and "simulation" in found.__dict__  # nothing is left to do afterwards
-    with pytest.raises(soap.SoapError, match=r"nothing was evaluated within 1e-09 s; expected more time"):
+    with pytest.raises(soap.SoapError, match=r"nothing was evaluated within 1e-09 s of searching; expected more time"):
         soap.find(MODEL, CLUSTER, soap.SearchOptions(budget=20, seconds=1e-9))
