@@ -32,13 +32,13 @@ from statistics import median
 from benchmarks.accuracy_report import FOUND, HEAD, USUAL, Plan, in_rounds, line_of, report
 from benchmarks.end_to_end import machine
 from benchmarks.models import EMULATED_MODELS, export_model
+from benchmarks.turns import in_turns, turns_of
 from soap import api
 from soap.cli import profile
 from soap.cli.emulation import part_of_the_box
 from soap.cli.options import Reading, not_negative, positive
 from soap.cli.run import start
 from soap.cli.training import Job
-from soap.cli.turns import in_turns, turns_of
 from soap.cli.updating import Updating, states_of
 from soap.cli.verification import verify
 from soap.cluster.topology import Topology

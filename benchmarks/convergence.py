@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from benchmarks import convergence_cells, convergence_page
 from benchmarks.convergence_cells import METHODS, PARTS, Cell, Key, wanted
 from benchmarks.convergence_tasks import RANKS, TASKS, Data, Task
+from benchmarks.oracles.compression import Emulation, by_policy
 from benchmarks.pages import give
 from soap.cli.options import positive
 from soap.errors import SoapError
 from soap.files import check_writable
 from soap.plan.compression.seam import Exchange, layout_of
 from soap.runtime.compression.dgc import STAGES, WarmUp
-from soap.runtime.compression.oracle import Emulation, by_policy
 from soap.strategy.compression import Compression, parse
 
 LEAST_BYTES = 1024

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from benchmarks.oracles.compression import Training
 from soap.errors import SoapError
 from soap.runtime.compression.dgc import Momentum
-from soap.runtime.compression.oracle import Training
 
 Batch = tuple[Tensor, ...]
 RANKS = 4

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.shared_processor import SharedProcessor
 from soap.elastic import arithmetic
 from soap.elastic.layout import Layout, Place
 from soap.elastic.lookups import Lookups
@@ -26,7 +27,6 @@ from soap.elastic.server_actor import Keeping
 from soap.elastic.simulation.design import Lane
 from soap.elastic.steps import Steps
 from soap.elastic.worker import Batches, Source, Worker
-from soap.emulation.shared_processor import SharedProcessor
 from soap.runtime.updates.optimizers import OptimizerFactory
 
 LEASES = 5

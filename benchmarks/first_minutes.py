@@ -112,7 +112,7 @@ def _watched(running: subprocess.Popen[bytes], latest: float) -> tuple[float, fl
 def shown(outcome: Outcome, wheel: Path) -> list[str]:
     """A command's part of the page."""
     command = outcome.step.command.format(wheel=wheel.name)
-    lines = [line[:WIDEST].rstrip() for line in outcome.lines]
+    lines = [line.rstrip() if len(line) <= WIDEST else line[: WIDEST - 1].rstrip() + "…" for line in outcome.lines]
     if len(lines) > MOST_LINES:
         lines = [*lines[: MOST_LINES - 2], "...", lines[-1]]
     took = [f"{own:.0f} s" if own >= 10 else f"{own:.1f} s" for own in (outcome.seconds, outcome.processor_seconds)]

@@ -24,12 +24,12 @@ from typing import Any, NamedTuple
 
 from benchmarks.accuracy import READING
 from benchmarks.end_to_end import machine
+from benchmarks.turns import in_turns, turns_of
 from soap import api
 from soap.cli import tune
 from soap.cli.options import positive
 from soap.cli.run import start
 from soap.cli.training import Job
-from soap.cli.turns import in_turns, turns_of
 from soap.emulation.hosts import host_limits
 from soap.measure.this_machine import cpu_cores
 from soap.runner.tuning import tuned_range, with_partitions

@@ -28,6 +28,7 @@ from benchmarks.published_models import graph_of
 from soap import api
 from soap.cli import reporting, search_report
 from soap.report import write
+from soap.search.deciding import FASTEST, SAFE
 from soap.search.options import SearchOptions
 from soap.strategy.named import named
 
@@ -45,7 +46,8 @@ def gpt(path: Path) -> None:
     """The report of a search."""
     graph, topology = api.load("zoo:gpt", plan_only=True).graph, api.load_cluster("h100-8")
     outcome = api.find(graph, topology, SearchOptions(budget=300, cores=1, costs="estimate"))
-    reporting.write_search(str(path), "strategy.json", outcome, search_report.document(outcome))
+    files = {SAFE: "strategy.json" if outcome.other is None else "strategy.safe.json", FASTEST: "strategy.json"}
+    reporting.write_search(str(path), "strategy.json", outcome, search_report.document(outcome, files), "estimate")
 
 
 def llama(path: Path) -> None:

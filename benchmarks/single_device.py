@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 from benchmarks.accuracy import READING, soap_profile
 from benchmarks.end_to_end import machine
+from benchmarks.turns import in_turns, turns_of
 from soap import api
 from soap.cli.options import Reading, not_negative, positive
 from soap.cli.run import start
 from soap.cli.training import Job
-from soap.cli.turns import in_turns, turns_of
 from soap.cli.updating import states_of
 from soap.cluster.presets import device_types, local_topology
 from soap.cluster.topology import Topology

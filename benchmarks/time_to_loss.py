@@ -32,6 +32,7 @@ from benchmarks.end_to_end import machine
 from benchmarks.lossy_emulated import RATES
 from benchmarks.lossy_race import LossyRace, race, step_ns
 from benchmarks.models import TASK_MODELS, export_model
+from benchmarks.oracles.compression import Emulation, by_policy
 from benchmarks.pages import give
 from benchmarks.quiet import Watch
 from benchmarks.time_to_loss_race import NET, WholeTraining, run_to_loss
@@ -45,7 +46,6 @@ from soap.errors import SoapError
 from soap.files import check_writable
 from soap.measure.this_machine import cpu_cores
 from soap.plan.compression.training import PlannedTraining
-from soap.runtime.compression.oracle import Emulation, by_policy
 from soap.search.starts import BASELINE
 from soap.simulator.reference import execution_order
 from soap.strategy.compression import Compression, parse

@@ -111,9 +111,9 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return found[0] if found else None
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Collection[str]) -> str:
     """The end of a message about a name that nobody has: the known one that was perhaps meant; empty if none is like it."""
-    near = nearest(name[:100], known)
+    near = None if name in known else nearest(name[:100], known)
     return f": did you mean {near!r}?" if near else ""
 
 

@@ -6,13 +6,19 @@ leaves the old file.
 
 from __future__ import annotations
 
+import io
 import os
 import secrets
+import zipfile
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 from soap.errors import SoapError
+from soap.units import format_bytes
+
+ARCHIVE_SPARE_BYTES = 2**26
+"""Texts in archives may be compressed, which is little beside tensors, which torch stores as they are."""
 
 
 def read_text(path: str | Path, *, what: str = "file", error: type[SoapError] = SoapError, limit_bytes: int = 2**30) -> str:
@@ -33,6 +39,19 @@ def read_text(path: str | Path, *, what: str = "file", error: type[SoapError] = 
         raise error(f"{what} {str(path)!r} is no UTF-8 text (byte {cause.start}); expected a text file: check the path") from None
 
 
+def check_archive(source: Path | bytes) -> None:
+    """Raise ValueError, which says so in words, if what an archive holds is more than twice as long as the archive. Nothing is read of it
+    but its list of entries. What is no archive passes."""
+    size = source.stat().st_size if isinstance(source, Path) else len(source)
+    try:
+        with zipfile.ZipFile(source if isinstance(source, Path) else io.BytesIO(source)) as archive:
+            held = sum(entry.file_size for entry in archive.infolist())
+    except zipfile.BadZipFile:
+        return
+    if held > 2 * size + ARCHIVE_SPARE_BYTES:
+        raise ValueError(f"its {format_bytes(size)} hold {format_bytes(held)}; expected an archive that is not compressed")
+
+
 def check_writable(path: str | Path, *, error: type[SoapError] = SoapError) -> None:
     """Raise ``error`` if a file could not be written there. To be asked before long work. Leaves nothing behind."""
     path = Path(path)
@@ -49,7 +68,8 @@ def check_writable(path: str | Path, *, error: type[SoapError] = SoapError) -> N
 
 def write_text_atomically(path: str | Path, text: str, *, error: type[SoapError] = SoapError) -> None:
     """Write UTF-8 text (line ends as given) to ``path``. If that fails, raise ``error`` in one line; the old file stays."""
-    write_bytes_atomically(path, text.encode("utf-8"), error=error)
+    data = text.encode("utf-8", "backslashreplace")  # names of files may have bytes that are no text
+    write_bytes_atomically(path, data, error=error)
 
 
 def write_bytes_atomically(path: str | Path, data: bytes, *, error: type[SoapError] = SoapError) -> None:

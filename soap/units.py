@@ -125,35 +125,3 @@ def _three_digits(value: float) -> str:
     size = abs(value)
     decimals = 2 if size < 9.995 else 1 if size < 99.95 else 0
     return f"{value:.{decimals}f}"
-
-
-def exact_bytes(size_bytes: int) -> str:
-    """Text that ``parse_bytes`` reads back to exactly this size."""
-    return _exact(size_bytes, _BYTES)
-
-
-def exact_bandwidth(bytes_per_second: float) -> str:
-    """Text that ``parse_bandwidth`` reads back to exactly this bandwidth."""
-    return _exact(bytes_per_second, {f"{prefix}B/s": Fraction(factor) for prefix, factor in _DECIMAL.items()})
-
-
-def exact_seconds(seconds: float) -> str:
-    """Text that ``parse_seconds`` reads back to exactly this time."""
-    return _exact(seconds, {unit: factor for unit, factor in _SECONDS.items() if unit.isascii()})
-
-
-def exact_flops(flops_per_second: float) -> str:
-    """Text that ``parse_flops`` reads back to exactly this rate."""
-    return _exact(flops_per_second, {unit: factor for unit, factor in _RATES.items() if unit.endswith("/s")})
-
-
-def _exact(value: float, units: Units) -> str:
-    """The shortest number of at least 1 that reads back exactly; of equally short ones the one in the largest unit. The base unit always
-    reads back exactly."""
-    exact = []
-    for unit, factor in units.items():
-        short = f"{float(value / factor):.10g}"
-        if value >= factor and float(Fraction(short) * factor) == value:
-            exact.append((len(short), -factor, f"{short} {unit}"))
-    base = next(unit for unit, factor in units.items() if factor == 1)
-    return min(exact)[2] if exact else f"{value!r} {base}" if value else f"0 {base}"

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from soap.cluster.price import Price
-from soap.cluster.yaml_file import dump_cluster, load_cluster, parse_cluster
+from soap.cluster.yaml_file import load_cluster, parse_cluster
 from soap.errors import TopologyError
+from tests.cluster_text import dump_cluster
 from tests.test_cluster_yaml import described, host
 
 

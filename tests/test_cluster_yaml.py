@@ -15,8 +15,9 @@ from soap.cluster import yaml_file
 from soap.cluster.presets import device_types
 from soap.cluster.price import Price
 from soap.cluster.topology import Device, DeviceType, Host, Link, Topology
-from soap.cluster.yaml_file import dump_cluster, load_cluster, parse_cluster
+from soap.cluster.yaml_file import load_cluster, parse_cluster
 from soap.errors import TopologyError
+from tests.cluster_text import dump_cluster
 
 
 def example() -> str:

@@ -6,7 +6,8 @@ import pytest
 
 from soap.cluster.gpu_names import known_gpu
 from soap.cluster.presets import device_types
-from soap.cluster.yaml_file import dump_cluster, parse_cluster
+from soap.cluster.yaml_file import parse_cluster
+from tests.cluster_text import dump_cluster
 
 TFLOPS = {
     "p100-pcie": {"float64": 4.7, "float32": 9.3, "float16": 18.7},

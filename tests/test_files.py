@@ -146,3 +146,8 @@ def test_unreadable_inputs_are_named_in_one_line(tmp_path: Path):
 def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path):
     (tmp_path / "a").write_bytes(b"\xef\xbb\xbfname: x")
     assert read_text(tmp_path / "a") == "name: x"
+
+
+def test_names_whose_bytes_are_no_text_can_be_written_down(tmp_path: Path):
+    write_text_atomically(tmp_path / "page.html", "of \udcff.json")
+    assert read_text(tmp_path / "page.html") == "of \\udcff.json"

@@ -56,9 +56,7 @@ def test_tensor_size() -> None:
 def test_operator_knows_its_factors() -> None:
     op = mlp().operators[0]
     assert op.summed == (1,)
-    assert (op.factor_index("b"), op.factor_index("n")) == (0, 2)
-    with pytest.raises(KeyError):
-        op.factor_index("z")
+    assert [factor.name for factor in op.factors] == ["b", "k", "n"]
 
 
 def test_graph_tables() -> None:

@@ -18,7 +18,7 @@ MADE_ANEW = {
     "cli.wanted",  # read from a table
     "elastic.simulation.work", "measure.neighbours", "measure.step_chains", "measure.upkeep_timing", "plan.tiling",
     "runtime.sync.look_ups",
-    "search.compiled.estimates", "search.dynamic", "search.oracles.exhaustive", "search.space",
+    "search.compiled.estimates", "search.dynamic", "search.space",
     "strategy.classical", "strategy.config", "strategy.grids", "strategy.json_file", "strategy.served", "strategy.sync",
     "tracing.footprints",
 }  # fmt: skip

@@ -31,14 +31,14 @@ def test_shares_and_sizes(text: str, read: Fraction | int) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("0%", "--memory-budget '0%': expected a share of each device's memory, such as 80%, or a size such as 20GB: a share is above 0%"),
+        ("0%", "memory_budget '0%': expected a share of each device's memory, such as 80%, or a size such as 20GB: a share is above 0%"),
         ("120%", "a share is above 0% and at most 100%"),
         ("-5%", "expected a share of each device's memory"),
         ("%", "expected a share"),
-        ("0 GB", "--memory-budget '0 GB': nothing fits into that; expected a share"),
-        ("20", "--memory-budget: '20' has no unit; expected a size such as '16 GiB': add the unit"),
-        ("much", "--memory-budget: 'much' is no quantity"),
-        ("20GiB/s", "--memory-budget: '20GiB/s' has unit 'GiB/s'"),
+        ("0 GB", "memory_budget '0 GB': nothing fits into that; expected a share"),
+        ("20", "memory_budget: '20' has no unit; expected a size such as '16 GiB': add the unit"),
+        ("much", "memory_budget: 'much' is no quantity"),
+        ("20GiB/s", "memory_budget: '20GiB/s' has unit 'GiB/s'"),
     ],
 )
 def test_nonsense_is_refused_in_one_line(text: str, words: str) -> None:

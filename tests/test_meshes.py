@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import yaml
 
-from soap.cluster.yaml_file import dump_cluster, parse_cluster
+from soap.cluster.yaml_file import parse_cluster
 from soap.errors import TopologyError
+from tests.cluster_text import dump_cluster
 
 MESH = {"bandwidth": "25 GB/s", "latency": "1 us", "kind": "mesh", "interconnect": "nvlink2"}
 

@@ -7,14 +7,16 @@ from dataclasses import replace
 
 import pytest
 
+from soap.api import load
 from soap.cli.options import sync_method
 from soap.cli.plain_text import sync_document, sync_text
+from soap.cluster.presets import preset
 from soap.errors import StrategyError
-from soap.strategy.classical import NAMED, data_parallel, hybrid, megatron, zero1
-from soap.strategy.named import ADDED, SAVING, check_name, named, saving_names, saving_starts
+from soap.strategy.classical import CLASSICAL, NAMED, data_parallel, hybrid, megatron, zero1
+from soap.strategy.named import ADDED, SAVING, check_name, named, saving_names, saving_starts, usual_names
 from soap.strategy.sync import SHARDED, SHARDED_IN_HOSTS, SHARDED_STATE, saving_memory, worded
 from soap.strategy.without_effect import MEANT, without_effect
-from tests.graph_builder import transformer
+from tests.graph_builder import mlp, transformer
 from tests.strategies import cluster
 
 GRAPH, TOPOLOGY = transformer(), cluster([4, 4])
@@ -125,3 +127,12 @@ def test_names_that_divide_nothing_are_known() -> None:
     assert without_effect("hsdp", cluster([4])) == "'hsdp' is 'fsdp' on one host"
     assert without_effect("megatron+hsdp", cluster([1, 1])).startswith("'hsdp' shares nothing where each host has one device")
     assert without_effect("megatron+hsdp", TOPOLOGY) == ""
+
+
+def test_what_people_would_use_depends_on_the_cluster_and_on_sparse_parameters() -> None:
+    dense, sparse = mlp(), load("zoo:rnnlm:tiny", plan_only=True).graph
+    alone, host, hosts = (preset(name) for name in ("h100-1", "h100-8", "a100-40gb-4x8"))
+    assert usual_names(dense, alone) == tuple(CLASSICAL)
+    assert usual_names(dense, host) == (*CLASSICAL, "zero1", "fsdp")
+    assert usual_names(dense, hosts) == (*CLASSICAL, "zero1", "fsdp", "hsdp", "pipeline")
+    assert set(usual_names(sparse, host)) - set(usual_names(dense, host)) == {"hybrid", "parameter_server", "sparse_allgather"}

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from soap.cluster import yaml_file
 from soap.cluster.topology import Topology
-from soap.cluster.yaml_file import dump_cluster, parse_cluster
+from soap.cluster.yaml_file import parse_cluster
 from soap.errors import TopologyError
 from soap.simulator.communication.allreduce import allreduce_options
+from tests.cluster_text import dump_cluster
 
 NETWORK = {"bandwidth": "50 GB/s", "latency": "2 us"}
 SPINE = {"bandwidth": "400 GB/s", "latency": "1 us"}

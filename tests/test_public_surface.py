@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import subprocess
 import sys
 
 import pytest
+import torch
 
 import soap
 
@@ -62,3 +65,22 @@ def test_version_is_the_distribution_s() -> None:
 
     project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
     assert soap.__version__ == project["version"]
+
+
+def test_a_module_is_refused_with_what_to_do() -> None:
+    for verb in (lambda module, cluster: soap.simulate(module, cluster, "data_parallel"), soap.find):
+        with pytest.raises(soap.ModelError, match=r"^a Linear cannot be planned: expected .*; export a module first: soap"):
+            verb(torch.nn.Linear(2, 2), "h100-2")
+
+
+def test_a_field_of_the_options_by_itself_is_refused_with_what_to_write() -> None:
+    told = "find takes no budget: write soap.find(model, cluster, soap.SearchOptions(budget=300, seed=1))"
+    with pytest.raises(TypeError, match=f"^{re.escape(told)}$"):
+        soap.find("zoo:gpt:tiny", "h100-2", budget=300, seed=1)  # type: ignore[call-arg]
+
+
+def test_help_shows_options_as_they_are_written() -> None:
+    assert "options: 'SearchOptions' = SearchOptions()," in str(inspect.signature(soap.find))
+    options = soap.SearchOptions(budget=300, pins={"layers.*": "sample:4"}, risk=None)
+    assert eval(repr(options), {"SearchOptions": soap.SearchOptions}) == options
+    assert repr(options) == "SearchOptions(budget=300, pins=(('layers.*', 'sample:4'),), risk=None)"

@@ -6,7 +6,7 @@ import pytest
 
 from soap.cluster.presets import preset
 from soap.cluster.topology import Topology
-from soap.cluster.yaml_file import dump_cluster, parse_cluster
+from soap.cluster.yaml_file import parse_cluster
 from soap.errors import TopologyError
 from soap.plan.placement import server_devices
 from soap.search.starts import reference_strategies
@@ -14,6 +14,7 @@ from soap.simulator.lowering import build_plan
 from soap.strategy.classical import CLASSICAL, SYNCHRONIZED, data_parallel
 from soap.strategy.config import Strategy
 from soap.strategy.sync import parameter_server, partition_counts, usual_server
+from tests.cluster_text import dump_cluster
 from tests.graph_builder import transformer
 from tests.strategies import CPU, GPU, cluster, with_servers
 

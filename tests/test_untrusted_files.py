@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import soap
-from soap.archives import SPARE_BYTES, check_archive
 from soap.data.preprocessed import Preprocessed
+from soap.files import ARCHIVE_SPARE_BYTES, check_archive
 from soap.mixed.run.saved import Checkpoint, server_values
 from soap.preprocessing import steps
 from soap.tracing import record
@@ -43,7 +43,7 @@ def inflate(path: Path, suffix: str) -> None:
         long = next(name for name in old.namelist() if name.endswith(suffix))
         for name in old.namelist():
             if name == long:
-                new.writestr(name, bytes(SPARE_BYTES + 2**20), zipfile.ZIP_DEFLATED)
+                new.writestr(name, bytes(ARCHIVE_SPARE_BYTES + 2**20), zipfile.ZIP_DEFLATED)
             else:
                 new.writestr(name, old.read(name))
 

@@ -167,6 +167,7 @@ TOWERS = {"text_config": {**SMALL, "vocab_size": WORDS, "max_position_embeddings
 ARCHITECTURES: dict[str, Callable[..., Built]] = {
     # decoders
     "gpt2": partial(build, "GPT2LMHeadModel", "GPT2", decoded, n_layer=2, n_head=2, n_embd=16, vocab_size=WORDS, n_positions=16, **IDS),
+    "gpt_neo": causal("GPTNeo", num_layers=2, num_heads=4, window_size=4, attention_types=[[["global", "local"], 1]]),
     "gpt_neox": causal("GPTNeoX"),
     "llama": causal("Llama"),
     "mistral": causal("Mistral", sliding_window=4),

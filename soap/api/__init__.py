@@ -7,7 +7,7 @@ A model may be what ``load`` returns, an ``OperatorGraph``, or text for ``load``
 from __future__ import annotations
 
 from soap.api.beside import Job, beside_of, job_simulation, load_job, simulate_beside
-from soap.api.deciding import decision_record, memory_range, timed
+from soap.api.deciding import decision_record, finalists_by_name, memory_range, timed
 from soap.api.finding import find
 from soap.api.fitting import Fit, Way, fits
 from soap.api.informing import WhatDecides, what_decides
@@ -67,6 +67,7 @@ __all__ = [
     "explain_synchronization",
     "explain_unkept",
     "export",
+    "finalists_by_name",
     "find",
     "find_servers",
     "find_workers",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from soap.api.models import Cluster, Model, graph_of, topology_of
-from soap.api.predictions import costs_for, with_links
+from soap.api.predictions import simulator_for, with_links
 from soap.api.strategies import load_strategy, simulated_name
 from soap.cluster.fewer import part_of
 from soap.cluster.memory_budget import with_memory_budget
@@ -76,7 +76,7 @@ def job_simulation(job: Job, topology: Topology, *, optimizer_states: int = OPTI
     """A job on its part of the cluster, alone. StrategyError if it is a stale one, or does not fit into memory."""
     part = part_of(topology, job.devices) if job.devices else topology
     graph = graph_of(job.model, part)
-    simulator = Simulator(graph, part, costs_for(part, optimizer_states, costs), optimizer_states)
+    simulator = simulator_for(graph, part, optimizer_states=optimizer_states, costs=costs)
     strategy = _strategy(job, graph, simulator)
     if strategy.stale:
         raise StrategyError(f"a stale strategy ({strategy.consistency}) beside other jobs; expected one that has steps of the whole batch")

@@ -41,15 +41,15 @@ def timed(
     for (name, strategy), times in zip(plans.items(), found, strict=True):
         factors = drawn.factors((*plan_errors(simulator, strategy, usual), *of_step)).tolist()
         own_ns = tuple(drawn_ns(ns, factor) for ns, factor in zip(times.times_ns, factors, strict=True))
-        unlike = len(_unlike(strategy, reference or usual))
-        timed_plans.append(Timed(name, strategy, times.usual_ns, own_ns, unlike, times.messages))
+        differing = len(unlike(strategy, reference or usual))
+        timed_plans.append(Timed(name, strategy, times.usual_ns, own_ns, differing, times.messages))
     return timed_plans
 
 
 def plan_errors(simulator: Simulator, strategy: Strategy, usual: Strategy) -> tuple[Error, ...]:
     """The errors of a plan beside those of its costs. ``usual``: data parallelism."""
     whole = len(simulator.graph.operators) + len(simulator.graph.parameters)
-    return known_spreads_of(simulator).of_plan(_unlike(strategy, usual), whole)
+    return known_spreads_of(simulator).of_plan(unlike(strategy, usual), whole)
 
 
 def known_spreads_of(simulator: Simulator) -> KnownSpreads:
@@ -60,8 +60,8 @@ def known_spreads_of(simulator: Simulator) -> KnownSpreads:
 def decision(
     simulator: Simulator, result: SearchResult, usual: Strategy, *, possible: bool, confidence: float, draws: int = DECIDING_DRAWS
 ) -> Decision:
-    """Which plan of a search is kept. ``usual``: data parallelism, ``possible``: whether it may be kept. If not, the best start that is
-    allowed is what a plan must beat."""
+    """The fastest and the safe plan of a search. ``usual``: data parallelism, ``possible``: whether it may be kept. If not, the best start
+    that is allowed is what a plan must beat."""
     named, to_beat = _plans(result, usual, possible=possible)
     plans = timed(simulator, named, usual, draws, reference=to_beat)
     return decide(plans, next((plan for plan in plans if plan.strategy == to_beat), None), confidence)
@@ -75,45 +75,49 @@ def decision_by_costs(result: SearchResult, usual: Strategy, *, possible: bool, 
     plans = []
     for name, strategy in named.items():
         cost_ns = next(cost_ns for known, cost_ns in costs if known == strategy)
-        plans.append(Timed(name, strategy, cost_ns, (cost_ns,), len(_unlike(strategy, to_beat or usual))))
+        plans.append(Timed(name, strategy, cost_ns, (cost_ns,), len(unlike(strategy, to_beat or usual))))
     return decide(plans, next((plan for plan in plans if plan.strategy == to_beat), None), confidence)
 
 
 def _plans(result: SearchResult, usual: Strategy, *, possible: bool) -> tuple[dict[str, Strategy], Strategy | None]:
-    """The plans that may be kept, by name, and which of them the others must beat, if any."""
+    """The plans to decide among, by name, and which of them the others must beat, if any."""
     starts = sorted((start for start in result.starts if start.fits), key=lambda start: start.cost_ns)
     named = {start.name: start.strategy for start in starts[:1]}
     if possible:
         named |= {next((start.name for start in starts if start.strategy == usual), "data_parallel"): usual}
     known = list(named.values())
-    number = 0
-    for finalist in result.finalists:
-        if finalist.strategy not in known:
-            number += 1
-            named["found" if number == 1 else f"found {number}"] = finalist.strategy
-            known.append(finalist.strategy)
+    named |= {name: strategy for name, strategy in finalists_by_name(result).items() if strategy not in known}
     return named, usual if possible else starts[0].strategy if starts else None
 
 
+def finalists_by_name(result: SearchResult) -> dict[str, Strategy]:
+    """The best few plans of a search, ``found 1`` first, by what it compared them by."""
+    return {f"found {number}": finalist.strategy for number, finalist in enumerate(result.finalists, 1)}
+
+
 def decision_record(found: Decision) -> dict[str, Any]:
-    """What was kept, and why, as plain values. ``leader``: the plan that is fastest on average. ``plans``: these two by name, with their
-    predicted times, ``wins``, the share of ``draws`` in which each beats the reference (at least ``confidence`` of what replaces it), and
-    ``gain``, between which factors it beats it (``RANGE``); both None if there is no reference."""
+    """The fastest and the safe plan, as plain values. ``answer``: which of both was kept. ``plans``: these two by name, with their times
+    under the most likely costs, on average over the draws and between which 80% of these are, ``wins``, the share of ``draws`` in which
+    each beats the reference (at least ``confidence`` of a safe one that replaces it), and ``gain``, between which factors it beats it
+    (``RANGE``); both None if there is no reference."""
     return {
+        "answer": found.answer,
         "kept": found.kept.name,
+        "fastest": found.fastest.name,
+        "safe": found.safe.name,
         "reference": None if found.reference is None else found.reference.name,
-        "leader": found.leader.name,
-        "plans": {plan.name: _beside(plan, found.reference) for plan in (found.kept, found.leader)},
+        "plans": {plan.name: _beside(plan, found.reference) for plan in (found.fastest, found.safe)},
         "confidence": found.confidence,
         "draws": found.draws,
     }
 
 
 def _beside(plan: Timed, reference: Timed | None) -> dict[str, Any]:
+    own = {"predicted_ns": plan.usual_ns, "mean_ns": round(plan.mean_ns), "time_ns": plan.quantiles_ns(), "wins": None, "gain": None}
     if reference is None:
-        return {"predicted_ns": plan.usual_ns, "wins": None, "gain": None}
+        return own
     gain = [round(float(own), 4) for own in _quantiles(plan.gains(reference))]
-    return {"predicted_ns": plan.usual_ns, "wins": round(plan.wins(reference), 4), "gain": gain}
+    return {**own, "wins": round(plan.wins(reference), 4), "gain": gain}
 
 
 def range_record(plan: Timed, usual: Timed, step_factor: float) -> dict[str, Any]:
@@ -142,7 +146,7 @@ def _quantiles(values: Any, shares: Sequence[float] = RANGE) -> Any:
     return np.quantile(values, shares)
 
 
-def _unlike(strategy: Strategy, other: Strategy) -> list[tuple[str, ...]]:
+def unlike(strategy: Strategy, other: Strategy) -> list[tuple[str, ...]]:
     """The operators and parameters that are configured unlike another strategy's, with how."""
     operators = [(name, repr(config)) for name, config in strategy.operators.items() if config != other.operators[name]]
     parameters = sorted({*strategy.parameters, *other.parameters})

@@ -43,7 +43,7 @@ class Candidate:
     @property
     def gathers(self) -> bool:
         """Whether readers gather values before they use them."""
-        return self.wrapped.stays or self.configuration.sharing in ("fsdp", "hsdp")
+        return bool(self.wrapped.kept) or self.configuration.sharing in ("fsdp", "hsdp")
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def export_plan(
 def _predicted(simulators: dict[Wrapped, Simulator], own: Configuration, wrapped: Wrapped) -> Candidate:
     """Where the target keeps values that others update, it gathers them before their first uses, not after the update."""
     usual = simulators[USUAL]
-    strategy = meaning(usual.graph, usual.topology, replace(own, sharing="fsdp") if wrapped.stays else own)
+    strategy = meaning(usual.graph, usual.topology, replace(own, sharing="fsdp") if own.sharing == "zero1" and wrapped.kept else own)
     if wrapped not in simulators:
         training = PlannedTraining(wrapped=wrapped)
         simulators[wrapped] = Simulator(usual.graph, usual.topology, usual.costs, usual.optimizer_states, training)

@@ -10,10 +10,13 @@ from soap.api.models import Cluster, Model, topology_of
 from soap.api.outcome import SearchOutcome
 from soap.api.predictions import announce_compiling, simulator_for
 from soap.cluster.memory_budget import with_memory_budget
+from soap.cluster.presets import family
+from soap.cluster.topology import Topology
 from soap.errors import SoapError
 from soap.search.chains import search as search_graph
 from soap.search.constraints import pairs_of
-from soap.search.options import SearchOptions
+from soap.search.deciding import DEFAULT_CONFIDENCE
+from soap.search.options import SearchOptions, without_fields
 from soap.search.polish import MAX_POLISHED
 from soap.search.starts import DYNAMIC, RANDOM, check_start
 from soap.simulator.draws import Draws, Risk
@@ -32,6 +35,7 @@ MOST_DRAWN_TILES = 2**12
 proposal is simulated by what it changes. What the search finds is judged under draws in any case (``SearchOutcome.decision``)."""
 
 
+@without_fields
 def find(
     model: Model,
     cluster: Cluster,
@@ -109,7 +113,13 @@ def _searched(
             share=SEARCH_SHARE,
         )
     pins, forbidden = pairs_of(options.pins), pairs_of(options.forbidden)
-    return SearchOutcome(simulator, result, pins=pins, forbidden=forbidden, confidence=options.confidence, compared_by=draws)
+    confidence = _usual_confidence(simulator.topology) if options.confidence is None else options.confidence
+    return SearchOutcome(simulator, result, pins=pins, forbidden=forbidden, confidence=confidence, compared_by=draws)
+
+
+def _usual_confidence(topology: Topology) -> float:
+    """Where plans can be run, what was not run must be sure; elsewhere the fastest plan on average is taken."""
+    return 0.0 if family(topology.name) is None else DEFAULT_CONFIDENCE
 
 
 def _decided_within(limit: TimeLimit, found: SearchOutcome) -> SearchOutcome:

@@ -21,6 +21,7 @@ from soap.api.predictions import simulator_for
 from soap.cluster.memory_budget import with_memory_budget
 from soap.errors import StrategyError
 from soap.model.batch import samples_of
+from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.search.options import OPTIMIZER_STATES
 from soap.search.recomputing import recompute_to_fit
 from soap.search.to_fit import LEAST_OF_ESTIMATE, Budgeted, Judge, hardly_fits
@@ -121,18 +122,18 @@ def fits(
     optimizer_states: int = OPTIMIZER_STATES,
     costs: CostSource = "auto",
     memory_budget: str | None = None,
+    training: PlannedTraining = PLAIN,
     seconds: float = SECONDS,
     smaller: Smaller | None = None,
 ) -> Fit:
     """Say whether a strategy fits into the devices' memory, and if not, the fastest ways that do.
 
-    ``optimizer_states``, ``costs``, ``memory_budget``: as for ``simulate``. ``seconds``: no way is begun that is not expected to be over
-    after so many seconds of a core, except the first, if any are left.
-    ``smaller``: makes the model for fewer samples; by default models of the zoo are made anew, and others not. SoapError in one line if
-    the arguments do not fit together.
-    """
+    ``optimizer_states``, ``costs``, ``memory_budget``: as for ``simulate``. ``training``: as for ``SearchOptions``. ``seconds``: no way is
+    begun that is not expected to be over after so many seconds of a core, except the first, if any are left. ``smaller``: makes the model
+    for fewer samples; by default models of the zoo are made anew, and others not. SoapError in one line if the arguments do not fit
+    together."""
     begin_s, topology = time.process_time(), with_memory_budget(topology_of(cluster), memory_budget)
-    simulator = simulator_for(model, topology, optimizer_states=optimizer_states, costs=costs)
+    simulator = simulator_for(model, topology, optimizer_states=optimizer_states, costs=costs, training=training)
     graph = simulator.graph
     name, chosen = (strategy, named(strategy, graph, topology)) if isinstance(strategy, str) else (THIS, strategy)
     if isinstance(strategy, str):
@@ -140,6 +141,14 @@ def fits(
     with collector.seldom():
         asked = _way(simulator, name, chosen)
         return Fit(asked) if asked.fits else _Ways(simulator, asked, begin_s, seconds, smaller or smaller_zoo(graph)).found()
+
+
+def fastest_that_fits(simulator: Simulator) -> Way | None:
+    """The fastest way to take all samples at once that ``fits`` finds if data parallelism does not fit; None if it finds none."""
+    begin_s = time.process_time()
+    asked = _way(simulator, DATA_PARALLEL, named(DATA_PARALLEL, simulator.graph, simulator.topology))
+    with collector.seldom():
+        return next(iter(_Ways(simulator, asked, begin_s, SECONDS, None).found().ways), None)
 
 
 class _Candidate(NamedTuple):
@@ -153,14 +162,9 @@ class _Candidate(NamedTuple):
     share: float | None = None
 
     @property
-    def unlikely(self) -> bool:
-        """Whether it hardly fits."""
-        return hardly_fits(self.share)
-
-    @property
     def may_fit(self) -> bool:
         """Whether it may fit."""
-        return not self.least_bytes and not self.unlikely
+        return not self.least_bytes and not hardly_fits(self.share)
 
     @property
     def may_lack(self) -> bool:
@@ -190,8 +194,7 @@ class _Ways:
             self._look(candidates, played)
         except TimeIsUp:  # of the command that asks
             self._begin_s = -inf
-            looked = {*self._untried, *(way.name for way in played)}
-            self._untried += [name for name in self._tried if name not in looked]
+            self._untried += [name for name in self._tried if name not in {*self._untried, *(way.name for way in played)}]
         ways = sorted((way for way in played if way.fits), key=lambda way: way.time_ns)[:MOST_WAYS]
         tried = tuple(name for name in self._tried if name not in self._untried)
         return Fit(self._asked, tuple(ways), tried, tuple(self._untried), None if ways else self._closest(candidates, played))
@@ -205,8 +208,8 @@ class _Ways:
             left.remove(own)
             if self._spent(1) or (played and self._spent(1, self._expected_s(own.strategy))):  # what to expect takes long to find
                 self._untried.append(own.name)
-                continue
-            played.append(self._played(own.name, own.strategy, own.share))
+            else:
+                played.append(self._played(own.name, own.strategy, own.share))
         played += self._to_fit(candidates)
         played += self._in_parts(played)
 
@@ -353,7 +356,7 @@ class _Ways:
                 break
             self._tried.append(f"{DATA_PARALLEL} in {count} batches")
             samples = samples_of(own.graph) or count
-            simulator = Simulator(self._smaller(samples // count), own.topology, own.costs, own.optimizer_states)
+            simulator = Simulator(self._smaller(samples // count), own.topology, own.costs, own.optimizer_states, own.training)
             strategy = named(DATA_PARALLEL, simulator.graph, own.topology)
             found.append(_way(simulator, DATA_PARALLEL, strategy, count))
             if found[-1].fits:

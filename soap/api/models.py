@@ -34,15 +34,18 @@ def export(
     dynamic_batch: bool | Mapping[str, int] = False,
     verify: bool = True,
     imports: Sequence[str] = (),
-) -> None:
+) -> str:
     """Export a module in training mode, called with these arguments, to a ``.pt2`` file whose only output is the scalar loss.
 
-    ``loss``: makes the scalar from the module's output if that is something else, e.g. ``lambda output: output.loss``.
+    ``loss``: makes the scalar from the module's output if that is something else, e.g. ``lambda output: output.loss``. Without it the
+    output called ``loss`` is the loss, else the first. Returns in words which one it is; empty if there is only one. A SoapWarning says
+    what else it may be, and what is in evaluation mode and therefore does not train, such as dropout.
     ``dynamic_batch``: the file can be trained on batches of any size, such as a smaller last one. True: the samples are in dimension 0 of
     the inputs; a mapping gives other dimensions by input name.
     ``verify``: first compare one step of the module in eager PyTorch with one step of its program, in loss, gradients and buffers. A
-    difference is refused: a file holds no backward code of the module's own (``torch.autograd.Function``, hooks). The module does not
-    change. This takes two training steps, and the memory of one with all gradients.
+    difference is refused: a file holds no backward code of the module's own (``torch.autograd.Function``, hooks). So is state that Python
+    moves from call to call (attributes, containers, counters, its random numbers), by name; buffers may move. The module does not
+    change. This takes two training steps and two forward passes, and the memory of one step with all gradients.
     ``imports``: modules that define the model's custom operators (``torch.library``). Commands then need them by ``--import``.
 
     ModelError in one line if the module cannot be exported, differs from its program, or has operators outside of ATen without ``imports``.
@@ -57,7 +60,7 @@ def export(
     judge = eager_judge(Example(model, *arguments, loss)) if verify else None
     unjudged = NO_VALUES if verify else "exported with verify=False"
     options: dict[str, Any] = {"judge": judge, "unjudged": unjudged, "imports": imports}
-    export_model(model, *arguments, path=path, loss=loss, dynamic_batch=dynamic_batch, **options)
+    return export_model(model, *arguments, path=path, loss=loss, dynamic_batch=dynamic_batch, **options)
 
 
 def load(
@@ -161,7 +164,13 @@ def graph_of(model: Model, topology: Topology | None = None) -> OperatorGraph:
     if isinstance(model, (str, Path)):
         on_gpus = topology is not None and has_gpus(topology)
         return planned_graph(model, autocast_device="cuda" if on_gpus else "cpu")
-    return model.graph
+    graph = getattr(model, "graph", None)
+    if not isinstance(graph, OperatorGraph):
+        raise ModelError(
+            f"a {type(model).__name__} cannot be planned: expected a .pt2 file, a name such as zoo:gpt:tiny, or what soap.load returns; "
+            'export a module first: soap.export(module, inputs, path="model.pt2")'
+        )
+    return graph
 
 
 def topology_of(cluster: Cluster) -> Topology:

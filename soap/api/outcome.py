@@ -1,4 +1,4 @@
-"""The outcome of a search, and which of its plans is kept."""
+"""The outcome of a search: the plan to use, and the fastest and the safe one by predictions."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from soap.files import write_bytes_atomically
 from soap.measure.paired import Gain
 from soap.model import sparse_shares
 from soap.search.constraints import Pairs, parse
-from soap.search.deciding import DECIDING_DRAWS, DEFAULT_CONFIDENCE, LEAST_CHANCE, Decision
+from soap.search.deciding import DECIDING_DRAWS, LEAST_CHANCE, Decision
 from soap.search.explanation import Line, Synchronized, Unkept
 from soap.search.plot import plot
-from soap.search.record import MOST_FINALISTS, SearchResult
-from soap.search.starts import BASELINE, Start
+from soap.search.record import SearchResult
+from soap.search.starts import BASELINE
 from soap.simulator.analysis.rich_display import milliseconds
 from soap.simulator.draws import Draws
 from soap.simulator.simulate import Simulation, Simulator
@@ -64,11 +64,12 @@ def least_measured(run: Run, usual: Run) -> float:
 class SearchOutcome:
     """What a search found, together with its model and cluster, so that it can be saved and inspected.
 
-    ``strategy``: if strategies were run for real (``runs``), the one that is kept by the measurements (``kept``). Otherwise the one that
-    ``decision`` keeps: what the search found only if it is faster than data parallelism in at least the share ``confidence`` of so many
+    ``strategy``: the answer. If strategies were run for real (``runs``), the one that is kept by the measurements (``kept``). Otherwise
+    ``fastest``, or, if a ``confidence`` is asked for, ``safe``, which is faster than data parallelism in at least that share of so many
     ``draws`` of the costs (``soap.search.deciding``). ``pins``, ``forbidden``: the search's constraints.
-    ``compared_by``: draws by which the search compared strategies; None: by the most likely costs alone. ``brief``: no time is left to
-    simulate anything: the decision is by the search's costs, and the record leaves out memory, bytes and what times rest on.
+    ``compared_by``: draws by which the search compared strategies; None: by the most likely costs alone. ``decided``: the decision, if it
+    is known. ``brief``: no time is left to simulate anything: an unknown decision is by the search's costs, and the record leaves out
+    memory, bytes and what times rest on.
     """
 
     simulator: Simulator
@@ -76,9 +77,10 @@ class SearchOutcome:
     runs: tuple[Run, ...] = ()
     pins: Pairs = ()
     forbidden: Pairs = ()
-    confidence: float = DEFAULT_CONFIDENCE
+    confidence: float = 0.0
     draws: int = DECIDING_DRAWS
     compared_by: Draws | None = None
+    decided: Decision | None = None
     brief: bool = False
 
     def with_runs(self, runs: Sequence[Run]) -> SearchOutcome:
@@ -107,7 +109,9 @@ class SearchOutcome:
 
     @cached_property
     def decision(self) -> Decision:
-        """Which plan is kept by its prediction."""
+        """The fastest and the safe plan by predictions, and which of them is kept."""
+        if self.decided is not None:
+            return self.decided
         usual, possible = classical(BASELINE, self.simulator.graph, self.simulator.topology), self.usual is not None
         if self.brief:
             return decision_by_costs(self.result, usual, possible=possible, confidence=self.confidence)
@@ -115,29 +119,32 @@ class SearchOutcome:
 
     def shortened(self) -> SearchOutcome:
         """The same with nothing left to simulate; a decision that was made stays."""
-        made = replace(self, brief=True)
-        if "decision" in self.__dict__:
-            made.__dict__["decision"] = self.decision
-        return made
-
-    @property
-    def next_best(self) -> tuple[Start, ...]:
-        """The other plans that fit, of finalists and starts, by what the search compared them by, the best one first; at most
-        ``MOST_FINALISTS``."""
-        plans = sorted([*self.result.finalists, *(start for start in self.result.starts if start.fits)], key=lambda own: own.cost_ns)
-        found: list[Start] = []
-        for own in plans:
-            if own.strategy != self.strategy and all(own.strategy != other.strategy for other in found):
-                found.append(own)
-        return tuple(found[:MOST_FINALISTS])
+        return replace(self, brief=True, decided=self.decision if "decision" in self.__dict__ else self.decided)
 
     def may_win(self, strategy: Strategy) -> bool:
         """Whether it is worth running a plan: it beats data parallelism in more than a few of the draws (``LEAST_CHANCE``), or is what is
         kept if nothing is run."""
-        if self.usual is None or strategy in (self.usual, self.decision.kept.strategy):
+        if self.usual is None or strategy in (self.usual, self.fastest, self.safe):
             return True
         plan, usual = timed(self.simulator, {"plan": strategy, BASELINE: self.usual}, self.usual)
         return plan.wins(usual) > LEAST_CHANCE
+
+    @property
+    def fastest(self) -> Strategy:
+        """The plan that is predicted to be the fastest on average over the draws."""
+        return self.decision.fastest.strategy
+
+    @property
+    def safe(self) -> Strategy:
+        """The plan that is surely faster than data parallelism by predictions; data parallelism, or the best start, if none is."""
+        return self.decision.safe.strategy
+
+    @cached_property
+    def other(self) -> SearchOutcome | None:
+        """The outcome with the other one of ``fastest`` and ``safe`` as its answer; None if they are the same plan, or plans were run."""
+        if self.kept is not None or self.fastest == self.safe:
+            return None
+        return replace(self, decided=replace(self.decision, answer=self.decision.other_answer))
 
     @property
     def strategy(self) -> Strategy:
@@ -271,7 +278,9 @@ class SearchOutcome:
         outputs.check(path, outputs.PICTURE)
         write_bytes_atomically(path, plot(self.result, path))
 
-    def save(self, path: str | Path) -> None:
-        """Write the strategy with its record to ``path``. SoapError if that fails."""
-        save_strategy(path, self.strategy, self.simulator.graph, self.simulator.topology, self.record)
+    def save(self, path: str | Path, beside: str = "") -> None:
+        """Write the strategy with its record to ``path``. ``beside``: the name of the answer's file, if this is the other plan of a
+        search. SoapError if that fails."""
+        record = {**self.record, **({"beside": beside} if beside else {})}
+        save_strategy(path, self.strategy, self.simulator.graph, self.simulator.topology, record)
 

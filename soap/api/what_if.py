@@ -67,12 +67,15 @@ def _time_ns(simulator: Simulator, strategy: Strategy, known: Simulation | Folde
 
 
 def elsewhere(simulator: Simulator, plan: Strategy, clusters: Sequence[str], *, costs: CostSource = "auto") -> list[Elsewhere]:
-    """A plan on other clusters, in their order. TopologyError if one is unknown. ``costs``: as for ``simulate``."""
+    """A plan on other clusters, in their order, for the simulator's training. TopologyError if one is unknown. ``costs``: as for
+    ``simulate``."""
     found = []
     for name in clusters:
         topology = topology_of(name)
         try:
-            there = simulator_for(simulator.graph, topology, optimizer_states=simulator.optimizer_states, costs=costs)
+            there = simulator_for(
+                simulator.graph, topology, optimizer_states=simulator.optimizer_states, costs=costs, training=simulator.training
+            )
             time_ns, overflow_bytes = there.cost(plan)
             usual_ns = there.cost(classical(BASELINE, simulator.graph, topology))[0]
         except StrategyError as error:

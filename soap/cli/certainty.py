@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from soap.cli.plain_text import milliseconds
+from soap.cli.plain_text import listed, milliseconds
+from soap.search.deciding import FASTEST, SAFE, Answer
 from soap.search.starts import BASELINE
 
 
@@ -26,33 +27,38 @@ def between(found: Mapping[str, Any]) -> str:
     return f"{milliseconds(low)} to {milliseconds(high)}"
 
 
-def decided_text(found: Mapping[str, Any], *, at_hand: bool) -> str:
-    """Why data parallelism, or the best start, is kept, or how sure the plan is that replaces it, of a ``decision_record``. Empty if there
-    was nothing to decide. ``at_hand``: whether the cluster is this machine."""
-    reference, leader, kept = found["reference"], found["leader"], found["kept"]
-    if reference is None or leader == reference:
+def decided_text(found: Mapping[str, Any], files: Mapping[str, str] | None = None, *, at_hand: bool) -> str:
+    """How sure the fastest and the safe plan of a ``decision_record`` are. Empty if nothing was compared. ``files``: where they were
+    written. ``at_hand``: whether the cluster is this machine."""
+    reference, fastest, safe = found["reference"], found["fastest"], found["safe"]
+    if reference is None:
         return ""
-    first, own = found["plans"][leader], found["plans"][kept]
-    if kept == reference:
-        remedy = "--profile and --verify decide" if at_hand else "measured costs (soap-profile, soap-profile links) decide"
-        return (
-            f"kept {reference}: the fastest plan found is predicted {milliseconds(first['predicted_ns'])}, and beats it in "
-            f"{_won(first, found['draws'])},\nfewer than {found['confidence']:.0%}; {remedy}, --confidence 0 takes the plan"
-        )
-    won = f"beats {reference} in {_won(own, found['draws'])}"
-    if kept == leader:
-        return f"not run: {won}"
-    if first["wins"] >= found["confidence"]:
-        return f"not run: {kept} is the simplest of the plans that are as good as the fastest one; it {won}"
+    if fastest == safe:
+        won = "" if fastest == reference else f": it {_beats(found, fastest)}"
+        return f"not run: {fastest} is the fastest plan on average and the safe one{won}"
+    head = ("not run", "predicted", f"80% of {found['draws']} draws", "their mean", f"beats {reference} in", "by", "file")
+    rows = [head, *(_row(found, answer, files) for answer in (FASTEST, SAFE))]
+    asked = f"--confidence {found['confidence']:g}" if found["answer"] == FASTEST else "--confidence 0"
+    remedy = "--profile and --verify decide" if at_hand else "measured costs (soap-profile, soap-profile links) tell more"
     return (
-        f"not run: {kept} {won};\nthe plan that is fastest on average, predicted {milliseconds(first['predicted_ns'])}, does so in "
-        f"{_share(first['wins'], found['draws'])} only"
+        f"{listed(rows)}\n  fastest: on average over the draws of the costs; safe: in {found['confidence']:.0%} of them faster than "
+        f"{reference}, or {reference} itself\n  the answer is the {found['answer']} plan; {asked} makes it the other one; {remedy}"
     )
 
 
-def _won(plan: Mapping[str, Any], draws: int) -> str:
-    least, most = plan["gain"]
-    return f"{_share(plan['wins'], draws)} draws of the costs ({least:.2f} to {most:.2f}x)"
+def _row(found: Mapping[str, Any], answer: Answer, files: Mapping[str, str] | None) -> tuple[str, ...]:
+    own, name = found["plans"][found[answer]], found[answer]
+    low, high = map(milliseconds, own["time_ns"])
+    gain = f"{own['gain'][0]:.2f} to {own['gain'][1]:.2f}x"
+    won = ("-", "") if name == found["reference"] else (_share(own["wins"], found["draws"]), gain)
+    times = milliseconds(own["predicted_ns"]), f"{low} to {high}", milliseconds(own["mean_ns"])
+    return f"{answer}: {name}", *times, *won, "" if files is None else files[answer]
+
+
+def _beats(found: Mapping[str, Any], name: str) -> str:
+    own = found["plans"][name]
+    least, most = own["gain"]
+    return f"beats {found['reference']} in {_share(own['wins'], found['draws'])} draws of the costs ({least:.2f} to {most:.2f}x)"
 
 
 def _share(wins: float, draws: int) -> str:

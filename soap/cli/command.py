@@ -6,6 +6,7 @@ import argparse
 import atexit
 import errno
 import gc
+import io
 import os
 import re
 import sys
@@ -19,7 +20,7 @@ from typing import Any, NoReturn
 
 from soap import outputs
 from soap.errors import INTERRUPTED_EXIT_CODE, ScheduleError, SoapError, did_you_mean, options_of
-from soap.files import check_writable
+from soap.files import check_writable, reason
 from soap.logs import NATIVE_LOG_LEVEL
 from soap.time_limit import TimeIsUp, TimeLimit
 
@@ -85,6 +86,8 @@ class Parser(argparse.ArgumentParser):
 def run_command(parser: Parser, execute: Callable[[argparse.Namespace], int], argv: Sequence[str] | None) -> int:
     """Parse, execute, and return an exit code whatever happens. ``args.limit`` is the command's ``TimeLimit``, of ``--time-limit`` if it
     has that option: from the start of this process, or, if it was called with ``argv``, from now."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # letters that the terminal's encoding lacks are no reason to fail
+        sys.stdout.reconfigure(errors="backslashreplace")
     with options_of(OPTIONS):
         return _run_command(parser, execute, argv)
 
@@ -156,10 +159,12 @@ def _execute(parser: Parser, execute: Callable[[argparse.Namespace], int], args:
         _drop_output()  # the reader of our output has what it wanted (``| head``)
         return other
     except OSError as error:  # a failure of standard output, or a bug: errors of files are caught where they are written
+        if error.filename is not None:
+            said = f"{error.filename!r} cannot be read or written: {reason(error)}; check the path, and whether there is room"
+            return _fail(parser.prog, said, other)
         if error.errno not in FULL:
             return _fail(parser.prog, _unexpected(error), other)
-        reason = (error.strerror or str(error)).lower()
-        return _fail(parser.prog, f"cannot write to standard output: {reason}; redirect it elsewhere", other)
+        return _fail(parser.prog, f"cannot write to standard output: {reason(error)}; redirect it elsewhere", other)
     except Exception as error:  # a bug, here or in a library: still one line
         return _fail(parser.prog, _unexpected(error), other)
 

@@ -12,6 +12,7 @@ from soap.cli import plan_summary, reporting
 from soap.cli.command import Parser, UsageError, run_command
 from soap.cli.options import MODEL_HELP, add_cluster, add_costs, add_json, add_reading, reading
 from soap.cli.plain_text import aligned, devices, layers, listed, milliseconds, sync_document, sync_text
+from soap.plan.compression.training import PLAIN, for_scaling
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.simulate import Simulation
 from soap.strategy.diff import Comparison, compare, grouped, masked
@@ -69,7 +70,7 @@ def _simulated(args: argparse.Namespace) -> list[dict[str, Any]]:
     topology = api.load_cluster(args.cluster)
     graph = api.load(args.model, plan_only=True, **reading(args, topology)).graph
     strategies = {path: api.load_strategy(path, graph, topology) for path in (args.first, args.second)}
-    simulator = api.simulator_for(graph, topology, costs=args.costs)
+    simulator = api.simulator_for(graph, topology, costs=args.costs, training=for_scaling(PLAIN, args.autocast))
     simulations = {path: simulator.predict(strategy) for path, strategy in strategies.items()}
     if args.report:
         reporting.write_side_by_side(args.report, simulator, {path: (own, simulations[path]) for path, own in strategies.items()})

@@ -141,12 +141,21 @@ def _line(graph: OperatorGraph, line: Line, predicted_ns: int) -> dict[str, Any]
 def text(lines: Sequence[Mapping[str, Any]], predicted_ns: int, topology: Topology) -> str:
     """The document as two tables: what each operator costs, and what binds it."""
     shown = lines[:MOST_ROWS]
-    costs = [("operator", *(f"{kind.value}" for kind in Activity), "set back", "")]
-    costs += [(layers(line["operators"]), *(_pair(line, kind) for kind in Activity), *_back(line, predicted_ns)) for line in shown]
+    usual = all(map(_is_usual, lines))  # then nothing can be set back
+    costs = [("operator", *(f"{kind.value}" for kind in Activity), *(() if usual else ("set back", "")))]
+    costs += [
+        (layers(line["operators"]), *(_pair(line, kind) for kind in Activity), *(() if usual else _back(line, predicted_ns)))
+        for line in shown
+    ]
     why = [("operator", "configuration", "bound by")]
     why += [(layers(line["operators"]), _configured(line), _bound(line, topology)) for line in shown]
     more = [f"  and {len(lines) - MOST_ROWS} more; --json has all"] if len(lines) > MOST_ROWS else []
-    return "\n".join(["why each operator is configured as it is", LEGEND, "", aligned(costs), "", listed(why), *more])
+    told = ["every operator is configured as in data parallelism: there is nothing to set back"] if usual else []
+    return "\n".join(["why each operator is configured as it is", LEGEND, *told, "", aligned(costs), "", listed(why), *more])
+
+
+def _is_usual(line: Mapping[str, Any]) -> bool:
+    return all(line[key] == line["data_parallel"][key] for key in ("split", "devices"))
 
 
 def _pair(line: Mapping[str, Any], kind: Activity) -> str:
@@ -155,7 +164,7 @@ def _pair(line: Mapping[str, Any], kind: Activity) -> str:
 
 
 def _back(line: Mapping[str, Any], predicted_ns: int) -> tuple[str, str]:
-    if (line["split"], line["devices"]) == (line["data_parallel"]["split"], line["data_parallel"]["devices"]):
+    if _is_usual(line):
         return "as it is", ""
     change = (line["set_back_ns"] - predicted_ns) / max(1, predicted_ns)
     lacking = line["set_back_overflow_bytes"]

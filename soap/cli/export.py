@@ -16,7 +16,7 @@ from soap.cli.imported import imported
 from soap.cli.library_models import PREFIX, TASKS, Sizes, library_model
 from soap.cli.named_calls import VALUES, setting
 from soap.cli.options import module_name, positive
-from soap.errors import ModelError, first_line
+from soap.errors import ModelError, did_you_mean, first_line
 from soap.units import format_bytes
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def make_parser() -> Parser:
     own = parser.add_argument_group("of a function")
     text = f"an example input of the module by the name of forward's argument: {FORM} (0 otherwise) (repeatable)"
     own.add_argument("--input", metavar="NAME=TYPE[SIZES]", dest="inputs", type=example_input, action="append", default=[], help=text)
-    text = "the field of the module's output that is the loss, if it returns more (loss, of models of transformers)"
+    text = "which of the module's outputs is the loss, by name or number, such as loss, 1 or out.0 (default: loss, else the first)"
     own.add_argument("--loss", metavar="FIELD", help=text)
     library = parser.add_argument_group(f"of {PREFIX}CONFIG")
     text = "what it is trained for (default: what the configuration names, else the first of these that there is)"
@@ -80,11 +80,11 @@ def execute(args: argparse.Namespace) -> int:
     else:
         module, positional, named = _made(args)
         given = (positional, named)
-    api.export(
+    chosen = api.export(
         module, *given, path=args.output, loss=None if field is None else loss_field(field), dynamic_batch=args.dynamic_batch,
         verify=not args.no_verify, imports=args.imports,
     )
-    print(_report(args, name, module, given))
+    print(_report(args, name, module, given, chosen if field is None else f"output {field}"))
     return 0
 
 
@@ -142,19 +142,37 @@ def _made(args: argparse.Namespace) -> tuple[nn.Module, Sequence[Any], Mapping[s
 
 
 def loss_field(name: str) -> Callable[[Any], Any]:
-    """Takes this field of a module's output, an attribute or an entry. ModelError if there is none."""
+    """Takes this part of a module's output: attributes, keys and numbers with dots between them, such as ``loss``, ``1``, ``out.0``.
+    ModelError if there is none."""
 
     def take(output: Any) -> Any:
-        found = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
-        if found is None:
-            known = ", ".join(map(str, output)) if isinstance(output, Mapping) else type(output).__name__
-            raise ModelError(f"--loss {name}: the module's output has no such field; expected one of it ({known})")
+        found = output
+        for step in name.split("."):
+            found = _step(found, step, name)
         return found
 
     return take
 
 
-def _report(args: argparse.Namespace, name: str, module: nn.Module, given: tuple[Sequence[Any], Mapping[str, Any]]) -> str:
+def _step(output: Any, step: str, name: str) -> Any:
+    known: Sequence[str]
+    if isinstance(output, Mapping):
+        known = [*map(str, output)]
+        found = output.get(step)
+    elif isinstance(output, (tuple, list)) and not hasattr(output, "_fields"):
+        known = [str(number) for number in range(len(output))]
+        found = output[int(step)] if step in known else None
+    else:
+        known = [*getattr(output, "_fields", ())]
+        found = getattr(output, step, None)
+    if found is None:
+        expected = f"one of {', '.join(known)}{did_you_mean(step, known)}" if known else "a module that returns several"
+        kind = type(output).__name__.removeprefix("Fake")  # of tensors while they are traced
+        raise ModelError(f"--loss {name}: the output is a {kind} without {step!r}; expected {expected}")
+    return found
+
+
+def _report(args: argparse.Namespace, name: str, module: nn.Module, given: tuple[Sequence[Any], Mapping[str, Any]], loss: str) -> str:
     import torch
 
     parameters = {id(own): own for own in module.parameters()}.values()
@@ -171,6 +189,7 @@ def _report(args: argparse.Namespace, name: str, module: nn.Module, given: tuple
     lines = [
         f"{name}: {type(module).__name__}, {count:,} parameters{without}",
         f"inputs: {', '.join(shapes)}",
+        *([f"loss: {loss}"] if loss else []),
         f"wrote {args.output} ({size}); next: soap-search {args.output}",
     ]
     return "\n".join(lines)

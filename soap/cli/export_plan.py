@@ -117,7 +117,8 @@ def _table(found: ExportedPlan) -> str:
 
 
 def _shared(target: Target, one: Candidate) -> str:
-    sharing = one.configuration.sharing + ", values gathered before the forward pass" * one.wrapped.stays
+    sharing: str = one.configuration.sharing
+    sharing += ", values gathered before the forward pass" * (sharing == "zero1" and one.gathers)
     return f"{sharing}, prefetch {one.configuration.prefetch}" if one.gathers and len(target.depths) > 1 else sharing
 
 

@@ -51,7 +51,12 @@ def _largest_first(durations: Mapping[str, int]) -> list[tuple[str, int]]:
     return sorted(durations.items(), key=lambda entry: -entry[1])
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _table(head: Sequence[str], everything: Sequence[Sequence[str]]) -> str:
+    """Rows that differ in their first cell alone are one."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name, *cells in everything:
+        alike.setdefault(tuple(cells), []).append(name)
+    rows = [(names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else ""), *cells) for cells, names in alike.items()]
     more = len(rows) - MOST_ROWS
     lines = aligned([head, *rows[:MOST_ROWS]])
-    return lines + (f"\n  and {more} more; --json has all" if more > 0 else "")
+    return lines + (f"\n  and {more} further rows; --json has all" if more > 0 else "")

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from math import prod
 from typing import Any
 
 from soap.api import SearchOutcome, costs_record, memory_range, predicted_range
-from soap.api.predictions import quick_evaluator
+from soap.api.baselines import baselines, usual_strategies
 from soap.cli import certainty, compressing, figures, recomputing, rows, warm_up
 from soap.cli.plain_text import aligned, devices, listed, milliseconds, speed_up, split, sync_document, sync_text
 from soap.cluster.topology import Topology
 from soap.model import sparse_shares
+from soap.model.batch import samples_of
 from soap.model.graph import OperatorGraph
 from soap.profiles import shares
 from soap.simulator.folded import FoldedSimulation
-from soap.simulator.simulate import Simulation, Simulator, is_large, tile_count
-from soap.strategy.classical import CLASSICAL, SYNCHRONIZED
+from soap.simulator.simulate import Simulation, Simulator, is_large
 from soap.strategy.config import Strategy, SyncConfig
 from soap.strategy.fields import STRATEGY_FIELDS, texts, written
 from soap.units import format_bytes
@@ -26,9 +27,6 @@ BASELINE = "data_parallel"
 SINGLE = "single_device"
 FOUND = "found"
 """The name of the found strategy in reports."""
-MOST_TILES = 2**14
-"""A classical strategy with more tiles is compared only if it can be folded: one_weird_trick of a model with 8 billion parameters on 64
-devices (2^15.3 tiles) took 90 s of a core, more than all else of the document together."""
 MOST_OPERATORS = 16
 """Rows of the list of operators; the strategy file has all."""
 
@@ -36,8 +34,8 @@ MOST_OPERATORS = 16
 def document(simulator: Simulator, strategy: Strategy, simulation: Simulation | FoldedSimulation) -> dict[str, Any]:
     """A simulated strategy as plain JSON values. The keys are part of the commands' interface."""
     graph, topology = simulator.graph, simulator.topology
-    baseline = CLASSICAL[BASELINE](graph, topology)
-    baselines = _baselines(simulator)
+    usual, others = usual_strategies(simulator), baselines(simulator)
+    baseline = usual[BASELINE]
     return {
         "model": {"name": graph.name, "hash": graph.hash, "operators": len(graph.operators)},
         "cluster": {
@@ -46,14 +44,14 @@ def document(simulator: Simulator, strategy: Strategy, simulation: Simulation | 
             "devices": [device.name for device in topology.devices],
             "shared_cores": shared_cores(topology),
         },
-        "same_as": next((name for name, make in _named(graph).items() if make(graph, topology) == strategy), None),
+        "same_as": next((name for name, own in usual.items() if own == strategy), None),
         "costs": costs_record(simulator, simulation.tasks),
         "folded": _folded(simulator, strategy, simulation),
         "predicted_ns": simulation.makespan_ns,
         "range": predicted_range(simulator, strategy, len(simulation.tasks.tasks)),
         "fits": simulation.fits,
-        "speedup": baselines[BASELINE]["predicted_ns"] / max(1, simulation.makespan_ns),
-        "baselines": baselines,
+        "speedup": others[BASELINE]["predicted_ns"] / max(1, simulation.makespan_ns),
+        "baselines": others,
         "throughput": figures.document(simulation.throughput),
         "memory_bytes": [{**asdict(use), "total": use.total} for use in simulation.memory],
         "expected_memory_bytes": list(simulation.peak_bytes),
@@ -64,6 +62,8 @@ def document(simulator: Simulator, strategy: Strategy, simulation: Simulation | 
         "bytes_moved": simulation.bytes_moved,
         "data_parallel_bytes_moved": simulator.predict(baseline).bytes_moved,
         "busy_ns": simulation.busy_ns,
+        "idle_devices": [topology.devices[device].name for device in _idle_devices(strategy, topology)],
+        "samples": samples_of(graph),
         "unlike_data_parallel": _differences(graph, strategy, baseline),
         "sparse": sparse_shares.document(graph),
         "synchronized": {name: sync_document(sync) for name, sync in strategy.parameters.items() if sync != SyncConfig()},
@@ -73,8 +73,8 @@ def document(simulator: Simulator, strategy: Strategy, simulation: Simulation | 
     }
 
 
-def text(report: Mapping[str, Any], name: str) -> str:
-    """The document as a short table. ``name``: what the strategy is called in it."""
+def text(report: Mapping[str, Any], name: str, why: str = "") -> str:
+    """The document as a short table. ``name``: what the strategy is called in it. ``why``: which plan that is, and why it was taken."""
     model, cluster = report["model"], report["cluster"]
     alike, crowd = _same(report, name), report["cluster"]["shared_cores"]
     sections = [
@@ -83,8 +83,9 @@ def text(report: Mapping[str, Any], name: str) -> str:
         f"costs: {report['costs']['description']}\n{resting(report['costs'])}"
         + (f"\nlinks: {report['costs']['links']}" if report["costs"]["links"] else "")
         + (f"\n{crowded(len(cluster['devices']), crowd)}" if crowd else "")
+        + (f"\n{_idle(report)}" if report["idle_devices"] else "")
         + (f"\n{_folding(report['folded'])}" if report["folded"] else ""),
-        _times(report, name),
+        _times(report, name) + (f"\n  {name}: {why}" if why else ""),
         _resources(report),
         *([alike] if alike else []),
         *([] if alike and report["same_as"] == SINGLE else [_unlike(report["unlike_data_parallel"], model["operators"])]),
@@ -135,6 +136,21 @@ def dump(report: Mapping[str, Any]) -> str:
     return json.dumps(report, indent=2, allow_nan=False)
 
 
+def _idle_devices(strategy: Strategy, topology: Topology) -> list[int]:
+    """The workers that compute nothing, or copies of what others compute alone."""
+    configs = strategy.operators.values()
+    used = {device for config in configs for device in (config.devices if prod(config.degrees) > 1 else config.devices[:1])}
+    return [device for device in topology.workers if device not in used]
+
+
+def _idle(report: Mapping[str, Any]) -> str:
+    """A line about devices that compute nothing of their own, and whether that is for want of samples."""
+    idle, count, samples = report["idle_devices"], len(report["cluster"]["devices"]), report["samples"]
+    few = f": {samples} samples are too few for all" if samples is not None and samples == count - len(idle) > 1 else ""
+    named = f"{', '.join(idle[:2])}{', …' * (len(idle) > 2)}"
+    return f"note: idle, but for copies of what others compute: {len(idle)} of {count} devices ({named}){few}"
+
+
 def _folded(simulator: Simulator, strategy: Strategy, simulation: Simulation | FoldedSimulation) -> dict[str, Any] | None:
     """How the simulation was folded, or why it could not be; None if there was no need."""
     if isinstance(simulation, FoldedSimulation):
@@ -149,27 +165,6 @@ def _folding(folded: Mapping[str, Any]) -> str:
     if "reason" in folded:
         return f"note: every device was simulated: {folded['reason']}"
     return f"note: {folded['copies']} copies of the model, on {folded['devices_per_copy']} devices each, do the same: two were simulated"
-
-
-def _named(graph: OperatorGraph) -> Mapping[str, Callable[[OperatorGraph, Topology], Strategy]]:
-    """Strategies to compare with: the classical ones, and those that do not all-reduce sparse parameters if there are any."""
-    return {**CLASSICAL, **SYNCHRONIZED} if graph.sparse else CLASSICAL
-
-
-def _baselines(simulator: Simulator) -> dict[str, dict[str, Any]]:
-    """Predictions by name. Strategies that would take minutes have none: too many tiles and no equal copies (servers never have equal
-    copies)."""
-    found: dict[str, dict[str, Any]] = {}
-    quick = quick_evaluator(simulator)
-    for name, make in _named(simulator.graph).items():
-        strategy = make(simulator.graph, simulator.topology)
-        many = is_large(strategy) if name in SYNCHRONIZED else tile_count(strategy) > MOST_TILES
-        if name != BASELINE and many and isinstance(simulator.run_folded(strategy), str):
-            found[name] = {"predicted_ns": None, "overflow_bytes": None}
-            continue
-        asked = simulator if is_large(strategy) else quick
-        found[name] = {"predicted_ns": asked.makespan_ns(strategy), "overflow_bytes": asked.overflow_bytes(strategy)}
-    return found
 
 
 def _differences(graph: OperatorGraph, strategy: Strategy, baseline: Strategy) -> list[dict[str, Any]]:

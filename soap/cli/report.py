@@ -14,6 +14,7 @@ from soap.cli.asked_strategy import add_asked, read_file
 from soap.cli.command import Parser, UsageError, run_command
 from soap.cli.inputs import check_inputs
 from soap.cli.options import cluster_of
+from soap.plan.compression.training import PLAIN, for_scaling
 from soap.simulator.analysis.comparison import compare
 from soap.simulator.analysis.timeline_file import loads
 
@@ -47,7 +48,7 @@ def execute(args: argparse.Namespace) -> int:
     topology = cluster_of(args, args.cluster)
     graph = rows.load_graph(args, topology)
     strategy, graph = read_file(args, graph, topology)
-    simulator = api.simulator_for(graph, topology, costs=args.costs)
+    simulator = api.simulator_for(graph, topology, costs=args.costs, training=for_scaling(PLAIN, args.autocast))
     strategy = api.simulated_name(args.builtin, simulator) if strategy is None else strategy
     if strategy.stale:
         raise UsageError(f"a stale strategy ({strategy.consistency}) has no iteration of the whole batch, which is what a report shows")
@@ -59,7 +60,7 @@ def execute(args: argparse.Namespace) -> int:
     from soap.report import write
 
     title = reporting.titled(args.builtin or Path(args.strategy).name, simulator)
-    write(args.output, reporting.plan_contents(title, simulator, strategy, simulation, on=args.on, **more))
+    write(args.output, reporting.plan_contents(title, simulator, strategy, simulation, on=args.on, costs=args.costs, **more))
     print(f"wrote {args.output}")
     return 0
 

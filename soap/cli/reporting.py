@@ -11,11 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from soap import api, outputs
+from soap.api.baselines import MOST_TILES, usual_strategies
+from soap.api.deciding import unlike
+from soap.api.predictions import quick_evaluator
+from soap.cli.as_read import simulator_of
 from soap.cli.command import Parser
 from soap.cluster.presets import presets_like
 from soap.cluster.topology import Topology
+from soap.search.metropolis import Evaluator
 from soap.simulator.analysis.comparison import Comparison, compare
 from soap.simulator.analysis.timeline_file import Timeline, loads
+from soap.simulator.costs import CostSource
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.simulate import Simulation, Simulator, tile_count
 from soap.strategy.config import Strategy
@@ -26,6 +32,8 @@ if TYPE_CHECKING:
 
 MOST_ELSEWHERE = 6
 """Presets on which a plan is tried unasked."""
+MOST_FOUND = 3
+"""Of the next best plans, which differ little from each other."""
 MOST_TILES_ELSEWHERE = 2**11
 """A plan of more tiles is not tried on other clusters unasked: each would take seconds."""
 
@@ -56,10 +64,11 @@ def plan_contents(
     summary: Mapping[str, Any] | None = None,
     *,
     on: Sequence[str] | None = None,
+    costs: CostSource = "auto",
     **more: Any,
 ) -> Contents:
     """A simulated plan. ``summary``: ``plan_summary.document``, if it is there already. ``on``: other clusters to try it on; None: presets
-    like its own, if the plan is small. ``more``: further fields of ``Contents``."""
+    like its own, if the plan is small. ``costs``: where those of these come from. ``more``: further fields of ``Contents``."""
     from soap.cli import plan_summary
     from soap.report import Contents
 
@@ -70,7 +79,7 @@ def plan_contents(
         graph=simulator.graph,
         strategy=strategy,
         simulation=simulation,
-        elsewhere=api.elsewhere(simulator, strategy, names),
+        elsewhere=api.elsewhere(simulator, strategy, names, costs=costs),
         not_elsewhere=why,
         **more,
     )
@@ -84,24 +93,36 @@ def _elsewhere(topology: Topology, strategy: Strategy) -> tuple[tuple[str, ...],
     return names[:MOST_ELSEWHERE], "" if names else "No other preset has as many devices; soap-report --on FILE tries a cluster of yours."
 
 
-def write_search(path: str, output: str, outcome: api.SearchOutcome, summary: Mapping[str, Any]) -> None:
-    """What a search found, and how."""
+def write_search(
+    path: str, output: str, outcome: api.SearchOutcome, summary: Mapping[str, Any], costs: CostSource = "auto"
+) -> None:
+    """What a search found, and how. ``costs``: as the search was told."""
     from soap.report import write
 
     simulator = outcome.simulator
     on: Sequence[str] | None = () if outcome.result.interrupted else None
-    found: dict[str, Any] = {"result": outcome.result, "alternatives": _alternatives(outcome)}
+    quick = quick_evaluator(simulator)
+    times = {start.name: quick.makespan_ns(start.strategy) for start in outcome.result.starts}
+    others = _alternatives(outcome, quick)
+    found: dict[str, Any] = {"result": outcome.result, "start_times": times, "alternatives": others, "costs": costs}
     write(path, plan_contents(titled(output, simulator), simulator, outcome.strategy, outcome.simulation, summary, on=on, **found))
 
 
-def _alternatives(outcome: api.SearchOutcome) -> list[Alternative]:
+def _alternatives(outcome: api.SearchOutcome, evaluator: Evaluator) -> list[Alternative]:
+    """The other one of the fastest and the safe plan, the next best that were found, and what people would use; each plan once."""
     from soap.report import Alternative
 
-    found, own = [], outcome.strategy.operators
-    for start in outcome.next_best:
-        time_ns, overflow_bytes = outcome.simulator.cost(start.strategy)
-        unlike = sum(config != own[name] for name, config in start.strategy.operators.items())
-        found.append(Alternative(start.name, time_ns, overflow_bytes, unlike, len(own)))
+    named: dict[str, Strategy] = {} if outcome.other is None else {outcome.decision.other_answer: outcome.other.strategy}
+    named |= dict(list(api.finalists_by_name(outcome.result).items())[:MOST_FOUND])
+    named |= {name: own for name, own in usual_strategies(outcome.simulator).items() if tile_count(own) <= MOST_TILES}
+    found, known = list[Alternative](), [outcome.strategy]
+    of = len(outcome.simulator.graph.operators) + len(outcome.simulator.graph.parameters)
+    for name, strategy in named.items():
+        if strategy in known:
+            continue
+        known.append(strategy)
+        time_ns, overflow_bytes = evaluator.makespan_ns(strategy), evaluator.overflow_bytes(strategy)
+        found.append(Alternative(name, time_ns, overflow_bytes, len(unlike(strategy, outcome.strategy)), of))
     return sorted(found, key=lambda one: one.time_ns)
 
 
@@ -109,16 +130,8 @@ def write_run(path: str, args: argparse.Namespace, job: Job, simulation: Simulat
     """A plan that was trained by. ``timelines``: the text of ``timelines.measured_text``."""
     from soap.report import write
 
-    graph = simulation.plan.graph
     strategy, _ = job.strategies[job.main]
-    simulator = api.simulator_for(
-        graph,
-        job.topology,
-        optimizer_states=simulation.optimizer_states,
-        costs=args.costs,
-        measured_updates=job.updating.tried(graph).measured,
-        training=simulation.plan.training,
-    )
+    simulator = simulator_of(job, simulation, args.costs)
     predicted, measured = loads(timelines)
     more: dict[str, Any] = {"measured": measured, "comparison": compare(predicted, measured)}
     write(path, plan_contents(titled(args.strategy, simulator), simulator, strategy, simulation, on=(), **more))

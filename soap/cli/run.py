@@ -131,8 +131,7 @@ def execute(args: argparse.Namespace) -> int:
         return 0
     scale, hosts = emulation.asked_scale(args), emulation.asked_hosts(args, job.topology, job.device_kind)
     if args.timeline or args.report:
-        measured = outcome.measured[STRATEGY].median_ns
-        strategy, _ = job.strategies[STRATEGY]
+        strategy, measured = job.strategies[STRATEGY][0], outcome.measured[STRATEGY].median_ns
         made = {"costs_hash": costs["hash"], "not_as_priced": not_as_priced(job, scale)}
         picture = measured_text(strategy, predicted[STRATEGY], outcome.iterations, measured, job.accumulate, scale=scale, **made)
         if args.timeline:
@@ -175,7 +174,8 @@ def prepare(args: argparse.Namespace, topology: Topology | None = None) -> tuple
     predicted = simulated(simulator, strategies, topology)
     from soap.cli.training import Job
 
-    trained = [STRATEGY, BASELINE] if args.compare_data_parallel else [STRATEGY]
+    same = strategies[STRATEGY] == strategies[BASELINE]
+    trained = [STRATEGY, BASELINE] if args.compare_data_parallel and not same else [STRATEGY]
     for name in trained:
         require_trainable(args, predicted[name].plan, tried)
         compressing.warn_of_memory(predicted[name])
@@ -292,12 +292,18 @@ def document(
         "evaluation": evaluating.document(job, outcome),
         "loss_scaling": outcome.loss_scaling,
         "strategies": strategies,
+        "is_data_parallel": _is_data_parallel(job, predicted[STRATEGY]),
         "compressed": compressing.count(predicted[STRATEGY]),
         "warm_up": [{**own, "predicted_ns": round(own["predicted_ns"] / scale)} for own in costs.get("warm_up", ())],
         "emulation": emulation.document(hosts, scale),
         "memory": _memory(predicted[STRATEGY], outcome.peak_bytes),
         "check": {**asdict(outcome.check), "passed": outcome.check.passed, **_eager(job)} if outcome.check else None,
     }
+
+
+def _is_data_parallel(job: Job, predicted: Simulation) -> bool:
+    """Whether the strategy is the one that it would be compared with; then it is trained once."""
+    return job.strategies[STRATEGY][0] == api.classical(BASELINE, predicted.plan.graph, job.topology)
 
 
 def _eager(job: Job) -> dict[str, Any]:
@@ -324,7 +330,8 @@ def text(report: Mapping[str, Any]) -> str:
     for name, entry in report["strategies"].items():
         predicted_ns, measured_ns = entry["predicted_ns"], entry["measured_ns"]
         ratio = "" if measured_ns is None else f"{measured_ns / max(1, predicted_ns):.2f}"
-        rows.append((name, milliseconds(predicted_ns), "not measured" if measured_ns is None else milliseconds(measured_ns), ratio))
+        without = "the same plan" if report["is_data_parallel"] else "not measured"
+        rows.append((name, milliseconds(predicted_ns), without if measured_ns is None else milliseconds(measured_ns), ratio))
     own, usual = report["strategies"][STRATEGY], report["strategies"][BASELINE]
     gain = "" if usual["measured_ns"] is None else speed_up(usual["measured_ns"], own["measured_ns"])
     rows.append(("speed-up", speed_up(usual["predicted_ns"], own["predicted_ns"]), gain))

@@ -10,7 +10,7 @@ from functools import partial
 
 from soap import api, outputs
 from soap.api import ahead
-from soap.cli import at_hand, clusters, explain, plan_summary, reporting, rows, search_report, served_search, spare_plans
+from soap.cli import at_hand, clusters, explain, plan_summary, reporting, rows, search_report, served_search, spare_plans, two_plans
 from soap.cli.clusters import Candidate
 from soap.cli.command import Parser, UsageError, check_outputs, note, one_line, run_command
 from soap.cli.first_measuring import Measured
@@ -26,6 +26,7 @@ from soap.cluster.topology import Topology
 from soap.errors import InfeasibleError, RuntimeFailure, StoppedBySignal
 from soap.files import write_text_atomically
 from soap.model.graph import OperatorGraph
+from soap.search.deciding import FASTEST, SAFE, Answer
 from soap.search.options import SearchOptions
 from soap.search.plot import check_plot
 from soap.time_limit import TimeIsUp
@@ -97,6 +98,7 @@ def execute(args: argparse.Namespace) -> int:
         at_hand.check_none_asked(args.profile, args.verify)
     else:
         at_hand.check_asked(args.cluster[0], args.profile, args.verify, args.costs)
+    two_plans.check(args.output, _outputs(args)[1:])
     with Stopping(args.limit) as stopping:
         try:
             if args.consistency:
@@ -146,7 +148,7 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
     interrupted = outcome.result.interrupted or stopping.number is not None
     verified_s: float | None = None
     if wish.finalists and not stopping.ended:
-        outcome = _written(args, outcome, stopping)  # before the runs, which may fail
+        outcome, _ = _written(args, outcome, stopping)  # before the runs, which may fail
         try:
             verifying = args.model, reading(args, topology), args.seed, args.data, wish, updating
             outcome, verified_s = at_hand.verify(PROG, outcome, *verifying, args.limit.seconds(VERIFYING_SHARE))
@@ -157,8 +159,8 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
             return 128 + error.number if isinstance(error, StoppedBySignal) else stopping.exit_code
         except RuntimeFailure as error:
             raise RuntimeFailure(f"{error}; what the search chose by its predictions is in {args.output}") from None
-    outcome = _save(args, outcome, stopping)
-    _report(args, outcome, stopping, measured, verified_s)
+    outcome, files = _save(args, outcome, stopping)
+    _report(args, outcome, files, stopping, measured, verified_s)
     if args.spare_plans and not interrupted:
         spare = partial(_decided_for, graph, options, stopping, SPARE_SHARE)
         written = spare_plans.write(args.spare_plans, topology, spare, lambda: stopping.ended)
@@ -183,6 +185,7 @@ def _search_several(args: argparse.Namespace, stopping: Stopping) -> int:
     clusters.check_priced(args.objective, topologies)
     if any(family(spec) for spec in args.cluster):
         note(PROG, "several clusters are compared by predictions: nothing is measured or run")
+    args.confidence = args.confidence or 0.0  # so that this machine is compared like the others
     ahead.begin()
     kinds = {has_gpus(one): one for one in topologies.values()}  # autocast has another list of casts for GPUs
     models = {gpus: rows.load_graph(args, one) for gpus, one in kinds.items()}
@@ -200,8 +203,8 @@ def _search_several(args: argparse.Namespace, stopping: Stopping) -> int:
     interrupted = stopping.number is not None
     chosen = clusters.best_of(found, args.objective)
     assert chosen.outcome is not None
-    _save(args, chosen.outcome, stopping)
-    _report_several(args, found, chosen.outcome, stopping)
+    outcome, files = _save(args, chosen.outcome, stopping)
+    _report_several(args, found, outcome, files, stopping)
     finished = sum(one.is_finished for one in found)
     if interrupted:
         best = f"the best strategy so far, of {chosen.spec}, is in {args.output}"
@@ -222,27 +225,27 @@ def _decided(outcome: api.SearchOutcome, stopping: Stopping) -> api.SearchOutcom
     return stopping.in_time(*ways, partial(decided, hasty), outcome.shortened)
 
 
-def _written(args: argparse.Namespace, outcome: api.SearchOutcome, stopping: Stopping) -> api.SearchOutcome:
-    """Write what was found; without what would have to be simulated first, if there is no time for that. Returns what was written."""
+def _written(args: argparse.Namespace, outcome: api.SearchOutcome, stopping: Stopping) -> tuple[api.SearchOutcome, dict[Answer, str]]:
+    """Write what was found; without what would have to be simulated first, if there is no time for that. Returns what was written, and the
+    file of the fastest and that of the safe plan; where plans were run, both are what is kept."""
 
     def simulated() -> api.SearchOutcome:
-        _ = outcome.record
+        _ = outcome.record, outcome.other and outcome.other.record
         return outcome
 
     if stopping.ended:  # whatever happens from here on, there is a plan
         with stopping.saving():
-            outcome.shortened().save(args.output)
+            two_plans.save(args.output, outcome.shortened())
     written = stopping.in_time(simulated, outcome.shortened)
     with stopping.saving():
-        written.save(args.output)
-    return written
+        return written, two_plans.save(args.output, written)
 
 
-def _save(args: argparse.Namespace, outcome: api.SearchOutcome, stopping: Stopping) -> api.SearchOutcome:
-    """Write what was found, and what is drawn of it. Returns what was written."""
-    written = _written(args, outcome, stopping)
+def _save(args: argparse.Namespace, outcome: api.SearchOutcome, stopping: Stopping) -> tuple[api.SearchOutcome, dict[Answer, str]]:
+    """``_written``, and what is drawn of it."""
+    written, files = _written(args, outcome, stopping)
     if written.brief:
-        return written
+        return written, files
     if args.timeline:
         simulator = written.simulator
         picture = predicted_text(simulator.graph, written.strategy, written.simulation, simulator.costs_hash)
@@ -251,48 +254,55 @@ def _save(args: argparse.Namespace, outcome: api.SearchOutcome, stopping: Stoppi
     if args.plot:
         with stopping.saving():
             written.plot(args.plot)
-    return written
+    return written, files
 
 
 def _report(
-    args: argparse.Namespace, outcome: api.SearchOutcome, stopping: Stopping, measured: Measured | None, verified_s: float | None
+    args: argparse.Namespace,
+    outcome: api.SearchOutcome,
+    files: dict[Answer, str],
+    stopping: Stopping,
+    measured: Measured | None,
+    verified_s: float | None,
 ) -> None:
     """Print what was found, see ``search_report``."""
 
     def made() -> str:
-        found = search_report.document(outcome, explain=args.explain, measured=measured, verified_s=verified_s, warmed=args.warm_up)
+        found = search_report.document(outcome, files, explain=args.explain, measured=measured, verified_s=verified_s, warmed=args.warm_up)
         if args.report:
-            reporting.write_search(args.report, args.output, outcome, found)
+            reporting.write_search(args.report, args.output, outcome, found, args.costs)
         if args.json:
-            return plan_summary.dump({**found, "strategy": args.output})
+            return plan_summary.dump(found)
         at_hand_now = family(args.cluster[0]) is not None
         told, lossy = _told(args), args.lossy
         text = search_report.text(outcome, found, told=told, lossy=lossy, at_hand=at_hand_now, measured=measured, verified_s=verified_s)
-        return f"{text}\n\n{_wrote(args)}"
+        return f"{text}\n{_wrote(args, files)}"
 
     print(stopping.in_time(*([] if outcome.brief else [made]), partial(_briefly, args, outcome)))
 
 
+def _wrote(args: argparse.Namespace, files: dict[Answer, str]) -> str:
+    if files[FASTEST] == files[SAFE]:
+        return f"\nwrote {' and '.join(_outputs(args))}"
+    *first, last = [*(f"{path} ({answer})" for answer, path in files.items()), *_outputs(args)[1:]]
+    return f"\nwrote {', '.join(first)} and {last}"
+
+
 def _report_several(
-    args: argparse.Namespace, candidates: Sequence[Candidate], chosen: api.SearchOutcome, stopping: Stopping
+    args: argparse.Namespace, candidates: Sequence[Candidate], chosen: api.SearchOutcome, files: dict[Answer, str], stopping: Stopping
 ) -> None:
     """Print all clusters, and what was found for the best one."""
 
     def made() -> str:
-        found = search_report.document(chosen, explain=args.explain, warmed=args.warm_up)
+        found = search_report.document(chosen, files, explain=args.explain, warmed=args.warm_up)
         if args.report:
-            reporting.write_search(args.report, args.output, chosen, found)
+            reporting.write_search(args.report, args.output, chosen, found, args.costs)
         if args.json:
-            compared = clusters.document(candidates, args.objective, search_report.document)
-            return plan_summary.dump({**found, "strategy": args.output, **compared})
+            return plan_summary.dump({**found, **clusters.document(candidates, args.objective, search_report.document)})
         text = search_report.text(chosen, found, told=_told(args), lossy=args.lossy)
-        return f"{clusters.text(candidates, args.objective)}\n\n{text}\n\n{_wrote(args)}"
+        return f"{clusters.text(candidates, args.objective)}\n\n{text}\n{_wrote(args, files)}"
 
     print(stopping.in_time(*([] if chosen.brief else [made]), partial(_briefly, args, chosen)))
-
-
-def _wrote(args: argparse.Namespace) -> str:
-    return f"wrote {' and '.join(_outputs(args))}"
 
 
 def _briefly(args: argparse.Namespace, outcome: api.SearchOutcome) -> str:

@@ -65,9 +65,9 @@ def add_runs(parser: Parser) -> None:
         "--confidence",
         metavar="SHARE",
         type=share,
-        default=DEFAULT_CONFIDENCE,
-        help="take a plan that was not run instead of data parallelism only if it is faster in at least this share of draws of the costs, "
-        "which are known within errors (default %(default)g; 0: take whatever is faster on average)",
+        help="which of two plans that were not run goes to --output, the other one into a file next to it: 0: the fastest on average over "
+        "draws of the costs, which are known within errors; more: one that is safe, faster than data parallelism in at least this share of "
+        f"them (default: 0, or {DEFAULT_CONFIDENCE:g} where the cluster is this machine, on which plans can be run)",
     )
 
 

@@ -9,6 +9,7 @@ from soap import api
 from soap.cli import certainty, compressing, explanation, plan_summary, recomputing, verification, warm_up
 from soap.cli.first_measuring import Measured
 from soap.cli.plain_text import milliseconds
+from soap.search.deciding import FASTEST, Answer
 from soap.strategy.compression import Compression
 from soap.strategy.config import SyncConfig
 from soap.strategy.sync import saving_memory
@@ -19,14 +20,16 @@ SEARCHED = ("seed", "budget", "beta", "risk", "draws", "spreads", "evaluations",
 
 def document(
     outcome: api.SearchOutcome,
+    files: Mapping[Answer, str] | None = None,
     *,
     explain: bool = False,
     measured: Measured | None = None,
     verified_s: float | None = None,
     warmed: tuple[int, int] = (0, 0),
 ) -> dict[str, Any]:
-    """Plain JSON values. The keys are part of the command's interface. ``measured``: what was measured before the search, None if
-    nothing. ``verified_s``: seconds spent on running plans, None if none was to be run. ``warmed``: the warm-up (``warm_up.document``)."""
+    """Plain JSON values. The keys are part of the command's interface. ``files``: where the fastest and the safe plan were written, if they
+    were. ``measured``: what was measured before the search, None if nothing. ``verified_s``: seconds spent on running plans, None if none
+    was to be run. ``warmed``: the warm-up (``warm_up.document``)."""
     recorded = outcome.record["search"]
     found = {
         **plan_summary.document(outcome.simulator, outcome.strategy, outcome.simulation),
@@ -43,6 +46,8 @@ def document(
         found["measured"] = verification.document(outcome.runs, outcome.kept, verified_s)
     else:
         found["decision"] = api.decision_record(outcome.decision)
+    if files is not None:
+        found |= {"strategy": files[outcome.decision.answer], "files": dict(files)}
     if outcome.result.budgeted:
         found["budgeted"] = [recomputing.budgeted(name, own) for name, own in outcome.result.budgeted.items()]
     if explain:
@@ -85,7 +90,7 @@ def text(
 ) -> str:
     """The document for people. ``told``: the user's constraints. ``lossy``: methods that it
     might compress by. ``at_hand``: whether the cluster is this machine."""
-    sections = [plan_summary.text(found, plan_summary.FOUND), plan_summary.optimality(outcome)]
+    sections = [plan_summary.text(found, plan_summary.FOUND, _which(found)), plan_summary.optimality(outcome)]
     if "saving_memory" in found:
         sections.append(_saving_text(found["saving_memory"], saving_memory(outcome.simulator.topology)))
     if "budgeted" in found:
@@ -100,11 +105,25 @@ def text(
         sections.append(verification.text(found["measured"]))
     elif verified_s is not None and outcome.kept is None:
         sections.append("ran nothing: no other plan has a chance to be faster than data parallelism")
-    if "decision" in found and (decided := certainty.decided_text(found["decision"], at_hand=at_hand)):
+    if "decision" in found and (decided := certainty.decided_text(found["decision"], found.get("files"), at_hand=at_hand)):
         sections.append(decided)
     if "explanation" in found:
         sections += explanation.texts(found, outcome.time_ns, outcome.simulator.topology)
     return "\n\n".join(sections)
+
+
+def _which(found: Mapping[str, Any]) -> str:
+    """Which plan is shown as the found one, and why."""
+    if "measured" in found:
+        return f"{found['measured']['kept']}, kept: {verification.why(found['measured'])}"
+    own = found["decision"]
+    if own["reference"] is None:
+        return ""
+    both = f"{own['fastest']}, the fastest plan on average" if own["answer"] == FASTEST else f"{own['safe']}, the safe plan"
+    if own["fastest"] == own["safe"]:
+        return f"{own['fastest']}, the fastest plan on average, and a safe one"
+    other = f"the safe one is {own['safe']}" if own["answer"] == FASTEST else f"the fastest on average is {own['fastest']}"
+    return f"{both}; {other} (below)"
 
 
 def _saving(outcome: api.SearchOutcome) -> dict[str, Any]:

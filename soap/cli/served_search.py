@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from soap import api
-from soap.cli import plan_summary, rows, stale_plan, worker_plan
+from soap.cli import plan_summary, rows, stale_plan, two_plans, worker_plan
 from soap.cli.command import Parser, UsageError, note
 from soap.cli.figures import rate
 from soap.cli.options import cluster_of, reading
@@ -39,6 +39,7 @@ def check_alone(args: argparse.Namespace, parser: Parser) -> None:
 
 def search(prog: str, args: argparse.Namespace, stopping: Stopping) -> int:
     """Search, save and report. Returns the exit code."""
+    two_plans.drop(args.output)
     if args.workers is not None:
         return _search_workers(args)
     topology = cluster_of(args, args.cluster[0])

@@ -22,7 +22,7 @@ from soap.cluster.topology import Topology
 from soap.errors import StrategyError
 from soap.files import write_text_atomically
 from soap.model.graph import OperatorGraph
-from soap.plan.compression.training import PLAIN, for_scaling
+from soap.plan.compression.training import PLAIN, PlannedTraining, for_scaling
 from soap.search.layer_placement import LEAST_GAIN
 from soap.search.plot import check_plot
 from soap.search.starts import BASELINE
@@ -74,15 +74,15 @@ def execute(args: argparse.Namespace) -> int:
     _check(args)
     whole = cluster_of(args, args.cluster)
     topology = beside.asked_part(args, whole)
-    graph = rows.load_graph(args, topology)
+    graph, training = rows.load_graph(args, topology), for_scaling(PLAIN, args.autocast)
     if args.fits and not args.strategy:
-        return _report_fit(args, _fits(args, graph, topology, args.builtin or BASELINE), graph, topology)
+        return _report_fit(args, _fits(args, graph, topology, args.builtin or BASELINE, training), graph, topology)
     strategy, graph = _read(args, graph, topology)
     if args.fits and strategy is not None:
-        found = _fits(args, graph, topology, strategy)
+        found = _fits(args, graph, topology, strategy, training)
         return _report_fit(args, replace(found, asked=replace(found.asked, name=Path(args.strategy).name)), graph, topology)
     made_for = _made_for(args, topology) if args.what_if else None
-    simulator = api.simulator_for(graph, topology, costs=args.costs, training=for_scaling(PLAIN, args.autocast))
+    simulator = api.simulator_for(graph, topology, costs=args.costs, training=training)
     least_gain = LEAST_GAIN if args.least_gain is None else args.least_gain
     placed = api.placed_layers(args.builtin, simulator, least_gain) if _is_layered(args) else None
     if placed is not None:
@@ -159,10 +159,12 @@ def _is_layered(args: argparse.Namespace) -> bool:
     return bool(args.builtin) and base_of(args.builtin)[0] == RALP and not args.fits
 
 
-def _fits(args: argparse.Namespace, graph: OperatorGraph, topology: Topology, asked: Strategy | str) -> api.Fit:
+def _fits(
+    args: argparse.Namespace, graph: OperatorGraph, topology: Topology, asked: Strategy | str, training: PlannedTraining
+) -> api.Fit:
     """Whether this fits, and what does; within the command's time limit, if it has one."""
     seconds = args.limit.seconds(FITTING_SHARE)
-    return api.fits(graph, topology, asked, costs=args.costs, **({} if seconds is None else {"seconds": seconds}))
+    return api.fits(graph, topology, asked, costs=args.costs, training=training, **({} if seconds is None else {"seconds": seconds}))
 
 
 def _report_fit(args: argparse.Namespace, fit: api.Fit, graph: OperatorGraph, topology: Topology) -> int:

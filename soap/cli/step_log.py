@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -11,6 +13,7 @@ from soap import outputs
 from soap.cli.command import Parser
 from soap.cli.imported import imported
 from soap.errors import SoapError
+from soap.files import read_text, reason, write_text_atomically
 from soap.runtime.step_metrics import OnStep, StepMetrics
 
 CALLABLE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -26,11 +29,11 @@ def add_log(parser: Parser) -> None:
     parser.add_output("--log", kind=kind, help=help_text)
 
 
-def logger(spec: str, *, anew: bool) -> OnStep:
-    """What takes each step's metrics; asked for on rank 0, before the first step. ``anew``: a file that is there is written over; else
-    training goes on, and so does the file."""
+def logger(spec: str, *, after: int) -> OnStep:
+    """What takes each step's metrics; asked for on rank 0, before the first step. ``after``: the step from whose checkpoint training goes
+    on, and so does a file that is there; 0: it is written over."""
     if not CALLABLE.fullmatch(spec):
-        return Lines(spec, anew=anew)
+        return Lines(spec, after=after)
     made = imported(spec, "--log", "returns a function of metrics")()
     if not callable(made):
         raise SoapError(f"--log {spec}: it returned {type(made).__name__}; expected a function that takes soap.StepMetrics")
@@ -39,15 +42,32 @@ def logger(spec: str, *, anew: bool) -> OnStep:
 
 
 class Lines:
-    """Appends a line of JSON for each step, which is with the operating system at once. A step that is done again, because a rank was lost,
-    has a further line: the last one counts."""
+    """Appends a line of JSON for each step, which is with the operating system at once. Lines of a file that is there are kept up to step
+    ``after``: a run that was ended has gone on beyond its checkpoint, and those steps are done again. SoapError in one line, which names
+    the file, if it cannot be written."""
 
-    def __init__(self, path: str, *, anew: bool) -> None:
+    def __init__(self, path: str, *, after: int) -> None:
         self._path = path
-        if anew:
-            Path(path).write_text("", encoding="utf-8")
+        there = read_text(path, what="log") if after and Path(path).exists() else ""
+        write_text_atomically(path, "".join(line for line in there.splitlines(keepends=True) if 0 < _step(line) <= after))
 
     def __call__(self, metrics: StepMetrics) -> None:
-        """Write the step's line."""
-        with open(self._path, "a", encoding="utf-8") as stream:
-            stream.write(json.dumps(asdict(metrics)) + "\n")
+        """Write the step's line, or nothing of it."""
+        line = f"{json.dumps(asdict(metrics))}\n".encode("ascii")
+        try:
+            with open(self._path, "ab", buffering=0) as stream:
+                begin = stream.seek(0, os.SEEK_END)
+                if stream.write(line) != len(line):  # the disk was full in the middle
+                    stream.truncate(begin)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as cause:
+            remedy = "make room, and go on from the last checkpoint by --resume, if there is one (--save-every)"
+            raise SoapError(f"cannot write log {self._path!r} of step {metrics.step}: {reason(cause)}; {remedy}") from None
+
+
+def _step(line: str) -> int:
+    """The step that a whole line is of; 0 if it is none."""
+    try:
+        return int(json.loads(line)["step"]) if line.endswith("\n") else 0
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return 0

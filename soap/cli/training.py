@@ -157,7 +157,7 @@ def _measure(
     timed, unless there are no others."""
     trainer = make_trainer(job, model, name)
     if saver is not None and job.log is not None and trainer.rank == 0:
-        trainer.on_step = step_log.logger(job.log, anew=job.checkpoints.resume is None)
+        trainer.on_step = step_log.logger(job.log, after=job.checkpoints.resumed_at)
     if job.checkpoints.resume is not None:
         _resume(job, trainer, job.checkpoints.resume)
     warm_up = min(WARM_UP_STEPS, job.steps - 1)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from soap import api, outputs
 from soap.cli import emulation, reporting
+from soap.cli.as_read import simulator_of
 from soap.cli.command import Parser, UsageError, note, one_line, run_command
 from soap.cli.inputs import check_inputs
 from soap.cli.options import add_cluster, add_costs, add_json, add_model, not_negative, positive
@@ -167,15 +168,7 @@ def _report(
     graph, topology = given.plan.graph, job.topology
     scale = emulation.asked_scale(args)
     hosts = emulation.limits(topology, scale, job.device_kind) if args.emulate else ()
-    known = job.updating.tried(graph).measured
-    simulator = api.simulator_for(
-        graph,
-        topology,
-        optimizer_states=given.optimizer_states,
-        costs=args.costs,
-        measured_updates=known,
-        training=given.plan.training,
-    )
+    simulator = simulator_of(job, given, args.costs)
     documents, held = [], strategy
     for own, tuning in tunings:
         tried = sorted({*(sample.partitions for sample in tuning.samples), tuning.partitions})

@@ -135,9 +135,10 @@ def _strategies(outcome: api.SearchOutcome, count: int, only_chances: bool) -> d
     def tried(strategy: Strategy) -> bool:
         return not only_chances or outcome.may_win(strategy)
 
-    best = [finalist.strategy for finalist in outcome.result.finalists[:count] if tried(finalist.strategy)]
-    finalists = {f"found {number}": strategy for number, strategy in enumerate(best, 1) if strategy != usual}
-    others = [start for start in outcome.result.starts if start.fits and start.strategy not in (usual, *best)]
+    named = list(api.finalists_by_name(outcome.result).items())[:count]
+    finalists = {name: strategy for name, strategy in named if strategy != usual and tried(strategy)}
+    best = (usual, *finalists.values())
+    others = [start for start in outcome.result.starts if start.fits and start.strategy not in best]
     first = min(others, key=lambda start: start.cost_ns, default=None)
     begun = {first.name: first.strategy} if first is not None and tried(first.strategy) else {}
     return found | dict(list(finalists.items())[:1]) | begun | finalists
@@ -180,10 +181,11 @@ def text(found: Mapping[str, Any]) -> str:
         ratio = run["measured_ns"] / max(1, run["predicted_ns"])
         mark = name + ("" if run["allowed"] else " (ruled out by --pin or --forbid)")
         rows.append((mark, milliseconds(run["predicted_ns"]), milliseconds(run["measured_ns"]), f"{ratio:.2f}"))
-    return f"{aligned(rows)}\n  kept: {found['kept']}, {_why(found)}\n  verifying took {found['seconds']:.0f} s"
+    return f"{aligned(rows)}\n  kept: {found['kept']}, {why(found)}\n  verifying took {found['seconds']:.0f} s"
 
 
-def _why(found: Mapping[str, Any]) -> str:
+def why(found: Mapping[str, Any]) -> str:
+    """Why a plan is kept, of a ``document``."""
     compared = next(((name, run["gain"]) for name, run in found["runs"].items() if run["gain"] is not None), None)
     if compared is None:
         allowed = {name: run["measured_ns"] for name, run in found["runs"].items() if run["allowed"]}

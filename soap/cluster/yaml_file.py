@@ -1,4 +1,4 @@
-"""``cluster.yaml``: a cluster as people describe it, read into a ``Topology``, and written back.
+"""``cluster.yaml``: a cluster as people describe it, read into a ``Topology``.
 
 .. code-block:: yaml
 
@@ -70,20 +70,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import yaml
-
-from soap.cluster.build import SERVER, build_cluster
+from soap.cluster.build import build_cluster
 from soap.cluster.emulated import FAMILY as EMULATED
 from soap.cluster.fields import Fields
-from soap.cluster.kinds import types_of
 from soap.cluster.presets import device_types, family, preset
 from soap.cluster.price import CURRENCY, PRICE, read_price
-from soap.cluster.topology import DeviceType, Topology
+from soap.cluster.topology import Topology
 from soap.errors import TopologyError
 from soap.files import read_text
-from soap.units import exact_bandwidth, exact_bytes, exact_flops, exact_seconds
 from soap.yaml_text import parse_yaml
 
 LIMIT_BYTES = 16 * 2**20
@@ -126,45 +121,6 @@ def _priced_preset(fields: Fields) -> Topology:
     return replace(topology, price=read_price(fields))
 
 
-def dump_cluster(topology: Topology) -> str:
-    """YAML text that lists every device and link. ``parse_cluster`` of it gives a topology of the same hash. TopologyError if the
-    devices are not listed host by host, which YAML cannot express."""
-    order = [device.host for device in topology.devices]
-    if order != sorted(order) or set(order) != set(range(len(topology.hosts))):
-        raise TopologyError(f"cluster {topology.name!r}: its devices are not in the order of its hosts; list them host by host")
-    hosts = [
-        {
-            "name": host.name,
-            "devices": [{"name": d.name, "type": d.type.name} for d in topology.devices if d.host == i],
-            "cpu_cores": host.cpu_cores,
-            **({} if host.memory_bytes is None else {"memory": exact_bytes(host.memory_bytes)}),
-            **({SERVER: True} if host.server else {}),
-        }
-        for i, host in enumerate(topology.hosts)
-    ]
-    links = [
-        {
-            "name": link.name,
-            "from": link.source,
-            "to": link.target,
-            "bandwidth": exact_bandwidth(link.bandwidth_bytes_per_second),
-            "latency": exact_seconds(link.latency_seconds),
-            "duplex": False,
-            **({"interconnect": link.interconnect} if link.interconnect else {}),
-        }
-        for link in topology.links
-    ]
-    types = {kind.name: _type_fields(kind) for kind in types_of(topology)}
-    description: dict[str, Any] = {"name": topology.name, "device_types": types, "hosts": hosts}
-    if links:
-        description |= {"switches": list(topology.switches), "links": links}
-    if topology.price is not None:
-        description[PRICE] = topology.price.per_hour
-        if topology.price.currency:
-            description[CURRENCY] = topology.price.currency
-    return yaml.safe_dump(description, sort_keys=False, default_flow_style=None, width=140, allow_unicode=True)
-
-
 def _preset(name: str) -> Topology:
     """The preset of this name, even if a folder has the same name."""
     try:
@@ -179,14 +135,3 @@ def _is_file_name(spec: str) -> bool:
     if spec.startswith(f"{EMULATED}:"):  # such as emulated clusters, whose rates contain a slash
         return False
     return spec.endswith((".yaml", ".yml", ".json")) or "/" in spec or "\\" in spec or Path(spec).is_file()
-
-
-def _type_fields(device_type: DeviceType) -> dict[str, Any]:
-    return {
-        "kind": device_type.kind,
-        "flops": {dtype: exact_flops(rate) for dtype, rate in device_type.flops_per_second.items()},
-        "memory_bandwidth": exact_bandwidth(device_type.memory_bandwidth_bytes_per_second),
-        "memory": exact_bytes(device_type.memory_bytes),
-        "kernel_overhead": exact_seconds(device_type.kernel_seconds),
-        "source": device_type.source,
-    }

@@ -54,8 +54,3 @@ def backward(lookups: Lookups, grad_out: Tensor) -> RowGradient:
 def means(sums: Tensor, lookups: Lookups) -> Tensor:
     """Means over each sample's ids, from sums over all cells; zeros for a sample without ids. ``lookups``: of the whole layer."""
     return sums / lookups.counts().clamp(min=1).to(sums.dtype)[:, None]
-
-
-def from_means(grad_out: Tensor, lookups: Lookups) -> Tensor:
-    """The gradient of the sums, from the gradient of the means."""
-    return grad_out / lookups.counts().clamp(min=1).to(grad_out.dtype)[:, None]

@@ -39,17 +39,6 @@ class Lookups:
         offsets = torch.arange(samples + 1, dtype=ids.dtype) * each
         return Lookups(ids.reshape(-1), offsets, None if values is None else values.reshape(-1))
 
-    @staticmethod
-    def coordinates(samples: Tensor, ids: Tensor, values: Tensor | None, count: int) -> Lookups:
-        """From a matrix's entries in any order: entry k is ``values[k]`` at (``samples[k]``, ``ids[k]``). ``count``: of all samples."""
-        if len(samples) and not 0 <= int(samples.min()) <= int(samples.max()) < count:
-            wrong = int(samples.min()) if int(samples.min()) < 0 else int(samples.max())
-            raise ElasticError(f"an entry is of sample {wrong}; expected samples 0 to {count - 1}: check the batch's coordinates")
-        order = torch.argsort(samples, stable=True)
-        offsets = torch.zeros(count + 1, dtype=ids.dtype)
-        offsets[1:] = torch.bincount(samples, minlength=count).cumsum(0)
-        return Lookups(ids[order], offsets, None if values is None else values[order])
-
     @property
     def samples(self) -> int:
         """How many samples there are, those without ids included."""

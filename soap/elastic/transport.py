@@ -166,7 +166,8 @@ class Listener:
     def __init__(self, answer: Answer, secret: bytes, host: str, port: int = 0) -> None:
         self._answer, self._secret = answer, secret
         try:
-            self._socket = socket.create_server((host, port), backlog=BACKLOG)
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._socket = socket.create_server((host, port), family=family, backlog=BACKLOG)
         except OSError as cause:
             raise ElasticError(f"cannot listen on {host}:{port}: {cause.strerror}; expected an address of this machine") from None
         self.host, self.port = host, int(self._socket.getsockname()[1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from textwrap import dedent, indent
 
 from soap.exported_plans.contract import Target, Written, allows_all
+from soap.strategy.wrapped import Wrapped
 
 CHECKPOINTING = {
     "none": "",
@@ -40,7 +41,7 @@ def write(written: Written) -> str:
     """The module."""
     own = written.configuration
     shard = {"none": 1, "hsdp": max(1, written.devices_each)}.get(own.sharing, own.world)
-    reshard = own.sharing != "zero1" and own.microbatches == 1
+    reshard = own.sharing in ("fsdp", "hsdp") and own.microbatches == 1
     policy = ""
     if written.autocast is not None:
         policy = f"mp_policy=MixedPrecisionPolicy(param_dtype=torch.{written.autocast}, reduce_dtype=torch.float32), "
@@ -77,10 +78,12 @@ MODULES = ({", ".join(around)}{"," * (len(around) == 1)})  # each is gathered at
 def parallelize(model: nn.Module, device_type: str = "cuda") -> nn.Module:
     """Call this on all ranks, behind init_process_group and before the optimizer is made."""
     mesh = init_device_mesh(device_type, {mesh})
-    options = dict({policy}mesh=mesh, reshard_after_forward={reshard})
+    options = dict({policy}mesh=mesh)
 {indent(checkpointing, "    ")}    modules = [model.get_submodule(name) for name in MODULES]
-    for module in (*modules, model):
-        fully_shard(module, **options)
+    for module in modules[:-1]:
+        fully_shard(module, **options, reshard_after_forward={reshard})
+    for module in (*modules[-1:], model):  # the backward pass begins with these
+        fully_shard(module, **options, reshard_after_forward=False)
 {wrapping}    return model
 
 
@@ -96,5 +99,5 @@ TARGET = Target(
     "fsdp2", "PyTorch's fully_shard", "torch 2.13", ".py", ("data", "single"), ("fsdp", "hsdp", "zero1", "none"),
     ("none", "selective", "full"), False, write, allows_all, {},
     ("the loss of micro-batches is the mean of theirs", "with no sharing, fully_shard over a mesh of one part replicates"),
-    lambda own, layers: layers.by_module(own), (1, 2, 3, 4),
+    lambda own, layers: Wrapped(layers.wrapped(layers.alone), layers.kept(layers.alone, own)), (1, 2, 3, 4),
 )  # fmt: skip

@@ -11,7 +11,6 @@ from math import prod
 from soap.exported_plans.configuration import Configuration
 from soap.model.graph import OperatorGraph
 from soap.strategy.megatron import operator_work
-from soap.strategy.wrapped import Wrapped
 
 _LAYER = re.compile(r"(?P<prefix>(?:[^.]+\.)*?)(?P<number>\d+)(?:\.|$)")
 
@@ -94,10 +93,17 @@ class Layers:
         rest = tuple(tensor.name for tensor in self._graph.parameters if tensor.name not in told)
         return tuple(group for group in (*groups, rest) if group)
 
-    def by_module(self, configuration: Configuration) -> Wrapped:
-        """Each layer and each module around them wrapped by itself. Values that are not shared stay until the backward pass."""
-        modules = self.wrapped([(name,) for name in (*self.before, *self.names, *self.after)])
-        return Wrapped(modules, stays=configuration.sharing == "zero1")
+    @property
+    def alone(self) -> tuple[tuple[str], ...]:
+        """Each layer, and each module around them, as a group of its own."""
+        return tuple((name,) for name in (*self.before, *self.names, *self.after))
+
+    def kept(self, modules: Sequence[Sequence[str]], configuration: Configuration) -> frozenset[str]:
+        """The parameters that stay after the forward pass where these groups of modules are wrapped: those of the last, and of the model
+        itself, with which the backward pass begins; all, if values are not shared; none, if they are on each device anyway."""
+        earlier = {name for group in modules[:-1] for module in group for name in self._parameters[module]}
+        found = {tensor.name for tensor in self._graph.parameters}
+        return frozenset(() if configuration.sharing == "none" else found if configuration.sharing == "zero1" else found - earlier)
 
     def most_elements(self) -> int:
         """Elements of the parameters of the largest layer."""

@@ -39,7 +39,7 @@ def write(written: Written) -> str:
     parallelism: dict[str, object] = {
         "data_parallel_replicate_degree": replicate,
         "data_parallel_shard_degree": shard,
-        "fsdp_reshard_after_forward": "never" if own.sharing == "zero1" or own.microbatches > 1 else "always",
+        "fsdp_reshard_after_forward": "never" if own.sharing == "zero1" or own.microbatches > 1 else "default",
         "tensor_parallel_degree": own.tensor,
         "context_parallel_degree": own.context,
         "expert_parallel_degree": own.experts,
@@ -62,10 +62,11 @@ def write(written: Written) -> str:
 
 def wraps(own: Configuration, layers: Layers) -> Wrapped:
     """As its models' ``apply_fsdp`` (torchtitan/models/llama3/infra/parallelize.py): the embeddings, each block, and the norm and output
-    together; always one ahead, which is what ``fully_shard`` does by itself. Without sharing it is DDP, in buckets."""
+    together, which stay by default; always one ahead, as ``fully_shard`` does by itself. Without sharing it is DDP, in buckets."""
     if own.sharing == "none":
         return USUAL
-    return Wrapped(layers.wrapped([layers.before, *((name,) for name in layers.names), layers.after]), stays=own.sharing == "zero1")
+    modules = (layers.before, *((name,) for name in layers.names), layers.after)
+    return Wrapped(layers.wrapped(modules), layers.kept(modules, own))
 
 
 def replicas(written: Written) -> tuple[int, int]:
@@ -83,6 +84,7 @@ TARGET = Target(
     "torchtitan", "torchtitan", "0.2.2", ".toml", ("data", "sequence", "context", "expert", "single"), ("none", "zero1", "fsdp", "hsdp"),
     ("none", "selective", "full"), False, write, allows, SCHEDULES,
     ("later versions than 0.2 are configured in Python, by fields of the same names",
-     "names in module_fqns_per_model_part are this model's: torchtitan's own models call theirs tok_embeddings, layers.N, norm, output"),
+     "names in module_fqns_per_model_part are this model's: torchtitan's own models call theirs tok_embeddings, layers.N, norm, output",
+     "without a pipeline each micro-batch gathers values and sums gradients anew there; the price has both once a step"),
     wraps,
 )  # fmt: skip

@@ -24,11 +24,6 @@ class Placement:
 
     shares: tuple[tuple[Mapping[int, int], ...], ...]
 
-    @property
-    def total_bytes(self) -> int:
-        """Of all parameters: each worker has all of them."""
-        return sum(sum(own.values()) for own in self.shares[0])
-
 
 def placed(topology: Topology, allocation: Allocation, plans: Sequence[WorkerPlan]) -> Placement:
     """Where the parameters of these stages are. ElasticError if they are to be beside stages that are on different hosts, or cut otherwise,

@@ -208,13 +208,6 @@ class Operator:
         """Indices of the factors over which the outputs are sums."""
         return tuple(i for i, factor in enumerate(self.factors) if factor.summed)
 
-    def factor_index(self, name: str) -> int:
-        """Position of the factor with this name; raises KeyError."""
-        for i, factor in enumerate(self.factors):
-            if factor.name == name:
-                return i
-        raise KeyError(name)
-
 
 _NOT_HASHED = ("arithmetic", "skipped_share", "fused_bytes", "views", "drawn", "own_inputs")
 """Fields of an operator that its graph's hash leaves out."""

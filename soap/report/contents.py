@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from soap.api.what_if import Elsewhere
@@ -18,7 +18,7 @@ from soap.strategy.config import Strategy
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another plan for the same model and cluster. ``unlike``: how many of ``of`` operators it configures otherwise."""
+    """Another plan for the same model and cluster. ``unlike``: how many of ``of`` operators and parameters it configures otherwise."""
 
     name: str
     time_ns: int
@@ -33,7 +33,8 @@ class Contents:
 
     ``title``: of the plan, such as the strategy's file name. ``summary``: what the commands print with ``--json`` of a simulated strategy.
     ``graph``, ``strategy``, ``simulation``: the plan and its predicted iteration. ``result``: of the search that found it.
-    ``alternatives``: the next best plans. ``elsewhere``: this plan on other clusters; ``not_elsewhere``: why it was not tried there.
+    ``start_times``: by name, the predicted times of what it began with. ``alternatives``: other plans, the fastest first.
+    ``elsewhere``: this plan on other clusters; ``not_elsewhere``: why it was not tried there.
     ``predicted``, ``measured``: timelines as read from files, the first one where there is no ``simulation``; ``comparison``: of these.
     ``tuning``: what ``soap-tune --json`` prints; ``preprocessing``: what ``soap-preprocess --json`` prints, with ``steps``.
     """
@@ -44,6 +45,7 @@ class Contents:
     strategy: Strategy | None = None
     simulation: Simulation | FoldedSimulation | None = None
     result: SearchResult | None = None
+    start_times: Mapping[str, int] = field(default_factory=dict)
     alternatives: Sequence[Alternative] = ()
     elsewhere: Sequence[Elsewhere] = ()
     not_elsewhere: str = ""

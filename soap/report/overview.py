@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from soap.report.contents import Contents
 from soap.report.figures import BLUE, GREY, INK, ORANGE, TASK_COLOURS, duration, height_of, legend_above, name_rows, new_figure, plain
 from soap.report.section import Block, Figure, Section, Table, Text
+from soap.search.deciding import FASTEST, SAFE
 from soap.units import format_bytes
 
 if TYPE_CHECKING:
@@ -25,11 +26,12 @@ def blocks(contents: Contents) -> Sequence[Block]:
     """What the section shows."""
     summary = contents.summary
     assert summary is not None
-    found: list[Block] = [Text(_verdict(summary) + _measured(contents), leading=True), Table("The plan", ("", ""), _facts(contents, summary), words=True)]
+    verdict = Text(_verdict(summary) + _measured(contents), leading=True)
+    found: list[Block] = [verdict, Table("The plan", ("", ""), _facts(contents, summary), words=True)]
     title = f"Predicted time per iteration: this plan beside {len(summary['baselines'])} strategies that have a name"
     about = "The thin line at this plan's bar is where 80% of the draws of the costs are. Orange: does not fit into memory."
     head = ("strategy", "predicted", "speed-up over it", "memory")
-    found += [Figure(title, _times(summary), about), Table("Speed-up", head, _baselines(summary))]
+    found += [*_two_plans(summary), Figure(title, _times(summary), about), Table("Speed-up", head, _baselines(summary))]
     if contents.simulation is not None and contents.simulation.critical_path_ns:
         path = {kind.value: ns for kind, ns in contents.simulation.critical_path_ns.items()}
         about = "Of the tasks of which each waits for the one before it: they add up to the iteration. What is long here is worth changing."
@@ -78,6 +80,23 @@ def _facts(contents: Contents, summary: Mapping[str, Any]) -> list[tuple[str, st
     if contents.simulation is not None and (busy := busiest_link(contents.simulation)):
         rows.append(("busiest link", busy))
     return rows
+
+
+def _two_plans(summary: Mapping[str, Any]) -> list[Block]:
+    """The fastest and the safe plan of a search, if nothing was run."""
+    found, files = summary.get("decision"), summary.get("files", {})
+    if found is None or found["reference"] is None:
+        return []
+    rows = []
+    for answer in (FASTEST, SAFE):
+        own = found["plans"][found[answer]]
+        low, high = map(duration, own["time_ns"])
+        won = f"{own['wins'] * found['draws']:.0f} of {found['draws']} draws, {own['gain'][0]:.2f} to {own['gain'][1]:.2f} times as fast"
+        sure = "" if found[answer] == found["reference"] else won
+        shown = f"{found[answer]}{' (this plan)' if answer == found['answer'] else ''}"
+        rows.append((answer, shown, duration(own["predicted_ns"]), f"{low} to {high}", sure, files.get(answer, "")))
+    head = ("plan", "name", "predicted", "80% of draws", f"beats {found['reference']} in", "file")
+    return [Table("The fastest plan on average, and the safe one", head, rows, words=True)]
 
 
 def _share(mfu: float) -> str:

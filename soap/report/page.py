@@ -6,7 +6,7 @@ Pictures are JSON that a script draws when their tab is first opened. All text i
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -17,7 +17,7 @@ from soap import __version__
 from soap.files import write_text_atomically
 from soap.report.contents import Contents
 from soap.report.figures import require
-from soap.report.section import Block, Choice, Figure
+from soap.report.section import Block, Figure
 from soap.report.sections import SECTIONS
 
 ASSETS = "assets"
@@ -115,12 +115,3 @@ def _libraries() -> tuple[str, ...]:
 @cache
 def _asset(name: str) -> str:
     return files("soap.report").joinpath(ASSETS, name).read_text(encoding="utf-8")
-
-
-def figures_of(blocks: Sequence[Block]) -> Iterator[Figure]:
-    """All pictures of a section, those to choose from included."""
-    for block in blocks:
-        if isinstance(block, Figure):
-            yield block
-        elif isinstance(block, Choice):
-            yield from (figure for _, figure in block.options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from soap.report.contents import Contents
@@ -52,11 +52,12 @@ def blocks(contents: Contents) -> Sequence[Block]:
     ended = ", ended by the user" if result.interrupted else ""
     text = (
         f"{result.evaluations:,} simulations{ended}, seed {result.seed}: data parallelism costs {result.speedup:.2f} times the best. A "
-        "cost is a predicted time per iteration over the draws that the search compares by."
+        "cost is what the search compares by: it weighs the times under all draws of the costs, by default the slow ones more. So it is "
+        "above the predicted time, that under the most likely costs, which all other tabs show."
     )
     found: list[Block] = [Text(text, leading=True)]
     found.append(Figure("Best cost so far against proposals, beside the starts", _against_proposals(result), "Dots: accepted proposals."))
-    found.append(_starts(result))
+    found.append(_starts(result, contents.start_times))
     if result.improvements:
         about = "Each step is a new best plan. What chains in compiled code find is known at the end of their rounds."
         found.append(Figure("Best cost so far against time", _against_time(result), about))
@@ -96,12 +97,14 @@ def _against_proposals(result: SearchResult) -> BokehFigure:
     return made
 
 
-def _starts(result: SearchResult) -> Table:
-    rows = [
-        (start.name, duration(start.cost_ns), f"{start.cost_ns / max(1, result.cost_ns):.2f}", "fits" if start.fits else "does not fit")
-        for start in sorted(result.starts, key=lambda start: start.cost_ns)
-    ]
-    return Table("What the search began with", ("start", "cost", "times the best", "memory"), rows)
+def _starts(result: SearchResult, known: Mapping[str, int]) -> Table:
+    """``known``: predicted times by name."""
+    rows = []
+    for start in sorted(result.starts, key=lambda start: start.cost_ns):
+        predicted = duration(known[start.name]) if start.name in known else ""
+        times = f"{start.cost_ns / max(1, result.cost_ns):.2f}"
+        rows.append((start.name, predicted, duration(start.cost_ns), times, "fits" if start.fits else "does not fit"))
+    return Table("What the search began with", ("start", "predicted", "cost", "cost, times the best", "memory"), rows)
 
 
 def thinned(best: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""What else there is: the next best plans here, and this plan on other clusters."""
+"""What else there is: other plans here, those among them that people would use, and this plan on other clusters."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def blocks(contents: Contents) -> Sequence[Block]:
             )
             for own in contents.alternatives
         ]
-        head = ("plan", "predicted", "times this plan's", "memory", "operators configured otherwise")
-        found.append(Table("The next best plans for this cluster", head, rows))
+        head = ("plan", "predicted", "times this plan's", "memory", "operators and parameters configured otherwise")
+        found.append(Table("Other plans for this cluster: the next best that were found, and what people would use", head, rows))
     if contents.elsewhere:
         rows = []
         for there in contents.elsewhere:

@@ -35,7 +35,7 @@ def dealt(parts: Sequence[torch.Tensor], names: Sequence[str], device: torch.dev
     trained on so many samples."""
     size, sizes = _agreed(parts)
     comm, total = trainer.comm, sum(sizes)
-    read = trainer.sizes.of_samples(total).samples_by_rank()
+    read = trainer.sizes.of_samples(total).samples_by_rank
     order = [(rank, number) for number, rank, _ in sorted(_places(sizes))]
     found = {}
     for name, tensor in zip(names, parts, strict=True):

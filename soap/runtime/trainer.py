@@ -32,7 +32,7 @@ from soap.runtime.inputs import Batch, BySamples
 from soap.runtime.part_batch import Given
 from soap.runtime.planned import Asked, Planned
 from soap.runtime.program.fused_tiles import missing_compiler
-from soap.runtime.run_types import run_dtype
+from soap.runtime.run_types import model_in_type, run_dtype
 from soap.runtime.sizes import BatchSizes
 from soap.runtime.step.micro_batch import MicroBatch
 from soap.runtime.step.step_end import StepEnd
@@ -79,6 +79,7 @@ class Trainer:
     ) -> None:
         options = options.with_changes(**named)
         _refuse_impossible(model, options)
+        model = model_in_type(model, plan, options.dtype)
         asked = Asked.of(model, plan, order, options.device_kind)
         self.model, self.seed, self.dtype = model, options.seed, options.dtype
         self.accumulate, self.clip_norm, self.compressing = options.accumulate, options.clip_norm, options.compressing

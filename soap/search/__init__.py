@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from soap.search.chains import search
 from soap.search.metropolis import DEFAULT_BETA, Evaluator
-from soap.search.oracles.exhaustive import exhaustive_search
 from soap.search.record import MoveCount, SearchResult
 from soap.search.starts import Start
 
-__all__ = ["DEFAULT_BETA", "Evaluator", "MoveCount", "SearchResult", "Start", "exhaustive_search", "search"]
+__all__ = ["DEFAULT_BETA", "Evaluator", "MoveCount", "SearchResult", "Start", "search"]

@@ -1,4 +1,5 @@
-"""Which of the plans that a search found is kept: only one that is surely faster than what users know, and of equals the simplest.
+"""Two of the plans that a search found: the fastest on average, and a safe one, which is surely faster than what users know, and of equals
+the simplest.
 
 All are compared under the same draws of the costs (``simulator.draws``), more of them than the search has seen: a plan that was chosen for
 its luck in a few draws has none in others. Plan a *wins* against plan b in a draw if it is faster there. It is *surely* faster if it wins
@@ -10,11 +11,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from soap.strategy.config import Strategy
+
+Answer: TypeAlias = Literal["fastest", "safe"]
+FASTEST: Answer = "fastest"
+SAFE: Answer = "safe"
 
 DEFAULT_CONFIDENCE = 0.9
 LEAST_CHANCE = 0.1
@@ -71,19 +77,26 @@ class Timed:
 
 @dataclass(frozen=True)
 class Decision:
-    """``kept``: the plan to use. ``leader``: the one with the shortest mean time. ``reference``: what a plan must surely beat, None if
-    there is no such plan. ``confidence``: in which share of the ``draws``."""
+    """``safe``: the fastest plan that surely beats ``reference``, or, of those that are as good as it, the simplest; the reference if there
+    are none, which is None if there is nothing to beat. ``fastest``: the plan with the shortest mean time; the safe one if that is as good.
+    ``confidence``: in which share of the ``draws`` a safe plan must be faster. ``answer``: which of both is to be used."""
 
-    kept: Timed
-    leader: Timed
+    fastest: Timed
+    safe: Timed
     reference: Timed | None
     confidence: float
     draws: int
+    answer: Answer
 
     @property
-    def keeps_reference(self) -> bool:
-        """Whether no plan was sure enough."""
-        return self.kept is self.reference
+    def kept(self) -> Timed:
+        """The plan to use."""
+        return self.fastest if self.answer == FASTEST else self.safe
+
+    @property
+    def other_answer(self) -> Answer:
+        """Which of both plans is not the answer, though it may be the same plan."""
+        return SAFE if self.answer == FASTEST else FASTEST
 
 
 def _surely_beats(plan: Timed, reference: Timed | None, confidence: float) -> bool:
@@ -92,21 +105,24 @@ def _surely_beats(plan: Timed, reference: Timed | None, confidence: float) -> bo
 
 
 def decide(plans: Sequence[Timed], reference: Timed | None, confidence: float) -> Decision:
-    """Choose among ``plans``. ``reference``: data parallelism if it is possible, else the best start; it is one of the plans or not.
-
-    Of those that surely beat the reference the fastest is taken, or, of those that are as good as it, the simplest; the reference if
-    there are none. With a confidence of 0 the leader is taken, whatever it is.
-    """
+    """The fastest and the safe one of ``plans``. ``reference``: data parallelism if it is possible, else the best start; it is one of the
+    plans or not. ``confidence``: how often the safe one must win; it is the answer, unless that is 0: then the fastest one is, and the safe
+    one is that of ``DEFAULT_CONFIDENCE``."""
     everyone = list(plans) if reference is None or any(plan is reference for plan in plans) else [reference, *plans]
-    leader = min(everyone, key=lambda plan: (plan.mean_ns, plan.complexity))
-    sure = [plan for plan in everyone if plan is not reference and _surely_beats(plan, reference, confidence)]
-    draws = len(leader.times_ns)
-    if confidence == 0:
-        return Decision(leader, leader, reference, confidence, draws)
+    fastest = min(everyone, key=lambda plan: (plan.mean_ns, plan.complexity))
+    asked = confidence or DEFAULT_CONFIDENCE
+    sure = [plan for plan in everyone if plan is not reference and _surely_beats(plan, reference, asked)]
+    safe = _safe(sure, reference, asked)
+    if any(plan is fastest for plan in sure):  # then the safe one is as good as it, and no less simple
+        fastest = safe
+    return Decision(fastest, safe, reference, asked, len(fastest.times_ns), SAFE if confidence else FASTEST)
+
+
+def _safe(sure: Sequence[Timed], reference: Timed | None, confidence: float) -> Timed:
+    """``sure``: the plans that surely beat the reference."""
     if not sure:
         assert reference is not None  # without a reference every plan is sure
-        return Decision(reference, leader, reference, confidence, draws)
+        return reference
     first = min(sure, key=lambda plan: (plan.mean_ns, plan.complexity))
     alike = [plan for plan in sure if plan is first or (first.wins(plan) < confidence and plan.mean_ns <= ALIKE * first.mean_ns)]
-    kept = min(alike, key=lambda plan: (plan.complexity, plan.mean_ns))
-    return Decision(kept, leader, reference, confidence, draws)
+    return min(alike, key=lambda plan: (plan.complexity, plan.mean_ns))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import wraps
 from math import inf
-from typing import TypeAlias
+from typing import ParamSpec, TypeAlias, TypeVar
 
 from soap.cluster.memory_budget import read_budget
 from soap.errors import ProfileError, StrategyError, asked
@@ -17,6 +18,9 @@ from soap.simulator.costs import COST_SOURCES, CostSource
 from soap.simulator.draws import Risk
 from soap.strategy.compression import Compression, parse
 from soap.strategy.config import Strategy, SyncConfig
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 DEFAULT_BUDGET = 10_000
 """Number of proposals: takes seconds to a few minutes for the models of the zoo."""
@@ -31,7 +35,7 @@ Constraints: TypeAlias = "Mapping[str, str] | Sequence[tuple[str, str]]"
 """Pattern of operator names -> constraint on these operators (``soap.search.constraints``); pairs if a pattern occurs more than once."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class SearchOptions:
     """How to search. StrategyError, TopologyError or ProfileError in one line for an impossible value.
 
@@ -62,9 +66,10 @@ class SearchOptions:
     this optimizer's updates (SGD, Adam); if not, they are estimated. ``costs``: ``auto`` or ``estimate`` (``soap.simulator.costs``).
 
     Costs are uncertain (``soap.simulator.draws``). ``risk``: what strategies are compared by: their mean time under ``draws`` draws of the
-    costs, or something more careful (a ``Risk`` or its word); None: their time under the most likely costs. ``confidence``: a plan is
-    taken instead of data parallelism only if it is faster in at least this share of further draws (``soap.search.deciding``); 0: whatever
-    is predicted to be faster on average.
+    costs, or something more careful (a ``Risk`` or its word); None: their time under the most likely costs. ``confidence``: which plan is
+    the answer: a safe one, which is faster than data parallelism in at least this share of further draws (``soap.search.deciding``), or
+    with 0 the fastest one on average; by default the fastest, or, where the cluster is this machine, on which plans can be run, one that
+    is safe by 0.9. The outcome has both.
     """
 
     budget: int = DEFAULT_BUDGET
@@ -89,15 +94,15 @@ class SearchOptions:
     costs: CostSource = "auto"
     risk: Risk | str | None = DEFAULT_RISK
     draws: int = DEFAULT_DRAWS
-    confidence: float = DEFAULT_CONFIDENCE
+    confidence: float | None = None
     memory_budget: str | None = None
 
     def __post_init__(self) -> None:
         _check(self.budget, self.beta, self.patience, self.seconds)
         if self.cores is not None and self.cores < 1:
             raise StrategyError(f"cores {self.cores}: expected at least 1, or None for all of this machine")
-        if not 0 <= self.confidence <= 1:
-            expected = f"a share from 0 to 1, such as {DEFAULT_CONFIDENCE}; 0: no matter"
+        if not 0 <= (self.confidence or 0) <= 1:
+            expected = f"a share from 0 to 1, such as {DEFAULT_CONFIDENCE}; 0: the fastest plan"
             raise StrategyError(f"{asked('confidence')} {self.confidence}: expected {expected}")
         object.__setattr__(self, "risk", _risk(self.risk))
         if not 1 <= self.draws <= MOST_DRAWS:
@@ -115,10 +120,29 @@ class SearchOptions:
         if self.starts is not None:
             object.__setattr__(self, "starts", tuple(self.starts))
 
+    def __repr__(self) -> str:
+        """A call that makes the same options, without what is usual."""
+        usual = {field.name: field.default for field in fields(self)}
+        own = (f"{name}={getattr(self, name)!r}" for name in usual if getattr(self, name) != usual[name])
+        return f"{type(self).__name__}({', '.join(own)})"
+
     @property
     def compressions(self) -> tuple[Compression, ...]:
         """``lossy`` as settings."""
         return tuple(parse(one) if isinstance(one, str) else one for one in self.lossy)
+
+
+def without_fields(verb: Callable[P, T]) -> Callable[P, T]:
+    """A verb that takes ``SearchOptions``: TypeError in one line, with what to write, if it is given fields of these by themselves."""
+
+    @wraps(verb)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if loose := [f"{field.name}={kwargs[field.name]!r}" for field in fields(SearchOptions) if field.name in kwargs]:
+            options = f"soap.SearchOptions({', '.join(loose)})"
+            raise TypeError(f"{verb.__name__} takes no {loose[0].partition('=')[0]}: write soap.{verb.__name__}(model, cluster, {options})")
+        return verb(*args, **kwargs)
+
+    return call
 
 
 def _check(budget: int, beta: float, patience: float | None, seconds: float | None) -> None:

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from soap.cluster.topology import Topology
 from soap.errors import StrategyError, did_you_mean
 from soap.model.graph import OperatorGraph
-from soap.strategy.classical import NAMED, SYNCHRONIZED, hybrid
+from soap.strategy.classical import CLASSICAL, NAMED, SYNCHRONIZED, hybrid
 from soap.strategy.config import Strategy
 from soap.strategy.consistency import ASYNC, BOUNDED, parse
 from soap.strategy.grids import tensor_parallel_width
@@ -163,6 +163,17 @@ def named(name: str, graph: OperatorGraph, topology: Topology, found_one: Strate
         add = _added(added)
         strategy = replace(strategy, consistency=added) if add is None else add(graph, topology, strategy)
     return strategy
+
+
+def usual_names(graph: OperatorGraph, topology: Topology) -> tuple[str, ...]:
+    """Names of what people would use: the strategies next to which tables, reports and documents show every plan. On several devices also
+    those that own parameters in parts, with sparse parameters the ways to synchronize these, and on several hosts a pipeline."""
+    if len(topology.workers) < 2:
+        return tuple(CLASSICAL)
+    shared = [name for name in SHARING if name != HSDP or shares_in_hosts(topology)]
+    sparse = [name for name in SYNCHRONIZED if name not in SHARING] if graph.sparse else []
+    hosts = {topology.devices[device].host for device in topology.workers}
+    return (*CLASSICAL, *shared, *sparse, *((PIPELINE,) if len(hosts) > 1 else ()))
 
 
 def saving_names(topology: Topology) -> Iterator[str]:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class Wrapped:
     """``modules``: by module that the trainer wraps, its parameters, which are gathered together, and whose gradients are summed together;
-    all others as usual. ``stays``: what is gathered before its first use in a step is kept until its last one, and not gathered again for
-    the backward pass. ``itemsize``: bytes of an element on its way to readers; 0: as many as the parameter's."""
+    all others as usual. ``kept``: parameters that are gathered before their first use in a step, and kept until their last one, not
+    gathered again for the backward pass. ``itemsize``: bytes of an element on its way to readers; 0: as many as the parameter's."""
 
     modules: tuple[tuple[str, ...], ...] = ()
-    stays: bool = False
+    kept: frozenset[str] = frozenset()
     itemsize: int = 0
 
 

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from soap.archives import check_archive
 from soap.errors import ModelError
+from soap.files import check_archive
 from soap.tracing.mapped_weights import MappedWeights
 from soap.tracing.operators import unknown_operator
 from soap.tracing.record import NAME, ExportRecord, loads

@@ -80,22 +80,43 @@ def canonical_buffers(exported: ExportedProgram) -> dict[str, str]:
 
 
 def check_memory(exported: ExportedProgram, moved: Container[str]) -> None:
-    """Raise ModelError for a buffer or frozen parameter that changes together with another tensor because they share memory: the
-    program does not show that. ``moved``: canonical names of what the program changes."""
+    """Raise ModelError for two tensors of the state that share memory, of which one changes: the program does not show that, and an
+    optimizer would move two parameters one after the other. Several names of one tensor are fine. ``moved``: canonical names of what the
+    program changes."""
     canonical = canonical_names(exported.state_dict) | canonical_buffers(exported)
     read = {node.name for node in exported.graph.nodes if node.op == "placeholder" and node.users}
-    held: dict[int, list[tuple[str, bool]]] = {}  # memory -> the tensors in it, and whether one of them changes
+    held: dict[int, list[str]] = {}  # memory -> the tensors in it
     for spec in exported.graph_signature.input_specs:
         name = str(spec.target)
         tensor = exported.state_dict.get(name)
         if spec.arg.name not in read or tensor is None or tensor.is_meta or isinstance(tensor, torch._subclasses.FakeTensor):
             continue
         changes = tensor.requires_grad or canonical.get(name, name) in moved
-        found = held.setdefault(tensor.untyped_storage().data_ptr(), [])
-        found.append((name, changes))
-        buffer = next((other for other, _ in found if not exported.state_dict[other].requires_grad), None)
-        if len(found) > 1 and buffer is not None and any(one for _, one in found) and tensor.numel():
-            other = next(other for other, _ in found if other != buffer)
-            raise ModelError(
-                f"{buffer!r} shares memory with {other!r}, and one of them changes; expected memory of its own: register a clone"
-            )
+        found = held.setdefault(tensor.untyped_storage().data_ptr(), []) if tensor.numel() else []
+        for other in found:
+            own = exported.state_dict[other]
+            if (changes or own.requires_grad or canonical.get(other, other) in moved) and _overlap(tensor, own):
+                raise ModelError(_shared(name, other, both=tensor.requires_grad and own.requires_grad))
+        found.append(name)
+
+
+def _shared(name: str, other: str, *, both: bool) -> str:
+    if both:
+        return (
+            f"{other!r} and {name!r} are two parameters in one memory, which optimizers move one after the other; expected one parameter "
+            f"(module.{name} = module.{other}, again after load_state_dict(assign=True)), or memory of their own: a clone"
+        )
+    return f"{name!r} shares memory with {other!r}, and one of them changes; expected memory of its own: register a clone"
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors in the same memory have an element there in common."""
+    reaches = [(t.storage_offset(), sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))) for t in (one, other)]
+    begin = min(start for start, _ in reaches)
+    if max(start for start, _ in reaches) > min(start + reach for start, reach in reaches):
+        return False
+    if one.dtype != other.dtype or (one.is_contiguous() and other.is_contiguous()):
+        return True
+    marks = torch.zeros(max(start + reach for start, reach in reaches) - begin + 1, dtype=torch.bool)
+    marks.as_strided(one.shape, one.stride(), one.storage_offset() - begin).fill_(True)
+    return bool(marks.as_strided(other.shape, other.stride(), other.storage_offset() - begin).any())

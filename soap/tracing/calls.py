@@ -110,6 +110,12 @@ def walk(argument: Any) -> Iterator[Any]:
         yield argument
 
 
+def named_types(call: Call) -> list[torch.dtype]:
+    """The floating-point and complex types that a call names."""
+    leaves = (leaf for leaf in walk((call.args, dict(call.kwargs))) if isinstance(leaf, torch.dtype))
+    return [leaf for leaf in leaves if leaf.is_floating_point or leaf.is_complex]
+
+
 def substitute(argument: Any, change: Callable[[Any], Any]) -> Any:
     """The same nest with every leaf passed through ``change``."""
     if isinstance(argument, (list, tuple)):

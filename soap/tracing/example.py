@@ -15,7 +15,7 @@ from torch.export import ExportedProgram
 from soap.errors import ModelError
 from soap.tracing.adapted import adapted
 from soap.tracing.containers import plain_arguments, plainly
-from soap.tracing.reader import loss_position
+from soap.tracing.loss_output import loss_position
 
 Loss = Callable[..., torch.Tensor]
 
@@ -61,7 +61,7 @@ class Example:
     def loss_of(self, output: Any, exported: ExportedProgram) -> torch.Tensor:
         """The scalar loss in what the model returns."""
         leaves = [self.loss(output)] if self.loss is not None else torch.utils._pytree.tree_leaves(plainly(output, "the output")[0])
-        found = leaves[0 if self.loss is not None else loss_position(exported) or 0]
+        found = leaves[0 if self.loss is not None else loss_position(exported)]
         if not isinstance(found, torch.Tensor) or found.numel() != 1:
             raise ModelError(f"the loss is a {type(found).__name__}; expected a scalar tensor")
         return found.reshape(())

@@ -10,10 +10,11 @@ from typing import Any, Protocol
 import torch
 
 from soap.errors import ModelError
+from soap.model.dtypes import name_of, replaced
 from soap.model.graph import OperatorGraph
 from soap.model.regions import Box, Interval, lengths, relative, volume, whole
 from soap.plan.tiling import Tile
-from soap.tracing.calls import BufferRef, Call, Program, Ref, is_random, on_whole, substitute, walk
+from soap.tracing.calls import BufferRef, Call, Program, Ref, is_random, named_types, on_whole, substitute, walk
 from soap.tracing.compiled import CompiledTile, OperatorProgram
 from soap.tracing.drawing import element_inputs
 from soap.tracing.labels import read_apart
@@ -59,6 +60,8 @@ class ExecutableModel:
     """What the model's file says of its export; None if it comes from no file."""
     shapes: Sequence[Sequence[int]] | None = None
     """Shapes of the inputs, if they are not the source's own."""
+    dtype: torch.dtype | None = None
+    """The type that stands for all floating-point types, if it is not the source's own choice."""
     autocast: str | None = None
     """The type that its calls are cast to by autocast, by torch's name; None without."""
     _compiled: dict[tuple[int, tuple[Interval, ...], bool], CompiledTile] = field(default_factory=dict, init=False, repr=False)
@@ -205,7 +208,7 @@ class ExecutableModel:
         """See ``TracedModel.resized``."""
         if self.source is None:
             raise ModelError("the model was made from a program in memory; expected soap.load of a file, for batches of other sizes")
-        return replace(self.source.trace(shapes=shapes), parameters={}, shapes=shapes)
+        return replace(self.source.trace(shapes=shapes, dtype=self.dtype), parameters={}, shapes=shapes, dtype=self.dtype)
 
     def with_state(self, values: Mapping[str, torch.Tensor]) -> ExecutableModel:
         """See ``TracedModel.with_state``."""
@@ -215,7 +218,17 @@ class ExecutableModel:
         if self.source is None:
             raise ModelError("the model was made from a program in memory; expected soap.load of a file, for other values of buffers")
         self.source.take_state(known)
-        return replace(self.source.trace(shapes=self.shapes), parameters={}, shapes=self.shapes)
+        return replace(self.source.trace(shapes=self.shapes, dtype=self.dtype), parameters={}, shapes=self.shapes, dtype=self.dtype)
+
+    def in_type(self, dtype: torch.dtype) -> ExecutableModel:
+        """See ``TracedModel.in_type``."""
+        if all(replaced(kind, dtype) == kind for call in self.program.calls for kind in named_types(call)):
+            return self
+        if self.source is None:
+            raise ModelError(f"the model was made from a program in memory; expected soap.load(..., dtype={name_of(dtype)!r}) of a file")
+        other = self.source.trace(shapes=self.shapes, dtype=dtype)
+        buffers = {name: tensor.to(other.buffers[name].dtype) for name, tensor in self.buffers.items()}
+        return replace(other, parameters=self.parameters, buffers=buffers, record=self.record, shapes=self.shapes, dtype=dtype)
 
     def widened(self) -> ExecutableModel | None:
         """See ``TracedModel.widened``."""

@@ -6,8 +6,8 @@ import inspect
 import io
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,26 +15,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.export import ExportedProgram
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from soap import outputs
-from soap.errors import ModelError, first_line
+from soap.errors import ModelError, SoapWarning, first_line
 from soap.files import check_writable, write_bytes_atomically
+from soap.outputs import MODEL, check
 from soap.tracing.adapted import adapted
 from soap.tracing.assertions import passed_assertions, without_assertions
 from soap.tracing.containers import plain_arguments, plainly
 from soap.tracing.imports import import_all
+from soap.tracing.loss_output import which_loss
 from soap.tracing.operators import refuse_custom_operators
 from soap.tracing.quiet import quiet_torch
 from soap.tracing.record import NAME, ExportRecord, dumps
-from soap.tracing.tracebacks import chain, user_line
+from soap.tracing.torch_parts import replaced
+from soap.tracing.tracebacks import chain, is_packed, torchs_module, user_line
 from soap.tracing.untouched import untouched
 from soap.tracing.without_values import Room, tied_without_values
 
 if TYPE_CHECKING:
     from soap.tracing.execute import ExecutableModel
 
-
-
+DROPPING, KEPT = "dropouts that drop nothing", "normalisations whose statistics stay"
 Judge = Callable[[ExportedProgram, "ExecutableModel"], ExportRecord]
 """Compares a program, as it is read back, with its module; raises ModelError if they do not train alike."""
 
@@ -50,24 +52,28 @@ def export_model(
     judge: Judge | None = None,
     unjudged: str = "",
     imports: Sequence[str] = (),
-) -> None:
+) -> str:
     """Export a training model with example inputs to ``path``, atomically.
 
     The model returns the scalar loss, or ``loss(output)`` does; names are the model's own either way. All shapes of the example inputs
     become fixed, except the number of samples with ``dynamic_batch``: dimension 0 of the inputs in which it has the most common size,
     or the given dimensions by input name. The model's mode (training or not) is exported as it is. ``judge``: compares program and
-    module, which the file then records; ``unjudged``: why there is none. ``imports``: modules that define custom operators.
+    module, which the file then records; ``unjudged``: why there is none. ``imports``: modules that define custom operators. Returns in
+    words which output is the loss; empty if there is only one.
 
     Raises ModelError if torch.export cannot trace the model, the output is no scalar, an operator is custom and no module named, or the
     judge finds a difference.
     """
     from soap.tracing.importer import import_program
 
-    outputs.check(path, outputs.MODEL)
+    check(path, MODEL)
     check_writable(path)
     import_all(imports, "imports")
     exported = exported_program(model, args, kwargs, loss=loss, dynamic_batch=dynamic_batch)
     refuse_custom_operators(exported, imports)
+    told, unsure = which_loss(exported)
+    for said in filter(None, (unsure, evaluation(model))):
+        warnings.warn(said, SoapWarning, stacklevel=3)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # rules that are missing are reported when the file is planned
         traced_model = import_program(exported, name=type(model).__name__, plan_only=judge is None)
@@ -79,6 +85,20 @@ def export_model(
         warnings.simplefilter("ignore")  # torch wonders about tensors without values
         torch.export.save(exported, buffer, extra_files={NAME: dumps(record)})
     write_bytes_atomically(path, buffer.getvalue())
+    return told
+
+
+def evaluation(model: nn.Module) -> str:
+    """What of a module does not train because it is in evaluation mode, in a line; empty if nothing is."""
+    dropping, kept = [], []
+    for name, own in model.named_modules():
+        rate = own.p if isinstance(own, nn.modules.dropout._DropoutNd) else getattr(own, "dropout", 0.0)
+        if not own.training and isinstance(rate, float) and rate > 0:
+            dropping.append(name or type(own).__name__)
+        if not own.training and isinstance(own, nn.modules.batchnorm._NormBase) and own.track_running_stats and not model.training:
+            kept.append(name or type(own).__name__)
+    parts = [f"{what} ({own[0]}{', …' * (len(own) > 1)})" for own, what in ((dropping, DROPPING), (kept, KEPT)) if own]
+    return f"evaluation mode is exported as it is: {' and '.join(parts)}; call train() first for a model to train" if parts else ""
 
 
 def exported_program(
@@ -105,7 +125,7 @@ def exported_program(
     except ModelError:
         raise
     except Exception as error:
-        raise ModelError(_untraceable(type(model).__name__, error, bool(dynamic_batch))) from error
+        raise ModelError(_untraceable(model, error, bool(dynamic_batch))) from error
 
 
 def _writable(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Any) -> ExportedProgram | None:
@@ -120,15 +140,30 @@ def _writable(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
         raise
 
 
-def _untraceable(name: str, error: Exception, dynamic: bool) -> str:
-    """The error for a model that torch.export cannot trace, with the user's own line."""
-    first = first_line(error).rstrip(". ")
-    place = user_line(error)
+PACKED = (
+    "reads a packed sequence, of which a program cannot know the lengths; expected the padded batch instead (without pack_padded_sequence "
+    "and its counterpart), with padding left out of the loss; with bidirectional=True sequences of one length"
+)
+CUMULATIVE = (
+    "averages over all steps (momentum=None), by the value of its counter, which a program cannot; expected a number, such as momentum=0.1"
+)
+
+
+def _untraceable(model: nn.Module, error: Exception, dynamic: bool) -> str:
+    """The error for a model that torch.export cannot trace, with the user's own line, and what to write instead."""
+    first, name = first_line(error).rstrip(". "), type(model).__name__
+    place, own = user_line(error), torchs_module(error)
+    where = f" at {place}" if place else ""
+    inner = "" if own is None else next((f"{path!r} " for path, one in model.named_modules() if one is own and path), "")
+    if is_packed(error):
+        return f"{name}: {f'module {inner}({type(own).__name__})' if own is not None else 'forward'}{where} {PACKED}"
+    if isinstance(own, _BatchNorm) and own.momentum is None:
+        return f"{name}: module {inner}({type(own).__name__}){where} {CUMULATIVE}"
     if any(type(one).__name__ == "GuardOnDataDependentSymNode" or "data-dependent" in str(one) for one in chain(error)):
-        where = f" at {place}" if place else ""
+        inside = "" if own is None else f" in {type(own).__name__}"
         return (
-            f"{name} decides by the values of tensors{where}, which a program cannot: expected straight-line code (torch.where, masks, "
-            "or the decision outside of forward)"
+            f"{name} decides by the values of tensors{where}{inside}, which a program cannot: expected straight-line code (torch.where, "
+            "masks, or the decision outside of forward)"
         )
     if dynamic:
         first = f"the number of samples cannot stay open ({first})"
@@ -142,22 +177,18 @@ def traced(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dyn
         return without_assertions(torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False))
 
 
-@contextmanager
-def _mended_lstms() -> Iterator[None]:
+def _mended_lstms() -> AbstractContextManager[None]:
     """Correct torch 2.11, which gives the states of a traced LSTM a dimension too many (``squeeze(1)``, which became ``squeeze(0)``
     later)."""
-    known: Any = torch._decomp.decompositions
-    original = known.one_layer_lstm
 
-    def mended(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        output, states = original(*args, **kwargs)
-        return output, tuple(state.squeeze(0) if state.dim() > 2 else state for state in states)
+    def make(original: Any) -> Any:
+        def mended(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+            output, states = original(*args, **kwargs)
+            return output, tuple(state.squeeze(0) if state.dim() > 2 else state for state in states)
 
-    known.one_layer_lstm = mended
-    try:
-        yield
-    finally:
-        known.one_layer_lstm = original
+        return mended
+
+    return replaced("torch._decomp.decompositions", "one_layer_lstm", make)
 
 
 def _symbolic_batch(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from soap.tracing.quiet import quiet_torch
 from soap.tracing.record import NAME, ExportRecord, loads
 from soap.tracing.row_counting import measure_rows
 from soap.tracing.sizes import Shapes, is_dynamic
+from soap.tracing.torch_parts import replaced
 from soap.tracing.without_values import tie_again
 
 LOWER = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -253,23 +254,19 @@ def read_pt2(path: Path) -> tuple[ExportedProgram, ExportRecord]:
         ) from error
 
 
-@contextmanager
-def _blocks_without_results() -> Iterator[None]:
+def _blocks_without_results() -> AbstractContextManager[None]:
     """Mend a block under ``no_grad`` without results, because it only changes buffers. Torch saves it but refuses to load it: the node
     lacks a value."""
-    reading: Any = torch._export.serde.serialize.GraphModuleDeserializer
-    original = reading.deserialize_outputs
 
-    def mended(self: Any, serialized: Any, node: torch.fx.Node) -> None:
-        original(self, serialized, node)
-        if not serialized.outputs and isinstance(node.target, torch._ops.HigherOrderOperator):
-            node.meta.setdefault("val", ())
+    def make(original: Any) -> Any:
+        def mended(self: Any, serialized: Any, node: torch.fx.Node) -> None:
+            original(self, serialized, node)
+            if not serialized.outputs and isinstance(node.target, torch._ops.HigherOrderOperator):
+                node.meta.setdefault("val", ())
 
-    reading.deserialize_outputs = mended
-    try:
-        yield
-    finally:
-        reading.deserialize_outputs = original
+        return mended
+
+    return replaced("torch._export.serde.serialize", "GraphModuleDeserializer.deserialize_outputs", make)
 
 
 @contextmanager

@@ -138,6 +138,10 @@ class TracedModel(Protocol):
         """The same model with other values of buffers that it only reads, by state-dict name; names that it does not have are ignored.
         ModelError if it cannot be traced again."""
 
+    def in_type(self, dtype: torch.dtype) -> TracedModel:
+        """The same model with this type in place of all floating-point types that its calls name; itself if they name no other. ModelError
+        if it cannot be traced again."""
+
     def widened(self) -> TracedModel | None:
         """The same model in float64, without parameters, to judge rounding by; None if it cannot be traced again."""
 
@@ -197,6 +201,10 @@ class PlainModel(TracedModel):
 
     def with_state(self, values: Mapping[str, torch.Tensor]) -> TracedModel:
         """There are no buffers."""
+        return self
+
+    def in_type(self, dtype: torch.dtype) -> TracedModel:
+        """Nothing is known of calls."""
         return self
 
     def widened(self) -> TracedModel | None:

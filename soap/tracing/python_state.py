@@ -14,7 +14,8 @@ import sys
 from argparse import Namespace
 from collections import OrderedDict, UserDict, UserList, deque
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from contextlib import suppress
+from functools import cached_property, partial
 from types import CodeType, FunctionType, GeneratorType, MethodType, SimpleNamespace
 from typing import Any
 
@@ -30,6 +31,7 @@ LARGE_BYTES = 2**26
 """Larger tensors beside the state are not copied: that they changed shows in their version."""
 CLOSE = 1e-5
 """Relative difference of tensors of floating-point numbers that two calls of equal operands may make."""
+_WRAPPERS: dict[type, str] = {staticmethod: "__func__", classmethod: "__func__", property: "fget", cached_property: "func"}
 _OBJECTS = (SimpleNamespace, Namespace, UserDict, UserList)
 _ITERATORS: tuple[type, ...] = (itertools.count, itertools.cycle, type(iter([])), type(iter(())), type(iter(range(0))), enumerate, zip)
 
@@ -52,7 +54,8 @@ class Memory:
                 self.values[path] = value
             elif id(value) not in self._seen:
                 self._seen[id(value)] = value
-                waiting.extend(self._parts(path, value))
+                with suppress(Exception):  # an object that does not let itself be looked at
+                    waiting.extend(self._parts(path, value))
 
     def restore(self) -> None:
         """Put back what has changed. Generators and iterators of Python stay where they are."""
@@ -203,9 +206,9 @@ class Memory:
             return
         self._classes.add(kind)
         for name, item in list(vars(kind).items()):
-            functions = [item, *(getattr(item, part, None) for part in ("__func__", "fget", "func"))]  # methods, properties
-            yield from ((f"{kind.__name__}.{name}", one) for one in functions if isinstance(one, FunctionType))
-            if not name.startswith("__") and not callable(item) and not hasattr(item, "__get__"):
+            wrapped = [getattr(item, part) for known, part in _WRAPPERS.items() if isinstance(item, known)]
+            yield from ((f"{kind.__name__}.{name}", one) for one in (item, *wrapped) if isinstance(one, FunctionType))
+            if not name.startswith("__") and not callable(item) and not hasattr(type(item), "__get__"):
                 self._held.append(partial(_put_attribute, kind, name, item))
                 yield f"{kind.__name__}.{name}", item
 

@@ -12,9 +12,10 @@ from torch.export.graph_signature import InputKind, OutputKind
 from soap.errors import ModelError, SoapWarning
 from soap.tracing.autocast import Caster
 from soap.tracing.buffers import about, canonical_buffers, check_memory
-from soap.tracing.calls import BufferRef, Call, Program, Ref, walk
+from soap.tracing.calls import BufferRef, Call, Program, Ref
+from soap.tracing.loss_output import loss_position, outputs_of
 from soap.tracing.naming import canonical_names
-from soap.tracing.nodes import NodeReader, plain
+from soap.tracing.nodes import NodeReader
 from soap.tracing.rules.state import keep_state, next_state
 
 aten = torch.ops.aten
@@ -118,10 +119,9 @@ class Reader(NodeReader):
     # Outputs
 
     def _loss(self) -> str:
-        """The scalar to minimise: the output called ``loss``, else the first output."""
-        leaves = list(walk(plain(next(n for n in self.exported.graph.nodes if n.op == "output").args)))
-        index = loss_position(self.exported)
-        node = leaves[index or 0] if leaves else None
+        """The scalar to minimise."""
+        output = outputs_of(self.exported)[loss_position(self.exported)]
+        node = output.node
         loss = self.now(node) if isinstance(node, torch.fx.Node) and node in self.at else None
         if not isinstance(loss, str):
             raise ModelError("the program returns no tensor; expected the scalar training loss as output")
@@ -129,7 +129,7 @@ class Reader(NodeReader):
         if shape not in ((), (1,)) or not dtype.is_floating_point:
             way = "return its real part or magnitude" if dtype.is_complex else "pass loss=… to soap.export, or return it first"
             raise ModelError(
-                f"{'the first output' if index is None else 'output loss'} has shape {list(shape)} and dtype "
+                f"{f'output {output.path}' if output.path else 'the output'} has shape {list(shape)} and dtype "
                 f"{str(dtype).removeprefix('torch.')}; expected a scalar floating-point loss: {way}"
             )
         if not any(loss in call.outputs for call in self.program.calls):
@@ -210,14 +210,3 @@ class Reader(NodeReader):
                     SoapWarning,
                     stacklevel=2,
                 )
-
-
-def loss_position(exported: ExportedProgram) -> int | None:
-    """Which flat output is called ``loss``, if the outputs have names."""
-    signature = exported.module_call_graph[0].signature
-    spec = signature.out_spec if signature is not None else None
-    keys = getattr(spec, "context", None)
-    if spec is None or not isinstance(keys, (list, tuple)) or "loss" not in keys:
-        return None
-    before = spec.children()[: list(keys).index("loss")]
-    return int(sum(child.num_leaves for child in before))

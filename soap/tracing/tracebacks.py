@@ -10,10 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 
 _FRAME = re.compile(r'File "(?P<path>[^"\n]+)", line (?P<line>\d+), in [^\n]*\n(?P<text>[^\n]*)')
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parent.parent)
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _PYTHON = sysconfig.get_paths()["stdlib"]
 
 
@@ -38,6 +41,21 @@ def user_line(error: BaseException) -> str | None:
         return None
     text = (found.line or linecache.getline(found.filename, found.lineno or 0)).strip()
     return f"{_short(found.filename)}:{found.lineno}" + (f" ({text})" if text else "")
+
+
+def torchs_module(error: BaseException) -> nn.Module | None:
+    """The innermost of torch's own modules in whose forward an error occurred; None if there is none."""
+    own = [frame.f_locals.get("self") for one in chain(error) for frame, _ in traceback.walk_tb(one.__traceback__)]
+    found = [one for one in own if isinstance(one, nn.Module) and type(one).__module__.startswith("torch.nn.modules.")]
+    return next((one for one in reversed(found) if not isinstance(one, _CONTAINERS)), None)
+
+
+def is_packed(error: BaseException) -> bool:
+    """Whether an error occurred where a packed sequence was made or read."""
+    frames = [frame for one in chain(error) for frame, _ in traceback.walk_tb(one.__traceback__)]
+    own = [frame for frame in frames if frame.f_code.co_filename.startswith(_TORCH)]
+    packs = any("pack" in frame.f_code.co_name and frame.f_code.co_filename.endswith("rnn.py") for frame in own)
+    return packs or any(isinstance(value, PackedSequence) for frame in own for value in frame.f_locals.values())
 
 
 def node_line(node: torch.fx.Node) -> str | None:

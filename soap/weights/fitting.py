@@ -76,7 +76,8 @@ class OneByOne(Mapping[str, torch.Tensor]):
 
 
 def matched(model: TracedModel, weights: Weights) -> dict[str, str]:
-    """A model's parameters, buffers and other state -> their names in the weights. ModelError in one line unless each parameter is there, in its shape.
+    """A model's parameters, buffers and other state -> their names in the weights. ModelError in one line unless each parameter is there,
+    and what is there has the model's shape.
 
     Names are the model's own, or have a prefix of one or two words more or less (``model.``). A parameter of several names may have any of
     these. What the model does not have is ignored, as heads for other tasks are.

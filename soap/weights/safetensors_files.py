@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from soap.errors import ModelError, first_line
+from soap.errors import ModelError, SoapWarning, first_line
 from soap.files import read_text
+from soap.strategy.json_text import parse_json
 from soap.weights.places import INDEX, SINGLE, SUFFIX
 from soap.weights.seam import Kind
 
@@ -23,7 +24,7 @@ DTYPES = {
 
 
 class SafetensorsFiles:
-    """See ``Weights``."""
+    """See ``Weights``. Where there is an index, it decides which file has a tensor; a SoapWarning says what else has one."""
 
     is_mapped = True
 
@@ -31,15 +32,22 @@ class SafetensorsFiles:
         self.said = str(path)
         self.kinds: Mapping[str, Kind] = {}
         self._files: dict[str, Any] = {}
+        others: list[str] = []
         for file, expected in _files(path).items():
-            self._open(file, expected)
+            others += self._open(file, expected)
+        if (path / INDEX).is_file() and (path / SINGLE).is_file() and not others and (path / SINGLE) not in _indexed(path):
+            others = [SINGLE]
+        if others:
+            more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+            warnings.warn(f"weights {str(path)!r}: {others[0]}{more} not read, because {INDEX} does not say so", SoapWarning, stacklevel=3)
 
     def tensor(self, name: str) -> torch.Tensor:
         """See ``Weights``."""
         found: torch.Tensor = self._files[name].get_tensor(name)
         return found
 
-    def _open(self, path: Path, expected: frozenset[str]) -> None:
+    def _open(self, path: Path, expected: frozenset[str]) -> list[str]:
+        """Take a file's tensors, or of these what the index expects there. Returns the others, in words."""
         from safetensors import SafetensorError, safe_open
 
         try:
@@ -51,13 +59,14 @@ class SafetensorsFiles:
         if missing := sorted(expected - names):
             raise ModelError(f"weights file {str(path)!r} lacks {missing[0]!r}, which {INDEX} says it has; copy the folder again")
         found: dict[str, Kind] = {}
-        for name in sorted(names):
+        for name in sorted(expected or names):
             part = opened.get_slice(name)
             if part.get_dtype() not in DTYPES:
                 raise ModelError(f"weights file {str(path)!r}: {name!r} has type {part.get_dtype()}; expected one of {', '.join(DTYPES)}")
             found[name] = Kind(tuple(part.get_shape()), DTYPES[part.get_dtype()])
             self._files[name] = opened
         self.kinds = {**self.kinds, **found}
+        return [f"{name!r} in {path.name}" for name in sorted(names - expected)] if expected else []
 
 
 def _files(path: Path) -> Mapping[Path, frozenset[str]]:
@@ -78,7 +87,7 @@ def _files(path: Path) -> Mapping[Path, frozenset[str]]:
 def _indexed(folder: Path) -> dict[Path, frozenset[str]]:
     text = read_text(folder / INDEX, what="index of weights", error=ModelError)
     try:
-        places = json.loads(text)["weight_map"]
+        places = parse_json(text)["weight_map"]
         by_file: dict[str, set[str]] = {}
         for name, file in places.items():
             if Path(file).name != file or not file.endswith(SUFFIX):  # files come from outside: none beyond the folder

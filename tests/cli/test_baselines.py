@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from soap import api
 from soap.api import predictions
-from soap.cli import plan_summary
+from soap.api.baselines import baselines
 from soap.profiles.roofline import RooflineCosts
 from soap.simulator.simulate import Simulator
+from soap.strategy.named import usual_names
 from tests.graph_builder import mlp
 from tests.strategies import CPU, cluster
 
@@ -22,10 +24,13 @@ def test_the_compiled_simulator_says_the_same(memory_bytes: int, monkeypatch: py
         asked: list[str] = []
         monkeypatch.setattr(predictions, "all_on_disk", lambda answer=compiled: answer)
         monkeypatch.setattr(Simulator, "_simulate", _noted(asked))
-        found.append(plan_summary._baselines(Simulator(graph, topology, RooflineCosts(topology))))
+        found.append(baselines(Simulator(graph, topology, RooflineCosts(topology))))
         assert bool(asked) != compiled
         monkeypatch.undo()
-    assert found[0] == found[1] and len(found[0]) == 5
+    ways = [way.name for way in api.fits(graph, topology, costs="estimate").ways[:1]]  # where data parallelism does not fit
+    assert found[0] == found[1] and [*found[0]] == [*usual_names(graph, topology), *ways]
+    assert bool(ways) == (memory_bytes < 2**30) and all(found[0][name]["overflow_bytes"] == 0 for name in ways)
+    assert {"data_parallel", "zero1", "fsdp", "hsdp", "megatron", "pipeline"} < {*found[0]}
     assert any(own["overflow_bytes"] for own in found[0].values()) == (memory_bytes < 2**30)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import io
 import os
 import subprocess
 import sys
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from soap.cli import schedule
 from soap.cli.command import Parser, one_line, run_command
 from soap.errors import (
     InfeasibleError,
@@ -70,6 +73,7 @@ def test_interrupt(capsys: pytest.CaptureFixture[str]) -> None:
 
 INTERRUPTED = """
 import sys
+from soap.cli import schedule
 from soap.cli.command import Parser, run_command
 
 def stop():
@@ -132,6 +136,7 @@ def test_help_has_example_and_exit_codes(capsys: pytest.CaptureFixture[str]) -> 
 def test_reader_that_left_is_met_in_silence() -> None:
     program = """
 import sys
+from soap.cli import schedule
 from soap.cli.command import Parser, run_command
 def execute(args):
     for _ in range(100000):
@@ -151,6 +156,33 @@ def test_the_end_of_a_process_looks_for_no_garbage() -> None:
     program = "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count() > 1000)); import soap.cli.command"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("True\n", "")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_names_of_any_letters_are_printed_in_any_encoding(encoding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("\u00fc.csv", "\u65e5.csv", "\udcff.csv"):
+        Path(name).write_text("0F0,0B0\r\n")
+        for command in (["--check", name], ["--check", name, "--json"]):
+            stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+            monkeypatch.setattr(sys, "stdout", stream)
+            assert schedule.main(command) == 0
+            assert b".csv" in stream.buffer.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_help_is_printed_where_letters_are_few() -> None:
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-m", "soap.cli.preprocess", "--help"]
+    done = subprocess.run(command, capture_output=True, env=environment, timeout=120)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"STEP=MODE,\\u2026" in done.stdout
+
+
+def test_an_error_of_a_file_is_not_taken_for_one_of_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    error = OSError(errno.ENOSPC, "No space left on device", "here/x.json")
+    assert run_command(_parser(), _raise(error), []) == 1
+    said = "'here/x.json' cannot be read or written: no space left on device; check the path, and whether there is room"
+    assert capsys.readouterr().err == f"soap-test: error: {said}\n"
 
 
 def test_one_line() -> None:

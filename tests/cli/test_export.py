@@ -135,7 +135,7 @@ def test_settings() -> None:
         (["models_of_a_user:alone"], 3, "a module without inputs; expected --input"),
         (["models_of_a_user:whole", "--input", "x=int64[2]"], 3, "inputs of its own; expected no --input"),
         (["models_of_a_user:deciding"], 3, "Deciding decides by the values of tensors"),
-        (["models_of_a_user:named", "--loss", "lost"], 3, "--loss lost: the module's output has no such field; expected one of it (loss,"),
+        (["models_of_a_user:named", "--loss", "lost"], 3, "--loss lost: the output is a Output without 'lost'; expected one of loss,",),
         (["models_of_a_user:whole", "-o", "absent/model.pt2"], 1, "folder 'absent' does not exist"),
         (["models_of_a_user:whole", "-o", "models_of_a_user.py"], 2, "is there and seems to be Python code, not a model"),
         (["models_of_a_user:whole", "--batch", "3"], 2, "--batch with models_of_a_user:whole; expected it with hf:CONFIG"),

@@ -52,6 +52,21 @@ def test_what_servers_keep_on_hosts_is_said_and_if_it_was_not_checked() -> None:
         assert words in plan_summary.text(summary, "parameter_server") and summary["fits"]
 
 
+@pytest.mark.parametrize(
+    ("name", "samples", "idle", "why"),
+    [("data_parallel", 8, 0, ""), ("data_parallel", 7, 1, ": 7 samples are too few for all"), ("single_device", 7, 7, "")],
+)
+def test_idle_devices_are_said(name: str, samples: int, idle: int, why: str) -> None:
+    simulator = api.simulator_for(f"{MODEL}@{samples}", preset("h100-8"))
+    strategy = api.classical(name, simulator.graph, simulator.topology)
+    summary = plan_summary.document(simulator, strategy, simulator.run(strategy))
+    assert summary["idle_devices"] == [f"host/gpu{number}" for number in range(8 - idle, 8)]
+    notes = [own for own in plan_summary.text(summary, "plan").splitlines() if own.startswith("note: idle")]
+    assert [note.partition("others compute: ")[2] for note in notes] == [
+        f"{idle} of 8 devices ({'host/gpu7' if idle == 1 else 'host/gpu1, host/gpu2, …'}){why}"
+    ] * bool(idle)
+
+
 def test_shared_cores() -> None:
     topology = preset("local:4")
     if topology.devices[0].type.kind != "cpu":

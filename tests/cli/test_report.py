@@ -11,6 +11,7 @@ pytest.importorskip("bokeh", reason="reports need bokeh: pip install '.[report]'
 
 import soap
 from soap.cli import compare, diff, report, run, search, tune
+from soap.cli.as_read import simulator_of
 from soap.cli.report import main
 from soap.report import figures
 from soap.strategy.sync import parameter_server
@@ -65,6 +66,21 @@ def test_a_run_shows_the_prediction_beside_what_was_measured(
     predicted, measured = figures.duration(own["predicted_ns"]), figures.duration(own["measured_ns"])
     assert f"An iteration was predicted to take {predicted} and took {measured}: " in text
     assert "plan.json" in text and "The tasks that are furthest off" in text
+
+
+@pytest.mark.parametrize("options", [[], ["--clip-norm", "1"], ["--optimizer", "sgd", "--costs", "estimate"]])
+def test_other_plans_of_a_run_are_priced_as_its_own(options: list[str], tmp_path: Path) -> None:
+    """Ranks read their own samples, and learn the norm together, by any plan. Of the plan itself nothing is compared."""
+    strategy, graph, cluster = tmp_path / "plan.json", soap.load("zoo:gpt:tiny", plan_only=True).graph, soap.load_cluster("local:2")
+    soap.save_strategy(strategy, soap.classical("data_parallel", graph, cluster), graph, cluster)
+    command = [str(strategy), "--model", "zoo:gpt:tiny", "--cluster", "local:2", "--compare-data-parallel", *options]
+    args = run.make_parser().parse_args(command)
+    job, predicted, _ = run.prepare(args)
+    assert list(job.strategies) == ["strategy"]  # it is data parallelism itself, and trained once
+    for name in ("data_parallel", "megatron"):
+        other = soap.classical(name, graph, cluster)
+        own_ns = simulator_of(job, predicted["strategy"], args.costs).makespan_ns(other)
+        assert (own_ns == predicted["strategy"].makespan_ns) == (name == "data_parallel")
 
 
 @pytest.mark.slow

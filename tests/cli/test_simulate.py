@@ -9,7 +9,8 @@ import pytest
 
 import soap
 from soap import api
-from soap.cli import plan_summary
+from soap.api import baselines
+from soap.cli import iteration
 from soap.cli.simulate import main
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
@@ -93,7 +94,7 @@ def test_a_folded_report_is_the_whole_one(
 
 def test_says_why_it_was_not_folded(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulate, "MANY_TILES", 1)
-    monkeypatch.setattr(plan_summary, "MOST_TILES", 30)
+    monkeypatch.setattr(baselines, "MOST_TILES", 30)
     assert main([*COMMAND, "--builtin", "model_parallel"]) == 0
     out = capsys.readouterr().out
     assert "note: every device was simulated: " in out
@@ -176,6 +177,23 @@ def test_explains_a_given_strategy(capsys: pytest.CaptureFixture[str]) -> None:
         assert line["set_back_ns"] == found["predicted_ns"]
         assert line["busiest_ns"] == line["data_parallel_busiest_ns"]
     assert any(line["critical_path"] for line in found["explanation"])
+    assert main([*COMMAND, "--builtin", "data_parallel", "--explain"]) == 0
+    out = capsys.readouterr().out
+    assert "there is nothing to set back" in out and "as it is\n" not in out.split("why each operator")[1].split("\n", 1)[1]
+
+
+def test_devices_and_links_with_equal_figures_are_one_row() -> None:
+    peaks = [2**20, 2**20, 2**21, 2**20]
+    devices = [{"name": f"gpu{i}", "busy_ns": 5, "peak_bytes": peak, "available_bytes": 2**30} for i, peak in enumerate(peaks)]
+    links = [{"name": f"link{number}", "busy_ns": 7, "bytes": 2**10} for number in range(40)]
+    told = iteration.text({"iteration_ns": 10, "critical_path_ns": {"forward": 10}, "devices": devices, "links": links})
+    rows = [" ".join(line.split()) for line in told.splitlines()]
+    assert [row for row in rows if row.startswith(("gpu", "link"))] == [
+        "gpu0 and 2 more 0.000 ms 50% 1.00 MiB",
+        "gpu2 0.000 ms 50% 2.00 MiB",
+        "link held carries",
+        "link0 and 39 more 0.000 ms 70% 1.00 KiB",
+    ]  # fmt: skip
 
 
 OTHER_CLUSTER = """

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from soap.elastic import arithmetic
-from soap.elastic.arithmetic import backward, forward, from_means, means
+from soap.elastic.arithmetic import backward, forward, means
 from soap.elastic.faults import ElasticError
 from soap.elastic.lookups import Lookups
 from soap.elastic.partitions import Partition, combine, cut, cut_at, divide, route
@@ -66,7 +66,7 @@ def test_means_are_torchs(data: st.DataObject) -> None:
         expected = F.embedding_bag(lookups.ids, dense, lookups.offsets, mode="mean", include_last_offset=True)
         expected.backward(upstream)
         torch.testing.assert_close(found, expected.detach(), rtol=0, atol=1e-12)
-        for cell, part, grad in zip(cells, parts, divide(cells, from_means(upstream, lookups)), strict=True):
+        for cell, part, grad in zip(cells, parts, divide(cells, upstream / lookups.counts()[:, None].clamp(min=1)), strict=True):
             torch.testing.assert_close(backward(part, grad).dense(0, cell.cell[0]), cell.of(dense.grad), rtol=0, atol=1e-12)
     else:
         assert not found.any()
@@ -118,16 +118,6 @@ def test_ids_values_and_shares_of_rows() -> None:
     large = cut("table", (2**33, 4), 2)
     assert [part.ids.dtype for part in route(large, Lookups.padded(torch.tensor([[2**32, 1]])))] == [torch.int64] * 2
     assert [part.ids.dtype for part in route(cut("table", (2**32, 4), 2), Lookups.padded(torch.tensor([[2**31, 1]])))] == [torch.int32] * 2
-
-
-def test_coordinates_in_any_order_are_a_ragged_batch() -> None:
-    samples, ids, values = torch.tensor([2, 0, 2]), torch.tensor([5, 1, 3]), torch.tensor([0.5, 1.0, 2.0])
-    found = Lookups.coordinates(samples, ids, values, 4)
-    assert (found.ids.tolist(), found.offsets.tolist()) == ([1, 5, 3], [0, 1, 1, 3, 3])
-    assert found.values is not None and found.values.tolist() == [1.0, 0.5, 2.0]
-    assert Lookups.ragged(torch.tensor([4, 5]), torch.tensor([0, 2])).offsets.tolist() == [0, 2, 2]
-    with pytest.raises(ElasticError, match="an entry is of sample 4; expected samples 0 to 3"):
-        Lookups.coordinates(samples + 2, ids, values, 4)
 
 
 @pytest.mark.parametrize("axis", [0, 1])

@@ -26,6 +26,16 @@ ROOT = Path(__file__).parent.parent.parent
 LEFT_S = 20.0
 
 
+def test_only_ray_is_not_heard_while_it_starts(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv(sessions.LEVEL, sessions.QUIET)
+    with sessions._silent():
+        os.write(2, b"[2026-11-29 19:25:14,395 I 26899 26899] logging.cc:303: Set ray log level\nanother thread fails\n")
+        os.write(2, b"[2026-11-29 19:25:14,395 F 26899 26899] raylet.cc:1: it ends the process\n[2026-11-29] mine")
+    os.write(2, b" at the end\n")
+    heard = capfd.readouterr().err.splitlines()
+    assert heard[0] == "another thread fails" and heard[1].endswith("it ends the process") and heard[2:] == ["[2026-11-29] mine at the end"]
+
+
 class Speaker:
     """An actor."""
 

@@ -178,10 +178,14 @@ def test_fsdp2_s_file_is_python(name: str) -> None:
         if isinstance(node, ast.Assign) and not isinstance(node.value, ast.List):
             target = node.targets[0]
             names = target.elts if isinstance(target, ast.Tuple) else [target]
-            found = ast.literal_eval(node.value)
+            found = eval(ast.unparse(node.value), {"__builtins__": {}}, values)  # constants, of constants before
             values |= {ast.unparse(one): v for one, v in zip(names, found if len(names) > 1 else [found], strict=True)}
     assert values["REPLICATE"] * values["SHARD"] == own.world and values["MICRO_BATCHES"] == own.microbatches
     assert values["LAYERS"] == ("blocks.0", "blocks.1")
+    assert values["MODULES"] == ("token_embedding", "position_embedding", *values["LAYERS"], "norm", "head")
+    assert values.get("PREFETCH") == (None if own.sharing == "none" else own.prefetch)
+    assert text.count("reshard_after_forward=True") == (own.sharing in ("fsdp", "hsdp") and own.microbatches == 1)
+    assert ("set_reshard_after_backward" in text) == (own.sharing != "none" and own.microbatches > 1)
     assert values["SHARD"] == {"none": 1, "hsdp": 4}.get(own.sharing, own.world)
     assert ("checkpoint_wrapper" in text) == (own.recompute != "none")
 

@@ -20,9 +20,10 @@ from soap.exported_plans.layers import Layers
 from soap.exported_plans.named import TARGETS
 from soap.model.graph import OperatorGraph
 from soap.plan.compression.training import PlannedTraining
+from soap.plan.syncs.gathering import gathers as gathers_of
 from soap.simulator.simulate import Simulation, Simulator
 from soap.strategy.config import Strategy
-from soap.strategy.sync import SHARDED_STATE
+from soap.strategy.sync import ALL_REDUCE, SHARDED_STATE
 from soap.strategy.wrapped import Wrapped
 
 each = pytest.mark.parametrize("target", [target.name for target in TARGETS])
@@ -106,7 +107,8 @@ def test_the_price_is_the_simulation_of_what_the_file_says(target: str, autocast
         "deepspeed": (),
     }[target]
     prefetch = 1 if target == "torchtitan" else 3
-    wrapped = Wrapped(tuple(parameters(group) for group in modules), False, 0 if autocast is None else 2)
+    kept = {"fsdp2": ("head.weight",), "torchtitan": parameters(("norm", "head"))}.get(target, ())
+    wrapped = Wrapped(tuple(parameters(group) for group in modules), frozenset(kept), 0 if autocast is None else 2)
     found = exported(target, 3, autocast)
     assert found.chosen.wrapped == wrapped and found.configuration.prefetch == prefetch
     assert found.exported.makespan_ns == predicted(fsdp(prefetch), wrapped).makespan_ns
@@ -114,7 +116,7 @@ def test_the_price_is_the_simulation_of_what_the_file_says(target: str, autocast
 
 def test_a_module_is_gathered_at_once_and_narrow() -> None:
     wide = predicted(fsdp(), Wrapped((parameters(BLOCKS[:1]), parameters(BLOCKS[1:]))))
-    narrow = predicted(fsdp(), Wrapped((parameters(BLOCKS[:1]), parameters(BLOCKS[1:])), False, 2))
+    narrow = predicted(fsdp(), Wrapped((parameters(BLOCKS[:1]), parameters(BLOCKS[1:])), itemsize=2))
     groups = [{region.parameter for region in sync.regions} for sync in wide.plan.syncs]
     assert groups.count(set(parameters(BLOCKS[:1]))) == groups.count(set(parameters(BLOCKS[1:]))) == 1
     assert all(len({name.split(".")[1] for name in own if name.startswith("blocks")}) <= 1 for own in groups)
@@ -124,16 +126,36 @@ def test_a_module_is_gathered_at_once_and_narrow() -> None:
 
 
 def test_what_stays_is_gathered_once_and_waits_for_earlier_uses() -> None:
-    again, once = (predicted(fsdp(), Wrapped(stays=stays)) for stays in (False, True))
+    again, once = (predicted(fsdp(), Wrapped(kept=frozenset(kept))) for kept in ((), parameters([""])))
     assert len(gathers(again)) == 2 * len(gathers(once)) > 10
     assert not any("regather" in name for name in gathers(once))
     assert max(once.peak_bytes) > max(again.peak_bytes)
-    assert any(task.name.startswith("gather") or "gather " in task.name for task in once.tasks.tasks)
+    after = [gather.after_forward for gather in gathers_of(once.plan)]
+    assert after == [gather.after_forward for gather in gathers_of(again.plan) if not gather.backward] and any(after)
+
+
+def test_one_module_may_stay() -> None:
+    modules = (parameters(("norm", "head")),)
+    again, once = (predicted(fsdp(), Wrapped(modules, frozenset(kept))) for kept in ((), modules[0]))
+    gone = gathers(again).keys() - gathers(once).keys()
+    assert len(gone) == 1 and "regather head.weight[0]+2" in gone.pop()
+
+
+def test_folded_over_copies_it_is_equal() -> None:
+    """Rows divide among four, but for those of two tables, which are summed."""
+    four = soap.load_cluster("h100-4")
+    tables = dict.fromkeys(("token_embedding.weight", "head.weight"), ALL_REDUCE)
+    usual, plan = simulator_for(graph(), four), soap.classical("fsdp", graph(), four).with_changes(parameters=tables)
+    wrapped = Wrapped((parameters(BLOCKS[:1]), parameters(("norm",))), frozenset(parameters(("norm",))), 2)
+    told = Simulator(graph(), four, usual.costs, usual.optimizer_states, PlannedTraining(wrapped=wrapped))
+    folded, whole = told.run_folded(plan), told.run(plan)
+    assert not isinstance(folded, str)
+    assert (folded.makespan_ns, folded.bytes_moved, folded.peak_bytes) == (whole.makespan_ns, whole.bytes_moved, whole.peak_bytes)
 
 
 def test_engines_refuse_what_they_do_not_know() -> None:
     usual = simulator_for(graph(), cluster())
-    told = Simulator(graph(), cluster(), usual.costs, training=PlannedTraining(wrapped=Wrapped(stays=True)))
+    told = Simulator(graph(), cluster(), usual.costs, training=PlannedTraining(wrapped=Wrapped(itemsize=2)))
     with pytest.raises(ValueError, match="another trainer wraps"):
         _ = told.shared
 
@@ -150,16 +172,15 @@ def test_files_say_how_far_ahead() -> None:
     told = {key: zero[f"stage3_{key}"] for key in ("prefetch_bucket_size", "max_live_parameters", "max_reuse_distance")}
     assert told == {"prefetch_bucket_size": group, "max_live_parameters": 3 * group + max(largest, group), "max_reuse_distance": 0}
     assert zero["reduce_bucket_size"] == group
-    assert tomllib.loads(exported("torchtitan", 3).text)["parallelism"]["fsdp_reshard_after_forward"] == "always"
+    assert tomllib.loads(exported("torchtitan", 3).text)["parallelism"]["fsdp_reshard_after_forward"] == "default"
 
 
 def test_values_that_stay() -> None:
     plan = soap.classical("zero1", graph(), cluster())
     found: dict[str, Any] = {own.name: export_plan(plan, graph(), cluster(), own.name, nearest_only=True) for own in TARGETS}
-    assert {name: own.chosen.wrapped.stays for name, own in found.items()} == {
-        "torchtitan": True, "fsdp2": True, "megatron": True, "deepspeed": False,
-    }  # fmt: skip
-    assert "reshard_after_forward=False" in found["fsdp2"].text and "PREFETCH = 1" in found["fsdp2"].text
+    every = {name: frozenset(parameters([""])) for name in ("torchtitan", "fsdp2", "megatron")}
+    assert {name: own.chosen.wrapped.kept for name, own in found.items()} == {**every, "deepspeed": frozenset()}
+    assert "reshard_after_forward=True" not in found["fsdp2"].text and "PREFETCH = 1" in found["fsdp2"].text
     assert "--ddp-bucket-size " in found["megatron"].text
     assert found["deepspeed"].exported.makespan_ns == found["deepspeed"].planned.makespan_ns
 

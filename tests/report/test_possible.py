@@ -33,7 +33,8 @@ SIGNED = {"set_back_saves_ns", "regret_ns", "change"}
 """Differences, which may be below 0."""
 SHARE = re.compile(r"share$|shares|fraction|mfu")
 """Names of parts of a whole."""
-BELOW_ZERO = re.compile(r"(?<![\w.^-])-\d[\d.,]*\s*(?:[KMGT]?i?B|ns|us|µs|ms|s|samples|x|times)\b|(?<![\w.])-0(?:\.0+)?(?![\d.])|\bnan\b|\binf\b")
+UNIT = "[KMGT]?i?B|ns|us|µs|ms|s|samples|x|times"
+BELOW_ZERO = re.compile(rf"(?<![\w.^-])-\d[\d.,]*\s*(?:{UNIT})\b|(?<![\w.])-0(?:\.0+)?(?![\d.])|\bnan\b|\binf\b")
 PARTS = re.compile(r"(\d+(?:\.\d+)?)% of (?:the time|the iteration)")
 
 CLUSTERS = ["local:2", "h100-4", "p100-4x4"]
@@ -113,7 +114,8 @@ def test_what_is_never_held_at_once_is_taken_from_what_is_counted() -> None:
     (curve,) = ledger.curves(by_kind=True)
     told = {MemoryKind.KEPT: 90, MemoryKind.GRADIENTS: 0, MemoryKind.WORKSPACE: 0, MemoryKind.BUFFERS: 50}
     assert curve.peak_bytes == 140 and {**curve.at_peak} == {**dict.fromkeys(MemoryKind, 0), **told}
-    assert curve.bytes_held.tolist() == [100, 140, 100, 0] and {kind: int(own[1]) for kind, own in curve.by_kind.items()} == {**curve.at_peak}
+    assert curve.bytes_held.tolist() == [100, 140, 100, 0]
+    assert {kind: int(own[1]) for kind, own in curve.by_kind.items()} == {**curve.at_peak}
     assert min(int(own.min()) for own in curve.by_kind.values()) == 0
 
 

@@ -11,7 +11,8 @@ import pytest
 pytest.importorskip("bokeh", reason="reports need bokeh: pip install '.[report]'")
 
 from soap import api
-from soap.report import links, memory, operators, searching, timeline
+from soap.report import links, memory, operators, overview, searching, timeline
+from soap.report.section import Table
 from soap.report.timeline import Bar
 from soap.search.record import Improvement
 from soap.strategy.config import OpConfig, Strategy
@@ -181,7 +182,7 @@ def test_starts_that_are_far_off_have_no_line_but_a_row() -> None:
     made = searching._against_proposals(with_far)
     named = [item.label.value for legend in made.legend for item in legend.items]
     assert not any(name.startswith("far ") for name in named) and any(name.startswith("data_parallel ") for name in named)
-    assert [row[0] for row in searching._starts(with_far).rows][-1] == "far"
+    assert [row[0] for row in searching._starts(with_far, {}).rows][-1] == "far"
 
 
 def test_switches_of_several_hosts_are_above_those_of_one_host_and_apart() -> None:
@@ -196,3 +197,20 @@ def test_switches_of_several_hosts_are_above_those_of_one_host_and_apart() -> No
     assert min(places[name][1] for name in rails) > max(places[name][1] for name in inside)
     xs = sorted(places[name][0] for name in rails)
     assert min(b - a for a, b in pairwise(xs)) >= 0.7
+
+
+def test_the_fastest_plan_and_the_safe_one_stand_side_by_side() -> None:
+    own = usual()
+    assert own.summary is not None
+    times = {"predicted_ns": 2_000_000, "mean_ns": 2_500_000, "time_ns": [1_000_000, 3_000_000], "gain": [0.9, 1.2]}
+    plans = {"found 1": {**times, "wins": 0.75}, "data_parallel": {**times, "wins": 0.5}}
+    names = {"answer": "fastest", "fastest": "found 1", "safe": "data_parallel", "reference": "data_parallel"}
+    decision = {**names, "plans": plans, "draws": 64}
+    summary = {**own.summary, "decision": decision, "files": {"fastest": "s.json", "safe": "s.safe.json"}}
+    (table,) = overview._two_plans(summary)
+    assert isinstance(table, Table)
+    assert [(row[0], row[1], *row[4:]) for row in table.rows] == [
+        ("fastest", "found 1 (this plan)", "48 of 64 draws, 0.90 to 1.20 times as fast", "s.json"),
+        ("safe", "data_parallel", "", "s.safe.json"),
+    ]
+    assert overview._two_plans(own.summary) == []

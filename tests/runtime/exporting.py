@@ -120,8 +120,8 @@ def _widened(leaf: Any) -> Any:
 
 def exported(name: str, folder: Path) -> dict[str, str]:
     """Export a model in both ways, and note why not."""
+    import soap
     from soap.errors import SoapError
-    from soap.tracing.export import export_model
 
     torch.manual_seed(0)
     module, inputs = ARCHITECTURES[name]()
@@ -131,7 +131,7 @@ def exported(name: str, folder: Path) -> dict[str, str]:
     except Exception as error:
         refused[WAYS[0]] = str(error).strip().splitlines()[0]
     try:
-        export_model(module, (), inputs, path=folder / f"{WAYS[1]}.pt2")
+        soap.export(module, (), inputs, path=folder / f"{WAYS[1]}.pt2")
     except SoapError as error:
         refused[WAYS[1]] = str(error)
     if not all(refused.values()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import time
 from dataclasses import dataclass
@@ -11,8 +12,10 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from soap.elastic.processes import listeners
 from soap.errors import ModelError
 from soap.plan.plan import Plan
+from soap.runtime.comm.addresses import own_address
 from soap.runtime.comm.world import close_world, open_world
 from soap.runtime.trainer import Trainer
 from tests.runtime.cases import Outcome, optimizer, train
@@ -42,6 +45,19 @@ def tell_mark() -> tuple[str, str]:
     dist.barrier()  # one that left now would be missed by the other, which may still be connecting
     close_world(world)
     return os.environ["MARK"], os.environ["MASTER_ADDR"]
+
+
+def tell_listeners() -> tuple[list[str], str]:
+    """Addresses at which this rank and its launcher listen once ranks are connected, and that at which other ranks reach this one."""
+    world = open_world(2)
+    dist.all_reduce(torch.ones(1))
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None and launcher.pid is not None
+    address, found = own_address(), listeners([os.getpid(), launcher.pid])
+    dist.barrier()
+    close_world(world)
+    assert {own.process for own in found} == {os.getpid(), launcher.pid}, "both listen"
+    return [str(own.address) for own in found], address
 
 
 def refuse_place(rank: int) -> None:

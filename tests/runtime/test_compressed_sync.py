@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.oracles.compression import Emulation, Training
 from soap.errors import RuntimeFailure
 from soap.model.regions import balanced, lengths
 from soap.plan.compression.policy import settled
@@ -18,7 +19,6 @@ from soap.plan.syncs.compressed import compressed_shards
 from soap.runtime.check import COMPRESSED_SUM, CheckResult, check
 from soap.runtime.compression import peer as peers
 from soap.runtime.compression.dgc import Momentum, WarmUp
-from soap.runtime.compression.oracle import Emulation, Training
 from soap.runtime.compression.peer import CompressedTraining
 from soap.runtime.trainer import Trainer
 from soap.simulator.lowering import build_plan

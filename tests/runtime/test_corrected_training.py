@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.oracles.compression import Emulation, Training
 from soap.cli.command import UsageError
 from soap.cli.training import Job, train
 from soap.cli.updating import Updating
@@ -16,7 +17,6 @@ from soap.model.regions import balanced
 from soap.profiles.roofline import RooflineCosts
 from soap.runtime.check import check
 from soap.runtime.compression.dgc import Momentum, WarmUp
-from soap.runtime.compression.oracle import Emulation, Training
 from soap.runtime.compression.peer import CompressedTraining
 from soap.runtime.trainer import Trainer
 from soap.runtime.updates.momentum import compressed_names, require_correctable

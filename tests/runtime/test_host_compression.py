@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.oracles.compression import Emulation, Training
 from soap.cluster.topology import Topology
 from soap.errors import RuntimeFailure
 from soap.model.regions import balanced
@@ -16,7 +17,6 @@ from soap.plan.compression.policy import settled
 from soap.runtime.check import CheckResult, check
 from soap.runtime.comm.traffic import Traffic
 from soap.runtime.compression.dgc import Momentum, WarmUp
-from soap.runtime.compression.oracle import Emulation, Training
 from soap.runtime.compression.peer import AS_IT_IS, CompressedTraining
 from soap.runtime.trainer import Trainer
 from soap.simulator.lowering import build_plan

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from ipaddress import ip_address
 from pathlib import Path
 from types import ModuleType
 
@@ -30,6 +31,7 @@ from tests.runtime.launched import (
     hang_in_second_step,
     raise_this,
     refuse_place,
+    tell_listeners,
     tell_mark,
     train_launched,
     wait_forever,
@@ -50,6 +52,17 @@ def test_ranks_go_to_their_places_reach_the_launcher_by_its_address_and_return_a
     assert (dict(os.environ), signal.getsignal(signal.SIGINT)) == before
     left = [path for path in tmp_path.iterdir() if not path.name.startswith("pymp-")]  # ``multiprocessing``'s own, until this process ends
     assert left == []  # the launcher's logs and error files are gone
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_launcher_and_ranks_listen_on_loopback_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever was left behind: ranks are told where to meet, and what listens nowhere else asks nobody for a password."""
+    for name, value in {"MASTER_ADDR": "box0", "LOCAL_RANK": "7", "LOCAL_WORLD_SIZE": "", "TORCHELASTIC_USE_AGENT_STORE": "False"}.items():
+        monkeypatch.setenv(name, value)
+    for addresses, address in launch(2, tell_listeners).values():
+        assert {str(ip_address(own).is_loopback) for own in addresses} == {"True"}, addresses
+        assert address == "127.0.0.1"
 
 
 def halves() -> Plan:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -284,15 +285,15 @@ def test_wrong_output_of_a_tile_names_the_operator(pool: Pool) -> None:
 
 
 def test_one_process_without_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GLOO_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
     graph = mlp()
     strategy = Strategy({op.name: OpConfig((1,) * len(op.factors), (0,)) for op in graph.operators})
     model = HandModel(graph)
     with Trainer(model, (strategy, cluster([1], CPU)), dtype=torch.float64) as trainer:
         losses = [trainer.step(*model.inputs(0)) for _ in range(5)]
-        assert trainer.world.backend == "gloo"
-    assert not torch.distributed.is_initialized()
+        assert trainer.world.backend == "gloo" and os.environ["GLOO_SOCKET_IFNAME"] in ("lo", "lo0")
+    assert not torch.distributed.is_initialized() and "GLOO_SOCKET_IFNAME" not in os.environ
     assert losses == sorted(losses, reverse=True)
     with pytest.raises(RuntimeFailure, match=r"^1 process for a strategy of 2 devices"):
         Trainer(model, (strategy, cluster([2], CPU)))

@@ -13,13 +13,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from soap.cluster.presets import local_topology
+from soap.errors import RuntimeFailure
 from soap.model.graph import OperatorGraph
 from soap.plan.flows import box_bytes, partial_bytes, reduced_tensor
+from soap.plan.planning import build_plan
 from soap.runtime.alone import step_alone
 from soap.runtime.trainer import Trainer
 from soap.strategy.classical import CLASSICAL, random_strategy
 from soap.strategy.config import OpConfig, Strategy
 from soap.tracing.export import export_model
+from soap.tracing.load import load_model
 from tests.extent import often
 from tests.runtime.pool import Pool
 from tests.runtime.traced import checked, sgd, traced
@@ -151,3 +154,58 @@ def test_parts_of_sums_travel_in_float32_as_planned(four: Pool, tmp_path: Path, 
     assert 0 < alone < 0.05 and mine < 1.5 * alone
     for rank, (_, _, counted, planned) in enumerate(results):
         assert counted == planned and (planned > 0) == (rank < degree)
+
+
+class Named(nn.Module):
+    """Whole numbers that are summed in, and made of, the type of the activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.head = nn.Embedding(20, 8), nn.Linear(8, 3)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids)
+        share = (ids > 3).sum(1, keepdim=True, dtype=x.dtype) / ids.shape[1]
+        x = x * share[..., None] + ids.cumsum(1, dtype=x.dtype)[..., None] / 100
+        return (self.head(x).mean(1) * ids.to(x.dtype).mean(1, keepdim=True)).square().mean()
+
+
+def _named_batches() -> list[torch.Tensor]:
+    return [torch.randint(20, (size, 6), generator=torch.Generator().manual_seed(size)) for size in (8, 5, 8)]
+
+
+@pytest.fixture(scope="module")
+def named(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = str(tmp_path_factory.mktemp("named") / "m.pt2")
+    export_model(Named(), (_named_batches()[0],), path=path, dynamic_batch=True)
+    return path
+
+
+def _trained_in(path: str, dtype: torch.dtype) -> tuple[list[float], dict[str, torch.Tensor]]:
+    model, one = load_model(path), local_topology(1)
+    with Trainer(model, (CLASSICAL["data_parallel"](model.graph, one), one), optimizer=sgd, dtype=dtype) as trainer:
+        return [trainer.step(batch) for batch in _named_batches()], trainer.state_dict()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_a_trainers_type_replaces_those_that_programs_name(named: str, dtype: torch.dtype, tolerance: float) -> None:
+    losses, state = _trained_in(named, dtype)
+    module = Named().to(dtype)
+    optimizer = sgd(list(module.parameters()))
+    for batch, found in zip(_named_batches(), losses, strict=True):
+        optimizer.zero_grad()
+        loss = module(batch)
+        loss.backward()
+        optimizer.step()
+        assert found == pytest.approx(float(loss.detach()), rel=tolerance)
+    for name, tensor in module.state_dict().items():
+        assert state[name].dtype is dtype
+        torch.testing.assert_close(state[name], tensor, rtol=tolerance, atol=tolerance)
+
+
+def test_a_plan_for_named_types_is_not_one_for_others(named: str) -> None:
+    model = load_model(named)
+    plan = build_plan(model.graph, CLASSICAL["data_parallel"](model.graph, local_topology(1)), local_topology(1))
+    with pytest.raises(RuntimeFailure, match=r"dtype float64: .* expected a plan for the model of soap.load\(..., dtype='float64'\)"):
+        Trainer(model, plan, optimizer=sgd, dtype=torch.float64)

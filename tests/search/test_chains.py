@@ -10,9 +10,10 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.oracles.exhaustive import exhaustive_search
 from soap.errors import InfeasibleError, StrategyError
 from soap.model.graph import OperatorGraph
-from soap.search import exhaustive_search, search
+from soap.search import search
 from soap.search.allowance import chain_budgets
 from soap.search.options import SearchOptions
 from soap.simulator.simulate import Simulator
@@ -165,10 +166,10 @@ def test_one_device_ends_at_once() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"budget": 0}, r"^--budget 0: expected at least 1 proposal; a few hundred are a good beginning$"),
-        ({"budget": -3}, r"^--budget -3: expected at least 1 proposal"),
-        ({"budget": 1, "beta": 0.0}, r"^--beta 0.0: expected a positive number; the default is 1000$"),
-        ({"budget": 1, "beta": float("nan")}, r"^--beta nan: expected a positive number"),
+        ({"budget": 0}, r"^budget 0: expected at least 1 proposal; a few hundred are a good beginning$"),
+        ({"budget": -3}, r"^budget -3: expected at least 1 proposal"),
+        ({"budget": 1, "beta": 0.0}, r"^beta 0.0: expected a positive number; the default is 1000$"),
+        ({"budget": 1, "beta": float("nan")}, r"^beta nan: expected a positive number"),
         ({"budget": 1, "patience": 2.0}, r"^patience 2.0: expected a share of the budget above 0 and up to 1"),
         ({"budget": 1, "starts": ["best"]}, r"^start 'best': expected one of"),
     ],
@@ -238,7 +239,7 @@ def test_nothing_fits() -> None:
     assert str(info.value) == (
         "model 'layers' does not fit into the memory of cluster 'test': 100 B more needed than the 8.00 GiB available on 2 devices, in the "
         "closest of 20 proposals and all starts; ways out: (1) more devices or devices with more memory, (2) a smaller batch, "
-        "(3) an optimizer that keeps fewer states, (4) a larger --budget"
+        "(3) an optimizer that keeps fewer states, (4) a larger budget"
     )
     with pytest.raises(InfeasibleError, match=r"\(4\) --sync zero or fsdp, by which devices share states or values, \(5\) a larger"):
         search(graph, cluster([2]), TileCosts(graph, device_bytes=500), SearchOptions(budget=20, syncs=[SyncConfig()]))

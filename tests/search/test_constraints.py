@@ -200,8 +200,8 @@ def test_everything_pinned_leaves_nothing_to_search() -> None:
 @pytest.mark.parametrize(
     ("pins", "forbidden", "words"),
     [
-        ([("fcx*", "sample:2")], [], ["--pin fcx*=sample:2", "no operator", "fc0"]),
-        ([], [("fcx", "reduction")], ["--forbid fcx=reduction", "no operator", "fc0"]),
+        ([("fcx*", "sample:2")], [], ["pins fcx*=sample:2", "no operator", "fc0"]),
+        ([], [("fcx", "reduction")], ["forbidden fcx=reduction", "no operator", "fc0"]),
         ([("fc0", "channel:2")], [], ["no factor 'channel'", "b (sample)", "k (reduction)", "n (parameter)"]),
         ([("*", "parameter:2")], [], ["'act0'", "no factor 'parameter'", "d1 (attribute)"]),
         ([], [("*", "channel")], ["no factor 'channel'", "b (sample)"]),
@@ -209,7 +209,7 @@ def test_everything_pinned_leaves_nothing_to_search() -> None:
         ([("fc0", "sample:8")], [], ["'fc0'", "8 tiles", "4 of 4 devices"]),
         ([("fc0", "sample:4@0,1")], [], ["'fc0'", "4 tiles", "2 of 4 devices"]),
         ([("fc0", "sample:2")], [("*", "sample")], ["nothing is left", "'fc0'", "b"]),
-        ([("fc0", "sample:2"), ("fc*", "n:2")], [], ["fc0", "another --pin"]),
+        ([("fc0", "sample:2"), ("fc*", "n:2")], [], ["fc0", "in two ways by pins"]),
         ([("fc0", "@0,1")], [("*", "@0-2")], ["nothing is left", "'fc0'", "device"]),
         ([], [("*", "@0-3")], ["nothing is left", "device"]),
         ([("fc0", "sample:2@4")], [], ["device 4", "0 to 3"]),
@@ -243,12 +243,12 @@ def test_stages_of_a_pipeline() -> None:
     for pins, forbidden in (([(names[0], "stage:0"), (names[1], "stage:1")], []), ([], [(names[1], "stage:0,@3")])):
         assert out_of_stage(space(pins, forbidden), strategy) is None
         wrong = out_of_stage(space(pins, forbidden), replace(strategy, stages={}))
-        assert wrong is not None and wrong.startswith(f"operator {names[1]!r} is in stage 0 of 1; --pin or --forbid wants ")
+        assert wrong is not None and wrong.startswith(f"operator {names[1]!r} is in stage 0 of 1; pins or forbidden wants ")
     inside = brought_inside(space([(names[2], "sample:2,stage:1@2-3")]), strategy)
     assert inside.stages == strategy.stages and {*inside.operators[names[2]].devices} == {2, 3}
     with pytest.raises(StrategyError, match="wants 2: start from a strategy with such stages"):
         brought_inside(space([(names[2], "stage:2")]), strategy)
-    with pytest.raises(StrategyError, match="has another stage by another --pin or --forbid"):
+    with pytest.raises(StrategyError, match="has another stage by pins or forbidden"):
         space([(names[2], "stage:2")], [("*", "stage:2")])
 
 

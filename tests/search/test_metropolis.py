@@ -7,8 +7,8 @@ from math import exp, inf
 
 import pytest
 
+from benchmarks.oracles.exhaustive import all_strategies
 from soap.search.metropolis import ChainState, step
-from soap.search.oracles.exhaustive import all_strategies
 from soap.search.proposals import Kernel, Proposal
 from soap.search.space import build_space
 from soap.strategy.config import OpConfig, Strategy

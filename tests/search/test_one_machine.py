@@ -5,7 +5,7 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from soap.search.oracles.one_machine import Job, least_time_ns
+from benchmarks.oracles.one_machine import Job, least_time_ns
 
 JOBS = st.lists(st.builds(Job, st.integers(0, 20), st.integers(0, 10), st.integers(0, 30)), max_size=7)
 

@@ -5,8 +5,8 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.oracles.partial import UNDECIDED, PartialBound
 from soap.profiles.roofline import RooflineCosts
-from soap.search.oracles.partial import UNDECIDED, PartialBound
 from soap.search.space import build_space
 from soap.simulator.simulate import Simulator
 from soap.strategy.config import Strategy

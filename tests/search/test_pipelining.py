@@ -96,7 +96,7 @@ def test_a_search_may_begin_at_it_by_name_and_by_a_strategy() -> None:
     assert {*named.start_costs} == {"data_parallel", PIPELINE}
     given = found(starts=["data_parallel"], initial=named.strategy)
     assert given.cost_ns <= named.cost_ns and is_cut(given.strategy)
-    with pytest.raises(StrategyError, match=r"in micro-batches: operator 'layers\.0\.fc' breaks --pin"):
+    with pytest.raises(StrategyError, match=r"in micro-batches: operator 'layers\.0\.fc' breaks pins"):
         found(initial=named.strategy, pins={"layers.0.fc": "b:4"})
 
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.oracles.exhaustive import all_strategies
 from soap.search.constraints import parse
-from soap.search.oracles.exhaustive import all_strategies
 from soap.search.proposals import MOVES, Kernel, Move, Proposal, informed_candidates, move_weights
 from soap.search.space import Space, build_space
 from soap.strategy.config import OpConfig, Strategy

@@ -193,7 +193,7 @@ def test_the_strategy_of_that_name() -> None:
 @pytest.mark.parametrize(
     ("pins", "forbidden", "message"),
     [
-        ([("mean", "recompute")], [("mean", "recompute")], "to be recomputed by --pin and not by --forbid"),
+        ([("mean", "recompute")], [("mean", "recompute")], "to be recomputed by pins and not by forbidden"),
         ([("table", "recompute")], [], "must not be recomputed: it looks rows up"),
     ],
 )

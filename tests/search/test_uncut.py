@@ -64,7 +64,7 @@ def test_only_operators_that_would_cut_are_kept_from_it() -> None:
 
 def test_a_pin_that_cuts_is_refused() -> None:
     name = next(name for name in NAMES if "fc1" in name and "weight" in name)
-    with pytest.raises(StrategyError, match=rf"^--pin splits operator '0.fc1' so that parameter '{name}' is cut, which the optimizer"):
+    with pytest.raises(StrategyError, match=rf"^pins splits operator '0.fc1' so that parameter '{name}' is cut, which the optimizer"):
         search(GRAPH, FOUR, TableCosts(0), SearchOptions(budget=5, pins=[("0.fc1", "n:4")], uncut=[name]))
 
 

@@ -43,18 +43,6 @@ def threads(trace: timeline.Trace) -> dict[tuple[int, int], str]:
     return {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
 
 
-def test_frame_has_a_row_per_task() -> None:
-    frame = timeline.to_frame(*over_two_devices())
-    assert list(frame.columns) == ["name", "kind", "on", "start_ns", "end_ns", "bytes"]
-    rows = [(name, kind, on, units(start), units(end), size) for name, kind, on, start, end, size in frame.itertuples(index=False)]
-    assert rows[:3] == [
-        ("forward l1[0]", "forward", "d0", 0, 24, 0),
-        ("transfer l1[0:4,0:3] 0->1", "transfer", "d0->d1", 24, 72, 48),
-        ("forward loss[0]", "forward", "d1", 72, 76, 0),
-    ]
-    assert [str(frame[name].dtype) for name in ("start_ns", "end_ns", "bytes")] == ["int64"] * 3
-
-
 def test_chrome_trace_has_a_thread_per_device_and_link() -> None:
     trace = timeline.chrome_trace(*over_two_devices())
     assert list(threads(trace).values()) == ["d0", "d1", "d0->d1", "d1->d0"]
@@ -181,7 +169,6 @@ def test_critical_path_of_nothing() -> None:
     tasks, _ = over_two_devices()
     empty = TaskGraph(tasks.plan, tasks.topology, ())
     assert timeline.critical_path(empty, simulate(empty)) == []
-    assert timeline.to_frame(empty, simulate(empty)).empty
 
 
 def test_busy_time_and_bytes_of_a_transfer() -> None:

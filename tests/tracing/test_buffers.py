@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +249,67 @@ class Overlapping(nn.Module):
 def test_buffers_that_change_with_others_memory_are_refused(other: str) -> None:
     with pytest.raises(ModelError, match=r"shares memory with .*register a clone"):
         imported(Overlapping(other), _x())
+
+
+class TwoParameters(nn.Module):
+    """Two parameters in one piece of memory."""
+
+    def __init__(self, one: Tensor, other: Tensor, *, trained: bool = True) -> None:
+        super().__init__()
+        self.one, self.other = nn.Parameter(one, trained), nn.Parameter(other, trained)
+        self.scale = nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (torch.tanh(x @ self.one) @ self.other * self.scale).square().mean()
+
+
+def _memory() -> Tensor:
+    return torch.linspace(-1, 1, 32, dtype=torch.float64)
+
+
+SHARED: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
+    "the same": lambda m: (m[:16].view(4, 4), m[:16].view(4, 4)),
+    "transposed": lambda m: (m[:16].view(4, 4), m[:16].view(4, 4).t()),
+    "half of it": lambda m: (m[:16].view(4, 4), m[8:24].view(4, 4)),
+    "a column": lambda m: (m.view(4, 8)[:, :4], m.view(4, 8)[:, 3:7]),
+}
+APART: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
+    "halves": lambda m: (m[:16].view(4, 4), m[16:].view(4, 4)),
+    "columns": lambda m: (m.view(4, 8)[:, :4], m.view(4, 8)[:, 4:]),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_two_parameters_in_one_memory_are_refused(name: str) -> None:
+    with pytest.raises(ModelError, match=r"'one' and 'other' are two parameters in one memory.*module.other = module.one.*a clone"):
+        imported(TwoParameters(*SHARED[name](_memory())), torch.randn(3, 4, dtype=torch.float64))
+    imported(TwoParameters(*SHARED[name](_memory()), trained=False), torch.randn(3, 4, dtype=torch.float64))  # nothing moves
+
+
+@pytest.mark.parametrize("name", APART)
+def test_parameters_side_by_side_in_one_memory_are_two(name: str) -> None:
+    model = imported(TwoParameters(*APART[name](_memory())), torch.randn(3, 4, dtype=torch.float64))
+    assert model.parameters.keys() == {"one", "other", "scale"}
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.table(ids)).square().mean()  # type: ignore[no-any-return]
+
+
+def test_a_tie_that_loading_has_cut_is_told_and_mended_as_told() -> None:
+    module, ids = Tied(), torch.arange(6)
+    assert imported(module, ids).parameters.keys() == {"table.weight"}
+    module.load_state_dict(module.state_dict(), assign=True)
+    with pytest.raises(ModelError, match=r"expected one parameter \(module.head.weight = module.table.weight"):
+        imported(module, ids)
+    module.head.weight = module.table.weight
+    assert imported(module, ids).parameters.keys() == {"table.weight"}
 
 
 def _foreach(self: Any, y: Tensor) -> Tensor:

@@ -195,7 +195,7 @@ def test_one_line_for_a_complex_loss() -> None:
     with pytest.raises(ModelError) as caught:
         _program(lambda self, z: self.inner(z).sum(), _drawn(6, 4))
     assert str(caught.value) == (
-        "the first output has shape [] and dtype complex128; expected a scalar floating-point loss: return its real part or magnitude"
+        "the output has shape [] and dtype complex128; expected a scalar floating-point loss: return its real part or magnitude"
     )
 
 

@@ -73,7 +73,7 @@ def test_running_statistics_of_regions_that_overlap_in_part() -> None:
     model = imported(module, x)
     (position,) = [i for i, op in enumerate(model.graph.operators) if op.kind == "batch_norm_apply"]
     op = model.graph.operators[position]
-    c = op.factor_index("c")
+    c = [factor.name for factor in op.factors].index("c")
     context = TileContext(0, 0, {n: b.clone() for n, b in model.buffers.items()})
     values = torch.randn(5, 6, 4, 4, dtype=torch.float64)
     sums = torch.stack([values.sum((0, 2, 3)), values.square().sum((0, 2, 3))])

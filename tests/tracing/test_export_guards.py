@@ -154,6 +154,61 @@ def test_decisions_are_told_with_their_line(ask: Callable[[Tensor], Tensor], tmp
     assert capfd.readouterr().err == "" and list(tmp_path.iterdir()) == []
 
 
+class Packed(nn.Module):
+    """A recurrent layer over a packed sequence."""
+
+    def __init__(self, kind: type[nn.RNNBase], listed: bool) -> None:
+        super().__init__()
+        self.inner, self.listed = nn.ModuleDict({"layer": kind(4, 6, batch_first=True)}), listed  # type: ignore[call-arg]
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        known = [4, 3, 1] if self.listed else lengths
+        packed = nn.utils.rnn.pack_padded_sequence(x, known, batch_first=True)
+        output, _ = nn.utils.rnn.pad_packed_sequence(self.inner["layer"](packed)[0], batch_first=True)
+        return output.square().mean()
+
+
+@pytest.mark.parametrize(("kind", "listed"), [(nn.LSTM, False), (nn.GRU, False), (nn.RNN, True)])
+def test_packed_sequences_are_told_with_what_to_write(kind: type[nn.RNNBase], listed: bool, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=rf"module 'inner.layer' \({kind.__name__}\) at .* expected the padded batch instead") as caught:
+        soap.export(Packed(kind, listed), (torch.randn(3, 4, 4), torch.tensor([4, 3, 1])), path=tmp_path / "m.pt2")
+    assert "\n" not in str(caught.value)
+
+
+class Averaged(nn.Module):
+    def __init__(self, kind: type[nn.Module], size: int) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, size), kind(size, momentum=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        return self.norm(y if isinstance(self.norm, nn.BatchNorm1d) else y[:, :, None, None]).square().mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.BatchNorm2d])
+def test_cumulative_batch_norm_is_told_with_what_to_write(kind: type[nn.Module], tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=rf"module 'norm' \({kind.__name__}\) .*momentum=None.* such as momentum=0.1") as caught:
+        soap.export(Averaged(kind, 4), (X,), path=tmp_path / "m.pt2")
+    assert "\n" not in str(caught.value)
+    module = Averaged(kind, 4)
+    module.norm.momentum = 0.1
+    soap.export(module, (X,), path=tmp_path / "m.pt2")
+
+
+def test_decisions_inside_of_torchs_modules_are_told_with_their_class(tmp_path: Path) -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.AdaptiveLogSoftmaxWithLoss(4, 20, [5])
+
+        def forward(self, x: Tensor, words: Tensor) -> Tensor:
+            loss: Tensor = self.head(x, words).loss
+            return loss
+
+    with pytest.raises(ModelError, match=r"Words decides by the values of tensors .* in AdaptiveLogSoftmaxWithLoss"):
+        soap.export(Words(), (X, torch.randint(20, (8,))), path=tmp_path / "m.pt2")
+
+
 def test_what_cannot_be_traced_for_other_reasons_has_its_line_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ModelError, match=r"torch.export cannot trace Asked: .*; at \S*test_export_guards.py:\d+ \(.*h @ torch.ones"):
         soap.export(Asked(lambda h: h @ torch.ones(3, 3)), (X,), path=tmp_path / "m.pt2")

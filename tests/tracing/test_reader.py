@@ -112,7 +112,7 @@ def test_where_the_loss_is_found(result: Callable[[Tensor, Tensor], Any]) -> Non
 ERRORS: dict[str, tuple[Callable[..., Any], str]] = {
     "a vector": (
         lambda self, x: x @ self.w,
-        r"the first output has shape \[2, 4\] and dtype float64; expected a scalar floating-point loss",
+        r"the output has shape \[2, 4\] and dtype float64; expected a scalar floating-point loss",
     ),
     "a whole number": (lambda self, x: (x @ self.w).argmax(), "has shape .* and dtype int64; expected a scalar floating-point loss"),
     "a named vector": (lambda self, x: {"loss": x @ self.w}, r"output loss has shape \[2, 4\]"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import warnings
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from soap.errors import ModelError, SoapError
+from soap.errors import ModelError, SoapError, SoapWarning
 from soap.weights.places import INDEX, SINGLE, check_place_of_weights
 from soap.weights.safetensors_files import DTYPES, SafetensorsFiles
 from soap.weights.seam import Kind
@@ -68,6 +69,28 @@ def mapped_file(tensor: torch.Tensor) -> str:
     return ""
 
 
+def test_the_index_decides_where_files_contradict_each_other(tmp_path: Path) -> None:
+    """A stale copy of a tensor in a file that comes later is told, and not read."""
+    new, old = torch.ones(2), torch.zeros(2)
+    safetensors.save_file({"a": new}, tmp_path / "one.safetensors")
+    safetensors.save_file({"a": old, "b": new, "c": old + 1}, tmp_path / "two.safetensors")
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}))
+    with pytest.warns(SoapWarning, match="'a' in two.safetensors and 1 more not read, because model.safetensors.index.json does not"):
+        found = SafetensorsFiles(tmp_path)
+    assert found.kinds.keys() == {"a", "b"} and torch.equal(found.tensor("a"), new)
+
+
+def test_a_single_file_beside_an_index_that_does_not_name_it_is_told(tmp_path: Path) -> None:
+    written(tmp_path, tensors(), 60)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        SafetensorsFiles(tmp_path)
+    safetensors.save_file({name: torch.zeros_like(value) for name, value in tensors().items()}, tmp_path / SINGLE)
+    with pytest.warns(SoapWarning, match="model.safetensors not read, because"):
+        found = SafetensorsFiles(tmp_path)
+    assert all(torch.equal(found.tensor(name), value) for name, value in tensors().items())
+
+
 def refused(path: Path, *words: str) -> None:
     with pytest.raises(ModelError) as error:
         SafetensorsFiles(path)
@@ -97,6 +120,7 @@ def test_wrong_files_are_one_line(tmp_path: Path) -> None:
         ('{"weight_map": ["a"]}', "is no index"),
         ("[]", "is no index"),
         ("{", "is no index"),
+        ('{"weight_map": {"a": "one.safetensors", "a": "two.safetensors"}}', "key 'a' occurs twice"),
         ('{"weight_map": {"a": "model-1.safetensors"}}', "cannot be read"),
         ('{"weight_map": {"a": "model.safetensors"}}', "lacks 'a'"),
     ],

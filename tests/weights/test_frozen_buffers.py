@@ -1,4 +1,4 @@
-"""Weights also have what training does not change: statistics of a batch norm in evaluation mode, means, tables, masks, unused parameters."""
+"""Weights also have what training does not change: statistics of a frozen batch norm, means, tables, masks, unused parameters."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ def test_unknown_spec(spec: str) -> None:
     assert str(caught.value) == (
         f"no zoo model {spec!r}: expected NAME[:SIZE][@BATCH] with NAME one of "
         "alexnet, vgg16, vgg19, inception_v3, resnet50, resnet101, resnet152, rnntc, rnnlm, lstm_ptb, nmt, gpt, dlrm, lm, lm1b, nmt_gnmt, "
-        "full_sparse"
+        "full_sparse" + (": did you mean 'vgg19'?" if spec == "vgg11" else "")
     )
 
 

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from soap.archives import check_archive
 from soap.errors import CheckpointError, first_line
-from soap.files import read_text, write_bytes_atomically, write_text_atomically
+from soap.files import check_archive, read_text, reason, write_bytes_atomically, write_text_atomically
 from soap.mixed.run.plan import WavePlan
 
 FORMAT = 1
@@ -112,7 +111,10 @@ def _look(plan: WavePlan) -> dict[str, Any]:
 
 
 def _write(place: Path, kept: dict[str, Any]) -> None:
-    place.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as cause:
+        raise CheckpointError(f"{place.parent}: cannot be made: {reason(cause)}; save to another folder") from None
     stream = io.BytesIO()
     torch.save(kept, stream)
     write_bytes_atomically(place, stream.getvalue(), error=CheckpointError)

@@ -8,7 +8,7 @@ so no gather waits for itself. Recomputed operators need values when they run ag
 
 With micro-batches values are gathered once, and stay until the last of their uses in the step, as with ``reshard_after_forward=False`` of
 PyTorch's FSDP, which is what its pipelines use: all gathers begin with the step, in the order of their first uses, and wait for nothing.
-Where another trainer keeps values without micro-batches (``Wrapped.stays``), gathers wait for earlier uses all the same, as they do there.
+Where another trainer keeps values without micro-batches (``Wrapped.kept``), gathers wait for earlier uses all the same, as they do there.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ class Gather:
     after_backward: tuple[int, ...]
 
 
-def stays(plan: Plan) -> bool:
+def stays(plan: Plan, sync: ShardSync) -> bool:
     """Whether what is gathered stays from its first use in a step to its last one."""
-    return plan.order is not None or plan.training.wrapped.stays
+    return plan.order is not None or sync.parameter in plan.training.wrapped.kept
 
 
 def is_read_back(plan: Plan, sync: ShardSync) -> bool:
     """Whether values are gathered once more for backward passes. All but frozen values below everything that gets a gradient are, unless
     they stay."""
-    return not stays(plan) and any(plan.graph.needs_backward(plan.operator(plan.tiles[tile])) for tile, _ in sync.uses)
+    return not stays(plan, sync) and any(plan.graph.needs_backward(plan.operator(plan.tiles[tile])) for tile, _ in sync.uses)
 
 
 def gathers(plan: Plan) -> tuple[Gather, ...]:
@@ -114,7 +114,7 @@ def most_gathered(plan: Plan) -> Mapping[int, Most]:
     unwaited = _not_waited_for(plan, own)
     for device, items in sorted(_by_reader(plan, [(gather.sync, gather.backward) for gather in own]).items()):
         rows = [items[k :: plan.strategy.prefetch + 1] for k in range(min(len(items), plan.strategy.prefetch + 1))]
-        kept = unwaited.get(device, set())
+        kept = unwaited.get(device, set()) | {number for number, _ in items if stays(plan, plan.syncs[number])}
         values = sum(max(sizes[number] for number, _ in row) for row in rows) + sum(sizes[number] for number in kept)
         back = [[number for number, backward in row if backward and number in leaving] for row in rows]
         gradients = sum(max((sizes[number] for number in row), default=0) for row in back)
@@ -122,9 +122,9 @@ def most_gathered(plan: Plan) -> Mapping[int, Most]:
         mine = {number for number, _ in items}
         total, largest, trained = sum(sizes[number] for number in mine), max(sizes[number] for number in mine), mine & leaving.keys()
         most = sum(sizes[number] for number in trained)
-        if stays(plan):
+        if plan.order is not None:
             values = total
-        if stays(plan) or len({kind_of[number] for number in trained}) > 1:
+        if plan.order is not None or len({kind_of[number] for number in trained}) > 1:
             gradients = most
         moved = [sizes[number] + leaving[number].received_bytes(device) for number in trained]
         padding = sum(leaving[number].padding_bytes(device) for number in trained)

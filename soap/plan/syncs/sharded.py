@@ -86,7 +86,7 @@ class Sharded(ShardedState):
     @staticmethod
     def _gathered(plan: Plan, sync: ShardSync) -> tuple[tuple[str, Uses], ...]:
         """(task that gathers values, the passes for which it does)."""
-        if stays(plan):
+        if stays(plan, sync):
             return ((gather_name(sync), "both"),)
         return (gather_name(sync), "forward"), (regather_name(sync), "backward")
 

@@ -27,9 +27,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from torch.futures import Future
 
-from soap.archives import check_archive
 from soap.errors import CheckpointError
-from soap.files import write_text_atomically
+from soap.files import check_archive, write_text_atomically
 from soap.model.regions import Box, intersect, lengths, relative, volume
 from soap.runtime.checkpoint.folder import MANIFEST, unwritable
 from soap.runtime.checkpoint.manifest import Chunk, Manifest, StoredTensor, damaged, model_name, state_name

@@ -166,27 +166,3 @@ def compressor_of(
     kind = import_module(f"soap.runtime.compression.{compression.module}").COMPRESSOR
     made: Compressor[Compression, Layout] = kind(compression, layout, dtype, rank)
     return made
-
-
-def carried_over(states: Sequence[State], peers: int) -> list[State]:
-    """The states of ranks 0, 1, … with which so many peers go on from a checkpoint.
-
-    As many peers get back just what they had. Otherwise nothing is lost either: the first gets the sum of all, in the order of the ranks,
-    and the others start from zero. What was a rank's own is forgotten.
-    """
-    if len(states) == peers:
-        return list(states)
-    first = states[0]
-    equal = {name: value for name, value in first.numbers.items() if all(other.numbers.get(name) == value for other in states)}
-    totals = {name: tensor.clone() for name, tensor in first.summed.items()}
-    for other in states[1:]:
-        for name, tensor in totals.items():
-            tensor += other.summed[name]
-    return [
-        State(
-            totals if rank == 0 else {name: torch.zeros_like(tensor) for name, tensor in totals.items()},
-            {name: tensor.clone() for name, tensor in first.common.items()},
-            numbers=dict(equal),
-        )
-        for rank in range(peers)
-    ]

@@ -1,1 +1,1 @@
-"""Exact searches of small spaces, lower bounds, and other searches. Tests and benchmarks compare the chain with them."""
+"""Lower bounds of plans that are not simulated."""

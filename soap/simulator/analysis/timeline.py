@@ -23,7 +23,7 @@ from soap.simulator.memory.ledger import MemoryCurve
 from soap.simulator.tasks import Schedule, Task, TaskGraph, TaskKind
 
 if TYPE_CHECKING:
-    import pandas as pd
+    pass
 
 Trace = dict[str, Any]
 """A Chrome trace as plain JSON values: ``traceEvents`` and ``displayTimeUnit``."""
@@ -47,23 +47,6 @@ def shown_resources(tasks: TaskGraph) -> dict[int, str]:
     always = tasks.topology.device_count + len(tasks.topology.links)
     used = {resource for task in tasks.tasks for resource in task.resources}
     return {number: name for number, name in enumerate(resource_names(tasks)) if number < always or number in used}
-
-
-def to_frame(tasks: TaskGraph, schedule: Schedule) -> pd.DataFrame:
-    """One row per task, in the order of ``tasks.tasks``. Columns: name, kind, on (names of devices or links), start_ns, end_ns, bytes."""
-    import pandas as pd  # slow to import, and a search does without it
-
-    names = resource_names(tasks)
-    return pd.DataFrame(
-        {
-            "name": [task.name for task in tasks.tasks],
-            "kind": [task.kind.value for task in tasks.tasks],
-            "on": [", ".join(names[r] for r in task.resources) for task in tasks.tasks],
-            "start_ns": schedule.start_ns,
-            "end_ns": schedule.end_ns,
-            "bytes": pd.Series([task.bytes for task in tasks.tasks], dtype="int64"),
-        }
-    )
 
 
 def chrome_trace(

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.oracles.compression import Emulation, Training
 from soap.errors import SoapError
 from soap.runtime.compression.dgc import Momentum, WarmUp, clip_locally, local_limit, norm_of
-from soap.runtime.compression.oracle import Emulation, Training
 from soap.strategy.compression import Compression, Rgc
 
 RANKS = 3

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.oracles.compression import Emulation, Training, by_policy, layers_of
 from soap.plan.compression.policy import Layer
 from soap.runtime.compression.dgc import Momentum
-from soap.runtime.compression.oracle import Emulation, Training, by_policy, layers_of
 from soap.strategy.compression import Bf16, Chunked, Compression, Int8, PowerSgd, Rgc, RgcAsq, parse
 
 

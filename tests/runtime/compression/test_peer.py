@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.oracles.compression import Emulation, Training
 from soap.errors import RuntimeFailure
 from soap.runtime.compression.dgc import Momentum, WarmUp
-from soap.runtime.compression.oracle import Emulation, Training
 from soap.runtime.compression.peer import CompressedTraining, Peer
 from soap.runtime.compression.together import Peers
 from soap.strategy.compression import Compression, PowerSgd, Rgc

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
+from benchmarks.oracles.exhaustive import all_strategies
 from soap import api
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
@@ -19,7 +20,6 @@ from soap.profiles.roofline import RooflineCosts
 from soap.search.compiled.memory import MOVES, STEP
 from soap.search.compiled.runner import DEFAULT_WEIGHTS, CompiledChain, CompiledSpace
 from soap.search.constraints import brought_inside, parse
-from soap.search.oracles.exhaustive import all_strategies
 from soap.search.space import OperatorSpace, Space, build_space, make_config
 from soap.search.starts import different, reference_strategies, starting_strategies
 from soap.simulator.drawn_engine import DrawnEngine

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
+from benchmarks.oracles.partial import UNDECIDED, PartialBound
 from soap.cluster.topology import Topology
 from soap.errors import InfeasibleError, StrategyError
 from soap.model.graph import OperatorGraph
 from soap.search.metropolis import Evaluator
-from soap.search.oracles.partial import UNDECIDED, PartialBound
 from soap.search.space import MAX_GRIDS, Space, build_space
 from soap.simulator.costs import CostModel
 from soap.strategy.config import Strategy

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
+from benchmarks.shared_processor import InTurn, SharedProcessor
 from soap.emulation import virtual_clock
-from soap.emulation.shared_processor import InTurn, SharedProcessor
 from soap.runtime.system import clock
 from tests.test_virtual_clock import Machine
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from soap.cli.turns import in_turns, turns_of
+from benchmarks.turns import in_turns, turns_of
 from soap.measure.iteration import StepTimes
 from soap.simulator.simulate import Simulator
 from soap.strategy.classical import CLASSICAL

@@ -18,10 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from benchmarks.oracles.choices import Choice, Choices
+from benchmarks.oracles.one_machine import Job, least_time_ns
 from soap.cluster.topology import Topology
 from soap.model.regions import volume
-from soap.search.oracles.choices import Choice, Choices
-from soap.search.oracles.one_machine import Job, least_time_ns
 from soap.search.space import Space
 from soap.simulator.costs import CostModel
 

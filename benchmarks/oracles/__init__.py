@@ -1,0 +1,1 @@
+"""Slow and certain answers that tests and benchmarks hold the package against."""
