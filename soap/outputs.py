@@ -146,14 +146,14 @@ def _is_log(path: Path) -> bool:
 def _is_plan(path: Path) -> bool:
     """Whether it says that it is a plan's configuration; JSON, which has no comments, has no values but a plan's."""
     head = _head(path)
-    if b": nearest to a plan of SOAP for " in head[:500]:
+    if b" a plan of SOAP for " in head[:500]:  # near, or in earlier versions nearest to
         return True
     try:
         found = json.loads(head)
     except (ValueError, RecursionError):
         return False
     own = ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "bf16", "fp16", "zero_optimization"]
-    return isinstance(found, dict) and [key for key in found if key != "tensor_parallel"] == own
+    return isinstance(found, dict) and [key for key in found if key not in ("communication_data_type", "tensor_parallel")] == own
 
 
 def _is_table(path: Path) -> bool:

@@ -20,6 +20,7 @@ from soap.search.recomputing import recompute_to_fit
 from soap.simulator.incremental import IncrementalSimulator
 from soap.strategy.config import Strategy
 from soap.strategy.named import named
+from soap.time_limit import TimeIsUp
 from tests.exactly import exactly
 from tests.graph_builder import GraphBuilder, mlp
 from tests.search.test_recomputing import wide
@@ -98,6 +99,21 @@ def test_without_time_nothing_is_tried_and_all_of_that_is_said() -> None:
     graph = mlp(widths=WIDE)
     found = asked(graph, tight(graph, 0.7), seconds=0)
     assert (found.ways, found.tried) == ((), ()) and "zero1" in found.untried and found.closest == found.asked
+
+
+def test_at_the_end_of_the_commands_time_the_ways_so_far_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, real, played = mlp(widths=WIDE), fitting._Ways._played, list[str]()
+
+    def late(self: Any, name: str, *more: Any) -> Any:
+        played.append(name)
+        if len(played) > 1:
+            raise TimeIsUp
+        return real(self, name, *more)
+
+    monkeypatch.setattr(fitting._Ways, "_played", late)
+    found = asked(graph, tight(graph, 0.7))
+    assert list(found.tried) == played[:1] and {way.name for way in found.ways} <= {*found.tried} and played[1] in found.untried
+    assert found.ways or found.closest is not None
 
 
 def test_only_the_first_way_is_begun_though_it_would_not_be_over_in_time(monkeypatch: pytest.MonkeyPatch) -> None:

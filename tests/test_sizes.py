@@ -53,7 +53,7 @@ def test_exceptions_have_a_reason_and_are_still_needed() -> None:
 
 
 def test_few_modules_stand_on_the_ground_floor() -> None:
-    assert len(list((ROOT / "soap").glob("*.py"))) <= 8
+    assert len(list((ROOT / "soap").glob("*.py"))) <= 9
 
 
 def test_what_is_counted() -> None:

@@ -62,15 +62,32 @@ def decision(
 ) -> Decision:
     """The fastest and the safe plan of a search. ``usual``: data parallelism, ``possible``: whether it may be kept. If not, the best start
     that is allowed is what a plan must beat."""
+    named, to_beat = _plans(result, usual, possible=possible)
+    plans = timed(simulator, named, usual, draws, reference=to_beat)
+    return decide(plans, next((plan for plan in plans if plan.strategy == to_beat), None), confidence)
+
+
+def decision_by_costs(result: SearchResult, usual: Strategy, *, possible: bool, confidence: float) -> Decision:
+    """The same where no time is left to simulate anything: by what the search compared plans by, as if that were their times in the only
+    draw."""
+    named, to_beat = _plans(result, usual, possible=possible)
+    costs = [(start.strategy, start.cost_ns) for start in (*result.starts, *result.finalists)]
+    plans = []
+    for name, strategy in named.items():
+        cost_ns = next(cost_ns for known, cost_ns in costs if known == strategy)
+        plans.append(Timed(name, strategy, cost_ns, (cost_ns,), len(unlike(strategy, to_beat or usual))))
+    return decide(plans, next((plan for plan in plans if plan.strategy == to_beat), None), confidence)
+
+
+def _plans(result: SearchResult, usual: Strategy, *, possible: bool) -> tuple[dict[str, Strategy], Strategy | None]:
+    """The plans to decide among, by name, and which of them the others must beat, if any."""
     starts = sorted((start for start in result.starts if start.fits), key=lambda start: start.cost_ns)
     named = {start.name: start.strategy for start in starts[:1]}
     if possible:
         named |= {next((start.name for start in starts if start.strategy == usual), "data_parallel"): usual}
     known = list(named.values())
     named |= {name: strategy for name, strategy in finalists_by_name(result).items() if strategy not in known}
-    to_beat = usual if possible else starts[0].strategy if starts else None
-    plans = timed(simulator, named, usual, draws, reference=to_beat)
-    return decide(plans, next((plan for plan in plans if plan.strategy == to_beat), None), confidence)
+    return named, usual if possible else starts[0].strategy if starts else None
 
 
 def finalists_by_name(result: SearchResult) -> dict[str, Strategy]:

@@ -12,6 +12,7 @@ from soap.api.predictions import announce_compiling, simulator_for
 from soap.cluster.memory_budget import with_memory_budget
 from soap.cluster.presets import family
 from soap.cluster.topology import Topology
+from soap.errors import SoapError
 from soap.search.chains import search as search_graph
 from soap.search.constraints import pairs_of
 from soap.search.deciding import DEFAULT_CONFIDENCE
@@ -22,8 +23,12 @@ from soap.simulator.draws import Draws, Risk
 from soap.simulator.simulate import Simulator
 from soap.strategy.config import Strategy
 from soap.strategy.without_effect import warn_without_effect
+from soap.time_limit import TimeLimit
 
 DEFAULT_OPTIONS = SearchOptions()
+
+SEARCH_SHARE = 0.75
+"""Share of a time limit that is for the search; the rest is for deciding what is kept."""
 
 MOST_DRAWN_TILES = 2**12
 """A search compares plans by the most likely costs alone if there are more operators times devices: a draw is played as a whole, while a
@@ -48,9 +53,33 @@ def find(
     then; once it returns True, the search ends as by Ctrl-C, with the best so far (``result.interrupted``). ``polish``: make the result
     locally optimal in the end, if the space is small enough (``soap.search.polish``), which may take longer than the proposals.
 
-    Nothing is measured or run. Equal arguments give equal results, on any number of cores, unless ``seconds`` ends the search. SoapError in
-    one line if model, cluster or options cannot be used; InfeasibleError if no strategy fits into memory.
+    Nothing is measured or run. Equal arguments give equal results, on any number of cores, unless ``seconds`` ends the search. By then the
+    decision is made, too, if need be by the search's costs alone (``brief``). SoapError in one line if model, cluster or options cannot be
+    used, or nothing was evaluated in time; InfeasibleError if no strategy fits into memory.
     """
+    with TimeLimit(options.seconds) as limit:
+        try:
+            found = _searched(model, cluster, options, limit, progress=progress, improved=improved, stopped=stopped, polish=polish)
+        except KeyboardInterrupt:
+            if stopped() or not limit.over:
+                raise
+            early = f"nothing was evaluated within {options.seconds:.3g} s of searching; expected more time, or a smaller model"
+            raise SoapError(early) from None
+    return found if options.seconds is None or found.result.interrupted else _decided_within(limit, found)
+
+
+def _searched(
+    model: Model,
+    cluster: Cluster,
+    options: SearchOptions,
+    limit: TimeLimit,
+    *,
+    progress: bool,
+    improved: Callable[[int], None],
+    stopped: Callable[[], bool],
+    polish: bool,
+) -> SearchOutcome:
+    """What is found in a part of the limit."""
     simulator = simulator_for(
         model,
         with_memory_budget(topology_of(cluster), options.memory_budget),
@@ -80,6 +109,8 @@ def find(
             stopped=stopped,
             further_starts=_dynamic_start(simulator, options.starts),
             polish_up_to=MAX_POLISHED if polish else 0,
+            limit=limit,
+            share=SEARCH_SHARE,
         )
     pins, forbidden = pairs_of(options.pins), pairs_of(options.forbidden)
     confidence = _usual_confidence(simulator.topology) if options.confidence is None else options.confidence
@@ -89,6 +120,16 @@ def find(
 def _usual_confidence(topology: Topology) -> float:
     """Where plans can be run, what was not run must be sure; elsewhere the fastest plan on average is taken."""
     return 0.0 if family(topology.name) is None else DEFAULT_CONFIDENCE
+
+
+def _decided_within(limit: TimeLimit, found: SearchOutcome) -> SearchOutcome:
+    """The outcome with its decision made and its plan simulated; shortened, if the limit or Ctrl-C ends that."""
+    try:
+        with limit:
+            _ = found.decision, found.simulation
+            return found
+    except KeyboardInterrupt:
+        return found.shortened()
 
 
 def _compared_by(simulator: Simulator, options: SearchOptions) -> Draws | None:

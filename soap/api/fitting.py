@@ -45,6 +45,7 @@ from soap.strategy.named import (
     saving_names,
 )
 from soap.strategy.without_effect import warn_without_effect
+from soap.time_limit import TimeIsUp
 
 if TYPE_CHECKING:
     from soap.simulator.incremental import IncrementalSimulator
@@ -161,14 +162,9 @@ class _Candidate(NamedTuple):
     share: float | None = None
 
     @property
-    def unlikely(self) -> bool:
-        """Whether it hardly fits."""
-        return hardly_fits(self.share)
-
-    @property
     def may_fit(self) -> bool:
         """Whether it may fit."""
-        return not self.least_bytes and not self.unlikely
+        return not self.least_bytes and not hardly_fits(self.share)
 
     @property
     def may_lack(self) -> bool:
@@ -193,21 +189,29 @@ class _Ways:
 
     def found(self) -> Fit:
         """What was asked about, and the ways."""
-        candidates = self._candidates()
-        played: list[Way] = []
+        candidates, played = list[_Candidate](), list[Way]()
+        try:
+            self._look(candidates, played)
+        except TimeIsUp:  # of the command that asks
+            self._begin_s = -inf
+            self._untried += [name for name in self._tried if name not in {*self._untried, *(way.name for way in played)}]
+        ways = sorted((way for way in played if way.fits), key=lambda way: way.time_ns)[:MOST_WAYS]
+        tried = tuple(name for name in self._tried if name not in self._untried)
+        return Fit(self._asked, tuple(ways), tried, tuple(self._untried), None if ways else self._closest(candidates, played))
+
+    def _look(self, candidates: list[_Candidate], played: list[Way]) -> None:
+        """Add the ways that are looked at, and those that are played."""
+        candidates += self._candidates()
         left = [own for own in candidates if not own.least_bytes]
         while left and not self._enough(played, left):
             own = min(left, key=self._rank)
             left.remove(own)
             if self._spent(1) or (played and self._spent(1, self._expected_s(own.strategy))):  # what to expect takes long to find
                 self._untried.append(own.name)
-                continue
-            played.append(self._played(own.name, own.strategy, own.share))
+            else:
+                played.append(self._played(own.name, own.strategy, own.share))
         played += self._to_fit(candidates)
         played += self._in_parts(played)
-        ways = sorted((way for way in played if way.fits), key=lambda way: way.time_ns)[:MOST_WAYS]
-        tried = tuple(name for name in self._tried if name not in self._untried)
-        return Fit(self._asked, tuple(ways), tried, tuple(self._untried), None if ways else self._closest(candidates, played))
 
     def _played(self, name: str, strategy: Strategy, share: float | None) -> Way:
         """A way, played in full. ``share``: the estimate of its peak by the limit, to learn from."""

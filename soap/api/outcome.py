@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from soap import outputs
-from soap.api.deciding import decision, decision_record, draws_for, timed
+from soap.api.deciding import decision, decision_by_costs, decision_record, draws_for, timed
 from soap.api.predictions import costs_record, explain, explain_synchronization, explain_unkept, predicted_range
 from soap.api.strategies import classical, save_strategy
 from soap.files import write_bytes_atomically
@@ -68,7 +68,8 @@ class SearchOutcome:
     ``fastest``, or, if a ``confidence`` is asked for, ``safe``, which is faster than data parallelism in at least that share of so many
     ``draws`` of the costs (``soap.search.deciding``). ``pins``, ``forbidden``: the search's constraints.
     ``compared_by``: draws by which the search compared strategies; None: by the most likely costs alone. ``decided``: the decision, if it
-    is known.
+    is known. ``brief``: no time is left to simulate anything: an unknown decision is by the search's costs, and the record leaves out
+    memory, bytes and what times rest on.
     """
 
     simulator: Simulator
@@ -80,6 +81,7 @@ class SearchOutcome:
     draws: int = DECIDING_DRAWS
     compared_by: Draws | None = None
     decided: Decision | None = None
+    brief: bool = False
 
     def with_runs(self, runs: Sequence[Run]) -> SearchOutcome:
         """The same outcome with measured runs."""
@@ -110,8 +112,14 @@ class SearchOutcome:
         """The fastest and the safe plan by predictions, and which of them is kept."""
         if self.decided is not None:
             return self.decided
-        usual = classical(BASELINE, self.simulator.graph, self.simulator.topology)
-        return decision(self.simulator, self.result, usual, possible=self.usual is not None, confidence=self.confidence, draws=self.draws)
+        usual, possible = classical(BASELINE, self.simulator.graph, self.simulator.topology), self.usual is not None
+        if self.brief:
+            return decision_by_costs(self.result, usual, possible=possible, confidence=self.confidence)
+        return decision(self.simulator, self.result, usual, possible=possible, confidence=self.confidence, draws=self.draws)
+
+    def shortened(self) -> SearchOutcome:
+        """The same with nothing left to simulate; a decision that was made stays."""
+        return replace(self, brief=True, decided=self.decision if "decision" in self.__dict__ else self.decided)
 
     def may_win(self, strategy: Strategy) -> bool:
         """Whether it is worth running a plan: it beats data parallelism in more than a few of the draws (``LEAST_CHANCE``), or is what is
@@ -153,6 +161,8 @@ class SearchOutcome:
     @cached_property
     def data_parallel_ns(self) -> int:
         """The same of data parallelism, even if it does not fit into memory or is not allowed."""
+        if self.brief:
+            return self.result.data_parallel_ns
         return self.simulator.predict(classical(BASELINE, self.simulator.graph, self.simulator.topology)).makespan_ns
 
     @cached_property
@@ -225,9 +235,7 @@ class SearchOutcome:
             "predicted_ns": self.time_ns,
             "data_parallel_ns": self.data_parallel_ns,
             "starts": {start.name: {"cost_ns": start.cost_ns, "fits": start.fits} for start in result.starts},
-            "memory_bytes": [use.total for use in self.simulation.memory],
-            "bytes_moved": self.simulation.bytes_moved,
-            "costs": costs_record(self.simulator, self.simulation.tasks),
+            **({} if self.brief else self._simulated()),
             "search": {
                 "seed": result.seed,
                 "budget": result.budget,
@@ -253,6 +261,14 @@ class SearchOutcome:
         else:
             record["decision"] = decision_record(self.decision)
         return record
+
+    def _simulated(self) -> dict[str, Any]:
+        """The part of the record for which the strategy is simulated."""
+        return {
+            "memory_bytes": [use.total for use in self.simulation.memory],
+            "bytes_moved": self.simulation.bytes_moved,
+            "costs": costs_record(self.simulator, self.simulation.tasks),
+        }
 
     def plot(self, path: str | Path) -> None:
         """Draw the search to a ``.png``, ``.svg`` or ``.pdf`` file: best cost against proposals, starts, acceptance per move.

@@ -107,7 +107,11 @@ def find_servers(
             stopped=ended,
             simulated=seen,
         )
-    strategy, designs = strategy_of(found.plan, graph), {} if stopped() else _designs(simulator, bounds)
+    strategy = strategy_of(found.plan, graph)
+    try:
+        designs = {} if stopped() else _designs(simulator, bounds)
+    except KeyboardInterrupt:  # what was found stays
+        designs = {}
     counts = found.simulated, found.possible, not found.interrupted, found.proven
     return ServersOutcome(simulator, strategy, found.plan, found.report, designs, *counts)
 

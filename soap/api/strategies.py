@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from soap import outputs
 from soap.api.models import Cluster, Model, graph_of, topology_of
+from soap.cluster.topology import Topology
 from soap.errors import StrategyError
 from soap.files import read_text, write_text_atomically
 from soap.model import sparse_shares
@@ -19,6 +20,7 @@ from soap.simulator.simulate import Simulator
 from soap.strategy import json_file
 from soap.strategy.config import Strategy
 from soap.strategy.json_file import StrategyContents, StrategyHeader
+from soap.strategy.mismatch import cluster_differences
 from soap.strategy.named import PIPELINE, base_of, check_name, named
 from soap.strategy.ralp import RALP
 from soap.strategy.without_effect import warn_without_effect
@@ -77,6 +79,14 @@ def load_strategy(path: str | Path, model: Model, cluster: Cluster, *, any_clust
 def load_strategy_header(path: str | Path) -> StrategyHeader:
     """The header of a strategy file; needs neither model nor cluster."""
     return _read_strategy(path, json_file.load_header)
+
+
+def require_cluster(path: str | Path, topology: Topology) -> None:
+    """StrategyError in one line, with the differences, if a strategy file was made for another cluster; needs no model."""
+    header = load_strategy_header(path)
+    theirs = {"name": header.cluster, "hash": header.cluster_hash, "devices": list(header.devices)}
+    if differences := cluster_differences(theirs, topology):
+        raise StrategyError(f"{path}: {'; '.join(differences)}; search again for this cluster")
 
 
 def with_recorded_rows(graph: OperatorGraph, path: str | Path) -> OperatorGraph:

@@ -25,8 +25,11 @@ from soap.model.graph import OperatorGraph
 from soap.runtime.comm.launched import under_launcher
 from soap.search.options import SearchOptions
 from soap.simulator.costs import CostSource
+from soap.time_limit import TimeIsUp
 
 ESTIMATE: CostSource = "estimate"
+MEASURING_SHARE, MOST_SHARE = 0.3, 0.4
+"""Parts of the time that is left that measuring may take, and after which it is ended."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +95,14 @@ def profile(
     """Measure, first of all what decides a search with these options, and say if not all of it could be measured. Returns what is still to
     be done. After Ctrl-C the search goes on, but nothing is run behind it. After SIGTERM the search ends at once, with the best of its
     starts."""
+    limit = stopping.limit
     try:
-        measured = first_measuring.measure_first(model, reading, graph, topology, wish.profile_s, options=options)
+        with limit.part(MOST_SHARE):
+            seconds = limit.seconds(MEASURING_SHARE, wish.profile_s) or wish.profile_s
+            measured = first_measuring.measure_first(model, reading, graph, topology, seconds, options=options)
+    except TimeIsUp:
+        note(prog, "the time for measuring is over: the search goes on with what is known")
+        return None, wish
     except (KeyboardInterrupt, StoppedBySignal) as error:
         if isinstance(error, StoppedBySignal):  # while ranks were measuring
             stopping.number = error.number
@@ -115,12 +124,17 @@ def verify(
     data: str | None,
     wish: Wish,
     optimizer: str | Updating = "adam",
+    most_s: float | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[api.SearchOutcome, float | None]:
     """Run the strategies. Returns the outcome with what was measured, and the seconds that it took. If it fails: an error if the user
-    has asked for it; otherwise one line, and None."""
+    has asked for it; otherwise one line, and None. ``most_s``: seconds for it; None: the usual ones."""
     began = clock()
     seconds = verification.ASKED_S if wish.asked else verification.DEFAULT_S
+    if most_s is not None and most_s < 2 * verification.STARTING_S:
+        note(prog, f"nothing was verified: {most_s:.0f} s are left for it; the search's choice by predictions stands")
+        return outcome, None
+    seconds = seconds if most_s is None else min(seconds, most_s)
     try:
         chances = not wish.asked  # plans that cannot win are not run by default
         outcome = verification.verify(outcome, wish.finalists, model, reading, seed, data, optimizer, seconds=seconds, only_chances=chances)

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 from soap import outputs
 from soap.cli.command import Parser, UsageError
 from soap.cli.options import positive
-from soap.runtime.checkpoint.folder import check_place, resolve
-from soap.runtime.checkpoint.manifest import read_manifest
+from soap.cli.updating import Updating
+from soap.runtime.checkpoint.folder import check_place, complete, resolve
+from soap.runtime.checkpoint.manifest import read_manifest, require_optimizer
 from soap.weights.places import check_place_of_weights
 
 if TYPE_CHECKING:
@@ -59,6 +60,23 @@ def chosen(args: argparse.Namespace) -> Checkpoints:
     if args.save_weights is not None:
         check_place_of_weights(Path(args.save_weights))
     return Checkpoints(None if resume is None else str(resume), step, seed, args.save, args.save_every, args.keep, args.save_weights)
+
+
+def check_optimizer(args: argparse.Namespace) -> None:
+    """CheckpointError if the options name another optimizer than the checkpoint that training goes on from was saved with."""
+    if args.resume is not None and (own := Updating.of(args).only_name) is not None:
+        checkpoint = resolve(args.resume)
+        require_optimizer(checkpoint, read_manifest(checkpoint), own)
+
+
+def going_on(args: argparse.Namespace) -> str:
+    """How to go on after a signal, behind what was said of that; empty without checkpoints."""
+    saved = complete(Path(args.save)) if args.save is not None else []
+    if saved:
+        return f": --resume {args.save} goes on behind step {saved[-1].step}"
+    if args.resume is not None:
+        return f": nothing new was saved, and --resume {args.resume} goes on from there again"
+    return ": no checkpoint was due yet; --save-every N writes more of them" if args.save is not None else ""
 
 
 class Saver:

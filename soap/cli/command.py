@@ -10,16 +10,19 @@ import io
 import os
 import re
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
+from pathlib import Path
 from typing import Any, NoReturn
 
 from soap import outputs
 from soap.errors import INTERRUPTED_EXIT_CODE, ScheduleError, SoapError, did_you_mean, options_of
 from soap.files import check_writable, reason
 from soap.logs import NATIVE_LOG_LEVEL
+from soap.time_limit import TimeIsUp, TimeLimit
 
 atexit.register(gc.freeze)
 """What is there when the process ends need not be looked through for garbage: that took a search a fifth of a second, with torch one."""
@@ -38,7 +41,7 @@ EXIT_CODES = """exit codes:
 
 OPTIONS = {
     "pins": "--pin", "forbidden": "--forbid", "syncs": "--sync", "budget": "--budget", "beta": "--beta", "confidence": "--confidence",
-    "seconds": "--seconds", "memory_budget": "--memory-budget", "imports": "--import", "device": "--device", "dtype": "--dtype",
+    "seconds": "--time-limit", "memory_budget": "--memory-budget", "imports": "--import", "device": "--device", "dtype": "--dtype",
     "strategy": "--builtin", "starts": "--start", "backend": "--backend",
 }  # fmt: skip
 """Fields that messages name -> the options that set them."""
@@ -81,7 +84,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def run_command(parser: Parser, execute: Callable[[argparse.Namespace], int], argv: Sequence[str] | None) -> int:
-    """Parse, execute, and return an exit code whatever happens."""
+    """Parse, execute, and return an exit code whatever happens. ``args.limit`` is the command's ``TimeLimit``, of ``--time-limit`` if it
+    has that option: from the start of this process, or, if it was called with ``argv``, from now."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # letters that the terminal's encoding lacks are no reason to fail
         sys.stdout.reconfigure(errors="backslashreplace")
     with options_of(OPTIONS):
@@ -89,7 +93,9 @@ def run_command(parser: Parser, execute: Callable[[argparse.Namespace], int], ar
 
 
 def _run_command(parser: Parser, execute: Callable[[argparse.Namespace], int], argv: Sequence[str] | None) -> int:
+    began_s = time.monotonic() - (_age_s() if argv is None else 0.0)
     args = parser.parse_args(argv)
+    args.limit = TimeLimit(getattr(args, "time_limit", None), since_s=began_s)
     os.environ.setdefault(NATIVE_LOG_LEVEL, "ERROR")  # read by torch, which is loaded later
     if sys.stdout is None:  # standard output is closed (``>&-``); a file that is opened next could even take its place
         missing = "standard output is closed; expected a place for the result: redirect it, to /dev/null if need be"
@@ -134,7 +140,8 @@ def _execute(parser: Parser, execute: Callable[[argparse.Namespace], int], args:
     other = parser.failure_code or OTHER_EXIT_CODE
     try:
         check_outputs(parser, args)
-        code = execute(args)
+        with args.limit, _measuring_again(getattr(args, "measure_again", False)):
+            code = execute(args)
         sys.stdout.flush()
         return code
     except SoapError as error:
@@ -142,6 +149,9 @@ def _execute(parser: Parser, execute: Callable[[argparse.Namespace], int], args:
         if isinstance(error, ScheduleError) and error.grid:
             _say(error.grid)
         return code
+    except TimeIsUp:
+        early = f"the {args.time_limit:g} s of --time-limit were over before there was anything to show; expected more, or a smaller model"
+        return _fail(parser.prog, early, other)
     except KeyboardInterrupt:
         note(parser.prog, "interrupted")
         return INTERRUPTED_EXIT_CODE
@@ -157,6 +167,23 @@ def _execute(parser: Parser, execute: Callable[[argparse.Namespace], int], args:
         return _fail(parser.prog, f"cannot write to standard output: {reason(error)}; redirect it elsewhere", other)
     except Exception as error:  # a bug, here or in a library: still one line
         return _fail(parser.prog, _unexpected(error), other)
+
+
+def _measuring_again(wanted: bool) -> AbstractContextManager[None]:
+    if not wanted:
+        return nullcontext()
+    from soap.measure.machine_cache import measuring_again
+
+    return measuring_again()
+
+
+def _age_s() -> float:
+    """Seconds since this process began, where the system tells."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()[19])
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+    except (OSError, ValueError, AttributeError, IndexError):
+        return 0.0
 
 
 def _unexpected(error: Exception) -> str:

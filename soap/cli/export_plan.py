@@ -14,6 +14,7 @@ from soap.cli import plan_summary, rows
 from soap.cli.asked_strategy import add_asked, read_file
 from soap.cli.command import Parser, run_command
 from soap.cli.diff import listings
+from soap.cli.inputs import check_inputs
 from soap.cli.options import add_json, cluster_of, reading
 from soap.cli.plain_text import aligned, milliseconds
 from soap.exported_plans.contract import Target
@@ -42,6 +43,7 @@ def make_parser() -> Parser:
 
 def execute(args: argparse.Namespace) -> int:
     """Find the configuration, write it, report."""
+    check_inputs(args)
     topology = cluster_of(args, args.cluster)
     graph = rows.load_graph(args, topology)
     strategy, graph = read_file(args, graph, topology)

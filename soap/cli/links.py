@@ -14,6 +14,7 @@ from soap.cli import emulation, plan_summary
 from soap.cli.command import Parser, UsageError, note
 from soap.cli.options import add_backend, add_cluster, add_json, positive_number
 from soap.cli.plain_text import aligned
+from soap.cli.stopping import add_time_limit
 from soap.cluster.kinds import has_gpus, run_kind
 from soap.cluster.presets import family
 from soap.cluster.topology import Topology
@@ -36,6 +37,7 @@ from soap.profiles.store import Store
 from soap.runtime.comm.launched import local_numbers, under_launcher
 from soap.simulator.communication.prices import Communication
 from soap.strategy.json_file import compact_devices
+from soap.time_limit import TimeIsUp
 from soap.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
@@ -63,6 +65,7 @@ def make_parser() -> Parser:
     parser.add_argument("--within-steps", action="store_true", help=within)
     seconds = "for each probe (default: 0.3), of which there are five sizes of each operation and group"
     parser.add_argument("--seconds", metavar="S", type=positive_number, help=seconds)
+    add_time_limit(parser, "what was measured by then is kept, and the same command goes on from there")
     add_json(parser)
     return parser
 
@@ -83,9 +86,11 @@ def execute(args: argparse.Namespace) -> int:
         try:
             wanted = [one for one in probes_for(topology) if one.operation in IN_STEPS or not args.within_steps]
             measured = _measure(args, topology, place, [probe for probe in wanted if probe not in known], store)
-        except KeyboardInterrupt:
-            note(PROG, "interrupted: what was measured is kept, and the same command goes on from there")
-            return INTERRUPTED_EXIT_CODE
+        except KeyboardInterrupt as error:
+            late = isinstance(error, TimeIsUp)
+            how = "the time is over" if late else "interrupted"
+            note(PROG, f"{how}: what was measured is kept, and the same command goes on from there")
+            return 0 if late else INTERRUPTED_EXIT_CODE
         if measured is None:  # under torchrun, and not the rank that reports
             return 0
         done = measured

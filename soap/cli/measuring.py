@@ -25,6 +25,7 @@ from soap.errors import SoapWarning
 from soap.measure.compression_timing import time_compression
 from soap.measure.core_speed import core_reference_ns
 from soap.measure.neighbours import Neighbours
+from soap.measure.other_load import noticing_others
 from soap.measure.this_machine import cpu_cores
 from soap.measure.tile_timing import TileTimer, TileTimes
 from soap.measure.timing import Sample
@@ -94,6 +95,7 @@ def measure(
         _threads(environment.threads),
         neighbours,
         _in_its_share(topology, environment),
+        noticing_others("the model was", "measure it again by soap-profile --again"),
     ):
         warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")  # by the backward thread
         timer = TileTimer(model, *place.clock)

@@ -91,6 +91,8 @@ def add_cluster(parser: Parser, note: str = "", *, several: bool = False) -> Non
     value is a list, or None."""
     action, default = "append" if several else "store", None if note else LOCAL
     parser.add_argument("--cluster", metavar="SPEC", default=default, action=action, help=f"{CLUSTER_HELP} ({note or f'default {LOCAL}'})")
+    text = "measure this machine again, if the cluster is made of it: rates and links are measured once, failures kept for a day"
+    parser.add_argument("--measure-again", action="store_true", help=text)
 
 
 def add_costs(parser: Parser) -> None:

@@ -14,10 +14,11 @@ from tqdm import tqdm
 
 from soap import outputs
 from soap.cli import reporting
-from soap.cli.command import Parser, UsageError, run_command
+from soap.cli.command import Parser, UsageError, note, run_command
 from soap.cli.options import add_json, not_negative, positive
 from soap.cli.plain_text import aligned
 from soap.cli.preprocess_steps import Steps
+from soap.errors import INTERRUPTED_EXIT_CODE
 from soap.preprocessing import generate, local
 from soap.preprocessing.engine import Options, Summary
 from soap.preprocessing.manager import MODES, Limits
@@ -103,11 +104,15 @@ def execute(args: argparse.Namespace) -> int:
         print(_json(found) if args.json else plan_text(found))
         return 0
     steps = Steps()
-    with _bars(args.quiet, steps) as bars:
-        summary = local.preprocess(
-            spec, args.inputs, out, on_error=args.on_error, modes=args.mode, chunk_bytes=args.chunk_bytes, workers=args.workers,
-            parquet=not args.no_parquet, compress=args.compress, ray=args.ray, begun=bars.begin, seen=bars.seen,
-        )  # fmt: skip
+    try:
+        with _bars(args.quiet, steps) as bars:
+            summary = local.preprocess(
+                spec, args.inputs, out, on_error=args.on_error, modes=args.mode, chunk_bytes=args.chunk_bytes, workers=args.workers,
+                parquet=not args.no_parquet, compress=args.compress, ray=args.ray, begun=bars.begin, seen=bars.seen,
+            )  # fmt: skip
+    except KeyboardInterrupt:
+        note(PROG, f"interrupted: what is done is kept in {out / '.work'}, and the same command goes on from there")
+        return INTERRUPTED_EXIT_CODE
     if args.report:
         reporting.write_preprocessing(args.report, {"output": str(out), **asdict(summary), "steps": steps.documents()})
     print(_json({"output": str(out), **asdict(summary)}) if args.json else text(out, summary))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,9 +15,10 @@ from tqdm import tqdm
 from soap import api, outputs
 from soap.cli import links, plan_summary, what_decides
 from soap.cli.command import Parser, UsageError, note, run_command
+from soap.cli.inputs import check_inputs
 from soap.cli.options import add_cluster, add_json, add_model, lossy_method, positive_number, reading, reading_options
 from soap.cli.plain_text import aligned, milliseconds
-from soap.cli.stopping import Stopping
+from soap.cli.stopping import Stopping, add_time_limit
 from soap.cli.wanted import Wanted, wanted
 from soap.cluster.kinds import types_of
 from soap.cluster.presets import family
@@ -38,6 +40,8 @@ from soap.strategy.mismatch import one_line
 
 PROG = "soap-profile"
 NAMED_GROUP = "classical strategies"
+MEASURING_SHARE = 0.8
+"""Part of a time limit after which nothing more is measured; the rest is for saying what is known."""
 MOST_TILES = 2**18
 """A classical strategy with more tiles is not simulated to say what its time rests on."""
 MOST_MISSING = 10
@@ -59,6 +63,7 @@ def make_parser() -> Parser:
     _add_subject(parser)
     budget = "of measuring; then the rest is left (default: all of it)"
     parser.add_argument("--budget", metavar="SECONDS", type=positive_number, help=budget)
+    add_time_limit(parser, "what was measured by then is kept, and the same command goes on from there")
     parser.add_argument("--again", action="store_true", help="measure what is known already, too, and replace it; drops corrections")
     kind = "measure only computations of this kind, as show names them, such as linear, or update (repeatable)"
     parser.add_argument("--kind", metavar="KIND", action="append", default=[], help=kind)
@@ -99,6 +104,8 @@ def _add_subject(parser: Parser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Measure and report."""
+    read = {"cluster": args.planned or args.cluster, "strategy": args.strategy or args.what_decides}
+    check_inputs(argparse.Namespace(**{**vars(args), **read}))
     if args.what_decides:
         return _what_decides(args)
     if family(args.cluster) is None:
@@ -114,13 +121,13 @@ def execute(args: argparse.Namespace) -> int:
     known = set() if args.again else {entry.key for entry in store.entries(place)}
     todo = [one for one in everything if one.key not in known]
     outdated = store.corrections(place)
-    with Stopping() as stopping:
+    with Stopping(args.limit) as stopping:
         try:
             done = _measure(args, here, todo, store) if todo else 0
+            found = document(graph, topology, strategies, everything, store)
         except (KeyboardInterrupt, StoppedBySignal) as error:
-            note(PROG, "interrupted: what was measured is kept, and the same command goes on from there")
-            return 128 + error.number if isinstance(error, StoppedBySignal) else stopping.exit_code
-    found = document(graph, topology, strategies, everything, store)
+            stopping.heard(error)
+            return kept_so_far(PROG, stopping)
     found["measured_now"], found["corrections_dropped"] = done, len(outdated) if done else 0
     if args.json:
         print(plan_summary.dump(found))
@@ -133,6 +140,13 @@ def execute(args: argparse.Namespace) -> int:
         print()
         print(text(found))
     return 0
+
+
+def kept_so_far(prog: str, stopping: Stopping) -> int:
+    """Say that what was measured is kept. Returns the exit code: 0 at the end of the time limit."""
+    ended = "interrupted" if stopping.number else "the time is over"
+    note(prog, f"{ended}: what was measured is kept, and the same command goes on from there")
+    return stopping.exit_code if stopping.number else 0
 
 
 def _of_kinds(everything: list[Wanted], kinds: Sequence[str]) -> list[Wanted]:
@@ -179,7 +193,8 @@ def _measure(args: argparse.Namespace, topology: Topology, todo: Sequence[Wanted
             bar.set_postfix_str(one.name, refresh=False)
             bar.update()
 
-        return measure(args.model, reading(args, topology), topology, place, todo, store, args.budget, progress)
+        stop_at = time.monotonic() + MEASURING_SHARE * args.limit.left_s
+        return measure(args.model, reading(args, topology), topology, place, todo, store, args.budget, progress, stop_at)
 
 
 def execute_show(args: argparse.Namespace) -> int:

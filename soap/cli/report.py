@@ -12,6 +12,7 @@ from soap import api, outputs
 from soap.cli import reporting, rows, timelines
 from soap.cli.asked_strategy import add_asked, read_file
 from soap.cli.command import Parser, UsageError, run_command
+from soap.cli.inputs import check_inputs
 from soap.cli.options import cluster_of
 from soap.plan.compression.training import PLAIN, for_scaling
 from soap.simulator.analysis.comparison import compare
@@ -42,6 +43,7 @@ def make_parser() -> Parser:
 def execute(args: argparse.Namespace) -> int:
     """Simulate and draw."""
     reporting.check(args.output)
+    check_inputs(args)
     measured = timelines.read(args.measured, "measured") if args.measured else None
     topology = cluster_of(args, args.cluster)
     graph = rows.load_graph(args, topology)

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from soap import api
 from soap.cli import compressing, emulation, evaluating, figures, loss_scaling, reporting, restarting, stale_run, step_log, warm_up, weights
 from soap.cli.as_read import as_read, simulated
-from soap.cli.checkpoints import add_checkpoints, chosen
+from soap.cli.checkpoints import add_checkpoints, check_optimizer, chosen, going_on
 from soap.cli.command import Parser, UsageError, note, run_command
+from soap.cli.inputs import check_inputs
 from soap.cli.options import (
     add_backend,
     add_cluster,
@@ -36,7 +37,7 @@ from soap.cli.timelines import measured_text, not_as_priced
 from soap.cli.updating import Updating, add_updating, require_trainable
 from soap.cluster.kinds import run_kind
 from soap.cluster.presets import says_all
-from soap.errors import RuntimeFailure, SoapWarning, StrategyError
+from soap.errors import INTERRUPTED_EXIT_CODE, RuntimeFailure, SoapWarning, StoppedBySignal, StrategyError
 from soap.files import write_text_atomically
 from soap.plan.compression.training import for_scaling
 from soap.runtime.comm.launched import local_numbers, own_rank, world_size
@@ -113,17 +114,24 @@ def execute(args: argparse.Namespace) -> int:
     if own_rank(os.environ):  # under torchrun, rank 0 prints the warnings for all
         warnings.simplefilter("ignore", SoapWarning)
     reporting.check(args.report)
+    check_inputs(args)
+    check_optimizer(args)
     if stale_run.is_asked(args):
         return stale_run.execute(args, api.load_cluster(args.cluster or _recorded_cluster(args.strategy)), PROG)
     emulation.check_possible(args)
     restarting.check_possible(args)
-    (job, predicted, costs), outcome, restarts = restarting.train(args, prepare, start, partial(note, PROG))
+    try:
+        (job, predicted, costs), outcome, restarts = restarting.train(args, prepare, start, partial(note, PROG))
+    except StoppedBySignal as error:
+        raise StoppedBySignal(f"{error}{going_on(args)}", error.number) from None
+    except KeyboardInterrupt:
+        note(PROG, f"interrupted{going_on(args)}")
+        return INTERRUPTED_EXIT_CODE
     if outcome is None:  # under torchrun, on a rank that does not report
         return 0
     scale, hosts = emulation.asked_scale(args), emulation.asked_hosts(args, job.topology, job.device_kind)
     if args.timeline or args.report:
-        measured = outcome.measured[STRATEGY].median_ns
-        strategy, _ = job.strategies[STRATEGY]
+        strategy, measured = job.strategies[STRATEGY][0], outcome.measured[STRATEGY].median_ns
         made = {"costs_hash": costs["hash"], "not_as_priced": not_as_priced(job, scale)}
         picture = measured_text(strategy, predicted[STRATEGY], outcome.iterations, measured, job.accumulate, scale=scale, **made)
         if args.timeline:

@@ -12,8 +12,9 @@ from soap import api, outputs
 from soap.api import ahead
 from soap.cli import at_hand, clusters, explain, plan_summary, reporting, rows, search_report, served_search, spare_plans, two_plans
 from soap.cli.clusters import Candidate
-from soap.cli.command import Parser, UsageError, check_outputs, note, run_command
+from soap.cli.command import Parser, UsageError, check_outputs, note, one_line, run_command
 from soap.cli.first_measuring import Measured
+from soap.cli.inputs import check_inputs
 from soap.cli.options import add_cluster, add_costs, add_explain, add_model, add_outputs, add_rows, cluster_of, reading
 from soap.cli.search_options import add_budget, add_choices, add_runs, add_servers, search_options
 from soap.cli.stopping import Stopping
@@ -22,17 +23,22 @@ from soap.cli.updating import Updating, add_optimizer
 from soap.cluster.kinds import has_gpus
 from soap.cluster.presets import LOCAL, family
 from soap.cluster.topology import Topology
-from soap.errors import RuntimeFailure, StoppedBySignal
+from soap.errors import InfeasibleError, RuntimeFailure, StoppedBySignal
 from soap.files import write_text_atomically
 from soap.model.graph import OperatorGraph
 from soap.search.deciding import FASTEST, SAFE, Answer
 from soap.search.options import SearchOptions
 from soap.search.plot import check_plot
+from soap.time_limit import TimeIsUp
 
 PROG = "soap-search"
 OUTPUT = "strategy.json"
 HASTY_DRAWS = 8
-"""By which it is decided which plan is kept if the user has ended the search."""
+"""By which it is decided which plan is kept if the user, or a time limit, has ended the search."""
+SEARCHING_SHARE, VERIFYING_SHARE = 0.6, 0.8
+"""Parts of the time that is left for a search whose plans are run afterwards, and for these runs."""
+FINDING_SHARE, SPARE_SHARE = 0.9, 0.3
+"""Parts for the search, before the rest is for the report, and for the search of a spare plan."""
 
 
 def make_parser() -> Parser:
@@ -93,13 +99,15 @@ def execute(args: argparse.Namespace) -> int:
     else:
         at_hand.check_asked(args.cluster[0], args.profile, args.verify, args.costs)
     two_plans.check(args.output, _outputs(args)[1:])
-    with Stopping() as stopping:
+    with Stopping(args.limit) as stopping:
         try:
             if args.consistency:
                 return served_search.search(PROG, args, stopping)
             return _search(args, stopping) if len(args.cluster) == 1 else _search_several(args, stopping)
-        except KeyboardInterrupt:
-            note(PROG, "interrupted")
+        except (KeyboardInterrupt, InfeasibleError) as error:
+            if stopping.number is None:
+                raise
+            note(PROG, f"interrupted: {one_line(str(error)) or 'nothing was found yet'}")
             return stopping.exit_code
 
 
@@ -114,6 +122,7 @@ def _check_outputs(args: argparse.Namespace) -> None:
     if args.plot:
         check_plot(args.plot)
     reporting.check(args.report)
+    check_inputs(args)
 
 
 def _outputs(args: argparse.Namespace) -> list[str]:
@@ -135,24 +144,26 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
     measured: Measured | None = None
     if wish.profile_s:
         measured, wish = at_hand.profile(PROG, args.model, reading(args, topology), graph, topology, wish, stopping, options)
-    outcome = _decided_for(graph, options, stopping, topology)
+    outcome = _decided_for(graph, options, stopping, SEARCHING_SHARE if wish.finalists else 1, topology)
     interrupted = outcome.result.interrupted or stopping.number is not None
     verified_s: float | None = None
-    if wish.finalists and not interrupted:
-        with stopping.saving():
-            two_plans.save(args.output, outcome)  # before the runs, which may fail
+    if wish.finalists and not stopping.ended:
+        outcome, _ = _written(args, outcome, stopping)  # before the runs, which may fail
         try:
-            outcome, verified_s = at_hand.verify(PROG, outcome, args.model, reading(args, topology), args.seed, args.data, wish, updating)
+            verifying = args.model, reading(args, topology), args.seed, args.data, wish, updating
+            outcome, verified_s = at_hand.verify(PROG, outcome, *verifying, args.limit.seconds(VERIFYING_SHARE))
+        except TimeIsUp:
+            note(PROG, "the time was over while verifying: the search's choice by predictions stands")
         except (KeyboardInterrupt, StoppedBySignal) as error:
             note(PROG, f"interrupted while verifying: what the search chose by its predictions is in {args.output}")
             return 128 + error.number if isinstance(error, StoppedBySignal) else stopping.exit_code
         except RuntimeFailure as error:
             raise RuntimeFailure(f"{error}; what the search chose by its predictions is in {args.output}") from None
-    files = _save(args, outcome, stopping)
-    _report(args, outcome, files, measured, verified_s)
+    outcome, files = _save(args, outcome, stopping)
+    _report(args, outcome, files, stopping, measured, verified_s)
     if args.spare_plans and not interrupted:
-        spare = partial(_decided_for, graph, options, stopping)
-        written = spare_plans.write(args.spare_plans, topology, spare, lambda: stopping.number is not None)
+        spare = partial(_decided_for, graph, options, stopping, SPARE_SHARE)
+        written = spare_plans.write(args.spare_plans, topology, spare, lambda: stopping.ended)
         note(PROG, f"wrote {len(written)} plans for one device less into {args.spare_plans}")
     if interrupted:
         note(PROG, f"interrupted after {outcome.result.evaluations} evaluations: the best strategy so far is in {args.output}")
@@ -160,8 +171,11 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
     return 0
 
 
-def _decided_for(graph: OperatorGraph, options: SearchOptions, stopping: Stopping, topology: Topology) -> api.SearchOutcome:
-    return _decided(api.find(graph, topology, options, progress=True, stopped=lambda: stopping.number is not None), stopping)
+def _decided_for(graph: OperatorGraph, options: SearchOptions, stopping: Stopping, share: float, topology: Topology) -> api.SearchOutcome:
+    """What a search finds in this share of the time that is left, with its decision made."""
+    options = replace(options, seconds=stopping.limit.seconds(FINDING_SHARE * share))
+    found = api.find(graph, topology, options, progress=True, stopped=lambda: stopping.number is not None)
+    return _decided(found, stopping)
 
 
 def _search_several(args: argparse.Namespace, stopping: Stopping) -> int:
@@ -178,19 +192,19 @@ def _search_several(args: argparse.Namespace, stopping: Stopping) -> int:
     updating = Updating(tuple(args.optimizer or ("adam",)))
     options = {gpus: search_options(args, updating, graph) for gpus, graph in models.items()}
 
-    def stopped() -> bool:
-        return stopping.number is not None
+    left = list(topologies)
 
     def find(one: Topology) -> api.SearchOutcome:
-        return _decided(api.find(models[has_gpus(one)], one, options[has_gpus(one)], progress=True, stopped=stopped), stopping)
+        share = 1 / len(left)
+        left.pop()
+        return _decided_for(models[has_gpus(one)], options[has_gpus(one)], stopping, share, one)
 
-    found = clusters.search_each(topologies, find, stopped)
-    interrupted = stopped()
-    with stopping.saving():
-        chosen = clusters.best_of(found, args.objective)
-        assert chosen.outcome is not None
-        files = _save(args, chosen.outcome, stopping)
-    _report_several(args, found, chosen.outcome, files)
+    found = clusters.search_each(topologies, find, lambda: stopping.ended)
+    interrupted = stopping.number is not None
+    chosen = clusters.best_of(found, args.objective)
+    assert chosen.outcome is not None
+    outcome, files = _save(args, chosen.outcome, stopping)
+    _report_several(args, found, outcome, files, stopping)
     finished = sum(one.is_finished for one in found)
     if interrupted:
         best = f"the best strategy so far, of {chosen.spec}, is in {args.output}"
@@ -200,46 +214,71 @@ def _search_several(args: argparse.Namespace, stopping: Stopping) -> int:
 
 
 def _decided(outcome: api.SearchOutcome, stopping: Stopping) -> api.SearchOutcome:
-    """The outcome with its decision made, which takes seconds for large models, so that saving, which nothing ends, does not make it.
-    After Ctrl-C or SIGTERM, be it meanwhile, it is made by ``HASTY_DRAWS``; a further signal ends that, and nothing is saved."""
-    if stopping.number is None:
-        try:
-            _ = outcome.decision
-            return outcome
-        except KeyboardInterrupt:
-            pass
-    outcome = replace(outcome, draws=HASTY_DRAWS)
-    _ = outcome.decision
-    return outcome
+    """The outcome with its decision made: by ``HASTY_DRAWS`` if the search was ended, and if that takes long by the search's costs."""
+
+    def decided(one: api.SearchOutcome) -> api.SearchOutcome:
+        _ = one.decision
+        return one
+
+    hasty = replace(outcome, draws=HASTY_DRAWS, brief=False)
+    ways = [] if outcome.brief or stopping.ended else [partial(decided, outcome)]
+    return stopping.in_time(*ways, partial(decided, hasty), outcome.shortened)
 
 
-def _save(args: argparse.Namespace, outcome: api.SearchOutcome, stopping: Stopping) -> dict[Answer, str]:
-    """Returns the file of the fastest and that of the safe plan; where plans were run, both are what is kept."""
+def _written(args: argparse.Namespace, outcome: api.SearchOutcome, stopping: Stopping) -> tuple[api.SearchOutcome, dict[Answer, str]]:
+    """Write what was found; without what would have to be simulated first, if there is no time for that. Returns what was written, and the
+    file of the fastest and that of the safe plan; where plans were run, both are what is kept."""
+
+    def simulated() -> api.SearchOutcome:
+        _ = outcome.record, outcome.other and outcome.other.record
+        return outcome
+
+    if stopping.ended:  # whatever happens from here on, there is a plan
+        with stopping.saving():
+            two_plans.save(args.output, outcome.shortened())
+    written = stopping.in_time(simulated, outcome.shortened)
     with stopping.saving():
-        files = two_plans.save(args.output, outcome)
-        if args.timeline:
-            simulator = outcome.simulator
-            picture = predicted_text(simulator.graph, outcome.strategy, outcome.simulation, simulator.costs_hash)
+        return written, two_plans.save(args.output, written)
+
+
+def _save(args: argparse.Namespace, outcome: api.SearchOutcome, stopping: Stopping) -> tuple[api.SearchOutcome, dict[Answer, str]]:
+    """``_written``, and what is drawn of it."""
+    written, files = _written(args, outcome, stopping)
+    if written.brief:
+        return written, files
+    if args.timeline:
+        simulator = written.simulator
+        picture = predicted_text(simulator.graph, written.strategy, written.simulation, simulator.costs_hash)
+        with stopping.saving():
             write_text_atomically(args.timeline, picture)
-        if args.plot:
-            outcome.plot(args.plot)
-    return files
+    if args.plot:
+        with stopping.saving():
+            written.plot(args.plot)
+    return written, files
 
 
 def _report(
-    args: argparse.Namespace, outcome: api.SearchOutcome, files: dict[Answer, str], measured: Measured | None, verified_s: float | None
+    args: argparse.Namespace,
+    outcome: api.SearchOutcome,
+    files: dict[Answer, str],
+    stopping: Stopping,
+    measured: Measured | None,
+    verified_s: float | None,
 ) -> None:
     """Print what was found, see ``search_report``."""
-    found = search_report.document(outcome, files, explain=args.explain, measured=measured, verified_s=verified_s, warmed=args.warm_up)
-    if args.report:
-        reporting.write_search(args.report, args.output, outcome, found, args.costs)
-    if args.json:
-        print(plan_summary.dump(found))
-        return
-    at_hand_now = family(args.cluster[0]) is not None
-    told, lossy = _told(args), args.lossy
-    print(search_report.text(outcome, found, told=told, lossy=lossy, at_hand=at_hand_now, measured=measured, verified_s=verified_s))
-    print(_wrote(args, files))
+
+    def made() -> str:
+        found = search_report.document(outcome, files, explain=args.explain, measured=measured, verified_s=verified_s, warmed=args.warm_up)
+        if args.report:
+            reporting.write_search(args.report, args.output, outcome, found, args.costs)
+        if args.json:
+            return plan_summary.dump(found)
+        at_hand_now = family(args.cluster[0]) is not None
+        told, lossy = _told(args), args.lossy
+        text = search_report.text(outcome, found, told=told, lossy=lossy, at_hand=at_hand_now, measured=measured, verified_s=verified_s)
+        return f"{text}\n{_wrote(args, files)}"
+
+    print(stopping.in_time(*([] if outcome.brief else [made]), partial(_briefly, args, outcome)))
 
 
 def _wrote(args: argparse.Namespace, files: dict[Answer, str]) -> str:
@@ -250,18 +289,28 @@ def _wrote(args: argparse.Namespace, files: dict[Answer, str]) -> str:
 
 
 def _report_several(
-    args: argparse.Namespace, candidates: Sequence[Candidate], chosen: api.SearchOutcome, files: dict[Answer, str]
+    args: argparse.Namespace, candidates: Sequence[Candidate], chosen: api.SearchOutcome, files: dict[Answer, str], stopping: Stopping
 ) -> None:
     """Print all clusters, and what was found for the best one."""
-    found = search_report.document(chosen, files, explain=args.explain, warmed=args.warm_up)
-    if args.report:
-        reporting.write_search(args.report, args.output, chosen, found, args.costs)
-    if args.json:
-        compared = clusters.document(candidates, args.objective, search_report.document)
-        print(plan_summary.dump({**found, **compared}))
-        return
-    print(f"{clusters.text(candidates, args.objective)}\n\n{search_report.text(chosen, found, told=_told(args), lossy=args.lossy)}")
-    print(_wrote(args, files))
+
+    def made() -> str:
+        found = search_report.document(chosen, files, explain=args.explain, warmed=args.warm_up)
+        if args.report:
+            reporting.write_search(args.report, args.output, chosen, found, args.costs)
+        if args.json:
+            return plan_summary.dump({**found, **clusters.document(candidates, args.objective, search_report.document)})
+        text = search_report.text(chosen, found, told=_told(args), lossy=args.lossy)
+        return f"{clusters.text(candidates, args.objective)}\n\n{text}\n{_wrote(args, files)}"
+
+    print(stopping.in_time(*([] if chosen.brief else [made]), partial(_briefly, args, chosen)))
+
+
+def _briefly(args: argparse.Namespace, outcome: api.SearchOutcome) -> str:
+    """What is said when no time is left for the report."""
+    if args.report or (outcome.brief and (args.timeline or args.plot)):
+        note(PROG, f"no time was left for pictures; soap-report and soap-simulate make them of {args.output}")
+    found = search_report.brief(outcome)
+    return plan_summary.dump({**found, "strategy": args.output}) if args.json else search_report.brief_text(found, args.output)
 
 
 def _told(args: argparse.Namespace) -> list[str]:

@@ -23,6 +23,7 @@ from soap.cli.options import (
     share,
     sync_method,
 )
+from soap.cli.stopping import add_time_limit
 from soap.cli.updating import Updating
 from soap.errors import StrategyError
 from soap.model.graph import OperatorGraph
@@ -73,7 +74,7 @@ def add_runs(parser: Parser) -> None:
 def add_budget(parser: Parser) -> None:
     """Options for the length of the search and its random draws."""
     parser.add_argument("--budget", metavar="N", type=positive, default=DEFAULT_BUDGET, help="strategies to try (default %(default)s)")
-    parser.add_argument("--seconds", metavar="S", type=positive_number, help="stop trying after S seconds (results may then differ)")
+    add_time_limit(parser, "measuring, searching, deciding and running; the best plan so far is written", "--seconds")
     parser.add_argument(
         "--patience",
         metavar="P",
@@ -221,7 +222,7 @@ def search_options(args: argparse.Namespace, updating: Updating, graph: Operator
     options = SearchOptions(
         budget=args.budget,
         seed=args.seed,
-        seconds=args.seconds,
+        seconds=args.time_limit,
         patience=args.patience,
         beta=args.beta,
         starts=args.start,

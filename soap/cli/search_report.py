@@ -8,6 +8,7 @@ from typing import Any
 from soap import api
 from soap.cli import certainty, compressing, explanation, plan_summary, recomputing, verification, warm_up
 from soap.cli.first_measuring import Measured
+from soap.cli.plain_text import milliseconds
 from soap.search.deciding import FASTEST, Answer
 from soap.strategy.compression import Compression
 from soap.strategy.config import SyncConfig
@@ -53,6 +54,28 @@ def document(
         why = outcome.explanation, outcome.synchronization, outcome.unkept
         found |= explanation.documents(outcome.simulator.graph, *why, outcome.time_ns)
     return found
+
+
+def brief(outcome: api.SearchOutcome) -> dict[str, Any]:
+    """What can be said without simulating anything, as plain JSON values."""
+    graph, topology, recorded = outcome.simulator.graph, outcome.simulator.topology, outcome.shortened().record
+    return {
+        "model": {"name": graph.name, "hash": graph.hash, "operators": len(graph.operators)},
+        "cluster": {"name": topology.name, "hash": topology.hash, "devices": [device.name for device in topology.devices]},
+        "search": {key: recorded["search"][key] for key in SEARCHED if key in recorded["search"]},
+        **{key: recorded[key] for key in ("predicted_ns", "data_parallel_ns", "decision", "measured") if key in recorded},
+        "brief": True,
+    }
+
+
+def brief_text(found: Mapping[str, Any], output: str) -> str:
+    """That for people."""
+    kept = found["measured"]["kept"] if "measured" in found else found["decision"]["kept"]
+    return (
+        f"{found['model']['name']} ({found['model']['operators']} operators) on {found['cluster']['name']}: {kept}, "
+        f"{milliseconds(found['predicted_ns'])} predicted, data_parallel {milliseconds(found['data_parallel_ns'])}\n"
+        f"no time was left to say more; soap-simulate --strategy {output} does\n\nwrote {output}"
+    )
 
 
 def text(

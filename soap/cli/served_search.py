@@ -24,6 +24,9 @@ ALONE = (
 )  # fmt: skip
 """Options of searches for strategies that ranks run, which plans of servers and workers do not have."""
 
+SEARCHING_SHARE = 0.8
+"""Part of a time limit that is for the search; the rest is for comparing what it finds with other designs."""
+
 
 def check_alone(args: argparse.Namespace, parser: Parser) -> None:
     """UsageError in one line for what a search for servers and workers does not know."""
@@ -47,11 +50,11 @@ def search(prog: str, args: argparse.Namespace, stopping: Stopping) -> int:
         topology,
         args.consistency,
         budget=api.MOST_SIMULATED if args.budget == DEFAULT_BUDGET else args.budget,
-        seconds=args.seconds,
+        seconds=args.limit.seconds(SEARCHING_SHARE),
         optimizer_states=options.optimizer_states,
         costs=args.costs,
         progress=True,
-        stopped=lambda: stopping.number is not None,
+        stopped=lambda: stopping.ended,
     )
     with stopping.saving():
         found.save(args.output)

@@ -14,13 +14,15 @@ from soap.api.fitting import MOST_WAYS
 from soap.cli import beside, explanation, fits, iteration, layers_on_servers, plan_summary, rows, sensitivity, stale_plan, worker_plan
 from soap.cli.asked_strategy import add_asked, read_file
 from soap.cli.command import Parser, UsageError, run_command
+from soap.cli.inputs import check_inputs
 from soap.cli.options import add_explain, add_outputs, cluster_of, reading, share
+from soap.cli.stopping import add_time_limit
 from soap.cli.timelines import predicted_text
 from soap.cluster.topology import Topology
 from soap.errors import StrategyError
 from soap.files import write_text_atomically
 from soap.model.graph import OperatorGraph
-from soap.plan.compression.training import PLAIN, for_scaling
+from soap.plan.compression.training import PLAIN, PlannedTraining, for_scaling
 from soap.search.layer_placement import LEAST_GAIN
 from soap.search.plot import check_plot
 from soap.search.starts import BASELINE
@@ -32,6 +34,8 @@ from soap.strategy.named import base_of, named
 from soap.strategy.ralp import RALP
 
 PROG = "soap-simulate"
+FITTING_SHARE = 0.9
+"""Part of a time limit after which no way to fit is begun."""
 
 
 def make_parser() -> Parser:
@@ -60,6 +64,7 @@ def make_parser() -> Parser:
     parser.add_argument("--sensitivity", action="store_true", help=turning)
     parser.add_output("--plot", kind=outputs.PICTURE, help="with --sensitivity: draw it as a tornado (.png, .svg, .pdf); needs matplotlib")
     add_explain(parser)
+    add_time_limit(parser, "with --fits the ways that were tried by then are shown, of which there may be more than without it")
     add_outputs(parser, timeline="write the iteration as a trace for Perfetto")
     return parser
 
@@ -71,11 +76,10 @@ def execute(args: argparse.Namespace) -> int:
     topology = beside.asked_part(args, whole)
     graph, training = rows.load_graph(args, topology), for_scaling(PLAIN, args.autocast)
     if args.fits and not args.strategy:
-        found = api.fits(graph, topology, args.builtin or BASELINE, costs=args.costs, training=training)
-        return _report_fit(args, found, graph, topology)
+        return _report_fit(args, _fits(args, graph, topology, args.builtin or BASELINE, training), graph, topology)
     strategy, graph = _read(args, graph, topology)
     if args.fits and strategy is not None:
-        found = api.fits(graph, topology, strategy, costs=args.costs, training=training)
+        found = _fits(args, graph, topology, strategy, training)
         return _report_fit(args, replace(found, asked=replace(found.asked, name=Path(args.strategy).name)), graph, topology)
     made_for = _made_for(args, topology) if args.what_if else None
     simulator = api.simulator_for(graph, topology, costs=args.costs, training=training)
@@ -147,11 +151,20 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError("--plot without --sensitivity, which is what it draws; expected both")
     if args.plot:
         check_plot(args.plot)
+    check_inputs(args)
 
 
 def _is_layered(args: argparse.Namespace) -> bool:
     """Whether a cut of the model is to be found."""
     return bool(args.builtin) and base_of(args.builtin)[0] == RALP and not args.fits
+
+
+def _fits(
+    args: argparse.Namespace, graph: OperatorGraph, topology: Topology, asked: Strategy | str, training: PlannedTraining
+) -> api.Fit:
+    """Whether this fits, and what does; within the command's time limit, if it has one."""
+    seconds = args.limit.seconds(FITTING_SHARE)
+    return api.fits(graph, topology, asked, costs=args.costs, training=training, **({} if seconds is None else {"seconds": seconds}))
 
 
 def _report_fit(args: argparse.Namespace, fit: api.Fit, graph: OperatorGraph, topology: Topology) -> int:

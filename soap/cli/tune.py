@@ -18,22 +18,27 @@ from soap import api, outputs
 from soap.cli import emulation, reporting
 from soap.cli.as_read import simulator_of
 from soap.cli.command import Parser, UsageError, note, one_line, run_command
+from soap.cli.inputs import check_inputs
 from soap.cli.options import add_cluster, add_costs, add_json, add_model, not_negative, positive
 from soap.cli.plain_text import aligned, listed, milliseconds
 from soap.cli.plan_summary import crowded, shared_cores
 from soap.cli.run import STRATEGY, add_training, on_ranks, prepare
 from soap.cli.run import make_parser as run_parser
-from soap.errors import RuntimeFailure, SoapWarning
+from soap.cli.stopping import Stopping, add_time_limit
+from soap.errors import RuntimeFailure, SoapWarning, StoppedBySignal
 from soap.runtime.comm.launched import own_rank, under_launcher
 from soap.search.partition_tuning import BATCHES, ITERATIONS, MOST_SAMPLES, Sample, Tuning, choose, next_partitions
 from soap.simulator.simulate import Simulation
 
 if TYPE_CHECKING:
     from soap.cli.partition_runs import Trial
+    from soap.cli.training import Job
     from soap.emulation.hosts import HostLimits
     from soap.runner.tuning import Range
 
 PROG = "soap-tune"
+FINISHING_SHARE = 0.15
+"""Part of a time limit that is left when runs are ended, to say what they were predicted to take."""
 OUT_OF_MEMORY = ("out of memory", "enough memory", "allocate memory", "memoryerror")
 """Words of errors that fewer bytes on a server may avoid: from torch, Python, and the launcher when a rank was killed."""
 
@@ -70,6 +75,7 @@ def make_parser() -> Parser:
         help="parameters with these names get a number of their own, from runs of their own (repeatable; default: one for all)",
     )
     add_training(parser)
+    add_time_limit(parser, "the best of the runs so far is written")
     parser.add_argument("--seed", metavar="S", type=not_negative, default=0, help="of data and dropout (default %(default)s)")
     emulation.add_emulation(parser)
     reporting.add_report(parser, "the tuned plan, and its runs against the number of partitions")
@@ -83,11 +89,30 @@ def _with_others(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Run, fit, choose, save, report."""
+    """Run, fit, choose, save, report; after a signal or at the end of the time limit, choose by the runs so far."""
+    with Stopping(args.limit) as stopping:
+        try:
+            _tune(args, stopping)
+        except StoppedBySignal as error:
+            return _ended("nothing was chosen yet", 128 + error.number)
+        except KeyboardInterrupt:
+            if stopping.number is None and args.limit.over:
+                raise
+            return _ended("nothing was chosen yet", stopping.exit_code)
+        return 0 if stopping.number is None else _ended(f"the best of the runs so far is in {args.output}", stopping.exit_code)
+
+
+def _ended(how: str, code: int) -> int:
+    note(PROG, f"interrupted: {how}")
+    return code
+
+
+def _tune(args: argparse.Namespace, stopping: Stopping) -> None:
     if own_rank(os.environ):  # under torchrun, rank 0 prints the warnings for all
         warnings.simplefilter("ignore", SoapWarning)
     reporting.check(args.report)
     emulation.check_possible(args)
+    check_inputs(args)
     job, predicted, costs = prepare(_with_others(args))
     from soap.cli.partition_runs import Trial  # torch is loaded by now
     from soap.runner.tuning import tuned_range, with_partitions
@@ -101,11 +126,48 @@ def execute(args: argparse.Namespace) -> int:
     chosen = strategy
     tunings: list[tuple[Range, Tuning]] = []
     for own in grouped(wanted, args.group):
-        tuning = sample(Trial(replace(job, strategies={STRATEGY: (chosen, order)}), own, args.batches), hosts)
+        try:
+            with args.limit.part(1 - FINISHING_SHARE) as running:
+                tuning = sample(Trial(replace(job, strategies={STRATEGY: (chosen, order)}), own, args.batches), hosts, stopping)
+        except (KeyboardInterrupt, StoppedBySignal) as error:
+            if not tunings:
+                raise
+            stopping.heard(error)
+            break
         if tuning is None:  # under torchrun, on a rank that does not report
-            return 0
+            return
         tunings.append((own, tuning))
         chosen = with_partitions(chosen, own.parameters, tuning.partitions)
+        if stopping.ended or running.over:
+            break
+    record = dict(api.load_strategy_contents(args.strategy).record)
+    for of_the_found in ("measured", "decision", "guard"):  # which the tuned strategy no longer is; older files have a guard
+        record.pop(of_the_found, None)
+    partitions = {name: chosen.sync(name).partitions for own, _ in tunings for name in own.parameters}
+
+    def unsimulated() -> None:
+        api.save_strategy(args.output, chosen, graph, topology, {**record, "tuning": {"partitions": partitions}})
+        print(f"chosen: {partitions}\nno time was left to say more\n\nwrote {args.output}")
+
+    stopping.in_time(lambda: _report(args, job, given, costs, tunings, wanted, record), unsimulated)
+
+
+def _report(
+    args: argparse.Namespace,
+    job: Job,
+    given: Simulation,
+    costs: Mapping[str, Any],
+    tunings: Sequence[tuple[Range, Tuning]],
+    wanted: Range,
+    record: Mapping[str, Any],
+) -> None:
+    """Simulate what was run and what is chosen, save it, and print that."""
+    from soap.runner.tuning import with_partitions
+
+    strategy, _ = job.strategies[STRATEGY]
+    graph, topology = given.plan.graph, job.topology
+    scale = emulation.asked_scale(args)
+    hosts = emulation.limits(topology, scale, job.device_kind) if args.emulate else ()
     simulator = simulator_of(job, given, args.costs)
     documents, held = [], strategy
     for own, tuning in tunings:
@@ -118,13 +180,10 @@ def execute(args: argparse.Namespace) -> int:
     before = {name: strategy.sync(name).partitions for name in wanted.parameters}
     only = {key: value for key, value in documents[0].items() if key != "parameters"} if len(documents) == 1 else {"groups": documents}
     found = {**only, "iterations": job.steps, "batches": args.batches, "before": before}
-    tuned = simulator.run(chosen)
-    record = {**api.load_strategy_contents(args.strategy).record, **_predicted(tuned), "costs": costs}
-    for of_the_found in ("measured", "decision", "guard"):  # which the tuned strategy no longer is; older files have a guard
-        record.pop(of_the_found, None)
-    api.save_strategy(args.output, chosen, graph, topology, {**record, "tuning": found})
+    tuned = simulator.run(held)
+    api.save_strategy(args.output, held, graph, topology, {**record, **_predicted(tuned), "costs": costs, "tuning": found})
     if args.report:
-        reporting.write_tuning(args.report, args.output, simulator, chosen, tuned, found)
+        reporting.write_tuning(args.report, args.output, simulator, held, tuned, found)
     report = {
         "model": job.model,
         "cluster": topology.name,
@@ -138,7 +197,6 @@ def execute(args: argparse.Namespace) -> int:
     print(json.dumps(report, indent=2) if args.json else text(report))
     if args.report and not args.json:
         print(f"wrote {args.report}")
-    return 0
 
 
 def grouped(wanted: Range, patterns: Sequence[str]) -> list[Range]:
@@ -155,9 +213,10 @@ def grouped(wanted: Range, patterns: Sequence[str]) -> list[Range]:
     return found
 
 
-def sample(trial: Trial, hosts: Sequence[HostLimits] = ()) -> Tuning | None:
+def sample(trial: Trial, hosts: Sequence[HostLimits] = (), stopping: Stopping | None = None) -> Tuning | None:
     """All runs, in one launch of ranks; None under torchrun on all ranks but rank 0. A run for which a server has not enough memory
-    ends its launch and counts as failed; another launch goes on after it."""
+    ends its launch and counts as failed; another launch goes on after it. What ends them early is noted by ``stopping``, and the best of
+    the runs so far is taken, if there is one."""
     from soap.cli.partition_runs import measure, read_notes
 
     known: tuple[Sample, ...] = ()
@@ -166,6 +225,13 @@ def sample(trial: Trial, hosts: Sequence[HostLimits] = ()) -> Tuning | None:
             notes = Path(folder) / "notes"
             try:
                 return on_ranks(trial.job, hosts, measure, replace(trial, known=known, notes=str(notes)))
+            except (KeyboardInterrupt, StoppedBySignal) as error:
+                known = (*known, *read_notes(notes)[0])
+                if stopping is None or all(one.time_ns is None for one in known):
+                    raise
+                stopping.heard(error)
+                note(PROG, f"ended after {len(known)} runs, of which the best is taken")
+                return choose(known)
             except RuntimeFailure as error:
                 ran, broke = read_notes(notes)
                 known = (*known, *ran)

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from soap.runtime.updates.optimizers import Recipe
     from soap.runtime.updates.trial import Tried
 
+OWN = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}
+"""The command's own optimizers, and the names of their classes."""
 OPTIM, SCHEDULES = "torch.optim.", "torch.optim.lr_scheduler."
 LEARNING_RATE = 0.01
 """Learning rate of the command's own optimizers, if neither the command line nor a checkpoint gives one."""
@@ -103,6 +105,12 @@ class Updating:
         chosen = tuple(args.optimizer or (default,))
         momentum = getattr(args, "correct_momentum", None)
         return Updating(chosen, args.lr, args.weight_decay, tuple(args.no_decay), tuple(args.schedule), momentum)
+
+    @property
+    def only_name(self) -> str | None:
+        """The name of the optimizer's class, known without torch; None if there are several."""
+        (pattern, call), *more = [_pattern_and_call(text) for text in self.optimizers]
+        return None if more or pattern is not None else OWN.get(call.name, call.name.removeprefix(OPTIM))
 
     def recipe(self) -> Recipe:
         """What trainers take. UsageError in one line for names, options and values that torch does not have."""

@@ -9,8 +9,10 @@ import hashlib
 import json
 import os
 import sys
+import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,19 +28,42 @@ VERSION = 3
 3 links are measured with freed memory kept (``malloc``)."""
 
 TIMINGS_VERSION = 2
-"""Version of the links' timings, the only part of a record that is measured anew if it was made otherwise. Since 2 there are none only if
-measuring them failed."""
+"""Version of the links' timings, the only part of a record that is measured anew if it was made otherwise."""
+
+FAILURE_S = 86_400.0
+"""For so long what has failed is not tried again: it takes long, and would mostly fail for the next command as well."""
 
 Key = Mapping[str, str | int]
 
 
 class Measurement(NamedTuple):
-    """A device and its links, None if there are none to measure; and what messages and sums take in training: None if that was not
-    tried, nothing if it failed, so that it is not tried again by each command."""
+    """A device and its links, and what messages and sums take in training; None if it was not measured. ``failed_at``: when measuring one
+    of these failed last, in seconds since 1970; None: never."""
 
     device: DeviceType
     link: LinkRates | None = None
     timings: tuple[LinkTiming, ...] | None = None
+    failed_at: float | None = None
+
+    @property
+    def tried(self) -> bool:
+        """Whether measuring has failed within the last day."""
+        return self.failed_at is not None and 0 <= time.time() - self.failed_at < FAILURE_S
+
+
+_anew: set[Path] | None = None
+"""Files that were written since ``measuring_again``; None: all that are there count."""
+
+
+@contextmanager
+def measuring_again() -> Iterator[None]:
+    """Within this context what was measured before counts as absent; it stays until it is replaced."""
+    global _anew
+    before, _anew = _anew, set[Path]()
+    try:
+        yield
+    finally:
+        _anew = before
 
 
 
@@ -66,7 +91,7 @@ def cache_path(key: Key) -> Path | None:
 def load(key: Key) -> Measurement | None:
     """The stored measurement, or None."""
     path = cache_path(key)
-    if path is None or not path.exists():
+    if path is None or not path.exists() or (_anew is not None and path not in _anew):
         return None
     try:
         return _decode(json.loads(read_text(path, what="cache file")), key)
@@ -80,6 +105,8 @@ def save(key: Key, measurement: Measurement) -> None:
     if path is None:
         return
     try:
+        if _anew is not None:
+            _anew.add(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text_atomically(path, json.dumps(_encode(key, measurement), indent=1) + "\n", error=ProfileError)
     except (OSError, ProfileError) as cause:
@@ -87,7 +114,7 @@ def save(key: Key, measurement: Measurement) -> None:
 
 
 def _encode(key: Key, measurement: Measurement) -> dict[str, Any]:
-    device, link, timings = measurement
+    device, link, timings, failed_at = measurement
     fields = ("name", "kind", "memory_bandwidth_bytes_per_second", "memory_bytes", "kernel_seconds", "source")
     record: dict[str, Any] = {name: getattr(device, name) for name in fields}
     rates = None if link is None else [link.bandwidth_bytes_per_second, link.latency_seconds]
@@ -97,6 +124,7 @@ def _encode(key: Key, measurement: Measurement) -> dict[str, Any]:
         "device": {**record, "flops_per_second": dict(device.flops_per_second)},
         "link_bandwidth_bytes_per_second_and_latency_seconds": rates,
         "timings": None if timings is None else {"version": TIMINGS_VERSION, "of": [encode_timing(timing) for timing in timings]},
+        "failed_at": failed_at,
     }
 
 
@@ -109,5 +137,8 @@ def _decode(record: dict[str, Any], key: Key) -> Measurement:
     rates = record["link_bandwidth_bytes_per_second_and_latency_seconds"]
     kept, timings = record.get("timings"), None  # records were without before
     if kept is not None and kept["version"] == TIMINGS_VERSION:
-        timings = tuple(decode_timing(one) for one in kept["of"])
-    return Measurement(DeviceType(**fields), None if rates is None else LinkRates(*rates), timings)
+        timings = tuple(decode_timing(one) for one in kept["of"]) or None  # there were none if measuring had failed, whenever
+    failed_at = record.get("failed_at")
+    return Measurement(
+        DeviceType(**fields), None if rates is None else LinkRates(*rates), timings, None if failed_at is None else float(failed_at)
+    )

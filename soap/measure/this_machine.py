@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from soap.measure.gpus import Gpus, first_gpus, gpu_count
 from soap.measure.link_figures import with_measured_links
 from soap.measure.link_probe import LinkRates, Probed, measure_link
 from soap.measure.machine_cache import Key, Measurement
+from soap.measure.other_load import noticing_others
 from soap.units import format_bytes
 
 SIGNIFICANT_DIGITS = 4
@@ -42,6 +44,7 @@ GPU_PARTS = 16
 """One of so many parts of a GPU's memory is left to the driver, the process's context and the allocator, as data sheets' decimal gigabytes
 do: 80 GB are 15 of the 16 parts of 80 GiB, but for half a percent."""
 
+AGAIN = "--measure-again"
 WITHOUT_STEPS = "what two processes exchange at best; soap-profile links measures what messages and sums take in training"
 USUAL_FIGURES = "the usual figures for links of one machine"
 
@@ -115,27 +118,34 @@ def _measured(
     in_steps_of: Callable[[], Probed] | None = None,
 ) -> Measurement:
     """What is kept under the key, or else measured now. ``links_of``: None if there are no links to measure. ``in_steps_of``: with their
-    timings, None if these are not wanted. If it fails that is kept, too: it takes long, and would fail for the next command as well."""
+    timings, None if these are not wanted. If it fails that is kept for a day: it takes long, and would fail for the next command as
+    well."""
     known = machine_cache.load(key) if cache else None
-    device, link, timings = known or Measurement(device_of())
-    if in_steps_of is not None and timings is None:
-        found = _links(in_steps_of, WITHOUT_STEPS)
-        link, timings = (link, ()) if found is None else (link or found.rates, found.timings)
-    if links_of is not None and link is None:
-        found = _links(links_of, USUAL_FIGURES)
-        link = None if found is None else found.rates
-    made = Measurement(device, link, timings)
+    wants_steps = in_steps_of is not None and (known is None or known.timings is None)
+    wants_links = links_of is not None and (known is None or known.link is None)
+    if known is not None and (known.tried or not (wants_steps or wants_links)):
+        return known
+    with noticing_others("this machine was", f"measure it again by {AGAIN}"):
+        device, link, timings, failed_at = known or Measurement(device_of())
+        if in_steps_of is not None and timings is None:
+            found = _links(in_steps_of, WITHOUT_STEPS)
+            failed_at = time.time() if found is None else failed_at
+            link, timings = (link, None) if found is None else (link or found.rates, found.timings or None)
+        if links_of is not None and link is None:
+            found = _links(links_of, USUAL_FIGURES)
+            link, failed_at = (None, time.time()) if found is None else (found.rates, failed_at)
+    made = Measurement(device, link, timings, failed_at)
     if cache and made != known:
         other = machine_cache.load(key)  # stored by another process that has measured at the same time and was first
         if other is not None and other != known:
-            made = Measurement(other.device, other.link or link, other.timings if other.timings or timings is None else timings)
+            made = Measurement(other.device, other.link or link, other.timings or timings, failed_at)
         if made != other:
             machine_cache.save(key, made)
     return made
 
 
 def _joined(count: int, measured: Measurement, in_steps: bool = False) -> Topology:
-    device, link, timings = measured
+    device, link, timings, _ = measured
     if link is None:
         return local_topology(count, device)
     joined = local_topology(count, device, link.bandwidth_bytes_per_second, link.latency_seconds)
@@ -236,7 +246,7 @@ def _links(measure: Callable[[], Probed], instead: str) -> Probed | None:
     try:
         link, timings = measure()
     except (ProfileError, RuntimeError) as cause:
-        warnings.warn(f"{cause}; going on with {instead}", stacklevel=5)
+        warnings.warn(f"{cause}; going on with {instead}, for a day or until {AGAIN}", stacklevel=5)
         return None
     return Probed(LinkRates(_rounded(link.bandwidth_bytes_per_second), _rounded(link.latency_seconds)), timings)
 

@@ -9,6 +9,7 @@ from soap.cluster.topology import Topology
 from soap.errors import ProfileError, SoapWarning
 from soap.measure.link_figures import with_measured_links
 from soap.measure.link_probes import LinkTiming, is_enough, probes_for, scales_of
+from soap.measure.told import is_news
 from soap.profiles.link_places import LinkPlace, link_places
 from soap.profiles.store import Store
 
@@ -21,8 +22,8 @@ def known_links(topology: Topology, place: LinkPlace, store: Store) -> list[Link
 
 def with_stored_links(topology: Topology, store: Store) -> Topology:
     """The same cluster: with the links' measured figures if all the measurements that they need exist, otherwise unchanged.
-    Measurements that are incomplete or cannot be right are not used, and a SoapWarning says so. ProfileError if the store cannot be
-    read."""
+    Measurements that are incomplete or cannot be right are not used, and a SoapWarning says so, once on a machine. ProfileError if the
+    store cannot be read."""
     problem = ""
     for place in link_places(topology):
         timings = known_links(topology, place, store)
@@ -33,8 +34,9 @@ def with_stored_links(topology: Topology, store: Store) -> Topology:
                 problem = problem or str(cause)
         elif timings:
             problem = problem or _what_is_missing(topology, timings)
-    if problem:
-        warnings.warn(f"measured links of cluster {topology.name!r} are not used: {problem}", SoapWarning, stacklevel=2)
+    text = f"measured links of cluster {topology.name!r} are not used: {problem}"
+    if problem and is_news(f"{store.path}: {text}"):
+        warnings.warn(text, SoapWarning, stacklevel=2)
     return topology
 
 

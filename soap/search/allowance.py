@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 
@@ -17,12 +16,10 @@ def chain_budgets(budget: int, chains: int) -> list[int]:
 
 @dataclass
 class Allowance:
-    """The proposals that chains may still spend. ``patience``: the share of ``budget`` that may bring no improvement. ``deadline``: of the
-    monotonic clock, in seconds."""
+    """The proposals that chains may still spend. ``patience``: the share of ``budget`` that may bring no improvement."""
 
     budget: int
     patience: float | None
-    deadline: float
     used: int = 0
     last_improvement: int = 0
 
@@ -34,7 +31,7 @@ class Allowance:
 
     @property
     def spent(self) -> bool:
-        """Whether budget, time or patience is exhausted."""
+        """Whether budget or patience is exhausted."""
         idle = self.used - self.last_improvement
         impatient = self.patience is not None and idle >= self.patience * self.budget
-        return self.used >= self.budget or impatient or time.monotonic() >= self.deadline
+        return self.used >= self.budget or impatient

@@ -28,11 +28,9 @@ and budgets give equal results, on any number of cores, unless the time is limit
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from math import inf
-from types import MappingProxyType
 from typing import Any, cast
 
 from tqdm import tqdm
@@ -41,43 +39,36 @@ from soap.cluster.topology import Topology
 from soap.errors import StrategyError
 from soap.model.graph import OperatorGraph
 from soap.search.able import Able
+from soap.search.all_starts import NO_STARTS, first_starts, inside, start_names, with_starts
 from soap.search.allowance import Allowance, chain_budgets
 from soap.search.allowed_space import allowed_space, allowed_syncs
-from soap.search.constraints import brought_inside, out_of_stage
+from soap.search.constraints import out_of_stage
 from soap.search.descent import adopt, propose_descent
-from soap.search.infeasible import infeasible
-from soap.search.lossy import lossy_starts, lossy_ways
+from soap.search.infeasible import infeasible, nothing_fits_yet
 from soap.search.metropolis import ChainState, Evaluator, step
-from soap.search.more_starts import with_more_starts
 from soap.search.options import SearchOptions
 from soap.search.pipeline_moves import pipeline_moves
-from soap.search.pipelining import is_cut, is_legal, keeps_stages, require_inside, space_of
+from soap.search.pipelining import is_cut, is_legal, keeps_stages, space_of
 from soap.search.polish import MAX_POLISHED, polish_best
 from soap.search.proposals import Kernel, Proposal
 from soap.search.record import Recorder, SearchResult
 from soap.search.space import Space
 from soap.search.starts import (
     BASELINE,
-    INITIAL,
     Start,
-    check_start,
-    different,
     evaluated,
-    reference_strategies,
-    starting_strategies,
     starts_of_chains,
 )
 from soap.simulator.simulate import is_played
 from soap.strategy.config import Strategy
-from soap.strategy.named import PIPELINE, is_simulated, named, saving_starts
-from soap.strategy.sync import in_one_partition
+from soap.strategy.named import PIPELINE, named
+from soap.time_limit import TimeIsUp, TimeLimit
 
 PROPOSALS_PER_CHAIN, MAX_CHAINS = 500, 3
 TEMPERED_PROPOSALS, MAX_TEMPERED = 4000, 4
 DESCENT_SHARE, DESCENT_PROPOSALS = 0.5, 300
 CLIMB_SHARE = 0.2
 """Of a pipeline's part of the budget, for each of the two descents by its moves."""
-NO_STARTS: Mapping[str, Callable[[], Strategy]] = MappingProxyType({})
 MAX_IDLE_MOVES = 1000
 """After so many moves without effect in a row a phase ends: nothing is left to propose."""
 
@@ -93,6 +84,8 @@ def search(
     improved: Callable[[int], None] = lambda cost_ns: None,
     stopped: Callable[[], bool] = lambda: False,
     further_starts: Mapping[str, Callable[[], Strategy]] = NO_STARTS,
+    limit: TimeLimit | None = None,
+    share: float = 1.0,
 ) -> SearchResult:
     """Search for the strategy with the shortest iteration. The result fits into memory and is never worse than the best start.
 
@@ -101,64 +94,73 @@ def search(
     ``polish_up_to``: make the result locally optimal if all operators together have at most so many structured configurations; 0: never.
     ``improved``: called with each new best cost in ns. ``stopped``: asked after every start, proposal or round; once it returns True, the
     search ends as by Ctrl-C (Python loses one that arrives while a library calls back into it). ``further_starts``: name -> function that
-    makes a strategy; called after the other starts are evaluated, whether or not ``options.starts`` has the name.
+    makes a strategy; called after the other starts are evaluated, whether or not ``options.starts`` has the name. ``limit``: by default
+    of ``options.seconds``. ``share``: part of it after which the search ends if something fits.
 
-    Ctrl-C returns the best so far; KeyboardInterrupt if nothing was evaluated yet. InfeasibleError if nothing fits into memory,
-    StrategyError if the options do not fit model and cluster.
+    Ctrl-C and the end of the limit return the best so far; KeyboardInterrupt if nothing was evaluated yet. InfeasibleError if nothing fits
+    into memory, StrategyError if the options do not fit model and cluster.
     """
-    deadline = inf if options.seconds is None else time.monotonic() + options.seconds
-    names = _start_names(options, further_starts)
-    space, usual = _space_and_usual(graph, topology, evaluator, options, stopped)
-    saving = () if usual.fits else tuple(saving_starts(topology))
-    strategies = starting_strategies(graph, topology, names, options.initial, options.seed, space.syncs, saving)
-    strategies[BASELINE] = usual.strategy
+    whole = limit or TimeLimit(options.seconds)
+    until, within, recorder = whole.part(share), ExitStack(), Recorder(improved=improved)
 
-    def inside(strategy: Strategy) -> Strategy:
-        return require_inside(strategy, in_one_partition(brought_inside(space, strategy), options.uncut))
+    def ended() -> bool:
+        return stopped() or (until if recorder.fits else whole).over
 
-    baseline = strategies[BASELINE]
-    strategies = {name: inside(own) for name, own in strategies.items() if name == INITIAL or keeps_stages(space, own)}
-    lossy = lossy_starts(graph, strategies.get(BASELINE, baseline), options.compressions, lossy_ways(topology))
-    strategies |= {name: inside(own) for name, own in lossy.items() if keeps_stages(space, own)}
-    recorder, interrupted = Recorder(improved=improved), False
+    names = start_names(options, further_starts)
+    space, usual = _space_and_usual(graph, topology, evaluator, options, ended)
+    baseline, early, interrupted = usual.strategy, False, False
+    if keeps_stages(space, baseline) and inside(space, options, baseline) is baseline:
+        recorder.start(usual)
 
     def evaluate(name: str, strategy: Strategy) -> None:
-        strategies[name] = strategy
-        recorder.start(usual if strategy is usual.strategy else evaluated(evaluator, name, strategy))
-        _heed(stopped)
+        fitted = recorder.fits
+        recorder.start(evaluated(evaluator, name, strategy))
+        if recorder.fits and not fitted:
+            within.enter_context(until)
+        _heed(ended)
 
     bar: tqdm[Any] = tqdm(total=options.budget, unit="proposal", disable=None if progress else True)
     with bar:
         try:
-            if strategies.get(BASELINE) is not baseline:
-                recorder.baseline_ns = evaluator.makespan_ns(baseline)
-            for name, strategy in tuple(strategies.items()):
-                evaluate(name, strategy)
-            for name, make in further_starts.items():
-                if keeps_stages(space, own := make()):
-                    evaluate(name, inside(own))
-            space = with_more_starts(space, topology, evaluator, recorder, options, lambda name, own: evaluate(name, inside(own)))
-            references = reference_strategies(graph, topology, (own for own in strategies.values() if not is_cut(own)))
-            if not recorder.starts:
-                raise StrategyError(out_of_stage(space, baseline) or "no start")
-            space = replace(space, references=different(inside(own) for own in references if keeps_stages(space, own)))
-            _Run(space, topology, evaluator, recorder, options, bar, deadline, stopped).everything()
-            if (around := space_of(space, recorder.best)) is not None:
-                polish_best(recorder, around, evaluator, polish_up_to)
+            with whole, within:
+                if recorder.fits:
+                    within.enter_context(until)
+                _heed(ended)
+                if not recorder.starts:
+                    recorder.baseline_ns = evaluator.makespan_ns(baseline)
+                first = first_starts(space, topology, options, names, usual)
+                space = with_starts(space, topology, evaluator, recorder, options, first, further_starts, evaluate)
+                if not recorder.starts:
+                    raise StrategyError(out_of_stage(space, baseline) or "no start")
+                _Run(space, topology, evaluator, recorder, options, bar, ended).everything()
+                if (around := space_of(space, recorder.best)) is not None:
+                    polish_best(recorder, around, evaluator, polish_up_to, lambda: _heed(ended))
         except (KeyboardInterrupt, Exception) as error:
-            if not (isinstance(error, KeyboardInterrupt) or stopped()):  # libraries may turn an interrupt into an error of their own
+            if not (isinstance(error, KeyboardInterrupt) or ended()):  # libraries may turn an interrupt into an error of their own
                 raise
-            interrupted = True
+            late = isinstance(error, TimeIsUp)  # perhaps of the caller's limit
             if not recorder.starts:
-                raise KeyboardInterrupt from error
-    return _result(space, topology, evaluator, recorder, options, usual, interrupted=interrupted)
+                raise TimeIsUp if late else KeyboardInterrupt from error
+            early, interrupted = True, stopped() or not (late or whole.over or until.over)
+    return _result(space, topology, evaluator, recorder, options, usual, early=early, interrupted=interrupted)
 
 
 def _result(
-    space: Space, topology: Topology, evaluator: Evaluator, recorder: Recorder, options: SearchOptions, usual: Start, *, interrupted: bool
+    space: Space,
+    topology: Topology,
+    evaluator: Evaluator,
+    recorder: Recorder,
+    options: SearchOptions,
+    usual: Start,
+    *,
+    early: bool,
+    interrupted: bool,
 ) -> SearchResult:
-    """What was found. InfeasibleError if nothing fits into memory."""
+    """What was found. InfeasibleError if nothing fits into memory. ``early``: whether the search was ended before it was done; to say then
+    what is lacking must not take long."""
     assert recorder.best is not None
+    if not recorder.best.fits and early:
+        raise nothing_fits_yet(space.graph, topology, recorder)
     if not recorder.best.fits:
         raise infeasible(space.graph, topology, evaluator, recorder, saving=not options.syncs)
     lacking = 0 if options.syncs else usual.overflow_bytes
@@ -172,14 +174,6 @@ def _space_and_usual(
     space = allowed_space(graph, topology, options)
     usual = _usual(graph, topology, evaluator, stopped)
     return space if usual.fits else replace(space, syncs=allowed_syncs(graph, topology, options, saving=True)), usual
-
-
-def _start_names(options: SearchOptions, further_starts: Collection[str]) -> list[str] | None:
-    """The starts that the options name, without those made elsewhere; None if they name none. StrategyError if there is no such start."""
-    names = [name for name in options.starts or () if name not in further_starts]
-    for name in names:
-        check_start(name)
-    return None if options.starts is None else [name for name in names if not is_simulated(name)]
 
 
 def _usual(graph: OperatorGraph, topology: Topology, evaluator: Evaluator, stopped: Callable[[], bool]) -> Start:
@@ -207,7 +201,6 @@ class _Run:
     recorder: Recorder
     options: SearchOptions
     bar: tqdm[Any]
-    deadline: float
     stopped: Callable[[], bool]
 
     @property
@@ -238,7 +231,7 @@ class _Run:
 
     def _climb(self, current: Start, budget: int) -> Start:
         """Take moves of pipelines that are better until none is."""
-        allowance = Allowance(budget, None, self.deadline)
+        allowance = Allowance(budget, None)
         pending = pipeline_moves(self.space.graph, current.strategy)
         while not allowance.spent and (proposal := next(pending, None)) is not None:
             if not is_legal(self.space, self.topology, proposal.strategy):
@@ -261,7 +254,7 @@ class _Run:
         lows: list[tuple[Start, int]] = []
         for start, part in zip(chosen, chain_budgets(budget, len(chosen)), strict=True):
             rng = random.Random(f"{self.options.seed} {start.name}")
-            allowance = Allowance(part, self.options.patience, self.deadline)
+            allowance = Allowance(part, self.options.patience)
             share = int(part * DESCENT_SHARE)
             low = self._descend(rng, start, openings, share if able is None else min(share, DESCENT_PROPOSALS), allowance)
             openings = []
@@ -282,9 +275,9 @@ class _Run:
         chains = Tempering(
             CompiledSpace(self.space, self.topology, able.engine_costs, able.optimizer_states, able.draws, able.training, able.shared),
             [low.strategy for low, _ in lows],
-            seed=self.options.seed, budgets=budgets, beta=self.options.beta, fits=fits, cores=self.options.cores,
+            seed=self.options.seed, budgets=budgets, beta=self.options.beta, fits=fits, cores=self.options.cores, ended=self.stopped,
         )  # fmt: skip
-        allowance = Allowance(sum(budgets), self.options.patience, self.deadline)
+        allowance = Allowance(sum(budgets), self.options.patience)
         for rounds in chains.rounds():
             for own in rounds:
                 before = self.recorder.best

@@ -53,6 +53,17 @@ def infeasible(graph: OperatorGraph, topology: Topology, evaluator: Evaluator, r
     )
 
 
+def nothing_fits_yet(graph: OperatorGraph, topology: Topology, recorder: Recorder) -> InfeasibleError:
+    """The error of a search that was ended before anything fitted; found without simulating anything."""
+    best = recorder.best
+    assert best is not None
+    tried = f"{len(recorder.starts)} starts and {len(recorder.rows)} proposals"
+    return InfeasibleError(
+        f"the search was ended after {tried}, before a plan was found by which model {graph.name!r} fits into the memory of cluster "
+        f"{topology.name!r}: the closest, {best.name}, lacks {format_bytes(best.overflow_bytes)} in all; expected more time, or more memory"
+    )
+
+
 def _least(topology: Topology, recorder: Recorder, run: Callable[[Strategy], Simulation], closest_bytes: int) -> str:
     """With a memory budget, which may be changed: the start whose fullest device needs least, if that is less than in the closest plan,
     which lacks least in all: that may all be on one device."""

@@ -42,7 +42,8 @@ class SearchOptions:
     ``budget``: proposals to evaluate, beside the starts. ``seed``: equal seeds give equal results. ``beta``: how strictly a chain refuses
     slower strategies (``soap.search.metropolis``). ``starts``: names of strategies to begin with; by default all classical ones.
     ``initial``: one more start. ``patience``: a chain ends if this share of its budget has brought no improvement; None: never.
-    ``seconds``: time limit for proposals. ``cores``: how many of this machine's to use, by default all; the result does not depend on it.
+    ``seconds``: time limit of the whole search, from the call, with reading and deciding; outside of the main thread it may end a little
+    later. ``cores``: how many of this machine's to use, by default all; the result does not depend on it.
 
     ``pins={"layers.*": "sample:4"}`` fixes some operators and searches the rest. ``forbidden={"*": "reduction"}`` rules out ways to split,
     devices or copies. ``syncs=[parameter_server(4)]``: methods that parameters may be synchronized by, beside all-reduce; by default all

@@ -80,10 +80,11 @@ def polish(
     *,
     limit: int | None = None,
     accepted: Callable[[Proposal, int], None] = lambda proposal, cost_ns: None,
+    heed: Callable[[], None] = lambda: None,
 ) -> Polished:
     """Improve the strategy that ``proposer`` holds, which fits into memory, until it is locally optimal or ``limit`` configurations
     were compared. ``overflow_bytes`` is called for better strategies only, and counts as ``MEMORY_QUESTION`` comparisons. ``accepted``
-    is called with each strategy that is taken and its cost in ns."""
+    is called with each strategy that is taken and its cost in ns, ``heed`` before each comparison."""
     parts = _parts(space)
     strategy, compared, questions, settled, position = proposer.strategy, 0, 0, 0, 0
     while settled < len(parts):
@@ -94,6 +95,7 @@ def polish(
                 continue
             if limit is not None and compared + MEMORY_QUESTION * questions >= limit:
                 return Polished(strategy, proposer.makespan_ns, compared, False)
+            heed()
             compared += 1
             cost_ns = (
                 proposer.propose_sync(name, choice, proposer.makespan_ns - 1)
@@ -159,9 +161,12 @@ def _with(strategy: Strategy, name: str, choice: Choice) -> Strategy:
     return strategy.with_operator(name, choice)
 
 
-def polish_best(recorder: Recorder, space: Space, evaluator: Evaluator, most: int = MAX_POLISHED) -> None:
+def polish_best(
+    recorder: Recorder, space: Space, evaluator: Evaluator, most: int = MAX_POLISHED, heed: Callable[[], None] = lambda: None
+) -> None:
     """Polish the best strategy of a search, if it fits, all operators together have at most ``most`` configurations, and the evaluator
-    has ``engine_for(strategy)``. That returns an engine which holds the strategy, or None if the strategy is too large."""
+    has ``engine_for(strategy)``. That returns an engine which holds the strategy, or None if the strategy is too large. ``heed``: raises an
+    interrupt if the search is to end."""
     best, count = recorder.best, structured_count(space)
     engine_for: Callable[[Strategy], Proposer | None] | None = getattr(evaluator, "engine_for", None)
     if best is None or not best.fits or count > most or engine_for is None:
@@ -179,7 +184,7 @@ def polish_best(recorder: Recorder, space: Space, evaluator: Evaluator, most: in
     lacks = _quickly(evaluator, engine)
     rounds, improved = cuts.round_count(space), True
     while improved:
-        outcome = polish(engine, space, lacks, limit=MAX_ROUNDS * count, accepted=accepted)
+        outcome = polish(engine, space, lacks, limit=MAX_ROUNDS * count, accepted=accepted, heed=heed)
         recorder.polished, recorder.locally_optimal = recorder.polished + outcome.compared, outcome.locally_optimal
         improved = False
         if rounds > 0 and outcome.locally_optimal:

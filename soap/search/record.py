@@ -140,6 +140,11 @@ class Recorder:
     improvements: list[Improvement] = field(default_factory=list)
     begun_s: float = field(default_factory=time.monotonic)
 
+    @property
+    def fits(self) -> bool:
+        """Whether something that fits is known."""
+        return self.best is not None and self.best.fits
+
     def start(self, start: Start) -> None:
         """Record an evaluated start."""
         self.starts.append(start)

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from math import exp
 from threading import Lock
 from typing import NamedTuple
@@ -26,6 +27,10 @@ from soap.strategy.config import Strategy
 
 ROUND = 100
 """Proposals of each chain between two exchanges."""
+SLICE_S = 0.05
+"""Chains ask about so often whether the search has ended, however long a proposal takes."""
+LEAVE_S = 0.5
+"""When it has ended, chains that take longer to notice are not waited for."""
 WARM_UP = 0.2
 """Share of the budget in which the hottest beta and the mix of moves adapt. What is accepted then follows no fixed distribution."""
 HOT_ACCEPTANCE = 0.3
@@ -62,9 +67,12 @@ class Tempering:
         fits: Callable[[Strategy], bool] | None = None,
         focus: float = FOCUS,
         cores: int | None = None,
+        ended: Callable[[], bool] = lambda: False,
     ) -> None:
         """``starts``: the best one first; beta is relative to its cost. ``budgets``: proposals of each chain. ``fits``: as in
-        ``CompiledChain.run``. ``cores``: how many chains run at a time, by default as many as there are cores."""
+        ``CompiledChain.run``. ``cores``: how many chains run at a time, by default as many as there are cores. ``ended``: once it returns
+        True, chains end in the middle of a round; so they do on an interrupt."""
+        self._asked, self._left = ended, False
         self._draw = random.Random(f"{seed} tempering")
         self._budgets, self._beta, self._focus = list(budgets), beta, focus
         self._fits = None if fits is None else _one_at_a_time(fits)
@@ -82,11 +90,18 @@ class Tempering:
         self._spread()
 
     def rounds(self) -> Iterator[list[Round]]:
-        """Run round after round, until the budgets are spent or no chain has anything left to do."""
-        with ThreadPoolExecutor(max(1, min(self._cores, len(self.chains)))) as pool:
+        """Run round after round, until the budgets are spent or no chain has anything left to do. When it is interrupted, it gives what the
+        chains have found by then, and raises the interrupt afterwards."""
+        pool = ThreadPoolExecutor(max(1, min(self._cores, len(self.chains))))
+        try:
             while True:
                 done = [chain.proposals for chain in self.chains]
-                found = list(pool.map(self._advance, range(len(self.chains))))
+                futures = [pool.submit(self._advance, number) for number in range(len(self.chains))]
+                try:
+                    found = [future.result() for future in futures]
+                except KeyboardInterrupt:
+                    yield self._left_behind(futures)
+                    raise
                 if done == [chain.proposals for chain in self.chains]:
                     return
                 yield found
@@ -95,12 +110,27 @@ class Tempering:
                     self._adapt(done)
                 self._exchange()
                 self._restart(sum(done))
+        finally:
+            self._left = True
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _left_behind(self, futures: Sequence[Future[Round]]) -> list[Round]:
+        """What those chains did in an interrupted round that end soon."""
+        self._left = True
+        ended, _ = wait(futures, timeout=LEAVE_S)
+        return [future.result() for future in futures if future in ended and not future.cancelled() and future.exception() is None]
 
     def _advance(self, number: int) -> Round:
         chain = self.chains[number]
         first, before = chain.proposals, chain.best_ns
         beta = self.betas[number]
-        chain.run(min(first + ROUND, self._budgets[number]), beta=beta, focus=self._focus * beta / self._beta, fits=self._fits)
+        focus, last = self._focus * beta / self._beta, min(first + ROUND, self._budgets[number])
+        while not (self._left or self._asked()) and chain.proposals < last:
+            began_s, wanted = time.monotonic(), min(last, chain.proposals + chain.slice)
+            if chain.run(wanted, beta=beta, focus=focus, fits=self._fits) < wanted:  # no move has an effect any more
+                break
+            fitting = int(chain.slice * SLICE_S / max(1e-6, time.monotonic() - began_s))
+            chain.slice = max(1, min(ROUND, 10 * chain.slice, fitting))
         best = chain.best if chain.best_ns < before else None
         return Round(number, list(chain.log(first)), best, chain.best_ns)
 

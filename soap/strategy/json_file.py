@@ -111,7 +111,7 @@ def loads(text: str, graph: OperatorGraph, topology: Topology, *, any_cluster: b
     document = _parse(text)
     theirs = document["cluster"]["devices"]
     elsewhere = any_cluster and len(theirs) == topology.device_count
-    differences = model_differences(document, graph) + ([] if elsewhere else cluster_differences(document, topology))
+    differences = model_differences(document, graph) + ([] if elsewhere else cluster_differences(document["cluster"], topology))
     if differences:
         raise StrategyError("; ".join(differences) + "; search again for this model and cluster")
     numbers = {name: number for number, name in enumerate(theirs)}

@@ -43,9 +43,9 @@ def _operator_differences(op: Operator, entry: Mapping[str, Any]) -> list[str]:
     return [f"{op.name} has {one_line(name, 40)} of size {theirs} instead of {ours}" for name, theirs, ours in pairs if theirs != ours]
 
 
-def cluster_differences(document: Mapping[str, Any], topology: Topology) -> list[str]:
-    """How the file's cluster differs from this one: an empty list, or one that begins with both names."""
-    cluster, names = document["cluster"], [device.name for device in topology.devices]
+def cluster_differences(cluster: Mapping[str, Any], topology: Topology) -> list[str]:
+    """How the cluster that a file names differs from this one: an empty list, or one that begins with both names."""
+    names = [device.name for device in topology.devices]
     if cluster["hash"] == topology.hash and cluster["devices"] == names:
         return []
     there, here = set(cluster["devices"]), set(names)

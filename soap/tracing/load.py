@@ -17,6 +17,7 @@ from torch.export import ExportedProgram
 from soap import zoo
 from soap.errors import ModelError, asked, first_line
 from soap.logs import TRIALS, silenced
+from soap.model.files import check_exists
 from soap.model.graph import OperatorGraph
 from soap.tracing.archive import plain_archive
 from soap.tracing.autocast import ListOf
@@ -235,10 +236,7 @@ def export_zoo(spec: str, *, plan_only: bool) -> tuple[ExportedProgram, str]:
 
 def read_pt2(path: Path) -> tuple[ExportedProgram, ExportRecord]:
     """The exported program in a file and the record of its export, without running any code that the file might hold."""
-    if not path.exists():
-        raise ModelError(
-            f"model file {str(path)!r} does not exist; expected a .pt2 file made by soap.export or torch.export.save, or zoo:NAME"
-        )
+    check_exists(path)
     try:
         archive, weights = plain_archive(path)
         with warnings.catch_warnings(), quiet_torch(), _weights_only(), _blocks_without_results():

@@ -235,4 +235,4 @@ def test_interrupted_before_a_search_has_begun(known: int, tmp_path: Path, capsy
         assert soap.load_strategy(out, MODEL, SLOW)
         assert SLOWEST in said.out and "not searched" in said.out and "interrupted after 1 of 2 clusters" in said.err
     else:
-        assert not out.exists() and said.out == "" and said.err == "soap-search: interrupted\n"
+        assert not out.exists() and said.out == "" and said.err == "soap-search: interrupted: nothing was found yet\n"

@@ -8,8 +8,11 @@ import signal
 import pytest
 
 from soap.cli.stopping import Stopping
+from soap.errors import StoppedBySignal
+from soap.time_limit import TimeIsUp, TimeLimit
+from tests.alarms import alarm as alarm
 
-pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals")
+pytestmark = [pytest.mark.skipif(os.name != "posix", reason="signals"), pytest.mark.usefixtures("alarm")]
 
 
 def send(number: int) -> None:
@@ -52,6 +55,42 @@ def test_what_was_to_end_has_ended_and_the_next_signal_ends_what_follows(monkeyp
         with pytest.raises(KeyboardInterrupt):
             send(signal.SIGTERM)
         assert stopping.is_terminated and stopping.exit_code == 143
+
+
+def test_the_best_way_that_is_done_in_time_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+
+    def way(name: str, number: int | None = None) -> str:
+        tried.append(name)
+        if number is not None:
+            send(number)
+        return name
+
+    with Stopping() as stopping:
+        assert stopping.in_time(lambda: way("all"), lambda: way("less")) == "all"
+        assert stopping.in_time(lambda: way("all", signal.SIGTERM), lambda: way("less"), lambda: way("least")) == "less"
+        monkeypatch.setattr("soap.cli.stopping.FINISH_S", -1.0)  # the moment that is left is over
+        assert stopping.in_time(lambda: way("all", signal.SIGALRM), lambda: way("least")) == "least"
+    assert tried == ["all", "all", "less", "all", "least"]
+
+
+def test_a_time_limit_ends_the_work_like_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr("soap.cli.stopping.LATE_S", 0.0)
+    with TimeLimit(1000, clock=lambda: now_s[0]) as limit, Stopping(limit) as stopping:
+        assert not stopping.ended
+
+        def long() -> str:
+            now_s[0] = 2000
+            send(signal.SIGALRM)
+            return "all"
+
+        assert stopping.in_time(long, lambda: "less") == "less"
+        assert stopping.ended and stopping.number is None
+        stopping.heard(TimeIsUp())
+        assert stopping.number is None
+        stopping.heard(StoppedBySignal("ranks have ended", signal.SIGTERM))
+        assert stopping.exit_code == 143
 
 
 def test_handlers_come_back() -> None:

@@ -19,11 +19,13 @@ import pytest
 import soap
 from soap.cli import tune
 from soap.cli.partition_runs import Trial
+from soap.cli.stopping import Stopping
 from soap.cli.tune import main
-from soap.errors import RuntimeFailure, SoapError
+from soap.errors import RuntimeFailure, SoapError, StoppedBySignal
 from soap.runner.tuning import BATCHES, Range, Tuned, tuned_range
 from soap.search.partition_tuning import MOST_SAMPLES, Sample, Tuning, choose, next_partitions
 from soap.strategy.sync import parameter_server
+from soap.time_limit import TimeIsUp
 from tests.cli import tune_ranks
 from tests.cli.refusals import assert_refused
 from tests.cli.tune_ranks import CURVE, ITERATIONS, MODEL
@@ -201,6 +203,27 @@ def test_other_failures_end_the_command(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(RuntimeFailure, match="no network"):
         tune.sample(trial())
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "number"),
+    [(KeyboardInterrupt(), signal.SIGINT), (StoppedBySignal("all ranks have ended", signal.SIGTERM), signal.SIGTERM), (TimeIsUp(), None)],
+)
+def test_what_ends_the_runs_leaves_the_best_of_them(error: BaseException, number: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(job: object, hosts: object, entry: object, own: Trial) -> Tuning:
+        assert own.notes is not None
+        Path(own.notes).write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"begun": 8}]))
+        raise error
+
+    lines: list[dict[str, float]] = [{"partitions": 2, "time_ns": 5e8}, {"partitions": 4, "time_ns": 2e8}]
+    monkeypatch.setattr(tune, "on_ranks", start)
+    stopping = Stopping()
+    found = tune.sample(trial(), (), stopping)
+    assert found is not None and found.partitions == 4 and [one.partitions for one in found.samples] == [2, 4]
+    assert stopping.number == number
+    lines.clear()  # nothing ran
+    with pytest.raises(type(error)):
+        tune.sample(trial(), (), stopping)
 
 
 def test_too_little_memory_for_any_number(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

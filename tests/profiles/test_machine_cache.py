@@ -25,7 +25,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "soap"
 
 
-@pytest.mark.parametrize("measurement", [MEASURED, MEASURED._replace(timings=()), MEASURED._replace(timings=None), Measurement(CPU)])
+@pytest.mark.parametrize(
+    "measurement", [MEASURED, MEASURED._replace(timings=None, failed_at=1.7e9), MEASURED._replace(timings=None), Measurement(CPU)]
+)
 def test_what_was_saved_is_loaded(measurement: Measurement, folder: Path) -> None:
     assert load(KEY) is None
     save(KEY, measurement)

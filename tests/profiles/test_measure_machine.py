@@ -12,7 +12,7 @@ import pytest
 from soap.cluster.presets import LOCAL_BANDWIDTH_BYTES_PER_SECOND, preset
 from soap.cluster.topology import Topology
 from soap.errors import ProfileError, TopologyError
-from soap.measure import compute_rates, this_machine
+from soap.measure import compute_rates, machine_cache, this_machine
 from soap.measure.compute_rates import Rates
 from soap.measure.link_probe import LinkRates, Probed
 from soap.measure.link_probes import LinkTiming, Operation, quick_probes
@@ -126,23 +126,47 @@ def test_a_corrupt_cache_is_rewritten(machine: Machine, tmp_path: Path) -> None:
     assert json.loads(path.read_text())["key"]["devices"] == 2
 
 
-def test_failing_links_are_a_warning_and_alone_tried_again(machine: Machine) -> None:
+class Day:
+    """The time of day, which stands until it is moved."""
+
+    now_s = 1.7e9
+
+    def time(self) -> float:
+        return self.now_s
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def day(monkeypatch: pytest.MonkeyPatch) -> Day:
+    made = Day()
+    monkeypatch.setattr(machine_cache, "time", made)
+    monkeypatch.setattr(this_machine, "time", made)
+    return made
+
+
+def test_failing_links_are_told_once_and_alone_tried_again_on_another_day(machine: Machine, day: Day) -> None:
     machine.link_fails = True
-    for _ in range(2):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            topology = measured_local_topology(2)
-        assert str(caught[-1].message) == "no gloo here; going on with the usual figures for links of one machine"
-        assert topology.links[0].bandwidth_bytes_per_second == LOCAL_BANDWIDTH_BYTES_PER_SECOND
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        topology = measured_local_topology(2)
+    told = "no gloo here; going on with the usual figures for links of one machine, for a day or until --measure-again"
+    assert str(caught[-1].message) == told
+    assert topology.links[0].bandwidth_bytes_per_second == LOCAL_BANDWIDTH_BYTES_PER_SECOND
     machine.link_fails = False
+    day.now_s += 86_000
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert measured_local_topology(2) == topology and machine.ranks == [(2, 2), (0, 1)]
+    day.now_s += 1000
     again = measured_local_topology(2)
-    assert again.links[0].bandwidth_bytes_per_second == pytest.approx(1e9, rel=0.01)
-    assert measured_local_topology(2) == again
-    assert (machine.ranks, machine.asked) == ([(2, 2), (0, 1), (0, 1), (0, 1)], [4])  # in training, which takes long, once
+    assert again.links_known == "quick" and measured_local_topology(2) == again
+    assert (machine.ranks, machine.asked) == ([(2, 2), (0, 1), (2, 2)], [4])
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["new", "rates known"])
-def test_training_that_could_not_be_measured_is_not_tried_by_each_command(machine: Machine, tmp_path: Path, known: bool) -> None:
+def test_training_that_could_not_be_measured_is_tried_again_on_another_day(machine: Machine, day: Day, known: bool) -> None:
     if known:
         measured_topology(preset("emulated:2x1@200Mbit/s"))  # has the rates of two processes
     machine.steps_fail, machine.ranks = True, []
@@ -155,10 +179,27 @@ def test_training_that_could_not_be_measured_is_not_tried_by_each_command(machin
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert measured_local_topology(2) == first and machine.ranks == tried
+    day.now_s += machine_cache.FAILURE_S
+    assert measured_local_topology(2).links_known == "quick" and machine.ranks == [*tried, (2, 2)]
+
+
+def test_a_failure_without_a_date_is_tried_again(machine: Machine, tmp_path: Path) -> None:
+    """Files of before kept failures for ever."""
+    measured_local_topology(2)
     (path,) = (tmp_path / "soap").iterdir()
     record = json.loads(path.read_text())
-    path.write_text(json.dumps({**record, "timings": {**record["timings"], "version": 0}}))  # the next version measures otherwise
-    assert measured_local_topology(2).links_known == "quick"
+    del record["failed_at"]
+    path.write_text(json.dumps({**record, "timings": {**record["timings"], "of": []}}))
+    assert measured_local_topology(2).links_known == "quick" and machine.ranks == [(2, 2), (2, 2)]
+
+
+def test_it_is_measured_again_once_if_that_is_asked_for(machine: Machine) -> None:
+    first = measured_local_topology(2)
+    with machine_cache.measuring_again():
+        again = measured_local_topology(2)
+        assert again.described[0].bandwidth_bytes_per_second != first.described[0].bandwidth_bytes_per_second
+        assert measured_local_topology(2) == again and machine.asked == [4, 4]
+    assert measured_local_topology(2) == again and machine.probed == 2
 
 
 def test_emulated_hosts_have_nearly_the_devices_of_so_many_processes(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,8 @@ from soap.runtime.comm import rank_processes
 from soap.runtime.comm.launch import launch
 from soap.simulator.lowering import build_plan
 from soap.strategy.config import OpConfig, Strategy
+from soap.time_limit import TimeIsUp, TimeLimit
+from tests.alarms import alarm as alarm
 from tests.graph_builder import mlp
 from tests.launcher_variables import as_rank
 from tests.runtime.launched import (
@@ -249,6 +251,15 @@ def test_ranks_are_ended_at_the_time_limit(tmp_path: Path) -> None:
     ranks = [int((tmp_path / rank).read_text()) for rank in "01"]
     assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.long
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ranks_are_ended_when_the_time_of_the_command_is_over(tmp_path: Path, alarm: None) -> None:
+    with pytest.raises(TimeIsUp), TimeLimit(20):
+        launch(2, wait_forever, (str(tmp_path),), limit_s=100)
+    ranks = [int((tmp_path / rank).read_text()) for rank in "01"]
+    assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
 
 
 @pytest.mark.long

@@ -58,7 +58,7 @@ def test_time_ends_a_search_and_nonsense_is_refused() -> None:
     simulator = api.simulator_for("zoo:rnnlm:tiny", "p100-4x4")
     arguments = simulator.graph, simulator.topology, IncrementalSimulator(simulator)
     found = search(*arguments, SearchOptions(budget=10**6, seconds=1e-9), polish_up_to=0)
-    assert len(found.rows) == 4 * ROUND and not found.interrupted  # the time is looked at between rounds
+    assert [start.name for start in found.starts] == ["data_parallel"] and not found.rows and not found.interrupted
     with pytest.raises(StrategyError, match="seconds 0"):
         search(*arguments, SearchOptions(budget=10, seconds=0))
 
@@ -88,6 +88,6 @@ def test_whoever_is_told_to_stop_keeps_the_best_so_far(calls: int) -> None:
 
     found = search(simulator.graph, simulator.topology, IncrementalSimulator(simulator), SearchOptions(budget=1000), stopped=stopped)
     assert found.interrupted
-    assert len(asked) == calls
+    assert calls <= len(asked) < calls + 10  # chains that were under way ask once more
     accepted = [row.cost_ns for row in found.rows if row.accepted and row.cost_ns is not None]
     assert found.cost_ns == min([*accepted, *(start.cost_ns for start in found.starts)])

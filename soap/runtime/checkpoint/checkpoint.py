@@ -23,7 +23,7 @@ from soap.errors import CheckpointError, SoapError
 from soap.model.regions import lengths, subtract, volume, whole
 from soap.plan.plan import Plan
 from soap.runtime.checkpoint.folder import MANIFEST, begin, discard, publish, resolve, unwritable
-from soap.runtime.checkpoint.manifest import Manifest, ParameterState, damaged, model_name, read_manifest, state_name
+from soap.runtime.checkpoint.manifest import Manifest, ParameterState, damaged, model_name, read_manifest, require_optimizer, state_name
 from soap.runtime.checkpoint.rank_state import rank_state_to_read, rank_state_to_save, require_same_training, restore_ranks, states_of
 from soap.runtime.checkpoint.storage import CheckpointReader, CheckpointWriter, Region, RegionLoadPlanner, RegionSavePlanner
 from soap.runtime.checkpoint.sync_state import by_shard, kept_names, state_to_read, state_to_save
@@ -268,12 +268,7 @@ def _read(path: str | Path, training: Training, buffers: Mapping[str, torch.Tens
                 f"checkpoint {str(checkpoint)!r} is of another model ({manifest.model!r}, not {training.plan.graph.name!r}): "
                 f"{name!r} has {shown[0]} there, {shown[1]} here; load it into the model that it was saved from"
             )
-    optimizer = recorded_name(training.optimizer) if training.optimizer is not None else None
-    if None not in (optimizer, manifest.optimizer) and optimizer != manifest.optimizer:
-        raise CheckpointError(
-            f"checkpoint {str(checkpoint)!r} was saved with optimizer {manifest.optimizer}, this run has {optimizer}; "
-            "use the same optimizer"
-        )
+    require_optimizer(checkpoint, manifest, None if training.optimizer is None else recorded_name(training.optimizer))
     return checkpoint, manifest
 
 

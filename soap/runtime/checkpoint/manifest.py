@@ -113,6 +113,14 @@ class Manifest:
         return json.dumps({"format": FORMAT, "version": VERSION, **content}) + "\n"
 
 
+def require_optimizer(checkpoint: Path, manifest: Manifest, name: str | None) -> None:
+    """CheckpointError in one line if a checkpoint was saved with another optimizer than the one of this name."""
+    if None not in (name, manifest.optimizer) and name != manifest.optimizer:
+        raise CheckpointError(
+            f"checkpoint {str(checkpoint)!r} was saved with optimizer {manifest.optimizer}, this run has {name}; use the same optimizer"
+        )
+
+
 def read_manifest(checkpoint: Path) -> Manifest:
     """The manifest of a checkpoint. CheckpointError in one line if it is invalid, or if a data file is missing or has another size."""
     path = checkpoint / MANIFEST

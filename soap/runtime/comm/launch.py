@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import inf
 from multiprocessing import resource_tracker
 from queue import SimpleQueue
 from types import FrameType
@@ -27,6 +28,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from soap import time_limit
 from soap.errors import RuntimeFailure, StoppedBySignal
 from soap.logs import NATIVE_LOG_LEVEL, silenced
 from soap.runtime.comm.failures import AFTERMATH_S, Folder, Kind, kind_of, message_of, open_desk, told_positions
@@ -71,7 +73,7 @@ def launch(
     import, beside the module of ``entry``.
 
     RuntimeFailure in one line if a rank fails (all ranks end then), or after the time limit. KeyboardInterrupt after Ctrl-C, which ends all
-    ranks; StoppedBySignal after other signals.
+    ranks, TimeIsUp when the time of the command is over, which does so, too; StoppedBySignal after other signals.
     """
     if under_launcher(os.environ):
         if world_size(os.environ) < processes:
@@ -83,8 +85,11 @@ def launch(
     threads = max(1, (os.cpu_count() or 1) // processes)
     payload = pickle.dumps((entry, tuple(args), place))  # ranks unpickle it where a failure is reported
     interrupted, late = threading.Event(), _Late()  # a signal may come before the contexts that set them are entered
+    commands_s = time_limit.left_s()
+    limit_s = commands_s if limit_s is None else min(limit_s, commands_s)
     try:
         with (
+            time_limit.held_back(),
             silenced(*LAUNCHER_LOGS),
             _signals_end_ranks(),
             _environment_for_ranks(threads),
@@ -101,6 +106,8 @@ def launch(
     except SignalException as error:
         if error.sigval is signal.SIGINT or interrupted.is_set():
             raise KeyboardInterrupt from None
+        if late.positions is not None and limit_s == commands_s:
+            time_limit.heed()
         if late.positions is not None:
             advice = f"try a smaller batch or fewer steps ({told_positions(late.positions, processes)})"
             raise RuntimeFailure(f"not done after {limit_s:g} s; all ranks have ended: {advice}") from None
@@ -237,7 +244,7 @@ class _Late:
 
 
 @contextmanager
-def _time_limit(limit_s: float | None, late: _Late, folder: Folder) -> Iterator[None]:
+def _time_limit(limit_s: float, late: _Late, folder: Folder) -> Iterator[None]:
     """After the time limit, ask the ranks where they are, then end the launcher by SIGTERM, which it passes on to the ranks."""
 
     done = threading.Event()
@@ -248,7 +255,7 @@ def _time_limit(limit_s: float | None, late: _Late, folder: Folder) -> Iterator[
             late.positions = positions
             os.kill(os.getpid(), signal.SIGTERM)
 
-    timer = threading.Timer(limit_s, end) if limit_s is not None else None
+    timer = threading.Timer(max(0.0, limit_s), end) if limit_s < inf else None
     if timer is None:
         yield
         return

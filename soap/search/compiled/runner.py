@@ -139,7 +139,7 @@ class CompiledChain:
         Q, N, M = space.handles
         self.handle = handle(SearchTables(grids=Q, neighbours=N, groups=M, chain=self.arrays))
         self._memory = MemoryBound(self.engine, space.topology.memory_limits, space.optimizer_states, played=is_played(strategy))
-        self._beta = self._focus = 0.0
+        self.slice = 1  # proposals between two questions whether the search has ended (``search.tempering``)
         at = self.arrays.at
         at[RANDOM] = at[BEFORE] = np.int64(seed)
         at[ESTIMATING] = estimating
