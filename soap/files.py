@@ -138,6 +138,8 @@ def _is_nowhere(path: Path) -> bool:
 
 def _unwritable(path: Path, cause: Exception, error: type[SoapError]) -> SoapError:
     missing = isinstance(cause, FileNotFoundError)
+    if missing and path.parent.is_dir() and not path.is_symlink():  # a file system of the kernel's, such as /proc
+        missing, cause = False, OSError(None, f"no file can be made in folder {str(path.parent)!r}")
     what = f"folder {str(path.parent)!r} does not exist" if missing else reason(cause)
     remedy = "create the folder or choose another path" if missing else "choose another path"
     return error(f"cannot write {str(path)!r}: {what}; {remedy}")

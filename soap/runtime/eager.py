@@ -32,7 +32,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from soap.errors import ModelError, SoapError, SoapWarning, first_line
+from soap.errors import ModelError, SoapError, SoapWarning, asked, first_line
 from soap.runtime.check import TOLERANCES, Difference, difference, largest
 from soap.runtime.eager_causes import MOST_NAMED, find_causes
 from soap.tracing.calls import is_random
@@ -242,7 +242,7 @@ class _Comparison:
         cause = find_causes(self.example, self._aliases(first.name) if first.kind == "gradient of" else None)
         return (
             f"the exported program of {type(self.example.model).__name__} does not train as eager PyTorch does: on the example batch, the "
-            f"{what} is off by {_share(first.error)}{others}; {cause}; verify=False exports it as it is"
+            f"{what} is off by {_share(first.error)}{others}; {cause}; {asked('verify=False')} exports it as it is"
         )
 
     def _aliases(self, name: str) -> list[str]:
@@ -313,7 +313,7 @@ def _told(names: Sequence[str], kept: str) -> str:
     ways = "a buffer (register_buffer) that forward changes or assigns, or an argument of forward"
     said = [f"forward changed {', '.join(changed[:MOST_NAMED])}{more}, {kept}; expected {ways}"] if changed else []
     said += [f"forward draws from {' and '.join(drawn)}, {kept}; expected torch's random numbers"] if drawn else []
-    return "; ".join([*said, "verify=False exports it as it is"])
+    return "; ".join([*said, f"{asked('verify=False')} exports it as it is"])
 
 
 def changed_parameters(exported: ExportedProgram) -> set[str]:

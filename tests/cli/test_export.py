@@ -39,6 +39,14 @@ class Deciding(nn.Module):
         return self.weight.sum()
 
 
+class Counting(Deciding):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return (self.weight * x).sum() * self.calls
+
+
 class Several(Classifier):
     def forward(self, words, labels):
         return {"loss": super().forward(words, labels), "words": words}
@@ -52,6 +60,7 @@ def whole(): return Classifier(), given()
 def named(): return Several(), (given()[0],), {"labels": given()[1]}
 def alone(): return Classifier()
 def deciding(): return Deciding(), (torch.ones(3),)
+def counting(): return Counting(), (torch.ones(3),)
 def fails(): return [][1]
 def wants(x): return x
 def leaves(): sys.exit(3)
@@ -135,6 +144,7 @@ def test_settings() -> None:
         (["models_of_a_user:alone"], 3, "a module without inputs; expected --input"),
         (["models_of_a_user:whole", "--input", "x=int64[2]"], 3, "inputs of its own; expected no --input"),
         (["models_of_a_user:deciding"], 3, "Deciding decides by the values of tensors"),
+        (["models_of_a_user:counting"], 3, "; --no-verify exports it as it is"),
         (["models_of_a_user:named", "--loss", "lost"], 3, "--loss lost: the output is a dict without 'lost'; expected one of loss,",),
         (["models_of_a_user:whole", "-o", "absent/model.pt2"], 1, "folder 'absent' does not exist"),
         (["models_of_a_user:whole", "-o", "models_of_a_user.py"], 2, "is there and seems to be Python code, not a model"),
