@@ -106,10 +106,10 @@ def load(
         if plan_only:
             raise ModelError(f"weights {str(weights)!r} with plan_only, which reads none; leave one of them out")
         from soap.api.weights import open_weights
-        from soap.weights.fitting import give, lacking_buffers
+        from soap.weights.fitting import give, remarks
 
         opened = open_weights(weights, model)
-        if line := lacking_buffers(model, opened):
+        for line in remarks(model, opened):
             warnings.warn(line, SoapWarning, stacklevel=2)
         return give(model, opened)
     return model

@@ -55,7 +55,11 @@ def fill(job: Job, trainer: Trainer) -> None:
     from soap.api.weights import open_weights
     from soap.weights.fitting import OneByOne
 
-    weights = None if job.weights is None else open_weights(job.weights, trainer.model)
+    weights = None
+    if job.weights is not None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SoapWarning)  # the command has shown them, once for all ranks
+            weights = open_weights(job.weights, trainer.model)
     if weights is not None and not weights.is_mapped:
         state, cut = OneByOne(trainer.model, weights), {shard.parameter for shard in trainer.plan.shards}
         trainer.load_state_dict(state)
@@ -70,13 +74,13 @@ def read(
     """The model's graph, what its file says of its export, and what its parameters are called in the weights. ModelError in one line if
     these are not the model's, or if it has none, and no checkpoint gives them."""
     from soap.api.weights import open_weights
-    from soap.weights.fitting import lacking_buffers, matched
+    from soap.weights.fitting import matched, remarks
 
     planned = api.load(model, plan_only=True, **reading)
     record: ExportRecord | None = getattr(planned, "record", None)
     if weights is not None:
         opened = open_weights(weights, planned)
-        if line := lacking_buffers(planned, opened):
+        for line in remarks(planned, opened):
             warnings.warn(line, SoapWarning, stacklevel=2)
         return planned.graph, record, matched(planned, opened)
     if record is not None and not record.has_values and not resumed:

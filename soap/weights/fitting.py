@@ -51,6 +51,16 @@ def lacking_buffers(model: TracedModel, weights: Weights) -> str:
     return f"weights {weights.said!r} lack {_some(names)}, which keep the values that {model.graph.name!r} was exported with"
 
 
+def remarks(model: TracedModel, weights: Weights) -> list[str]:
+    """Lines about weights that the model can be given: buffers that they lack, and tensors that it does not take."""
+    names = _names(model)
+    way = _way(names, weights)
+    taken = {way[name] for known in names.values() for name in known if name in way}
+    others = [name for name in weights.kinds if name not in taken]
+    said = f"weights {weights.said!r} also have {_some(others)}; {model.graph.name!r} takes only its parameters and persistent buffers"
+    return [*filter(None, [lacking_buffers(model, weights)]), *([said] if others else [])]
+
+
 class OneByOne(Mapping[str, torch.Tensor]):
     """A model's state by name, of which each tensor is made when it is asked for: what weights that are no files give to ranks. Only the
     last one stays. Buffers that the weights have not are the model's."""
@@ -80,18 +90,11 @@ def matched(model: TracedModel, weights: Weights) -> dict[str, str]:
     and what is there has the model's shape.
 
     Names are the model's own, or have a prefix of one or two words more or less (``model.``). A parameter of several names may have any of
-    these. What the model does not have is ignored, as heads for other tasks are.
+    these. What the model does not have is not read, as heads for other tasks (``remarks`` tells it).
     """
-    saved = {name: tensor for name, tensor in model.buffers.items() if name not in model.transient}
-    own = {**model.parameters, **saved, **model.unchanged}
-    names = {name: [name] for name in own}
-    for alias, name in model.graph.aliases.items():
-        names.get(name, []).append(alias)
-    tied: dict[str, list[str]] = {}
-    for name, first in canonical_names(model.unchanged).items():
-        tied.setdefault(first, []).append(name)
-    names |= {name: [name, *same] for same in tied.values() for name in same}
-    places = _places(names, weights)
+    names = _names(model)
+    own = {**model.parameters, **model.buffers, **model.unchanged}
+    places = _found(names, _way(names, weights))
     if lacking := [name for name in model.parameters if name not in places]:
         raise ModelError(f"weights {weights.said!r} lack {_some(lacking)}; expected those of {model.graph.name!r}: check the names")
     kinds = {name: weights.kinds[place] for name, place in places.items()}
@@ -123,14 +126,25 @@ def _require_others(model: TracedModel) -> None:
         raise ModelError(f"model {model.graph.name!r} was exported without the values of {_some(lacking)}; {REMEDY}")
 
 
-def _places(names: Mapping[str, Sequence[str]], weights: Weights) -> dict[str, str]:
-    """Name in the model -> name in the weights, by the way of writing names that finds most."""
+def _names(model: TracedModel) -> dict[str, list[str]]:
+    """State of the model that is saved -> all of its names."""
+    names = {name: [name] for name in (*model.parameters, *model.buffers, *model.unchanged) if name not in model.transient}
+    for alias, name in model.graph.aliases.items():
+        names.get(name, []).append(alias)
+    tied: dict[str, list[str]] = {}
+    for name, first in canonical_names(model.unchanged).items():
+        tied.setdefault(first, []).append(name)
+    return names | {name: [name, *same] for same in tied.values() for name in same}
+
+
+def _way(names: Mapping[str, Sequence[str]], weights: Weights) -> dict[str, str]:
+    """Name as the model writes it -> name in the weights, by the way of writing names that finds most."""
     theirs = {name: name for name in weights.kinds}
     ours = [other for known in names.values() for other in known]
     ways = [theirs]
     ways += [{name.removeprefix(prefix): name for name in theirs if name.startswith(prefix)} for prefix in _prefixes(theirs)]
     ways += [{prefix + name: name for name in theirs} for prefix in _prefixes(ours)]
-    return max((_found(names, way) for way in ways), key=len)
+    return max(ways, key=lambda way: len(_found(names, way)))
 
 
 def _found(names: Mapping[str, Sequence[str]], way: Mapping[str, str]) -> dict[str, str]:

@@ -6,12 +6,15 @@ import json
 import struct
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from soap.cli.weights import fill
 from soap.errors import ModelError, SoapError, SoapWarning
 from soap.weights.places import INDEX, SINGLE, check_place_of_weights
 from soap.weights.safetensors_files import DTYPES, SafetensorsFiles
@@ -78,6 +81,17 @@ def test_the_index_decides_where_files_contradict_each_other(tmp_path: Path) -> 
     with pytest.warns(SoapWarning, match="'a' in two.safetensors and 1 more not read, because model.safetensors.index.json does not"):
         found = SafetensorsFiles(tmp_path)
     assert found.kinds.keys() == {"a", "b"} and torch.equal(found.tensor("a"), new)
+
+
+def test_ranks_do_not_repeat_warnings_of_the_command(tmp_path: Path) -> None:
+    for name in "ab":
+        safetensors.save_file({"a": torch.ones(2), name: torch.ones(2)}, tmp_path / f"{name}.safetensors")
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "a.safetensors", "b": "b.safetensors"}}))
+    job: Any = SimpleNamespace(weights=str(tmp_path))
+    trainer: Any = SimpleNamespace(model=None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fill(job, trainer)
 
 
 def test_a_single_file_beside_an_index_that_does_not_name_it_is_told(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from soap.cluster.presets import local_topology
 from soap.errors import ModelError, SoapWarning
 from soap.runtime.trainer import Trainer
 from soap.strategy.classical import CLASSICAL
-from soap.weights.fitting import lacking_buffers, matched
+from soap.weights.fitting import lacking_buffers, matched, remarks
 from soap.weights.places import INDEX
 from soap.weights.safetensors_files import SafetensorsFiles
 from tests.runtime.exact_modules import sgd
@@ -188,7 +188,16 @@ def test_state_that_weights_lack_is_told(file: Path, tmp_path: Path) -> None:
     with pytest.warns(SoapWarning, match="lack norm.running_mean"):
         soap.load(file, weights=folder)
     whole = written(tmp_path / "whole", state)
-    assert lacking_buffers(model, SafetensorsFiles(whole)) == ""
+    assert lacking_buffers(model, SafetensorsFiles(whole)) == "" and remarks(model, SafetensorsFiles(whole)) == []
+
+
+def test_what_the_model_does_not_take_is_told(file: Path, tmp_path: Path) -> None:
+    """A buffer that is no entry of the state dict, with a prefix or not, and another model's head."""
+    state = made(1).state_dict()
+    for prefix in ("", "model."):
+        given = {f"{prefix}{name}": tensor for name, tensor in {**state, "passing": torch.ones(4), "head.bias": torch.ones(1)}.items()}
+        with pytest.warns(SoapWarning, match=f"also have {prefix}head.bias, {prefix}passing; .* only its parameters and persistent buffers"):
+            soap.load(file, weights=written(tmp_path / f"given {prefix}", given))
 
 
 class Masked(nn.Module):
