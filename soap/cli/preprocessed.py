@@ -13,8 +13,8 @@ SIZED = ("zoo:dlrm",)
 def add_data(parser: Parser) -> None:
     """The option of whatever trains."""
     data_help = (
-        "yields one sequence of tensors per step, the same on all ranks, or returns a torch dataset, of which each rank reads its samples; "
-        "or zoo:NAME; or preprocessed:OUT, what soap-preprocess wrote "
+        "yields one sequence of tensors per step, the same on all ranks (compared in the first 8 steps, then in every 8th), "
+        "or returns a torch dataset, of which each rank reads its samples; or zoo:NAME; or preprocessed:OUT, what soap-preprocess wrote "
         "(default: drawn like the example inputs, of which whole numbers other than indices and labels, such as offsets and masks, "
         "are taken as they are)"
     )

@@ -12,6 +12,7 @@ import torch
 from soap.errors import RuntimeFailure
 from soap.model.graph import OperatorGraph
 from soap.plan.samples import Samples, pieces_read
+from soap.runtime.comm.position import HERE
 from soap.runtime.comm.redistribute import Communicator
 from soap.runtime.part_batch import Given, PartBatch
 
@@ -79,7 +80,8 @@ def check_types(graph: OperatorGraph, names: Sequence[str], inputs: Tensors, dty
         found = _name(tensor.dtype) if isinstance(tensor, torch.Tensor) else None
         if found not in allowed:
             what = f"is a {type(tensor).__name__}" if found is None else f"has dtype {found}"
-            raise RuntimeFailure(f"input {name!r} {what}: expected a tensor of dtype {' or '.join(allowed)}; convert it first")
+            step = f" in step {HERE.step}" if HERE.step else ""
+            raise RuntimeFailure(f"input {name!r} {what}{step}: expected a tensor of dtype {' or '.join(allowed)}; convert it first")
 
 
 def check_samples(batch: Batch, samples: BySamples) -> None:

@@ -149,7 +149,7 @@ CAUSES = {
     "damaged": "ValueError: shard 7 is damaged" + LINE,
     "reset": "ConnectionResetError: Connection reset by peer: the store of samples" + LINE,
     "out_of_range": r"IndexError: .*out of (range|bounds).* \(step 2, forward \S+\[\d+\].*\)",
-    "misshapen": "input 'words' has dtype float32: expected a tensor of dtype int64; convert it first",
+    "misshapen": "input 'words' has dtype float32 in step 2: expected a tensor of dtype int64; convert it first",
     "in_backward": r"ArithmeticError: the gradient is lost \(step 2, backward \S+\[\d+\], .*tests/cli/faults\.py:\d+ in broken\)",
     "in_optimizer": r"RuntimeError: the state of the optimizer is lost \(step 2, update @LAST, .*tests/cli/faults\.py:\d+ in step\)",
     "without_memory": r"MemoryError: is there enough memory\?" + LINE,

@@ -241,9 +241,9 @@ def run_failing(what: str) -> str:
         ("model", "plan is for model 'mlp' ("),
         ("count", "1 tensors given to a step: expected 2 (x, y)"),
         ("shape", "input 'x' has shape (4, 16): expected (8, 16), the whole batch, on every rank"),
-        ("list", "input 'x' is a list: expected a tensor of dtype float32 or float64; convert it first"),
-        ("float", "input 'y' has dtype float64: expected a tensor of dtype int64; convert it first"),
-        ("half", "input 'x' has dtype float16: expected a tensor of dtype float32 or float64; convert it first"),
+        ("list", "input 'x' is a list in step 1: expected a tensor of dtype float32 or float64; convert it first"),
+        ("float", "input 'y' has dtype float64 in step 1: expected a tensor of dtype int64; convert it first"),
+        ("half", "input 'x' has dtype float16 in step 1: expected a tensor of dtype float32 or float64; convert it first"),
         (
             "batch",
             "rank 1 was given another batch than rank 0: every rank gets the whole global batch; seed the loader equally",
