@@ -86,7 +86,7 @@ def test_unwritable_outputs_are_named_in_one_line(tmp_path: Path, act):
     assert str(below_file.value) == f"cannot write {str(tmp_path / 'file' / 's.json')!r}: not a directory; choose another path"
     with pytest.raises(SoapError, match="it is no ordinary file"):
         act("/dev/zero")
-    with pytest.raises(SoapError, match="cannot write '/proc/x.log': no file can be made in folder '/proc'; choose another path"):
+    with pytest.raises(SoapError, match=r"cannot write '/proc/x\.log': no file can be made in folder '/proc'; choose another path"):
         act("/proc/x.log")
     act("/dev/null")  # takes everything
     with pytest.raises(SoapError, match="name too long"):

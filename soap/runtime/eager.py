@@ -34,13 +34,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from soap.errors import ModelError, SoapError, SoapWarning, asked, first_line
 from soap.runtime.check import TOLERANCES, Difference, difference, largest
-from soap.runtime.eager_causes import MOST_NAMED, find_causes
+from soap.runtime.eager_causes import MOST_NAMED, find_causes, way_out
 from soap.tracing.calls import is_random
 from soap.tracing.example import Example
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.export import Judge
 from soap.tracing.model import TileContext
 from soap.tracing.naming import canonical_names
+from soap.tracing.nodes import reshaped
 from soap.tracing.python_state import Memory
 from soap.tracing.record import ExportRecord
 from soap.tracing.untouched import same_generators, untouched
@@ -176,6 +177,9 @@ class _Comparison:
             meet(name, torch.zeros_like(tensor))
         result += [found[name] for name in self.canonical if name in found]
         moved = _scale(expected.buffers)
+        for name, tensor in buffers.items():  # a smaller one is broadcast in the program
+            if tensor.shape != expected.buffers[name].shape:
+                raise reshaped(name, tensor.shape, expected.buffers[name].shape)
         result += [difference("buffer", n, t, expected.buffers[n], self.dtype, moved) for n, t in buffers.items()]
         return result
 
@@ -310,8 +314,7 @@ def _told(names: Sequence[str], kept: str) -> str:
     drawn = [name for name in names if name in _drawn()]
     changed = [name for name in names if name not in drawn]
     more = f" and {len(changed) - MOST_NAMED} more" if len(changed) > MOST_NAMED else ""
-    ways = "a buffer (register_buffer) that forward changes or assigns, or an argument of forward"
-    said = [f"forward changed {', '.join(changed[:MOST_NAMED])}{more}, {kept}; expected {ways}"] if changed else []
+    said = [f"forward changed {', '.join(changed[:MOST_NAMED])}{more}, {kept}; {way_out(changed)}"] if changed else []
     said += [f"forward draws from {' and '.join(drawn)}, {kept}; expected torch's random numbers"] if drawn else []
     return "; ".join([*said, f"{asked('verify=False')} exports it as it is"])
 

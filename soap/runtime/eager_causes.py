@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.modules import module as nn_module
 
 from soap.tracing.example import Example
+from soap.tracing.python_state import MODES, Memory
 from soap.tracing.untouched import untouched
 
 FUNCTION = "write it as a torch.library.custom_op with register_autograd, or with detach (x.detach() * (1 + s) - x * s reverses a gradient)"
@@ -28,11 +29,12 @@ def find_causes(example: Example, names: Sequence[str] | None) -> str:
     try:
         hooks = _parameter_hooks(example.module, names or ())
         functions, tensor_hooks = _from_a_run(example, names)
+        moved = _moved(example)
     except Exception:  # the cause only goes into a message: failing to find it must not hide that message
         return UNKNOWN
     hooks += tensor_hooks + _module_hooks(example.module)
     if not functions and not hooks:
-        return UNKNOWN
+        return f"likely cause: forward changed {', '.join(moved[:MOST_NAMED])}; {way_out(moved)}" if moved else UNKNOWN
     found = list(dict.fromkeys([*functions, *hooks]))
     more = f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
     ways = [*([FUNCTION] if functions else []), *([HOOK] if hooks else [])]
@@ -77,6 +79,25 @@ def _from_a_run(example: Example, names: Sequence[str] | None) -> tuple[list[str
         concerned = [node for node in suspects if own & _leaves(node)]
         found = [f"autograd.Function {node._forward_cls.__qualname__} in {owners.names[id(node)]}" for node in concerned or suspects]
     return list(dict.fromkeys(found)), hooks
+
+
+def _moved(example: Example) -> list[str]:
+    """Names of Python's state that a forward pass changes; first what decides whether something is trained."""
+    roots = {"self": example.model, "loss": example.loss}
+    with untouched(example.module, beside=roots), torch.enable_grad():
+        before = Memory(roots)
+        output = example.output()
+        if example.loss is not None:
+            example.loss(output)
+        found = before.moved(Memory(roots))
+    return sorted(found, key=lambda name: not name.endswith(MODES))
+
+
+def way_out(moved: Sequence[str]) -> str:
+    """The end of a message about state that forward changes: how to write it."""
+    if any(name.endswith(MODES) for name in moved):
+        return "expected train(), eval() and requires_grad_() between steps, not in forward"
+    return "expected a buffer (register_buffer) that forward changes or assigns, or an argument of forward"
 
 
 class _Owners:

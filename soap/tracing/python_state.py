@@ -25,6 +25,8 @@ from torch import nn
 PLAIN = (type(None), bool, int, float, complex, str, bytes)
 TABLES = ("_parameters", "_buffers", "_modules")
 """Attributes of a module that are dictionaries, which a program knows."""
+MODES = (".training", ".requires_grad")
+"""Ends of paths of what decides whether a module or a parameter is trained. Torch reads it, whatever a user's code does."""
 MOST = 200_000
 """Objects that are looked at."""
 LARGE_BYTES = 2**26
@@ -71,7 +73,7 @@ class Memory:
     def _only_counts(self, path: str, later: Mapping[str, Any]) -> bool:
         """Whether it is a number that is counted up (``self.calls += 1``), which no code reads otherwise."""
         owner, _, name = path.rpartition(".")
-        numbers = all(isinstance(known.get(path), (int, float)) for known in (self.values, later))
+        numbers = all(isinstance(known.get(path), (int, float)) for known in (self.values, later)) and not path.endswith(MODES)
         return numbers and bool(owner) and name.isidentifier() and not any(_reads(code, name) for code in self.codes)
 
     def _parts(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -183,7 +185,7 @@ class Memory:
             self._held.append(lambda: _refill(own, content))
             for name, item in content.items():
                 if is_module and name in TABLES:
-                    self._table(item)
+                    self._table(path, item)
                     yield from ((f"{path}.{key}", part) for key, part in item.items() if name == "_modules")
                 else:
                     yield f"{path}.{name}", item
@@ -194,8 +196,12 @@ class Memory:
         for base in kind.__mro__:
             yield from self._class(base)
 
-    def _table(self, table: dict[str, Any]) -> None:
+    def _table(self, path: str, table: dict[str, Any]) -> None:
         content = dict(table)
+        for name, own in content.items():
+            if isinstance(own, nn.Parameter) and own.is_leaf:
+                self.values[f"{path}.{name}.requires_grad"] = own.requires_grad
+                self._held.append(partial(own.requires_grad_, own.requires_grad))
         self._seen[id(table)] = table
         self._state.update(id(tensor) for tensor in content.values() if isinstance(tensor, torch.Tensor))
         self._held.append(lambda: _refill(table, content))

@@ -85,7 +85,10 @@ class Reader(NodeReader):
             name, node = spec.arg.name, nodes.get(spec.arg.name)
             fake = node.meta.get("val") if node is not None else None
             if spec.kind is not InputKind.USER_INPUT and not isinstance(fake, torch.Tensor):
-                raise ModelError(f"input {name!r} is a {type(fake).__name__}, not a tensor; export without custom objects")
+                raise ModelError(
+                    f"forward uses a torch.Generator of its own, or another custom object ({name!r}), which a program does not have; "
+                    "expected torch's global generator (drop generator=), and tensors alone"
+                )
             if node is None or not isinstance(fake, torch.Tensor):
                 continue
             self.at[node] = self.value(self.unique(name), fake.shape, self.convert(fake.dtype))

@@ -178,6 +178,41 @@ def test_state_that_moves_is_refused_by_its_name(export: Exports, name: str) -> 
     assert "changes from step to step" in str(caught.value) and "verify=False" in str(caught.value) and "\n" not in str(caught.value)
 
 
+def frozen_later(self: Any, z: Tensor) -> Any:
+    self.layer.bias.requires_grad_(False)
+    return z
+
+
+def in_evaluation_later(self: Any, z: Tensor) -> Any:
+    y = self.norm(z)
+    self.norm.eval()
+    return y
+
+
+def in_evaluation_meanwhile(self: Any, z: Tensor) -> Any:
+    self.norm.eval()
+    y = self.norm(z)
+    self.norm.train()
+    return y
+
+
+@pytest.mark.parametrize(
+    ("function", "name"), [(frozen_later, "self.layer.bias.requires_grad"), (in_evaluation_later, "self.norm.training")]
+)
+def test_modes_that_forward_changes_are_named(export: Exports, function: Callable[[Any, Tensor], Any], name: str) -> None:
+    module = Does(function, norm=nn.BatchNorm1d(3))
+    with pytest.raises(ModelError, match=rf"forward changed {name}.*; expected train\(\), eval\(\) and requires_grad_\(\) between steps"):
+        export(module, X)
+    assert module.norm.training and all(parameter.requires_grad for parameter in module.parameters())
+    assert export(Does(in_evaluation_meanwhile, norm=nn.BatchNorm1d(3)), X).record.compared
+
+
+def test_an_own_generator_of_torch_is_refused(export: Exports) -> None:
+    own = Does(lambda self, z: z + torch.rand(3, generator=self.draw), draw=torch.Generator())
+    with pytest.raises(ModelError, match=r"forward uses a torch.Generator of its own, or .* expected .* \(drop generator=\)"):
+        export(own, X)
+
+
 def test_a_loss_that_counts_is_refused(export: Exports) -> None:
     calls = {"number": 0}
 
