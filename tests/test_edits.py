@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.oracles.exhaustive import best_neighbour
 from soap.cluster.topology import Topology
 from soap.model.graph import NEXT_STATE, OperatorGraph
 from soap.profiles.roofline import RooflineCosts
@@ -32,7 +33,7 @@ from soap.search.cuts import improve_by_cuts
 from soap.search.descent import CHANGES, adopt, propose_descent
 from soap.search.explanation import explain, explain_synchronization
 from soap.search.options import SearchOptions
-from soap.search.polish import best_neighbour, polish
+from soap.search.polish import polish
 from soap.search.proposals import Proposal
 from soap.search.recomputing import with_recomputation
 from soap.search.space import Space, build_space

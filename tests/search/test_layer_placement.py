@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.ralp import BATCH, CLUSTER, NETWORK
+from benchmarks.ralp import BATCH, CLUSTER, NETWORK, worker_bytes
 from soap import api
 from soap.cluster.topology import Topology
 from soap.cluster.yaml_file import parse_cluster
@@ -22,7 +22,7 @@ from soap.simulator.simulate import Simulation, Simulator
 from soap.simulator.tasks import TaskKind
 from soap.strategy.config import Strategy
 from soap.strategy.named import named
-from soap.strategy.ralp import cut_at, tails, worker_bytes
+from soap.strategy.ralp import cut_at, tails
 from tests.graph_builder import SAMPLE, GraphBuilder
 from tests.strategies import GPU, cluster, with_servers
 

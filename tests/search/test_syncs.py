@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.oracles.exhaustive import best_neighbour
 from soap.cluster.topology import Topology
 from soap.errors import StrategyError
 from soap.model.graph import OperatorGraph
@@ -14,7 +15,6 @@ from soap.profiles.roofline import RooflineCosts
 from soap.search.chains import search
 from soap.search.descent import synchronize
 from soap.search.options import SearchOptions
-from soap.search.polish import best_neighbour
 from soap.search.space import build_space
 from soap.search.starts import starting_strategies
 from soap.simulator.incremental import IncrementalSimulator
