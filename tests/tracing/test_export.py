@@ -135,8 +135,15 @@ def test_a_loss_on_top_of_a_forward_of_the_instance(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("loss", [lambda y: y.detach().mean(), lambda y: y.argmax(-1).float().mean()])
-def test_a_loss_that_trains_nothing_is_warned_of(tmp_path: Path, loss: Callable[[Tensor], Tensor]) -> None:
-    export_model(nn.Linear(3, 2), INPUTS[:1], path=tmp_path / "m.pt2", loss=loss)
+def test_a_loss_in_which_no_parameter_has_a_part_is_refused(tmp_path: Path, loss: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(ModelError, match=r"^no parameter has a part in the loss: nothing could be trained; expected another output, or"):
+        export_model(nn.Linear(3, 2), INPUTS[:1], path=tmp_path / "m.pt2", loss=loss)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("loss", [lambda y: y.detach().mean(), lambda y: y.mean()])
+def test_a_model_that_is_frozen_as_a_whole_is_warned_of(tmp_path: Path, loss: Callable[[Tensor], Tensor]) -> None:
+    export_model(nn.Linear(3, 2).requires_grad_(False), INPUTS[:1], path=tmp_path / "m.pt2", loss=loss)
     with pytest.warns(SoapWarning, match=r"^the loss depends on no trainable parameter: nothing will be trained$"):
         load_model(tmp_path / "m.pt2")
 
@@ -176,9 +183,18 @@ def test_an_unwritable_path_is_found_before_the_export(tmp_path: Path) -> None:
 
 def test_an_existing_file_stays_when_the_export_fails(tmp_path: Path) -> None:
     path = tmp_path / "m.pt2"
-    path.write_bytes(b"before")
-    with pytest.raises(ModelError):
+    export_model(Trained(), INPUTS, path=path)
+    before = path.read_bytes()
+    with pytest.raises(ModelError, match="expected a scalar floating-point loss"):
         export_model(nn.Linear(3, 2), INPUTS[:1], path=path)
+    assert path.read_bytes() == before
+
+
+def test_what_is_no_model_is_not_written_over(tmp_path: Path) -> None:
+    path = tmp_path / "m.pt2"
+    path.write_bytes(b"before")
+    with pytest.raises(SoapError, match="is there and seems to be a text, not a model that soap-export wrote; choose another path"):
+        export_model(Trained(), INPUTS, path=path)
     assert path.read_bytes() == b"before"
 
 
