@@ -19,7 +19,7 @@ def assigned_buffers_followed(module: nn.Module) -> Iterator[None]:
     has such copies, and without them it would read the first values in all steps. ModelError in one line, of any buffer, if what is
     assigned has another shape or type."""
     paths = {id(own._buffers): f"{path}." if path else "" for path, own in module.named_modules()}
-    assigned: dict[tuple[int, str], tuple[nn.Module, torch.Tensor]] = {}
+    assigned: dict[tuple[int, str], tuple[nn.Module, str, torch.Tensor]] = {}
     calls = 0
 
     def note(own: nn.Module, name: str, value: Any) -> None:
@@ -31,7 +31,7 @@ def assigned_buffers_followed(module: nn.Module) -> Iterator[None]:
             buffer = f"{paths[id(own._buffers)]}{name}"
             raise ModelError(f"forward assigns buffer {buffer!r} a tensor {found}; expected {kept}, as it was: buffers keep their shape")
         if own._buffers is not module._buffers:
-            assigned.setdefault((id(own._buffers), name), (own, before))
+            assigned.setdefault((id(own._buffers), name), (own, name, before))
 
     def begin(*_: Any) -> None:
         nonlocal calls
@@ -40,7 +40,7 @@ def assigned_buffers_followed(module: nn.Module) -> Iterator[None]:
     def end(*_: Any) -> None:
         nonlocal calls
         calls -= 1
-        for (_, name), (own, before) in assigned.items():
+        for own, name, before in assigned.values():
             value = own._buffers[name]
             own._buffers[name] = before
             if value is not None and value is not before:
