@@ -256,8 +256,6 @@ class NodeReader(ProgramWriter):
         value = self.program.values[self.now(changed)]
         alone = len(call.operands) == 1 and not is_random(call) and self._aliasing.is_root(changed)
         before = len(self.program.calls)
-        if buffer is not None and call.kind == "copy_" and not _fits(self.shape(call.operands[1]), value.shape):
-            raise reshaped(buffer, value.shape, self.shape(call.operands[1]))
         with about(buffer):
             if call.kind == "copy_":  # the source in the target's shape and dtype
                 source = Ref(call.operands[1])
@@ -313,18 +311,6 @@ class NodeReader(ProgramWriter):
         self.emit(first, result.shape, result.dtype)
         self.program.calls.append(Call(functional.name, aten.to.dtype, (Ref(name), dtype), {}, functional.outputs, functional.path))
         return functional.name
-
-
-def reshaped(buffer: str, shape: Sequence[int], given: Sequence[int]) -> ModelError:
-    """Refuse a buffer that is assigned a tensor of another shape."""
-    said = f"has shape {tuple(shape)} and is given shape {tuple(given)}"
-    return ModelError(f"buffer {buffer!r} {said}; expected that buffers keep their shape")
-
-
-def _fits(given: Sequence[int], shape: Sequence[int]) -> bool:
-    """Whether a tensor can be copied into one of this shape."""
-    matching = zip(reversed(given), reversed(shape), strict=False)
-    return len(given) <= len(shape) and all(own == size or (own == 1 and size > 1) for own, size in matching)
 
 
 def _renorm_refusal(call: Call, parameter: str) -> ModelError:

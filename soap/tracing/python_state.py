@@ -201,7 +201,7 @@ class Memory:
         for name, own in content.items():
             if isinstance(own, nn.Parameter) and own.is_leaf:
                 self.values[f"{path}.{name}.requires_grad"] = own.requires_grad
-                self._held.append(partial(own.requires_grad_, own.requires_grad))
+                self._held.append(partial(setattr, own, "requires_grad", own.requires_grad))
         self._seen[id(table)] = table
         self._state.update(id(tensor) for tensor in content.values() if isinstance(tensor, torch.Tensor))
         self._held.append(lambda: _refill(table, content))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -222,29 +221,3 @@ def test_what_eager_computes_does_not_fail_there(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("soap.runtime.eager.difference", fails)
     with pytest.raises(ModelError, match=r"cannot be compared with eager PyTorch, which computes it \(NotImplementedError: no such type\)"):
         soap.export(Written(torch.bool), (X,), path=tmp_path / "m.pt2")
-
-
-class Reshaped(Kept):
-    def __init__(self, assigned: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__(torch.float32)
-        self.assigned = assigned
-
-    def forward(self, x: Tensor) -> Tensor:
-        z = self.layer(x)
-        y = z * self.moved.sum()
-        self.moved = self.assigned(self.moved, z.detach())
-        return mean_square(y)
-
-
-@pytest.mark.parametrize(
-    ("assigned", "given"),
-    [
-        (lambda moved, z: torch.cat([moved, z[0, :1]]), "(5,)"),
-        (lambda moved, z: z[0, :1], "(1,)"),  # could be broadcast
-        (lambda moved, z: z, "(8, 4)"),
-    ],
-)
-def test_a_buffer_that_changes_its_shape_is_refused(assigned: Callable[[Tensor, Tensor], Tensor], given: str, tmp_path: Path) -> None:
-    with pytest.raises(ModelError) as refused:
-        soap.export(Reshaped(assigned), (X,), path=tmp_path / "m.pt2")
-    assert str(refused.value) == f"buffer 'moved' has shape (4,) and is given shape {given}; expected that buffers keep their shape"
