@@ -241,7 +241,7 @@ def test_nothing_fits() -> None:
         "closest of 20 proposals and all starts; ways out: (1) more devices or devices with more memory, (2) a smaller batch, "
         "(3) an optimizer that keeps fewer states, (4) a larger budget"
     )
-    with pytest.raises(InfeasibleError, match=r"\(4\) --sync zero or fsdp, by which devices share states or values, \(5\) a larger"):
+    with pytest.raises(InfeasibleError, match=r"\(4\) syncs zero or fsdp, by which devices share states or values, \(5\) a larger"):
         search(graph, cluster([2]), TileCosts(graph, device_bytes=500), SearchOptions(budget=20, syncs=[SyncConfig()]))
 
 

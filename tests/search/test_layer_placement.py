@@ -158,7 +158,7 @@ def test_the_name_and_the_start() -> None:
     assert api.simulated_name("ralp", own) == placed.strategy
     two = api.placed_layers("ralp:2", own)
     assert two.best is not None and two.best.tail == (4, 5)
-    with pytest.raises(StrategyError, match="found by simulating; expected soap-simulate --builtin ralp, or --start ralp"):
+    with pytest.raises(StrategyError, match=r"found by simulating; expected soap-simulate --builtin ralp, or ralp as a start of a search$"):
         named("ralp", own.graph, own.topology)
     by_default = search(own.graph, own.topology, IncrementalSimulator(own), SearchOptions(budget=1), polish_up_to=0)
     starts = {start.name: start.cost_ns for start in by_default.starts}
