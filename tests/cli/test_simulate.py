@@ -73,6 +73,12 @@ def test_says_it_to_people_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert sum(named) == sum(size > 0 for size in link_bytes(simulation.tasks).values()) > len(named)  # equal ones are one row
 
 
+def test_rows_that_are_not_listed_are_counted() -> None:
+    devices = [{"name": f"gpu{number}", "busy_ns": 0, "peak_bytes": number} for number in range(iteration.MOST_ROWS + 4)]
+    told = iteration.text({"iteration_ns": 1, "critical_path_ns": {"compute": 1}, "devices": devices, "links": []})
+    assert told.endswith("\n  and 4 further rows; --json has all") and "gpu15" in told and "gpu16" not in told
+
+
 @pytest.mark.parametrize(("name", "copies"), rows_often([("data_parallel", 8), ("megatron", 4)], [("megatron", 4)]))
 def test_a_folded_report_is_the_whole_one(
     name: str, copies: int, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
