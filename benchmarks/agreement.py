@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from math import exp
 from typing import NamedTuple
 
+import numpy as np
 from tqdm import tqdm
 
 from benchmarks.end_to_end import machine
@@ -28,7 +29,7 @@ from soap.cli.options import positive
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.search.metropolis import DEFAULT_BETA
-from soap.simulator.compiled.played import played_alike
+from soap.simulator.compiled.played import PlayedTasks
 from soap.simulator.engine import Engine
 from soap.strategy.classical import random_config
 from soap.strategy.config import Strategy, SyncConfig
@@ -49,6 +50,11 @@ class Agreement(NamedTuple):
     compared: int
 
 
+def _played_alike(a: PlayedTasks, b: PlayedTasks) -> bool:
+    """Whether two simulations took the same tasks at the same times."""
+    return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
+
+
 def compare(graph: OperatorGraph, topology: Topology, proposals: int, seed: int = 0, beta: float = DEFAULT_BETA) -> Agreement:
     """So many random proposals, simulated both ways."""
     costs = api.simulator_for(graph, topology).costs
@@ -62,7 +68,7 @@ def compare(graph: OperatorGraph, topology: Topology, proposals: int, seed: int 
         proposed, cost_ns = _propose(delta, graph, topology, strategy, draw)
         full.load(proposed)
         full_ns = full.play()
-        different += cost_ns != full_ns or not played_alike(delta.proposed_tasks(), full.played_tasks())
+        different += cost_ns != full_ns or not _played_alike(delta.proposed_tasks(), full.played_tasks())
         compared += len(full.played_tasks().key)
         if cost_ns <= current_ns or draw.random() < exp(beta * (current_ns - cost_ns) / start_ns):
             delta.accept()

@@ -34,10 +34,12 @@ from soap.cli.options import positive
 from soap.cluster.topology import Topology
 from soap.elastic.cut import Cut
 from soap.elastic.layout import Place
+from soap.elastic.lookups import Lookups
+from soap.elastic.partitions import route
 from soap.elastic.plan import ElasticPlan
-from soap.elastic.simulation.design import Design, bipartite, design_of, fully_connected
+from soap.elastic.simulation.design import Design, bipartite, design_of, fully_connected, shapes_of
 from soap.elastic.simulation.steady import Steady, simulate
-from soap.elastic.simulation.traffic import Needs, Traffic, needs_of_batch
+from soap.elastic.simulation.traffic import Asked, Needs, Traffic
 from soap.elastic.steps import Steps
 from soap.elastic.worker import InMemory, Source
 from soap.errors import SoapError
@@ -80,6 +82,19 @@ Workers and owners are those of `soap.elastic`; leases are dealt by a process of
 
     python -m benchmarks.bipartite --results FILE --write docs/results/bipartite.md
 """
+
+def needs_of_batch(graph: OperatorGraph, design: Design, lookups: Mapping[str, Lookups], input_bytes: int = 0) -> Needs:
+    """What one batch asks for exactly, from its look-ups (``Cut.look_ups``)."""
+    found = {}
+    for name, whole in lookups.items():
+        own = whole.without_ones()
+        places = design.layout.tables[name]
+        shares = tuple(part.entries for part in route([place.partition for place in places], whole))
+        value_bytes = 0 if own.values is None else own.values.element_size()
+        found[name] = Asked(own.samples, own.entries, value_bytes, graph.tensors[name].itemsize, shares)
+    _, dense = shapes_of(graph, [*lookups])
+    return Needs(found, max((graph.tensors[name].itemsize for name in dense), default=4), input_bytes)
+
 
 @dataclass(frozen=True)
 class Round:

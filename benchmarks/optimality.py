@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from benchmarks.end_to_end import machine
-from benchmarks.oracles.exhaustive import branch_and_bound, strategy_count
+from benchmarks.oracles.exhaustive import best_neighbour, branch_and_bound, strategy_count
 from benchmarks.small_nets import lenet, rnnlm
 from soap import api, zoo
 from soap.cli.options import positive
@@ -26,7 +26,6 @@ from soap.model.graph import OperatorGraph
 from soap.search.chains import search
 from soap.search.dynamic import dynamic_strategy
 from soap.search.options import SearchOptions
-from soap.search.polish import best_neighbour
 from soap.search.space import build_space
 from soap.simulator.incremental import IncrementalSimulator
 from soap.strategy.config import SyncConfig

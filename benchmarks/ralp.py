@@ -37,7 +37,7 @@ from soap.model.graph import OperatorGraph
 from soap.simulator.analysis.timeline import link_bytes
 from soap.simulator.simulate import Simulation, Simulator
 from soap.strategy.config import Strategy
-from soap.strategy.ralp import RALP, worker_bytes
+from soap.strategy.ralp import RALP, crossing, front_parameters
 
 MODELS = ("alexnet", "vgg16", "vgg19", "inception_v3", "resnet50")
 WORKERS, BATCH = 30, 64
@@ -107,6 +107,14 @@ class Round:
     measured_ns: Mapping[str, int]
     machine: str
     others_share: float | None
+
+
+def worker_bytes(graph: OperatorGraph, cut: int, workers: int) -> int:
+    """What one worker sends and receives in a step: gradients and values of the front's parameters, activations of its samples and the
+    gradients of these. ``workers``: a divisor of the samples."""
+    front = sum(graph.tensors[name].bytes for name in front_parameters(graph, cut))
+    passed = [graph.tensors[name] for name in crossing(graph, cut)]
+    return 2 * front + sum((1 + tensor.requires_grad) * tensor.bytes for tensor in passed) // workers
 
 
 def simulated_line(model: str, servers: int, workers: int = WORKERS, batch: int = BATCH, network: str = NETWORK) -> str:

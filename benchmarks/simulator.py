@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 import soap
 from benchmarks.end_to_end import machine
+from benchmarks.metropolis_walk import walk
 from soap import api, zoo
 from soap.cli.options import positive
 from soap.cluster.topology import Topology
@@ -38,7 +39,6 @@ from soap.cluster.yaml_file import parse_cluster
 from soap.model.graph import FactorKind, Operator, OperatorGraph
 from soap.search.metropolis import DEFAULT_BETA
 from soap.search.space import build_space
-from soap.simulator.compiled.walking import walk
 from soap.simulator.engine import Engine
 from soap.strategy.config import OpConfig, Strategy
 from soap.strategy.sync import parameter_server, synchronized

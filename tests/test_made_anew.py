@@ -14,7 +14,6 @@ from soap.strategy.config import OpConfig, Strategy, SyncConfig
 ROOT = Path(__file__).parent.parent
 CLASSES = {"OpConfig": OpConfig, "SyncConfig": SyncConfig, "Strategy": Strategy}
 MADE_ANEW = {
-    "api.every_function",  # small ones of each kind, to compile everything
     "cli.wanted",  # read from a table
     "elastic.simulation.work", "measure.neighbours", "measure.step_chains", "measure.upkeep_timing", "plan.tiling",
     "runtime.sync.look_ups",

@@ -15,13 +15,37 @@ from torch import nn
 from soap.errors import RuntimeFailure
 from soap.plan.compression.policy import LEAST_BYTES, Layer, chosen
 from soap.runtime.compression.dgc import Momentum, WarmUp, clip_locally, clipped
-from soap.runtime.compression.peer import CompressedTraining
-from soap.runtime.compression.together import Peers, in_order
+from soap.runtime.compression.peer import AS_IT_IS, CompressedTraining, Peer
+from soap.runtime.compression.seam import State
+from soap.runtime.compression.together import in_order, synchronized
 from soap.strategy.compression import Compression
 
 Loss = Callable[[nn.Module, Sequence[torch.Tensor]], torch.Tensor]
 """(module, a part of the batch) -> the mean loss of its samples."""
 OptimizerFactory = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
+
+
+class Peers:
+    """All ranks of one parameter. They do what ``Peer`` does on real ranks."""
+
+    def __init__(
+        self, compression: Compression, shape: Sequence[int], dtype: torch.dtype, peers: int, training: CompressedTraining = AS_IT_IS
+    ) -> None:
+        self.ranks = [Peer(compression, shape, dtype, place, peers, training) for place in range(peers)]
+
+    def synchronize(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The sum that each rank gets for the ranks' gradients."""
+        return synchronized(self.ranks, gradients)
+
+    @property
+    def states(self) -> list[State]:
+        """What each rank keeps."""
+        return [peer.state for peer in self.ranks]
+
+    @states.setter
+    def states(self, states: Sequence[State]) -> None:
+        for peer, state in zip(self.ranks, states, strict=True):
+            peer.state = state
 
 
 @dataclass(frozen=True, slots=True)

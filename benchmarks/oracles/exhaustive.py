@@ -2,7 +2,7 @@
 
 ``exhaustive_search`` evaluates every strategy. ``branch_and_bound`` decides operator by operator, those with most to compute and to update
 first, leaves out what ``partial`` shows not to be better than the best so far, and evaluates the rest: the same optimum, for
-larger spaces.
+larger spaces. ``best_neighbour`` looks only at what differs in one thing.
 
 The space is all degrees (every number from 1 to the size) and replicas with at most as many tiles as devices, on the structured
 placements of ``soap.search.space.placements``: aligned blocks and even strides of devices, with the split axes in every order, and
@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from math import prod
+from typing import NamedTuple
 
 from benchmarks.oracles.partial import UNDECIDED, PartialBound
 from soap.cluster.topology import Topology
@@ -23,7 +24,7 @@ from soap.model.graph import OperatorGraph
 from soap.search.metropolis import Evaluator
 from soap.search.space import MAX_GRIDS, Space, build_space
 from soap.simulator.costs import CostModel
-from soap.strategy.config import Strategy
+from soap.strategy.config import OpConfig, Strategy, SyncConfig
 
 MAX_STRATEGIES = 200_000
 MAX_NODES = 5_000_000
@@ -140,3 +141,33 @@ class _Branching:
 
     def _may_win(self, cost_ns: int) -> bool:
         return self.best is None or cost_ns < self.best_ns
+
+
+class Neighbour(NamedTuple):
+    """A strategy that differs in one operator's configuration, or one parameter's synchronization."""
+
+    name: str
+    config: OpConfig | SyncConfig
+    cost_ns: int
+
+
+def best_neighbour(evaluator: Evaluator, space: Space, strategy: Strategy) -> Neighbour | None:
+    """The quickest strategy that fits, beats this one, and differs from it in one operator's structured configuration or one
+    parameter's synchronization; None if there is none. Among equals the first one in the order of the graph. A locally optimal strategy
+    has none."""
+    best_ns, best = evaluator.makespan_ns(strategy), None
+    for name, choice, neighbour in _neighbours(space, strategy):
+        cost_ns = evaluator.makespan_ns(neighbour)
+        if cost_ns < best_ns and evaluator.overflow_bytes(neighbour) == 0:
+            best_ns, best = cost_ns, Neighbour(name, choice, cost_ns)
+    return best
+
+
+def _neighbours(space: Space, strategy: Strategy) -> Iterator[tuple[str, OpConfig | SyncConfig, Strategy]]:
+    """All that differ in one thing, which may be as it was: operators first, then parameters."""
+    for op, own in zip(space.graph.operators, space.operators, strict=True):
+        for structured in own.structured():
+            config = strategy.operators[op.name].placed_like(structured)
+            yield op.name, config, strategy.with_operator(op.name, config)
+    for name, syncs in space.syncs.items():
+        yield from ((name, sync, strategy.with_parameter(name, sync)) for sync in syncs)

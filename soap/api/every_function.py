@@ -31,11 +31,10 @@ from soap.simulator.compiled.jit import is_compiled, is_entry
 from soap.simulator.compiled.memory_estimate import estimate_memory
 from soap.simulator.compiled.shipping import ship
 from soap.simulator.compiled.task_keys import FORWARD, task_key
-from soap.simulator.compiled.walking import walk
 from soap.simulator.engine import Engine
 from soap.simulator.memory.bound import MemoryBound
 from soap.simulator.memory.ordered import ordered_bytes
-from soap.strategy.config import OpConfig, Strategy
+from soap.strategy.config import Strategy
 
 PACKAGES = (soap.simulator.compiled, soap.search.compiled)
 
@@ -59,7 +58,7 @@ def missing() -> list[str]:
 
 
 def call_every(graph: OperatorGraph, topology: Topology) -> None:
-    """A chain that asks whether proposals fit, edits, a walk, and what is seldom called. What is on disk is loaded."""
+    """A chain that asks whether proposals fit, edits, and what is seldom called. What is on disk is loaded."""
     costs = RooflineCosts(topology)
     starts = [classical(name, graph, topology) for name in ("data_parallel", "megatron")]
     space = CompiledSpace(build_space(graph, topology.device_count, references=starts), topology, costs)
@@ -72,7 +71,6 @@ def call_every(graph: OperatorGraph, topology: Topology) -> None:
     for end in (engine.reject, engine.accept):
         engine.propose(op.name, starts[1].operators[op.name])
         end()
-    walk(engine, {op.name: [OpConfig((1,) * len(op.factors), (device,)) for device in range(2)]}, 10, 1e-6)
     engine.proposed_tasks()
     memory = MemoryBound(engine, topology.memory_limits)
     estimate_memory(engine.world, memory.handle(), engine.last_trial(), True)

@@ -15,8 +15,6 @@ from dataclasses import dataclass, replace
 
 from soap.plan.plan import Fetch, Part, Piece, Plan, Shard, ShardSync, remote_parts
 
-ByDevice = Mapping[int, list[int]]
-"""Device -> positions, ascending."""
 Uses = dict[int, list[tuple[int, int]]]
 """Group of shards, or region of a synchronization -> its uses."""
 

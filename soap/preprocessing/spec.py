@@ -18,7 +18,6 @@ from soap.yaml_text import parse_yaml
 KINDS = ("label", "integer", "hex", "string")
 LEAST, MOST = -(2**31), 2**31 - 1
 """Labels and integers are kept in 32 bits."""
-MOST_ID = 2**64 - 1
 MOST_COLUMNS = 10_000
 LONGEST_SPEC_BYTES = 2**22
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,99}")

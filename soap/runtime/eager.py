@@ -41,7 +41,7 @@ from soap.tracing.execute import ExecutableModel
 from soap.tracing.export import Judge
 from soap.tracing.model import TileContext
 from soap.tracing.naming import canonical_names
-from soap.tracing.python_state import Memory
+from soap.tracing.python_state import Memory, has_values, same_bits
 from soap.tracing.record import ExportRecord
 from soap.tracing.untouched import same_generators, untouched
 
@@ -177,6 +177,10 @@ class _Comparison:
         result += [found[name] for name in self.canonical if name in found]
         moved = _scale(expected.buffers)
         result += [difference("buffer", n, t, expected.buffers[n], self.dtype, moved) for n, t in buffers.items()]
+        for name, tensor in self.example.module.named_buffers():
+            if name not in buffers and has_values(tensor) and not same_bits(tensor, expected.buffers[name]):
+                ways = "expected an assignment, or a call in place"
+                raise ModelError(f"forward changes buffer {name!r}, of which its program has nothing; {ways}")
         return result
 
     def _program_step(self, meet: Callable[[str, torch.Tensor], None]) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
@@ -277,6 +281,10 @@ def eager_step(example: Example, exported: ExportedProgram, *, follows: bool = F
                 gradients[own] = gradients[own] + gradient if own in gradients else gradient
         buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers(remove_duplicate=False)}
         result = _Step(loss.detach(), gradients, buffers)
+        if loss.requires_grad and any(buffer.grad_fn is not None for buffer in module.buffers()):
+            for parameter in module.parameters():
+                parameter.grad = None
+            example.loss_of(example.output(), exported).backward()  # type: ignore[no-untyped-call]  # through this step once more
         if before is not None:
             put_state_back()
             known = Memory(beside)

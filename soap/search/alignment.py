@@ -9,7 +9,7 @@ from math import prod
 
 from soap.model.graph import Operand, OperatorGraph
 from soap.model.regions import proportional
-from soap.strategy.config import OpConfig, Strategy, settled_config
+from soap.strategy.config import OpConfig, settled_config
 from soap.strategy.shares import shares_of
 
 KEPT = 2**10
@@ -48,15 +48,6 @@ def _matched(theirs: Operand, mine: Operand) -> tuple[tuple[int, int], ...]:
         if a.factor is not None and b.factor is not None and a.factor not in pairs and b.factor not in pairs.values():
             pairs[a.factor] = b.factor
     return tuple(pairs.items())
-
-
-def aligned_configs(graph: OperatorGraph, strategy: Strategy, position: int, edges: tuple[Edge, ...]) -> list[OpConfig]:
-    """Configurations of the operator that follow from its neighbours' configurations; equal ones may repeat. They do not depend on the
-    operator's own configuration: the proposals rely on that."""
-    configs: list[OpConfig] = []
-    for edge in edges:
-        configs.extend(aligned_with(graph, strategy.operators[graph.operators[edge.neighbour].name], position, edge))
-    return configs
 
 
 def aligned_with(graph: OperatorGraph, source: OpConfig, position: int, edge: Edge) -> list[OpConfig]:

@@ -3,12 +3,11 @@
 How the budget of proposals is spent (evaluations of starts do not count):
 
 - Chains begin at the best distinct starts that fit into memory. The best start's chain gets half of the budget; the others share the rest.
-  With a compiled simulator there is one chain for each ``TEMPERED_PROPOSALS`` (at most ``MAX_TEMPERED``), otherwise one for each
-  ``PROPOSALS_PER_CHAIN`` (at most ``MAX_CHAINS``).
-- Each chain spends ``DESCENT_SHARE`` of its part on ``soap.search.descent`` (compiled: at most ``DESCENT_PROPOSALS``), and goes on from
-  there. Compiled chains run together (``soap.search.tempering``), others one after the other (``soap.search.metropolis``). Beta is relative
-  to the cost at which the chain begins. The first chain's descent first tries reference strategies that were no starts, such as data
-  parallelism on fewer devices.
+  There is one chain for each ``TEMPERED_PROPOSALS`` (at most ``MAX_TEMPERED``).
+- Each chain spends ``DESCENT_SHARE`` of its part on ``soap.search.descent`` (at most ``DESCENT_PROPOSALS``), and goes on from there. The
+  chains are compiled, and run together (``soap.search.tempering``); an evaluator without costs for them (``soap.search.able``) has descents
+  alone, for the whole budget. Beta is relative to the cost at which the chain begins. The first chain's descent first tries reference
+  strategies that were no starts, such as data parallelism on fewer devices.
 - If data parallelism does not fit, parameters may be synchronized in the ways that save memory (``sync.SAVING_MEMORY``), unless the options
   say which ways are allowed; then mixtures that save memory are starts as well.
 - If no start fits, hosts may keep optimizer states (``soap.search.offloading``), and starts that do so are evaluated as well.
@@ -45,12 +44,12 @@ from soap.search.allowed_space import allowed_space, allowed_syncs
 from soap.search.constraints import out_of_stage
 from soap.search.descent import adopt, propose_descent
 from soap.search.infeasible import infeasible, nothing_fits_yet
-from soap.search.metropolis import ChainState, Evaluator, step
+from soap.search.metropolis import Evaluator
 from soap.search.options import SearchOptions
 from soap.search.pipeline_moves import pipeline_moves
 from soap.search.pipelining import is_cut, is_legal, keeps_stages, space_of
 from soap.search.polish import MAX_POLISHED, polish_best
-from soap.search.proposals import Kernel, Proposal
+from soap.search.proposals import Proposal
 from soap.search.record import Recorder, SearchResult
 from soap.search.space import Space
 from soap.search.starts import (
@@ -64,7 +63,6 @@ from soap.strategy.config import Strategy
 from soap.strategy.named import PIPELINE, named
 from soap.time_limit import TimeIsUp, TimeLimit
 
-PROPOSALS_PER_CHAIN, MAX_CHAINS = 500, 3
 TEMPERED_PROPOSALS, MAX_TEMPERED = 4000, 4
 DESCENT_SHARE, DESCENT_PROPOSALS = 0.5, 300
 CLIMB_SHARE = 0.2
@@ -244,9 +242,7 @@ class _Run:
     def _chains(self, starts: Sequence[Start], budget: int) -> None:
         """Descents and chains from the best of these starts."""
         able = self._able
-        most, each = (MAX_CHAINS, PROPOSALS_PER_CHAIN) if able is None else (MAX_TEMPERED, TEMPERED_PROPOSALS)
-        wanted = min(most, max(1, budget // each))
-        chosen = starts_of_chains(starts, wanted)
+        chosen = starts_of_chains(starts, min(MAX_TEMPERED, max(1, budget // TEMPERED_PROPOSALS)))
         if not chosen:
             return
         evaluated = [start.strategy for start in self.recorder.starts]
@@ -255,12 +251,10 @@ class _Run:
         for start, part in zip(chosen, chain_budgets(budget, len(chosen)), strict=True):
             rng = random.Random(f"{self.options.seed} {start.name}")
             allowance = Allowance(part, self.options.patience)
-            share = int(part * DESCENT_SHARE)
-            low = self._descend(rng, start, openings, share if able is None else min(share, DESCENT_PROPOSALS), allowance)
+            share = part if able is None else min(int(part * DESCENT_SHARE), DESCENT_PROPOSALS)
+            low = self._descend(rng, start, openings, share, allowance)
             openings = []
-            if low.fits and able is None:
-                self._metropolis(rng, low, allowance)
-            elif low.fits:
+            if low.fits:
                 lows.append((low, part - allowance.used))
         if lows and able is not None:
             self._temper(sorted(lows, key=lambda found: found[0].cost_ns), able)
@@ -341,23 +335,6 @@ class _Run:
         if better and overflow_bytes is not None:
             return Start(current.name, proposal.strategy, cost_ns, overflow_bytes)
         return current
-
-    def _metropolis(self, rng: random.Random, start: Start, allowance: Allowance) -> None:
-        """Run a chain until the allowance is spent."""
-        kernel = Kernel(self.space)
-        state = ChainState(start.strategy, start.cost_ns, max(1, start.cost_ns))
-        best_ns, idle = start.cost_ns, 0
-        while not allowance.spent and idle < MAX_IDLE_MOVES:
-            state, info = step(rng, state, kernel, self.evaluator, self.options.beta)
-            idle += 1
-            if info.proposal is None:
-                continue
-            idle = 0
-            self.recorder.proposal("chain", start.name, info.proposal, info.cost_ns, info.overflow_bytes, info.accepted)
-            improved = info.overflow_bytes == 0 and info.cost_ns < best_ns
-            best_ns = info.cost_ns if improved else best_ns
-            allowance.use(improved=improved)
-            self._show(1)
 
     def _show(self, done: int = 0) -> None:
         """Update the progress bar. Raises KeyboardInterrupt if the search is to stop."""

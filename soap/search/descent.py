@@ -20,10 +20,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 from soap.search.alignment import aligned_with
-from soap.search.proposals import Proposal, changed, prefetch
-from soap.search.space import Space
+from soap.search.proposals import Proposal, changed
+from soap.search.space import MOST_PREFETCHED, Space
 from soap.strategy.config import OpConfig, Strategy
 from soap.strategy.kept import mark_of, with_each_mark
 from soap.strategy.recomputation import LEVELS
@@ -123,6 +124,17 @@ def synchronize(rng: random.Random, space: Space, strategy: Strategy) -> Proposa
 
 PREFETCH_SHARE = 0.05
 """Share of the proposals that gather values earlier or later, if some may be gathered."""
+
+
+def prefetch(rng: random.Random, space: Space, strategy: Strategy) -> Proposal | None:
+    """One group of values more, or less, gathered ahead, where some are gathered."""
+    gathered = (tensor.name for tensor in space.graph.parameters if strategy.sync(tensor.name).contract.gathers_values)
+    first, step = next(gathered, None), rng.choice((-1, 1))
+    after = strategy.prefetch + step
+    if first is None or after < 0 or (step > 0 and after > MOST_PREFETCHED):
+        return None
+    return Proposal(replace(strategy, prefetch=after), "prefetch", (first,))
+
 
 RECOMPUTE_SHARE = 0.25
 """Share of the proposals that recompute, where memory binds."""

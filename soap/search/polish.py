@@ -4,8 +4,6 @@
 round, until all in a row have none. What was tried in full stays settled as long as nothing else changes: a configuration that was not
 better than a slower strategy is not better than a faster one. If the space is small, ``soap.search.cuts`` then tries two adjacent
 operators at once, with all that follows them; as long as that helps, both go on in turn. Nothing is drawn at random.
-
-``best_neighbour`` only looks, through any evaluator. It shares with ``polish`` only the list of choices.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from soap.plan.compression.training import PLAIN
 from soap.search import cuts
@@ -38,14 +36,6 @@ MEMORY_QUESTION = 20
 
 MOVE = "polish"
 """Name of the move and of the phase in a search's history."""
-
-
-class Neighbour(NamedTuple):
-    """A strategy that differs in one operator's configuration, or one parameter's synchronization."""
-
-    name: str
-    config: OpConfig | SyncConfig
-    cost_ns: int
 
 
 class Proposer(cuts.Proposer, Protocol):
@@ -116,23 +106,6 @@ def polish(
         settled = 1 if improved else settled + 1
         position = (position + 1) % len(parts)
     return Polished(strategy, proposer.makespan_ns, compared, True)
-
-
-def best_neighbour(evaluator: Evaluator, space: Space, strategy: Strategy) -> Neighbour | None:
-    """The quickest strategy that fits, beats this one, and differs from it in one operator's structured configuration or one
-    parameter's synchronization; None if there is none. Among equals the first one in the order of the graph. A locally optimal strategy
-    has none."""
-    best_ns, best = evaluator.makespan_ns(strategy), None
-    for name, choices in _parts(space):
-        for offered in choices():
-            choice = _chosen(strategy, name, offered)
-            if choice is None:
-                continue
-            neighbour = _with(strategy, name, choice)
-            cost_ns = evaluator.makespan_ns(neighbour)
-            if cost_ns < best_ns and evaluator.overflow_bytes(neighbour) == 0:
-                best_ns, best = cost_ns, Neighbour(name, choice, cost_ns)
-    return best
 
 
 Choice = OpConfig | SyncConfig

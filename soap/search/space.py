@@ -23,7 +23,7 @@ from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import accumulate, permutations, product
-from math import inf, log, perm, prod
+from math import fsum, inf, log, perm, prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -158,11 +158,10 @@ class OperatorSpace:
             self.grids = tuple(grid for grid in self.grids if self._restricted[grid])
         counts = {grid: len(self.placements(grid)) for grid in self.grids}
         self._mass = {g: shuffled * n for g, n in counts.items() if shuffled > 0 and perm(len(self.devices), prod(g)) > n}
-        self._shufflable = tuple(self._mass)
         self._cumulative = list(accumulate(counts.values()))
-        self._shuffle_cumulative = list(accumulate(self._mass.values()))
         self.structured_count: int = self._cumulative[-1]
-        self._total = self.structured_count + (self._shuffle_cumulative[-1] if self._mass else 0.0)
+        self.mass = self.structured_count + fsum(self._mass.values())
+        """Weight of all configurations."""
         self._known = frozenset(self.grids)
 
     def _placements_on_own(self, grid: Grid) -> tuple[Devices, ...]:
@@ -196,14 +195,6 @@ class OperatorSpace:
         """Grid -> its place in ``grids``."""
         return {grid: number for number, grid in enumerate(self.grids)}
 
-    @cached_property
-    def grids_by_tiles(self) -> Mapping[int, tuple[Grid, ...]]:
-        """Number of tiles -> grids with so many tiles."""
-        found: dict[int, list[Grid]] = {}
-        for grid in self.grids:
-            found.setdefault(prod(grid), []).append(grid)
-        return {tiles: tuple(grids) for tiles, grids in found.items()}
-
     def log_weight(self, config: OpConfig) -> float:
         """Logarithm of the reference measure: 0 for a structured configuration, -inf outside of the space."""
         grid, devices = grid_of(config), config.devices
@@ -217,28 +208,9 @@ class OperatorSpace:
         others = perm(len(self.devices), len(devices)) - len(self.placements(grid))
         return log(self._mass[grid]) - log(others)
 
-    @property
-    def mass(self) -> float:
-        """Weight of all configurations."""
-        return self._total
-
     def shuffled_mass(self, grid: Grid) -> float:
         """Weight of all shuffled placements of a grid."""
         return self._mass.get(grid, 0.0)
-
-    def log_probability(self, config: OpConfig) -> float:
-        """Logarithm of the probability with which ``draw`` returns this configuration."""
-        return self.log_weight(config) - log(self._total)
-
-    def draw(self, rng: random.Random) -> OpConfig:
-        """A configuration drawn in proportion to the reference measure."""
-        if rng.random() * self._total < self.structured_count:
-            return self.draw_structured(rng)
-        grid = rng.choices(self._shufflable, cum_weights=self._shuffle_cumulative)[0]
-        while True:
-            devices = tuple(rng.sample(self.devices, prod(grid)))
-            if not self.is_structured(grid, devices):
-                return make_config(grid, devices)
 
     def draw_structured(self, rng: random.Random) -> OpConfig:
         """One of ``structured()``, uniformly."""

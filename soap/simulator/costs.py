@@ -52,49 +52,26 @@ class CostModel(Protocol):
         """Optimizer update of a shard."""
 
 
-@runtime_checkable
-class Launching(Protocol):
-    """An optional part of a cost model: how long a processor takes to launch a tile's kernels on its device."""
-
-    def launch_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType, *, backward: bool) -> int:
-        """Launch time of one pass of a tile; 0 on devices that are processors themselves."""
-
-
 def launch_ns(costs: CostModel, graph: OperatorGraph, tile: Tile, device: DeviceType, *, backward: bool) -> int:
-    """Launch time of one pass of a tile, in nanoseconds; 0 if the cost model is not ``Launching``."""
-    known: Callable[..., int] | None = getattr(costs, "launch_ns", None)  # ``isinstance`` of a protocol takes longer than the answer
+    """Launch time of one pass of a tile, in nanoseconds; 0 on devices that are processors themselves, and if the cost model has no
+    ``launch_ns``."""
+    known: Callable[..., int] | None = getattr(costs, "launch_ns", None)
     return 0 if known is None else known(graph, tile, device, backward=backward)
-
-
-@runtime_checkable
-class Repeating(Protocol):
-    """An optional part of a cost model: how long the light calls of a tile take, if its product is kept."""
-
-    def light_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType) -> int:
-        """Forward pass of a tile without its product."""
 
 
 def light_ns(costs: CostModel, graph: OperatorGraph, tile: Tile, device: DeviceType) -> int:
     """Forward pass of a tile that keeps its product (``recomputation.LIGHT``), in nanoseconds; the whole forward pass if it has none, or
-    the cost model is not ``Repeating``."""
+    the cost model has no ``light_ns``."""
     if not has_product(graph.operators[tile.operator]):
         return costs.forward_ns(graph, tile, device)
-    known: Callable[..., int] = getattr(costs, "light_ns", costs.forward_ns)  # as above
+    known: Callable[..., int] = getattr(costs, "light_ns", costs.forward_ns)
     return known(graph, tile, device)
 
 
-@runtime_checkable
-class Dividing(Protocol):
-    """An optional part of a cost model: how long the two halves of a backward pass take (``strategy.division``)."""
-
-    def half_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType, half: Half) -> int:
-        """Input gradients (``I``) or weight gradients (``W``) of a tile that has both, each by itself: what both of them go through counts
-        in both."""
-
-
 def half_ns(costs: CostModel, graph: OperatorGraph, tile: Tile, device: DeviceType, half: Half) -> int:
-    """One of the halves of a tile's backward pass, in nanoseconds; half of the whole one if the cost model is not ``Dividing``."""
-    known: Callable[..., int] | None = getattr(costs, "half_ns", None)  # as above
+    """Input gradients (``I``) or weight gradients (``W``) of a tile that has both, each by itself, in nanoseconds: what both go through
+    counts in both. Half of the backward pass if the cost model has no ``half_ns``."""
+    known: Callable[..., int] | None = getattr(costs, "half_ns", None)
     return -(-costs.backward_ns(graph, tile, device) // 2) if known is None else known(graph, tile, device, half)
 
 

@@ -45,14 +45,6 @@ def crossing(graph: OperatorGraph, cut: int) -> tuple[str, ...]:
     return tuple(sorted(made & read))
 
 
-def worker_bytes(graph: OperatorGraph, cut: int, workers: int) -> int:
-    """What one worker sends and receives in a step: gradients and values of the front's parameters, activations of its samples and the
-    gradients of these. ``workers``: a divisor of the samples."""
-    front = sum(graph.tensors[name].bytes for name in front_parameters(graph, cut))
-    passed = [graph.tensors[name] for name in crossing(graph, cut)]
-    return 2 * front + sum((1 + tensor.requires_grad) * tensor.bytes for tensor in passed) // workers
-
-
 def tails(topology: Topology, count: int | None = None) -> Sequence[tuple[int, ...]]:
     """The groups of devices that may have the tail: first devices of servers, one for each host before a second one. ``count``: that many
     alone. StrategyError in one line if the cluster has no servers, or fewer devices of servers."""

@@ -22,6 +22,7 @@ from soap.files import check_writable, write_bytes_atomically
 from soap.outputs import MODEL, check
 from soap.tracing.adapted import adapted
 from soap.tracing.assertions import passed_assertions, without_assertions
+from soap.tracing.assigned_buffers import assigned_buffers_followed
 from soap.tracing.containers import plain_arguments, plainly
 from soap.tracing.imports import import_all
 from soap.tracing.loss_output import which_loss
@@ -172,7 +173,7 @@ def _untraceable(model: nn.Module, error: Exception, dynamic: bool) -> str:
 
 def traced(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any = None) -> ExportedProgram:
     """``torch.export.export``, without its log, of a module whose argument validation passes."""
-    with warnings.catch_warnings(), quiet_torch(), passed_assertions(), _mended_lstms():
+    with warnings.catch_warnings(), quiet_torch(), passed_assertions(), _mended_lstms(), assigned_buffers_followed(module):
         warnings.simplefilter("ignore")  # torch.export warns of harmless attributes that LSTMs assign
         return without_assertions(torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False))
 

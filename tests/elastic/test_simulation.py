@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.bipartite import needs_of_batch
 from soap.cluster.topology import Host
 from soap.elastic.clocks import Clocks
 from soap.elastic.cut import Cut
@@ -22,7 +23,7 @@ from soap.elastic.simulation.bounds import rate_bound
 from soap.elastic.simulation.delays import Delays
 from soap.elastic.simulation.design import Design, Lane, bipartite, design_of, fully_connected, naive
 from soap.elastic.simulation.steady import Period, Steady, rate_of, simulate
-from soap.elastic.simulation.traffic import Traffic, needs_of_batch, needs_of_graph
+from soap.elastic.simulation.traffic import Traffic, needs_of_graph
 from soap.elastic.simulation.unroll import required, unroll
 from soap.elastic.simulation.work import EstimatedWork, Work
 from soap.elastic.worker import Worker

@@ -4,10 +4,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from soap.model.graph import OperatorGraph
-from soap.search.alignment import Edge, aligned_configs, aligned_with, edges_of
+from soap.search.alignment import Edge, aligned_with, edges_of
 from soap.strategy.config import OpConfig, check_config
 from tests.extent import FEW
 from tests.graph_builder import mlp
+from tests.search.toys import aligned_configs
 from tests.strategies import graphs, strategies_for
 
 

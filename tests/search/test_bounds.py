@@ -23,6 +23,7 @@ from soap.strategy.config import OpConfig, Strategy, SyncConfig
 from soap.strategy.sync import SPARSE_ALL_GATHER
 from tests.extent import MANY
 from tests.graph_builder import SAMPLE, GraphBuilder, convnet, mlp, transformer
+from tests.search.toys import drawn_from
 from tests.simulator.compiled.agreement import synchronized
 from tests.simulator.examples import UNIT_NS, PointCosts, chain, pairwise_cluster
 from tests.strategies import CPU, GPU, cluster, graphs, topologies
@@ -43,7 +44,7 @@ def test_no_strategy_of_the_space_is_below(graph, topology, points, mix, seed) -
     assert bound.bound_ns == max(bound.path_ns, bound.work_ns) > 0
     rng = random.Random(seed)
     for _ in range(5):
-        strategy = Strategy({op.name: own.draw(rng) for op, own in zip(graph.operators, space.operators, strict=True)})
+        strategy = Strategy({op.name: drawn_from(own, rng) for op, own in zip(graph.operators, space.operators, strict=True)})
         assert bound.bound_ns <= simulator.makespan_ns(strategy)
         assert bound.bound_ns <= simulator.makespan_ns(synchronized(strategy, graph, rng))
 
@@ -52,7 +53,7 @@ def test_no_strategy_of_the_space_is_below(graph, topology, points, mix, seed) -
 def test_certain_backward_passes_are_run(graph, device_count, seed) -> None:  # type: ignore[no-untyped-def]
     topology, rng = cluster([device_count]), random.Random(seed)
     space = build_space(graph, device_count, every_degree=True)
-    strategy = Strategy({op.name: own.draw(rng) for op, own in zip(graph.operators, space.operators, strict=True)})
+    strategy = Strategy({op.name: drawn_from(own, rng) for op, own in zip(graph.operators, space.operators, strict=True)})
     run = Simulator(graph, topology, PointCosts(1)).run(strategy)
     done = set()
     for task in run.tasks.tasks:

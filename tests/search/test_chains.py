@@ -127,8 +127,7 @@ def test_the_whole_budget_is_spent_and_recorded() -> None:
     assert list(history.proposal) == list(range(1, 1001))
     assert result.evaluations == costs.calls == 1000 + len(result.starts)
     assert history.best_ns.is_monotonic_decreasing and history.best_ns.iloc[-1] == result.cost_ns
-    assert history.groupby("chain", sort=False).size().tolist() == [500, 500]
-    assert history[history.phase == "descent"].groupby("chain", sort=False).size().tolist() == [250, 250]
+    assert set(history.phase) == {"descent"} and history.chain.nunique() == 1  # these costs are not an engine's, so no chain is compiled
     assert sum(count.proposed for count in result.acceptance.values()) == 1000
     accepted = history.groupby("move").accepted.sum().to_dict()
     assert {move: count.accepted for move, count in result.acceptance.items()} == accepted
@@ -229,7 +228,7 @@ def test_if_no_start_fits_the_search_first_makes_room() -> None:
     first = next(i for i, row in enumerate(result.rows) if row.fits)
     assert all(row.phase == "descent" and row.best_ns is None for row in result.rows[:first])
     assert result.history.best_ns.isna().sum() == first
-    assert any(row.phase == "chain" for row in result.rows)
+    assert len(result.rows) == 300 and all(row.fits for row in result.rows[first:] if row.accepted)
 
 
 def test_nothing_fits() -> None:

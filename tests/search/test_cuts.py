@@ -12,7 +12,6 @@ from soap import api
 from soap.model.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
 from soap.search import search
-from soap.search.alignment import aligned_configs
 from soap.search.cuts import (
     MAX_COMPARED,
     MAX_ROUNDS,
@@ -35,7 +34,7 @@ from soap.strategy.classical import random_strategy
 from soap.strategy.config import OpConfig, Strategy
 from tests.extent import often
 from tests.graph_builder import GraphBuilder, transformer
-from tests.search.toys import ManyCalls, layers
+from tests.search.toys import ManyCalls, aligned_configs, layers
 from tests.strategies import cluster
 
 

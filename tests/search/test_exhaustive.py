@@ -4,10 +4,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from benchmarks.oracles.exhaustive import all_strategies, branch_and_bound, exhaustive_search, strategy_count
+from benchmarks.oracles.exhaustive import all_strategies, best_neighbour, branch_and_bound, exhaustive_search, strategy_count
 from soap.errors import InfeasibleError, StrategyError
 from soap.profiles.roofline import RooflineCosts
-from soap.search.polish import best_neighbour
 from soap.search.space import build_space
 from soap.simulator.simulate import Simulator
 from soap.strategy.classical import single_device

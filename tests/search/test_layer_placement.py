@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.ralp import BATCH, CLUSTER, NETWORK
+from benchmarks.ralp import BATCH, CLUSTER, NETWORK, worker_bytes
 from soap import api
 from soap.cluster.topology import Topology
 from soap.cluster.yaml_file import parse_cluster
@@ -22,7 +22,7 @@ from soap.simulator.simulate import Simulation, Simulator
 from soap.simulator.tasks import TaskKind
 from soap.strategy.config import Strategy
 from soap.strategy.named import named
-from soap.strategy.ralp import cut_at, tails, worker_bytes
+from soap.strategy.ralp import cut_at, tails
 from tests.graph_builder import SAMPLE, GraphBuilder
 from tests.strategies import GPU, cluster, with_servers
 
@@ -158,7 +158,7 @@ def test_the_name_and_the_start() -> None:
     assert api.simulated_name("ralp", own) == placed.strategy
     two = api.placed_layers("ralp:2", own)
     assert two.best is not None and two.best.tail == (4, 5)
-    with pytest.raises(StrategyError, match=r"found by simulating; expected soap-simulate --builtin ralp, or ralp as a start of a search$"):
+    with pytest.raises(StrategyError, match="found by simulating; expected soap-simulate --builtin ralp, or ralp as a start of a search"):
         named("ralp", own.graph, own.topology)
     by_default = search(own.graph, own.topology, IncrementalSimulator(own), SearchOptions(budget=1), polish_up_to=0)
     starts = {start.name: start.cost_ns for start in by_default.starts}

@@ -16,10 +16,9 @@ from soap.search.chains import search
 from soap.search.compiled.memory import MOVES
 from soap.search.compiled.runner import CompiledChain, CompiledSpace
 from soap.search.constraints import brought_inside, parse
-from soap.search.descent import recompute as recompute_in_descent
+from soap.search.descent import recompute
 from soap.search.offloading import budgeted_offloading, offload_to_fit, offloading_starts, with_offloading
 from soap.search.options import SearchOptions
-from soap.search.proposals import recompute
 from soap.search.recomputing import with_recomputation
 from soap.search.space import build_space
 from soap.search.starts import Start, evaluated
@@ -88,17 +87,13 @@ def test_frozen_parameters_are_gathered_but_have_nothing_to_offload() -> None:
 
 
 def test_moves_mark_sets_of_operators_that_have_no_other_mark() -> None:
-    """In both chains, and in descents: what is recomputed is not offloaded, and the other way round."""
+    """In chains and in descents: what is recomputed is not offloaded, and the other way round."""
     space, draw, topology = with_offloading(with_recomputation(build_space(GRAPH, 2))), random.Random(3), gpus(2**40)
     assert {GRAPH.operators[each.position].name for own in space.offload for each in own} == offloadable(GRAPH)
     usual = data_parallel(GRAPH, topology)
-    name = sorted(offloadable(GRAPH))[0]
-    strategy = with_marks(usual, [name], True)
-    made = [own.strategy for own in (recompute(draw, space, strategy) for _ in range(60)) if own is not None]
-    made += [own.strategy for own in (recompute_in_descent(draw, space, usual) for _ in range(20)) if own is not None]
+    made = [own.strategy for own in (recompute(draw, space, usual) for _ in range(80)) if own is not None]
     kinds = {mark_of(config) for own in made for config in own.operators.values()}
     assert kinds == {STAYS, RECOMPUTED, LIGHT, OFFLOADED}
-    assert not any(own.operators[name].offload for own in made[: len(made) - 20])
     chain = CompiledChain(CompiledSpace(space, topology, RooflineCosts(topology)), usual, seed=2, proposals=80)
     chain.weights = {move: float(move == "recompute") for move in MOVES}
     seen = set()

@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given
 
 from benchmarks.optimality import locally_optimal, small_cluster
+from benchmarks.oracles.exhaustive import Neighbour, best_neighbour
 from soap.model.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
 from soap.search import search
 from soap.search.options import SearchOptions
-from soap.search.polish import MOVE, Neighbour, best_neighbour, polish, structured_count
+from soap.search.polish import MOVE, polish, structured_count
 from soap.search.space import build_space
 from soap.simulator.engine import Engine
 from soap.simulator.incremental import IncrementalSimulator

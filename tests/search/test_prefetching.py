@@ -1,4 +1,4 @@
-"""How many groups of values are gathered ahead: a move of both chains and of descents, where parameters may be gathered for their uses."""
+"""How many groups of values are gathered ahead: a move of chains and of descents, where parameters may be gathered for their uses."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from math import exp
 from soap.profiles.roofline import RooflineCosts
 from soap.search.compiled.memory import MOVES
 from soap.search.compiled.runner import CompiledChain, CompiledSpace
-from soap.search.descent import propose_descent
-from soap.search.proposals import move_weights, prefetch
+from soap.search.descent import prefetch, propose_descent
 from soap.search.space import MOST_PREFETCHED, build_space
 from soap.simulator.incremental import IncrementalSimulator
 from soap.simulator.simulate import Simulator
@@ -48,7 +47,6 @@ def test_a_chain_takes_each_by_its_time() -> None:
 def test_nothing_is_proposed_where_nothing_is_gathered() -> None:
     usual, rng = data_parallel(GRAPH, TOPOLOGY), random.Random(1)
     assert all(prefetch(rng, SPACE, usual) is None for _ in range(10))
-    assert move_weights(SPACE)["prefetch"] > 0 == move_weights(build_space(GRAPH, 2))["prefetch"]
     chain = CompiledChain(CompiledSpace(SPACE, TOPOLOGY, COSTS), usual, seed=1, proposals=5)
     chain.weights = {move: float(move == "prefetch") for move in MOVES}
     assert chain.run(5, beta=1.0, focus=0.0) == 0

@@ -17,9 +17,8 @@ from soap.search.chains import search
 from soap.search.compiled.memory import MOVES
 from soap.search.compiled.runner import CompiledChain, CompiledSpace
 from soap.search.constraints import brought_inside, parse
-from soap.search.descent import recompute as recompute_in_descent
+from soap.search.descent import recompute
 from soap.search.options import SearchOptions
-from soap.search.proposals import recompute
 from soap.search.recomputing import recompute_to_fit, recomputing_starts, with_recomputation
 from soap.search.space import build_space
 from soap.search.starts import Start, memory_binds
@@ -145,17 +144,15 @@ def test_what_saves_most_is_a_start_where_owners_may_be_shared() -> None:
 
 
 @pytest.mark.parametrize("share", [0.3, 1.0])
-def test_the_move_is_its_own_inverse(share: float) -> None:
+def test_the_move_marks_sets_alone(share: float) -> None:
     space, draw = with_recomputation(build_space(GRAPH, 2)), random.Random(1)
     names = [name for name in sorted(repeatable(GRAPH)) if draw.random() < share]
     strategy = recomputed(GRAPH, data_parallel(GRAPH, AMPLE), names)
     proposals = [own for own in (recompute(draw, space, strategy) for _ in range(40)) if own is not None]
     assert proposals
     for own in proposals:
-        assert own.log_ratio == 0.0
         before, after = ({found.operators[name].recompute for name in own.operators} for found in (strategy, own.strategy))
         assert before != after and own.strategy.with_changes({n: strategy.operators[n] for n in own.operators}) == strategy
-    assert all(own is None or own.strategy != strategy for own in (recompute_in_descent(draw, space, strategy) for _ in range(20)))
 
 
 def test_compiled_chains_toggle_marks_alone() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from soap.search.space import OperatorSpace, build_space, degree_choices, grid_of, grids_of, make_config, placements
 from soap.strategy.config import OpConfig, check_config
 from tests.graph_builder import mlp, transformer
-from tests.search.toys import layers
+from tests.search.toys import drawn_from, layers
 
 
 def test_one_tile_may_lie_on_any_device() -> None:
@@ -75,7 +75,7 @@ def test_probabilities_of_all_configurations_add_up_to_one() -> None:
     every = {
         make_config(grid, devices) for grid in own.grids for devices in permutations(range(3), prod(grid))
     }
-    assert sum(exp(own.log_probability(config)) for config in every) == pytest.approx(1.0, abs=1e-12)
+    assert sum(exp(own.log_weight(config)) for config in every) / own.mass == pytest.approx(1.0, abs=1e-12)
 
 
 def test_shuffled_placements_share_their_weight() -> None:
@@ -87,14 +87,9 @@ def test_shuffled_placements_share_their_weight() -> None:
     assert OperatorSpace([(1, 2)], 4, shuffled=0.0).log_weight(OpConfig((2,), (1, 0))) == -inf
 
 
-def test_draws_follow_the_stated_probabilities() -> None:
+def test_structured_configurations_are_drawn_alike() -> None:
     own = build_space(layers(1, rows=4), 3, shuffled=0.5).operators[0]
     rng, draws = random.Random(1), 30_000
-    counts = Counter(own.draw(rng) for _ in range(draws))
-    for config, count in counts.items():
-        expected = draws * exp(own.log_probability(config))
-        assert abs(count - expected) < 5 * expected**0.5, config
-    assert any(own.log_weight(config) < 0 for config in counts)
     structured = Counter(own.draw_structured(rng) for _ in range(draws))
     assert set(structured) == set(own.structured())
     assert all(abs(n - draws / own.structured_count) < 5 * (draws / own.structured_count) ** 0.5 for n in structured.values())
@@ -105,7 +100,7 @@ def test_large_clusters_stay_within_the_cap() -> None:
     space = build_space(graph, 64)
     rng = random.Random(0)
     for op, own in zip(graph.operators, space.operators, strict=True):
-        config = own.draw(rng)
+        config = drawn_from(own, rng)
         check_config(op, config, 64)
         assert grid_of(config) in own.grids
     assert max(len(own.grids) for own in space.operators) <= 2048

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from math import prod
 
 from soap.cluster.topology import DeviceType
 from soap.model.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
+from soap.search.alignment import Edge, aligned_with
+from soap.search.space import OperatorSpace, make_config
 from soap.simulator.costs import nanoseconds
 from soap.strategy.config import OpConfig, Strategy
 from tests.graph_builder import SAMPLE, DimMap, Factor, GraphBuilder
@@ -18,6 +21,23 @@ Key = tuple[tuple[str, OpConfig], ...]
 def key_of(strategy: Strategy) -> Key:
     """A hashable form of a strategy."""
     return tuple(strategy.operators.items())
+
+
+def aligned_configs(graph: OperatorGraph, strategy: Strategy, position: int, edges: tuple[Edge, ...]) -> list[OpConfig]:
+    """Configurations of the operator that follow from its neighbours' configurations; equal ones may repeat."""
+    names = [op.name for op in graph.operators]
+    return [config for edge in edges for config in aligned_with(graph, strategy.operators[names[edge.neighbour]], position, edge)]
+
+
+def drawn_from(own: OperatorSpace, rng: random.Random) -> OpConfig:
+    """A configuration drawn in proportion to the reference measure."""
+    if rng.random() * own.mass < own.structured_count:
+        return own.draw_structured(rng)
+    grid = rng.choices(own.grids, [own.shuffled_mass(grid) for grid in own.grids])[0]
+    while True:
+        devices = tuple(rng.sample(own.devices, prod(grid)))
+        if not own.is_structured(grid, devices):
+            return make_config(grid, devices)
 
 
 def layers(count: int = 2, *, rows: int = 2, loss: bool = False) -> OperatorGraph:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,108 @@ def test_buffers_of_every_type_train_as_eager_does(module: type[Kept], kind: tor
     assert state["moved"].dtype is kind and state["fixed"].dtype is kind
     for name, tensor in plain.state_dict().items():
         torch.testing.assert_close(state[name].float(), tensor.float(), rtol=1e-5, atol=1e-7)
+
+
+class Averaging(nn.Module):
+    """A module that others contain, whose forward assigns its buffer."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, z: Tensor) -> Tensor:
+        y = z + self.mean
+        self.mean = 0.7 * self.mean + 0.3 * z.detach().mean(0)
+        return y
+
+
+class Nested(nn.Module):
+    """``times``: how often it calls the module inside."""
+
+    def __init__(self, times: int = 1, *, tied: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.times = nn.Linear(6, 4), times
+        inner = Averaging()
+        self.inside = nn.ModuleDict({"first": nn.Sequential(inner), "second": inner if tied else Averaging()})
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.layer(x)
+        for _ in range(self.times):
+            z = self.inside["second"](self.inside["first"](z))
+        return mean_square(z)
+
+
+class Outside(nn.Module):
+    """Assigns a buffer of a module that it does not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.kept = nn.Linear(6, 4), nn.Identity()
+        self.kept.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.layer(x)
+        y = z + self.kept.mean
+        self.kept.mean = torch.lerp(self.kept.mean, z.detach().mean(0), 0.3)
+        return mean_square(y)
+
+
+@pytest.mark.parametrize("module", [Nested(), Nested(2), Nested(2, tied=True), Outside()], ids=["nested", "twice", "tied", "outside"])
+@pytest.mark.parametrize("loss", [None, lambda output: output * 2], ids=["own", "loss"])
+def test_buffers_that_forward_assigns_in_submodules_train_as_eager_does(module: nn.Module, loss: Any, tmp_path: Path) -> None:
+    held = {name: id(buffer) for name, buffer in module.named_buffers()}
+    soap.export(module, (X,), path=tmp_path / "m.pt2", loss=loss)
+    assert {name: id(buffer) for name, buffer in module.named_buffers()} == held and not module._forward_hooks
+    model, topology, eager = soap.load(str(tmp_path / "m.pt2")), local_topology(1), copy.deepcopy(module)
+    expected, optimizer = [], torch.optim.SGD(eager.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        value = eager(X + step) if loss is None else loss(eager(X + step))
+        value.backward()
+        optimizer.step()
+        expected.append(value.item())
+    with Trainer(model, (CLASSICAL["data_parallel"](model.graph, topology), topology), optimizer=sgd) as trainer:
+        found = [trainer.step(X + step) for step in range(STEPS)]
+        state = trainer.state_dict()
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected))
+    for name, buffer in eager.named_buffers():
+        assert buffer.abs().max() > 0
+        torch.testing.assert_close(state[name], buffer)
+
+
+class Growing(Outside):
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.layer(x)
+        self.kept.mean = torch.cat([self.kept.mean, z.detach().mean().reshape(1)])
+        return mean_square(z)
+
+
+class Undetached(Nested):
+    def forward(self, x: Tensor) -> Tensor:
+        z, own = self.layer(x), self.inside["second"]
+        y = z + own.mean
+        own.mean = 0.5 * own.mean + 0.5 * z.mean(0)
+        return mean_square(y)
+
+
+def test_buffers_that_no_program_or_no_step_can_have_are_refused(tmp_path: Path) -> None:
+    grown = r"^forward assigns buffer 'kept\.mean' a tensor float32\[5\]; expected float32\[4\], as it was: buffers keep their shape$"
+    for module, words in (
+        (Growing(), grown),
+        (Undetached(), r"^one step of Undetached on the example inputs fails in eager PyTorch \(RuntimeError: Trying to backward through"),
+    ):
+        with pytest.raises(ModelError, match=words):
+            soap.export(module, (X,), path=tmp_path / "m.pt2")
+
+
+def test_a_buffer_that_a_program_lacks_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("soap.tracing.export.assigned_buffers_followed", lambda module: nullcontext())
+    with pytest.raises(ModelError, match=r"^forward changes buffer 'kept\.mean', of which its program has nothing; expected an assignment"):
+        soap.export(Outside(), (X,), path=tmp_path / "m.pt2")
 
 
 def test_the_largest_element_of_any_type() -> None:

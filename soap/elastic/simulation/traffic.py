@@ -14,10 +14,9 @@ import numpy as np
 
 from soap.elastic.faults import ElasticError
 from soap.elastic.layout import Place
-from soap.elastic.lookups import SMALL, Lookups
+from soap.elastic.lookups import SMALL
 from soap.elastic.messages import Kind, Message, size_bytes
-from soap.elastic.partitions import route
-from soap.elastic.simulation.design import Design, Shapes, shapes_of
+from soap.elastic.simulation.design import Design, shapes_of
 from soap.elastic.transport import HEADER
 from soap.model.batch import samples_of
 from soap.model.dtypes import is_differentiable
@@ -75,7 +74,7 @@ def needs_of_graph(graph: OperatorGraph, tables: Sequence[str], batch: int) -> N
         found[name] = Asked(bags, entries, value_bytes, table.itemsize)
     _, dense = shapes_of(graph, tables)
     inputs = [tensor for tensor in graph.tensors.values() if tensor.kind is TensorKind.INPUT and tensor.name not in read]
-    return Needs(found, _item_bytes(graph, dense), sum(tensor.bytes for tensor in inputs) // part)
+    return Needs(found, max((graph.tensors[name].itemsize for name in dense), default=4), sum(tensor.bytes for tensor in inputs) // part)
 
 
 def _values(graph: OperatorGraph, lookup: Lookup) -> str | None:
@@ -88,23 +87,6 @@ def _values(graph: OperatorGraph, lookup: Lookup) -> str | None:
         if place not in lookup.inputs and is_differentiable(tensor.dtype) and alike:
             return operand.tensor
     return None
-
-
-def _item_bytes(graph: OperatorGraph, dense: Shapes) -> int:
-    return max((graph.tensors[name].itemsize for name in dense), default=4)
-
-
-def needs_of_batch(graph: OperatorGraph, design: Design, lookups: Mapping[str, Lookups], input_bytes: int = 0) -> Needs:
-    """What one batch asks for exactly, from its look-ups (``Cut.look_ups``)."""
-    found = {}
-    for name, whole in lookups.items():
-        own = whole.without_ones()
-        places = design.layout.tables[name]
-        shares = tuple(part.entries for part in route([place.partition for place in places], whole))
-        value_bytes = 0 if own.values is None else own.values.element_size()
-        found[name] = Asked(own.samples, own.entries, value_bytes, graph.tensors[name].itemsize, shares)
-    _, dense = shapes_of(graph, [*lookups])
-    return Needs(found, _item_bytes(graph, dense), input_bytes)
 
 
 @dataclass(frozen=True)

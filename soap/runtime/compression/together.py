@@ -7,32 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from soap.plan.compression.seam import ExchangeKind
-from soap.runtime.compression.peer import AS_IT_IS, CompressedTraining, Peer
-from soap.runtime.compression.seam import State
-from soap.strategy.compression import Compression
-
-
-class Peers:
-    """All ranks of one parameter. They do what ``Peer`` does on real ranks."""
-
-    def __init__(
-        self, compression: Compression, shape: Sequence[int], dtype: torch.dtype, peers: int, training: CompressedTraining = AS_IT_IS
-    ) -> None:
-        self.ranks = [Peer(compression, shape, dtype, place, peers, training) for place in range(peers)]
-
-    def synchronize(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The sum that each rank gets for the ranks' gradients."""
-        return synchronized(self.ranks, gradients)
-
-    @property
-    def states(self) -> list[State]:
-        """What each rank keeps."""
-        return [peer.state for peer in self.ranks]
-
-    @states.setter
-    def states(self, states: Sequence[State]) -> None:
-        for peer, state in zip(self.ranks, states, strict=True):
-            peer.state = state
+from soap.runtime.compression.peer import Peer
 
 
 def synchronized(peers: Sequence[Peer], gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:

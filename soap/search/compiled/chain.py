@@ -2,7 +2,7 @@
 
 The random number u that decides on acceptance is drawn before the simulation. With the current cost c and the proposal's cost c*, it turns
 the acceptance probability min(1, exp(log_ratio + beta * (c - c*) / c_start)) into the bound c* <= c + (log_ratio - ln u) * c_start / beta.
-The simulation stops as soon as it exceeds the bound; the decision stays the same. ``search.metropolis`` is the same kernel in plain Python.
+The simulation stops as soon as it exceeds the bound; the decision stays the same.
 
 If costs are uncertain, the cost f of a strategy is what its times under several draws come to, which takes several simulations. So a
 proposal is accepted in two stages (Christen & Fox, "Markov chain Monte Carlo using an approximation", 2005: delayed acceptance). The first

@@ -1,8 +1,8 @@
 """The moves of the compiled chain, and why each of them keeps detailed balance.
 
 S is the current state, S* the proposed one. The target and the reference measure are those of ``search.metropolis`` and ``search.space``.
-``log_ratio`` is the logarithm of weight(S*) q(S | S*) / (weight(S) q(S* | S)), as in ``search.proposals``. Each move draws its operator
-(device, segment, parameter) uniformly from a set that does not depend on the state.
+``log_ratio`` is the logarithm of weight(S*) q(S | S*) / (weight(S) q(S* | S)). Each move draws its operator (device, segment, parameter)
+uniformly from a set that does not depend on the state.
 
 - ``redraw``: one operator gets a configuration drawn in proportion to its weight: log_ratio = 0.
 - ``place``: one operator keeps its grid and gets another structured placement, drawn uniformly: symmetric.

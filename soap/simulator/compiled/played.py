@@ -33,11 +33,6 @@ class PlayedTasks(NamedTuple):
     bytes: Longs
 
 
-def played_alike(a: PlayedTasks, b: PlayedTasks) -> bool:
-    """Whether two simulations took the same tasks at the same times."""
-    return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
-
-
 def all_tasks(C: State, trial: Trial) -> PlayedTasks:
     """The tasks of a simulation of the held strategy."""
     taken = trial.order[: trial.size[TAKEN]]

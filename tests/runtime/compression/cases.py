@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from soap.runtime.compression.together import Peers
+from benchmarks.oracles.compression import Peers
 from soap.strategy.compression import Bf16, Chunked, Compression, Int8, PowerSgd, Rgc, RgcAsq
 
 DENSITY = 0.02

@@ -8,13 +8,13 @@ from math import log
 import pytest
 import torch
 
+from benchmarks.oracles.compression import Peers
 from soap.plan.compression.chunked import CHUNK
 from soap.plan.compression.seam import kept_count, layout_of
 from soap.runtime.compression.chunked import _packed_positions, _unpacked_positions
 from soap.runtime.compression.powersgd import orthogonal
 from soap.runtime.compression.seam import Selected, compressor_of
 from soap.runtime.compression.sparse import SparseCompressor
-from soap.runtime.compression.together import Peers
 from soap.strategy.compression import Bf16, Chunked, Int8, PowerSgd, Rgc, RgcAsq, Selection
 from tests.extent import every
 from tests.runtime.compression.cases import SHAPES, gradient, gradients, residuals

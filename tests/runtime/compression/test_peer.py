@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.oracles.compression import Emulation, Training
+from benchmarks.oracles.compression import Emulation, Peers, Training
 from soap.errors import RuntimeFailure
 from soap.runtime.compression.dgc import Momentum, WarmUp
 from soap.runtime.compression.peer import CompressedTraining, Peer
-from soap.runtime.compression.together import Peers
 from soap.strategy.compression import Compression, PowerSgd, Rgc
 from tests.runtime.compression.cases import METHODS, gradient
 

@@ -9,7 +9,6 @@ from math import exp, inf
 import pytest
 
 from soap import api
-from soap.search.alignment import aligned_configs
 from soap.search.compiled.candidates import draw_any
 from soap.search.compiled.memory import MOST_LISTED
 from soap.search.compiled.runner import CompiledChain, CompiledSpace
@@ -18,6 +17,7 @@ from soap.search.space import build_space
 from soap.search.starts import reference_strategies, starting_strategies
 from soap.simulator.compiled.jit import entry
 from soap.strategy.config import OpConfig, Strategy
+from tests.search.toys import aligned_configs, drawn_from
 
 
 @entry
@@ -49,7 +49,7 @@ def test_neighbours_suggest_what_alignment_says(model: str) -> None:
     compiled = CompiledSpace(space, topology, api.simulator_for(graph, topology).costs)
     draw = random.Random(5)
     for _ in range(2):
-        strategy = Strategy({op.name: own.draw(draw) for op, own in zip(graph.operators, space.operators, strict=True)})
+        strategy = Strategy({op.name: drawn_from(own, draw) for op, own in zip(graph.operators, space.operators, strict=True)})
         chain = CompiledChain(compiled, strategy, seed=0, proposals=1)
         for position, (op, own) in enumerate(zip(graph.operators, space.operators, strict=True)):
             given = dict.fromkeys(reference.operators[op.name] for reference in references)
@@ -76,7 +76,7 @@ def test_draws_follow_the_weights() -> None:
         config = config_in(chain, compiled, position, 1)
         assert chain.arrays.c_log[1] == pytest.approx(own.log_weight(config))
         counts[config] += 1
-    assert sum(exp(own.log_probability(config)) for config in counts) == pytest.approx(1)
-    distance = sum(abs(count / total - exp(own.log_probability(config))) for config, count in counts.items()) / 2
+    assert sum(exp(own.log_weight(config)) for config in counts) / own.mass == pytest.approx(1)
+    distance = sum(abs(count / total - exp(own.log_weight(config)) / own.mass) for config, count in counts.items()) / 2
     assert distance < 0.015
     assert any(own.log_weight(config) < 0 for config in counts)

@@ -6,10 +6,10 @@ from math import log
 
 import pytest
 
+from benchmarks.metropolis_walk import walk
 from soap import api
 from soap.model.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
-from soap.simulator.compiled.walking import walk
 from soap.simulator.drawn_engine import DrawnEngine
 from soap.simulator.draws import Draws as SomeDraws
 from soap.simulator.engine import Engine
