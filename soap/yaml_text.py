@@ -8,6 +8,8 @@ from typing import Any
 import yaml
 
 MOST_VALUES = 1_000_000
+MOST_BITS = 4096
+"""Of a whole number. Python reads hexadecimal ones of any length, but writes out, for a message, none of over 4,300 digits."""
 
 
 def parse_yaml(text: str) -> Any:
@@ -53,3 +55,12 @@ class _Loader(yaml.SafeLoader):
                     raise yaml.constructor.ConstructorError(None, None, f"key {key!r} occurs twice", key_node.start_mark)
                 seen.add(key)
         return super().construct_mapping(node, deep)
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        number: int = super().construct_yaml_int(node)
+        if number.bit_length() > MOST_BITS:
+            raise yaml.constructor.ConstructorError(None, None, f"a number of over {MOST_BITS} bits", node.start_mark)
+        return number
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)

@@ -169,7 +169,7 @@ def _unguarded() -> Iterator[str]:
         guarded = {
             inside
             for node in ast.walk(tree)
-            if isinstance(node, ast.Try) and any("RecursionError" in (said := _caught(one)) or said == "Exception" for one in node.handlers)
+            if isinstance(node, ast.Try | ast.With) and any("RecursionError" in said or said == "Exception" for said in _caught(node))
             for part in node.body
             for inside in ast.walk(part)
         }
@@ -178,8 +178,12 @@ def _unguarded() -> Iterator[str]:
                 yield f"{name}:{node.lineno}"
 
 
-def _caught(handler: ast.ExceptHandler) -> str:
-    return ast.unparse(handler.type) if handler.type else "Exception"
+def _caught(node: ast.Try | ast.With) -> list[str]:
+    """The errors that handlers catch, or that ``suppress`` does."""
+    if isinstance(node, ast.Try):
+        return [ast.unparse(handler.type) if handler.type else "Exception" for handler in node.handlers]
+    calls = [item.context_expr for item in node.items if isinstance(item.context_expr, ast.Call)]
+    return [ast.unparse(error) for call in calls if ast.unparse(call.func) == "suppress" for error in call.args]
 
 
 def test_whatever_reads_nested_texts_expects_too_deep_ones() -> None:

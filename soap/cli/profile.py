@@ -104,6 +104,8 @@ def _add_subject(parser: Parser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Measure and report."""
+    if args.what_decides:
+        what_decides.check_alone(args)
     read = {"cluster": args.planned or args.cluster, "strategy": args.strategy or args.what_decides}
     check_inputs(argparse.Namespace(**{**vars(args), **read}))
     if args.what_decides:
@@ -170,7 +172,6 @@ def _check_same_devices(here: Topology, planned: Topology) -> None:
 
 def _what_decides(args: argparse.Namespace) -> int:
     """Say what to measure."""
-    what_decides.check_alone(args)
     topology = api.load_cluster(args.cluster)
     graph = api.load(args.model, plan_only=True, **reading(args, topology)).graph
     plan = api.load_strategy(args.what_decides, graph, topology)

@@ -115,9 +115,9 @@ def execute(args: argparse.Namespace) -> int:
         warnings.simplefilter("ignore", SoapWarning)
     reporting.check(args.report)
     check_inputs(args)
-    check_optimizer(args)
     if stale_run.is_asked(args):
         return stale_run.execute(args, api.load_cluster(args.cluster or _recorded_cluster(args.strategy)), PROG)
+    check_optimizer(args)
     emulation.check_possible(args)
     restarting.check_possible(args)
     try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 EACH, EVERY = 8, 8
 """So many batches are compared one by one, then every so many-th: who has drawn other ones once goes on so."""
 WORDS = 2**16
+PIECE = 2**11
+"""So many numbers are hashed at once: what a rank holds is predicted without them."""
 RANK_BITS = 20
 HASHES = 2**42
 """How many there are: with a rank's number one fits into 62 bits."""
@@ -113,8 +115,12 @@ def hashed(tensors: Sequence[torch.Tensor], begin: int) -> torch.Tensor:
     """A hash of numbers in tensors, from 0 to ``HASHES`` - 1, on the device of the first."""
     total = torch.tensor(begin, device=tensors[0].device if tensors else None)
     for place, tensor in enumerate(tensors, 1):
-        words = _folded(_words(tensor.detach()))
-        total = total * 31 + _folded((words * _weights(words.device)[: len(words)]).sum()).to(total.device) + place
+        for words in _words(tensor.detach()):
+            words ^= words >> 32  # as ``_folded``, in place
+            words *= _weights(words.device)[: len(words)]
+            total = total * 31 + _folded(words.sum()).to(total.device)
+            del words  # before the next ones are made
+        total = total * 31 + place
     return total % HASHES
 
 
@@ -123,20 +129,20 @@ def _folded(numbers: torch.Tensor) -> torch.Tensor:
     return numbers ^ (numbers >> 32)
 
 
-def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """Up to ``WORDS`` numbers of a tensor, as whole ones."""
+def _words(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Up to ``WORDS`` numbers of a tensor, as whole ones in memory of their own, ``PIECE`` at a time."""
     flat = tensor.resolve_conj().resolve_neg().reshape(-1)
-    chosen = flat[:: -(-len(flat) // WORDS) or 1].contiguous()
-    size = chosen.element_size()
+    chosen, size = flat[:: -(-len(flat) // WORDS) or 1], flat.element_size()
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(size, torch.int64)
-    return chosen.view(kind).to(torch.int64) if size <= 8 else chosen.view(torch.int64)[:WORDS]
+    for part in chosen.split(PIECE * 8 // max(size, 8)):
+        yield part.contiguous().view(kind).to(torch.int64, copy=True)
 
 
 @cache
 def _weights(device: torch.device) -> torch.Tensor:
     """Odd numbers, of no order: numbers in other places make another hash."""
     drawing = torch.Generator().manual_seed(1)
-    return (torch.randint(2**62, (WORDS,), generator=drawing) | 1).to(device)
+    return (torch.randint(2**62, (PIECE,), generator=drawing) | 1).to(device)
 
 
 @cache

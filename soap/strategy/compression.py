@@ -196,7 +196,8 @@ def read_settings(entry: Mapping[str, Any]) -> Compression:
     name = given.pop("method", None)
     kind = COMPRESSIONS.get(name) if isinstance(name, str) else None
     if kind is None:
-        raise StrategyError(f"compression {_shown(name)} is unknown; expected {one_of(str(name), COMPRESSIONS)}")
+        expected = one_of(name if isinstance(name, str) else "", COMPRESSIONS)
+        raise StrategyError(f"compression {_shown(name)} is unknown; expected {expected}")
     known = {field.name: field.type for field in fields(kind)}
     expected = f"expected one of {', '.join(known)}" if known else "it has no settings"
     for setting, value in given.items():

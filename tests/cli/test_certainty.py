@@ -86,6 +86,7 @@ def test_a_file_that_no_search_wrote_is_not_lost(tmp_path: Path, capsys: Capsys)
     out, other = tmp_path / "s.json", tmp_path / "s.safe.json"
     for own in ("notes", None):
         if own is None:  # a strategy file of the user's own
+            other.unlink()
             api.find(MODEL, parse_cluster(described(CLOSE)), SearchOptions(budget=1)).save(other)
         else:
             other.write_text(own)
@@ -203,7 +204,7 @@ def test_what_is_said_of_both_plans() -> None:
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 @pytest.mark.parametrize("signals", [1, 2])
 def test_ctrl_c_while_it_is_decided(signals: int, tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is decided in a hurry then; a second one ends that, too."""
+    """It is decided in a hurry then; a second one ends that, too, and what is known without simulating is saved."""
     real, draws = outcome.decision, list[int]()
 
     def decision(*args: Any, **options: Any) -> Any:
@@ -223,7 +224,11 @@ def test_ctrl_c_while_it_is_decided(signals: int, tmp_path: Path, capsys: Capsys
         assert json.loads(out.read_text())["record"]["decision"]["draws"] == HASTY_DRAWS
         assert "the best strategy so far is in " in said.err
     else:
-        assert not out.exists() and said.out == "" and said.err == "soap-search: interrupted\n"
+        told, record = json.loads(said.out), json.loads(out.read_text())["record"]
+        assert told["brief"] and told["strategy"] == str(out) and told["decision"] == record["decision"]
+        assert record["decision"]["draws"] == 1  # by what the search compared plans by
+        done = f"interrupted after {record['search']['evaluations']} evaluations"
+        assert said.err == f"soap-search: {done}: the best strategy so far is in {out}\n"
 
 
 @pytest.mark.parametrize("confidence", [0.0, 0.05, 1.0])

@@ -117,8 +117,9 @@ def test_cost_and_time_may_choose_differently(tmp_path: Path, capsys: Capsys, pr
 
 
 def test_prices_are_asked_for_before_anything_is_searched(tmp_path: Path, capsys: Capsys, priced: dict[str, str]) -> None:
-    out = tmp_path / "s.json"
-    wanted = ["no.pt2", "--objective", "cost", "-o", str(out)]  # that there is no such model is not even looked at
+    out, model = tmp_path / "s.json", tmp_path / "no.pt2"
+    model.write_text("no model")  # which is not even looked at
+    wanted = [str(model), "--objective", "cost", "-o", str(out)]
     refused = "--objective cost: cluster 'h200-8' has no price; expected price_per_hour in its file"
     assert_refused(capsys, main, [*wanted, *clusters(priced[SLOW], "h200-8")], 4, refused)
     assert_refused(capsys, main, [*wanted, *clusters("h200-8")], 4, refused)

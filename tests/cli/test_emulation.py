@@ -135,15 +135,17 @@ def test_options_that_do_not_go_together(capsys: pytest.CaptureFixture[str], mon
 
 
 def test_what_is_missing_is_said_before_anything_is_done(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: Path
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
+    (tmp_path / "no.pt2").write_text("no model")  # which is not even looked at
+    command = [str(folder / "s.json"), "--model", str(tmp_path / "no.pt2"), "--emulate"]
     (tmp_path / "ip").write_text("#!/bin/sh\nexit 0\n")
     (tmp_path / "ip").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert_refused(capsys, main, ["no.json", "--model", "no.pt2", "--emulate"], 8, "needs the command 'tc'", "install the package iproute2")
+    assert_refused(capsys, main, command, 8, "needs the command 'tc'", "install the package iproute2")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert_refused(capsys, main, ["no.json", "--model", "no.pt2", "--emulate"], 8, "has to be root: run it with sudo")
+    assert_refused(capsys, main, command, 8, "has to be root: run it with sudo")
 
 
 def test_gpus_are_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: Path, groups: CpuGroups) -> None:

@@ -172,7 +172,7 @@ def write_own(folder: Path) -> dict[str, list[str]]:
     formats = ("png", "svg", "pdf")
     for suffix in formats:
         (folder / f"p.{suffix}").write_bytes(picture(Figure(figsize=(1, 1)), f"p.{suffix}"))
-    step_log.Lines(str(folder / "log"), anew=True)(StepMetrics(1, 2.5, 0.1))
+    step_log.Lines(str(folder / "log"), after=0)(StepMetrics(1, 2.5, 0.1))
     soap.export(Module(), (torch.ones(3),), path=folder / "m.pt2", verify=False)
     names = ("1f1b", "zb-h1", "interleaved:2")
     for number, name in enumerate(names):

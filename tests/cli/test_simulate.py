@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -67,7 +68,15 @@ def test_says_it_to_people_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert " ".join(row[-2:]) == format_bytes(simulation.peak_bytes[0])
     busiest = max(link_bytes(simulation.tasks).items(), key=lambda entry: entry[1])
     assert any(line[-2:] == format_bytes(busiest[1]).split() and "ms" in line for line in lines)
-    assert "more; --json has all" in out  # this cluster has more links than are listed
+    (links,) = [part.splitlines()[1:] for part in out.split("\n\n") if part.split()[:1] == ["link"]]
+    named = [1 + int(more[1]) if (more := re.search(r" and (\d+) more ", line)) else 1 for line in links]
+    assert sum(named) == sum(size > 0 for size in link_bytes(simulation.tasks).values()) > len(named)  # equal ones are one row
+
+
+def test_rows_that_are_not_listed_are_counted() -> None:
+    devices = [{"name": f"gpu{number}", "busy_ns": 0, "peak_bytes": number} for number in range(iteration.MOST_ROWS + 4)]
+    told = iteration.text({"iteration_ns": 1, "critical_path_ns": {"compute": 1}, "devices": devices, "links": []})
+    assert told.endswith("\n  and 4 further rows; --json has all") and "gpu15" in told and "gpu16" not in told
 
 
 @pytest.mark.parametrize(("name", "copies"), rows_often([("data_parallel", 8), ("megatron", 4)], [("megatron", 4)]))

@@ -162,7 +162,7 @@ def test_interrupted_run_says_how_to_go_on(folder: Path) -> None:
         (["async.json", "--schedule", "torch.optim.lr_scheduler.StepLR:step_size=2"], "--schedule is for plans that ranks run"),
         (["async.json", "--optimizer", "*.bias=sgd", "--optimizer", "adam"], "servers update all parameters alike; expected one optimizer"),
         (["async.json", "--save", "."], "--save .: something is there; expected an empty folder, or --resume ."),
-        (["async.json", "--resume", "nowhere"], "'nowhere' has no run of servers and workers; expected the folder of --save"),
+        (["async.json", "--resume", "nowhere"], "'nowhere' has no run of servers and workers; expected the folder of soap-run --save"),
         (["async.json", "--data", "preprocessed:nowhere"], "'nowhere' is not what soap-preprocess wrote"),
         (["sync.json", "--fsync"], "--fsync is for servers and workers; expected a stale strategy, or --ray own beside it"),
         (["sync.json", "--reduce-dense", "sum"], "--reduce-dense is for servers and workers"),

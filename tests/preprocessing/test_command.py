@@ -123,13 +123,16 @@ def test_processes_give_what_this_process_gives(tmp_path: Path) -> None:
     assert all(entry["tasks"] <= 2 for entry in log)
 
 
+INTERRUPTED = "soap-preprocess: interrupted: what is done is kept in {}, and the same command goes on from there\n"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "everybody", "code", "said"),
     [
         pytest.param(signal.SIGKILL, False, -signal.SIGKILL, "", marks=pytest.mark.long),
-        (signal.SIGINT, True, 130, "soap-preprocess: interrupted\n"),
-        pytest.param(signal.SIGINT, False, 130, "soap-preprocess: interrupted\n", marks=pytest.mark.long),
+        (signal.SIGINT, True, 130, INTERRUPTED),
+        pytest.param(signal.SIGINT, False, 130, INTERRUPTED, marks=pytest.mark.long),
     ],
 )
 def test_ended_run_goes_on_from_its_chunks(
@@ -147,7 +150,7 @@ def test_ended_run_goes_on_from_its_chunks(
     assert process.poll() is None
     (os.killpg if everybody else os.kill)(process.pid, number)
     _, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors) == (code, said)
+    assert (process.returncode, errors) == (code, said.format(work))
     kept = len(list(work.glob("index-*.json")))
     assert not (out / "meta.json").exists()
     if number == signal.SIGINT:
@@ -215,6 +218,7 @@ def test_wrong_line_is_named_or_left_out(tmp_path: Path, capsys: pytest.CaptureF
         ("columns:\n- {name: a, kind: hex, dictionary: d}\n- {name: b, kind: string, dictionary: d}", "shares dictionary 'd'"),
         ("columns:\n- {name: a, kind: hex, count: -1}", "columns[0].count: -1; expected a whole number from 1"),
         ("columns: [", "no valid YAML at line 1 (expected the node content, but found '<stream end>'); mend it there"),
+        (f"columns:\n- {{name: c, kind: 0x1{'0' * 6000}}}", "no valid YAML at line 2 (a number of over 4096 bits); mend it there"),
         ("columns:\n- {name: c, kind: hex, name: d}", "no valid YAML at line 2 (key 'name' occurs twice); mend it there"),
         ("- 1", "expected a mapping of columns"),
     ],

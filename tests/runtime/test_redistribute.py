@@ -190,7 +190,7 @@ def test_backends() -> None:
     assert choose_device("cpu", 3) == torch.device("cpu")
     with pytest.raises(RuntimeFailure, match=r"^backend 'mpi': expected one of auto, gloo, nccl$"):
         choose_backend("mpi", "cpu", 1)
-    with pytest.raises(RuntimeFailure, match=r"^backend 'nccl' needs one GPU per rank: 2 ranks, 0 GPUs here; use --backend gloo$"):
+    with pytest.raises(RuntimeFailure, match=r"^backend 'nccl' needs one GPU per rank: 2 ranks, 0 GPUs here; use backend gloo$"):
         choose_backend("nccl", "cpu", 2)
 
 

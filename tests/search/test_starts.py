@@ -29,7 +29,7 @@ def test_random_start_depends_on_the_seed_alone() -> None:
 
 
 def test_unknown_start_is_refused() -> None:
-    with pytest.raises(StrategyError, match=r"^start 'gpipe': expected one of .*data_parallel.*random$"):
+    with pytest.raises(StrategyError, match=r"^start 'gpipe': expected one of .*data_parallel.*random: did you mean 'pipeline'\?$"):
         starting_strategies(mlp(), cluster([2]), ["gpipe"], None, 0)
 
 
