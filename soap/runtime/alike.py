@@ -134,7 +134,7 @@ def _words(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     flat = tensor.resolve_conj().resolve_neg().reshape(-1)
     chosen, size = flat[:: -(-len(flat) // WORDS) or 1], flat.element_size()
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(size, torch.int64)
-    for part in chosen.split(PIECE * 8 // max(size, 8)):
+    for part in torch.split(chosen, PIECE * 8 // max(size, 8)):
         yield part.contiguous().view(kind).to(torch.int64, copy=True)
 
 

@@ -218,7 +218,11 @@ def test_wrong_line_is_named_or_left_out(tmp_path: Path, capsys: pytest.CaptureF
         ("columns:\n- {name: a, kind: hex, dictionary: d}\n- {name: b, kind: string, dictionary: d}", "shares dictionary 'd'"),
         ("columns:\n- {name: a, kind: hex, count: -1}", "columns[0].count: -1; expected a whole number from 1"),
         ("columns: [", "no valid YAML at line 1 (expected the node content, but found '<stream end>'); mend it there"),
-        (f"columns:\n- {{name: c, kind: 0x1{'0' * 6000}}}", "no valid YAML at line 2 (a number of over 4096 bits); mend it there"),
+        pytest.param(
+            f"columns:\n- {{name: c, kind: 0x1{'0' * 6000}}}",
+            "no valid YAML at line 2 (a number of over 4096 bits); mend it there",
+            id="long",
+        ),
         ("columns:\n- {name: c, kind: hex, name: d}", "no valid YAML at line 2 (key 'name' occurs twice); mend it there"),
         ("- 1", "expected a mapping of columns"),
     ],
