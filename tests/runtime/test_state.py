@@ -26,6 +26,7 @@ from tests.kept_models import ModelFiles
 from tests.runtime.exact_modules import train_plainly, worst
 from tests.runtime.pool import Pool
 from tests.runtime.state_modules import EXAMPLES, SAMPLES, Noisy, batches_of, checked, go_on, module_of, train
+from tests.search.toys import drawn_from
 
 TOLERANCE = 1e-9
 FIXED = ("codebook",)
@@ -136,4 +137,4 @@ def test_a_search_leaves_the_settled_operators_alone(files: dict[str, str]) -> N
         strategy = strategy if proposal is None else proposal.strategy
         strategy.validate(graph, 4)
     for position in fixed:
-        assert [space.operators[position].draw(draw)] * 2 == [settled_config(graph.operators[position], 4)] * 2
+        assert [drawn_from(space.operators[position], draw)] * 2 == [settled_config(graph.operators[position], 4)] * 2
