@@ -18,7 +18,7 @@ from soap.errors import SoapError
 from soap.units import format_bytes
 
 ARCHIVE_SPARE_BYTES = 2**26
-"""Texts in archives may be compressed, which is little beside tensors, which torch stores as they are."""
+"""Texts in archives may be compressed; they are small next to tensors, which torch stores as they are."""
 
 
 def read_text(path: str | Path, *, what: str = "file", error: type[SoapError] = SoapError, limit_bytes: int = 2**30) -> str:

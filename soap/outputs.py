@@ -71,7 +71,7 @@ def _is_stream(there: os.stat_result, descriptor: int) -> bool:
 
 
 def seems(path: Path) -> str:
-    """What a file seems to be by its first bytes, or else its name, such as ``Python code``."""
+    """The likely kind of a file by its first bytes, or else its name, such as ``Python code``."""
     found = next((kind.name for kind in KINDS if not kind.is_folder and kind.is_own(path)), None)
     head = _head(path)
     found = found or next((name for magic, name in _MAGIC.items() if head.startswith(magic)), None)

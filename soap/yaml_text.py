@@ -9,7 +9,7 @@ import yaml
 
 MOST_VALUES = 1_000_000
 MOST_BITS = 4096
-"""Of a whole number. Python reads hexadecimal ones of any length, but writes out, for a message, none of over 4,300 digits."""
+"""The most bits of a whole number. Python reads hexadecimal ones of any length, but writes out none of over 4,300 digits."""
 
 
 def parse_yaml(text: str) -> Any:

@@ -68,8 +68,8 @@ def decision(
 
 
 def decision_by_costs(result: SearchResult, usual: Strategy, *, possible: bool, confidence: float) -> Decision:
-    """The same where no time is left to simulate anything: by what the search compared plans by, as if that were their times in the only
-    draw."""
+    """``decision`` where no time is left to simulate anything: by what the search compared plans by, as if these were their times in the
+    only draw."""
     named, to_beat = _plans(result, usual, possible=possible)
     costs = [(start.strategy, start.cost_ns) for start in (*result.starts, *result.finalists)]
     plans = []

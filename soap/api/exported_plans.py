@@ -50,7 +50,7 @@ class Candidate:
 class ExportedPlan:
     """``text``: of the file. ``chosen``: its configuration, of those that were ``compared``, the nearest first. ``strategy``: what that
     means in words of plans. ``comparison``: of the plan and that strategy. ``planned``: the plan's prediction. ``notes``: what the
-    configuration could not be told, beside what ``comparison`` lists."""
+    configuration could not be told, in addition to what ``comparison`` lists."""
 
     target: Target
     text: str
@@ -63,7 +63,7 @@ class ExportedPlan:
 
     @property
     def configuration(self) -> Configuration:
-        """What the file says."""
+        """The file's text."""
         return self.chosen.configuration
 
     @property

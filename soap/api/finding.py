@@ -79,7 +79,7 @@ def _searched(
     stopped: Callable[[], bool],
     polish: bool,
 ) -> SearchOutcome:
-    """What is found in a part of the limit."""
+    """Search within a part of the limit."""
     simulator = simulator_for(
         model,
         with_memory_budget(topology_of(cluster), options.memory_budget),

@@ -118,7 +118,7 @@ class SearchOutcome:
         return decision(self.simulator, self.result, usual, possible=possible, confidence=self.confidence, draws=self.draws)
 
     def shortened(self) -> SearchOutcome:
-        """The same with nothing left to simulate; a decision that was made stays."""
+        """This outcome with nothing left to simulate; a decision that was made stays."""
         return replace(self, brief=True, decided=self.decision if "decision" in self.__dict__ else self.decided)
 
     def may_win(self, strategy: Strategy) -> bool:

@@ -70,10 +70,10 @@ def check_optimizer(args: argparse.Namespace) -> None:
 
 
 def going_on(args: argparse.Namespace) -> str:
-    """How to go on after a signal, behind what was said of that; empty without checkpoints."""
+    """How to go on after a signal, to end the line about that; empty without checkpoints."""
     saved = complete(Path(args.save)) if args.save is not None else []
     if saved:
-        return f": --resume {args.save} goes on behind step {saved[-1].step}"
+        return f": --resume {args.save} goes on after step {saved[-1].step}"
     if args.resume is not None:
         return f": nothing new was saved, and --resume {args.resume} goes on from there again"
     return ": no checkpoint was due yet; --save-every N writes more of them" if args.save is not None else ""

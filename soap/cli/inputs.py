@@ -1,4 +1,4 @@
-"""What commands say of their input files at once: importing torch, reading a model and measuring this machine take seconds to minutes."""
+"""Checks of input files that commands make at once: importing torch, reading a model and measuring this machine take seconds to minutes."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 MOST_ELSEWHERE = 6
 """Presets on which a plan is tried unasked."""
 MOST_FOUND = 3
-"""Of the next best plans, which differ little from each other."""
+"""At most so many of the next best plans, which differ little from each other."""
 MOST_TILES_ELSEWHERE = 2**11
 """A plan of more tiles is not tried on other clusters unasked: each would take seconds."""
 
@@ -96,7 +96,7 @@ def _elsewhere(topology: Topology, strategy: Strategy) -> tuple[tuple[str, ...],
 def write_search(
     path: str, output: str, outcome: api.SearchOutcome, summary: Mapping[str, Any], costs: CostSource = "auto"
 ) -> None:
-    """What a search found, and how. ``costs``: as the search was told."""
+    """Contents of a search's page: its plan, and how it was found. ``costs``: as the search was told."""
     from soap.report import write
 
     simulator = outcome.simulator

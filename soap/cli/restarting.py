@@ -216,7 +216,7 @@ class Restarting:
         self.restarts[-1] = replace(self.restarts[-1], step=step)
         fewer = f", without {', '.join(self._topology.devices[i].name for i in self._gone)}" if self._gone else ""
         number = f"restart {len(self.restarts)} of {self._most}"
-        self._say(f"{lost}; {number}: training goes on behind step {step} on {devices} devices{fewer}")
+        self._say(f"{lost}; {number}: training goes on after step {step} on {devices} devices{fewer}")
 
     def _over(self, lost: Exception, saves: Path) -> RuntimeFailure:
         kept = f"--resume {self._begin.save} goes on from there" if self._begin.save else "with --save DIR, --resume DIR would go on"

@@ -172,7 +172,7 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
 
 
 def _decided_for(graph: OperatorGraph, options: SearchOptions, stopping: Stopping, share: float, topology: Topology) -> api.SearchOutcome:
-    """What a search finds in this share of the time that is left, with its decision made."""
+    """Search in this share of the time that is left, and decide."""
     options = replace(options, seconds=stopping.limit.seconds(FINDING_SHARE * share))
     found = api.find(graph, topology, options, progress=True, stopped=lambda: stopping.number is not None)
     return _decided(found, stopping)
@@ -306,7 +306,7 @@ def _report_several(
 
 
 def _briefly(args: argparse.Namespace, outcome: api.SearchOutcome) -> str:
-    """What is said when no time is left for the report."""
+    """The command's output when no time is left for the report."""
     if args.report or (outcome.brief and (args.timeline or args.plot)):
         note(PROG, f"no time was left for pictures; soap-report and soap-simulate make them of {args.output}")
     found = search_report.brief(outcome)

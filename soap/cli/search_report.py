@@ -57,7 +57,7 @@ def document(
 
 
 def brief(outcome: api.SearchOutcome) -> dict[str, Any]:
-    """What can be said without simulating anything, as plain JSON values."""
+    """The part of the report that needs no simulation, as plain JSON values."""
     graph, topology, recorded = outcome.simulator.graph, outcome.simulator.topology, outcome.shortened().record
     return {
         "model": {"name": graph.name, "hash": graph.hash, "operators": len(graph.operators)},

@@ -30,8 +30,8 @@ def add_log(parser: Parser) -> None:
 
 
 def logger(spec: str, *, after: int) -> OnStep:
-    """What takes each step's metrics; asked for on rank 0, before the first step. ``after``: the step from whose checkpoint training goes
-    on, and so does a file that is there; 0: it is written over."""
+    """A function that takes each step's metrics; asked for on rank 0, before the first step. ``after``: the step from whose checkpoint
+    training goes on, and so does a file that is there; 0: it is written over."""
     if not CALLABLE.fullmatch(spec):
         return Lines(spec, after=after)
     made = imported(spec, "--log", "returns a function of metrics")()

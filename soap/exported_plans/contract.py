@@ -14,7 +14,7 @@ from soap.strategy.wrapped import USUAL, Wrapped
 
 @dataclass(frozen=True)
 class Written:
-    """What a file is made of. ``autocast``: the type of mixed precision, None without. ``devices_each``: of a host. ``gathered``,
+    """Values that a file is made of. ``autocast``: the type of mixed precision, None without. ``devices_each``: of a host. ``gathered``,
     ``summed``: elements of a group of values, and of a bucket of gradients, that are not those of one module. ``facts``: lines about the
     plan, for the head of the file."""
 

@@ -20,7 +20,7 @@ COUNTED = 8
 NOTEWORTHY = 0.1
 """Share of the cores from which on others' work is told."""
 LEAST_S = 0.2
-"""Of a shorter time the cores' counts, in hundredths of a second, say little."""
+"""A shorter time tells little: cores count in hundredths of a second."""
 
 
 class Count(NamedTuple):

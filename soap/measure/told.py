@@ -1,4 +1,4 @@
-"""What commands have told about this machine's measurements, so that they tell it once."""
+"""Notes of what commands have told about this machine's measurements, so that they tell it once."""
 
 from __future__ import annotations
 

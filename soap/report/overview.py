@@ -50,7 +50,7 @@ def _verdict(summary: Mapping[str, Any]) -> str:
 
 
 def _measured(contents: Contents) -> str:
-    """What the run itself took; "" if none was measured."""
+    """The measured time of the run itself; "" if none was measured."""
     if (found := contents.comparison) is None:
         return ""
     ratio = found.measured_ns / max(1, found.predicted_ns)

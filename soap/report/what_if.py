@@ -1,4 +1,4 @@
-"""What else there is: other plans here, those among them that people would use, and this plan on other clusters."""
+"""The alternatives: other plans here, those among them that people would use, and this plan on other clusters."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class RankClocks:
         self._store.set(self._own, str(step))
 
     def _slowest(self) -> int:
-        """Of the others, by one question to the store."""
+        """The fewest steps that another rank has finished, by one question to the store."""
         return min(map(int, self._store.multi_get(self._others)), default=ENDED) if self._others else ENDED
 
 

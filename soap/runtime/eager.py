@@ -146,7 +146,7 @@ class _Comparison:
         return [d for d in found if not d.agrees(self.tolerance)]
 
     def _wrong_after_all(self, found: Sequence[Difference], *, follows: bool = True) -> list[Difference]:
-        """What is wrong and no rounding. ``follows``: as for ``found``."""
+        """The differences that are more than rounding. ``follows``: as for ``found``."""
         wrong = self._wrong(found)
         return self._wrong(self._judged(wrong, follows)) if wrong and not self.random else wrong
 
@@ -307,7 +307,7 @@ def _call_before(example: Example, exported: ExportedProgram, start_again: Calla
 
 
 def _drawn() -> dict[str, Any]:
-    """What draws outside of torch -> the state of its generator."""
+    """Generators outside of torch, by name, with their states."""
     numpy = sys.modules.get("numpy")
     found = {"Python's random": random.getstate()}
     return found if numpy is None else found | {"numpy.random": pickle.dumps(numpy.random.get_state())}

@@ -147,7 +147,7 @@ def compare_samples(comm: Communicator, batches: Sequence[Batch], read: Sequence
 def pieces(
     rank: int, batches: Sequence[Batch], read: Sequence[Sequence[BySamples]]
 ) -> dict[tuple[int, str, int, int], torch.Tensor | None]:
-    """(micro-batch, input, first sample, behind the last) -> what a rank was given of it, None if it does not read that; the same keys on
+    """(micro-batch, input, first sample, end) -> what a rank was given of it, None if it does not read that; the same keys on
     all ranks. Every rank has all of a piece or nothing; samples 0 to 0 are all of an input without samples. RuntimeFailure if a part lacks
     what its rank reads."""
     found: dict[tuple[int, str, int, int], torch.Tensor | None] = {}

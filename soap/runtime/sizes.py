@@ -81,7 +81,7 @@ class SizedProgram:
 
     @cached_property
     def samples_by_rank(self) -> list[BySamples]:
-        """The same of all ranks; asked for on all of them at once."""
+        """These sizes of all ranks; asked for on all of them at once."""
         return self.trainer.comm.gather(self.samples)
 
     @cached_property

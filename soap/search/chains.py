@@ -154,8 +154,8 @@ def _result(
     early: bool,
     interrupted: bool,
 ) -> SearchResult:
-    """What was found. InfeasibleError if nothing fits into memory. ``early``: whether the search was ended before it was done; to say then
-    what is lacking must not take long."""
+    """The search's result. InfeasibleError if nothing fits into memory. ``early``: whether the search was ended before it was done; to say
+    then what is lacking must not take long."""
     assert recorder.best is not None
     if not recorder.best.fits and early:
         raise nothing_fits_yet(space.graph, topology, recorder)

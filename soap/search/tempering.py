@@ -115,7 +115,7 @@ class Tempering:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _left_behind(self, futures: Sequence[Future[Round]]) -> list[Round]:
-        """What those chains did in an interrupted round that end soon."""
+        """The work, in an interrupted round, of the chains that end soon."""
         self._left = True
         ended, _ = wait(futures, timeout=LEAVE_S)
         return [future.result() for future in futures if future in ended and not future.cancelled() and future.exception() is None]

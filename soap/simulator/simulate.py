@@ -342,7 +342,7 @@ class Simulator:
 
 
 _REST = tuple(field.name for field in fields(Strategy) if field.name not in ("operators", "parameters"))
-"""What of a strategy is in ``Simulator.key`` as it is. Operators and parameters are, too, in the graph's order."""
+"""Fields of a strategy that are in ``Simulator.key`` as they are. Operators and parameters are, too, in the graph's order."""
 
 
 def _is_refused(plan: Plan) -> bool:

@@ -54,7 +54,7 @@ class Example:
         return self.model(*args, **kwargs)
 
     def of_other_values(self) -> Example:
-        """The same with other arguments that the model takes as well, unless it looks at what only these had in common."""
+        """This example with other arguments that the model takes as well, unless it looks at what only these had in common."""
         args, kwargs = self._arguments(_others)
         return replace(self, args=args, kwargs=kwargs)
 

@@ -90,7 +90,7 @@ def export_model(
 
 
 def evaluation(model: nn.Module) -> str:
-    """What of a module does not train because it is in evaluation mode, in a line; empty if nothing is."""
+    """One line about parts that do not train because they are in evaluation mode; empty if there are none."""
     dropping, kept = [], []
     for name, own in model.named_modules():
         rate = own.p if isinstance(own, nn.modules.dropout._DropoutNd) else getattr(own, "dropout", 0.0)

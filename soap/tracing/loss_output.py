@@ -14,7 +14,7 @@ from soap.errors import ModelError
 
 LOSS = "loss"
 _LEAVES = (torch.ops.aten.detach.default, torch.ops.aten.detach_.default)
-"""Calls behind which there is no gradient."""
+"""Calls that end gradients."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def _paths(spec: Any, count: int) -> list[str]:
 
 
 def _trained(exported: ExportedProgram) -> set[fx.Node]:
-    """What parameters have a part in through floating-point values, but for what is detached."""
+    """Nodes that depend on parameters through floating-point values, without those that are detached."""
     parameters, found = exported.graph_signature.inputs_to_parameters, set[fx.Node]()
     for node in exported.graph.nodes:
         if node.op == "placeholder":

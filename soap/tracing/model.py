@@ -139,7 +139,7 @@ class TracedModel(Protocol):
         ModelError if it cannot be traced again."""
 
     def in_type(self, dtype: torch.dtype) -> TracedModel:
-        """The same model with this type in place of all floating-point types that its calls name; itself if they name no other. ModelError
+        """This model with this type in place of all floating-point types that its calls name; itself if they name no other. ModelError
         if it cannot be traced again."""
 
     def widened(self) -> TracedModel | None:

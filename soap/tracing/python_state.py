@@ -1,4 +1,4 @@
-"""State that Python holds: what can be reached from a module beside its parameters and buffers, and by what code.
+"""State that Python holds: what can be reached from a module but is no parameter or buffer, and by what code.
 
 Attributes, containers, objects, random generators, closures, default arguments, class attributes, and the globals that the methods of its
 modules name. What libraries (torch, NumPy, the standard library) keep for themselves is left out.
@@ -30,7 +30,7 @@ MODES = (".training", ".requires_grad")
 MOST = 200_000
 """Objects that are looked at."""
 LARGE_BYTES = 2**26
-"""Larger tensors beside the state are not copied: that they changed shows in their version."""
+"""Larger tensors outside of the state are not copied: that they changed shows in their version."""
 CLOSE = 1e-5
 """Relative difference of tensors of floating-point numbers that two calls of equal operands may make."""
 _WRAPPERS: dict[type, str] = {staticmethod: "__func__", classmethod: "__func__", property: "fget", cached_property: "func"}
@@ -39,7 +39,7 @@ _ITERATORS: tuple[type, ...] = (itertools.count, itertools.cycle, type(iter([]))
 
 
 class Memory:
-    """What ``roots`` (name -> object) held when this was made. ``values``: by path, as one writes it (``self.queue[3]``). ``codes``: of the
+    """A snapshot of what ``roots`` (name -> object) held. ``values``: by path, as one writes it (``self.queue[3]``). ``codes``: of the
     functions among it."""
 
     def __init__(self, roots: Mapping[str, Any]) -> None:
@@ -77,7 +77,7 @@ class Memory:
         return numbers and bool(owner) and name.isidentifier() and not any(_reads(code, name) for code in self.codes)
 
     def _parts(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
-        """What an object holds, after noting how to put it back."""
+        """Contents of an object, after noting how to put it back."""
         if isinstance(value, torch.Tensor):
             self._tensor(path, value)
         elif isinstance(value, dict):

@@ -110,7 +110,7 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:
     for step in (4, 8):
         (saves / f"step-{step:08d}").mkdir(parents=True)
     (saves / "step-00000004" / MANIFEST).touch()  # the other one is not complete
-    assert told(save=str(saves), resume="old") == f": --resume {saves} goes on behind step 4"
+    assert told(save=str(saves), resume="old") == f": --resume {saves} goes on after step 4"
 
 
 def test_searches_and_profiles_look_at_all_clusters(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def test_training_goes_on_from_the_last_checkpoint(tmp_path: Path) -> None:
     assert [job.checkpoints.resume for job in ranks.jobs[:3]] == ["before", "before", str(tmp_path / "step-00000020")]
     assert outcome is not None and outcome.measured["strategy"].losses == tuple(step / 7 for step in range(5, 35))
     assert outcome.saved == str(tmp_path / "step-00000035")
-    assert said[1] == "rank 1 failed: killed by SIGKILL; restart 2 of 4: training goes on behind step 20 on 4 devices"
+    assert said[1] == "rank 1 failed: killed by SIGKILL; restart 2 of 4: training goes on after step 20 on 4 devices"
     assert [(one.step, one.devices) for one in run.restarts] == [(5, 4), (20, 4), (20, 4), (30, 4)] and not ranks.planned
 
 
@@ -138,7 +138,7 @@ def test_a_rank_that_dies_at_once_again_is_left_out(unmeasured: None, tmp_path: 
     assert ranks.planned == [("local:3", tmp_path / "b.json"), ("local:2", None)]
     assert {job.seed for job in ranks.jobs} == {3} and ranks.jobs[-1].checkpoints.resumed_at == 10
     left_out = f"without {preset('local:4').devices[2].name}"
-    assert said[2].endswith(f"training goes on behind step 10 on 3 devices, {left_out}") and "without" not in said[1]
+    assert said[2].endswith(f"training goes on after step 10 on 3 devices, {left_out}") and "without" not in said[1]
     assert said[5].endswith(f"on 2 devices, {left_out}, {preset('local:4').devices[3].name}")
     assert outcome is not None and outcome.saved is None, "its folder is gone"
     assert not Path(str(ranks.jobs[0].checkpoints.save)).exists()
@@ -306,7 +306,7 @@ def test_killed_ranks_leave_the_curve_as_it_was(begin: Begin, folder: Path, stra
     if restarts == 2:
         found, report, told = losses(run)
         assert found == pytest.approx(straight, rel=1e-9) and len(report["restarts"]) == 2
-        assert told.count("training goes on behind step") == 2 and report["checkpoint"] == f"{saves.name}/step-{STEPS:08}"
+        assert told.count("training goes on after step") == 2 and report["checkpoint"] == f"{saves.name}/step-{STEPS:08}"
     else:
         out, told = run.communicate(timeout=300)
         lines = [line for line in told.splitlines() if line.startswith("soap-run: ")]

@@ -14,7 +14,7 @@ from soap.errors import RuntimeFailure
 
 NUMBERS = frozenset(f"{of}{what}" for of in ("", "LOCAL_", "GROUP_", "ROLE_") for what in ("RANK", "WORLD_SIZE"))
 GIVEN_TO_RANKS = NUMBERS | {"ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"}
-"""Variables that torch's launcher sets in each rank, beside those that begin with ``OF_LAUNCHER``."""
+"""Variables that torch's launcher sets in each rank, in addition to those that begin with ``OF_LAUNCHER``."""
 OF_LAUNCHER = "TORCHELASTIC_"
 RUN = "TORCHELASTIC_RUN_ID"
 OTHERS = (
@@ -98,7 +98,7 @@ def _doubt(environment: Mapping[str, str]) -> str:
 
 @cache
 def _answers(address: str, port: str) -> bool:
-    """Whether somebody listens there; also if that cannot be told, such as behind a firewall. torchrun does before it starts ranks."""
+    """Whether somebody listens there; also if that cannot be told, such as past a firewall. torchrun does before it starts ranks."""
     try:
         socket.create_connection((address, int(port)), REACH_S).close()
     except TimeoutError:

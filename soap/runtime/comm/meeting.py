@@ -18,7 +18,7 @@ BACKLOG = 1024
 
 
 class Meeting(StaticTCPRendezvous):
-    """Of one launcher, whose store it is."""
+    """The meeting place of one launcher, whose store it is."""
 
     def __init__(self, address: str, run: str, timeout_s: int) -> None:
         family = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][0]

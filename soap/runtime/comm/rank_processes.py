@@ -30,7 +30,7 @@ _launched_with: set[str] = set()
 
 
 def start_method() -> str:
-    """Of ``multiprocessing``: only Linux copies processes safely, and only if there is room for a socket's path."""
+    """The start method of ``multiprocessing``: only Linux copies processes safely, and only if there is room for a socket's path."""
     return "forkserver" if sys.platform == "linux" and len(_short_folder()) <= LONGEST_FOLDER else "spawn"
 
 

@@ -19,7 +19,7 @@ ENDS, LEAVES, FREED, EARLY, LATE, MADE, OVER, BEGINS = range(8)
 """The order of changes at the same time."""
 
 SPARED = (MemoryKind.GRADIENTS, MemoryKind.KEPT, MemoryKind.BUFFERS, MemoryKind.VALUES, MemoryKind.BATCH, MemoryKind.STATES)
-"""Of which kinds backward passes hold less than is counted, in this order."""
+"""The kinds of memory of which backward passes hold less than is counted, in this order."""
 
 Change = tuple[int, int, int, MemoryKind]
 """(time in nanoseconds, order, bytes that are taken or, below 0, freed, what they are held for)."""
