@@ -8,8 +8,7 @@ import warnings
 
 from soap.emulation.reference_work import VERSION, measured_reference_ns
 from soap.errors import ProfileError, SoapError
-from soap.files import read_text, write_text_atomically
-from soap.measure.machine_cache import cache_folder
+from soap.files import cache_folder, read_text, write_text_atomically
 from soap.measure.this_machine import cpu_model
 
 FILE = "core-speed.json"

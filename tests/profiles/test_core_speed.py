@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from soap.files import cache_folder
 from soap.measure import core_speed
 from soap.measure.core_speed import FILE, core_reference_ns
-from soap.measure.machine_cache import cache_folder
 
 
 @pytest.fixture
