@@ -13,7 +13,7 @@ from soap.plan.recomputation import dropped_holdings, find_recomputation, remade
 from soap.plan.running.run_order import RunOrder, run_order
 from soap.plan.syncs.seam import Uses
 from soap.plan.tiling import Tile
-from soap.simulator.memory.footprint import kept_places
+from soap.simulator.memory.peaks import tile_sizes
 from soap.simulator.memory.transit import is_remote
 from soap.simulator.reference import execution_order
 from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
@@ -45,15 +45,17 @@ class TaskSpans:
     ``forward``, ``backward``: by tile; ``weights``: of the weight gradients of tiles whose backward pass is in two. ``second``: of second
     runs, by tile; ``second_work``: while they compute; a segment's tiles all begin when the first of them does, because the runtime runs
     them together. ``unread``: tiles that make nothing, as nobody reads it; they have no backward task here. ``away``, ``back``: by tile, of
-    the copies of what it keeps to its host, and back (from its need on, when ranks allot the memory). ``named``: by task name. ``ready``:
-    by name of a synchronization, when all that it waits for is over. ``brought``, ``returned``: by part, of the transfer of the part and of
-    its gradient. ``segment``: tile -> the first tile of its segment. ``begun``: first tile of a segment -> start of its backward pass.
+    the copies of what it keeps to its host, and back (from its need on, when ranks allot the memory). ``sizes``: by tile. ``named``: by
+    task name. ``ready``: by name of a synchronization, when all that it waits for is over. ``brought``, ``returned``: by part, of the
+    transfer of the part and of its gradient. ``segment``: tile -> the first tile of its segment. ``begun``: first tile of a
+    segment -> start of its backward pass.
     """
 
     def __init__(self, tasks: TaskGraph, schedule: Schedule, order: RunOrder | None = None) -> None:
         """``order``: in which ranks run passes; by default that of this schedule."""
         order = order or run_order(tasks.plan, execution_order(tasks, schedule))
         self.plan, self.end_ns = tasks.plan, schedule.makespan_ns
+        self.sizes = tile_sizes(tasks.plan)
         self.forward: dict[int, Span] = {}
         self.backward: dict[int, Span] = {}
         self.weights: dict[int, Span] = {}
@@ -218,11 +220,18 @@ class TaskSpans:
 
     def _keeps(self, number: int, tensor: str) -> bool:
         """Whether autograd keeps a tile's region of an operand."""
-        tile = self.plan.tiles[number]
-        op = self.plan.operator(tile)
-        places = kept_places(self.plan.graph, op, tile.intervals)
-        operands = enumerate((*op.inputs, *op.parameters, *op.outputs))
-        return places is None or any(o.tensor == tensor for k, o in operands if k in places)
+        places = self.sizes[number].shares.keeps
+        return places is None or not places.isdisjoint(self._places[self.plan.tiles[number].operator].get(tensor, ()))
+
+    @cached_property
+    def _places(self) -> list[dict[str, list[int]]]:
+        """Operator -> tensor -> its places among the operator's operands."""
+        found = list[dict[str, list[int]]]()
+        for op in self.plan.graph.operators:
+            found.append({})
+            for place, operand in enumerate((*op.inputs, *op.parameters, *op.outputs)):
+                found[-1].setdefault(operand.tensor, []).append(place)
+        return found
 
     def _answered(self, number: int, holding: int) -> int:
         """Until when a holding waits for the gradient of a fetch that another segment reads: until its own segment's backward pass begins.
