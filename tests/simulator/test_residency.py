@@ -238,7 +238,7 @@ def test_a_part_of_a_region_is_let_go_when_the_region_has_been_put_together() ->
         loss=on(0, 1, degrees=(1, 2)),
     )
     tasks, schedule = played(graph, chosen)
-    spans, plan = TaskSpans(tasks, schedule), tasks.plan
+    spans, plan = TaskSpans(tasks, as_run(tasks, schedule)), tasks.plan
     (fetch,) = [own for own in plan.fetches if own.tensor == "next" and own.device == 0]
     (reader, _), (mine,) = fetch.consumers[0], [own.holding for own in fetch.pieces if plan.holdings[own.holding].device == 0]
     assert mine in spans.dropped and reader in spans.second
@@ -282,7 +282,7 @@ def test_between_what_tasks_need_and_the_bound(case: tuple[OperatorGraph, Topolo
     graph, topology, chosen = case
     tasks, schedule = played(graph, chosen, topology)
     plan, curves, run = tasks.plan, memory_over_time(tasks, schedule, 2), as_run(tasks, schedule)
-    tasks, schedule = run.tasks, run.schedule
+    schedule = run.schedule
     for curve, bound in zip(curves, peak_bytes(plan, 2), strict=True):
         assert curve.times_ns[0] == 0 and (curve.times_ns[1:] > curve.times_ns[:-1]).all()
         assert (curve.bytes_held >= 0).all() and curve.peak_bytes <= bound

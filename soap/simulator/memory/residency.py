@@ -53,7 +53,7 @@ def memory_over_time(
     """The curve of each device. ``optimizer_states``: tensors of a parameter's size that the optimizer keeps for it. ``by_kind``: with what
     is held of each kind at every time."""
     run = as_run(tasks, schedule)
-    spans = TaskSpans(run.tasks, run.schedule, run.order)
+    spans = TaskSpans(tasks, run)
     ledger = Ledger(tasks.plan, run.schedule.makespan_ns)
     held = _Values(spans, ledger)
     held.always(optimizer_states)

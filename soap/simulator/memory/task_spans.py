@@ -10,13 +10,12 @@ from soap.plan.departures import Route, sending_pass, waited_for
 from soap.plan.offloading import kept_from_host_name, kept_to_host_name
 from soap.plan.plan import Exchange, Fetch, Message, Part, Plan, Reduction, exchange_name, message_name, need_name, reduce_name
 from soap.plan.recomputation import dropped_holdings, find_recomputation, remade
-from soap.plan.running.run_order import RunOrder, run_order
 from soap.plan.syncs.seam import Uses
 from soap.plan.tiling import Tile
+from soap.simulator.memory.as_run import AsRun
 from soap.simulator.memory.peaks import tile_sizes
 from soap.simulator.memory.transit import is_remote
-from soap.simulator.reference import execution_order
-from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
+from soap.simulator.tasks import TaskGraph, TaskKind
 
 Span = tuple[int, int]
 """(start, end) of a task, in nanoseconds."""
@@ -51,9 +50,9 @@ class TaskSpans:
     segment -> start of its backward pass.
     """
 
-    def __init__(self, tasks: TaskGraph, schedule: Schedule, order: RunOrder | None = None) -> None:
-        """``order``: in which ranks run passes; by default that of this schedule."""
-        order = order or run_order(tasks.plan, execution_order(tasks, schedule))
+    def __init__(self, tasks: TaskGraph, run: AsRun) -> None:
+        """``run``: when the tasks run."""
+        order, schedule = run.order, run.schedule
         self.plan, self.end_ns = tasks.plan, schedule.makespan_ns
         self.sizes = tile_sizes(tasks.plan)
         self.forward: dict[int, Span] = {}
@@ -65,9 +64,9 @@ class TaskSpans:
         self.named: dict[str, Span] = {}
         self.ready: dict[str, int] = {}
         ends = schedule.end_ns.tolist()
-        for task, start, end in zip(tasks.tasks, schedule.start_ns.tolist(), ends, strict=True):
+        for task, waits, start, end in zip(tasks.tasks, run.waits, schedule.start_ns.tolist(), ends, strict=True):
             if task.name not in self.named and task.kind is TaskKind.SYNC:
-                self.ready[task.name] = max((ends[other] for other in task.predecessors), default=0)
+                self.ready[task.name] = max((ends[other] for other in waits), default=0)
             begun, _ = self.named.get(task.name, (start, end))  # chunks have one name
             self.named[task.name] = (begun, end)
             if task.tile is not None:
