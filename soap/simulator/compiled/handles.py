@@ -7,6 +7,7 @@ inside the structure the address of its table. A structure's annotations say whi
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple, TypeVar, cast, get_args, get_type_hints
@@ -58,7 +59,7 @@ class Handle:
     address: int
 
     def __init__(self, structure: Any) -> None:
-        self.layout = layout_of(type(structure))
+        self.layout = layout_of(cast(Hashable, type(structure)))
         words: list[int] = []
         self._kept: list[Any] = [structure]
         for value, (name, (_, kind)) in zip(structure, self.layout.fields.items(), strict=True):

@@ -44,7 +44,7 @@ class Callee(types.Dispatcher):
 
     def get_call_type(self, context: Any, args: Any, kws: Any) -> Any:
         """Its signature for arguments of these types."""
-        return super().get_call_type(context, [_wide(kind) for kind in args], {name: _wide(kind) for name, kind in kws.items()})
+        return super().get_call_type(context, tuple(map(_wide, args)), {name: _wide(kind) for name, kind in kws.items()})
 
 
 def _wide(kind: Any) -> Any:
