@@ -12,7 +12,7 @@ import torch
 from numba.core.registry import CPUDispatcher
 
 from soap.api import ahead, every_function
-from soap.runtime.compression import kernels
+from soap.runtime.compression import selection
 from soap.runtime.compression.selection import Surveyed
 from soap.simulator.compiled.jit import is_compiled, is_entry
 from tests.graph_builder import mlp
@@ -25,7 +25,7 @@ def functions() -> dict[str, CPUDispatcher]:
 
 
 def _kernels() -> dict[str, CPUDispatcher]:
-    found = [value for value in vars(kernels).values() if isinstance(value, CPUDispatcher)]
+    found = [value for value in vars(selection).values() if isinstance(value, CPUDispatcher)]
     return {f"{value.py_func.__module__}.{value.py_func.__qualname__}": value for value in found}
 
 

@@ -52,11 +52,12 @@ class Call:
     outputs: tuple[str, ...]
     path: str = ""
     origin: str = ""
+    operands: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    """Names of the tensor operands in order of appearance, repeated if repeated."""
 
-    @property
-    def operands(self) -> tuple[str, ...]:
-        """Names of the tensor operands in order of appearance, repeated if repeated."""
-        return tuple(ref.name for ref in walk((self.args, dict(self.kwargs))) if isinstance(ref, Ref))
+    def __post_init__(self) -> None:
+        names = tuple(ref.name for ref in walk((self.args, dict(self.kwargs))) if isinstance(ref, Ref))
+        object.__setattr__(self, "operands", names)
 
     @property
     def kind(self) -> str:

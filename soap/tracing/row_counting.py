@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from soap.errors import ModelError
@@ -101,12 +102,13 @@ class _Counter:
         rows, pieces = list[torch.Tensor](), list[torch.Tensor]()
         for value, kind, sample in zip(self.indices, self._kinds, self._samples, strict=True):
             own = self._checked(values[value].detach().cpu().long().movedim(sample, 0).flatten(), kind)
-            self._different[len(rows)] += len(torch.unique(own))
+            self._different[len(rows)] += len(torch.unique(own)) if len(self._kinds) > 1 else 0
             rows.append(own)
             pieces.append((torch.arange(len(own)) << HALVINGS) // max(1, len(own)))
-        row, piece = torch.cat(rows), torch.cat(pieces)
+        places = np.sort(((torch.cat(rows) << HALVINGS) | torch.cat(pieces)).numpy())  # by row, then by the smallest pieces
+        apart = places[1:] ^ places[:-1]
         for k in self._levels:  # pieces of pieces, so that two halves make a whole
-            self._touched[k] += len(torch.unique((piece >> (HALVINGS - k)) * self._access.rows + row))
+            self._touched[k] += bool(len(places)) + int(np.count_nonzero(apart >= 1 << (HALVINGS - k)))
 
     def result(self, batches: int) -> RowAccess:
         """The averages, rounded up, and each lookup's weight beside the others."""

@@ -12,9 +12,8 @@ from soap.profiles.roofline import RooflineCosts
 from soap.simulator.communication.prices import Communication
 from soap.simulator.compiled.task_keys import task_key
 from soap.simulator.engine import Engine
-from soap.simulator.task_ids import CHUNKS, LIMITS, MICRO_BATCHES, check_id
 from soap.simulator.task_list import TaskList
-from soap.simulator.tasks import TaskKind
+from soap.simulator.tasks import CHUNKS, LIMITS, MICRO_BATCHES, TaskKind, check_id
 from soap.strategy.config import OpConfig, Strategy
 from tests.extent import MANY
 from tests.graph_builder import SAMPLE, GraphBuilder, mlp

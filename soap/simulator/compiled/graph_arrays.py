@@ -41,7 +41,7 @@ class GraphTables(NamedTuple):
     frozen. ``gather_limit``: ``bucketing.gather_limit``. ``backward``: whether any output has a gradient. ``loss``: operator and output
     that make the loss. ``known``: whether an operator makes the loss or a term of it (``OperatorGraph.known_gradients``).
     ``solid``: whether at least one replica of every tile has a backward pass under every strategy. ``counts_labels``: whether an operator's
-    devices count their own labels (``plan.own_labels``).
+    devices count their own labels (``plan.samples``).
     """
 
     read_ptr: Ints

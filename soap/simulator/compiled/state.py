@@ -49,7 +49,7 @@ class State(NamedTuple):
     ``pull_slot``: first slot of the pulls before the forward pass, and of gathers. ``prefetch``: ``Strategy.prefetch``. ``update_row``: by
     device, the row of what waits for its update, or -1.
 
-    By slot: ``key``, ``subkey`` (stable identity, breaks ties: ``task_ids``); ``duration`` in ns; ``launch`` of a tile, in ns; ``latency``
+    By slot: ``key``, ``subkey`` (stable identity, breaks ties: ``tasks``); ``duration`` in ns; ``launch`` of a tile, in ns; ``latency``
     of a message, in ns, for which it holds nothing; ``overhead`` of communication, in ns, for which it keeps devices busy that have ports
     at its links; ``resource`` (>= 0: in ``static``, else -1 - place in ``arena``) and ``resource_n``; ``waits`` (number of edges into it);
     ``alive`` (whether it takes place); ``kind``; ``owner`` (operator, -1 after the backward pass); ``index`` (tile, row of another task,
