@@ -44,12 +44,11 @@ from soap.search.allowed_space import allowed_space, allowed_syncs
 from soap.search.constraints import out_of_stage
 from soap.search.descent import adopt, propose_descent
 from soap.search.infeasible import infeasible, nothing_fits_yet
-from soap.search.metropolis import Evaluator
+from soap.search.metropolis import Evaluator, Proposal
 from soap.search.options import SearchOptions
 from soap.search.pipeline_moves import pipeline_moves
 from soap.search.pipelining import is_cut, is_legal, keeps_stages, space_of
 from soap.search.polish import MAX_POLISHED, polish_best
-from soap.search.proposals import Proposal
 from soap.search.record import Recorder, SearchResult
 from soap.search.space import Space
 from soap.search.starts import (
@@ -112,6 +111,7 @@ def search(
 
     def evaluate(name: str, strategy: Strategy) -> None:
         fitted = recorder.fits
+        bar.set_description(f"start {len(recorder.starts) + 1}: {name}")
         recorder.start(evaluated(evaluator, name, strategy))
         if recorder.fits and not fitted:
             within.enter_context(until)
@@ -132,6 +132,7 @@ def search(
                     raise StrategyError(out_of_stage(space, baseline) or "no start")
                 _Run(space, topology, evaluator, recorder, options, bar, ended).everything()
                 if (around := space_of(space, recorder.best)) is not None:
+                    bar.set_description("polishing")
                     polish_best(recorder, around, evaluator, polish_up_to, lambda: _heed(ended))
         except (KeyboardInterrupt, Exception) as error:
             if not (isinstance(error, KeyboardInterrupt) or ended()):  # libraries may turn an interrupt into an error of their own
@@ -207,6 +208,7 @@ class _Run:
 
     def everything(self) -> None:
         """Run all descents and chains, until the budget is spent."""
+        self.bar.set_description("proposals")
         self._show()
         first, budget = self.recorder.best, self.options.budget
         assert first is not None
@@ -242,7 +244,8 @@ class _Run:
     def _chains(self, starts: Sequence[Start], budget: int) -> None:
         """Descents and chains from the best of these starts."""
         able = self._able
-        chosen = starts_of_chains(starts, min(MAX_TEMPERED, max(1, budget // TEMPERED_PROPOSALS)))
+        count = min(MAX_TEMPERED, max(1, budget // TEMPERED_PROPOSALS))
+        chosen = starts_of_chains(starts, count, sum(self.topology.memory_limits))
         if not chosen:
             return
         evaluated = [start.strategy for start in self.recorder.starts]
