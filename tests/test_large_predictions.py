@@ -1,0 +1,39 @@
+"""Plans that are too large for a list of tasks: their times are those of such a list, and their memory is at least what it has."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from soap import api
+from soap.api import large
+from soap.cli import simulate
+from soap.strategy.named import named
+from tests.graph_builder import transformer
+
+NAME = "megatron:2x2+microbatches:2"
+
+
+def test_time_is_that_of_all_tasks_and_memory_no_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, topology = transformer(batch=12), api.load_cluster("h100-6x2")
+    simulator, strategy = api.simulator_for(graph, topology, costs="estimate"), named(NAME, graph, topology)
+    assert large.large_prediction(simulator, strategy) is None  # it is small
+    monkeypatch.setattr(large, "is_planned", lambda own: False)
+    found, whole = large.large_prediction(simulator, strategy), simulator.run(strategy)
+    assert found is not None and found.copies == 3
+    assert found.makespan_ns == whole.makespan_ns
+    in_any_order = max(use.total for use in whole.memory)
+    assert max(whole.peak_bytes) <= found.peak_bytes <= 1.1 * in_any_order  # the compiled bound is looser by little
+
+
+def test_command_tells_time_and_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(large, "is_planned", lambda own: False)
+    asked = ["zoo:gpt:tiny", "--cluster", "h100-4x4", "--builtin", NAME, "--costs", "estimate"]
+    assert simulate.main([*asked, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["fits"] and told["folded"]["copies"] == 4 and told["predicted_ns"] > 0
+    assert simulate.main(asked) == 0
+    assert "4 copies of the model do the same: two were simulated" in capsys.readouterr().out
+    assert simulate.main([*asked, "--explain"]) == 2
+    assert "expected one of fewer micro-batches or devices" in capsys.readouterr().err
