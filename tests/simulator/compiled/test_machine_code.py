@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from soap.errors import SoapError
+from soap.simulator.compiled import machine_code
 from soap.simulator.compiled.arrays import fill
 from soap.simulator.compiled.handles import blank, handle
 from soap.simulator.compiled.machine_code import Library
@@ -95,4 +97,14 @@ def test_a_failure_to_compile_is_told_in_one_line(monkeypatch: pytest.MonkeyPatc
     failed = CompletedProcess[bytes]([], 1, b"", b"numba: no\n")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
     with pytest.raises(SoapError, match=r"^the simulator cannot be compiled: numba: no$"):
-        Library("tests").load()
+        Library("tests.extent").load()
+
+
+def test_of_several_processes_one_compiles(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "library.o"
+    with machine_code._alone(path), path.with_suffix(".lock").open("ab") as other, pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with machine_code._alone(path):  # given back
+        pass
+    with machine_code._alone(None), machine_code._alone(Path("/proc/nowhere/library.o")):
+        pass
