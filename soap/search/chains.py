@@ -112,6 +112,7 @@ def search(
 
     def evaluate(name: str, strategy: Strategy) -> None:
         fitted = recorder.fits
+        bar.set_description(f"start {len(recorder.starts) + 1}: {name}")
         recorder.start(evaluated(evaluator, name, strategy))
         if recorder.fits and not fitted:
             within.enter_context(until)
@@ -132,6 +133,7 @@ def search(
                     raise StrategyError(out_of_stage(space, baseline) or "no start")
                 _Run(space, topology, evaluator, recorder, options, bar, ended).everything()
                 if (around := space_of(space, recorder.best)) is not None:
+                    bar.set_description("polishing")
                     polish_best(recorder, around, evaluator, polish_up_to, lambda: _heed(ended))
         except (KeyboardInterrupt, Exception) as error:
             if not (isinstance(error, KeyboardInterrupt) or ended()):  # libraries may turn an interrupt into an error of their own
@@ -207,6 +209,7 @@ class _Run:
 
     def everything(self) -> None:
         """Run all descents and chains, until the budget is spent."""
+        self.bar.set_description("proposals")
         self._show()
         first, budget = self.recorder.best, self.options.budget
         assert first is not None
@@ -242,7 +245,8 @@ class _Run:
     def _chains(self, starts: Sequence[Start], budget: int) -> None:
         """Descents and chains from the best of these starts."""
         able = self._able
-        chosen = starts_of_chains(starts, min(MAX_TEMPERED, max(1, budget // TEMPERED_PROPOSALS)))
+        count = min(MAX_TEMPERED, max(1, budget // TEMPERED_PROPOSALS))
+        chosen = starts_of_chains(starts, count, sum(self.topology.memory_limits))
         if not chosen:
             return
         evaluated = [start.strategy for start in self.recorder.starts]

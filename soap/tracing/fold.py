@@ -14,7 +14,7 @@ import torch
 
 from soap.errors import ModelError, first_line
 from soap.model.graph import KEEP_STATE, NEXT_STATE
-from soap.tracing.calls import Call, Program, Ref, argument, is_random, on_whole, substitute, with_argument
+from soap.tracing.calls import Call, Program, argument, is_random, needed, results_of, with_argument
 from soap.tracing.rules.notation import broadcast_shape
 from soap.tracing.rules.registry import is_pointwise
 from soap.tracing.without_values import REMEDY
@@ -76,6 +76,7 @@ def empty_like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(once(tensor).shape, dtype=tensor.dtype, device="meta").expand(tensor.shape)
 
 
+@torch.no_grad()
 def _replace(program: Program, made: Callable[[Call], Sequence[torch.Tensor] | None]) -> None:
     """Replace constant calls by their results, where there are any, and drop what nothing needs then."""
     kept, given = list[Call](), set(program.constants)
@@ -100,18 +101,6 @@ def _in_own_memory(tensor: torch.Tensor) -> torch.Tensor:
 def is_computable(call: Call) -> bool:
     """Whether a call is the same in every step if its operands are."""
     return not is_random(call) and call.kind not in (NEXT_STATE, KEEP_STATE)
-
-
-def results_of(call: Call, values: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """The outputs of a call by the values of its operands."""
-
-    def change(leaf: object) -> object:
-        return values[leaf.name] if isinstance(leaf, Ref) else leaf
-
-    with torch.no_grad():
-        result = on_whole(call, substitute(call.args, change), substitute(dict(call.kwargs), change))
-    outputs = list(result) if isinstance(result, (tuple, list)) else [result]
-    return [t for t in outputs if isinstance(t, torch.Tensor)]
 
 
 def evaluate(call: Call, program: Program) -> list[torch.Tensor]:
@@ -169,14 +158,3 @@ def _broadcasts(call: Call, name: str, shape: Sequence[int], program: Program) -
         return name not in (argument(call, other).name for other in ("query", "key", "value"))
     shapes = [tuple(shape) if operand == name else program.values[operand].shape for operand in call.operands]
     return is_pointwise(call) and broadcast_shape(shapes) == program.values[call.outputs[0]].shape
-
-
-def needed(calls: list[Call], wanted: set[str]) -> list[Call]:
-    """The calls that these values depend on."""
-    wanted = set(wanted)
-    kept: list[Call] = []
-    for call in reversed(calls):
-        if wanted & set(call.outputs):
-            kept.append(call)
-            wanted.update(call.operands)
-    return kept[::-1]
