@@ -45,12 +45,11 @@ from soap.search.allowed_space import allowed_space, allowed_syncs
 from soap.search.constraints import out_of_stage
 from soap.search.descent import adopt, propose_descent
 from soap.search.infeasible import infeasible, nothing_fits_yet
-from soap.search.metropolis import Evaluator
+from soap.search.metropolis import Evaluator, Proposal
 from soap.search.options import SearchOptions
 from soap.search.pipeline_moves import pipeline_moves
 from soap.search.pipelining import is_cut, is_legal, keeps_stages, space_of
 from soap.search.polish import MAX_POLISHED, polish_best
-from soap.search.proposals import Proposal
 from soap.search.record import Recorder, SearchResult
 from soap.search.space import Space
 from soap.search.starts import (

@@ -240,11 +240,13 @@ class _Folding:
         if not self.topology.is_tree:
             pairs = list(permutations(members, 2))
         self._check_direct_links(pairs)
-        inside = [self._links(own, pairs) for own in self.images.tolist()]
-        lengths = [len(route) for route in inside[0]]
-        if any([len(route) for route in own] != lengths for own in inside):
+        ends = self.images[:, np.array(pairs, np.int64).reshape(-1, 2)]
+        routes = self.topology.routes(ends[..., 0].ravel(), ends[..., 1].ravel())
+        behind = np.argsort(routes < 0, axis=1, kind="stable")  # all links first
+        routes = np.take_along_axis(routes, behind, axis=1).reshape(len(self.images), -1)
+        if ((routes >= 0) != (routes[0] >= 0)).any():
             raise UnfoldableError(f"{len(self.images)} copies have different routes")
-        links = np.array([[link for route in own for link in route] for own in inside], np.int64).reshape(len(inside), -1)
+        links = routes[:, routes[0] >= 0]
         _, first, inverse = np.unique(links[0], return_index=True, return_inverse=True)
         local = links[:, first]
         if not np.array_equal(local[:, inverse.ravel()], links):
@@ -265,9 +267,6 @@ class _Folding:
                 link = direct.get((own[a], own[b]))
                 if link is not None and self.topology.route(own[a], own[b]) != (link,):
                     raise UnfoldableError(f"{len(self.images)} copies in which sums and messages take different links")
-
-    def _links(self, devices: Sequence[int], pairs: Iterable[tuple[int, int]]) -> list[tuple[int, ...]]:
-        return [self.topology.route(devices[a], devices[b]) for a, b in pairs]
 
     def _small_topology(self, links: Iterable[int]) -> Topology:
         """A topology of both copies' devices and these links of the cluster. Links keep their order, so routes stay the same."""

@@ -6,10 +6,8 @@ from collections import OrderedDict
 from collections.abc import Hashable
 
 from soap.plan.compression.training import PlannedTraining
-from soap.simulator.compiled.evaluate import evaluate
-from soap.simulator.compiled.jit import is_compiled
+from soap.simulator.compiled.machine_code import ENGINE
 from soap.simulator.compiled.memory_tables import FITS, UNLIKELY
-from soap.simulator.compiled.rebuild import lower_all
 from soap.simulator.costs import CostModel
 from soap.simulator.drawn_engine import make_engine
 from soap.simulator.drawn_times import replayed_times_ns
@@ -58,8 +56,8 @@ class IncrementalSimulator:
 
     @staticmethod
     def begins_at_once() -> bool:
-        """False if the simulator must be compiled first, which takes about half a minute."""
-        return is_compiled(lower_all) and is_compiled(evaluate)
+        """False if the simulator must be compiled first."""
+        return ENGINE.is_made
 
     @property
     def engine_costs(self) -> CostModel:
