@@ -36,8 +36,8 @@ def simulate(tasks: TaskGraph) -> Schedule:
 
 
 def play(todo: Sequence[Task], topology: Topology, waits: Sequence[Sequence[int]] | None = None) -> Schedule:
-    """The same of tasks that are no iteration's. Resources beyond those of ``Task`` may have any numbers. ``waits``: by task, in the place of
-    its predecessors."""
+    """The same of tasks that are no iteration's. Resources beyond those of ``Task`` may have any numbers. ``waits``: by task, in
+    the place of its predecessors."""
     loop = Loop(topology)
     loop.add(todo, waits)
     loop.run()

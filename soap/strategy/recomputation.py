@@ -91,19 +91,20 @@ def runs_of(graph: OperatorGraph) -> tuple[tuple[str, ...], ...]:
 
     A run ends where few bytes go on: at an operator behind which at most half as many bytes are still to be read as at most before it and
     behind it, from the last and to the next such low (in a transformer, each addition to the residual stream); of several in a repeated
-    layer, at the last one. That operator is in no run: so what it makes is kept, and the next run starts from there. Behind the last such place, lows need not be so deep: in convolutional
-    networks what goes on is nearly as wide as what blocks make inside, but all that they make inside is several times as much. There runs
-    end at those lows with which least is held (``_shallow_places``), without recurrent layers (``run_levels``). What follows the last end
-    is no run, as the backward pass needs it at once. Chen et al., "Training deep nets with sublinear memory cost", 2016, keep such values
-    alone.
+    layer, at the last one. That operator is in no run: so what it makes is kept, and the next run starts from there. Behind the last such
+    place, lows need not be so deep: in convolutional networks what goes on is nearly as wide as what blocks make inside, but all that they
+    make inside is several times as much. There runs end at those lows with which least is held (``_shallow_places``), without recurrent
+    layers (``run_levels``). What follows the last end is no run, as the backward pass needs it at once. Chen et al., "Training deep nets
+    with sublinear memory cost", 2016, keep such values alone.
     """
     return tuple(run for run, _ in _runs_and_light(graph))
 
 
 def run_levels(graph: OperatorGraph, extent: int) -> tuple[dict[str, int], ...]:
     """For each of ``runs_of`` the graph, how its operators are recomputed at an extent (``level_at``), and the operator at its end, if that
-    may run again: ``LIGHT``, so that it keeps what it makes and not what it reads, unless nothing is recomputed. Then the recurrent layers in none of them, each by
-    itself: what they keep inside is far more than what they read and make. They run again as wholes, or not at all."""
+    may run again: ``LIGHT``, so that it keeps what it makes and not what it reads, unless nothing is recomputed. Then the recurrent layers
+    in none of them, each by itself: what they keep inside is far more than what they read and make. They run again as wholes, or not at
+    all."""
     found = []
     for run, light in _runs_and_light(graph):
         levels = {name: level_at(graph.operators[graph.index[name]], extent) for name in run}

@@ -14,7 +14,7 @@ import torch
 
 from soap.errors import ModelError, first_line
 from soap.model.graph import KEEP_STATE, NEXT_STATE
-from soap.tracing.calls import Call, Program, Ref, argument, is_random, on_whole, substitute, with_argument
+from soap.tracing.calls import Call, Program, argument, is_random, needed, results_of, with_argument
 from soap.tracing.rules.notation import broadcast_shape
 from soap.tracing.rules.registry import is_pointwise
 from soap.tracing.without_values import REMEDY
@@ -76,6 +76,7 @@ def empty_like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(once(tensor).shape, dtype=tensor.dtype, device="meta").expand(tensor.shape)
 
 
+@torch.no_grad()
 def _replace(program: Program, made: Callable[[Call], Sequence[torch.Tensor] | None]) -> None:
     """Replace constant calls by their results, where there are any, and drop what nothing needs then."""
     kept, given = list[Call](), set(program.constants)
@@ -102,18 +103,6 @@ def is_computable(call: Call) -> bool:
     return not is_random(call) and call.kind not in (NEXT_STATE, KEEP_STATE)
 
 
-def results_of(call: Call, values: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """The outputs of a call by the values of its operands."""
-
-    def change(leaf: object) -> object:
-        return values[leaf.name] if isinstance(leaf, Ref) else leaf
-
-    with torch.no_grad():
-        result = on_whole(call, substitute(call.args, change), substitute(dict(call.kwargs), change))
-    outputs = list(result) if isinstance(result, (tuple, list)) else [result]
-    return [t for t in outputs if isinstance(t, torch.Tensor)]
-
-
 def evaluate(call: Call, program: Program) -> list[torch.Tensor]:
     """The outputs of a call whose operands are constants."""
     if lacking := next((name for name in call.operands if program.constants[name].is_meta), None):
@@ -131,11 +120,13 @@ def _results(call: Call, program: Program) -> list[torch.Tensor]:
     """The outputs of a call by its constants. Pointwise calls compute copies once."""
     shapes = [program.values[name].shape for name in call.outputs]
     if call.kind == "full":
-        call = with_argument(call, "size", [1] * len(shapes[0]))
+        call = with_argument(call, "size", [min(2, size) for size in shapes[0]])  # torch fills one element with infinity, where two end it
     elif not is_pointwise(call):
         found = results_of(call, program.constants)
         return found if call.kind in _VIEWS else [t.clone(memory_format=torch.contiguous_format) for t in found]
     found = results_of(call, {name: once(program.constants[name]) for name in call.operands})
+    if call.kind == "full":
+        found = [t[(slice(0, 1),) * t.dim()] for t in found]
     return [t.clone().expand(shape) for t, shape in zip(found, shapes, strict=True)]
 
 
@@ -144,7 +135,7 @@ def _without_values(call: Call, program: Program) -> list[torch.Tensor]:
     values = [program.values[name] for name in call.outputs]
     if call.kind in _VIEWS:
         return results_of(call, {name: empty_like(program.constants[name]) for name in call.operands})
-    shape: Sequence[int] | None = [1] * len(values[0].shape) if call.kind == "full" else None
+    shape: Sequence[int] | None = [min(1, size) for size in values[0].shape] if call.kind == "full" else None
     if is_pointwise(call):
         shape = broadcast_shape([once(program.constants[name]).shape for name in call.operands])
     return [torch.empty(value.shape if shape is None else shape, dtype=value.dtype, device="meta").expand(value.shape) for value in values]
@@ -169,14 +160,3 @@ def _broadcasts(call: Call, name: str, shape: Sequence[int], program: Program) -
         return name not in (argument(call, other).name for other in ("query", "key", "value"))
     shapes = [tuple(shape) if operand == name else program.values[operand].shape for operand in call.operands]
     return is_pointwise(call) and broadcast_shape(shapes) == program.values[call.outputs[0]].shape
-
-
-def needed(calls: list[Call], wanted: set[str]) -> list[Call]:
-    """The calls that these values depend on."""
-    wanted = set(wanted)
-    kept: list[Call] = []
-    for call in reversed(calls):
-        if wanted & set(call.outputs):
-            kept.append(call)
-            wanted.update(call.operands)
-    return kept[::-1]

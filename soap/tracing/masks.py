@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from soap.model.regions import Interval
-from soap.tracing.calls import Call, Program, Ref, argument, with_argument
+from soap.tracing.calls import Call, Program, Ref, argument, needed, results_of, with_argument
 from soap.tracing.fold import (
     ATTENTION,
     LARGEST_ELEMENTS,
@@ -23,9 +23,7 @@ from soap.tracing.fold import (
     fold_small,
     has_no_values,
     is_computable,
-    needed,
     once,
-    results_of,
 )
 from soap.tracing.rules.attention import Band, in_band, scaled_dot_product_attention
 from soap.tracing.rules.registry import is_pointwise
@@ -35,6 +33,7 @@ LONGEST = 2**15
 _COMPARING = ("eq", "ge", "gt", "le", "lt", "ne", "sub")
 
 
+@torch.no_grad()
 def find_masks(program: Program, *, plan_only: bool) -> None:
     """Replace masks of attention that are bands, and calls that only bring a mask into shape, in place. ``plan_only``: as for ``fold``."""
     given = set(program.constants)

@@ -110,9 +110,8 @@ def test_they_compute_the_same_by_tiles(mask: Mask) -> None:
 
 
 @pytest.mark.parametrize("name", every(2, [*BANDS]))
-@pytest.mark.parametrize("least_rows", [1, 512])
-def test_bands_are_computed_without_masks(name: str, least_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rule, "LEAST_ROWS", least_rows)
+def test_bands_are_computed_without_masks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rule, "BLOCK", 1)
     band, mask = BANDS[name]
     module, x = attentive(mask)
     model = imported(module, x)
@@ -125,7 +124,7 @@ def test_bands_are_computed_without_masks(name: str, least_rows: int, monkeypatc
 
 def test_narrow_bands_skip_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of two queries see two, and four keys of five."""
-    monkeypatch.setattr(rule, "LEAST_ROWS", 1)
+    monkeypatch.setattr(rule, "BLOCK", 1)
     graph = imported(*attentive(BANDS["window"][1])).graph
     seen = 2 * 2 + 2 * 4 + 1 * 3
     assert {op.skipped_share for op in graph.operators if op.kind == "scaled_dot_product_attention"} == {1 - seen / N**2}
@@ -169,7 +168,7 @@ def test_masks_of_a_hundred_thousand_words_take_little() -> None:
     def run(self: Any, x: Tensor) -> Tensor:
         query, key = torch.arange(size)[None, None, :, None] + 0, torch.arange(size)[None, None, None, :] + 0
         seen = (key <= query) & (key > query - 4096)
-        return F.scaled_dot_product_attention(x, x, x, attn_mask=seen.expand(x.shape[0], -1, size, size)).sum()
+        return F.scaled_dot_product_attention(x * self.w, x, x, attn_mask=seen.expand(x.shape[0], -1, size, size)).sum()
 
     with torch.device("meta"):
         exported = export(Lambda(run, w=nn.Parameter(torch.ones(1))), torch.empty(4, 1, size, 2))

@@ -18,8 +18,8 @@ from soap.tracing.types import LOWER_TYPES
 
 Band = tuple[int | None, int | None]
 """How many keys before and after its own position a query sees; None for all. ``(None, 0)`` is causal."""
-LEAST_ROWS = 512
-"""Of a block of queries that share a range of keys."""
+BLOCK = 512
+"""Queries that share a range of keys, and where ranges begin, are multiples of it: kernels copy masks of odd sizes."""
 
 
 def in_band(band: Band, rows: Interval, keys: Interval, device: torch.device | None = None) -> torch.Tensor:
@@ -30,12 +30,13 @@ def in_band(band: Band, rows: Interval, keys: Interval, device: torch.device | N
 
 
 def _seen_blocks(band: Band, rows: Interval, keys: int) -> Iterator[tuple[Interval, Interval]]:
-    """Blocks of queries, and the keys of which each sees a part: as many queries at once as a narrow band has keys."""
+    """Blocks of queries, and the keys of which each sees a part: about as many queries at once as a narrow band has keys."""
     before, after = band
-    step = rows[1] - rows[0] if before is None or after is None else max(before + after, LEAST_ROWS)
-    for first in range(rows[0], max(rows[1], rows[0] + 1), max(1, step)):
+    step = max(1, rows[1] - rows[0]) if before is None or after is None else max(1, -(-(before + after) // BLOCK)) * BLOCK
+    for first in range(rows[0], max(rows[1], rows[0] + 1), step):
         last = min(first + step, rows[1])
-        yield (first, last), (0 if before is None else max(0, first - before), keys if after is None else min(keys, last + after))
+        low = 0 if before is None else max(0, first - before) // BLOCK * BLOCK
+        yield (first, last), (low, keys if after is None else min(keys, last + after))
 
 
 def scaled_dot_product_attention(

@@ -246,8 +246,8 @@ def _add_gathers(W, buckets, uses):  # type: ignore[no-untyped-def]
 
 @compiled
 def _follow_use(W, buckets, use, writes):  # type: ignore[no-untyped-def]
-    """Count the gathers that wait for a use, or (``writes``) write them down: of its forward pass its own bucket's next gather and others, of
-    its backward pass others. ``use``: place among the edges."""
+    """Count the gathers that wait for a use, or (``writes``) write them down: for its forward pass its own bucket's next gather and others,
+    for its backward pass others. ``use``: place among the edges."""
     C, S = W.state, W.scratch
     slot, bucket = S.e_src[use], S.e_dst[use]
     op = C.owner[slot]
