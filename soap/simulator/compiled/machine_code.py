@@ -41,6 +41,11 @@ PACKAGE = Path(__file__).parents[2]
 KINDS: dict[Any, Any] = {int: ctypes.c_int64, float: ctypes.c_double, bool: ctypes.c_uint8}
 """What entries take beside handles, and return."""
 
+COMPILED = re.compile(r"^@(\w+\.)?(compiled|inlined|entry)$", re.MULTILINE)
+"""Stands before functions that are compiled."""
+HOW = ("compiling.py", "handles.py", "jit.py", "machine_code.py", "numba_types.py", "world.py")
+"""Files beside this one that decide what compiled code is like."""
+
 RETURNED = 0
 """What compiled functions return by numba's convention if they raise nothing."""
 
@@ -79,9 +84,11 @@ class Library:
 
     @cached_property
     def sources(self) -> str:
-        """A hash of all that is compiled in: the modules, all compiled code of this package, and modules from which it has constants."""
-        files = {*PACKAGE.glob("*/compiled/**/*.py"), *(Path(str(spec.origin)) for name in self.modules if (spec := find_spec(name)))}
-        files |= {path for own in list(files) for path in _imported(own)}
+        """A hash of all that is compiled in: files of compiled functions in these modules and in this package, what these import from this
+        package (constants), and what says how to compile."""
+        known = {*PACKAGE.glob("*/compiled/**/*.py"), *(Path(str(spec.origin)) for name in self.modules if (spec := find_spec(name)))}
+        files = {path for path in known if COMPILED.search(path.read_text(encoding="utf-8"))}
+        files |= {path for own in list(files) for path in _imported(own)} | {Path(__file__).with_name(name) for name in HOW}
         return hashlib.sha256(b"\0".join(path.read_bytes() for path in sorted(files))).hexdigest()
 
     @cached_property

@@ -81,11 +81,11 @@ def test_they_are_compiled_once_for_the_same_sources(tmp_path: Path, monkeypatch
         made.append(command[-1])
         return CompletedProcess(command, 0, code, b"")
 
-    source = tmp_path / "module_of_one_constant.py"
+    source = tmp_path / "module_of_one_function.py"
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(subprocess, "run", run)
-    for text in ("ONE = 1", "ONE = 1", "ONE = 2"):
-        source.write_text(text)
+    for number in (1, 1, 2):
+        source.write_text(f"@compiled\ndef one(): return {number}")
         library = Library(source.stem)
         library.load()
         assert library.is_made
