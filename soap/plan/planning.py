@@ -18,8 +18,8 @@ from itertools import accumulate, combinations, pairwise
 from math import prod
 
 from soap.cluster.topology import Topology
+from soap.model.batch import MicroBatches
 from soap.model.graph import OperatorGraph, TensorKind
-from soap.model.micro_batches import MicroBatches
 from soap.model.regions import Box, Interval, cells, contains, intersect, subtract, volume, whole
 from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.plan.coverage import HolderIndex

@@ -117,6 +117,13 @@ class MachineCode(IndexDataCacheFile):
         if self._cache_path:
             super().save(key, data)
 
+    def _load_index(self) -> dict[Any, str]:
+        """What is kept; nothing if that names types of an earlier version that are no longer there."""
+        try:
+            return super()._load_index()
+        except (ImportError, AttributeError):
+            return {}
+
     @property
     def _source_stamp(self) -> str:
         return stamp(self._function)

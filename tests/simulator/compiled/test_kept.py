@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
 
+from soap.simulator.compiled.events import simulate_all
 from soap.simulator.compiled.jit import file_of, is_entry
+from soap.simulator.compiled.kept import MachineCode
 from tests.machine_code import compile_all, functions
 
 ROOT = Path(__file__).parents[3]
@@ -65,3 +68,14 @@ def test_machine_code_calls_nothing_that_the_compiler_brings_along() -> None:
     paths = [Path(path) for own in functions().values() if is_entry(own) for path in file_of(own).versions.values()]
     assert len(paths) > 20
     assert [path.name for path in paths if b"NRT_" in path.read_bytes()] == []
+
+
+def test_machine_code_for_types_that_are_gone_is_made_anew(tmp_path: Path) -> None:
+    kept = MachineCode(simulate_all, str(tmp_path), "simulate_all")
+    assert kept.versions == {}
+    kept.save("key", "code")
+    assert list(kept.versions) == ["key"]
+    index = next(tmp_path.glob("*.nbi"))
+    version = pickle.loads(index.read_bytes())
+    index.write_bytes(pickle.dumps(version) + b"csoap.simulator.gone\nArrays\n.")
+    assert kept.versions == {}
