@@ -21,10 +21,9 @@ from soap.simulator.folding import Folding
 from soap.simulator.memory.bound import MemoryBound
 from soap.simulator.memory.hosts import hosts_may_lack
 from soap.simulator.shared import Shared
-from soap.simulator.simulate import CACHED_STRATEGIES, REFUSED_BYTES, Simulation, Simulator, is_large, is_planned
+from soap.simulator.simulate import CACHED_STRATEGIES, REFUSED_BYTES, REST, Simulation, Simulator, is_large, is_planned
 from soap.strategy.classical import CLASSICAL
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
-from soap.strategy.fields import STRATEGY_FIELDS
 
 MOST_CHANGES = 16
 """A strategy that differs from the one an engine holds in more operators and parameters than this is lowered from scratch."""
@@ -34,7 +33,7 @@ AMPLE = 3
 buffers, come on top of those needs."""
 
 PREFETCH = "prefetch"
-LOADED = tuple(field.name for field in STRATEGY_FIELDS if field.name != PREFETCH)
+LOADED = tuple(name for name in REST if name != PREFETCH)
 """What no proposal changes of a strategy."""
 
 Change = tuple[str, OpConfig | SyncConfig | int]

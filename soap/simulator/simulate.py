@@ -336,12 +336,12 @@ class Simulator:
         configs = tuple(strategy.operators.get(op.name) for op in self.graph.operators)
         syncs = tuple(strategy.sync(name) for name in self._parameters)
         unknown = tuple(sorted(strategy.parameters.keys() - self._parameters.keys()))
-        values = (getattr(strategy, name) for name in _REST)
+        values = (getattr(strategy, name) for name in REST)
         rest = (tuple(sorted(own.items())) if isinstance(own, Mapping) else own for own in values)
         return configs, len(strategy.operators), syncs, unknown, *rest
 
 
-_REST = tuple(field.name for field in fields(Strategy) if field.name not in ("operators", "parameters"))
+REST = tuple(field.name for field in fields(Strategy) if field.name not in ("operators", "parameters"))
 """Fields of a strategy that are in ``Simulator.key`` as they are. Operators and parameters are, too, in the graph's order."""
 
 

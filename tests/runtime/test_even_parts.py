@@ -114,7 +114,7 @@ def called(path: str, strategy: Strategy, topology: Topology) -> tuple[dict[str,
 
     with pytest.MonkeyPatch.context() as patch:
         for name in counts:
-            patch.setattr(parcels.dist, name, counted(name, getattr(packing.dist, name)))
+            patch.setattr(parcels.dist, name, counted(name, getattr(parcels.dist, name)))
         options = {"optimizer": OPTIMIZERS["momentum"], "dtype": torch.bfloat16, "device_kind": "cpu"}
         with Trainer(traced(path), (strategy, topology), **options) as trainer:  # type: ignore[arg-type]
             x, labels = batch_of("odd", 6, 0)
