@@ -32,12 +32,12 @@ from soap.cluster.presets import family, local_topology
 from soap.cluster.topology import MEASURED, QUICKLY_MEASURED, DeviceType, Topology
 from soap.emulation.reference_work import VERSION, measured_reference_ns
 from soap.errors import ProfileError, SoapError, SoapWarning
-from soap.files import read_text, write_text_atomically
+from soap.files import cache_folder, read_text, write_text_atomically
 from soap.measure import machine_cache
 from soap.measure.compute_rates import Rates, cpu_rates, cuda_rates, gpu_copy_seconds
 from soap.measure.link_figures import with_measured_links
 from soap.measure.link_probe import LinkRates, Probed, measure_link
-from soap.measure.machine_cache import Key, Measurement, cache_folder
+from soap.measure.machine_cache import Key, Measurement
 from soap.units import format_bytes
 
 STAT = Path("/proc/stat")

@@ -28,7 +28,7 @@ from soap.simulator.compiled.handles import handle
 from soap.simulator.compiled.history import complete, make_history, retrace
 from soap.simulator.compiled.pass_order import pass_tables, repeated
 from soap.simulator.compiled.played import PlayedTask, PlayedTasks, all_tasks, each_task
-from soap.simulator.compiled.rebuild import lower_all
+from soap.simulator.compiled.rebuild import Held, lower_all
 from soap.simulator.compiled.scratch import FULL, make_scratch
 from soap.simulator.compiled.state import ARENA, SLOTS, Groups, ShardTables, State, make_state
 from soap.simulator.compiled.task_keys import STATE_FULL
@@ -368,7 +368,7 @@ class Engine:
 
     def _lower_all(self, *held: Ints) -> None:
         self.state.sync[: len(self._codes)], self.state.prefetch[0] = self._codes, self._loaded.prefetch
-        lower_all(self.world, *held)
+        lower_all(self.world, handle(Held(*held)))
 
     def _renew_state(self) -> None:
         """Drop the old blocks of accepted changes; if there are none, grow. Then lower and simulate again."""

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from soap.files import cache_folder
 from soap.measure import this_machine
-from soap.measure.machine_cache import cache_folder
 from soap.measure.this_machine import FILE, core_reference_ns
 
 

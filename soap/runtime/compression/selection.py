@@ -20,12 +20,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from numba import njit
 from numba.extending import overload
 
 from soap.errors import RuntimeFailure
 from soap.plan.compression.seam import PROBES
+from soap.runtime.compression.seam import not_finite
 from soap.runtime.sync.row_update import parallel
-from soap.simulator.compiled.jit import entry
 
 BLOCK = 128
 """Elements that share a maximum."""
@@ -34,6 +35,8 @@ CHUNK = 4096
 
 Array = Any
 Number = Any
+
+_kernel = njit(cache=True, nogil=True, error_model="numpy")
 
 
 def _like(value: Number, example: Number) -> Number:
@@ -51,7 +54,7 @@ def _compiled_like(value, example):  # type: ignore[no-untyped-def]
     return convert
 
 
-@entry
+@_kernel
 def note_maxima(bits: Array, kind: Array, first: int, stop: int, maxima: Array) -> None:
     """Largest keys of blocks from ``first`` to ``stop``, as whole numbers: without its sign bit a float's bits grow with its magnitude, and
     those of NaN and infinity are above all others. ``bits``: the tensor's memory. ``kind``: a key's bits are (bits ^ kind[0]) & kind[1], if
@@ -71,7 +74,7 @@ def note_maxima(bits: Array, kind: Array, first: int, stop: int, maxima: Array) 
         maxima[block] = largest
 
 
-@entry
+@_kernel
 def sum_keys(values: Array, up: Number, down: Number, first: int, stop: int, lanes: Array, sums: Array) -> None:
     """Sums of keys, for chunks from ``first`` to ``stop``. ``lanes``: room for BLOCK sums, which are made beside each other."""
     for chunk in range(first, stop):
@@ -92,7 +95,7 @@ def sum_keys(values: Array, up: Number, down: Number, first: int, stop: int, lan
         sums[chunk] = total
 
 
-@entry
+@_kernel
 def collect_above(values: Array, up: Number, down: Number, maxima: Array, threshold: Number, first: int, stop: int, found: Array) -> int:
     """Positions of keys that exceed the threshold, in blocks from ``first`` to ``stop``, in order. Returns how many. ``maxima``: as
     floats."""
@@ -261,11 +264,6 @@ def reused(tensor: Surveyed, threshold: float, least: int, most: int) -> Positio
     """Positions of keys above the threshold of an earlier step; None if it has become a bad one: not ``least`` to ``most`` exceed it."""
     found = tensor.above(tensor.values.dtype.type(threshold))
     return found if least <= len(found) <= most else None
-
-
-def not_finite(value: float) -> str:
-    """The line about a gradient that cannot be compressed."""
-    return f"a gradient to be compressed has an element that is {value}; expected finite numbers: lower the learning rate, or clip"
 
 
 def _largest(tensor: Surveyed, positions: Positions, count: int) -> Positions:

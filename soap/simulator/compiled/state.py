@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from soap.simulator.compiled.graph_arrays import Floats, Ints, Longs
+from soap.simulator.compiled.graph_arrays import Floats, Ints, LongRows, Longs
 
 SLOTS, ARENA, DEVICES, SYNCS, PULLS = range(5)
 """Places in ``State.used``: how much of slots, ``arena`` and ``dev`` is used; number of synchronization tasks after the backward pass (sums
@@ -161,7 +161,7 @@ class ShardTables(NamedTuple):
     rows: Longs
     row_bytes: Longs
     lowest: Ints
-    update_ns: Longs
+    update_ns: LongRows
     use_ptr: Longs
     use_user: Ints
     use_place: Ints

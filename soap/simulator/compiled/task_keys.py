@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from soap.simulator.compiled.jit import compiled, entry
+from soap.simulator.compiled.jit import compiled
 from soap.simulator.tasks import CHUNKS, MICRO_BATCHES, OPERANDS, PHASES, PIECES, POSITIONS, STAGES, TILES, UNNUMBERED
 
 STATE_FULL = "the state is full"
@@ -12,7 +12,7 @@ FORWARD, BACKWARD, SYNC, UPDATE = range(4)
 """Phases, as in ``lowering``."""
 
 
-@entry
+@compiled
 def task_key(phase: int, position: int, stage: int, a: int, b: int, c: int, chunk: int = 0) -> tuple[int, int]:
     """A task's id as two numbers that order like the id's parts: see ``soap.simulator.tasks``. ValueError if a part is too large."""
     above = phase // PHASES | position // POSITIONS | stage // STAGES | a // TILES | b // OPERANDS | c // PIECES | chunk // CHUNKS
