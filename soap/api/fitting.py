@@ -256,7 +256,7 @@ class _Ways:
         folding = self._simulator.folding(strategy, nearly=True)
         if isinstance(folding, str):
             return False, tile_count(strategy)
-        return True, strategy.microbatches * len(folding.undivided.tiles)
+        return True, tile_count(folding.copies.strategy)
 
     def _candidates(self) -> list[_Candidate]:
         """The ways."""

@@ -35,6 +35,7 @@ from typing import Any, cast
 
 from tqdm import tqdm
 
+from soap import collector
 from soap.cluster.topology import Topology
 from soap.errors import StrategyError
 from soap.model.graph import OperatorGraph
@@ -119,7 +120,7 @@ def search(
         _heed(ended)
 
     bar: tqdm[Any] = tqdm(total=options.budget, unit="proposal", disable=None if progress else True)
-    with bar:
+    with bar, collector.seldom():
         try:
             with whole, within:
                 if recorder.fits:
