@@ -226,6 +226,11 @@ class Simulator:
         folded = self.run_folded(strategy) if is_large(strategy) else ""
         return self.run(strategy) if isinstance(folded, str) else folded
 
+    def outcome(self, strategy: Strategy) -> Simulation | FoldedSimulation | None:
+        """``predict``; None if the strategy is large and cannot be folded: to play all of it takes minutes."""
+        folded = self.run_folded(strategy) if is_large(strategy) else self.run(strategy)
+        return None if isinstance(folded, str) else folded
+
     def run_folded(self, strategy: Strategy, *, nearly: bool = False) -> FoldedSimulation | str:
         """The full outcome from two of many equal copies, or the reason why it cannot be folded, in one line. Keeps the last answers.
         ``nearly``: see ``folding``."""

@@ -69,10 +69,10 @@ def keepers(graph: OperatorGraph) -> Mapping[int, frozenset[int]]:
 
 
 def certainly_lacks(graph: OperatorGraph, topology: Topology, strategy: Strategy) -> bool:
-    """Whether the devices that compute have less memory together than what is certainly held at once when the loss is known: values of parameters on all
-    that read them, unless they are gathered; what operators keep that are neither recomputed nor offload; and the outputs of those that run
-    again but keep these. Nothing of activations if there are micro-batches, which may go back
-    before others come. Found without a plan."""
+    """Whether the devices that compute have less memory together than what is certainly held at once when the loss is known: values of
+    parameters on all that read them, unless they are gathered; what operators keep that are neither recomputed nor offload; and the outputs
+    of those that run again but keep these. Nothing of activations if there are micro-batches, which may go back before others come. Found
+    without a plan."""
     held_bytes, counted = 0, set[str]()
     for op in graph.operators:
         for operand in op.parameters:
