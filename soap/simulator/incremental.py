@@ -168,11 +168,8 @@ class IncrementalSimulator:
         return max((holder.least_overflow_bytes(strategy) for holder in self._engines), default=0)
 
     def outcome(self, strategy: Strategy) -> Simulation | FoldedSimulation | None:
-        """The full outcome, folded if the strategy is large; None if it then cannot be folded: to play all of it takes minutes."""
-        if not is_large(strategy):
-            return self._simulator.run(strategy)
-        folded = self._simulator.run_folded(strategy)
-        return None if isinstance(folded, str) else folded
+        """As ``Simulator.outcome``."""
+        return self._simulator.outcome(strategy)
 
     def engine_for(self, strategy: Strategy) -> Engine | None:
         """An engine of its own that holds this strategy, simulated; None if the strategy is so large that it is folded."""
