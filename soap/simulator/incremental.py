@@ -14,8 +14,7 @@ from soap.simulator.drawn_times import replayed_times_ns
 from soap.simulator.draws import Draws, cost_ns
 from soap.simulator.engine import Engine
 from soap.simulator.folded import FoldedSimulation
-from soap.simulator.folded_bound import most_overflow_bytes
-from soap.simulator.folded_prices import FoldedCosts
+from soap.simulator.folded_bound import folded_engine, most_overflow_bytes
 from soap.simulator.folding import Folding
 from soap.simulator.memory.bound import MemoryBound
 from soap.simulator.memory.hosts import hosts_may_lack
@@ -212,9 +211,7 @@ class IncrementalSimulator:
             folded = simulator.run_folded(strategy)
             assert not isinstance(folded, str)
             return folded.makespan_ns if self.draws is None else cost_ns(replayed_times_ns(folded, self.draws), self.draws.risk)
-        costs = FoldedCosts(simulator.graph, simulator.costs)
-        engine = Engine(folding.copies.graph, folding.topology, costs, folding.communication, training=simulator.training)
-        engine.load(folding.copies.strategy)
+        engine = folded_engine(folding, simulator.costs)
         if strategy.microbatches > 1:
             self._note_lacking(strategy, most_overflow_bytes(folding, engine, simulator.optimizer_states))
         return engine.play()
