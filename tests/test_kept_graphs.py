@@ -21,6 +21,7 @@ from soap.api import kept_graphs, models
 from soap.errors import ModelError, SoapWarning
 from soap.model.graph import OperatorGraph
 from soap.model.graph_json import graph_from, graph_values
+from soap.tracing.footprints import _Trials
 
 SPEC = "zoo:rnnlm:tiny"
 CASES: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -234,6 +235,20 @@ def test_damaged_models_are_refused_as_ever(read: list[str], cache: Path, tmp_pa
         with pytest.raises(ModelError, match=r"m\.pt2"):
             api.planned_graph(path)
     assert len(read) == 5 and not cache.exists()
+
+
+def test_nothing_is_kept_of_a_reading_that_is_interrupted(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While operators are tried, where errors mean that one cannot be."""
+
+    def interrupted(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_Trials, "_footprint", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            api.planned_graph(SPEC)
+    assert not cache.exists()
+    assert api.planned_graph(SPEC).footprints
 
 
 def test_graphs_make_room(read: list[str], cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

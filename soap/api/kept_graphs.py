@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from soap.errors import SoapError, SoapWarning
-from soap.files import check_archive, read_text, write_text_atomically
-from soap.measure.machine_cache import cache_folder
+from soap.files import cache_folder, check_archive, read_text, write_text_atomically
 from soap.model.graph import OperatorGraph
 from soap.model.graph_json import graph_from, graph_values
 

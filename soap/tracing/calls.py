@@ -7,7 +7,7 @@ asserts and no-op casts disappear (``forms``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -166,6 +166,26 @@ def on_whole(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The call's result for whole tensors as arguments."""
     own = _VIEWS.get(call.target)  # copies that made memory contiguous, or wrote numbers out, were dropped
     return call.target(*args, **kwargs) if own is None else own(*args)
+
+
+def results_of(call: Call, values: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """The outputs of a call by the values of its operands."""
+
+    def change(leaf: object) -> object:
+        return values[leaf.name] if isinstance(leaf, Ref) else leaf
+
+    result = on_whole(call, substitute(call.args, change), substitute(dict(call.kwargs), change))
+    return [t for t in (result if isinstance(result, (tuple, list)) else [result]) if isinstance(t, torch.Tensor)]
+
+
+def needed(calls: Sequence[Call], wanted: Collection[str]) -> list[Call]:
+    """The calls that these values depend on."""
+    values, kept = set(wanted), list[Call]()
+    for call in reversed(calls):
+        if not values.isdisjoint(call.outputs):
+            kept.append(call)
+            values.update(call.operands)
+    return kept[::-1]
 
 
 def as_complex(x: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ import torch
 from soap.errors import ModelError
 from soap.model.graph import FactorKind
 from soap.model.sparse_access import HALVINGS, Lookup, RowAccess, halvings
-from soap.tracing.calls import Program, Ref, on_whole, substitute
+from soap.tracing.calls import Program, needed, results_of
 from soap.tracing.compiled import OperatorProgram, ProgramStep
 from soap.tracing.execute import ExecutableModel
 
@@ -138,33 +138,17 @@ def _step(model: ExecutableModel, lookup: Lookup) -> ProgramStep:
     return next(s for s in program.steps if s.rule.looks_up and s.call.operands[0] == value and s.operands[0] == maps)
 
 
-def _needed(program: Program, wanted: set[str]) -> tuple[list[int], set[str]]:
-    """Positions of the calls that these values need, and all values that these calls and the caller read."""
-    needed, calls = set(wanted), []
-    for i in range(len(program.calls) - 1, -1, -1):
-        if needed.intersection(program.calls[i].outputs):
-            calls.append(i)
-            needed.update(program.calls[i].operands)
-    return calls[::-1], needed
-
-
 def _on_meta(program: Program, value: str) -> bool:
     """Whether a value depends on constants that were not computed."""
-    _, needed = _needed(program, {value})
-    return any(program.constants[name].is_meta for name in needed if name in program.constants)
+    read = {value, *(name for call in needed(program.calls, {value}) for name in call.operands)}
+    return any(program.constants[name].is_meta for name in read if name in program.constants)
 
 
 def _values(model: ExecutableModel, wanted: set[str], batch: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     """These values for a batch."""
     program = model.program
-    calls, _ = _needed(program, wanted)
     values: dict[str, torch.Tensor] = {**model.constants, **dict(zip(program.inputs, batch, strict=True))}
-
-    def change(leaf: object) -> object:
-        return values[leaf.name] if isinstance(leaf, Ref) else leaf
-
     with torch.no_grad():
-        for call in (program.calls[i] for i in calls):
-            result = on_whole(call, substitute(list(call.args), change), substitute(dict(call.kwargs), change))
-            values.update(zip(call.outputs, result if isinstance(result, (tuple, list)) else [result], strict=False))
+        for call in needed(program.calls, wanted):
+            values.update(zip(call.outputs, results_of(call, values), strict=False))
     return {name: values[name] for name in wanted}
