@@ -137,8 +137,8 @@ class Delivery:
 
 
 class Sums(NamedTuple):
-    """What devices sum, and have in common. ``groups``: sets of devices that sum partial results. ``regions``: how a region of a parameter is
-    synchronized, and the region."""
+    """What devices sum, and have in common. ``groups``: sets of devices that sum partial results. ``regions``: how a region of a parameter
+    is synchronized, and the region."""
 
     groups: tuple[tuple[int, ...], ...]
     regions: tuple[tuple[SyncConfig, Cell], ...]

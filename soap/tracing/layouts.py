@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One result. ``memory``: number of the operand whose memory it has, or -1 minus that of the results' own piece, of so many ``bytes``."""
+    """One result. ``memory``: number of the operand whose memory it has; below 0: a piece of the results' own, of so many ``bytes``."""
 
     memory: int
     bytes: int
