@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from soap.api.models import planned_graph
-from soap.model.batch import samples_of
+from soap.model.batch import MicroBatches, samples_of
 from soap.model.graph import OperatorGraph, TensorKind
-from soap.model.micro_batches import MicroBatches
-from soap.plan.flows import box_bytes
+from soap.plan.delivery import box_bytes
 from soap.plan.memory_kinds import MemoryKind
 from soap.plan.plan import Plan
 from soap.plan.syncs.bucketing import sums_of_one

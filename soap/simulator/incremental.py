@@ -14,16 +14,14 @@ from soap.simulator.drawn_times import replayed_times_ns
 from soap.simulator.draws import Draws, cost_ns
 from soap.simulator.engine import Engine
 from soap.simulator.folded import FoldedSimulation
-from soap.simulator.folded_bound import most_overflow_bytes
-from soap.simulator.folded_prices import FoldedCosts
+from soap.simulator.folded_bound import folded_engine, most_overflow_bytes
 from soap.simulator.folding import Folding
 from soap.simulator.memory.bound import MemoryBound
 from soap.simulator.memory.hosts import hosts_may_lack
 from soap.simulator.shared import Shared
-from soap.simulator.simulate import CACHED_STRATEGIES, REFUSED_BYTES, Simulation, Simulator, is_large, is_planned
+from soap.simulator.simulate import CACHED_STRATEGIES, REFUSED_BYTES, REST, Simulation, Simulator, is_large, is_planned
 from soap.strategy.classical import CLASSICAL
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
-from soap.strategy.fields import STRATEGY_FIELDS
 
 MOST_CHANGES = 16
 """A strategy that differs from the one an engine holds in more operators and parameters than this is lowered from scratch."""
@@ -33,7 +31,7 @@ AMPLE = 3
 buffers, come on top of those needs."""
 
 PREFETCH = "prefetch"
-LOADED = tuple(field.name for field in STRATEGY_FIELDS if field.name != PREFETCH)
+LOADED = tuple(name for name in REST if name != PREFETCH)
 """What no proposal changes of a strategy."""
 
 Change = tuple[str, OpConfig | SyncConfig | int]
@@ -169,11 +167,8 @@ class IncrementalSimulator:
         return max((holder.least_overflow_bytes(strategy) for holder in self._engines), default=0)
 
     def outcome(self, strategy: Strategy) -> Simulation | FoldedSimulation | None:
-        """The full outcome, folded if the strategy is large; None if it then cannot be folded: to play all of it takes minutes."""
-        if not is_large(strategy):
-            return self._simulator.run(strategy)
-        folded = self._simulator.run_folded(strategy)
-        return None if isinstance(folded, str) else folded
+        """As ``Simulator.outcome``."""
+        return self._simulator.outcome(strategy)
 
     def engine_for(self, strategy: Strategy) -> Engine | None:
         """An engine of its own that holds this strategy, simulated; None if the strategy is so large that it is folded."""
@@ -216,9 +211,7 @@ class IncrementalSimulator:
             folded = simulator.run_folded(strategy)
             assert not isinstance(folded, str)
             return folded.makespan_ns if self.draws is None else cost_ns(replayed_times_ns(folded, self.draws), self.draws.risk)
-        costs = FoldedCosts(simulator.graph, simulator.costs)
-        engine = Engine(folding.copies.graph, folding.topology, costs, folding.communication, training=simulator.training)
-        engine.load(folding.copies.strategy)
+        engine = folded_engine(folding, simulator.costs)
         if strategy.microbatches > 1:
             self._note_lacking(strategy, most_overflow_bytes(folding, engine, simulator.optimizer_states))
         return engine.play()

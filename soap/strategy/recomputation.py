@@ -18,9 +18,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from soap.errors import StrategyError
+from soap.model.batch import MicroBatches
 from soap.model.graph import KEEP_STATE, NEXT_STATE, RECURRENT_KINDS, Operator, OperatorGraph
 from soap.model.layers import layers_of
-from soap.model.micro_batches import MicroBatches
 
 if TYPE_CHECKING:
     from soap.strategy.config import Strategy
