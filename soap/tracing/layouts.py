@@ -29,7 +29,7 @@ def layouts_of(results: Sequence[torch.Tensor], operands: Sequence[torch.Tensor]
         memory, dtype = memories.setdefault(storage._cdata, (-1 - len(memories), result.dtype))
         if result.is_conj() or result.is_neg() or dtype != result.dtype or storage.nbytes() % result.itemsize:
             return None
-        found.append(Layout(memory, storage.nbytes(), result.dtype, tuple(result.shape), result.stride(), result.storage_offset()))
+        found.append(Layout(memory, storage.nbytes(), result.dtype, tuple(result.shape), result.stride(), int(result.storage_offset())))
     return tuple(found)
 
 
