@@ -20,15 +20,13 @@ from soap.plan.compression.seam import SUM_COPIES, Exchange, Layout, Work, joine
 from soap.plan.compression.training import PlannedTraining
 from soap.plan.flows import Round
 from soap.plan.memory_kinds import MemoryKind
-from soap.plan.plan import Plan, Shard, ShardSync, sync_name
+from soap.plan.plan import Plan, ShardSync, sync_name
 from soap.plan.syncs.amounts import COPIES, moving_rounds, reading_groups
-from soap.plan.syncs.bucketing import gradient_bytes, make_buckets
+from soap.plan.syncs.bucketing import gradient_bytes, usual_limits
 from soap.plan.syncs.seam import COMBINE, PULL, PUSH, RESTORE, SELECT, SPREAD, SUM, DeviceWork, Hold, Phase, SyncMethod, SyncStep
-from soap.plan.tiling import Tile
 from soap.strategy.compression import Compression
 from soap.strategy.config import SyncConfig
 from soap.strategy.sync_contracts import named
-from soap.strategy.wrapped import Wrapped
 
 EXCHANGES = ((SUM, "sync"), (SPREAD, "spread"))
 """Stage and verb of the first and the second exchange."""
@@ -44,11 +42,9 @@ class CompressedSum(SyncMethod):
         """A gradient that goes nowhere, or nowhere but inside a host, stays as it is."""
         return len(peers) > 1
 
-    def groups(
-        self, graph: OperatorGraph, tiles: Sequence[Tile], shards: Sequence[Shard], syncs: Sequence[ShardSync], wrapped: Wrapped
-    ) -> Sequence[ShardSync]:
-        """Joined into buckets, as for all-reduces."""
-        return make_buckets(graph, tiles, shards, syncs, wrapped=wrapped)
+    def limits(self, graph: OperatorGraph) -> tuple[int, int]:
+        """As for all-reduces."""
+        return usual_limits()
 
     def steps(self, plan: Plan, sync: ShardSync, *, pull_together: bool = True) -> Sequence[SyncStep]:
         """One or two exchanges, each after the peers' work for it; with local aggregation between what happens inside hosts."""

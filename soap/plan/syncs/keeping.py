@@ -12,10 +12,11 @@ from soap.model.regions import Box
 from soap.plan.compression.policy import settled
 from soap.plan.placement import first_readers, first_servers, server_devices
 from soap.plan.plan import ReadRegion, Shard, ShardSync
+from soap.plan.syncs.amounts import Group
 from soap.plan.syncs.represented import Represented
 from soap.plan.syncs.seam import Places, SyncMethod, method_of
 from soap.plan.tiling import Tile
-from soap.strategy.config import Strategy
+from soap.strategy.config import Strategy, SyncConfig
 from soap.strategy.sync import ALL_REDUCE
 from soap.strategy.sync_contracts import METHODS
 from soap.strategy.wrapped import USUAL, Wrapped
@@ -47,17 +48,14 @@ class Keeping:
         syncs: dict[str, list[ShardSync]] = {}
         for parameter, cells in regions:
             sync, first, trainable = strategy.sync(parameter), len(shards), self._graph.tensors[parameter].requires_grad
-            wanted, usual = method_of(sync.contract), replace(ALL_REDUCE, offload=sync.offload)
             for index, (box, readers, uses) in enumerate(cells):
                 places = tuple((first_tile[operator] + tile, place) for operator, tile, place in uses)
-                of_hosts = self._leaders(readers) if sync.within == "host" else readers
-                used = sync if wanted.serves_region(readers, dict.fromkeys(of_hosts), sync) else usual
+                used, leaders = serving(self._topology, sync, readers)
                 active = trainable and any(operator in self._graph.backward_operators for operator, _, _ in uses)
                 if not active and (trainable or not used.contract.gathers_values):
                     shards.append(Shard(parameter, len(shards) - first, box, readers, places, trainable))
                     continue
-                method = wanted if used is sync else method_of(used.contract)
-                leaders = method.leaders(readers, of_hosts) if used is sync else readers
+                method = method_of(used.contract)
                 owned = method.owners(parameter, index, box, readers, leaders, used, self._places)
                 numbers = tuple(range(len(shards), len(shards) + len(owned)))
                 for part, owners in owned:
@@ -82,7 +80,12 @@ class Keeping:
         stand_ins = self._places.represented
         return len(stand_ins.everyone(readers)) if stand_ins is not None and method.contract.owned_in_parts else None
 
-    def _leaders(self, devices: Sequence[int]) -> tuple[int, ...]:
-        """For each of these devices (ascending), the first of them on its host."""
-        first: dict[int, int] = {}
-        return tuple([first.setdefault(self._topology.devices[device].host, device) for device in devices])
+
+def serving(topology: Topology, sync: SyncConfig, readers: Group) -> tuple[SyncConfig, Group]:
+    """How a region with these readers is synchronized, by ``sync`` or else by the default method; and ``ShardSync.leaders``."""
+    first: dict[int, int] = {}  # host -> the first of these readers there
+    of_hosts = tuple([first.setdefault(topology.devices[own].host, own) for own in readers]) if sync.within == "host" else readers
+    method = method_of(sync.contract)
+    if method.serves_region(readers, dict.fromkeys(of_hosts), sync):
+        return sync, method.leaders(readers, of_hosts)
+    return replace(ALL_REDUCE, offload=sync.offload), readers

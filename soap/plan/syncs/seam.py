@@ -6,9 +6,9 @@ updated, and what memory that takes. Lowering, memory, explanations and the runt
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from importlib import import_module
 from typing import Literal
@@ -19,9 +19,12 @@ from soap.plan.compression.seam import Layout, Work
 from soap.plan.flows import Round, box_bytes
 from soap.plan.memory_kinds import MemoryKind
 from soap.plan.placement import owner_of
-from soap.plan.plan import Plan, Shard, ShardSync
-from soap.plan.syncs.even_parts import Collective
+from soap.plan.plan import Plan, Shard, ShardSync, sync_name
+from soap.plan.syncs.amounts import Group, moving_rounds
+from soap.plan.syncs.bucketing import make_buckets, wire_bytes
+from soap.plan.syncs.even_parts import Collective, Kind, collective, is_even
 from soap.plan.syncs.represented import Represented
+from soap.plan.syncs.sharing import owned_bytes
 from soap.plan.tiling import Tile
 from soap.strategy.compression import Compression
 from soap.strategy.config import SyncConfig
@@ -42,6 +45,56 @@ SUM, PUSH, SERVE, PULL, SELECT, COMBINE, SPREAD, RESTORE = range(8)
 """Stages, the third part of a task's id: if several tasks of a synchronization are ready at once, the lowest stage goes first."""
 REGATHER = SERVE
 """Stage of values that are gathered again before the backward pass: no server has anything to do then."""
+
+
+WHOLE = 0
+"""An amount: all bytes that are synchronized together, as they travel. Further amounts are those of parts: 1 + the place of the reader, in
+its copy, that owns them."""
+
+
+class How(IntEnum):
+    """How a row moves bytes: an all-reduce, messages between pairs of devices, or a collective of equal parts."""
+
+    SUM = 0
+    EXCHANGE = 1
+    GATHER = 2
+    SCATTER = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One communication, by roles: it says which devices move which amounts, not how many bytes these are.
+
+    ``verb``: of its name. ``groups``: the devices that sum, or in each copy those that gather or scatter. ``flows``: (source, target,
+    amount) of an exchange, which run at once; with ``adds`` each target then adds up what has come. ``amount``: of a sum. ``apart``: it
+    runs at the same time as the rows next to it that are so too, each among devices of its own. ``large``: see ``SyncStep``. A row whose
+    amounts are all zero does not take place.
+    """
+
+    phase: Phase
+    stage: int
+    verb: str
+    how: How
+    groups: tuple[Group, ...] = ()
+    flows: tuple[tuple[int, int, int], ...] = ()
+    amount: int = WHOLE
+    adds: bool = False
+    apart: bool = False
+    large: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """The rows of a synchronization, in the order of their phases; those of one phase run one after the other. The first one after the
+    backward pass is not ``apart``.
+
+    ``copies``: of what readers own in parts, the readers of each copy; each of them owns one part of every region. ``added``: how many
+    others' gradients an owner adds up before its update, beside its own.
+    """
+
+    rows: tuple[Row, ...] = ()
+    copies: tuple[Group, ...] = ()
+    added: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +121,7 @@ class SyncStep:
 
     ``works``: what devices do before it, each once what it needs is there; the communication waits for all. ``large``: it moves much, over
     many connections. On links with ports and between GPUs the simulator cuts it into chunks, between which messages pass. ``beside``: it
-    waits for what the step before it waits for, not for that step: both run side by side, among other devices.
+    waits for what the step before it waits for, not for that step: both run side by side, among other devices. ``apart``: see ``Row``.
     """
 
     phase: Phase
@@ -79,6 +132,7 @@ class SyncStep:
     among: tuple[int, ...] = ()
     collective: Collective | None = None
     large: bool = False
+    apart: bool = False
     beside: bool = False
     works: tuple[DeviceWork, ...] = ()
 
@@ -181,19 +235,29 @@ class SyncMethod(ABC):
         """(part, its owners) for each part of a region. By default each reader owns the whole region."""
         return [(box, readers)]
 
+    def limits(self, graph: OperatorGraph) -> tuple[int, int] | None:
+        """Bytes at which the first bucket closes, and each later one (``make_buckets``); None if each region travels by itself."""
+        return None
+
     def groups(
         self, graph: OperatorGraph, tiles: Sequence[Tile], shards: Sequence[Shard], syncs: Sequence[ShardSync], wrapped: Wrapped
     ) -> Sequence[ShardSync]:
-        """The synchronizations to carry out, made by joining some of ``syncs``, which have one region each. All ranks need one order."""
-        return syncs
+        """The synchronizations to carry out: ``syncs``, which have one region each, or buckets of them. All ranks need one order."""
+        limits = self.limits(graph)
+        return syncs if limits is None else make_buckets(graph, tiles, shards, syncs, limits, wrapped)
 
-    @abstractmethod
+    def template(self, readers: Group, leaders: Group, *, even: bool) -> Template:
+        """The communications of what these devices read, by roles. ``leaders``: see ``ShardSync``. ``even``: whether all of them are
+        accelerators, whose library has collectives of equal parts."""
+        return Template()
+
     def steps(self, plan: Plan, sync: ShardSync, *, pull_together: bool = True) -> Sequence[SyncStep]:
-        """The communications of ``sync``; those of one phase run one after the other.
+        """The communications of ``sync``; those of one phase run one after the other. By default those of its template.
 
         ``pull_together``: with local aggregation a host's readers also pull through their leader, as the runtime does. Without it each
         reader pulls for itself, to simulate systems that do so.
         """
+        return steps_of(plan, sync, self.template(sync.readers, sync.leaders, even=is_even(plan, sync)))
 
     def ending(self, plan: Plan, sync: ShardSync) -> Sequence[DeviceWork]:
         """What devices do between the last communication after the backward pass and their update."""
@@ -223,6 +287,46 @@ class SyncMethod(ABC):
     def holds(self, plan: Plan, sync: ShardSync) -> Iterator[Hold]:
         """When in a step the copies and buffers are held."""
         return iter(())
+
+
+def steps_of(plan: Plan, sync: ShardSync, template: Template) -> list[SyncStep]:
+    """The rows of a synchronization's template with its bytes; of frozen values those that bring them to their uses."""
+    owned = owned_bytes(plan, sync) if template.copies else {}
+    amounts = [wire_bytes(plan, sync), *(owned.get(owner, 0) for owner in (template.copies or ((),))[0])]
+    found: list[SyncStep] = []
+    before = None
+    for row in template.rows:
+        if row.phase >= Phase.AFTER_BACKWARD and plan.is_frozen(sync):
+            continue
+        name = row_name(sync, row)
+        if row.how is How.SUM and amounts[row.amount]:
+            step = SyncStep(row.phase, row.stage, name, summed_bytes=amounts[row.amount], among=row.groups[0])
+        elif row.how is How.EXCHANGE and (rounds := moving_rounds(_round(row, amounts))):
+            step = SyncStep(row.phase, row.stage, name, rounds)
+        elif row.how is How.GATHER or row.how is How.SCATTER:
+            kind: Kind = "all_gather" if row.how is How.GATHER else "reduce_scatter"
+            step = SyncStep(row.phase, row.stage, name, collective=collective(plan, sync, kind))
+        else:
+            continue
+        beside = before is not None and row.apart and before.apart and row.phase is before.phase
+        found.append(replace(step, large=row.large, apart=row.apart, beside=beside))
+        before = row
+    return found
+
+
+def row_name(sync: ShardSync, row: Row) -> str:
+    """Task name of a row."""
+    name = sync_name(sync, row.verb)
+    return f"{name} {','.join(map(str, row.groups[0]))}" if row.apart else name
+
+
+def _round(row: Row, amounts: Sequence[int]) -> tuple[list[tuple[int, int, int]], int]:
+    """The flows of an exchange, and the most bytes that a target adds up."""
+    flows = [(source, target, amounts[amount]) for source, target, amount in row.flows]
+    come: dict[int, int] = {}
+    for _, target, size in flows if row.adds else ():
+        come[target] = come.get(target, 0) + size
+    return flows, max(come.values(), default=0)
 
 
 def method_of(contract: Contract) -> SyncMethod:

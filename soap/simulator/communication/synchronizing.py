@@ -196,7 +196,7 @@ class Synchronization:
     def _move(self, sync: ShardSync, step: SyncStep, after: Iterable[int]) -> int:
         place = self._place(sync, step.stage)
         if step.summed_bytes:
-            if sync.contract.owned_in_parts:  # each part's owners sum by themselves
+            if step.apart:
                 place = (*place[:4], step.among[0], 0)
             return self._tasks.all_reduce(place, step.name, TaskKind.SYNC, step.summed_bytes, step.among, after, chunked=step.large)
         if step.collective is not None:

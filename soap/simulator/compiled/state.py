@@ -139,6 +139,43 @@ class Groups(NamedTuple):
     cold_behind_messages: Longs
 
 
+class SyncTemplates(NamedTuple):
+    """How regions may be synchronized: ``plan.syncs.seam.Template``, by number. ``known``: lists of a code, what reaches the region (0: no
+    gradient, 1: one does, 2: it is frozen), and the readers; ``number``: by list, its template.
+
+    By template: its rows ``row_ptr[t]:row_ptr[t + 1]``; ``readers``, a set; ``parts``: into how many parts a region is cut, 0 if readers
+    own all of it; ``inside`` from ``inside_ptr`` on: by reader, which of them it owns; ``added``; ``even``: whether all readers are
+    accelerators; ``offloads``: whether hosts update; ``wire_bits``: of an element on its way, 0 if as many as its type has; ``limits`` from
+    2 t on: bytes at which the first bucket closes, and each later one.
+
+    By row: ``phase``, ``stage``, ``how``, ``amount``, ``adds``, ``apart``, ``large``; its items ``item_ptr[r]:item_ptr[r + 1]``: sets of
+    devices, or of an exchange source, target and amount of each flow; ``first``: the first device of what is apart.
+    """
+
+    known: Lists
+    number: Ints
+    row_ptr: Longs
+    readers: Ints
+    parts: Ints
+    inside_ptr: Longs
+    inside: Ints
+    added: Ints
+    even: Ints
+    offloads: Ints
+    wire_bits: Ints
+    limits: Longs
+    phase: Ints
+    stage: Ints
+    how: Ints
+    amount: Ints
+    adds: Ints
+    apart: Ints
+    large: Ints
+    first: Ints
+    item_ptr: Longs
+    item: Ints
+
+
 class ShardTables(NamedTuple):
     """How parameters may be cut: geometry g has the shards ``ptr[g]:ptr[g + 1]``.
 

@@ -12,7 +12,7 @@ from soap.simulator.compiled.state import OTHER, SYNC_BUCKET, SYNC_NORM
 from soap.simulator.compiled.syncs.codes import has_server, is_compressed, travels_by_rows
 from soap.simulator.compiled.syncs.exchange import add_sync_edge, new_row
 from soap.simulator.compiled.syncs.members import compresses, find_geometries, find_members, is_trained
-from soap.simulator.compiled.syncs.sharded_state import owned_by_readers
+from soap.simulator.compiled.syncs.templates import find_template
 from soap.simulator.compiled.task_keys import STATE_FULL, SYNC, UPDATE, phase_of, set_key, stage_of, task_key
 from soap.simulator.compiled.world import World
 
@@ -109,7 +109,9 @@ def can_clip(W: World) -> bool:
             if D.lowest[shard] < 0:
                 continue
             find_members(W, parameter, shard)
-            if S.members[0] < len(C.busy) or travels_by_rows(code) or has_server(code) or owned_by_readers(W, parameter, shard):
+            if S.members[0] < len(C.busy) or travels_by_rows(code) or has_server(code):
+                return False
+            if W.templates.parts[find_template(W, parameter, shard)] > 0:
                 return False
             if compresses(W, code):
                 if peers > 0 and peers != S.peers[0]:  # all read it, so as many peers are the same ones

@@ -154,12 +154,6 @@ def is_local(code: int) -> bool:
 
 
 @compiled
-def method_of(code: int) -> int:
-    """The method's position in the registry. All shards of a bucket have the same method."""
-    return code >> _METHOD & _METHODS
-
-
-@compiled
 def is_as_it_travels(code: int) -> bool:
     """Whether gradients travel in the type in which they are kept."""
     return code >> _WIRE & 255 == 0

@@ -25,7 +25,6 @@ from soap.simulator.compiled.syncs.exchange import (
 )
 from soap.simulator.compiled.syncs.members import find_members
 from soap.simulator.compiled.syncs.packing import effort_columns, find_effort, find_packed
-from soap.simulator.compiled.syncs.sharded_state import is_scattered
 from soap.simulator.compiled.task_keys import STATE_FULL, SYNC, UPDATE, set_key, task_key
 from soap.simulator.compiled.world import World
 
@@ -69,7 +68,7 @@ def _settle_devices(W, slot0, buckets):  # type: ignore[no-untyped-def]
     sums = buckets if D.clips[0] else 0
     for bucket in range(sums):
         group = S.t_res_n[bucket]
-        for i in range(0 if is_scattered(W, bucket) else R.sets.ptr[group + 1] - R.sets.ptr[group]):
+        for i in range(0 if W.templates.parts[S.bucket_template[bucket]] > 0 else R.sets.ptr[group + 1] - R.sets.ptr[group]):
             S.settling[R.sets.item[R.sets.ptr[group] + i]] += 1
     for device in range(len(S.settled)):
         if S.settling[device] > 0:
@@ -87,7 +86,7 @@ def _settle_devices(W, slot0, buckets):  # type: ignore[no-untyped-def]
                 add_sync_edge(S, slot, S.settled[device])
     for bucket in range(sums):
         group = S.t_res_n[bucket]
-        for i in range(0 if is_scattered(W, bucket) else R.sets.ptr[group + 1] - R.sets.ptr[group]):
+        for i in range(0 if W.templates.parts[S.bucket_template[bucket]] > 0 else R.sets.ptr[group + 1] - R.sets.ptr[group]):
             _wait_until_settled(C, S, slot0 + bucket, R.sets.item[R.sets.ptr[group] + i])
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from soap.simulator.compiled.arrays import fill
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.rows import is_sparse
-from soap.simulator.compiled.scratch import TASKS
 from soap.simulator.compiled.syncs.codes import gathers_rows, has_server, is_compressed, is_in_buckets
 from soap.simulator.compiled.syncs.members import find_members, is_trained
 from soap.simulator.compiled.syncs.parameter_server import serve_region
@@ -38,5 +37,4 @@ def add_owners_tasks(W: World, slot0: int) -> None:
             if owned_by_servers(W, parameter):
                 serve_region(W, parameter, shard, shard - D.ptr[geometry], slot0)
             elif gathers_rows(C.sync[parameter]) and S.members[0] > 1:
-                add_gather(W, parameter, shard, shard - D.ptr[geometry], slot0 + S.count[TASKS])
-                S.count[TASKS] += 1
+                add_gather(W, parameter, shard, shard - D.ptr[geometry], slot0)

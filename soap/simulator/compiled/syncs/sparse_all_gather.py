@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from soap.plan.syncs.seam import SUM
+from soap.simulator.compiled.chunks import cut_sum
 from soap.simulator.compiled.communication import begin_joining, find_list, join_flow
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.rows import INDEX_BYTES, count_lookups, part_of_rows, touched_by
+from soap.simulator.compiled.scratch import TASKS
 from soap.simulator.compiled.state import SYNC_BUCKET
 from soap.simulator.compiled.syncs.exchange import add_exchange, begin_exchange, round_of_flows, wait_for_tiles
 from soap.simulator.compiled.task_keys import SYNC, task_key
@@ -13,15 +15,18 @@ from soap.simulator.compiled.world import World
 
 
 @compiled
-def add_gather(W, parameter, shard, number, slot):  # type: ignore[no-untyped-def]
-    """Add the task of a sparse all-gather, which the readers' updates wait for."""
+def add_gather(W, parameter, shard, number, slot0):  # type: ignore[no-untyped-def]
+    """Add the task of a sparse all-gather, which the readers' updates wait for, after the ``count[TASKS]`` tasks from ``slot0`` on."""
     R, C, S = W.groups, W.state, W.scratch
+    slot = slot0 + S.count[TASKS]
+    S.count[TASKS] += 1
     group = find_list(R.sets, S.members[1 : 1 + S.members[0]])
     begin_exchange(S)
     duration, moved = gather_ns(W, parameter, shard)
     add_exchange(W, slot, task_key(SYNC, parameter, SUM, number, 0, 0), duration, moved)
     C.kind[slot], C.owner[slot], C.index[slot], C.waits[slot] = SYNC_BUCKET, -1, group, 0
     wait_for_tiles(C, S, slot, slot + 1)
+    cut_sum(R, C, S, slot, slot0)
 
 
 @compiled

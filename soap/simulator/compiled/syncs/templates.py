@@ -1,0 +1,236 @@
+"""Plays templates of synchronizations (compiled): buckets of regions, and the tasks that the rows of a bucket's template become.
+
+A template says which devices move which amounts (``plan.syncs.seam.Template``); here these get their bytes and prices. The counterpart of
+``seam.steps_of`` and of ``communication.synchronizing``. A bucket's ``t_bytes`` are all its gradients; what each of its template's parts
+has of it is in ``owned``, from ``owned_ptr[bucket]`` on.
+"""
+
+from __future__ import annotations
+
+from soap.plan.syncs.seam import WHOLE, How, Phase
+from soap.simulator.compiled.arrays import fill
+from soap.simulator.compiled.chunks import cut_sum
+from soap.simulator.compiled.communication import add_flow, allreduce, begin_flows, find_list, parted_ns, sum_overhead_ns
+from soap.simulator.compiled.jit import compiled
+from soap.simulator.compiled.scratch import FLOWS, FULL, TASKS
+from soap.simulator.compiled.state import OTHER, SYNC_BUCKET, SyncTemplates
+from soap.simulator.compiled.syncs.exchange import add_exchange, begin_exchange, new_row, round_of_flows
+from soap.simulator.compiled.task_keys import STATE_FULL, SYNC, set_key, task_key
+from soap.simulator.compiled.world import World
+
+_SUM, _EXCHANGE, _AFTER_BACKWARD = int(How.SUM), int(How.EXCHANGE), int(Phase.AFTER_BACKWARD)
+
+
+@compiled
+def find_template(W: World, parameter: int, shard: int) -> int:
+    """The template of a shard. LookupError if it is not known yet. Call it after ``find_members``."""
+    G, D, C, S, Y = W.graph, W.shards, W.state, W.scratch, W.templates
+    key = Y.known.missing[1 : 3 + S.members[0]]  # built in place: it stays there if it is missing
+    key[0], key[1] = C.sync[parameter], 2 if not G.trainable[parameter] else 1 if D.lowest[shard] >= 0 else 0
+    for i in range(S.members[0]):
+        key[2 + i] = S.members[1 + i]
+    return Y.number[find_list(Y.known, key)]
+
+
+@compiled
+def phase_row(Y: SyncTemplates, template: int, phase: int) -> int:
+    """The first row of a phase; -1 if it has none."""
+    for row in range(Y.row_ptr[template], Y.row_ptr[template + 1]):
+        if Y.phase[row] == phase:
+            return row
+    return -1
+
+
+@compiled
+def part_bytes(W: World, template: int, parameter: int, shard: int, place: int) -> int:
+    """Bytes of a region's part that the readers in this place of their copies own: parts are dealt out like cards (``placement``)."""
+    G, D, count = W.graph, W.shards, W.templates.parts[template]
+    parts = min(D.rows[shard], count)
+    part = (place - G.first_reader[parameter] - (shard - D.ptr[W.scratch.geometry[parameter]])) % count
+    return (D.rows[shard] // parts + (1 if part < D.rows[shard] % parts else 0)) * D.row_bytes[shard] if part < parts else 0
+
+
+@compiled
+def own_bytes(W: World, template: int, parameter: int, shard: int, i: int) -> int:
+    """Bytes of a region that reader ``i`` owns."""
+    Y = W.templates
+    if Y.parts[template] == 0:
+        return W.shards.bytes[shard]
+    return part_bytes(W, template, parameter, shard, Y.inside[Y.inside_ptr[template] + i])
+
+
+@compiled
+def put_into_bucket(W: World, template: int, parameter: int, shard: int, opened: int) -> int:
+    """Put a shard into the open bucket of its template and dtype, frozen ones apart; returns the bucket. ``opened``: a stamp."""
+    G, D, S, Y = W.graph, W.shards, W.scratch, W.templates
+    place = (template * G.dtypes[0] + G.parameter_dtype[parameter]) * 2 + G.trainable[parameter]
+    if place >= len(S.bucket_stamp):
+        raise MemoryError(FULL)
+    if S.bucket_stamp[place] != opened:
+        S.bucket_stamp[place], S.bucket_of[place], S.bucket_limit[place] = opened, -1, Y.limits[2 * template]
+    bucket, parts = S.bucket_of[place], Y.parts[template]
+    if bucket < 0:
+        bucket = S.count[TASKS]
+        first = S.owned_ptr[bucket]
+        if bucket + 2 > len(S.t_key) or first + parts > len(S.owned):
+            raise MemoryError(FULL)
+        S.bucket_template[bucket], S.t_bytes[bucket] = template, 0
+        S.t_res_n[bucket], S.t_res[bucket] = Y.readers[template], parameter
+        S.bucket_region[bucket] = shard - D.ptr[S.geometry[parameter]]
+        fill(S.owned, first, first + parts, 0)
+        S.owned_ptr[bucket + 1] = first + parts
+        S.count[TASKS] = bucket + 1
+        S.bucket_of[place] = bucket
+    S.t_bytes[bucket] += D.bytes[shard]
+    for part in range(parts):
+        S.owned[S.owned_ptr[bucket] + part] += part_bytes(W, template, parameter, shard, part)
+    if S.t_bytes[bucket] >= S.bucket_limit[place]:
+        S.bucket_of[place], S.bucket_limit[place] = -1, Y.limits[2 * template + 1]
+    return bucket
+
+
+@compiled
+def owns(W: World, bucket: int, i: int) -> bool:
+    """Whether reader ``i`` of a bucket owns some of it."""
+    S, Y = W.scratch, W.templates
+    template = S.bucket_template[bucket]
+    return Y.parts[template] == 0 or S.owned[S.owned_ptr[bucket] + Y.inside[Y.inside_ptr[template] + i]] > 0
+
+
+@compiled
+def largest_part(W: World, bucket: int) -> int:
+    """Bytes of one reader's parts of a bucket, with padding."""
+    S, largest = W.scratch, 0
+    for i in range(S.owned_ptr[bucket], S.owned_ptr[bucket + 1]):
+        largest = max(largest, S.owned[i])
+    return largest
+
+
+@compiled
+def bucket_bytes(W: World, bucket: int) -> int:
+    """Bytes of a reader's buffer of all gradients, or of all values that it gathers, with padding if its parts are even."""
+    S, Y = W.scratch, W.templates
+    template = S.bucket_template[bucket]
+    return Y.parts[template] * largest_part(W, bucket) if Y.even[template] else S.t_bytes[bucket]
+
+
+@compiled
+def _amount(W, bucket, amount):  # type: ignore[no-untyped-def]
+    """Bytes of an amount, as they travel."""
+    S = W.scratch
+    if amount != WHOLE:
+        return S.owned[S.owned_ptr[bucket] + amount - 1]
+    bits, size = W.templates.wire_bits[S.bucket_template[bucket]], S.t_bytes[bucket]
+    return size if bits == 0 else (size // W.graph.parameter_itemsize[S.t_res[bucket]] * bits + 7) // 8
+
+
+@compiled
+def write_row(W: World, bucket: int, row: int, slot: int) -> bool:
+    """Write the task of a bucket's row into a slot, but for what waits for it, and whether it takes place."""
+    K, R, C, S, Y = W.cluster, W.groups, W.state, W.scratch, W.templates
+    first, last = Y.item_ptr[row], Y.item_ptr[row + 1]
+    key = task_key(SYNC, S.t_res[bucket], Y.stage[row], S.bucket_region[bucket], Y.first[row], 0)
+    if Y.how[row] == _SUM:
+        size, group = _amount(W, bucket, Y.amount[row]), Y.item[first]
+        if size == 0:
+            return False
+        if slot + 1 > len(C.key):
+            raise MemoryError(STATE_FULL)
+        members = R.sets.ptr[group + 1] - R.sets.ptr[group]
+        duration, way = allreduce(R, group, size)
+        set_key(C, slot, key)
+        C.duration[slot], C.resource[slot], C.resource_n[slot] = duration, R.resource[way], R.resource_n[way]
+        C.latency[slot], C.overhead[slot], C.moved[slot] = 0, sum_overhead_ns(K, members, duration), 2 * (members - 1) * size
+        return True
+    begin_exchange(S)
+    if Y.how[row] == _EXCHANGE:
+        duration, moved = round_of_flows(K, S, _add_flows(W, bucket, row))
+        if S.count[FLOWS] == 0:
+            return False
+    else:
+        duration, moved = 0, 0
+        size = Y.parts[S.bucket_template[bucket]] * largest_part(W, bucket)
+        for i in range(first, last):
+            own, members = parted_ns(R, S, Y.item[i], size)
+            duration, moved = max(duration, own), moved + (members - 1) * size
+    add_exchange(W, slot, key, duration, moved)
+    return True
+
+
+@compiled
+def _add_flows(W, bucket, row):  # type: ignore[no-untyped-def]
+    """Begin a round of a row's flows that move something. Returns the most bytes that a target adds up."""
+    S, Y = W.scratch, W.templates
+    begin_flows(S)
+    for i in range(Y.item_ptr[row], Y.item_ptr[row + 1], 3):
+        size = _amount(W, bucket, Y.item[i + 2])
+        if size > 0:
+            add_flow(S, Y.item[i], Y.item[i + 1], size)
+    most = 0
+    if Y.adds[row]:
+        fill(S.received, 0, len(S.received), 0)
+        for i in range(S.count[FLOWS]):
+            target = S.flow[3 * i + 1]
+            S.received[target] += S.flow[3 * i + 2]
+            most = max(most, S.received[target])
+    return most
+
+
+@compiled
+def add_rows(W: World, bucket: int, phase: int, slot: int, slot0: int) -> None:
+    """Add the tasks of a bucket's rows of a phase: the first one in ``slot``, the others behind the ``count[TASKS]`` tasks from ``slot0``
+    on. Behind the backward pass the owners' updates wait for the last ones."""
+    R, C, S, Y = W.groups, W.state, W.scratch, W.templates
+    last = Y.row_ptr[S.bucket_template[bucket] + 1]
+    row, before, waited, large = phase_row(Y, S.bucket_template[bucket], phase), slot, 0, False
+    while 0 <= row < last and Y.phase[row] == phase:
+        end = row + 1
+        while Y.apart[row] and end < last and Y.phase[end] == phase and Y.apart[end]:
+            end += 1
+        first, count = slot if waited == 0 else slot0 + S.count[TASKS], 0
+        for own in range(row, end):
+            if write_row(W, bucket, own, first + count):
+                C.waits[first + count], C.alive[first + count], C.owner[first + count] = waited, 1, -1
+                if phase == _AFTER_BACKWARD:
+                    C.kind[first + count] = SYNC_BUCKET
+                    C.index[first + count] = Y.item[Y.item_ptr[own]] if Y.apart[own] else _owners(W, bucket)
+                else:
+                    C.kind[first + count], C.index[first + count] = OTHER, new_row(C, 0)
+                count += 1
+        if count > 0:
+            if waited > 0:
+                S.count[TASKS] += count
+                _follow(C, before, waited, first, count)
+                _cut_large(R, C, S, before, waited if large else 0, slot0)
+            before, waited, large = first, count, Y.large[row] == 1
+        row = end
+    _cut_large(R, C, S, before, waited if large else 0, slot0)
+
+
+@compiled
+def _cut_large(R, C, S, first, count, slot0):  # type: ignore[no-untyped-def]
+    for slot in range(first, first + count):
+        cut_sum(R, C, S, slot, slot0)
+
+
+@compiled
+def _follow(C, before, waited, first, count):  # type: ignore[no-untyped-def]
+    """Let ``count`` tasks from ``first`` on wait for the ``waited`` ones from ``before`` on."""
+    behind = new_row(C, count)
+    for k in range(count):
+        C.arena[behind + 2 + k] = first + k
+    for slot in range(before, before + waited):
+        C.kind[slot], C.index[slot] = OTHER, behind
+
+
+@compiled
+def _owners(W, bucket):  # type: ignore[no-untyped-def]
+    """The set of a bucket's readers that own some of it."""
+    R, S = W.groups, W.scratch
+    group, count = S.t_res_n[bucket], 0
+    first, readers = R.sets.ptr[group], R.sets.ptr[group + 1] - R.sets.ptr[group]
+    for i in range(readers):
+        if owns(W, bucket, i):
+            count += 1
+            S.members[count] = R.sets.item[first + i]
+    return group if count == readers else find_list(R.sets, S.members[1 : 1 + count])
