@@ -14,7 +14,7 @@ from soap.model.graph import OperatorGraph
 from soap.plan.plan import Plan, ShardSync, sync_name
 from soap.plan.syncs.amounts import Group, reading_groups
 from soap.plan.syncs.bucketing import gradient_bytes, usual_limits
-from soap.plan.syncs.seam import PULL, PUSH, SUM, WHOLE, Hold, How, Phase, Row, SyncMethod, Template
+from soap.plan.syncs.seam import PULL, PUSH, SUM, WHOLE, Hold, How, Phase, Row, Setting, SyncMethod, Template
 from soap.strategy.config import SyncConfig
 from soap.strategy.sync_contracts import METHODS, Contract, find_contract
 
@@ -43,13 +43,13 @@ class TwoStepSum(SyncMethod):
         """As for all-reduces."""
         return usual_limits()
 
-    def template(self, readers: Group, leaders: Group, *, even: bool) -> Template:
+    def template(self, readers: Group, leaders: Group, how: Setting) -> Template:
         """At most three rows."""
         within, peers = [(own, first) for own, first in zip(readers, leaders, strict=True) if own != first], tuple(dict.fromkeys(leaders))
         into, out = tuple((*pair, WHOLE) for pair in within), tuple((first, own, WHOLE) for own, first in within)
-        rows = [Row(Phase.AFTER_BACKWARD, PUSH, "collect", How.EXCHANGE, flows=into, adds=True, large=True)] if within else []
+        rows = [Row(Phase.AFTER_BACKWARD, PUSH, "collect", How.EXCHANGE, rounds=((into, True),), large=True)] if within else []
         rows += [Row(Phase.AFTER_BACKWARD, SUM, "sync", How.SUM, (peers,), large=True)] if len(peers) > 1 else []
-        rows += [Row(Phase.AFTER_BACKWARD, PULL, "spread", How.EXCHANGE, flows=out)] if within else []
+        rows += [Row(Phase.AFTER_BACKWARD, PULL, "spread", How.EXCHANGE, rounds=((out, False),))] if within else []
         return Template(tuple(rows))
 
     def buffers(self, plan: Plan, sync: ShardSync) -> Iterable[tuple[int, int]]:

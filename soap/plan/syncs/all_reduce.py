@@ -11,7 +11,7 @@ from soap.model.graph import OperatorGraph
 from soap.plan.plan import Plan, ShardSync
 from soap.plan.syncs.amounts import Group
 from soap.plan.syncs.bucketing import usual_limits, wire_bytes
-from soap.plan.syncs.seam import SUM, Hold, How, Phase, Row, SyncMethod, Template
+from soap.plan.syncs.seam import SUM, Hold, How, Phase, Row, Setting, SyncMethod, Template
 from soap.strategy.sync_contracts import named
 
 
@@ -22,7 +22,7 @@ class BucketedSum(SyncMethod):
         """Those of DistributedDataParallel."""
         return usual_limits()
 
-    def template(self, readers: Group, leaders: Group, *, even: bool) -> Template:
+    def template(self, readers: Group, leaders: Group, how: Setting) -> Template:
         """One all-reduce, if there are several readers."""
         return Template((Row(Phase.AFTER_BACKWARD, SUM, "sync", How.SUM, (readers,), large=True),) if len(readers) > 1 else ())
 

@@ -20,7 +20,7 @@ from soap.plan.flows import Round, box_bytes
 from soap.plan.memory_kinds import MemoryKind
 from soap.plan.placement import owner_of
 from soap.plan.plan import Plan, Shard, ShardSync, sync_name
-from soap.plan.syncs.amounts import Group, moving_rounds
+from soap.plan.syncs.amounts import Amounts, Group, moving_rounds
 from soap.plan.syncs.bucketing import make_buckets, wire_bytes
 from soap.plan.syncs.even_parts import Collective, Kind, collective, is_even
 from soap.plan.syncs.represented import Represented
@@ -47,9 +47,36 @@ REGATHER = SERVE
 """Stage of values that are gathered again before the backward pass: no server has anything to do then."""
 
 
-WHOLE = 0
-"""An amount: all bytes that are synchronized together, as they travel. Further amounts are those of parts: 1 + the place of the reader, in
-its copy, that owns them."""
+class Of(IntEnum):
+    """What an amount counts: all bytes that are synchronized together, as they travel; what one reader of a copy owns of it; or of a region
+    by itself its values, or only the rows of it that some readers look up; the indices of these rows; or both."""
+
+    WHOLE = 0
+    OWNED = 1
+    VALUES = 2
+    INDICES = 3
+    ROWS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """A number of bytes, by its role. ``who``: the readers that look up rows: one, or all with one leader. ``part``: the place of the owner
+    in its copy; or the partition on servers, -1 for the whole region."""
+
+    of: Of
+    who: Group = ()
+    part: int = -1
+
+
+WHOLE = Amount(Of.WHOLE)
+
+Flow = tuple[int, int, Amount]
+"""(source, target, what moves). A server is named by ``server_of``, the others are devices."""
+
+
+def server_of(partition: int) -> int:
+    """How templates name the server of a partition; the server itself from that."""
+    return -1 - partition
 
 
 class How(IntEnum):
@@ -65,10 +92,10 @@ class How(IntEnum):
 class Row:
     """One communication, by roles: it says which devices move which amounts, not how many bytes these are.
 
-    ``verb``: of its name. ``groups``: the devices that sum, or in each copy those that gather or scatter. ``flows``: (source, target,
-    amount) of an exchange, which run at once; with ``adds`` each target then adds up what has come. ``amount``: of a sum. ``apart``: it
-    runs at the same time as the rows next to it that are so too, each among devices of its own. ``large``: see ``SyncStep``. A row whose
-    amounts are all zero does not take place.
+    ``verb``: of its name. ``groups``: the devices that sum, or in each copy those that gather or scatter. ``rounds`` of an exchange, one
+    after the other: flows that run at once, and whether each target then adds up what has come. ``amount``: of a sum. ``apart``: it runs at
+    the same time as the rows next to it that are so too, each among devices of its own. ``large``: see ``SyncStep``. A row whose amounts
+    are all zero does not take place.
     """
 
     phase: Phase
@@ -76,11 +103,13 @@ class Row:
     verb: str
     how: How
     groups: tuple[Group, ...] = ()
-    flows: tuple[tuple[int, int, int], ...] = ()
-    amount: int = WHOLE
-    adds: bool = False
+    rounds: tuple[tuple[Sequence[Flow], bool], ...] = ()
+    amount: Amount = WHOLE
     apart: bool = False
     large: bool = False
+
+
+Pairs = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +118,26 @@ class Template:
     backward pass is not ``apart``.
 
     ``copies``: of what readers own in parts, the readers of each copy; each of them owns one part of every region. ``added``: how many
-    others' gradients an owner adds up before its update, beside its own.
+    others' gradients an owner adds up before its update, beside its own. ``partitions``: at most so many on servers, if these own it.
+    ``told``, ``asked``: who tells whom, before a step, which rows it looks up: members their leaders, then leaders the owners.
     """
 
     rows: tuple[Row, ...] = ()
     copies: tuple[Group, ...] = ()
     added: int = 0
+    partitions: int = 0
+    told: Pairs = ()
+    asked: Pairs = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a template depends on beside its devices. ``even``: whether all of them are accelerators, whose library has collectives of equal
+    parts. ``partitions``: on servers. ``pull_together``: see ``SyncMethod.steps``."""
+
+    even: bool = False
+    partitions: int = 1
+    pull_together: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,9 +289,8 @@ class SyncMethod(ABC):
         limits = self.limits(graph)
         return syncs if limits is None else make_buckets(graph, tiles, shards, syncs, limits, wrapped)
 
-    def template(self, readers: Group, leaders: Group, *, even: bool) -> Template:
-        """The communications of what these devices read, by roles. ``leaders``: see ``ShardSync``. ``even``: whether all of them are
-        accelerators, whose library has collectives of equal parts."""
+    def template(self, readers: Group, leaders: Group, how: Setting) -> Template:
+        """The communications of what these devices read, by roles. ``leaders``: see ``ShardSync``."""
         return Template()
 
     def steps(self, plan: Plan, sync: ShardSync, *, pull_together: bool = True) -> Sequence[SyncStep]:
@@ -257,7 +299,7 @@ class SyncMethod(ABC):
         ``pull_together``: with local aggregation a host's readers also pull through their leader, as the runtime does. Without it each
         reader pulls for itself, to simulate systems that do so.
         """
-        return steps_of(plan, sync, self.template(sync.readers, sync.leaders, even=is_even(plan, sync)))
+        return steps_of(plan, sync, self.template(sync.readers, sync.leaders, setting_of(plan, sync, pull_together=pull_together)))
 
     def ending(self, plan: Plan, sync: ShardSync) -> Sequence[DeviceWork]:
         """What devices do between the last communication after the backward pass and their update."""
@@ -270,7 +312,9 @@ class SyncMethod(ABC):
 
     def asked(self, plan: Plan, sync: ShardSync, *, pull_together: bool = True) -> Asked:
         """Who tells whom, before the step, which rows it looks up."""
-        return (), ()
+        found = self.template(sync.readers, sync.leaders, setting_of(plan, sync, pull_together=pull_together))
+        owners = [plan.shards[number].devices[0] for number in sync.shards]
+        return found.told, [(source, owners[server_of(target)] if target < 0 else target) for source, target in found.asked]
 
     def copies(self, plan: Plan, sync: ShardSync) -> Mapping[int, int]:
         """Reader -> bytes of its copy of values that others own; the copy's gradient takes as much again."""
@@ -289,19 +333,22 @@ class SyncMethod(ABC):
         return iter(())
 
 
+def setting_of(plan: Plan, sync: ShardSync, *, pull_together: bool = True) -> Setting:
+    """That of a synchronization in a plan."""
+    return Setting(is_even(plan, sync), len(sync.shards), pull_together)
+
+
 def steps_of(plan: Plan, sync: ShardSync, template: Template) -> list[SyncStep]:
     """The rows of a synchronization's template with its bytes; of frozen values those that bring them to their uses."""
-    owned = owned_bytes(plan, sync) if template.copies else {}
-    amounts = [wire_bytes(plan, sync), *(owned.get(owner, 0) for owner in (template.copies or ((),))[0])]
-    found: list[SyncStep] = []
+    sizes, owners, found = _Sizes(plan, sync, template), [plan.shards[number].devices[0] for number in sync.shards], list[SyncStep]()
     before = None
     for row in template.rows:
         if row.phase >= Phase.AFTER_BACKWARD and plan.is_frozen(sync):
             continue
         name = row_name(sync, row)
-        if row.how is How.SUM and amounts[row.amount]:
-            step = SyncStep(row.phase, row.stage, name, summed_bytes=amounts[row.amount], among=row.groups[0])
-        elif row.how is How.EXCHANGE and (rounds := moving_rounds(_round(row, amounts))):
+        if row.how is How.SUM and sizes[row.amount]:
+            step = SyncStep(row.phase, row.stage, name, summed_bytes=sizes[row.amount], among=row.groups[0])
+        elif row.how is How.EXCHANGE and (rounds := moving_rounds(*(_round(own, sizes, owners) for own in row.rounds))):
             step = SyncStep(row.phase, row.stage, name, rounds)
         elif row.how is How.GATHER or row.how is How.SCATTER:
             kind: Kind = "all_gather" if row.how is How.GATHER else "reduce_scatter"
@@ -314,17 +361,36 @@ def steps_of(plan: Plan, sync: ShardSync, template: Template) -> list[SyncStep]:
     return found
 
 
+class _Sizes(dict[Amount, int]):
+    """Amount -> bytes of it in a synchronization."""
+
+    def __init__(self, plan: Plan, sync: ShardSync, template: Template) -> None:
+        super().__init__()
+        self._plan, self._sync, self._amounts = plan, sync, Amounts(plan, sync, by_rows=sync.contract.by_rows)
+        self[WHOLE] = wire_bytes(plan, sync)
+        if template.copies:
+            owned = owned_bytes(plan, sync)
+            self.update({Amount(Of.OWNED, part=part): owned.get(owner, 0) for part, owner in enumerate(template.copies[0])})
+
+    def __missing__(self, amount: Amount) -> int:
+        box = self._sync.box if amount.part < 0 else self._plan.shards[self._sync.shards[amount.part]].box
+        self[amount] = size = self._amounts.values(amount.who, box) if amount.of is not Of.INDICES else 0
+        if amount.of is not Of.VALUES:
+            self[amount] = size = size + self._amounts.indices(amount.who, box)
+        return size
+
+
 def row_name(sync: ShardSync, row: Row) -> str:
     """Task name of a row."""
     name = sync_name(sync, row.verb)
     return f"{name} {','.join(map(str, row.groups[0]))}" if row.apart else name
 
 
-def _round(row: Row, amounts: Sequence[int]) -> tuple[list[tuple[int, int, int]], int]:
-    """The flows of an exchange, and the most bytes that a target adds up."""
-    flows = [(source, target, amounts[amount]) for source, target, amount in row.flows]
+def _round(row: tuple[Sequence[Flow], bool], sizes: _Sizes, owners: Sequence[int]) -> tuple[list[tuple[int, int, int]], int]:
+    """The flows of a round, and the most bytes that a target adds up. ``owners``: of partitions."""
+    flows = [(*(owners[server_of(end)] if end < 0 else end for end in ends), sizes[amount]) for *ends, amount in row[0]]
     come: dict[int, int] = {}
-    for _, target, size in flows if row.adds else ():
+    for _, target, size in flows if row[1] else ():
         come[target] = come.get(target, 0) + size
     return flows, max(come.values(), default=0)
 

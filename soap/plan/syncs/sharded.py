@@ -19,7 +19,7 @@ from soap.plan.syncs.bucketing import gather_limit, gradient_bytes
 from soap.plan.syncs.even_parts import bucket_bytes, is_even, part_bytes
 from soap.plan.syncs.gathering import is_read_back, stays
 from soap.plan.syncs.large_parts import large_bytes, packed_of_owners
-from soap.plan.syncs.seam import PULL, REGATHER, Hold, How, Phase, ShardUpdate, SyncStep, Template, Uses
+from soap.plan.syncs.seam import PULL, REGATHER, Hold, How, Phase, Setting, ShardUpdate, SyncStep, Template, Uses
 from soap.plan.syncs.sharded_state import ShardedState, held_gradients, moving_row, received_bytes, scatter_name, scatter_rows
 from soap.plan.syncs.sharing import owned_bytes, sharing_groups
 from soap.strategy.sync_contracts import named
@@ -32,13 +32,13 @@ class Sharded(ShardedState):
         """About ``gather_limit`` each: what lies together in a model is gathered together, and scattered together."""
         return (gather_limit(graph),) * 2
 
-    def template(self, readers: Group, leaders: Group, *, even: bool) -> Template:
+    def template(self, readers: Group, leaders: Group, how: Setting) -> Template:
         """Every owner sends every reader of its copy the values, twice; gradients go as those of sharded states."""
         copies = sharing_groups(readers, leaders)
-        first = moving_row(copies, Phase.BEFORE_FORWARD, PULL, "gather", How.GATHER, even=even)
-        again = moving_row(copies, Phase.BEFORE_BACKWARD, REGATHER, "regather", How.GATHER, even=even)
-        added = super().template(readers, leaders, even=even).added
-        return Template((first, again, *scatter_rows(copies, even=even)), tuple(copies), added)
+        first = moving_row(copies, Phase.BEFORE_FORWARD, PULL, "gather", How.GATHER, even=how.even)
+        again = moving_row(copies, Phase.BEFORE_BACKWARD, REGATHER, "regather", How.GATHER, even=how.even)
+        added = super().template(readers, leaders, how).added
+        return Template((first, again, *scatter_rows(copies, even=how.even)), tuple(copies), added)
 
     def steps(self, plan: Plan, sync: ShardSync, *, pull_together: bool = True) -> Sequence[SyncStep]:
         """Those of the template; values that stay, or that no backward pass reads, are gathered once."""

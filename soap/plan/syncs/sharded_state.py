@@ -24,7 +24,7 @@ from soap.plan.syncs.amounts import Group
 from soap.plan.syncs.bucketing import gradient_bytes, shard_bytes, usual_limits
 from soap.plan.syncs.even_parts import bucket_bytes, is_even, part_bytes, room_bytes
 from soap.plan.syncs.large_parts import large_regions, packed_bytes, packed_of_owners
-from soap.plan.syncs.seam import PULL, PUSH, SUM, Hold, How, Phase, Places, Row, ShardUpdate, SyncMethod, Template
+from soap.plan.syncs.seam import PULL, PUSH, SUM, Amount, Hold, How, Of, Phase, Places, Row, Setting, ShardUpdate, SyncMethod, Template
 from soap.plan.syncs.sharing import holders, holding_groups, owned_bytes, sharers, sharing_groups, sharing_leaders
 from soap.strategy.config import SyncConfig
 from soap.strategy.sync_contracts import named
@@ -57,12 +57,12 @@ class ShardedState(SyncMethod):
         """As for all-reduces."""
         return usual_limits()
 
-    def template(self, readers: Group, leaders: Group, *, even: bool) -> Template:
+    def template(self, readers: Group, leaders: Group, how: Setting) -> Template:
         """In each copy every reader sends every owner its gradient of what that owns; then the holders of each part sum theirs. Later every
         owner sends every reader the values."""
         copies = sharing_groups(readers, leaders)
-        rows = scatter_rows(copies, even=even), moving_row(copies, Phase.AFTER_UPDATE, PULL, "gather", How.GATHER, even=even)
-        return Template((*rows[0], rows[1]), tuple(copies), 0 if even else len(copies[0]) - 1)
+        gather = moving_row(copies, Phase.AFTER_UPDATE, PULL, "gather", How.GATHER, even=how.even)
+        return Template((*scatter_rows(copies, even=how.even), gather), tuple(copies), 0 if how.even else len(copies[0]) - 1)
 
     def updates(self, plan: Plan, sync: ShardSync) -> Sequence[ShardUpdate]:
         """Each owner adds up its copy's readers' gradients of its parts, unless a collective does, and updates these."""
@@ -145,10 +145,9 @@ def received_bytes(sync: ShardSync, own: int) -> int:
 def scatter_rows(copies: Sequence[Group], *, even: bool) -> list[Row]:
     """How gradients reach their owners: a reduce-scatter in each copy, then a sum over the holders of each part."""
     scatter = moving_row(copies, Phase.AFTER_BACKWARD, PUSH, "scatter", How.SCATTER, even=even)
-    held = [(place, *holders) for place, holders in enumerate(holding_groups(copies))]
     sums = (
-        Row(Phase.AFTER_BACKWARD, SUM, "sum", How.SUM, (tuple(devices),), amount=1 + place, apart=True, large=True)
-        for place, *devices in held
+        Row(Phase.AFTER_BACKWARD, SUM, "sum", How.SUM, (devices,), amount=Amount(Of.OWNED, part=place), apart=True, large=True)
+        for place, devices in enumerate(holding_groups(copies))
     )
     return [scatter, *sums]
 
@@ -158,9 +157,10 @@ def moving_row(copies: Sequence[Group], phase: Phase, stage: int, verb: str, how
     large = how is How.SCATTER
     if even:
         return Row(phase, stage, verb, how, tuple(copies), large=large)
-    pairs = [(place, owner, reader) for group in copies for place, owner in enumerate(group) for reader in group if reader != owner]
-    flows = [(*((reader, owner) if large else (owner, reader)), 1 + place) for place, owner, reader in pairs]
-    return Row(phase, stage, verb, How.EXCHANGE, flows=tuple(flows), large=large)
+    owned = [Amount(Of.OWNED, part=place) for place in range(len(copies[0]))]
+    pairs = [(own, owner, other) for group in copies for own, owner in zip(owned, group, strict=True) for other in group if other != owner]
+    flows = [(reader, owner, own) if large else (owner, reader, own) for own, owner, reader in pairs]
+    return Row(phase, stage, verb, How.EXCHANGE, rounds=((flows, False),), large=large)
 
 
 def scatter_name(sync: ShardSync) -> str:

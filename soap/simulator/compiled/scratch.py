@@ -42,10 +42,10 @@ class Scratch(NamedTuple):
     - By parameter: ``geometry``, ``expected`` (a stamp).
     - The tiles that use a shard: ``use_slot``, ``use_device``, ``use_lookups``, ``use_block`` (equal for replicas of one tile).
     - By place in ``members``, from 0 on: ``lookups``, ``seen``, ``leader``, ``touched``, ``together``, ``received``; by
-      partition: ``p_rows``, ``p_server``. See ``syncs.server_traffic``. ``peers``: the number of
+      partition: ``p_rows``. See ``syncs.server_traffic``. ``peers``: the number of
       the ``members`` that are leaders, then these devices.
     - ``packed_``: buckets of compressed shards, see ``syncs.packing``.
-    - By bucket: ``bucket_region``, the number of its first region; ``bucket_template``, ``owned_ptr``, ``owned``: see
+    - By bucket: ``bucket_region``, the number of its first region; ``bucket_template``, ``bucket_shard``, ``owned_ptr``, ``owned``: see
       ``syncs.templates``. ``g_``: see ``syncs.gathering``.
 
     The others are lists for intermediate results.
@@ -152,12 +152,12 @@ class Scratch(NamedTuple):
     together: Longs
     received: Longs
     p_rows: Longs
-    p_server: Ints
     bucket_stamp: Longs
     bucket_of: Ints
     bucket_limit: Longs
     bucket_region: Ints
     bucket_template: Ints
+    bucket_shard: Ints
     packed_first: Ints
     packed_last: Ints
     packed_group: Ints

@@ -26,7 +26,7 @@ from soap.simulator.compiled.state import (
 )
 from soap.simulator.compiled.syncs.clipping import begin_norm, finish_norm
 from soap.simulator.compiled.syncs.compressed import add_compressed
-from soap.simulator.compiled.syncs.dispatch import add_owners_tasks, owned_by_servers
+from soap.simulator.compiled.syncs.dispatch import add_alone
 from soap.simulator.compiled.syncs.exchange import add_sync_edge
 from soap.simulator.compiled.syncs.members import (
     compresses,
@@ -135,7 +135,7 @@ def synchronize(W: World) -> None:
         add_rows(W, bucket, _AFTER_BACKWARD, slot0 + bucket, slot0)
     bring_values(W, buckets, slot0)
     begin_norm(W, slot0)
-    add_owners_tasks(W, slot0)
+    add_alone(W, buckets, slot0)
     finish_norm(W, slot0)
     add_compressed(W, slot0, buckets)
     ask_prices(D, S)
@@ -156,11 +156,11 @@ def _synchronize_shard(W, parameter, shard, opened, slot0):  # type: ignore[no-u
     compressed buckets, come after all sums."""
     C, S = W.state, W.scratch
     find_members(W, parameter, shard)
-    if owned_by_servers(W, parameter):
-        return
     template = find_template(W, parameter, shard)
+    if W.templates.partitions[template] > 0:
+        return
     add_update(W, template, parameter, shard)
-    if phase_row(W.templates, template, _AFTER_BACKWARD) >= 0:
+    if W.templates.limits[2 * template] > 0 and phase_row(W.templates, template, _AFTER_BACKWARD) >= 0:
         bucket = put_into_bucket(W, template, parameter, shard, opened)
         for i in range(S.count[USES]):
             if C.alive[S.use_slot[i]]:
@@ -185,8 +185,9 @@ def expect_updates(W: World, op: int) -> None:
             continue
         for shard in range(D.ptr[geometry], D.ptr[geometry + 1]):
             find_members(W, parameter, shard)
-            if D.lowest[shard] < 0 or not owned_by_servers(W, parameter):
-                expect_update(W, find_template(W, parameter, shard), parameter, shard)
+            template = find_template(W, parameter, shard)
+            if W.templates.partitions[template] == 0:
+                expect_update(W, template, parameter, shard)
     ask_prices(D, S)
 
 

@@ -11,7 +11,7 @@ from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.plan.syncs.amounts import Group
 from soap.plan.syncs.keeping import serving
-from soap.plan.syncs.seam import How, Row, Template, method_of
+from soap.plan.syncs.seam import WHOLE, Amount, How, Of, Setting, Template, method_of
 from soap.simulator.compiled.groups import DeviceGroups
 from soap.simulator.compiled.growing import Growing, are_same
 from soap.simulator.compiled.lists import GrowingLists
@@ -31,8 +31,8 @@ class Templates:
         self._known, self._numbers = GrowingLists(), dict[tuple[object, ...], int]()
         kinds = SyncTemplates.__annotations__.items()
         self._columns = {name: Growing(np.int64 if "Longs" in str(kind) else np.int32) for name, kind in kinds if name != "known"}
-        for name in ("row_ptr", "inside_ptr", "item_ptr"):
-            self._columns[name].add([0])
+        for name in ("row", "inside", "told", "asked", "amount", "item"):
+            self._columns[f"{name}_ptr"].add([0])
         self._accelerators = frozenset(device.index for device in topology.devices if device.type.kind != "cpu")
         self._arrays: SyncTemplates | None = None
 
@@ -46,31 +46,44 @@ class Templates:
             used, leaders = replace(ALL_REDUCE, offload=sync.offload), readers
         same = (used.contract, used.compression, used.offload, used.partitions, readers, leaders, synchronized)
         if same not in self._numbers:
-            even, method = self._accelerators.issuperset(readers), method_of(used.contract)
-            found = method.template(readers, leaders, even=even) if synchronized else Template()
             self._numbers[same] = len(self._numbers)
+            method, how = method_of(used.contract), Setting(self._accelerators.issuperset(readers), used.partitions)
+            found = method.template(readers, leaders, how) if synchronized else Template()
             self._put(
                 readers=[self._groups.number(readers)], parts=[len(found.copies[0]) if found.copies else 0], added=[found.added],
-                even=[even], offloads=[used.offload], wire_bits=[used.contract.wire_bits or 0],
-                limits=method.limits(self._graph) or (0, 0),
+                even=[how.even], offloads=[used.offload], by_rows=[used.contract.by_rows and synchronized],
+                partitions=[found.partitions], wire_bits=[used.contract.wire_bits or 0], limits=method.limits(self._graph) or (0, 0),
                 inside=[group.index(reader) for reader in readers for group in found.copies if reader in group],
+                told=[end for pair in found.told for end in pair], asked=[end for pair in found.asked for end in pair],
             )  # fmt: skip
-            for row in found.rows:
-                self._add_row(row)
-            self._put(row_ptr=[self._columns["phase"].size], inside_ptr=[self._columns["inside"].size])
+            self._add_rows(found, readers)
+            for name in ("inside", "told", "asked"):
+                self._end(name, name)
+            self._end("row", "phase")
+            self._end("amount", "of")
         self._known.add(key)
         self._put(number=[self._numbers[same]])
 
-    def _add_row(self, row: Row) -> None:
-        items = row.flows if row.how is How.EXCHANGE else [(self._set(row, devices),) for devices in row.groups]
-        self._put(item=[own for item in items for own in item])
-        self._put(
-            phase=[row.phase], stage=[row.stage], how=[row.how], amount=[row.amount], adds=[row.adds], apart=[row.apart],
-            large=[row.large], first=[row.groups[0][0] if row.apart else 0], item_ptr=[self._columns["item"].size],
-        )  # fmt: skip
+    def _add_rows(self, template: Template, readers: Group) -> None:
+        amounts = {WHOLE: 0}
+        for part in range(len(template.copies[0]) if template.copies else 0):
+            amounts[Amount(Of.OWNED, part=part)] = 1 + part
+        counted = len(amounts)
+        for row in template.rows:
+            moved = [(number, adds, *flow) for number, (flows, adds) in enumerate(row.rounds) for flow in flows]
+            items = [(2 * number + adds, *ends, amounts.setdefault(own, len(amounts))) for number, adds, *ends, own in moved]
+            sets = [self._groups.number(devices, parted=row.how is not How.SUM) for devices in row.groups]
+            self._put(
+                item=[*sets, *(own for item in items for own in item)], amount=[amounts[row.amount]], phase=[row.phase], stage=[row.stage],
+                how=[row.how], apart=[row.apart], large=[row.large], first=[row.groups[0][0] if row.apart else 0],
+            )  # fmt: skip
+            self._end("item", "item")
+        for amount in [*amounts][counted:]:
+            who = readers.index(amount.who[0]) + (len(readers) if len(amount.who) > 1 else 0)
+            self._put(of=[amount.of], who=[who], part=[amount.part])
 
-    def _set(self, row: Row, devices: Group) -> int:
-        return self._groups.number(devices, parted=row.how is not How.SUM)
+    def _end(self, name: str, column: str) -> None:
+        self._columns[f"{name}_ptr"].add([self._columns[column].size])
 
     def _put(self, **values: Any) -> None:
         for name, own in values.items():

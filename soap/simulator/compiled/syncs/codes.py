@@ -95,7 +95,7 @@ def travels_by_rows(code: int) -> bool:
 
 @compiled
 def has_server(code: int) -> bool:
-    """Whether parameter servers own the parameter. Not every region need be on a server: see ``dispatch.owned_by_servers``."""
+    """Whether parameter servers own the parameter."""
     return code >> _SERVERS & 1 == 1
 
 
@@ -130,9 +130,9 @@ def offloads(code: int) -> bool:
 
 
 @compiled
-def is_in_buckets(code: int) -> bool:
-    """Whether dense gradients of several regions travel together."""
-    return code & 11 == 0
+def is_alone(code: int) -> bool:
+    """Whether each region travels by itself: by rows, or to servers and back."""
+    return code & 3 != 0
 
 
 @compiled

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from soap.plan.syncs.seam import PULL, PUSH, SERVE
+from soap.plan.syncs.seam import SERVE, Phase
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.rows import is_sparse
 from soap.simulator.compiled.scratch import NORM, TASKS, USES
-from soap.simulator.compiled.state import ARENA, OTHER
+from soap.simulator.compiled.state import ARENA, OTHER, SLOTS
 from soap.simulator.compiled.syncs.clipping import NO_NORM
-from soap.simulator.compiled.syncs.exchange import add_before, add_exchange, begin_exchange, new_row, wait_for_tiles
+from soap.simulator.compiled.syncs.exchange import enter_before, new_row, wait_for_tiles
 from soap.simulator.compiled.syncs.pricing import adding_ns, price_ns, table_price_ns
-from soap.simulator.compiled.syncs.server_traffic import added_bytes, added_rows, prepare, pull_ns, push_ns, updated_bytes
+from soap.simulator.compiled.syncs.server_traffic import added_bytes, added_rows, prepare, updated_bytes
+from soap.simulator.compiled.syncs.templates import phase_row, put_alone, server_at, write_row
 from soap.simulator.compiled.task_keys import STATE_FULL, SYNC, set_key, task_key
+
+_BEFORE_FORWARD, _AFTER_BACKWARD, _AFTER_UPDATE = int(Phase.BEFORE_FORWARD), int(Phase.AFTER_BACKWARD), int(Phase.AFTER_UPDATE)
 
 
 @compiled
-def serve_region(W, parameter, shard, number, slot0):  # type: ignore[no-untyped-def]
-    """Add the tasks of one region: its push, the updates of its partitions, and the pull if the parameter is dense. If all devices learn
-    the gradients' norm, that comes behind the push and before the updates (``clipping``)."""
-    G, K, C, S = W.graph, W.cluster, W.state, W.scratch
-    count, sparse = prepare(W, parameter, shard, number, C.sync[parameter]), is_sparse(G, parameter)
+def serve_region(W, bucket, template, parameter, shard, slot0):  # type: ignore[no-untyped-def]
+    """Add the tasks of one region: its push, the updates of its partitions, and the pull that follows them if there is one. If all devices
+    learn the gradients' norm, that comes behind the push and before the updates (``clipping``). ``bucket``: free for use here."""
+    K, D, C, S, Y = W.cluster, W.shards, W.state, W.scratch, W.templates
+    count, number = prepare(W, template, parameter, shard), shard - D.ptr[S.geometry[parameter]]
+    put_alone(W, bucket, template, parameter, shard)
     first, norm = slot0 + S.count[TASKS], S.count[NORM]
     base = C.used[ARENA]  # first the rows of the push, the updates and the pull; then slots of updates, pull and norm; then cores
     updates, pulls, cores = base + 6, base + 6 + count, base + 8 + count
@@ -27,19 +31,16 @@ def serve_region(W, parameter, shard, number, slot0):  # type: ignore[no-untyped
         raise MemoryError(STATE_FULL)
     C.used[ARENA] = cores + count
     C.arena[pulls + 1] = norm
-    begin_exchange(S)
-    duration, moved = push_ns(W, parameter, shard, count)
-    pushes = 1 if duration > 0 else 0
+    pushes = 1 if write_row(W, bucket, phase_row(Y, template, _AFTER_BACKWARD), first) else 0
     if pushes:
-        add_exchange(W, first, task_key(SYNC, parameter, PUSH, number, 0, 0), duration, moved)
         C.kind[first], C.owner[first], C.index[first], C.waits[first] = OTHER, -1, base, 0
     served = first + pushes
     for part in range(count):
-        slot, server = served + part, S.p_server[part]
+        slot, server = served + part, server_at(W, parameter, shard, part)
         C.arena[updates + part] = slot
         set_key(C, slot, task_key(SYNC, parameter, SERVE, number, 0, part))
         C.latency[slot], C.overhead[slot] = 0, 0
-        C.duration[slot] = _serve_ns(W, parameter, shard, part)
+        C.duration[slot] = _serve_ns(W, parameter, shard, part, server)
         C.resource[slot], C.resource_n[slot] = server, 1
         if not K.serves_itself[server]:
             C.arena[cores + part] = K.core[server] + S.taken[K.host_device[server]] % K.cores[server]
@@ -48,14 +49,11 @@ def serve_region(W, parameter, shard, number, slot0):  # type: ignore[no-untyped
         C.waits[slot], C.index[slot], C.moved[slot] = pushes if norm == NO_NORM else 1, base + 2, 0
         C.alive[slot], C.kind[slot], C.owner[slot] = 1, OTHER, -1
     end, pull = served + count, 0
-    if not sparse:
-        begin_exchange(S)
-        duration, moved = pull_ns(W, parameter, shard, count)
-        if duration > 0:
-            add_exchange(W, end, task_key(SYNC, parameter, PULL, number, 0, 0), duration, moved)
-            C.kind[end], C.owner[end], C.index[end], C.waits[end] = OTHER, -1, base + 4, count
-            C.arena[pulls] = end
-            pull = 1
+    row = phase_row(Y, template, _AFTER_UPDATE)
+    if row >= 0 and write_row(W, bucket, row, end):
+        C.kind[end], C.owner[end], C.index[end], C.waits[end] = OTHER, -1, base + 4, count
+        C.arena[pulls] = end
+        pull = 1
     C.arena[base], C.arena[base + 1] = updates, pulls
     if norm != NO_NORM:
         C.arena[base], C.arena[base + 1] = pulls + 1, pulls + 2
@@ -67,10 +65,9 @@ def serve_region(W, parameter, shard, number, slot0):  # type: ignore[no-untyped
 
 
 @compiled
-def _serve_ns(W, parameter, shard, part):  # type: ignore[no-untyped-def]
+def _serve_ns(W, parameter, shard, part, server):  # type: ignore[no-untyped-def]
     """Duration in ns of a server's work on one partition: adding up gradients, then the update."""
     G, K, D, S = W.graph, W.cluster, W.shards, W.scratch
-    server = S.p_server[part]
     changed, host = updated_bytes(W, parameter, shard, part), K.core_host[server]
     if is_sparse(G, parameter):
         update = table_price_ns(W, host, changed, S.p_rows[part] * D.row_bytes[shard])
@@ -82,15 +79,17 @@ def _serve_ns(W, parameter, shard, part):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def pull_region(W, parameter, shard, number):  # type: ignore[no-untyped-def]
-    """Add the task that pulls the rows of a region before the forward pass, if anything travels."""
+def pull_region(W, bucket, template, parameter, shard):  # type: ignore[no-untyped-def]
+    """Add the task that pulls the rows of a region before the forward pass, if anything travels. ``bucket``: free for use here."""
     C, S = W.state, W.scratch
-    count = prepare(W, parameter, shard, number, C.sync[parameter])
-    begin_exchange(S)
-    duration, moved = pull_ns(W, parameter, shard, count)
-    if duration == 0:
+    row = phase_row(W.templates, template, _BEFORE_FORWARD)
+    if row < 0:
         return
-    row = new_row(C, S.count[USES])
+    prepare(W, template, parameter, shard)
+    put_alone(W, bucket, template, parameter, shard)
+    if not write_row(W, bucket, row, C.used[SLOTS]):
+        return
+    followers = new_row(C, S.count[USES])
     for i in range(S.count[USES]):  # a tile's forward pass is ``tiles`` slots before its backward pass
-        C.arena[row + 2 + i] = S.use_slot[i] - C.tiles[C.owner[S.use_slot[i]]]
-    add_before(W, task_key(SYNC, parameter, PULL, number, 0, 0), duration, moved, C.owner[S.use_slot[0]], row)
+        C.arena[followers + 2 + i] = S.use_slot[i] - C.tiles[C.owner[S.use_slot[i]]]
+    enter_before(C, C.owner[S.use_slot[0]], followers)

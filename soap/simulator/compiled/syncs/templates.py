@@ -7,18 +7,20 @@ has of it is in ``owned``, from ``owned_ptr[bucket]`` on.
 
 from __future__ import annotations
 
-from soap.plan.syncs.seam import WHOLE, How, Phase
+from soap.plan.syncs.seam import How, Of, Phase
 from soap.simulator.compiled.arrays import fill
 from soap.simulator.compiled.chunks import cut_sum
-from soap.simulator.compiled.communication import add_flow, allreduce, begin_flows, find_list, parted_ns, sum_overhead_ns
+from soap.simulator.compiled.communication import add_flow, allreduce, begin_joining, find_list, join_flow, parted_ns, sum_overhead_ns
 from soap.simulator.compiled.jit import compiled
-from soap.simulator.compiled.scratch import FLOWS, FULL, TASKS
+from soap.simulator.compiled.rows import INDEX_BYTES, part_of_rows
+from soap.simulator.compiled.scratch import FULL, TASKS
 from soap.simulator.compiled.state import OTHER, SYNC_BUCKET, SyncTemplates
 from soap.simulator.compiled.syncs.exchange import add_exchange, begin_exchange, new_row, round_of_flows
 from soap.simulator.compiled.task_keys import STATE_FULL, SYNC, set_key, task_key
 from soap.simulator.compiled.world import World
 
 _SUM, _EXCHANGE, _AFTER_BACKWARD = int(How.SUM), int(How.EXCHANGE), int(Phase.AFTER_BACKWARD)
+_VALUES, _INDICES = int(Of.VALUES), int(Of.INDICES)
 
 
 @compiled
@@ -115,13 +117,41 @@ def bucket_bytes(W: World, bucket: int) -> int:
 
 
 @compiled
+def put_alone(W: World, bucket: int, template: int, parameter: int, shard: int) -> None:
+    """Make a bucket of one shard, for ``write_row``. Call ``prepare`` before that if its amounts are those of rows."""
+    D, S, Y = W.shards, W.scratch, W.templates
+    if bucket + 1 > len(S.t_key):
+        raise MemoryError(FULL)
+    S.bucket_template[bucket], S.t_bytes[bucket], S.bucket_shard[bucket] = template, D.bytes[shard], shard
+    S.t_res_n[bucket], S.t_res[bucket] = Y.readers[template], parameter
+    S.bucket_region[bucket] = shard - D.ptr[S.geometry[parameter]]
+
+
+@compiled
 def _amount(W, bucket, amount):  # type: ignore[no-untyped-def]
     """Bytes of an amount, as they travel."""
-    S = W.scratch
-    if amount != WHOLE:
+    S, Y = W.scratch, W.templates
+    template = S.bucket_template[bucket]
+    if amount > Y.parts[template]:
+        return _rows_bytes(W, bucket, Y.amount_ptr[template] + amount - Y.parts[template] - 1)
+    if amount > 0:
         return S.owned[S.owned_ptr[bucket] + amount - 1]
-    bits, size = W.templates.wire_bits[S.bucket_template[bucket]], S.t_bytes[bucket]
+    bits, size = Y.wire_bits[template], S.t_bytes[bucket]
     return size if bits == 0 else (size // W.graph.parameter_itemsize[S.t_res[bucket]] * bits + 7) // 8
+
+
+@compiled
+def _rows_bytes(W, bucket, k):  # type: ignore[no-untyped-def]
+    """Bytes of an amount of rows: of all that there are, or if the parameter is sparse of those that are looked up."""
+    D, S, Y = W.shards, W.scratch, W.templates
+    parameter, shard, who = S.t_res[bucket], S.bucket_shard[bucket], Y.who[k]
+    readers = Y.readers[S.bucket_template[bucket]]
+    count = W.groups.sets.ptr[readers + 1] - W.groups.sets.ptr[readers]
+    touched = S.touched[who] if who < count else S.together[who - count]
+    rows = D.rows[shard] if Y.part[k] < 0 else S.p_rows[Y.part[k]]
+    rows = rows if touched < 0 else part_of_rows(W.graph, parameter, touched, rows)
+    size = rows * D.row_bytes[shard] if Y.of[k] != _INDICES else 0
+    return size + (rows * INDEX_BYTES if Y.of[k] != _VALUES else 0)
 
 
 @compiled
@@ -144,8 +174,8 @@ def write_row(W: World, bucket: int, row: int, slot: int) -> bool:
         return True
     begin_exchange(S)
     if Y.how[row] == _EXCHANGE:
-        duration, moved = round_of_flows(K, S, _add_flows(W, bucket, row))
-        if S.count[FLOWS] == 0:
+        duration, moved = _rounds(W, bucket, row)
+        if duration == 0:
             return False
     else:
         duration, moved = 0, 0
@@ -158,22 +188,40 @@ def write_row(W: World, bucket: int, row: int, slot: int) -> bool:
 
 
 @compiled
-def _add_flows(W, bucket, row):  # type: ignore[no-untyped-def]
-    """Begin a round of a row's flows that move something. Returns the most bytes that a target adds up."""
-    S, Y = W.scratch, W.templates
-    begin_flows(S)
-    for i in range(Y.item_ptr[row], Y.item_ptr[row + 1], 3):
-        size = _amount(W, bucket, Y.item[i + 2])
-        if size > 0:
-            add_flow(S, Y.item[i], Y.item[i + 1], size)
-    most = 0
-    if Y.adds[row]:
-        fill(S.received, 0, len(S.received), 0)
-        for i in range(S.count[FLOWS]):
-            target = S.flow[3 * i + 1]
-            S.received[target] += S.flow[3 * i + 2]
-            most = max(most, S.received[target])
-    return most
+def _rounds(W, bucket, row):  # type: ignore[no-untyped-def]
+    """(duration in ns, bytes) of the rounds of an exchange; zeros if nothing travels."""
+    K, S, Y = W.cluster, W.scratch, W.templates
+    parameter, shard, devices = S.t_res[bucket], S.bucket_shard[bucket], len(K.device_type)
+    stamp, duration, moved, most, last = begin_joining(S), 0, 0, 0, -1
+    for i in range(Y.item_ptr[row], Y.item_ptr[row + 1], 4):
+        if Y.item[i] != last:
+            own_ns, own = round_of_flows(K, S, most)
+            stamp, duration, moved, most, last = begin_joining(S), duration + own_ns, moved + own, 0, Y.item[i]
+            if last % 2 == 1:
+                fill(S.received, 0, len(S.received), 0)
+        source, target, served = Y.item[i + 1], Y.item[i + 2], False
+        if source < 0:
+            source, served = server_at(W, parameter, shard, -1 - source), True
+        elif target < 0:
+            target, served = server_at(W, parameter, shard, -1 - target), True
+        size = _amount(W, bucket, Y.item[i + 3])
+        if size > 0 and source != target:
+            if served:  # a server may have several partitions
+                join_flow(S, stamp, devices, source, target, size)
+            else:
+                add_flow(S, source, target, size)
+            if last % 2 == 1:
+                S.received[target] += size
+                most = max(most, S.received[target])
+    own_ns, own = round_of_flows(K, S, most)
+    return duration + own_ns, moved + own
+
+
+@compiled
+def server_at(W: World, parameter: int, shard: int, partition: int) -> int:
+    """The device beside which the server of a partition of a shard is."""
+    G, K, D, S = W.graph, W.cluster, W.shards, W.scratch
+    return K.server[(G.first_server[parameter] + shard - D.ptr[S.geometry[parameter]] + partition) % len(K.server)]
 
 
 @compiled

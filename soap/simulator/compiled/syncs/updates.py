@@ -8,11 +8,10 @@ from soap.simulator.communication.offloading import OFFLOADING_NS
 from soap.simulator.compiled.arrays import fill
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.scratch import TASKS
-from soap.simulator.compiled.syncs.codes import gathers_rows
 from soap.simulator.compiled.syncs.exchange import new_row
 from soap.simulator.compiled.syncs.offloading import add_offload, offload
 from soap.simulator.compiled.syncs.pricing import adding_ns, price_ns, table_price_ns
-from soap.simulator.compiled.syncs.sparse_all_gather import gathered_bytes, gathered_rows
+from soap.simulator.compiled.syncs.server_traffic import gathered_bytes, gathered_rows
 from soap.simulator.compiled.syncs.templates import add_rows, own_bytes, owns, phase_row
 from soap.simulator.compiled.world import World
 
@@ -23,7 +22,7 @@ _AFTER_UPDATE = int(Phase.AFTER_UPDATE)
 def add_update(W: World, template: int, parameter: int, shard: int) -> None:
     """Add the updates of a shard on its owners, if these are readers. Call it after ``find_members``."""
     S, away = W.scratch, W.templates.offloads[template] == 1
-    whole, rows = _gathered(W, parameter, shard)
+    whole, rows = _gathered(W, template, parameter, shard)
     for i in range(S.members[0]):
         size = own_bytes(W, template, parameter, shard, i)
         if size > 0:
@@ -36,7 +35,7 @@ def add_update(W: World, template: int, parameter: int, shard: int) -> None:
 def expect_update(W: World, template: int, parameter: int, shard: int) -> None:
     """Subtract the same from ``floor``, but for what offloading takes more of several shards than of one."""
     S, away = W.scratch, W.templates.offloads[template] == 1
-    whole, rows = _gathered(W, parameter, shard)
+    whole, rows = _gathered(W, template, parameter, shard)
     for i in range(S.members[0]):
         size = own_bytes(W, template, parameter, shard, i)
         if size > 0:
@@ -44,10 +43,9 @@ def expect_update(W: World, template: int, parameter: int, shard: int) -> None:
 
 
 @compiled
-def _gathered(W, parameter, shard):  # type: ignore[no-untyped-def]
-    """(bytes that each reader updates, rows that it adds up for that) of a shard with a sparse all-gather; else (-1, 0)."""
-    D, C = W.shards, W.state
-    if not gathers_rows(C.sync[parameter]) or D.lowest[shard] < 0:
+def _gathered(W, template, parameter, shard):  # type: ignore[no-untyped-def]
+    """(bytes that each reader updates, rows that it adds up for that) of a shard of which only rows have a gradient; else (-1, 0)."""
+    if not W.templates.by_rows[template]:
         return -1, 0
     return gathered_bytes(W, parameter, shard), gathered_rows(W, parameter, shard)
 
