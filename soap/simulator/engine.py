@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -79,8 +79,6 @@ class Engine:
         what training adds to compressed parameters. ``shared``: what other engines of these have; its own if None."""
         shared = shared or Shared(graph, topology, costs, training, communication)
         self.shared, self.graph, self.topology, self._orders = shared, graph, topology, Orders(graph)
-        self.choices: Mapping[str, Sequence[SyncConfig]] = {}
-        """Parameter -> the synchronizations that compiled code chooses from."""
         self._parts: dict[str, Any] = {}
         self._world: World | None = None
         self._graph, cluster = shared.graph_tables, shared.cluster_tables
@@ -280,14 +278,10 @@ class Engine:
         know stay as held. ``marked``: as in ``State``, ``KEEP`` for as held."""
         return read_config(self._configs[position], self.variants.split(variant), devices, int(replicas), int(marked))
 
-    def sync(self, parameter: str, code: int) -> SyncConfig:
-        """A parameter's synchronization from its number (see ``SyncCodes``)."""
-        return self.shared.codes.known_sync(code, self._syncs.get(parameter, SyncConfig()), self.choices.get(parameter, ()))
-
     def syncs(self, codes: Ints) -> dict[str, SyncConfig]:
         """Parameter -> its synchronization, where it differs from the default. ``codes[parameter]``: as in ``SyncCodes``."""
-        found = {tensor.name: self.sync(tensor.name, code) for tensor, code in zip(self.graph.parameters, codes.tolist(), strict=False)}
-        return {name: sync for name, sync in found.items() if sync != SyncConfig()}
+        known = self.shared.codes
+        return {tensor.name: known.sync(code) for tensor, code in zip(self.graph.parameters, codes.tolist(), strict=False) if code}
 
     def variant(self, position: int, degrees: tuple[int, ...], shares: tuple[tuple[int, ...], ...] = ()) -> int:
         """The number of an operator's variant. Compiled work that begins later knows the variant."""

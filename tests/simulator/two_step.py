@@ -10,10 +10,9 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 
-from soap.model.graph import OperatorGraph
 from soap.plan.plan import Plan, ShardSync, sync_name
 from soap.plan.syncs.amounts import Group, reading_groups
-from soap.plan.syncs.bucketing import gradient_bytes, usual_limits
+from soap.plan.syncs.bucketing import gradient_bytes
 from soap.plan.syncs.seam import PULL, PUSH, SUM, WHOLE, Hold, How, Phase, Row, Setting, SyncMethod, Template
 from soap.strategy.config import SyncConfig
 from soap.strategy.sync_contracts import METHODS, Contract, find_contract
@@ -38,10 +37,6 @@ class TwoStepSum(SyncMethod):
     def serves_region(self, readers: Sequence[int], peers: Collection[int], sync: SyncConfig) -> bool:
         """Only regions with several readers."""
         return len(readers) > 1
-
-    def limits(self, graph: OperatorGraph) -> tuple[int, int]:
-        """As for all-reduces."""
-        return usual_limits()
 
     def template(self, readers: Group, leaders: Group, how: Setting) -> Template:
         """At most three rows."""

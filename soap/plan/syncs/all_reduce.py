@@ -7,20 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from soap.model.graph import OperatorGraph
 from soap.plan.plan import Plan, ShardSync
 from soap.plan.syncs.amounts import Group
-from soap.plan.syncs.bucketing import usual_limits, wire_bytes
+from soap.plan.syncs.bucketing import wire_bytes
 from soap.plan.syncs.seam import SUM, Hold, How, Phase, Row, Setting, SyncMethod, Template
 from soap.strategy.sync_contracts import named
 
 
 class BucketedSum(SyncMethod):
     """Sums dense gradients in buckets. Each element travels in ``Contract.wire_bits`` bits."""
-
-    def limits(self, graph: OperatorGraph) -> tuple[int, int]:
-        """Those of DistributedDataParallel."""
-        return usual_limits()
 
     def template(self, readers: Group, leaders: Group, how: Setting) -> Template:
         """One all-reduce, if there are several readers."""

@@ -15,13 +15,13 @@ from typing import Literal
 
 from soap.model.graph import OperatorGraph
 from soap.model.regions import Box
-from soap.plan.compression.seam import Layout, Work
+from soap.plan.compression.seam import Exchange, ExchangeKind, Layout, Work
 from soap.plan.flows import Round, box_bytes
 from soap.plan.memory_kinds import MemoryKind
 from soap.plan.placement import owner_of
 from soap.plan.plan import Plan, Shard, ShardSync, sync_name
 from soap.plan.syncs.amounts import Amounts, Group, moving_rounds
-from soap.plan.syncs.bucketing import make_buckets, wire_bytes
+from soap.plan.syncs.bucketing import make_buckets, usual_limits, wire_bytes
 from soap.plan.syncs.even_parts import Collective, Kind, collective, is_even
 from soap.plan.syncs.represented import Represented
 from soap.plan.syncs.sharing import owned_bytes
@@ -49,19 +49,20 @@ REGATHER = SERVE
 
 class Of(IntEnum):
     """What an amount counts: all bytes that are synchronized together, as they travel; what one reader of a copy owns of it; or of a region
-    by itself its values, or only the rows of it that some readers look up; the indices of these rows; or both."""
+    by itself its values, or only the rows of it that some readers look up; the indices of these rows; or both; or a compressed message."""
 
     WHOLE = 0
     OWNED = 1
     VALUES = 2
     INDICES = 3
     ROWS = 4
+    MESSAGE = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Amount:
     """A number of bytes, by its role. ``who``: the readers that look up rows: one, or all with one leader. ``part``: the place of the owner
-    in its copy; or the partition on servers, -1 for the whole region."""
+    in its copy; the exchange of a message; or the partition on servers, -1 for the whole region."""
 
     of: Of
     who: Group = ()
@@ -94,8 +95,8 @@ class Row:
 
     ``verb``: of its name. ``groups``: the devices that sum, or in each copy those that gather or scatter. ``rounds`` of an exchange, one
     after the other: flows that run at once, and whether each target then adds up what has come. ``amount``: of a sum. ``apart``: it runs at
-    the same time as the rows next to it that are so too, each among devices of its own. ``large``: see ``SyncStep``. A row whose amounts
-    are all zero does not take place.
+    the same time as the rows next to it that are so too, each among devices of its own. ``large``: see ``SyncStep``. ``work``: what peers
+    do before it. A row whose amounts are all zero does not take place.
     """
 
     phase: Phase
@@ -107,6 +108,7 @@ class Row:
     amount: Amount = WHOLE
     apart: bool = False
     large: bool = False
+    work: Work | None = None
 
 
 Pairs = Sequence[tuple[int, int]]
@@ -119,7 +121,8 @@ class Template:
 
     ``copies``: of what readers own in parts, the readers of each copy; each of them owns one part of every region. ``added``: how many
     others' gradients an owner adds up before its update, beside its own. ``partitions``: at most so many on servers, if these own it.
-    ``told``, ``asked``: who tells whom, before a step, which rows it looks up: members their leaders, then leaders the owners.
+    ``told``, ``asked``: who tells whom, before a step, which rows it looks up: members their leaders, then leaders the owners. ``ending``:
+    what peers do before their update.
     """
 
     rows: tuple[Row, ...] = ()
@@ -128,16 +131,18 @@ class Template:
     partitions: int = 0
     told: Pairs = ()
     asked: Pairs = ()
+    ending: Work | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
     """What a template depends on beside its devices. ``even``: whether all of them are accelerators, whose library has collectives of equal
-    parts. ``partitions``: on servers. ``pull_together``: see ``SyncMethod.steps``."""
+    parts. ``partitions``: on servers. ``pull_together``: see ``SyncMethod.steps``. ``exchanges``: their kinds, of a compression."""
 
     even: bool = False
     partitions: int = 1
     pull_together: bool = True
+    exchanges: tuple[ExchangeKind, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +168,8 @@ class SyncStep:
     ``collective`` of equal parts.
 
     ``works``: what devices do before it, each once what it needs is there; the communication waits for all. ``large``: it moves much, over
-    many connections. On links with ports and between GPUs the simulator cuts it into chunks, between which messages pass. ``beside``: it
-    waits for what the step before it waits for, not for that step: both run side by side, among other devices. ``apart``: see ``Row``.
+    many connections. On links with ports and between GPUs the simulator cuts it into chunks, between which messages pass. ``apart``: it
+    runs at the same time as those next to it that are so too, among other devices.
     """
 
     phase: Phase
@@ -176,7 +181,6 @@ class SyncStep:
     collective: Collective | None = None
     large: bool = False
     apart: bool = False
-    beside: bool = False
     works: tuple[DeviceWork, ...] = ()
 
 
@@ -251,10 +255,6 @@ class Places:
         return readers[owner_of(self.first_reader[parameter], region, part, len(readers))]
 
 
-Asked = tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int]]]
-"""Who tells whom, before a step, which rows it looks up: members their leaders, then leaders the owners, as (source, target)."""
-
-
 class SyncMethod(ABC):
     """What a plan knows of one method. It has no state; one object serves all plans."""
 
@@ -280,7 +280,7 @@ class SyncMethod(ABC):
 
     def limits(self, graph: OperatorGraph) -> tuple[int, int] | None:
         """Bytes at which the first bucket closes, and each later one (``make_buckets``); None if each region travels by itself."""
-        return None
+        return usual_limits() if self.contract.in_buckets else None
 
     def groups(
         self, graph: OperatorGraph, tiles: Sequence[Tile], shards: Sequence[Shard], syncs: Sequence[ShardSync], wrapped: Wrapped
@@ -293,13 +293,26 @@ class SyncMethod(ABC):
         """The communications of what these devices read, by roles. ``leaders``: see ``ShardSync``."""
         return Template()
 
+    def template_of(self, plan: Plan, sync: ShardSync, *, pull_together: bool = True) -> Template:
+        """That of a synchronization in a plan."""
+        kinds = tuple([exchange.kind for exchange in self.messages(plan, sync)])
+        return self.template(sync.readers, sync.leaders, Setting(is_even(plan, sync), len(sync.shards), pull_together, kinds))
+
+    def messages(self, plan: Plan, sync: ShardSync) -> Sequence[Exchange]:
+        """What peers exchange, compressed."""
+        return ()
+
+    def works(self, plan: Plan, sync: ShardSync, work: Work) -> Sequence[DeviceWork]:
+        """What each peer does for a compression."""
+        return ()
+
     def steps(self, plan: Plan, sync: ShardSync, *, pull_together: bool = True) -> Sequence[SyncStep]:
         """The communications of ``sync``; those of one phase run one after the other. By default those of its template.
 
         ``pull_together``: with local aggregation a host's readers also pull through their leader, as the runtime does. Without it each
         reader pulls for itself, to simulate systems that do so.
         """
-        return steps_of(plan, sync, self.template(sync.readers, sync.leaders, setting_of(plan, sync, pull_together=pull_together)))
+        return steps_of(plan, sync, self.template_of(plan, sync, pull_together=pull_together), self)
 
     def ending(self, plan: Plan, sync: ShardSync) -> Sequence[DeviceWork]:
         """What devices do between the last communication after the backward pass and their update."""
@@ -309,12 +322,6 @@ class SyncMethod(ABC):
         """The owners' work on each shard of ``sync``."""
         sizes = ((number, box_bytes(plan, plan.shards[number].parameter, plan.shards[number].box)) for number in sync.shards)
         return [ShardUpdate(number, 0, 0, size, by_rows=False) for number, size in sizes]
-
-    def asked(self, plan: Plan, sync: ShardSync, *, pull_together: bool = True) -> Asked:
-        """Who tells whom, before the step, which rows it looks up."""
-        found = self.template(sync.readers, sync.leaders, setting_of(plan, sync, pull_together=pull_together))
-        owners = [plan.shards[number].devices[0] for number in sync.shards]
-        return found.told, [(source, owners[server_of(target)] if target < 0 else target) for source, target in found.asked]
 
     def copies(self, plan: Plan, sync: ShardSync) -> Mapping[int, int]:
         """Reader -> bytes of its copy of values that others own; the copy's gradient takes as much again."""
@@ -333,15 +340,10 @@ class SyncMethod(ABC):
         return iter(())
 
 
-def setting_of(plan: Plan, sync: ShardSync, *, pull_together: bool = True) -> Setting:
-    """That of a synchronization in a plan."""
-    return Setting(is_even(plan, sync), len(sync.shards), pull_together)
-
-
-def steps_of(plan: Plan, sync: ShardSync, template: Template) -> list[SyncStep]:
+def steps_of(plan: Plan, sync: ShardSync, template: Template, method: SyncMethod) -> list[SyncStep]:
     """The rows of a synchronization's template with its bytes; of frozen values those that bring them to their uses."""
-    sizes, owners, found = _Sizes(plan, sync, template), [plan.shards[number].devices[0] for number in sync.shards], list[SyncStep]()
-    before = None
+    sizes, owners = _Sizes(plan, sync, template, method.messages(plan, sync)), [plan.shards[number].devices[0] for number in sync.shards]
+    found: list[SyncStep] = []
     for row in template.rows:
         if row.phase >= Phase.AFTER_BACKWARD and plan.is_frozen(sync):
             continue
@@ -355,17 +357,16 @@ def steps_of(plan: Plan, sync: ShardSync, template: Template) -> list[SyncStep]:
             step = SyncStep(row.phase, row.stage, name, collective=collective(plan, sync, kind))
         else:
             continue
-        beside = before is not None and row.apart and before.apart and row.phase is before.phase
-        found.append(replace(step, large=row.large, apart=row.apart, beside=beside))
-        before = row
+        works = tuple(method.works(plan, sync, row.work)) if row.work else ()
+        found.append(replace(step, large=row.large, apart=row.apart, works=works))
     return found
 
 
 class _Sizes(dict[Amount, int]):
     """Amount -> bytes of it in a synchronization."""
 
-    def __init__(self, plan: Plan, sync: ShardSync, template: Template) -> None:
-        super().__init__()
+    def __init__(self, plan: Plan, sync: ShardSync, template: Template, messages: Sequence[Exchange]) -> None:
+        super().__init__({Amount(Of.MESSAGE, part=number): exchange.message_bytes for number, exchange in enumerate(messages)})
         self._plan, self._sync, self._amounts = plan, sync, Amounts(plan, sync, by_rows=sync.contract.by_rows)
         self[WHOLE] = wire_bytes(plan, sync)
         if template.copies:

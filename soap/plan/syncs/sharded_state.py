@@ -14,14 +14,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 
-from soap.model.graph import OperatorGraph
 from soap.model.regions import Box
 from soap.plan.flows import box_bytes
 from soap.plan.memory_kinds import MemoryKind
 from soap.plan.placement import cut_rows
 from soap.plan.plan import Plan, ShardSync, sync_name, update_name
 from soap.plan.syncs.amounts import Group
-from soap.plan.syncs.bucketing import gradient_bytes, shard_bytes, usual_limits
+from soap.plan.syncs.bucketing import gradient_bytes, shard_bytes
 from soap.plan.syncs.even_parts import bucket_bytes, is_even, part_bytes, room_bytes
 from soap.plan.syncs.large_parts import large_regions, packed_bytes, packed_of_owners
 from soap.plan.syncs.seam import PULL, PUSH, SUM, Amount, Hold, How, Of, Phase, Places, Row, Setting, ShardUpdate, SyncMethod, Template
@@ -52,10 +51,6 @@ class ShardedState(SyncMethod):
         for number, part in enumerate(cut_rows(box, len(groups[0]))):
             found.append((part, tuple(sorted(places.reader(parameter, region, number, group) for group in groups))))
         return found
-
-    def limits(self, graph: OperatorGraph) -> tuple[int, int]:
-        """As for all-reduces."""
-        return usual_limits()
 
     def template(self, readers: Group, leaders: Group, how: Setting) -> Template:
         """In each copy every reader sends every owner its gradient of what that owns; then the holders of each part sum theirs. Later every

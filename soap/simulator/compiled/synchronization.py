@@ -10,7 +10,7 @@ from soap.plan.syncs.seam import Phase
 from soap.simulator.compiled.graph_arrays import GraphTables
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.marks import runs_again
-from soap.simulator.compiled.scratch import EDGES, EXPECTED, PACKED, PACKED_SHARDS, PRICES, STAMP, TASKS, USES
+from soap.simulator.compiled.scratch import EDGES, EXPECTED, PACKED_SHARDS, PRICES, STAMP, TASKS
 from soap.simulator.compiled.second_runs import weights_slot
 from soap.simulator.compiled.state import (
     ARENA,
@@ -24,21 +24,19 @@ from soap.simulator.compiled.state import (
     Groups,
     State,
 )
+from soap.simulator.compiled.syncs.alone import add_alone
 from soap.simulator.compiled.syncs.clipping import begin_norm, finish_norm
 from soap.simulator.compiled.syncs.compressed import add_compressed
-from soap.simulator.compiled.syncs.dispatch import add_alone
-from soap.simulator.compiled.syncs.exchange import add_sync_edge
+from soap.simulator.compiled.syncs.exchange import wait_for_tiles
 from soap.simulator.compiled.syncs.members import (
-    compresses,
     find_geometries,
     find_geometry,
     find_members,
     first_user_with_gradient,
 )
-from soap.simulator.compiled.syncs.packing import pack
 from soap.simulator.compiled.syncs.pricing import ask_prices
 from soap.simulator.compiled.syncs.templates import add_rows, find_template, phase_row, put_into_bucket
-from soap.simulator.compiled.syncs.updates import add_update, bring_values, expect_update
+from soap.simulator.compiled.syncs.updates import add_update, bring_values
 from soap.simulator.compiled.task_keys import STATE_FULL, UPDATE, set_key, task_key
 from soap.simulator.compiled.world import World
 
@@ -108,7 +106,7 @@ def synchronize(W: World) -> None:
     G, R, D, C, S = W.graph, W.groups, W.shards, W.state, W.scratch
     devices = len(C.busy)
     slot0 = C.used[SLOTS]
-    S.count[EDGES] = S.count[TASKS] = S.count[PRICES] = S.count[PACKED] = S.count[PACKED_SHARDS] = 0
+    S.count[EDGES] = S.count[TASKS] = S.count[PRICES] = S.count[PACKED_SHARDS] = 0
     S.count[STAMP] += 1
     opened = S.count[STAMP]
     for device in range(devices):
@@ -127,12 +125,13 @@ def synchronize(W: World) -> None:
                 if lowest < 0:  # an idle shard has an update, which is counted with the parameter's first shard
                     if G.user[first_user + first_lowest] == op:
                         find_members(W, parameter, shard)
-                        add_update(W, find_template(W, parameter, shard), parameter, shard)
+                        add_update(W, find_template(W, parameter, shard), parameter, shard, False)
                 elif G.user[first_user + lowest] == op:
                     _synchronize_shard(W, parameter, shard, opened, slot0)
     buckets = S.count[TASKS]
     for bucket in range(buckets):
-        add_rows(W, bucket, _AFTER_BACKWARD, slot0 + bucket, slot0)
+        if S.packed_first[bucket] < 0:
+            add_rows(W, bucket, _AFTER_BACKWARD, slot0 + bucket, slot0)
     bring_values(W, buckets, slot0)
     begin_norm(W, slot0)
     add_alone(W, buckets, slot0)
@@ -159,14 +158,11 @@ def _synchronize_shard(W, parameter, shard, opened, slot0):  # type: ignore[no-u
     template = find_template(W, parameter, shard)
     if W.templates.partitions[template] > 0:
         return
-    add_update(W, template, parameter, shard)
+    add_update(W, template, parameter, shard, False)
     if W.templates.limits[2 * template] > 0 and phase_row(W.templates, template, _AFTER_BACKWARD) >= 0:
         bucket = put_into_bucket(W, template, parameter, shard, opened)
-        for i in range(S.count[USES]):
-            if C.alive[S.use_slot[i]]:
-                add_sync_edge(S, S.use_slot[i], slot0 + bucket)
-    elif compresses(W, C.sync[parameter]):
-        pack(W, parameter, shard)
+        if S.packed_first[bucket] < 0:
+            wait_for_tiles(C, S, slot0 + bucket, slot0 + bucket + 1)
 
 
 @compiled
@@ -187,7 +183,7 @@ def expect_updates(W: World, op: int) -> None:
             find_members(W, parameter, shard)
             template = find_template(W, parameter, shard)
             if W.templates.partitions[template] == 0:
-                expect_update(W, template, parameter, shard)
+                add_update(W, template, parameter, shard, True)
     ask_prices(D, S)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
+from soap.plan.compression.seam import WORKS, layout_of
 from soap.plan.syncs.amounts import Group
 from soap.plan.syncs.keeping import serving
 from soap.plan.syncs.seam import WHOLE, Amount, How, Of, Setting, Template, method_of
@@ -38,21 +39,25 @@ class Templates:
 
     def add(self, key: tuple[int, ...]) -> None:
         """Add the template of a list of ``SyncTemplates.known``."""
-        code, need, *devices = key
+        code, need, setting, *devices = key
         sync, readers = self._codes.sync(code), tuple(devices)
         used, leaders = serving(self._topology, sync, readers)
         synchronized = need == GRADIENT or (need == FROZEN and used.contract.gathers_values)
         if not synchronized:
             used, leaders = replace(ALL_REDUCE, offload=sync.offload), readers
-        same = (used.contract, used.compression, used.offload, used.partitions, readers, leaders, synchronized)
+        settled = self._codes.compression(setting - 1) if setting else None  # how layers of this kind are compressed
+        same = (used.contract, settled, used.offload, used.partitions, readers, leaders, synchronized)
         if same not in self._numbers:
             self._numbers[same] = len(self._numbers)
-            method, how = method_of(used.contract), Setting(self._accelerators.issuperset(readers), used.partitions)
+            method, peers = method_of(used.contract), len({*leaders})
+            kinds = tuple([own.kind for own in layout_of(settled, (1, 1), 4, peers).exchanges]) if settled is not None else ()
+            how = Setting(self._accelerators.issuperset(readers), used.partitions, exchanges=kinds)
             found = method.template(readers, leaders, how) if synchronized else Template()
             self._put(
                 readers=[self._groups.number(readers)], parts=[len(found.copies[0]) if found.copies else 0], added=[found.added],
                 even=[how.even], offloads=[used.offload], by_rows=[used.contract.by_rows and synchronized],
-                partitions=[found.partitions], wire_bits=[used.contract.wire_bits or 0], limits=method.limits(self._graph) or (0, 0),
+                partitions=[found.partitions], ending=[WORKS.index(found.ending) if found.ending else -1],
+                wire_bits=[used.contract.wire_bits or 0], limits=method.limits(self._graph) or (0, 0),
                 inside=[group.index(reader) for reader in readers for group in found.copies if reader in group],
                 told=[end for pair in found.told for end in pair], asked=[end for pair in found.asked for end in pair],
             )  # fmt: skip
@@ -74,12 +79,13 @@ class Templates:
             items = [(2 * number + adds, *ends, amounts.setdefault(own, len(amounts))) for number, adds, *ends, own in moved]
             sets = [self._groups.number(devices, parted=row.how is not How.SUM) for devices in row.groups]
             self._put(
-                item=[*sets, *(own for item in items for own in item)], amount=[amounts[row.amount]], phase=[row.phase], stage=[row.stage],
-                how=[row.how], apart=[row.apart], large=[row.large], first=[row.groups[0][0] if row.apart else 0],
+                item=[*sets, *(own for item in items for own in item)], amount=[amounts.setdefault(row.amount, len(amounts))],
+                phase=[row.phase], stage=[row.stage], how=[row.how], apart=[row.apart], large=[row.large],
+                work=[WORKS.index(row.work) if row.work else -1], first=[row.groups[0][0] if row.apart else 0],
             )  # fmt: skip
             self._end("item", "item")
         for amount in [*amounts][counted:]:
-            who = readers.index(amount.who[0]) + (len(readers) if len(amount.who) > 1 else 0)
+            who = readers.index(amount.who[0]) + (len(readers) if len(amount.who) > 1 else 0) if amount.who else 0
             self._put(of=[amount.of], who=[who], part=[amount.part])
 
     def _end(self, name: str, column: str) -> None:

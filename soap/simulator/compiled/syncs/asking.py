@@ -7,11 +7,11 @@ from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.rows import INDEX_BYTES, is_sparse
 from soap.simulator.compiled.scratch import FLOWS
 from soap.simulator.compiled.state import PULLS, SLOTS, State
+from soap.simulator.compiled.syncs.alone import pull_region
 from soap.simulator.compiled.syncs.codes import travels_by_rows
-from soap.simulator.compiled.syncs.exchange import add_before, begin_exchange, new_row
+from soap.simulator.compiled.syncs.exchange import add_exchange, begin_exchange, enter_before, new_row
 from soap.simulator.compiled.syncs.gathering import make_gathers
 from soap.simulator.compiled.syncs.members import find_geometry, find_members, is_trained
-from soap.simulator.compiled.syncs.parameter_server import pull_region
 from soap.simulator.compiled.syncs.templates import find_template, server_at
 from soap.simulator.compiled.task_keys import FORWARD, task_key
 from soap.simulator.compiled.world import World
@@ -69,8 +69,8 @@ def _ask(W):  # type: ignore[no-untyped-def]
     row = new_row(C, pulls)
     for i in range(pulls):
         C.arena[row + 2 + i] = C.pull_slot[0] + i
-    slot = add_before(W, task_key(FORWARD, 0, 0, 0, 0, 0), duration, moved, -1, row)
-    C.overhead[slot] = 0
+    add_exchange(W, C.used[SLOTS], task_key(FORWARD, 0, 0, 0, 0, 0), duration, moved)
+    C.overhead[enter_before(C, -1, row)] = 0
 
 
 @compiled

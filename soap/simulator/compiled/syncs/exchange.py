@@ -62,13 +62,6 @@ def new_row(C, count):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def add_before(W, key, duration, moved, owner, row):  # type: ignore[no-untyped-def]
-    """Add a task before the forward pass; returns its slot."""
-    add_exchange(W, W.state.used[SLOTS], key, duration, moved)
-    return enter_before(W.state, owner, row)
-
-
-@compiled
 def enter_before(C, owner, row):  # type: ignore[no-untyped-def]
     """Enter the task in the first free slot, before the forward pass; returns the slot. ``row``: of what waits for it."""
     slot = C.used[SLOTS]

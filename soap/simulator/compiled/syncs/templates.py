@@ -2,7 +2,8 @@
 
 A template says which devices move which amounts (``plan.syncs.seam.Template``); here these get their bytes and prices. The counterpart of
 ``seam.steps_of`` and of ``communication.synchronizing``. A bucket's ``t_bytes`` are all its gradients; what each of its template's parts
-has of it is in ``owned``, from ``owned_ptr[bucket]`` on.
+has of it is in ``owned``, from ``owned_ptr[bucket]`` on. Of a compressed bucket, ``owned`` are the sums of its shards' columns in
+``effort``; these are ``packed_first[bucket]``, then ``packed_next`` of each, to ``packed_last``: ``packed_parameter``, ``packed_shard``.
 """
 
 from __future__ import annotations
@@ -11,26 +12,30 @@ from soap.plan.syncs.seam import How, Of, Phase
 from soap.simulator.compiled.arrays import fill
 from soap.simulator.compiled.chunks import cut_sum
 from soap.simulator.compiled.communication import add_flow, allreduce, begin_joining, find_list, join_flow, parted_ns, sum_overhead_ns
+from soap.simulator.compiled.effort import MESSAGES, OF_TYPES, SETTINGS, TYPE_COLUMNS
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.rows import INDEX_BYTES, part_of_rows
-from soap.simulator.compiled.scratch import FULL, TASKS
-from soap.simulator.compiled.state import OTHER, SYNC_BUCKET, SyncTemplates
+from soap.simulator.compiled.scratch import FULL, PACKED_SHARDS, TASKS
+from soap.simulator.compiled.state import OTHER, SYNC_BUCKET, ShardTables, SyncTemplates
 from soap.simulator.compiled.syncs.exchange import add_exchange, begin_exchange, new_row, round_of_flows
+from soap.simulator.compiled.syncs.members import compresses
 from soap.simulator.compiled.task_keys import STATE_FULL, SYNC, set_key, task_key
 from soap.simulator.compiled.world import World
 
 _SUM, _EXCHANGE, _AFTER_BACKWARD = int(How.SUM), int(How.EXCHANGE), int(Phase.AFTER_BACKWARD)
-_VALUES, _INDICES = int(Of.VALUES), int(Of.INDICES)
+_VALUES, _INDICES, _MESSAGE = int(Of.VALUES), int(Of.INDICES), int(Of.MESSAGE)
 
 
 @compiled
 def find_template(W: World, parameter: int, shard: int) -> int:
     """The template of a shard. LookupError if it is not known yet. Call it after ``find_members``."""
     G, D, C, S, Y = W.graph, W.shards, W.state, W.scratch, W.templates
-    key = Y.known.missing[1 : 3 + S.members[0]]  # built in place: it stays there if it is missing
-    key[0], key[1] = C.sync[parameter], 2 if not G.trainable[parameter] else 1 if D.lowest[shard] >= 0 else 0
+    key = Y.known.missing[1 : 4 + S.members[0]]  # built in place: it stays there if it is missing
+    key[0], key[1], key[2] = C.sync[parameter], 2 if not G.trainable[parameter] else 1 if D.lowest[shard] >= 0 else 0, 0
+    if key[1] == 1 and compresses(W, C.sync[parameter]):
+        key[2] = 1 + D.effort[find_effort(W, parameter, shard) + SETTINGS]
     for i in range(S.members[0]):
-        key[2 + i] = S.members[1 + i]
+        key[3 + i] = S.members[1 + i]
     return Y.number[find_list(Y.known, key)]
 
 
@@ -70,7 +75,8 @@ def put_into_bucket(W: World, template: int, parameter: int, shard: int, opened:
         raise MemoryError(FULL)
     if S.bucket_stamp[place] != opened:
         S.bucket_stamp[place], S.bucket_of[place], S.bucket_limit[place] = opened, -1, Y.limits[2 * template]
-    bucket, parts = S.bucket_of[place], Y.parts[template]
+    is_packed = compresses(W, W.state.sync[parameter])
+    bucket, parts = S.bucket_of[place], effort_columns(D) if is_packed else Y.parts[template]
     if bucket < 0:
         bucket = S.count[TASKS]
         first = S.owned_ptr[bucket]
@@ -80,11 +86,13 @@ def put_into_bucket(W: World, template: int, parameter: int, shard: int, opened:
         S.t_res_n[bucket], S.t_res[bucket] = Y.readers[template], parameter
         S.bucket_region[bucket] = shard - D.ptr[S.geometry[parameter]]
         fill(S.owned, first, first + parts, 0)
-        S.owned_ptr[bucket + 1] = first + parts
+        S.owned_ptr[bucket + 1], S.packed_first[bucket] = first + parts, -1
         S.count[TASKS] = bucket + 1
         S.bucket_of[place] = bucket
     S.t_bytes[bucket] += D.bytes[shard]
-    for part in range(parts):
+    if is_packed:
+        _pack(W, bucket, parameter, shard)
+    for part in range(0 if is_packed else parts):
         S.owned[S.owned_ptr[bucket] + part] += part_bytes(W, template, parameter, shard, part)
     if S.t_bytes[bucket] >= S.bucket_limit[place]:
         S.bucket_of[place], S.bucket_limit[place] = -1, Y.limits[2 * template + 1]
@@ -142,8 +150,10 @@ def _amount(W, bucket, amount):  # type: ignore[no-untyped-def]
 
 @compiled
 def _rows_bytes(W, bucket, k):  # type: ignore[no-untyped-def]
-    """Bytes of an amount of rows: of all that there are, or if the parameter is sparse of those that are looked up."""
+    """Bytes of a message; or of an amount of rows: of all that there are, or if the parameter is sparse of those that are looked up."""
     D, S, Y = W.shards, W.scratch, W.templates
+    if Y.of[k] == _MESSAGE:
+        return S.owned[S.owned_ptr[bucket] + MESSAGES + Y.part[k]]
     parameter, shard, who = S.t_res[bucket], S.bucket_shard[bucket], Y.who[k]
     readers = Y.readers[S.bucket_template[bucket]]
     count = W.groups.sets.ptr[readers + 1] - W.groups.sets.ptr[readers]
@@ -282,3 +292,37 @@ def _owners(W, bucket):  # type: ignore[no-untyped-def]
             count += 1
             S.members[count] = R.sets.item[first + i]
     return group if count == readers else find_list(R.sets, S.members[1 : 1 + count])
+
+
+@compiled
+def effort_columns(D: ShardTables) -> int:
+    """Number of columns of ``effort``."""
+    return OF_TYPES + TYPE_COLUMNS * D.update_ns.shape[0]
+
+
+@compiled
+def find_effort(W: World, parameter: int, shard: int) -> int:
+    """Where the columns of a compressed shard begin in ``effort``. LookupError if they are not known yet. Call it after
+    ``compresses``."""
+    D, C, S = W.shards, W.state, W.scratch
+    key = D.compressed.missing[1:5]  # built in place: ``find_list`` leaves it there if it is missing
+    key[0], key[1], key[2], key[3] = C.sync[parameter], parameter, shard, S.peers[0]
+    return find_list(D.compressed, key) * effort_columns(D)
+
+
+@compiled
+def _pack(W, bucket, parameter, shard):  # type: ignore[no-untyped-def]
+    """Add a shard to a bucket. Call it after ``compresses``."""
+    D, S = W.shards, W.scratch
+    at, entry, first = find_effort(W, parameter, shard), S.count[PACKED_SHARDS], S.owned_ptr[bucket]
+    if entry + 1 > len(S.packed_next):
+        raise MemoryError(FULL)
+    S.packed_parameter[entry], S.packed_shard[entry], S.packed_next[entry] = parameter, shard, -1
+    S.count[PACKED_SHARDS] = entry + 1
+    if S.packed_first[bucket] < 0:
+        S.packed_first[bucket] = entry
+    else:
+        S.packed_next[S.packed_last[bucket]] = entry
+    S.packed_last[bucket] = entry
+    for column in range(effort_columns(D)):
+        S.owned[first + column] += D.effort[at + column]

@@ -19,27 +19,21 @@ _AFTER_UPDATE = int(Phase.AFTER_UPDATE)
 
 
 @compiled
-def add_update(W: World, template: int, parameter: int, shard: int) -> None:
-    """Add the updates of a shard on its owners, if these are readers. Call it after ``find_members``."""
+def add_update(W: World, template: int, parameter: int, shard: int, expected: bool) -> None:
+    """Add the updates of a shard on its owners, if these are readers; if they are only ``expected``, subtract the same from ``floor``, but
+    for what offloading takes more of several shards than of one. Call it after ``find_members``."""
     S, away = W.scratch, W.templates.offloads[template] == 1
     whole, rows = _gathered(W, template, parameter, shard)
     for i in range(S.members[0]):
-        size = own_bytes(W, template, parameter, shard, i)
+        size, device = own_bytes(W, template, parameter, shard, i), S.members[1 + i]
         if size > 0:
+            own_ns = _update_ns(W, template, shard, i, size, whole, rows)
+            if expected:
+                S.floor[device] -= own_ns + (OFFLOADING_NS if away else 0)
+                continue
+            S.update[device] += own_ns
             if away:
-                offload(W, S.members[1 + i], size)
-            S.update[S.members[1 + i]] += _update_ns(W, template, shard, i, size, whole, rows)
-
-
-@compiled
-def expect_update(W: World, template: int, parameter: int, shard: int) -> None:
-    """Subtract the same from ``floor``, but for what offloading takes more of several shards than of one."""
-    S, away = W.scratch, W.templates.offloads[template] == 1
-    whole, rows = _gathered(W, template, parameter, shard)
-    for i in range(S.members[0]):
-        size = own_bytes(W, template, parameter, shard, i)
-        if size > 0:
-            S.floor[S.members[1 + i]] -= _update_ns(W, template, shard, i, size, whole, rows) + (OFFLOADING_NS if away else 0)
+                offload(W, device, size)
 
 
 @compiled

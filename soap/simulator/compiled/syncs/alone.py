@@ -1,24 +1,55 @@
-"""Pushes, updates and pulls of what servers own (compiled). The counterpart of ``plan.syncs.parameter_server`` and ``row_server``."""
+"""Regions that travel by themselves (compiled): sparse all-gathers, and pushes, updates and pulls of what servers own. The counterpart of
+``plan.syncs.parameter_server``, ``row_server`` and ``sparse_all_gather``."""
 
 from __future__ import annotations
 
 from soap.plan.syncs.seam import SERVE, Phase
+from soap.simulator.compiled.arrays import fill
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.rows import is_sparse
 from soap.simulator.compiled.scratch import NORM, TASKS, USES
 from soap.simulator.compiled.state import ARENA, OTHER, SLOTS
 from soap.simulator.compiled.syncs.clipping import NO_NORM
+from soap.simulator.compiled.syncs.codes import is_alone
 from soap.simulator.compiled.syncs.exchange import enter_before, new_row, wait_for_tiles
+from soap.simulator.compiled.syncs.members import find_members, is_trained
 from soap.simulator.compiled.syncs.pricing import adding_ns, price_ns, table_price_ns
 from soap.simulator.compiled.syncs.server_traffic import added_bytes, added_rows, prepare, updated_bytes
-from soap.simulator.compiled.syncs.templates import phase_row, put_alone, server_at, write_row
+from soap.simulator.compiled.syncs.templates import add_rows, find_template, phase_row, put_alone, server_at, write_row
 from soap.simulator.compiled.task_keys import STATE_FULL, SYNC, set_key, task_key
+from soap.simulator.compiled.world import World
 
 _BEFORE_FORWARD, _AFTER_BACKWARD, _AFTER_UPDATE = int(Phase.BEFORE_FORWARD), int(Phase.AFTER_BACKWARD), int(Phase.AFTER_UPDATE)
 
 
 @compiled
-def serve_region(W, bucket, template, parameter, shard, slot0):  # type: ignore[no-untyped-def]
+def add_alone(W: World, bucket: int, slot0: int) -> None:
+    """Add the tasks of all these regions, in the order of the parameters, after the ``count[TASKS]`` tasks from ``slot0`` on. Needs the
+    parameters' geometries. ``bucket``: the first one that is free."""
+    G, D, C, S, Y = W.graph, W.shards, W.state, W.scratch, W.templates
+    fill(S.taken, 0, len(S.taken), 0)
+    for parameter in range(len(G.parameter_dtype)):
+        if not is_alone(C.sync[parameter]) or not is_trained(G, parameter):
+            continue
+        geometry = S.geometry[parameter]
+        for shard in range(D.ptr[geometry], D.ptr[geometry + 1]):
+            if D.lowest[shard] < 0:
+                continue
+            find_members(W, parameter, shard)
+            template = find_template(W, parameter, shard)
+            if Y.partitions[template] > 0:
+                _serve_region(W, bucket, template, parameter, shard, slot0)
+            elif Y.limits[2 * template] == 0 and phase_row(Y, template, _AFTER_BACKWARD) >= 0:
+                prepare(W, template, parameter, shard)
+                put_alone(W, bucket, template, parameter, shard)
+                slot = slot0 + S.count[TASKS]
+                S.count[TASKS] += 1
+                wait_for_tiles(C, S, slot, slot + 1)
+                add_rows(W, bucket, _AFTER_BACKWARD, slot, slot0)
+
+
+@compiled
+def _serve_region(W, bucket, template, parameter, shard, slot0):  # type: ignore[no-untyped-def]
     """Add the tasks of one region: its push, the updates of its partitions, and the pull that follows them if there is one. If all devices
     learn the gradients' norm, that comes behind the push and before the updates (``clipping``). ``bucket``: free for use here."""
     K, D, C, S, Y = W.cluster, W.shards, W.state, W.scratch, W.templates
